@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from diagnosing import diagnosed
 from ranks import wait_until
 
@@ -20,6 +23,7 @@ from nemo_patches.stall.job_folder import job_name, private_folder
 from nemo_patches.stall.rank_groups import WAITING
 from nemo_patches.stall.rank_kinds import ELSEWHERE, SILENT
 from nemo_patches.stall.report_file import ReportFile
+from nemo_patches.stall.torch_knows import LONGEST, FlightRecording, out_of_memory_errors
 
 pytestmark = pytest.mark.one_nemo
 NOW = 1.7e9
@@ -74,12 +78,12 @@ def test_a_job_has_a_name_that_all_its_ranks_know(environment: dict[str, str], n
 
 def test_a_report_takes_the_place_of_the_one_before_and_the_folder_is_named(temporary: Path, said: list[str]) -> None:
     reports = ReportFile(3, 0)
-    for content in ("first", "second"):
-        reports.write(content, names_folder=content == "first")
+    for text in ("first", "second"):
+        reports.write({"text": text}, is_first=text == "first")
         assert reports._writer is not None
         reports._writer.join(20)
     (file,) = private_folder(0).iterdir()
-    assert (file.name, file.read_text()) == ("stall_rank_3.json", "second")
+    assert (file.name, json.loads(file.read_text())["text"]) == ("stall_rank_3.json", "second")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     (line,) = said
     folder = file.parent
@@ -92,7 +96,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(temporary: Path, said: lis
     (temporary / f"nemo_patches-{os.getuid()}").touch()
     reports = ReportFile(3, 0)
     for _ in range(2):
-        reports.write("{}", names_folder=True)
+        reports.write({}, is_first=True)
         assert reports._writer is not None
         reports._writer.join(20)
     (line,) = said
@@ -110,15 +114,90 @@ def test_a_folder_that_does_not_answer_holds_nobody_up_and_is_said_once(
 
     monkeypatch.setattr(report_file, "private_folder", folder)
     reports = ReportFile(3, 0)
-    for content in ("first", "second", "third"):
-        reports.write(content, names_folder=False)
+    for text in ("first", "second", "third"):
+        reports.write({"text": text}, is_first=False)
     (line,) = said
     assert "not written to a file: the job's folder does not answer" in line
     answers.set()
     assert reports._writer is not None
     reports._writer.join(20)
-    reports.write("fourth", names_folder=False)
-    wait_until(lambda: (private_folder(0) / "stall_rank_3.json").read_text() == "fourth")
+    reports.write({"text": "fourth"}, is_first=False)
+    wait_until(lambda: "fourth" in (private_folder(0) / "stall_rank_3.json").read_text())
+
+
+def test_what_torch_does_not_tell_in_time_is_said_in_the_report(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def dump(**_: bool) -> bytes:
+        assert answers.wait(20)
+        return b"{}"
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
+    reports = ReportFile(3, 0)
+    reports.write({"text": "first"}, is_first=False)
+    wait_until(lambda: (private_folder(0) / "stall_rank_3.json").exists())
+    answers.set()
+    report = json.loads((private_folder(0) / "stall_rank_3.json").read_text())
+    assert report == {"text": "first", "flight_recorder": {"error": "no answer within 1 s"}}
+
+
+def test_of_many_collectives_the_report_has_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump(**_: bool) -> bytes:
+        return json.dumps({"entries": [{"record_id": number, "more": "x" * 400} for number in range(2000)]}).encode()
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
+    content = FlightRecording().wait()
+    assert content is not None
+    assert content["entries"][-1]["record_id"] == 1999
+    assert LONGEST / 3 < len(json.dumps(content)) <= LONGEST
+
+
+def test_an_error_of_torchs_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dump() -> bytes:  # with none of the parameters
+        return b""
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
+    content = FlightRecording().wait()
+    assert content is not None
+    assert "unexpected keyword argument" in content["error"]
+
+
+class Cuda(ModuleType):
+    """In place of torch.cuda, which has no GPU here: two of them, of which one has run out of memory."""
+
+    def __init__(self, is_initialized: bool) -> None:
+        super().__init__("torch.cuda")
+        self._is_initialized = is_initialized
+
+    def is_initialized(self) -> bool:
+        return self._is_initialized
+
+    def device_count(self) -> int:
+        return 2
+
+    def memory_stats(self, device: int) -> dict[str, int]:
+        assert self._is_initialized
+        return {"num_ooms": 3 * device, "num_alloc_retries": 7}
+
+
+def test_out_of_memory_errors_are_read_once_a_stall_and_only_where_cuda_is_in_use(
+    temporary: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert out_of_memory_errors() == {}  # torch's own, without a GPU
+    monkeypatch.setitem(sys.modules, "torch.cuda", Cuda(False))
+    assert out_of_memory_errors() == {}
+    monkeypatch.setitem(sys.modules, "torch.cuda", Cuda(True))
+    reports = ReportFile(3, 0)
+    for is_first in (False, True, False, True):
+        reports.write({"text": "hangs"}, is_first=is_first)
+        assert reports._writer is not None
+        reports._writer.join(20)
+    (line,) = [line for line in said if "out-of-memory" in line]
+    assert line.endswith("caught out-of-memory errors, and may have left out a step: 3 on cuda:1")
+    report = json.loads((private_folder(0) / "stall_rank_3.json").read_text())
+    assert (report["text"], report["out_of_memory"]) == ("hangs", {"cuda:1": 3})
 
 
 # What `diagnose FOLDER` makes of them.

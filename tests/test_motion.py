@@ -1,4 +1,4 @@
-"""Which threads compute, and which only count, poll, spin or wait: real threads, looked at again and again."""
+"""Which threads compute or get on, and which only count, poll, spin or wait: real threads, looked at often."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from nemo_patches.stall.training_notes import LastCall, TrainingNotes
 
 pytestmark = pytest.mark.one_nemo
 LOOKS, PAUSE_S = 60, 0.02
+WINDOW_S = 0.25
 
 
 class Thread:
@@ -37,14 +38,15 @@ class Thread:
         self.thread = threading.Thread(target=work, args=(self,), daemon=True)
         self.thread.start()
         wait_until(lambda: self.thread.native_id)
-        self.motion = ThreadMotion(self.thread.native_id or 0)
+        self.motion = ThreadMotion(self.thread.native_id or 0, WINDOW_S)
 
-    def looks(self, count: int = LOOKS) -> list[bool]:
+    def looks(self, count: int = LOOKS) -> list[tuple[bool, bool]]:
+        """At each look: whether it computes, and whether it moves."""
         found = []
         for _ in range(count):
             time.sleep(PAUSE_S)
             self.motion.look(stacks.seen(self.thread.ident or 0))
-            found.append(self.motion.computes)
+            found.append((self.motion.computes, self.motion.moves))
         return found
 
     def end(self) -> None:
@@ -124,20 +126,28 @@ def waits(thread: Thread) -> None:
 def test_who_computes_is_seen_to() -> None:
     thread = Thread(computes)
     try:
-        assert any(thread.looks())
+        assert (True, True) in thread.looks()
     finally:
         thread.end()
 
 
-STILL = [counts, reads_batches, goes_from_one_to_the_next, spins, polls, is_in_one_call, tries_again, waits]
-
-
-@pytest.mark.parametrize("work", STILL)
-def test_who_counts_spins_polls_or_waits_does_not_compute(work: Callable[[Thread], None]) -> None:
+@pytest.mark.parametrize("work", [counts, reads_batches, goes_from_one_to_the_next, polls, tries_again, waits])
+def test_who_counts_polls_or_waits_does_not_compute(work: Callable[[Thread], None]) -> None:
     thread = Thread(work)
     try:
         thread.looks(2)  # it begins
-        assert not any(thread.looks())
+        assert set(thread.looks()) == {(False, False)}
+    finally:
+        thread.end()
+
+
+@pytest.mark.parametrize("work", [spins, is_in_one_call])
+def test_who_spins_or_is_in_one_call_computes_and_does_not_move(work: Callable[[Thread], None]) -> None:
+    thread = Thread(work)
+    try:
+        thread.looks(2)
+        assert (True, False) in (seen := thread.looks())
+        assert not any(moves for _, moves in seen)
     finally:
         thread.end()
 
@@ -146,8 +156,8 @@ def test_the_first_look_shows_nothing() -> None:
     thread = Thread(computes)
     try:
         for _ in range(10):
-            assert thread.looks(1) == [False]
-            thread.motion = ThreadMotion(thread.thread.native_id or 0)
+            assert thread.looks(1) == [(False, False)]
+            thread.motion = ThreadMotion(thread.thread.native_id or 0, WINDOW_S)
     finally:
         thread.end()
 

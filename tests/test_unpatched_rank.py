@@ -11,7 +11,7 @@ from typing import Any
 import encoders
 import pytest
 from omegaconf import OmegaConf
-from ranks import CONNECTING_S, REPORT_S, Said, run_ranks, wait_for_others, wait_until
+from ranks import CONNECTING_S, REPORT_S, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
 from nemo_patches.stall import subscriber
@@ -118,15 +118,42 @@ def flag_is_off(rank: int, size: int) -> Any:
     return nemo_patches.status().encoders[0].rounds, nemo_patches.status().unannounced
 
 
-def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_rank_0_says_so() -> None:
+def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_rank_says_so() -> None:
     results = run_ranks(flag_is_off, 2)
     assert [result.value for result in results] == [(0, ())] * 2
     line, all_patched = results[0].lines()
-    assert "ConformerEncoder grows privately, and has no length sync" in line
-    assert "its own sync_max_audio_length is false (in the config that it was made from: true)" in line
-    assert line.endswith("; stall reports watch the job all the same")
     assert "patched on all 2 ranks" in all_patched
-    assert results[1].lines() == []
+    for said in (line, *results[1].lines()):
+        assert "first encoder call: ConformerEncoder, sync_max_audio_length=False, and True in the config" in said
+        assert "; the process group is initialized; it grows privately, and has no length sync" in said
+        assert said.endswith("; stall reports watch the job all the same")
+    assert len(results[1].lines()) == 1
+
+
+def calls_its_first_encoder(rank: int, size: int, port: int) -> None:
+    """Rank 0 before there is a process group, too."""
+    nemo_patches.apply(timeout=CONNECTING_S)
+    before, encoder = encoders.conformer(), encoders.conformer(sync_max_audio_length=rank == 0)
+    encoder._cfg = OmegaConf.create({"sync_max_audio_length": True} if rank == 0 else {})
+    if rank == 0:
+        encoders.sync(before, 100)
+    join_group(rank, size, port)
+    for length in (100, 200):
+        encoders.sync(encoder, length)
+    wait_until(lambda: roll_call().is_done)
+    wait_for_others("done", size)
+
+
+def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_what_differs_is_a_warning() -> None:
+    first, second = run_ranks(calls_its_first_encoder, 2, free_port(), group=False)
+    said = "first encoder call: ConformerEncoder, sync_max_audio_length="
+    assert len(first.lines(f"{said}True, its config is not known; no process group is initialized")) == 1
+    assert len(first.lines(f"{said}True, set in the config; the process group is initialized")) == 1
+    (line,) = second.lines(said)
+    assert "=False, not set; the process group is initialized; it grows privately" in line
+    (differing,) = first.lines("WARNING", "ranks differ in their settings: here ")
+    assert "ConformerEncoder: sync_max_audio_length=True, set in the config; rank 1: " in differing
+    assert differing.endswith("ConformerEncoder: sync_max_audio_length=False, not set")
 
 
 def flag_is_not_in_force(rank: int, size: int) -> None:

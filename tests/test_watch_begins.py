@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import socket
 import threading
 import time
@@ -32,7 +34,15 @@ print({COUNT}, "nemo_patches.stall" in sys.modules)
 @pytest.mark.parametrize(
     ("imports", "variables", "said"),
     [
-        ("import torch.distributed", OF_TORCHRUN, "0 False"),
+        ("import json", OF_TORCHRUN, "0 False"),
+        ("import torch", OF_TORCHRUN, "1 True"),
+        ("import torch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
+        ("import torch", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "1 True"),
+        ("import torch", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "1 True"),
+        ("import torch", {}, "0 False"),
+        ("import torch", {"WORLD_SIZE": "2"}, "0 False"),
+        ("import torch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
+        ("import torch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
         ("import lightning.pytorch", OF_TORCHRUN, "1 True"),
         ("import lightning.pytorch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
         ("import lightning.pytorch", {}, "0 False"),
@@ -40,12 +50,59 @@ print({COUNT}, "nemo_patches.stall" in sys.modules)
         ("import lightning.pytorch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
     ],
 )
-def test_lightning_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
+def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
     imports: str, variables: dict[str, str], said: str
 ) -> None:
     done = python("-c", THREADS.format(imports), path=(CHECKOUT,), **variables)
     assert done.stdout.strip() == said, done.stderr
     assert "nemo_patches" not in done.stderr
+
+
+def test_it_patches_nothing_and_imports_nothing_of_torchs_that_torch_has_not() -> None:
+    program = (
+        "import sys, torch; print('nemo_patches.patching.monkeypatch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    )
+    done = python("-c", program, path=(CHECKOUT,), **OF_TORCHRUN)
+    assert done.stdout.strip() == "False False", done.stderr
+
+
+SPAWNED = f"""
+import multiprocessing, sys, threading, time
+import torch
+
+def watched(pipe):
+    pipe.send(({COUNT}, "nemo_patches.stall" in sys.modules))
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=watched, args=(theirs,))
+        process.start()
+        print(*ours.recv())
+        process.join()
+    print({COUNT})
+"""
+
+
+def test_what_multiprocessing_starts_in_a_rank_has_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    done = python(str(script), path=(CHECKOUT,), **OF_TORCHRUN)
+    assert done.stdout.splitlines() == ["0 False", "0 False", "1"], done.stderr
+
+
+def test_torchrun_which_slurm_has_started_has_none(tmp_path: Path) -> None:
+    script = tmp_path / "torchrun"
+    script.write_text(THREADS.format("import torch"))
+    done = python("-u", str(script), path=(CHECKOUT,), SLURM_PROCID="0", SLURM_NTASKS="2")
+    assert done.stdout.strip() == "0 False", done.stderr
+
+
+def test_where_ours_imports_torch_first_apply_begins_it() -> None:
+    program = "import nemo_patches; nemo_patches.apply(stall_timeout=7); print(nemo_patches.status().stall_settings)"
+    done = python("-c", f"{program}; import threading; print({COUNT})", path=(CHECKOUT,), **OF_TORCHRUN)
+    assert done.stdout.splitlines() == ["stall_timeout=7 s", "1"], done.stdout + done.stderr
 
 
 def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:
@@ -215,3 +272,67 @@ def test_a_rank_that_cannot_be_watched_says_so_once() -> None:
     for result in run_ranks(cannot_be_watched, 2, free_port(), group=False):
         (line,) = result.value
         assert line.endswith("RuntimeError('no monitor today')")
+
+
+def ends_beside_a_wake(rank: int, size: int, port: int) -> list[str]:
+    """Another thread is about to write to the monitor's file when the monitor closes it."""
+    nemo_patches.apply()
+    join_group(rank, size, port)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    monitor = stall_monitor()
+    order: list[str] = []
+    writes, may_write, write, close = threading.Event(), threading.Event(), os.eventfd_write, os.close
+
+    def slow_write(descriptor: int, value: int) -> None:
+        if threading.current_thread() is waker:
+            writes.set()
+            may_write.wait(60)
+            order.append("written")
+        write(descriptor, value)
+
+    def seen_close(descriptor: int) -> None:
+        if descriptor == wakes:
+            order.append("closed")
+        close(descriptor)
+
+    wakes = monitor._wakes
+    waker = threading.Thread(target=monitor._wake)
+    os.eventfd_write, os.close = slow_write, seen_close  # type: ignore[assignment]
+    waker.start()
+    writes.wait(60)
+    ends = threading.Thread(target=monitor._end)
+    ends.start()
+    ends.join(0.5)  # long enough for one that does not wait
+    may_write.set()
+    for thread in (waker, ends):
+        thread.join(60)
+    os.eventfd_write, os.close = write, close
+    monitor._wake()  # it has no file any more
+    dist.barrier()
+    return order
+
+
+def test_no_thread_writes_to_the_monitors_file_once_it_is_closed() -> None:
+    for result in run_ranks(ends_beside_a_wake, 2, free_port(), group=False):
+        assert result.value == ["written", "closed"]
+
+
+def forks_while_the_lock_is_held(rank: int, size: int, port: int) -> int:
+    """The exit code of a child of this rank that ends as any interpreter does."""
+    nemo_patches.apply()
+    join_group(rank, size, port)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    with stall_monitor()._wakes_lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            atexit._run_exitfuncs()
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    dist.barrier()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_fork_keeps_no_lock_of_the_monitors() -> None:
+    for result in run_ranks(forks_while_the_lock_is_held, 2, free_port(), group=False):
+        assert result.value == 0

@@ -1,4 +1,6 @@
-"""How the length sync gets into NeMo. Every process under auto-apply loads this file: see start_up.py."""
+"""How the length sync gets into NeMo. Every process under auto-apply loads this file: see
+start_up.py.
+"""
 
 import os
 import sys
@@ -6,8 +8,10 @@ import sys
 DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
 # This package imports most targets; when it is complete, one line logs what was patched.
 COLLECTION = "nemo.collections.asr"
-# Whose trainers may be given a StopTogether.
+# Whose trainers may be given a StopTogether; a user of Lightning alone is watched from there on, at
+# the latest.
 CALLBACK_CONNECTOR = "lightning.pytorch.trainer.connectors.callback_connector"
+TORCH = "torch"  # whose import begins the watch in one of several ranks
 # The modules of targets.TARGETS, which must not be imported at start-up; a test compares the two.
 TARGET_MODULES = (
     "nemo.collections.asr.modules.conformer_encoder",
@@ -17,9 +21,27 @@ TARGET_MODULES = (
     "nemo.collections.nlp.models.token_classification.punctuation_capitalization_lexical_audio_model",
 )
 
+# What a launcher of all ranks sets: torchrun, Slurm, Open MPI, MPICH and Intel MPI. Lightning's own
+# sets a size without a rank, and nothing at all in rank 0's process, which starts the others: these
+# ranks begin with their trainer.
+_RANK_AND_SIZE = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def is_one_of_several_ranks() -> bool:
+    """Whether this process's launcher says so."""
+    sizes = (os.environ.get(size, "") for rank, size in _RANK_AND_SIZE if rank in os.environ)
+    return any(size.isdecimal() and int(size) > 1 for size in sizes)
+
 
 def is_ours(error: Exception) -> bool:
-    """Whether it may be swallowed: not where a signal handler of the user's raised it while our code ran."""
+    """Whether it may be swallowed: not where a signal handler of the user's raised it while our
+    code ran.
+    """
     rank_log = sys.modules.get("nemo_patches.sync.rank_log")
     return rank_log is None or not rank_log.raised_by_signal_handler(error)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 from nemo_patches.growth import give_back_all
-from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, chosen, imported
+from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, chosen, imported
 from nemo_patches.patching.chosen import ChosenPatch
 from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
 from nemo_patches.patching.process_status import Skipped, Status
@@ -96,9 +96,7 @@ class Patching:
         with self._lock:
             if not self._follows_imports:
                 return
-            if name == CALLBACK_CONNECTOR:
-                self._watch()
-            elif name == COLLECTION:
+            if name == COLLECTION:
                 self._collection_imported()
             else:
                 self._target_imported(next(target for target in TARGETS if target.module == name))
@@ -118,7 +116,7 @@ class Patching:
                     raise DriftError(problem)
             import_wanted(settings)
         except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
-            self._refuse(target, error)
+            self.refuse(target, error)
             return
         if not self._in_force:
             self._begin(settings)
@@ -139,20 +137,6 @@ class Patching:
             self._patch_chosen()
         self._say_collection_complete()
         self._skipped.update(drift)
-
-    def _watch(self) -> None:
-        """Report the stalls of a job that trains with Lightning, as all of NeMo's do, also where it has no encoder."""
-        try:
-            if self._in_force or admission.disabled():
-                return
-            settings = AllSettings.resolve()
-        except SettingsError as error:
-            self._refuse(None, error)
-            return
-        # Metrics and checkpoints are as in stock until NeMo is imported.
-        settings = replace(settings, options=OptionSettings())
-        for feature in BEFORE_PATCHES:
-            feature.start(settings)
 
     def revert(self) -> None:
         """Restore every patched attribute to its original object, and give grown buffers back to their modules."""
@@ -311,8 +295,8 @@ class Patching:
     def _has(self, patch: ChosenPatch) -> bool:
         return self._is_chosen(patch) and self._is_patched(patch.targets[0])
 
-    def _refuse(self, target: Target | None, error: Exception) -> None:
-        """What the import hook does when apply() would raise."""
+    def refuse(self, target: Target | None, error: Exception) -> None:
+        """What the import hook does when apply() would raise. target: None: nothing of NeMo is imported yet."""
         if target is not None and self._in_force and self._collection_complete:  # training may run: leave it as it is
             self._skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")

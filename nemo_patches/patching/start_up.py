@@ -1,13 +1,16 @@
-"""What runs when Python starts under auto-apply: the import hook, and the sitecustomize that ours shadows.
+"""What runs when Python starts under auto-apply: the import hook, and the sitecustomize that ours
+shadows.
 
-Every Python process there pays for this, whatever it is for. So nothing is imported that the interpreter has not
-loaded already (contextlib, for one), and the syntax is that of Python 3.6. What is heavy is imported when NeMo is.
+Every Python process there pays for this, whatever it is for. So nothing is imported that the
+interpreter has not loaded already (contextlib, for one), and the syntax is that of Python 3.6. What
+is heavy is imported when NeMo is.
 """
 
 import os
 import sys
 
-# importlib.machinery and importlib.util give the same, but importing them costs more than all the rest here.
+# importlib.machinery and importlib.util give the same, but importing them costs more than all the
+# rest here.
 from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
 from _thread import get_ident
@@ -17,6 +20,8 @@ from nemo_patches.patching import (
     COLLECTION,
     DISABLE_VARIABLE,
     TARGET_MODULES,
+    TORCH,
+    is_one_of_several_ranks,
     is_ours,
     say_error,
 )
@@ -26,11 +31,19 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR)
+_WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
+# What of ours imports torch, all but patching/: its own import must be complete before the watch
+# begins.
+_IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.stall", "nemo_patches.channel")
+
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_MOST_WORDS = 4  # of a command: Python, options of its own, the program
 
 
 class _Finder:
-    """The import hook: asks the other finders for a watched module, and makes its loader call patch() at the end."""
+    """The import hook: asks the other finders for a watched module, and makes its loader call
+    patch() at the end.
+    """
 
     def __init__(self) -> None:
         self._failed = False
@@ -59,17 +72,22 @@ class _Finder:
     def patch(self, name: str, is_rank: bool = False) -> None:
         """Patch the module `name`, which is complete. No error here may fail its import.
 
-        is_rank: for Lightning's, that this process is known to be one of several ranks.
+        is_rank: for torch, that this process is known to be one of several ranks.
         """
         if self._failed:
             return
         try:
-            if name == CALLBACK_CONNECTOR and not is_rank:
+            if name == CALLBACK_CONNECTOR:
                 from nemo_patches.patching import trainer_callbacks
 
                 trainer_callbacks.hook(sys.modules[name], begin_watch)
-                if not trainer_callbacks.is_one_of_several_ranks():
-                    return  # a process that stays alone has no more of ours than the hook
+            if name in (TORCH, CALLBACK_CONNECTOR):
+                # A process that stays alone has no more of ours than the hook.
+                if is_rank or _may_be_a_rank(name):
+                    from nemo_patches.patching import watch
+
+                    watch.begin()
+                return
             from nemo_patches.patching import monkeypatch
 
             monkeypatch.this_process.on_import(name)
@@ -88,7 +106,9 @@ class _Finder:
 
 
 class _PatchingLoader:
-    """A loader that patches its module when it is complete, and leaves no trace of itself in the module."""
+    """A loader that patches its module when it is complete, and leaves no trace of itself in the
+    module.
+    """
 
     def __init__(self, finder: _Finder, name: str, loader: "Any") -> None:
         self._finder, self._name, self._loader = finder, name, loader
@@ -106,6 +126,20 @@ class _PatchingLoader:
             pass  # some other kind of object, to which its loader may give no attributes
         self._loader.exec_module(module)
         self._finder.patch(self._name)
+
+
+def _may_be_a_rank(name: str) -> bool:
+    """Whether the watch may begin with this import, and its thread.
+
+    Not in what multiprocessing starts, a data loader's worker for one: it has inherited a rank's
+    variables. Nor in torchrun, which Slurm has started once a host.
+    """
+    if not is_one_of_several_ranks() or "torch.distributed.distributed_c10d" not in sys.modules:
+        return False
+    for word in getattr(sys, "orig_argv", [])[:_MOST_WORDS]:  # Python 3.10 and later
+        if word.startswith("from multiprocessing.") or os.path.basename(word) in _LAUNCHERS:
+            return False
+    return name != TORCH or not any(module in sys.modules for module in _IMPORTS_TORCH)
 
 
 _finder = _Finder()
@@ -126,8 +160,8 @@ def installed() -> bool:
 
 
 def begin_watch() -> None:
-    """Report the stalls of this job, which trains with Lightning and has several ranks."""
-    _finder.patch(CALLBACK_CONNECTOR, is_rank=True)
+    """Report the stalls of this job, whose Lightning trainer has several ranks."""
+    _finder.patch(TORCH, is_rank=True)
 
 
 def start(own_file: str) -> None:
@@ -137,16 +171,17 @@ def start(own_file: str) -> None:
     _run_shadowed(os.path.abspath(own_file))
 
 
-# The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so no object of ours
-# is there to carry this from one to the next.
+# The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so
+# no object of ours is there to carry this from one to the next.
 _running: "list[str]" = []
 
 
 def _run_shadowed(own_file: str) -> None:
     """Run the sitecustomize that Python would have run if there were none at own_file.
 
-    It takes over the name in sys.modules, as Python lets a module do. What it raises is left to Python. Where there is
-    none, that is what Python is told, and nothing of ours stays under that name.
+    It takes over the name in sys.modules, as Python lets a module do. What it raises is left to
+    Python. Where there is none, that is what Python is told, and nothing of ours stays under that
+    name.
     """
     name, folder = "sitecustomize", os.path.dirname(own_file)
     _running.append(folder)

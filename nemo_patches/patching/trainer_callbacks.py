@@ -15,24 +15,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nemo_patches.patching import is_ours, say_error
+from nemo_patches.patching import is_one_of_several_ranks, is_ours, say_error
 
 GROUP = "lightning.pytorch.callbacks_factory"
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
+_IN_FORCE = {"nemo_patches.patching.monkeypatch", "nemo_patches.patching.watch"}  # one of them, where ours is on
 _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
-# What a launcher of all ranks sets: torchrun, Slurm, Open MPI. Lightning's own sets a size without a rank, and nothing
-# at all in rank 0's process, which starts the others: these ranks begin with their trainer.
-_RANK_AND_SIZE = (
-    ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-)
-
-
-def is_one_of_several_ranks() -> bool:
-    """Whether this process's launcher says so."""
-    sizes = (os.environ.get(size, "") for rank, size in _RANK_AND_SIZE if rank in os.environ)
-    return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
 def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
@@ -90,7 +78,7 @@ class _Callbacks:
             from nemo_patches.patching.job_watch import JobWatch
 
             found.append(JobWatch(self.begin_watch))
-        if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
+        if not os.environ.get(_VARIABLE) and not _IN_FORCE.intersection(sys.modules):
             return found
         from nemo_patches.patching.known_trainer import KnownTrainer
         from nemo_patches.patching.monkeypatch import this_process

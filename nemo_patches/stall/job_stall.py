@@ -88,10 +88,7 @@ class JobStallWatch:
         self._report_file = report_file
         self._last = LastCall()  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
-        self._look: Look | None = None  # the one under way, and its purpose
-        self._due_at = 0.0
-        self._is_for_exit = False
-        self._is_for_report = False
+        self._look: Look | None = None  # the one under way
         self._verdict: Verdict | None = None  # the last that was found
         self._told: tuple[int, str] | None = None  # the last line
         self._looks = 0  # finished reports
@@ -145,27 +142,28 @@ class JobStallWatch:
         if self.leaves:
             self._leave_or_stay(now)
             return
-        moved_at = max(progress.moved_at, self._anew_at)
-        exit_s = max(settings.stall_exit.total_seconds(), limit_s)
+        moved_at = max(progress.moved_at, self._anew_at)  # a rank that moves asks nobody
         report_at = moved_at + limit_s * self._times()
-        exit_at = max(moved_at + exit_s, self._exit_look_at) if settings.stall_exit else math.inf
+        exit_s = max(settings.stall_exit.total_seconds(), limit_s)
+        exit_at = math.inf
+        if settings.stall_exit:
+            exit_at = max(moved_at + exit_s, self._exit_look_at)
+        due_at = min(report_at, exit_at)
         if self._look is None:
-            due_at = min(report_at, exit_at)
             if now >= due_at - _LEAD_S:
                 self._look = self._begin_look()
-                self._due_at = due_at
-                self._is_for_report = report_at <= due_at + limit_s / 8  # one look for both
-                self._is_for_exit = exit_at <= due_at + limit_s / 8
         elif moved_at > self._look.began:
             self._look = None  # it has moved meanwhile
-        elif self._look.is_done and now >= self._due_at:
+        elif self._look.is_done and now >= due_at:
             found = self._look.found
             self._look = None
-            if self._is_for_report:
+            # One look for both.
+            is_due = report_at <= due_at + limit_s / 8
+            if is_due:
                 self._looks += 1
             verdict = self._judge(found, now)
-            self._report(found, verdict, now, settings)
-            if self._is_for_exit:
+            self._report(found, verdict, now, settings, is_due)
+            if exit_at <= due_at + limit_s / 8:
                 self._exit_or_look_again(found, verdict, now, exit_s, limit_s)
 
     def _times(self) -> int:
@@ -220,18 +218,18 @@ class JobStallWatch:
             self._moved_at.setdefault(rank, now)
         return verdict
 
-    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings) -> None:
-        """Log what is known, unless it has been logged."""
+    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings, is_due: bool) -> None:
+        """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit alone."""
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
             return
         before = self._verdict
         self._verdict = verdict
         is_known = before is not None and before.outline() == verdict.outline() and before.level == verdict.level
-        if is_known and not self._is_for_report:
+        if is_known and not is_due:
             return
         if verdict.level == logging.INFO:
-            if self._told is not None and (verdict.stays_info or not self._is_for_report):
+            if self._told is not None and (verdict.stays_info or not is_due):
                 return  # once is enough
             if verdict.is_idle and verdict.outline() == self._idle_outline:
                 return  # so it is between any two requests
@@ -245,12 +243,12 @@ class JobStallWatch:
         bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
         if verdict.level < logging.WARNING:
             return
-        content = self._as_json(verdict, text, now)
+        content = self._content(verdict, text, now)
         is_first = not self._is_paged
         self._is_paged = True
         if is_first and settings.on_stall:
-            self._page(found, settings.on_stall, content)
-        self._report_file.write(content, names_folder=is_first)
+            self._page(found, settings.on_stall, json.dumps(content))
+        self._report_file.write(content, is_first)
 
     def _page(self, found: Found, command: str, text: str) -> None:
         """The first rank that is heard runs the command, but for those whose os.wait() might get what starts it."""
@@ -265,29 +263,27 @@ class JobStallWatch:
         what = "no encoder call" if self._last.since else "no step"
         return f"{what} for {now - (self._last.since or self._stepped_at):.0f} s"
 
-    def answer(self, found: Found, now: float) -> str:
-        """The answer for a process that asks this rank: JSON, as on_stall gets it."""
+    def answer(self, found: Found, now: float) -> dict[str, Any]:
+        """The answer for a process that asks this rank: as on_stall gets it."""
         verdict = judged(grouped(found))
-        return self._as_json(verdict, f"{self._idle(now)}. {verdict.text()}", now)
+        return self._content(verdict, f"{self._idle(now)}. {verdict.text()}", now)
 
-    def _as_json(self, verdict: Verdict, text: str, now: float) -> str:
-        """docs/stalls.md describes the fields."""
+    def _content(self, verdict: Verdict, text: str, now: float) -> dict[str, Any]:
+        """For JSON; docs/stalls.md describes the fields."""
         groups: list[dict[str, Any]] = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
         for group in groups:
             del group["runs"]
-        return json.dumps(
-            {
-                "rank": self._rank,
-                "time": round(time.time(), 3),
-                "world_size": self._size,
-                "level": logging.getLevelName(verdict.level),
-                "idle_s": round(now - (self._last.since or self._stepped_at), 1),
-                "text": text,
-                "remark": verdict.remark,
-                "missing": [asdict(one) for one in verdict.missing],
-                "groups": groups,
-            }
-        )
+        return {
+            "rank": self._rank,
+            "time": round(time.time(), 3),
+            "world_size": self._size,
+            "level": logging.getLevelName(verdict.level),
+            "idle_s": round(now - (self._last.since or self._stepped_at), 1),
+            "text": text,
+            "remark": verdict.remark,
+            "missing": [asdict(one) for one in verdict.missing],
+            "groups": groups,
+        }
 
     def _exit_or_look_again(self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float) -> None:
         """Decide by the last look, and by what this rank itself does at this moment."""
@@ -297,7 +293,7 @@ class JobStallWatch:
         if verdict.is_idle:
             self._exit_look_at = now + exit_s
             return
-        if verdict.goes_on or stood_still_s < exit_s - slack_s:
+        if stood_still_s < exit_s - slack_s:
             self._exit_look_at = now + max(exit_s - stood_still_s, limit_s / 4)
             return
         evidence = self._evidence(found, verdict)
@@ -308,7 +304,11 @@ class JobStallWatch:
             return
         self._leaves_at = now + _TOGETHER_S
         self._leaves_since = self._progress.moved_at
-        why = f"more than stall_exit={exit_s:g} s, and {evidence or 'whatever it is, it has not ended'}"
+        if not evidence:
+            evidence = "whatever it is, it has not ended"
+            if verdict.waiting_for_sure:
+                evidence = f"some wait in a collective, and {evidence}"
+        why = f"more than stall_exit={exit_s:g} s, and {evidence}"
         report(logging.ERROR, f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}")
 
     def _is_alone(self, found: Found) -> bool:

@@ -1,4 +1,4 @@
-"""The system call that a thread of this process is in, by Linux: for calls of C, which have no frame."""
+"""The system call that a thread is in, by Linux: for calls of C, which have no frame."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ _TASKS = Path("/proc/self/task")
 _NAMES: dict[int, str] = {
     "x86_64": {
         0: "read",
+        2: "open",
         7: "poll",
         16: "ioctl",
         23: "select",
@@ -21,6 +22,7 @@ _NAMES: dict[int, str] = {
         202: "futex",
         232: "epoll_wait",
         247: "waitid",
+        257: "openat",
         270: "pselect6",
         271: "ppoll",
         281: "epoll_pwait",
@@ -28,6 +30,7 @@ _NAMES: dict[int, str] = {
     "aarch64": {
         22: "epoll_pwait",
         29: "ioctl",
+        56: "openat",
         63: "read",
         72: "pselect6",
         73: "ppoll",
@@ -44,10 +47,20 @@ _ASKED_AT = ("/dev/", "pipe:", "socket:")  # what standard input is where somebo
 
 
 class KernelCall(NamedTuple):
-    """name: empty where the thread runs, or where it cannot be told; "another" where it is of no interest here."""
+    """name: empty where the thread runs, or where it cannot be told; "another" where it is of no
+    interest here.
+    """
 
     name: str = ""
     first: int = 0  # argument
+    second: int = 0
+
+    @property
+    def opened(self) -> int:
+        """The address of the path of the file that it opens; 0 where it opens none."""
+        if self.name == "openat":
+            return self.second
+        return self.first if self.name == "open" else 0
 
     @property
     def waits_for_files(self) -> bool:
@@ -77,15 +90,23 @@ class KernelCall(NamedTuple):
 
 def kernel_call(native_thread: int) -> KernelCall:
     """native_thread: the kernel's number of it."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        number, first = (_TASKS / str(native_thread) / "syscall").read_text().split()[:2]
-        if not number.startswith("-"):
-            return KernelCall(_NAMES.get(int(number), "another"), int(first, 16))
+    return call_in(_TASKS / str(native_thread))
+
+
+def call_in(thread: Path) -> KernelCall:
+    """thread: the kernel's folder of one, or of a process for its main thread."""
+    with contextlib.suppress(OSError, ValueError):
+        number, *arguments = (thread / "syscall").read_text().split()
+        if arguments and not number.startswith("-"):
+            first, second = (int(argument, 16) for argument in arguments[:2])
+            return KernelCall(_NAMES.get(int(number), "another"), first, second)
     return KernelCall()  # "running"; the thread has ended; no file left to read with
 
 
 def waits_for_any_child() -> bool:
-    """Whether a thread of this process is in os.wait(): it would get whatever child of this process ends."""
+    """Whether a thread of this process is in os.wait(): it would get whatever child of this process
+    ends.
+    """
     threads: list[str] = []
     with contextlib.suppress(OSError):
         threads = os.listdir(_TASKS)

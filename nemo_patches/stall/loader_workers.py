@@ -1,4 +1,6 @@
-"""A data loader's workers, and what the kernel reveals about each without extra rights: state, open files."""
+"""A data loader's workers, and what the kernel reveals about each without extra rights: state, open
+files.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -7,50 +9,76 @@ import contextlib
 import math
 import multiprocessing.process
 import os
+from collections.abc import Collection
 from pathlib import Path
 
-_STATES = {"D": "waits for a device or a network's file system", "T": "is stopped", "t": "is stopped by a debugger"}
+from .kernel_call import call_in
+
+_STATES = {
+    "D": "waits for a device or a network's file system",
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+}
 _ENDED = {"Z", "X"}
 _NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:")
-_BETWEEN_LOOKS_S, _BUSY_PART = 1.0, 0.02  # of a core; an idle worker looks for its parent every few seconds
+_BETWEEN_LOOKS_S = 1.0
+_BUSY_PART = 0.02  # of a core; an idle worker looks for its parent every few seconds
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_LONGEST_PATH, _MOST_DESCRIBED, _MOST_FILES, _MOST_DESCENDANTS = 120, 8, 2, 200
+_FIFO_WAIT = "wait_for_partner"  # the kernel's function, in open()
+_LONGEST_PATH = 120  # characters
+_MOST_DESCRIBED = 8
+_MOST_FILES = 2
+_MOST_DESCENDANTS = 200
 
 
 def loader_workers() -> tuple[int, ...]:
-    """The process ids of this process's daemonic children: a data loader's workers. Reaps nobody."""
+    """The pids of this process's daemonic children: a data loader's workers. Reaps nobody."""
     # active_children() would take a dead child's exit code away from the thread that waits for it.
     children = list(getattr(multiprocessing.process, "_children", ()))
     return tuple(sorted(child.pid for child in children if child.daemon and child.pid))
 
 
-def described(workers: tuple[int, ...]) -> tuple[str, ...]:
-    """A text for each of the first workers with something to report: "worker 3 (pid 81) has /data/a.tar open"."""
-    texts = (_text(index, pid) for index, pid in enumerate(workers))
+def described(workers: tuple[int, ...], busy: Collection[int] = ()) -> tuple[str, ...]:
+    """A text for each of the first workers with something to report: "worker 3 (pid 81) has
+    /data/a.tar open".
+
+    busy: those that compute.
+    """
+    texts = (_text(index, pid, pid in busy) for index, pid in enumerate(workers))
     return tuple(text for text in texts if text)[:_MOST_DESCRIBED]
 
 
 class WorkerMotion:
-    """Whether a data loader's worker of this process computes, or a process that its training thread has started and
-    waits for. One thread calls `moved`."""
+    """Whether a data loader's worker of this process computes, or a process that its training
+    thread has started and waits for.
+
+    busy: the processes that did at the last look that counted. One thread calls `moved`.
+    """
 
     def __init__(self) -> None:
+        self.busy: frozenset[int] = frozenset()
         self._looked_at = -math.inf
         self._ran_s: dict[int, float] = {}  # by process id, at the latest look
 
     def moved(self, now: float, waits_for_process: bool = False) -> bool:
         """Since the look before; the first, and one that is too soon after another: no.
 
-        waits_for_process: whether the training thread does: then all descendants count, else a logger's process beside
-        it would.
+        waits_for_process: whether the training thread does: then all descendants count, else a
+        logger's process beside it would.
         """
         passed_s = now - self._looked_at
         if passed_s < _BETWEEN_LOOKS_S:
             return False
-        watched = {*loader_workers(), *(_descendants() if waits_for_process else ())}
-        before, self._ran_s, self._looked_at = self._ran_s, {pid: _ran_s(pid) for pid in watched}, now
+        watched = set(loader_workers())
+        if waits_for_process:
+            watched.update(_descendants())
+        before = self._ran_s
+        self._ran_s = {pid: _ran_s(pid) for pid in watched}
+        self._looked_at = now
         least_s = _BUSY_PART * passed_s
-        return any(ran_s - before[pid] >= least_s for pid, ran_s in self._ran_s.items() if pid in before)
+        known = watched.intersection(before)
+        self.busy = frozenset(pid for pid in known if self._ran_s[pid] - before[pid] >= least_s)
+        return bool(self.busy)
 
 
 def _descendants() -> list[int]:
@@ -66,7 +94,9 @@ def _descendants() -> list[int]:
 
 
 def _ran_s(pid: int) -> float:
-    """What this process has used of a core, and those that it has started and that have ended; 0 if not known."""
+    """What this process has used of a core, and those that it has started and that have ended; 0 if
+    not known.
+    """
     with contextlib.suppress(OSError, ValueError):
         return sum(map(int, _stat(pid)[11:15])) / _TICKS_PER_S
     return 0.0
@@ -77,20 +107,45 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
-def _text(index: int, pid: int) -> str:
-    who, process = f"worker {index} (pid {pid})", Path(f"/proc/{pid}")
+def _text(index: int, pid: int, is_busy: bool) -> str:
+    who = f"worker {index} (pid {pid})"
+    process = Path(f"/proc/{pid}")
     try:
         state = _stat(pid)[0]
     except (OSError, IndexError):
         return f"{who} has ended"
     if state in _ENDED:
         return f"{who} has ended"
-    said = [_STATES[state]] if state in _STATES else []
-    said += [f"has {name} open" for name in _open_files(process)]
+    said = ["computes"] if is_busy else []
+    if state in _STATES:
+        said.append(_STATES[state])
+    wait = ""
     with contextlib.suppress(OSError):
         wait = process.joinpath("wchan").read_text()
-        said += [f"is in the kernel's {wait}"] if said and wait not in ("", "0") else []
+    if opened := _being_opened(process):
+        said.append(f"is in open() of {opened}")
+    elif wait == _FIFO_WAIT:
+        said.append("is in open() of a FIFO")
+    said += [f"has {name} open" for name in _open_files(process)]
+    if said and wait not in ("", "0"):
+        said.append(f"is in the kernel's {wait}")
     return f"{who} " + ", ".join(said) if said else ""
+
+
+def _being_opened(process: Path) -> str:
+    """The file that it is just opening, as of a mount that does not answer, or a FIFO that nobody
+    writes to.
+
+    Empty where there is none, or the kernel does not tell it: it is the parent's to know.
+    """
+    address = call_in(process).opened
+    if not address:
+        return ""
+    with contextlib.suppress(OSError), open(process / "mem", "rb", buffering=0) as memory:
+        memory.seek(address)
+        path = memory.read(os.pathconf("/", "PC_PATH_MAX"))
+        return os.fsdecode(path.partition(b"\0")[0])[-_LONGEST_PATH:]
+    return ""
 
 
 def _is_only_written(process: Path, number: int) -> bool:
@@ -102,7 +157,9 @@ def _is_only_written(process: Path, number: int) -> bool:
 
 
 def _open_files(process: Path) -> list[str]:
-    """The regular files that it has open to read, the last opened first. Nothing is opened, no file system is asked."""
+    """The regular files that it has open to read, the last opened first. Nothing is opened, no file
+    system is asked.
+    """
     numbers = list[int]()
     with contextlib.suppress(OSError):
         numbers = sorted(map(int, os.listdir(process / "fd")), reverse=True)

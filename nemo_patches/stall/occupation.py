@@ -1,6 +1,8 @@
-"""What a thread is doing, from its stack: what it waits for, or that it is in something that ends by itself.
+"""What a thread is doing, from its stack: what it waits for, or that it is in something that ends
+by itself.
 
-A collective is told by the innermost frames only, so that user code which a collective's library calls back is itself.
+A collective is told by the innermost frames only, so that user code which a collective's library
+calls back is itself.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -54,8 +56,9 @@ class Frame(NamedTuple):
 class Occupation(NamedTuple):
     """collective: what it waits in, empty where that is nothing known.
 
-    activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty. caller: where in the
-    user's code, or in NeMo's. hook: of Lightning's, or SAVING. request: as requests.py has it.
+    activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty.
+    caller: where in the user's code, or in NeMo's. hook: of Lightning's, or SAVING. request: as
+    requests.py has it.
     """
 
     collective: str = ""
@@ -89,7 +92,9 @@ def _call(frame: Frame) -> Call:
 
 
 def _caller(frames: Sequence[Frame]) -> str:
-    """The innermost frame in the user's code or in NeMo's: "file_exists (nemo_model_checkpoint.py:540)"."""
+    """The innermost frame in the user's code or in NeMo's: "file_exists
+    (nemo_model_checkpoint.py:540)".
+    """
     others = [frame for frame in frames if frame.package not in _NOT_CALLERS]
     best = next((frame for frame in others if frame.package not in _FRAMEWORKS), others[0] if others else None)
     if best is None:

@@ -47,12 +47,15 @@ class OwnState:
         last = self._notes.last
         idle = now - last.since if last.since else -1.0
         timeout = current().timeout
-        stall_timeout = settings.stall_timeout or timeout  # without stall reports there is still `diagnose --job`
+        # Without stall reports there is still `diagnose --job`.
+        stall_timeout = settings.stall_timeout or timeout
         away_after = min(timeout, stall_timeout) / 2
-        away = timedelta(seconds=idle if last.since else now - self._progress.stepped_at) >= away_after
+        since_s = idle if last.since else now - self._progress.stepped_at
+        away = timedelta(seconds=since_s) >= away_after
         workers = loader_workers() if away else ()
         thread = stacks.training_thread(last.thread, last.native_thread)
-        # A rank that has ended an evaluation waits for the others from then on, and is not missing meanwhile.
+        # A rank that has ended an evaluation waits for the others from then on, and is not missing
+        # meanwhile.
         looks = away or not last.training
         occupation = stacks.occupation(thread.ident, thread.native) if looks else Occupation()
         syncs = self._notes.syncs(self._group)
@@ -61,13 +64,17 @@ class OwnState:
             in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
+        settings_text = f"{current()}, {settings}"
+        for text in (self._notes.other_settings, self._notes.encoder_flag):
+            if text:
+                settings_text += f"; {text}"
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         return RankState(
             rank=self._group.rank,
             host=safe(socket.gethostname()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
-            settings="; ".join(filter(None, (f"{current()}, {settings}", self._notes.other_settings))),
+            settings=settings_text,
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
@@ -88,24 +95,27 @@ class OwnState:
             request=occupation.request if away else "",
             waits_for_child=away and waits_for_any_child(),
             workers=workers,
-            worker_states=described(workers),
+            worker_states=described(workers, self._progress.busy_processes),
             batch=self._notes.batch() if away else "",
         )
 
     def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
         """How this rank goes on, and for how many seconds that counts."""
-        last, progress = self._notes.last, self._progress
+        last = self._notes.last
+        progress = self._progress
         left = {
             CALLING: last.since + _CALLING_PART * limit_s - now if last.since else 0.0,
             MOVING: progress.stepped_at + _MOVING_PART * limit_s - now,
-            COMPUTING: _MOVING_PART * limit_s - progress.still_s(now),
+            COMPUTING: progress.computed_at + _MOVING_PART * limit_s - now,
         }
         goes_on = next((how for how, seconds in left.items() if seconds > 0), "")
         return goes_on, max(*left.values(), 0.0)
 
 
 def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
-    """By key: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
+    """By key: the latest round, the open ones last; and since when this rank no longer waits for
+    it, if so.
+    """
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
     in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
     given_up = {

@@ -73,6 +73,11 @@ class RankGroup:
         return self.kind not in (WAITING, CALLING, MOVING, COMPUTING, UNHEARD)
 
     @property
+    def is_in_dead_wait(self) -> bool:
+        """Whether it is in a wait, and in no collective, without having run at all."""
+        return self.is_suspect and self.sleeps and not self.activity
+
+    @property
     def has_ended(self) -> bool:
         return self.kind == LEFT or (self.kind == SILENT and self.where == GONE)
 
@@ -108,7 +113,7 @@ class RankGroup:
         if self.kind == MOVING:
             return f"{ranks}: {go} on without encoder calls{at}"
         if self.kind == COMPUTING:
-            return f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a step{at}"
+            return f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a step{at}{self._workers()}"
         if self.kind == UNHEARD:
             return f"{ranks}: not heard: {self.where}"
         if self.kind == SILENT and self.where:
@@ -118,9 +123,12 @@ class RankGroup:
         if self.request and not is_guess(self.request):
             waits = "waits" if self.size == 1 else "wait"
             return f"{ranks} {waits} for a request: {self.request}" + (f" in {self.caller}" if self.caller else "")
-        more = "".join(f"; its data loader's {text}" for text in self.worker_states)
-        more += f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
-        return f"{ranks}{_DOES.get(self.activity, '')}: {self.where or 'where is not known'}{more}"
+        batch = f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
+        where = self.where or "where is not known"
+        return f"{ranks}{_DOES.get(self.activity, '')}: {where}{self._workers()}{batch}"
+
+    def _workers(self) -> str:
+        return "".join(f"; its data loader's {text}" for text in self.worker_states)
 
     def _from(self) -> str:
         caller = f", in {self.caller}" if self.caller else ""

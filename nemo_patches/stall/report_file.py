@@ -1,61 +1,106 @@
-"""This rank's latest stall report as a file in the job's folder, for `nemo-patches diagnose FOLDER`."""
+"""This rank's latest stall report as a file in the job's folder, for `nemo-patches diagnose
+FOLDER`.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 from ..channel.daemon import Daemon
+from ..text import first_line
 from .job_folder import private_folder
 from .log_line import report
+from .torch_knows import FlightRecording, out_of_memory_errors
 
 NAME = "stall_rank_{rank}.json"
 
 
 class ReportFile:
-    """The stall monitor's thread calls `write`, which does not wait: a folder's mount may not answer."""
+    """The stall monitor's thread calls `write`, which does not wait: a folder's mount may not
+    answer.
+    """
 
     def __init__(self, rank: int, store_port: int) -> None:
         """store_port: 0 if the job's store has none."""
         self._rank = rank
         self._store_port = store_port
         self._writer: threading.Thread | None = None
+        self._out_of_memory: dict[str, int] = {}  # as last read
         self._said = ""  # why the last report could not be written
 
-    def write(self, content: str, names_folder: bool) -> None:
-        """Put this in the place of the report before. names_folder: log where it is."""
+    def write(self, content: dict[str, Any], is_first: bool) -> None:
+        """Put this in the place of the report before, with what torch knows.
+
+        is_first: of this stall: log where it is.
+        """
         if self._writer is not None and self._writer.is_alive():
             self._cannot("the job's folder does not answer")
             return
-        writer = Daemon("stall report", self._write, content, names_folder)
+        writer = Daemon("stall report", self._write, content, is_first)
         if why := writer.begin():
             self._cannot(why)
             return
         self._writer = writer
 
-    def _write(self, content: str, names_folder: bool) -> None:
+    def _write(self, content: dict[str, Any], is_first: bool) -> None:
         """In a thread of its own."""
+        recording = FlightRecording()
         try:
             folder = private_folder(self._store_port)
             file = folder / NAME.format(rank=self._rank)
-            _replace(file, content.encode())
+            _replace(file, as_json(content, recording.wait(), self._out_of_memory))
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             self._cannot(f"{where}{error.strerror or error}")
             return
         self._said = ""
-        if names_folder:
+        if is_first:
             what = f"this report is in {file}"
             command = f"`nemo-patches diagnose {folder}`"
             report(logging.INFO, f"{what}; {command} reads those of all ranks on this host")
+            self._read_memory(file, content, recording)
+
+    def _read_memory(self, file: Path, content: dict[str, Any], recording: FlightRecording) -> None:
+        """Once a stall, and at last: it may wait for the GPU."""
+        try:
+            counts = out_of_memory_errors()
+        except Exception as error:  # torch's, of another version
+            report(logging.INFO, f"out-of-memory errors are not counted here: {first_line(error)}")
+            return
+        if counts == self._out_of_memory:
+            return
+        self._out_of_memory = counts
+        told = ", ".join(f"{count} on {device}" for device, count in counts.items())
+        text = "this rank's code has caught out-of-memory errors, and may have left out a step"
+        report(logging.WARNING, f"{text}: {told}")
+        with contextlib.suppress(OSError):  # it could be written a moment ago
+            _replace(file, as_json(content, recording.content, counts))
 
     def _cannot(self, why: str) -> None:
         if why != self._said:
             self._said = why
             report(logging.WARNING, f"the stall report is not written to a file: {why}")
+
+
+def as_json(
+    content: dict[str, Any],
+    recording: dict[str, Any] | None,
+    out_of_memory: dict[str, int] | None = None,
+) -> bytes:
+    """A report with what torch knows of its rank."""
+    more: dict[str, Any] = {}
+    if recording is not None:
+        more["flight_recorder"] = recording
+    if out_of_memory:
+        more["out_of_memory"] = out_of_memory
+    return json.dumps({**content, **more}).encode()
 
 
 def _replace(file: Path, content: bytes) -> None:

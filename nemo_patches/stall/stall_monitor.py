@@ -37,10 +37,11 @@ from .missing_rank import Stall
 from .own_state import OwnState
 from .progress import Progress
 from .rank_survey import Look, RankSurvey
-from .report_file import ReportFile
+from .report_file import ReportFile, as_json
 from .roll_call import RollCall
 from .settings import StallSettings
 from .sync_end_report import SyncEndReport
+from .torch_knows import FlightRecording
 from .training_notes import TrainingNotes
 
 SUBSCRIBER = "the stall monitor"
@@ -72,7 +73,7 @@ class StallMonitor:
         report_file = ReportFile(rank, self._store_port)
         self.job_stall = JobStallWatch(notes, rank, size, self.progress, look, report_file)
         self._socket: JobSocket | None = None
-        self._visitors: list[tuple[socket.socket, Look]] = []
+        self._visitors: list[tuple[socket.socket, Look, FlightRecording]] = []
         self._wakes = -1  # a file that wakes the thread
         self._wakes_lock = threading.Lock()  # so that none writes to a file that has this one's number next
         try:
@@ -105,6 +106,7 @@ class StallMonitor:
     def forget(self) -> None:
         """In a forked child: close its copies of the parent's files."""
         self._exiting = True
+        self._wakes_lock = threading.Lock()  # a thread of the parent's may have held it
         if self._socket is not None:
             self._socket.forget()
         if self._wakes >= 0:
@@ -149,7 +151,7 @@ class StallMonitor:
             report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
 
     def _end(self) -> None:
-        for visitor, _ in self._visitors:
+        for visitor, _, _ in self._visitors:
             visitor.close()
         if self._socket is not None:
             self._socket.close()
@@ -212,12 +214,14 @@ class StallMonitor:
                 del self._watches[sync]
 
     def _answer_visitors(self) -> None:
-        if self._socket is not None:
-            self._visitors += [(visitor, self.survey.look()) for visitor in self._socket.visitors()]
-        for visitor, look in [one for one in self._visitors if one[1].is_done]:
+        if self._socket is None:
+            return
+        for visitor in self._socket.visitors():
+            self._visitors.append((visitor, self.survey.look(), FlightRecording()))
+        for visitor, look, recording in [one for one in self._visitors if one[1].is_done and one[2].is_done]:
             answer = self.job_stall.answer(look.found, time.monotonic())
-            self._socket.answer(visitor, answer.encode()) if self._socket is not None else visitor.close()
-            self._visitors.remove((visitor, look))
+            self._socket.answer(visitor, as_json(answer, recording.wait()))
+            self._visitors.remove((visitor, look, recording))
 
 
 _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()

@@ -24,7 +24,6 @@ from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
-SETTINGS = StallSettings.settings()  # for the package in the diffs
 _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
 
@@ -53,6 +52,10 @@ class StallSubscriber:
         self._settings = settings
         self._notes.other_settings = others
         self._notes.may_be_uneven = may_be_uneven
+
+    def has_settings(self) -> bool:
+        """Whether any have been in force, also before a revert()."""
+        return self._settings is not None
 
     def trains_with(self, trainer: object) -> None:
         """Lightning's, whose loop knows the last batch; the last one that begins counts."""
@@ -151,6 +154,7 @@ class StallSubscriber:
 process = StallSubscriber()
 subscribe = process.subscribe
 use = process.use
+has_settings = process.has_settings
 settings_in_force = process.settings_in_force
 other_settings = process.other_settings
 trains_with = process.trains_with

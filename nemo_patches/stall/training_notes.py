@@ -1,4 +1,6 @@
-"""What the training thread does, noted from the sync's events on that thread, and read by the stall monitor's."""
+"""What the training thread does, noted from the sync's events on that thread, and read by the stall
+monitor's.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from ..sync import events
+from ..sync.encoder_flag import flag_text
 from ..sync.events import Group, Report, WatchedRounds
 from .last_batch import last_batch
 
@@ -30,11 +33,14 @@ class LastCall(NamedTuple):
 
 
 class TrainingNotes:
-    """The notes of this process. Only the training thread writes them; values are replaced as a whole."""
+    """The notes of this process. Only the training thread writes them; values are replaced as a
+    whole.
+    """
 
     def __init__(self) -> None:
         self.last = LastCall()
         self.other_settings = ""  # settings of upper layers that must match on all ranks
+        self.encoder_flag = ""  # of the first encoder, which must match, too
         self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
         self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
         self._trainer: Callable[[], object] = lambda: None  # Lightning's, the last one that began; weak
@@ -63,6 +69,7 @@ class TrainingNotes:
         """For the event bus."""
         return {
             events.CallBegan: self._call_began,
+            events.FirstCall: self._first_call,
             events.WaitTimedOut: self._wait_timed_out,
             events.SyncEnded: self._sync_ended,
             events.RoundsBegan: self._rounds_began,
@@ -80,6 +87,10 @@ class TrainingNotes:
             native_thread=threading.get_native_id(),
             training=event.training,
         )
+
+    def _first_call(self, event: events.FirstCall) -> None:
+        if event.sync is not None:
+            self.encoder_flag = f"{event.sync.title}: {flag_text(event.encoder)}"
 
     def _rounds_began(self, event: events.RoundsBegan) -> None:
         self._note(event.sync)

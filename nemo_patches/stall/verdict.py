@@ -1,7 +1,9 @@
-"""Which ranks the others wait for, as far as all places show: the verdict on a job that makes no progress.
+"""Which ranks the others wait for, as far as all places show: the verdict on a job that makes no
+progress.
 
-A rank that waits in a collective is never blamed for it, nor one that goes on, nor one of which nothing is known. Where
-the evidence does not decide, the verdict says so. Needs no torch.
+Steps decide. A rank that waits in a collective is never blamed for it, nor one that goes on, nor
+one of which nothing is known. Where the evidence does not decide, the verdict says so. Needs no
+torch.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -26,8 +28,9 @@ _JOB = "job"  # the group in which all ranks are
 
 @dataclass(frozen=True)
 class Verdict:
-    """level: WARNING where ranks wait, for nothing known to end by itself, and none moves; or where all ranks are in
-    one dead wait or the other. Else INFO. remark: how to read it. lead: what to say first. is_idle: all that the others
+    """level: WARNING where ranks wait, no rank takes a step, and those that are waited for neither
+    compute nor are in something that ends by itself; or where all ranks are in one dead wait or the
+    other. Else INFO. remark: how to read it. lead: what to say first. is_idle: all that the others
     may wait for is a person or a request.
     """
 
@@ -38,13 +41,17 @@ class Verdict:
     is_idle: bool = False
 
     @property
+    def suspects(self) -> list[RankGroup]:
+        return [group for group in self.groups if group.is_suspect]
+
+    @property
     def missing(self) -> tuple[MissingRank, ...]:
-        """The suspects, if a rank waits for them, and no other rank that they may wait for moves."""
+        """The suspects, if a rank waits for them, and no rank that they may wait for moves."""
         if self.lead or self.is_idle or self._has(MOVING, COMPUTING):
             return ()
         if self.level < logging.WARNING and not self._has(WAITING):
             return ()
-        return tuple(rank for group in self.groups if group.is_suspect for rank in group.missing())
+        return tuple(rank for group in self.suspects for rank in group.missing())
 
     @property
     def goes_on(self) -> bool:
@@ -56,38 +63,44 @@ class Verdict:
         """Whether it is no warning either if it lasts: nobody waits in vain, as far as is known."""
         if self.level >= logging.WARNING:
             return False
-        return self.is_idle or self._has(CALLING, MOVING) or (self.goes_on and not self._has(WAITING))
+        if self.is_idle or self._has(CALLING, MOVING):
+            return True
+        return self.goes_on and not self._has(WAITING)
 
     @property
     def waiting_for_sure(self) -> set[int]:
         """The ranks in a collective, unless that is a guess."""
-        waiting = (group for group in self.groups if group.kind == WAITING and not is_guess(group.collective))
-        return {rank for group in waiting for rank in group.ranks}
+        waiting = (group for group in self.groups if group.kind == WAITING)
+        return {rank for group in waiting if not is_guess(group.collective) for rank in group.ranks}
 
     @property
     def is_busy(self) -> bool:
         """Whether a suspect is in something that ends by itself."""
-        return any(group.is_suspect and group.activity for group in self.groups)
+        return any(group.activity for group in self.suspects)
 
     @property
     def is_certain(self) -> bool:
-        """Whether some rank waits in a collective, which is no guess, and none computes or is at what ends by itself;
-        or all are in a dead wait."""
+        """Whether some rank waits in a collective, which is no guess, and none computes or is at
+        what ends by itself; or all are in a dead wait.
+        """
         if self.level < logging.WARNING or self.is_busy or self._has(COMPUTING):
             return False
         return bool(self.lead or self.waiting_for_sure)
 
     @property
     def is_sure_at_the_start(self) -> bool:
-        """Whether it is certain even before the job's first steps, when anything may take any time."""
-        suspects = [group for group in self.groups if group.is_suspect]
-        stand = all(group.sleeps or group.kind != ELSEWHERE for group in suspects)
+        """Whether it is certain even before the first steps, when anything may take any time."""
+        stand = all(group.sleeps or group.kind != ELSEWHERE for group in self.suspects)
         return self.is_certain and stand and not self.lead and not self._has(UNHEARD)
 
     def overdue(self, still_s: float) -> Verdict:
-        """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none goes on."""
+        """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none
+        goes on.
+        """
         why = "no rank takes a step" if self.goes_on else f"no rank has moved for {still_s:.0f} s"
-        return replace(self, level=logging.WARNING, remark="; ".join(filter(None, [self.remark, why])))
+        if self.remark:
+            why = f"{self.remark}; {why}"
+        return replace(self, level=logging.WARNING, remark=why)
 
     def outline(self) -> list[tuple[object, ...]]:
         """The text without the ranks' places in their code."""
@@ -95,13 +108,10 @@ class Verdict:
 
     def text(self) -> str:
         """The groups in one line."""
-        suspects = [group for group in self.groups if group.is_suspect]
         others = [group for group in self.groups if not group.is_suspect]
-        only_collectives = not suspects and len(others) > 1
-        lines = [*(group.text() for group in suspects[:DETAILED]), *_rest(suspects)]
-        lines += [group.text(with_calls=only_collectives) for group in others[:DETAILED]]
-        lines += _rest(others)
-        if any(group.kind == UNANNOUNCED for group in suspects):
+        only_collectives = not self.suspects and len(others) > 1
+        lines = _lines(self.suspects) + _lines(others, with_calls=only_collectives)
+        if any(group.kind == UNANNOUNCED for group in self.suspects):
             lines.append(UNPATCHED)
         if self.remark:
             lines.append(self.remark)
@@ -115,30 +125,34 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     """The ranks that others wait for, as far as the groups show."""
     kinds = {group.kind for group in groups}
     suspects = [group for group in groups if group.is_suspect]
-    if MOVING in kinds:
-        return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
-    if suspects and _wait_for_requests(groups, suspects):
-        told = tuple(replace(group, request=group.request.removeprefix(PERHAPS)) for group in groups)
+    idle = bool(suspects) and _wait_for_requests(groups, suspects)
+    if idle and MOVING not in kinds:
+        sure = [(group, group.request.removeprefix(PERHAPS)) for group in groups]
+        told = tuple(replace(group, request=request) for group, request in sure)
         return Verdict(logging.INFO, "", told, is_idle=True)
-    if COMPUTING in kinds:
+    if kinds.intersection((MOVING, COMPUTING)):
         return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
     if WAITING in kinds:
         return _of_waiting(groups, suspects)
     if SILENT in kinds:
         return Verdict(logging.WARNING, "", groups)
-    if suspects and len(suspects) == len(groups) and all(group.sleeps and not group.activity for group in suspects):
+    if groups and all(group.is_in_dead_wait for group in groups):
         return Verdict(logging.WARNING, "", groups, _NO_RANK_MOVES)
     return Verdict(logging.INFO, "no rank is known to wait for another", groups)
 
 
 def _wait_for_requests(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> bool:
-    """Whether all suspects do, and the others wait for these requests. A rank that has ended is none of these."""
+    """Whether all suspects do, and the others wait for these requests. A rank that has ended is
+    none of these.
+    """
     collectives = {group.collective for group in groups if group.kind == WAITING}
     return all(group.request and is_waited_for(group.request, collectives) for group in suspects)
 
 
 def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:
-    """If ranks wait in a collective, and none is known to move except those that call their encoders."""
+    """If ranks wait in a collective, and none is known to move except those that call their
+    encoders.
+    """
     waiting = [group for group in groups if group.kind == WAITING]
     found = _in_collectives(groups)
     are_guesses = all(is_guess(group.collective) for group in waiting)
@@ -151,15 +165,20 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
     level = logging.INFO if are_guesses else logging.WARNING
     if unheard := sorted(rank for group in groups if group.kind == UNHEARD for rank in group.ranks):
-        return Verdict(level, f"where {named(unheard)} {'is' if len(unheard) == 1 else 'are'}, nobody knows", groups)
+        are = "is" if len(unheard) == 1 else "are"
+        return Verdict(level, f"where {named(unheard)} {are}, nobody knows", groups)
     if found is None or found.id != OUT_OF_STEP:
         return Verdict(level, _ALL_IN, groups)
-    at = "in different collectives" if len({group.collective for group in waiting}) > 1 else "at different places"
+    at = "at different places"
+    if len({group.collective for group in waiting}) > 1:
+        at = "in different collectives"
     return Verdict(level, f"the ranks wait {at}; which of them is wrong cannot be told", groups)
 
 
 def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
-    """By the one judge. Which collective a rank is in counts only once all are in one: first come ranks in none."""
+    """By the one judge. Which collective a rank is in counts only once all are in one: first come
+    ranks in none.
+    """
     known = [group for group in groups if group.kind != UNHEARD]
     waiting = [group for group in known if group.kind == WAITING]
     kinds = ["" if len(waiting) < len(known) else " at ".join(group.place) for group in waiting]
@@ -167,7 +186,9 @@ def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
     return next(iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})), None)
 
 
-def _rest(groups: list[RankGroup]) -> list[str]:
-    rest = groups[DETAILED:]
-    ranks = sorted(rank for group in rest for rank in group.ranks)
-    return [f"{len(rest)} more groups: {named(ranks)}"] if rest else []
+def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:
+    lines = [group.text(with_calls=with_calls) for group in groups[:DETAILED]]
+    if rest := groups[DETAILED:]:
+        ranks = sorted(rank for group in rest for rank in group.ranks)
+        lines.append(f"{len(rest)} more groups: {named(ranks)}")
+    return lines

@@ -21,8 +21,8 @@ _WAITS = (
     ("nn/modules/_functions.py", ("",), "SyncBatchNorm"),
     ("cuda/", ("synchronize",), PERHAPS + "the GPU"),
 )
-_SET_UP = ("init_process_group", "destroy_process_group", "new_group")
-_NO_COLLECTIVES = {"wrapper", "_wrapper", *_SET_UP}
+_SET_UP = ("init_process_group", "destroy_process_group")
+_NO_COLLECTIVES = {"wrapper", "_wrapper", *_SET_UP}  # new_group is one: all ranks make a group together
 _DEVICE_WAITS = {
     *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
     *("nonzero", "masked_select", "unique", "repeat_interleave"),

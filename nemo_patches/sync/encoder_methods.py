@@ -15,7 +15,7 @@ import torch
 
 from ..growth import grow_privately, growth, outside_inference_mode
 from .events import Grown, bus
-from .length_sync import synced_length
+from .length_sync import first_call, synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
@@ -38,6 +38,8 @@ def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], b
             if seq_length > self.max_audio_length:
                 _grow(self, grow, seq_length, device)
         elif in_force():
+            if not torch.compiler.is_compiling():
+                first_call.is_made(self, None)
             outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)

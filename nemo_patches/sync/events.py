@@ -155,11 +155,11 @@ class RoundsBegan(NamedTuple):
     sync: WatchedRounds
 
 
-class FlagIsOff(NamedTuple):
-    """The first call of an encoder that has no length sync: its own `sync_max_audio_length` is false."""
+class FirstCall(NamedTuple):
+    """The first encoder call of this process, or its first one under a process group."""
 
     encoder: torch.nn.Module  # not to be kept
-    sync: WatchedRounds
+    sync: WatchedRounds | None  # None: there is no process group
 
 
 class WaitTimedOut(NamedTuple):

@@ -158,6 +158,24 @@ class ProcessSync:
         return group_syncs if group_syncs.has_others else None
 
 
+class FirstCalls:
+    """This process's first encoder call is published, and its first one under a process group."""
+
+    def __init__(self) -> None:
+        self._in_a_group = False
+        self._without = False
+
+    def is_made(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
+        """The training thread's, at every call. sync: None where there is no process group."""
+        if self._in_a_group or (sync is None and self._without):
+            return
+        if sync is None:
+            self._without = True
+        else:
+            self._in_a_group = True
+        bus.publish(events.FirstCall(encoder, sync))
+
+
 class Turn:
     """One call at a time, of all threads; and none of a signal handler's within another one."""
 
@@ -299,8 +317,7 @@ class EncoderSync(WatchedRounds):
             number = self._calls + 1
             self.latest_call = (number, clock)
             bus.publish(events.CallBegan(self, number, clock, training))
-            if self.apart == FLAG_IS_OFF and number == 1:
-                bus.publish(events.FlagIsOff(encoder, self))
+            first_call.is_made(encoder, self)
             if self.apart or self.ended:
                 self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
@@ -430,6 +447,7 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
         raise LengthSyncTimeout(kept.text or text, kept.missing)
 
 
+first_call = FirstCalls()
 process = ProcessSync()
 process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
 synced_length, use, current = process.synced_length, process.use, process.current

@@ -71,7 +71,9 @@ def rank_and_size() -> tuple[int, int]:
 def _rank_and_size() -> tuple[int | None, int | None]:
     if is_distributed():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return launchers_number("RANK", "SLURM_PROCID"), launchers_number("WORLD_SIZE", "SLURM_NTASKS")
+    rank = launchers_number("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    size = launchers_number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    return rank, size
 
 
 def launchers_number(*variables: str) -> int | None:

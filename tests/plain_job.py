@@ -1,0 +1,130 @@
+"""A rank of a job without NeMo and without Lightning, for test_plain_jobs.py: `plain_job.py SCRIPT WAY FOLDER`.
+
+It knows nothing of nemo_patches. Rank 1 hangs in the given way, after some steps.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+STEPS = 40
+STEP_S = 0.1
+CULPRIT = 1
+
+
+def says_when(folder: Path) -> None:
+    (folder / "hangs").touch()
+
+
+def retries(folder: Path) -> None:
+    """As a data set whose file is damaged."""
+    says_when(folder)
+    attempt = 0
+    while True:
+        attempt += 1
+        time.sleep(0.01)
+
+
+def sleeps(folder: Path) -> None:
+    says_when(folder)
+    while True:
+        time.sleep(0.01)
+
+
+def fetches_ahead(folder: Path) -> None:
+    """Rank 0 has a worker that takes a core all the while; here nothing is to be had."""
+    sleeps(folder)
+
+
+def makes_no_group(folder: Path) -> None:
+    """As one that is in wandb.init, while the others make a process group, which needs all of them."""
+    sleeps(folder)
+
+
+def takes_a_core() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        sum(range(10_000))
+
+
+def computes(folder: Path) -> None:
+    """In one place of its code."""
+    says_when(folder)
+    number = 0
+    while True:
+        number = 3 * number % 7 + 1
+
+
+def opens_a_fifo(folder: Path) -> None:
+    """In its data loader's worker: nobody writes to it."""
+    import torch
+
+    class Audio(torch.utils.data.Dataset[bytes]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> bytes:
+            says_when(folder)
+            return (folder / "audio").read_bytes()
+
+    os.mkfifo(folder / "audio")
+    next(iter(torch.utils.data.DataLoader(Audio(), num_workers=1)))
+
+
+WAYS: dict[str, Callable[[Path], None]] = {
+    way.__name__: way for way in (retries, sleeps, fetches_ahead, makes_no_group, computes, opens_a_fifo)
+}
+
+
+def batches(way: str, folder: Path) -> Iterator[int]:
+    if way == "fetches_ahead" and int(os.environ["RANK"]) != CULPRIT:
+        multiprocessing.get_context("fork").Process(target=takes_a_core, daemon=True).start()
+    for number in range(STEPS):
+        time.sleep(STEP_S)
+        yield number
+    if int(os.environ["RANK"]) == CULPRIT:
+        WAYS[way](folder)
+    elif way == "makes_no_group":
+        import torch.distributed as dist
+
+        dist.new_group([0, 1])
+    yield STEPS
+
+
+def ddp(way: str, folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in batches(way, folder):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+class Trainer:
+    """Like Hugging Face's: torch and the process group are its own business, as late as it needs them."""
+
+    def train(self, data: Iterator[int]) -> None:
+        import torch
+        from torch.distributed import all_reduce, init_process_group
+
+        init_process_group(backend="gloo", init_method="env://")
+        model: Any = torch.nn.Linear(4, 4)
+        for _ in data:
+            model(torch.ones(2, 4)).sum().backward()
+            for parameter in model.parameters():
+                all_reduce(parameter.grad)
+
+
+def trainer(way: str, folder: Path) -> None:
+    Trainer().train(batches(way, folder))
+
+
+if __name__ == "__main__":
+    {"ddp": ddp, "trainer": trainer}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
