@@ -29,9 +29,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from ..text import first_line, safe
+from ..text import first_line
 from . import meeting, process_hooks
-from .answers import ENDED, LEFT, LOST, NO_ANSWER, NOT_COME, Silence
+from .answers import ENDED, LEFT, LOST, NO_ANSWER, NOT_COME, NOT_HEARD, Silence
 from .daemon import Daemon
 from .link import (
     ANSWER,
@@ -437,11 +437,17 @@ class Exchange:
         try:
             link = Link.opened(address, member.port, self.rank, rank, self._token)
         except OSError as error:
-            at = f"{safe(member.host)}, {address}:{member.port}"
-            self._trouble(f"no connection to rank {rank} ({at}): {first_line(error)}")
+            self._trouble(f"no connection to {self._address_text(rank)}: {first_line(error)}")
             return None
         self._watch(link)
         return link
+
+    def _address_text(self, rank: int) -> str:
+        member = self.members[rank]
+        if member is None:
+            return f"rank {rank}"
+        address = member.reached_from(self._here, self._store_address)
+        return f"rank {rank} ({member.host}, {address}, port {member.port})"
 
     def _reconnect(self, rank: int, now: float) -> float:
         """Both ends try: a process that has ended refuses."""
@@ -463,6 +469,8 @@ class Exchange:
         else:
             return math.inf
         if left_s <= 0:
+            if not self.is_joined and link.is_ours:
+                self._trouble(f"no connection to {self._address_text(link.rank)}: no answer")
             self._lost(link)
             return 0.0
         return left_s
@@ -652,8 +660,8 @@ class Exchange:
 
     def why_unreachable(self, rank: int) -> Silence | None:
         """Why a rank cannot be asked; None if it can."""
-        if self.members[rank] is None:
-            return Silence(NOT_COME)
+        if self.members[rank] is None:  # only rank 0 knows who has registered
+            return Silence(NOT_COME if 0 in (rank, self.rank) else NOT_HEARD)
         if rank in self._ended:
             how, at = self._ended[rank]
             return Silence(how, time.monotonic() - at)
