@@ -14,31 +14,29 @@ MATRIX = 2.1.0 2.2.1 2.3.3 2.4.1 2.5.3 2.6.2 2.7.3 3.0.0
 MATRIX_HOST = 2.7.3
 UNPACK = .venv/nemo-$(MATRIX_HOST)/bin/python -m pip install -q --no-compile --no-deps --upgrade --target
 
-# One diff of NeMo's own files for each series, made from its last release, and one of each of our folders, the same for
-# all; `make patches` makes them all anew, and CI compares.
+# One diff for each series, made from its last release; `make patches` makes them all anew, and CI compares.
 PATCHES = 1.23.0 2.0.0 $(MATRIX)
-RUNTIME = sync stall
 series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
 # Each test starts processes, and each would compile the tests and all of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%) $(MATRIX:%=vendored-core-%)
-.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%) check-patches patches-table
-.PHONY: lint golden clean
+.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
+.PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
 
 help:
 	@echo "make demo       stock NeMo against NeMo with nemo_patches, on this machine's CPU"
 	@echo "make demo-picture  the same, and docs/pictures/demo.svg anew"
-	@echo "make check      lint, types, and the tests that need neither torch nor NeMo, for every day"
-	@echo "make test       lint, types and all tests, on NeMo $(NEMO_VERSIONS)"
+	@echo "make check      lint, and the tests that need neither torch nor NeMo, for every day"
+	@echo "make test       lint, types, and all tests, on NeMo $(NEMO_VERSIONS)"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
 	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
-	@echo "make test-vendored  the main scenarios on NeMo with its diffs, without nemo_patches, on the same releases"
+	@echo "make test-vendored  the scenarios on NeMo with its diff, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
 	@echo "make golden     tests/golden anew: all that each command prints, for its inputs there"
 	@echo "make benchmark  ratios against stock"
@@ -64,15 +62,16 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test:
+	$(MAKE) .venv/dev/ready
 	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
-	$(MAKE) -j2 test-together-$(FIRST) lint check-patches docs $(ENVIRONMENTS)
+	$(MAKE) -j2 test-together-$(FIRST) lint-with-torch check-patches docs $(ENVIRONMENTS)
 	$(MAKE) -j2 test-alone-$(FIRST) test-others
 
-# For every day: in under three minutes, once the environment is there.
-check: .venv/nemo-$(FIRST)/ready
-	$(MAKE) lint
+# For every day: in under three minutes, once the environment is there. Other test files than these import torch.
+WITHOUT_TORCH = tests/doctor $$(grep -l mark.wheel tests/test_*.py)
+check: lint
 	@echo "== tests that need neither torch nor NeMo"
-	.venv/nemo-$(FIRST)/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not alone"
+	.venv/dev/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not alone" $(WITHOUT_TORCH)
 
 test-others:
 	$(MAKE) test-wheel $(OTHERS:%=test-together-%)
@@ -81,11 +80,14 @@ test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
 
 # On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
-# In the order of tests/conftest.py: xdist's own puts files of few tests last, and test_both_ways.py, among the longest, has few.
+# What judges files alone, whatever is installed beside it, is run once: by test-wheel.
+FROM_THE_WHEEL = diagnose diagnose_fault_free judge one_judge watchdog_log
+# In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, four files at a time"
@@ -110,7 +112,7 @@ test-python-%:
 
 # NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: not in CI. docs/vendors.md has the results.
 test-nemo-pythons: $(PYTHONS:%=test-nemo-python-%)
-TESTS_ON_PYTHONS = $(TESTS_WITH_torch) $(TESTS_WITH_lightning) as_stock trace dump_triggers last_batch job_stalls
+TESTS_ON_PYTHONS = $(TESTS_WITH_torch) $(TESTS_WITH_lightning) as_stock trace job_folder last_batch job_stalls
 
 test-nemo-python-%: .venv/nemo-python-%/ready
 	@echo "== NeMo on Python $*"
@@ -128,7 +130,7 @@ test-nemo-python-%: .venv/nemo-python-%/ready
 test-torch: $(TORCHES:%=test-with-torch-%)
 test-lightning: $(LIGHTNINGS:%=test-with-lightning-%)
 TESTS_WITH_torch = stragglers private_growth exit peers stall_reports auto_apply
-TESTS_WITH_lightning = lightning_callback trainer_callbacks stop_together launch
+TESTS_WITH_lightning = trainer_callbacks stop_together launch
 
 # NeMo asks for Lightning up to 2.4. 2.6.0 can be imported with NeMo 2.4 and before only, later ones with none; and it does not
 # load NeMo's own checkpoints, which hold more than weights, unless torch is told to.
@@ -151,20 +153,23 @@ test-with-%: .venv/with-%/ready
 	.venv/with-$*/bin/python -m pip install -q $(subst -,==,$*)
 	@touch $@
 
-build-wheel: tools = .venv/nemo-$(firstword $(NEMO_VERSIONS))/bin/python
-build-wheel: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
-	rm -rf .venv/wheel
+build-wheel: tools = .venv/dev/bin/python
+build-wheel: .venv/dev/ready
+	rm -rf .venv/wheel/dist .venv/wheel/sdist
 	mkdir -p .venv/wheel/sdist
 	$(tools) -m build -q --outdir .venv/wheel/dist
 	$(tools) -m twine check --strict .venv/wheel/dist/*
 	tar -xzf .venv/wheel/dist/*.tar.gz -C .venv/wheel/sdist --strip-components 1
 	rm -r .venv/wheel/sdist/nemo_patches .venv/wheel/sdist/sitecustomize.py
 
-# $1: a Python, $2: the folder for its environment, $3: options of pip.
+# $1: a Python, $2: the folder for its environment, $3: options of pip. What the wheel needs stands in pyproject.toml: as
+# long as that is the same, only the wheel itself is installed anew.
 define test_the_wheel
-	$1 -m venv $2
-	$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis "$$(ls .venv/wheel/dist/*.whl)[tools]"
-	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel tests/doctor $$(grep -l mark.wheel tests/test_*.py)
+	test $2/ready -nt pyproject.toml -a $2/ready -nt constraints.txt || { rm -rf $2 && $1 -m venv $2 && \
+		$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis \
+		"$$(ls .venv/wheel/dist/*.whl)[tools]" && touch $2/ready; }
+	$2/bin/python -m pip install -q --no-deps --force-reinstall .venv/wheel/dist/*.whl
+	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel $(WITHOUT_TORCH)
 endef
 
 test-matrix: $(MATRIX:%=matrix-%)
@@ -184,11 +189,22 @@ golden: .venv/nemo-$(DEMO_NEMO)/ready
 	RENEW_GOLDEN=1 .venv/nemo-$(DEMO_NEMO)/bin/python -m pytest -q -k words \
 		tests/test_golden.py tests/doctor/test_doctor_golden.py tests/test_status_command.py tests/test_diff_command.py
 
-lint: .venv/nemo-$(firstword $(NEMO_VERSIONS))/ready
-	@echo "== ruff and mypy"
-	$(dir $<)bin/ruff check .
-	$(dir $<)bin/ruff format --check .
-	$(dir $<)bin/mypy
+# $1: the environment, $2: options of mypy.
+define lint
+	@echo "== ruff and mypy in $1"
+	$1/bin/ruff check .
+	$1/bin/ruff format --check .
+	$1/bin/mypy $2
+endef
+
+# Without torch, whose types are then Any: what mypy says of that is left to the environments that have it.
+TORCH_IS_ANY = --allow-subclassing-any --allow-untyped-decorators --no-warn-return-any --no-warn-unused-ignores \
+	--disable-error-code=redundant-cast --cache-dir=.venv/dev/mypy
+lint: .venv/dev/ready
+	$(call lint,.venv/dev,$(TORCH_IS_ANY))
+
+lint-with-torch: .venv/nemo-$(FIRST)/ready
+	$(call lint,.venv/nemo-$(FIRST),)
 
 benchmark: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/python benchmarks/length_sync.py
@@ -211,6 +227,13 @@ define install_nemo
 	.venv/nemo-$1/bin/python -m pip install -q -c constraints.txt "nemo_toolkit[asr]==$1"
 endef
 
+# What needs neither torch nor NeMo: the commands, their tests, lint, and a wheel's build.
+.venv/dev/ready: constraints.txt pyproject.toml
+	@echo "== making the virtual environment .venv/dev, without torch and NeMo"
+	$(PYTHON) -m venv .venv/dev
+	.venv/dev/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
+	@touch $@
+
 # Without our own package, which two environments cannot install at once: it is built in the checkout.
 .venv/nemo-%/nemo: constraints.txt pyproject.toml
 	$(call install_nemo,$*)
@@ -221,24 +244,21 @@ endef
 	.venv/nemo-$*/bin/python -m pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-print_diff = .venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$1 --parts $2
+print_diff = .venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diff --nemo .venv/unpacked/nemo-$1
 
-patches: $(PATCHES:%=patch-%) $(RUNTIME:%=patch-runtime-%)
+patches: $(PATCHES:%=patch-%)
 
 $(PATCHES:%=patch-%): patch-%: .venv/unpacked/nemo-%/ready
-	$(call print_diff,$*,nemo) > patches/nemo-$(call series,$*).diff
-
-$(RUNTIME:%=patch-runtime-%): patch-runtime-%: .venv/unpacked/nemo-$(DEMO_NEMO)/ready
-	$(call print_diff,$(DEMO_NEMO),$*) > patches/runtime-$*.diff
+	$(call print_diff,$*) > patches/nemo-$(call series,$*).diff
 
 # Each diff against every release of its series, not only the one it was made from; downloads what is not unpacked.
 patches-table: .venv/nemo-$(DEMO_NEMO)/ready
 	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py
 
 # What docs/vendors.md says of patches/upstream/, by series.
-UPSTREAM_2.2 = encoders/0001*.patch conv-asr/*.patch squeezeformer/*.patch
+UPSTREAM_2.2 = encoders/0001*.patch conv-asr/*.patch squeezeformer/*.patch checkpoint/*.patch
 UPSTREAM_2.3 = $(UPSTREAM_2.2)
-UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch
+UPSTREAM_2.4 = encoders/000[13]*.patch conv-asr/*.patch squeezeformer/*.patch checkpoint/*.patch
 UPSTREAM_2.5 = $(UPSTREAM_2.4)
 UPSTREAM_2.6 = $(UPSTREAM_2.4)
 UPSTREAM_2.7 = $(UPSTREAM_2.4)
@@ -246,37 +266,19 @@ UPSTREAM_3.0 = encoders/000[134]*.patch conv-asr/*.patch checkpoint/*.patch
 try_upstream = cd .venv/unpacked/nemo-$1 && GIT_CEILING_DIRECTORIES=$$(cd .. && pwd -P) git apply --check --include='nemo/*' \
 	$(UPSTREAM_$(call series,$1):%=$(CURDIR)/patches/upstream/%)
 
-# Whether each committed diff is what `make patches` would make of the released wheel.
+# Whether each committed diff is what `make patches` would make of the released wheel, and each tool takes it in and out.
 check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 	@echo "== patches/ against the released wheels"
-	@$(foreach release,$(PATCHES),$(call print_diff,$(release),nemo) | cmp - patches/nemo-$(call series,$(release)).diff &&) \
-		$(foreach part,$(RUNTIME),$(call print_diff,$(DEMO_NEMO),$(part)) | cmp - patches/runtime-$(part).diff &&) true
+	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py $(PATCHES)
 	@$(foreach release,$(filter-out 2.1.0,$(MATRIX)),($(call try_upstream,$(release))) &&) true
 
-# The same tests on a NeMo that has the diffs, where nemo_patches is not importable: in tests/, a checkout's root is not on
-# the path. First the core alone (nemo and sync), then with stall. git apply would take paths inside a repository from its
-# root, hence --directory.
-VENDORED_TESTS = test_stragglers.py test_private_growth.py test_exit.py test_peers.py test_uneven_evaluation.py \
-	test_checkpoints.py
-test-vendored: $(MATRIX:%=vendored-core-%) $(MATRIX:%=vendored-%)
-
-# $1: the release, $2: a name for the copy, $3: the diffs, $4: which tests.
-define test_vendored
-	@echo "== vendored: NeMo $1 with $3"
-	rm -rf .venv/vendored/$2
-	mkdir -p .venv/vendored
-	cp -r .venv/unpacked/nemo-$1 .venv/vendored/$2
-	git apply --whitespace=nowarn --directory=.venv/vendored/$2 $3
-	cd tests && PYTHONPATH=$(CURDIR)/tests/vendored:$(CURDIR)/.venv/vendored/$2:$(CURDIR)/.venv/unpacked/needs \
-		../.venv/nemo-$(if $(filter $1,$(NEMO_VERSIONS)),$1,$(MATRIX_HOST))/bin/pytest -q -m "$4" $(VENDORED_TESTS)
-endef
-core_diffs = patches/runtime-sync.diff patches/nemo-$(call series,$1).diff
-
-$(MATRIX:%=vendored-core-%): vendored-core-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
-	$(call test_vendored,$*,core-$*,$(call core_diffs,$*),not apply_only and not names_ranks)
+# Ranks of a NeMo that has its diff, without nemo_patches; `make test` runs the same on its first NeMo alone.
+test-vendored: $(MATRIX:%=vendored-%)
 
 $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
-	$(call test_vendored,$*,nemo-$*,$(call core_diffs,$*) patches/runtime-stall.diff,not apply_only)
+	@echo "== vendored: NeMo $*"
+	TEST_VENDORED=$(CURDIR)/.venv/unpacked/nemo-$* PYTHONPATH=$(CURDIR)/.venv/unpacked/needs \
+		.venv/nemo-$(if $(filter $*,$(NEMO_VERSIONS)),$*,$(MATRIX_HOST))/bin/python -m pytest -q tests/test_vendored.py
 
 # NeMo's own files only. --no-deps: what it asks for, torch above all, is the environment's.
 .venv/unpacked/nemo-%/ready: | .venv/nemo-$(MATRIX_HOST)/ready
@@ -294,8 +296,8 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 	@touch $@
 
 .PHONY: reference pictures docs screenshots
-reference: .venv/nemo-$(DEMO_NEMO)/ready
-	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/reference.py
+reference: .venv/dev/ready
+	.venv/dev/bin/python docs/programs/reference.py
 
 # Of the package only the collector is in it, which needs the standard library alone; py-spy is looked for where it runs.
 .PHONY: stacks.pyz

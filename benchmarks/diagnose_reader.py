@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nemo_patches.tracing import records
 
-_PER_CALL = 5  # records
+_PER_CALL = 3  # records
 
 
 def write(folder: Path, rank: int, size: int, count: int) -> None:
@@ -30,20 +30,26 @@ def write(folder: Path, rank: int, size: int, count: int) -> None:
     settings = {"sync": "bounded", "timeout": "10", "on_timeout": "fallback"}
     started = 1.7e9 + 3600 * rank
     first = records.Header(
-        1, rank, size, f"node{rank // 4}", 4000 + rank, started, 0, 0, 1 << 40, versions, settings, []
+        format=records.FORMAT,
+        rank=rank,
+        world_size=size,
+        host=f"node{rank // 4}",
+        pid=4000 + rank,
+        started=started,
+        restart=0,
+        versions=versions,
+        settings=settings,
+        checks=[],
     )
-    shapes = {"pos_enc.pe": [1, 9999, 512]}
-    encoder = records.Encoder(0.5, 1, "ConformerEncoder", True, "NOT SET", 5000, "batch_norm", True, shapes, {})
-    with (folder / f"rank-{rank:05}.20261121T183311.{4000 + rank}.0.jsonl").open("wb") as file:
-        file.write(records.encode(first) + records.encode(encoder))
+    name = "ConformerEncoder"
+    with (folder / f"rank-{rank:05}.20261121T183311.{4000 + rank}.jsonl").open("wb") as file:
+        file.write(records.encode(first))
         for n in range(1, count // _PER_CALL + 1):
             t, waited = n * 0.2, round(draw.random() * 0.01, 6)
             call: list[records.Record] = [
-                records.Enter(t, 1, n, True, True, [8, 80, 1600], "float32", f"cuda:{rank % 8}", None),
-                records.Sync(t + waited, 1, n, records.CAME, n, waited, 1500, 1600),
-                records.PreEncoded(t + 0.03, 1, n),
-                records.FirstLayer(t + 0.04, 1, n),
-                records.Leave(t + 0.1, 1, n, [8, 512, 200], 0.1),
+                records.Enter(t, name, n, True, [8, 80, 1600], "float32", f"cuda:{rank % 8}"),
+                records.Sync(t + waited, name, n, records.CAME, n, waited, 1500, 1600),
+                records.Leave(t + 0.1, name, n, [8, 512, 200]),
             ]
             file.write(b"".join(map(records.encode, call)))
         file.write(records.encode(records.End(t + 1)))

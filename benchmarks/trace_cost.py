@@ -25,12 +25,10 @@ import torch
 import torch.distributed as dist
 
 import nemo_patches
-from nemo_patches.sync.events import CallBegan, CallLeft, EventBus, Group, GrowthBegan, WatchedRounds
-from nemo_patches.sync.protocol import CAME
+from nemo_patches.patching.settings import TraceSettings
+from nemo_patches.sync.events import EventBus, Grown
 from nemo_patches.tracing import recorded_forward
-from nemo_patches.tracing.recent_calls import RecentCalls
 from nemo_patches.tracing.recorder import tracing
-from nemo_patches.tracing.settings import TraceSettings
 
 RANKS = 2
 BLOCKS, STEPS = 60, 6
@@ -67,21 +65,14 @@ def main() -> None:
     thread, process = call_alone()
     print(f"\nA call of an empty encoder, alone, traced less untraced: {thread * 1e6:.0f} us of the training thread, ")
     print(f"{process * 1e6:.0f} us of all threads: {thread / step:.2%} and {process / step:.2%} of such a step.")
-    kept = f"{kept_call() * 1e6:.1f} us a call, all of it in the training thread"
-    print(f"\nWithout a trace the last calls are kept, for a dump: {kept}.")
     print(f"\nOff: an event that nobody has subscribed to costs {unheard_event() * 1e9:.0f} ns; a call has two.")
 
 
 class Empty(torch.nn.Module):
     """An encoder for the recorder, and next to nothing else."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre_encode = torch.nn.Identity()
-        self.layers = torch.nn.ModuleList([torch.nn.Identity()])
-
     def forward(self, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-        return self.layers[0](self.pre_encode(audio_signal))  # type: ignore[no-any-return]
+        return audio_signal
 
 
 def call_alone() -> tuple[float, float]:
@@ -108,26 +99,10 @@ def call_alone() -> tuple[float, float]:
     return thread, process
 
 
-def kept_call() -> float:
-    """Seconds that keeping a call takes, with the making of its events; less those of events that nobody handles."""
-    sync: Any = WatchedRounds("Encoder", "key", Group(0, 2, None), None, "")  # type: ignore[arg-type]  # nothing is sent
-    encoder, waited, calls = Empty(), timedelta(milliseconds=1), 20_000
-    event_bus, recent = EventBus(), RecentCalls(lambda: None, lambda: None)
-
-    def make_calls() -> None:
-        for call in range(1, calls):
-            event_bus.publish(CallBegan(sync, call, (call - 1, 0)))
-            event_bus.publish(CallLeft(encoder, sync, CAME, call, waited, 100, 120))
-
-    unheard = min(timeit.repeat(make_calls, number=1, repeat=20, timer=time.thread_time))
-    event_bus.subscribe("benchmark", recent.handlers())
-    return (min(timeit.repeat(make_calls, number=1, repeat=20, timer=time.thread_time)) - unheard) / calls
-
-
 def unheard_event() -> float:
     """Seconds, less those of the empty loop."""
-    loops, names = 1_000_000, {"bus": EventBus(), "GrowthBegan": GrowthBegan}
-    publish = min(timeit.repeat("bus.publish(GrowthBegan(None))", globals=names, number=loops))
+    loops, names = 1_000_000, {"bus": EventBus(), "Grown": Grown}
+    publish = min(timeit.repeat("bus.publish(Grown(None, 0, 1))", globals=names, number=loops))
     return (publish - min(timeit.repeat("pass", number=loops))) / loops
 
 

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
+    from nemo_patches.options.agreement import StopTogetherError as StopTogetherError
+    from nemo_patches.options.checkpoints import CheckpointError as CheckpointError
+    from nemo_patches.options.even_loader import stop_together as stop_together
     from nemo_patches.patching.admission import UnsupportedNeMo as UnsupportedNeMo
     from nemo_patches.patching.process_status import Status as Status
     from nemo_patches.patching.targets import DriftError as DriftError
     from nemo_patches.stall.missing_rank import MissingRank as MissingRank
-    from nemo_patches.sync.checkpoints import CheckpointError as CheckpointError
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
-    from nemo_patches.uneven.agreement import StopTogetherError as StopTogetherError
-    from nemo_patches.uneven.even_loader import stop_together as stop_together
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,15 +40,15 @@ __all__ = [
 
 # Imported at their first use; the same as above, for type checkers.
 _MODULE_OF = {
-    "CheckpointError": "nemo_patches.sync.checkpoints",
+    "CheckpointError": "nemo_patches.options.checkpoints",
     "DriftError": "nemo_patches.patching.targets",
     "LengthSyncTimeout": "nemo_patches.sync.length_sync",
     "MissingRank": "nemo_patches.stall.missing_rank",
     "SettingsError": "nemo_patches.sync.settings",
     "Status": "nemo_patches.patching.process_status",
-    "StopTogetherError": "nemo_patches.uneven.agreement",
+    "StopTogetherError": "nemo_patches.options.agreement",
     "UnsupportedNeMo": "nemo_patches.patching.admission",
-    "stop_together": "nemo_patches.uneven.even_loader",
+    "stop_together": "nemo_patches.options.even_loader",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any attribute of a module that has __getattr__
@@ -66,44 +66,34 @@ def __dir__() -> "list[str]":
 
 
 def apply(
-    sync: "Literal['bounded', 'overlapped', 'local'] | None" = None,
+    sync: "Literal['bounded', 'local'] | None" = None,
     timeout: "float | None" = None,
     on_timeout: "Literal['fallback', 'raise'] | None" = None,
-    call_timeout: "float | None" = None,
     stall_timeout: "float | None" = None,
     stall_exit: "float | None" = None,
     on_stall: "str | None" = None,
     trace: "str | os.PathLike[str] | None" = None,
-    trace_size: "float | None" = None,
     trace_checks: "str | Sequence[str] | None" = None,
-    on_finding: "Literal['continue', 'raise'] | None" = None,
-    dump: "str | os.PathLike[str] | None" = None,
     metrics: "Literal['stock', 'deferred'] | None" = None,
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
-    compare: "int | None" = None,
 ) -> None:
     """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only changes the settings.
 
-    sync: "bounded" (default) waits for the other ranks at most `timeout`; "overlapped" never waits; "local" does not
-        communicate. timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
-        continues with this rank's own length; "raise" raises LengthSyncTimeout. call_timeout: seconds (default 60, 0:
-        never); if an encoder call lasts longer, all threads' stacks are logged, once. The call is not interrupted.
+    sync: "bounded" (default) waits for the other ranks at most `timeout`; "local" does not communicate.
+        timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
+        continues with this rank's own length; "raise" raises LengthSyncTimeout.
     stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank logs where all ranks
         are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit code 83.
         on_stall: a command, run once per stall by one rank, with the report as JSON on its standard input.
-    trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "": no
-        trace. trace_size: MiB that each rank may write (default 256). trace_checks: "inputs", "cuda", "barrier", or
-        several, with commas. on_finding: "continue" (default) logs a finding; "raise" also raises it out of the call.
-    dump: a folder; without a trace, a rank writes its last encoder calls there when a rank is missing, when an
-        exception ends it, and on SIGUSR2. Default: a folder for the job in the system's temporary one. "": never.
+    trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches diagnose`. "-":
+        a line before and after each call, on stderr. "": no trace. trace_checks: "inputs", "cuda", "barrier", or
+        several, with commas; what they find is logged.
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation; "deferred": their sums
         are added up once, at its end. stop_together: "training", "evaluation", or both, with a comma: Lightning
         trainers created from now on get a StopTogether, which drops batches (docs/uneven.md). "": none.
     checkpoints: "agreed" (default): all ranks follow rank 0's decisions in NeMo's checkpoint callback, and wait for
         each other there; CheckpointError if a rank has died. "stock": each rank decides for itself, and may hang.
-    compare: compare all ranks' parameters each time after this many optimizer steps (default 0: never), and name the
-        ranks whose parameters differ. Set it before the model is wrapped in DDP.
     A keyword that is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default.
     With NEMO_PATCHES_DISABLE=1 nothing is patched, and a line says so.
     It applies to this process and the processes that it forks. A spawned one (torch.multiprocessing.spawn, Lightning's

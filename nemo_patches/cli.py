@@ -86,19 +86,8 @@ def nemo_patches(
     """A length sync for NVIDIA NeMo's encoders that cannot hang, and tools for jobs that do."""
 
 
-def _refuse_beside_hang(context: typer.Context) -> None:
-    """A reported hang has its own data, ranks and limits."""
-    from nemo_patches.tools.demo.errors import DemoError
-
-    for name, value in context.params.items():
-        source = context.get_parameter_source(name)
-        if name != "hang" and source is not None and source.name != "DEFAULT":
-            raise DemoError(f"--{name}={value} is not allowed beside --hang; allowed: --hang alone")
-
-
 @app.command()
 def demo(
-    context: typer.Context,
     manifest: Annotated[
         Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
     ] = None,
@@ -108,20 +97,13 @@ def demo(
         typer.Option(metavar="SECONDS", parser=_number(float, 3, 120), help="How long one rank stalls, 3 to 120."),
     ] = 6.0,
     record: Annotated[Path | None, with_value(metavar="FILE.svg", help_="Also draw the output into this file.")] = None,
-    hang: Annotated[
-        str | None, with_value(metavar="NAME", help_="Run one hang of docs/hangs.md instead, on two ranks.")
-    ] = None,
 ) -> None:
     """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
     from nemo_patches.tools.demo import command
-    from nemo_patches.tools.demo.errors import DemoError
-    from nemo_patches.tools.demo.hangs import command as hangs
+    from nemo_patches.tools.demo.jobs import DemoError
 
     try:
-        if hang is None:
-            raise typer.Exit(command.run(manifest, devices, seconds, record))
-        _refuse_beside_hang(context)
-        raise typer.Exit(hangs.run(hang))
+        raise typer.Exit(command.run(manifest, devices, seconds, record))
     except DemoError as error:
         raise _refused("demo", error) from None
     except KeyboardInterrupt:
@@ -130,7 +112,7 @@ def demo(
 
 
 def _setting_option(setting: Setting[Any]) -> Parameter:
-    """--call-timeout for call_timeout."""
+    """--stall-timeout for stall_timeout."""
     default = setting.text(setting.default) + setting.unit
     if setting.words:
         option = choice(setting.words, setting.several, help=setting.help, show_default=default)
@@ -194,47 +176,36 @@ def status(json: _Json = False) -> None:
 @app.command()
 def diff(
     nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder with NeMo.")],
-    parts: Annotated[
-        str,
-        choice(("nemo", "sync", "stall"), several=True, help="nemo: the edit; sync: what it calls; stall: reports."),
-    ] = "nemo,sync,stall",
-    check: Annotated[bool, switch("--check", "Say which committed diff applies; write nothing.")] = False,
-    apply: Annotated[bool, switch("--apply", "Apply it: all of it, or nothing.")] = False,
-    reverse: Annotated[bool, switch("--reverse", "Remove it again.")] = False,
+    check: Annotated[bool, switch("--check", "Say whether one of patches/ applies instead.")] = False,
 ) -> None:
-    """Print the diff that adds the bounded sync, or parts of it, to a NeMo checkout; or check, apply, reverse it.
+    """Print the diff that bounds the length sync of a NeMo checkout in time. git or patch applies it.
 
-    Exit codes: 0 done; 1 nothing to do (--check: none applies, or it is applied; --apply: it is applied; --reverse: it
-    is not applied); 2 refused, and nothing was changed.
+    Exit codes: 0 printed, or one of patches/ applies; 1 none of patches/ applies; 2 refused.
     """
-    from nemo_patches.vendoring import checkouts, command, diffs
-    from nemo_patches.vendoring.errors import Declined, DiffError
-    from nemo_patches.vendoring.parts import parse
+    from nemo_patches.vendoring import checkouts, diffs
+    from nemo_patches.vendoring.errors import DiffError
 
-    given = [name for name, wanted in (("--check", check), ("--apply", apply), ("--reverse", reverse)) if wanted]
     try:
-        if len(given) > 1:
-            raise DiffError(f"found {' and '.join(given)}; allowed is one of them, or none to print the diff")
-        chosen = parse(parts)
         checkout = checkouts.read(nemo)
-        for note in () if reverse else (checkouts.uncommitted(checkout), diffs.left_out(checkout)):
-            if note:
-                typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
-        if given:
-            action = command.check if check else command.apply if apply else command.reverse
-            typer.echo(action(checkout, chosen))
-        else:  # bytes, since a checkout's carriage returns are part of the diff
-            typer.echo(command.printed(checkout, chosen), nl=False)
+        text = b"" if check else diffs.text(checkout)
+        applies, answer = diffs.check(checkout) if check else (True, "")
+        note = diffs.left_out(checkout)
     except DiffError as error:
-        raise _refused("diff", error, 1 if isinstance(error, Declined) else 2) from None
+        raise _refused("diff", error) from None
+    if note:
+        typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
+    if not applies:
+        raise _refused("diff", DiffError(answer), 1)
+    # Bytes: a checkout's carriage returns are part of the diff.
+    typer.echo(answer if check else text, nl=check)
 
 
 @app.command()
 @_options(request.parameters())
 def doctor(**given: Any) -> None:
-    """Find what in a training config can hang, corrupt or slow a run on several ranks. Nothing in it is executed.
+    """Find what in a training config can hang a run on several ranks, or stop it at its start. Nothing is executed.
 
-    Without a config: check this machine. With --ranks: find differences between the ranks of a job.
+    Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the ranks of a job.
 
     Exit codes: 0 nothing, or notes only; 1 findings; 2 something cannot be read or done.
     """
@@ -249,38 +220,17 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, dumps, stacks of hosts, logs, Flight Recorder dumps, answers of RAS, "
+            help="Files and folders with traces, stall reports, stacks of hosts, logs, Flight Recorder dumps, "
             "in any mix; - is standard input. None: the jobs that run on this host."
         ),
     ] = None,
     json: _Json = False,
-    watch: Annotated[bool, switch("--watch", "Follow a running job, until Ctrl-C.")] = False,
     plot: Annotated[
         Path | None, with_value(metavar="FILE", help_="Draw every rank's lag at every call, as a PNG.")
     ] = None,
-    perfetto: Annotated[Path | None, with_value(metavar="FILE", help_="Write all calls for ui.perfetto.dev.")] = None,
-    launch: Annotated[
-        int | None,
-        with_value(
-            metavar="NUMBER",
-            help_="Of several launches, diagnose the one with this restart count.",
-            show_default="the last",
-            parser=_number(int, 0, math.inf),
-        ),
-    ] = None,
     job: Annotated[
         str | None,
-        with_value(
-            metavar="DIR",
-            help_="A running job, by the folder in which it runs; with nemo_patches, also by the folder of its dumps.",
-        ),
-    ] = None,
-    ras: Annotated[
-        str | None,
-        with_value(
-            metavar="HOST[:PORT]|FILE",
-            help_="Ask NCCL's RAS (from 2.24) on a host of a running job; or read the output of ncclras.",
-        ),
+        with_value(metavar="DIR", help_="A running job, by the folder in which it runs."),
     ] = None,
     pids: Annotated[
         str,
@@ -295,7 +245,7 @@ def diagnose(
     from nemo_patches.tools.diagnose import command
 
     try:
-        raise typer.Exit(command.run(paths or [], json, watch, plot, perfetto, launch, job, ras, pids))
+        raise typer.Exit(command.run(paths or [], json=json, plot=plot, job=job, pids=pids))
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)
         if json:

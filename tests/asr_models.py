@@ -13,10 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import small_models
 import torch
-
-from nemo_patches.tools.demo.hangs import models
-from nemo_patches.tools.demo.hangs.models import (
+from small_models import (
     COMMON,
     CTC,
     HIDDEN,
@@ -131,7 +130,7 @@ def aed(trainer: Any) -> Any:
 
 def nest(trainer: Any) -> Any:
     """NeMo's self-supervised model; it takes the batches of `nest_batch`."""
-    return models.nest(trainer, SimpleNamespace(folder=Path("/nowhere"), rank=0))
+    return small_models.nest(trainer, Path("/nowhere"), 0)
 
 
 class TarredStream(Stream):

@@ -1,11 +1,12 @@
-"""Before any test: Ctrl-C works in whatever a test starts, dumps go where they can be removed, hypothesis draws the
-same examples each time, and the longest files come first.
+"""Before any test: Ctrl-C works in whatever a test starts, jobs' folders are removed, hypothesis draws the same
+examples each time, and the longest files come first.
 
 A test that fails then fails for the change that broke it. `HYPOTHESIS_PROFILE=free pytest ...` draws anew, for more.
 """
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -15,14 +16,18 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+OWN_FOLDER = "nemo_patches-tests-"
+
 # A script's background job (`make test &`) starts with SIGINT ignored, and all its processes inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A rank that stalls dumps by default: not into the system's temporary folder, where nobody would remove it.
-if "NEMO_PATCHES_DUMP" not in os.environ:
-    os.environ["NEMO_PATCHES_DUMP"] = tempfile.mkdtemp(prefix="nemo_patches-tests-")
-    atexit.register(shutil.rmtree, os.environ["NEMO_PATCHES_DUMP"], ignore_errors=True)
+# A job has its folder in the temporary one: not in the system's, where nobody would remove it. Workers inherit it.
+if not os.path.basename(tempfile.gettempdir()).startswith(OWN_FOLDER):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps its tmp_path
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=OWN_FOLDER)
+    os.chmod(tempfile.tempdir, 0o755)  # a test starts a program of its own as another user
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # Neither of hypothesis' own limits is on: a busy machine exceeds them, and pytest's holds.
 NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -34,8 +39,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 LONGEST = (
     *("stragglers", "gallery", "diagnose_real", "new_passes", "job_watch", "stall_exit", "diagnose_running"),
     *("checkpoints", "stop_together", "auto_apply", "diagnose_killed", "deferred_metrics", "upstream", "partition"),
-    *("both_ways", "doctor_streams", "hydra_exceptions", "demo", "trace_records", "as_stock", "uneven_evaluation"),
-    *("protocol_bound", "trace_sigterm", "private_growth", "apply", "code_of_nemo"),
+    *("vendored", "doctor_streams", "hydra_exceptions", "demo", "trace_records", "as_stock", "uneven_evaluation"),
+    *("protocol_bound", "private_growth", "apply", "code_of_nemo"),
 )
 PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
 
@@ -51,3 +56,19 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """nemo_patches' own lines, in this process."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Handler()
+    logger = logging.getLogger("nemo_patches")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

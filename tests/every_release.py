@@ -1,9 +1,9 @@
 """Every diff in patches/ against every release of its series on PyPI, as a markdown table: `make patches-table`.
 
-In a copy of NeMo's files the parts go in one after the other: sync and nemo, which is the core, then stall. Each must
-apply with both tools without fuzz, change what it should and nothing else, give files that compile and are what
-`nemo-patches diff` makes of that very release; and then go away again, one by one, without a trace. A cell is "yes" or
-says what is wrong, and then the exit code is 1. No torch and no pytest; nothing of NeMo is run.
+In a copy of NeMo's files the diff goes in, by each tool and without fuzz. It must be what `nemo-patches diff` makes of
+that very release, byte for byte where it was made from it, change what it should and nothing else, compile, and go away
+again without a trace. A cell is "yes" or says what is wrong, and then the exit code is 1. No torch and no pytest;
+nothing of NeMo is run. `every_release.py RELEASE ...`, as of `make check-patches`, asks no index.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nemo_patches.patching.targets import TARGETS
-from nemo_patches.vendoring import checkouts, parts
-from nemo_patches.vendoring.edit import path_of
+from nemo_patches.vendoring import checkouts, diffs
+from nemo_patches.vendoring.checkouts import PATHS
 from nemo_patches.vendoring.errors import DiffError
-from nemo_patches.vendoring.parts import FOLDER, Part
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = ("series", "release", "git apply", "patch -p1", "reversed", "compiles", "same as `nemo-patches diff`")
-TARGET_FILES = {path_of(target) for target in TARGETS}
+COLUMNS = ("series", "release", "git apply", "patch -p1", "git am", "reversed", "compiles", "as `nemo-patches diff`")
 # What is copied: more than the diffs touch, so that a file too many would be seen.
-FOLDERS = {str(Path(path).parent) for path in (*TARGET_FILES, FOLDER)}
-TOOLS = {
-    "git apply": (("git", "apply", "--check", "-"), ("git", "apply", "-")),
-    "patch -p1": (("patch", "-p1", "--fuzz=0", "--force"),),  # --force: no questions
+FOLDERS = {str(Path(path).parent) for path in PATHS}
+PERSON = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+IN = {
+    "git apply": ("git", "apply", "--whitespace=nowarn"),
+    "patch -p1": ("patch", "-p1", "--fuzz=0", "--force", "-i"),
+    "git am": ("git", *PERSON, "am", "-q"),
+}
+OUT = {
+    "git apply": ("git", "apply", "--whitespace=nowarn", "-R"),
+    "patch -p1": ("patch", "-p1", "--fuzz=0", "--force", "-R", "-i"),
 }
 
-Tree = dict[str, bytes | None]  # of every path in a folder: a file's content, None for a folder
-Problems = dict[str, list[str]]  # by column
+Tree = dict[str, bytes]
 
 
 class Failure(Exception):
@@ -42,18 +44,15 @@ class Failure(Exception):
 
 
 def main() -> int:
-    patches = ROOT / "patches"
-    numbered = sorted((file.stem.removeprefix("nemo-") for file in patches.glob("nemo-*.diff")), key=_numbers)
+    numbered = sorted((file.stem.removeprefix("nemo-") for file in checkouts.DIFFS.glob("nemo-*.diff")), key=_numbers)
     try:
-        released = _released()
-    except Failure as failure:
-        rows = [_row(series, "", f"found no list of releases: {failure}") for series in numbered]
-    else:
-        todo = [(series, release) for series in numbered for release in released if _is_of(series, release)]
+        released = sys.argv[1:] or _released()
+        todo = [(series, release) for series in numbered for release in released if release.startswith(f"{series}.")]
         with ThreadPoolExecutor(4) as pool:
-            rows = list(pool.map(lambda one: _check(*one), todo))
-        without = set(numbered) - {series for series, _ in todo}
-        rows += [_row(series, "", "found no release") for series in sorted(without, key=_numbers)]
+            rows = list(pool.map(lambda one: _row(*one), todo))
+        rows += [(series, "none", "no") for series in numbered if series not in {series for series, _ in todo}]
+    except Failure as failure:
+        rows = [("", "", f"no: found no list of releases: {failure}")]
     for cells in (COLUMNS, ("---",) * len(COLUMNS), *rows):
         print(f"| {' | '.join(cells)} |")
     return 0 if rows and all(cell == "yes" for row in rows for cell in row[2:]) else 1
@@ -69,54 +68,43 @@ def _released() -> list[str]:
     return sorted(final, key=_numbers)
 
 
-def _check(series: str, release: str) -> tuple[str, ...]:
-    """The row of one release."""
-    print(f"nemo_toolkit {release}", file=sys.stderr)
-    names = {Part.SYNC: "runtime-sync", Part.NEMO: f"nemo-{series}", Part.STALL: "runtime-stall"}
-    diffs = {part: ROOT / "patches" / f"{name}.diff" for part, name in names.items()}  # in the order of application
-    problems: Problems = {column: [] for column in COLUMNS[2:]}
+def _row(series: str, release: str) -> tuple[str, ...]:
+    diff = checkouts.DIFFS / f"nemo-{series}.diff"
+    problems: dict[str, list[str]] = {column: [] for column in COLUMNS[2:]}
     with tempfile.TemporaryDirectory() as folder:
         stock = Path(folder, "stock")
         try:
             _copy(_unpacked(release, Path(folder, "unpacked")), stock)
-            if (found := checkouts.read(stock).version) != release:
-                raise Failure(f"these are the files of {found}")
+            checkout = checkouts.read(stock)
+            if checkout.version != release:
+                raise Failure(f"these are the files of {checkout.version}")
+            before = _tree(stock)
+            planned = before | {edit.path: edit.after for edit in checkout.edits()}
+            # Of another release of the series than it was made from, places and hashes may differ, but no file.
+            is_same = diff.read_bytes() == diffs.text(checkout) or sys.argv[1:] == []
         except (Failure, DiffError, OSError) as failure:
-            return _row(series, release, f"no files: {failure}")
-        for tool in TOOLS:
-            _put_in_and_take_out(tool, diffs, stock, shutil.copytree(stock, Path(folder, tool)), problems)
-    return (series, release, *(_cell(*found) for found in problems.values()))
-
-
-def _put_in_and_take_out(tool: str, diffs: dict[Part, Path], stock: Path, copy: Path, problems: Problems) -> None:
-    """Every diff with one tool, in order, and back; what is wrong goes into the columns."""
-    trees = [_tree(copy)]
-    for part, diff in diffs.items():
-        try:
-            for command in TOOLS[tool]:
-                _run(*command, cwd=copy, stdin=diff)
-        except Failure as failure:
-            problems[tool].append(f"{diff.name}: {failure}")
-            for column in COLUMNS[4:]:
-                problems[column].append(f"{tool}: {diff.name} not applied")
-            return
-        trees.append(_tree(copy))
-        found = {
-            tool: _names(_changed(*trees[-2:]) ^ _expected(trees[0], part)),
-            "compiles": _not_compiling(*trees[-2:]),
-            COLUMNS[-1]: _not_as_made(stock, trees[-1], part),
-        }
-        for column, problem in found.items():
-            problems[column] += [f"{tool}: {diff.name}: {problem}"] * bool(problem)
-    for diff in reversed(diffs.values()):
-        trees.pop()
-        try:
-            for command in TOOLS[tool]:
-                _run(*command[:2], "-R", *command[2:], cwd=copy, stdin=diff)
-            problem = _names(_changed(trees[-1], _tree(copy)))
-        except Failure as failure:
-            problem = str(failure)
-        problems["reversed"] += [f"{tool}: {diff.name}: {problem}"] * bool(problem)
+            return (series, release, _cell(f"no files: {failure}"), *["no"] * (len(COLUMNS) - 3))
+        for tool in IN:
+            copy = shutil.copytree(stock, Path(folder, tool))
+            try:
+                if tool == "git am":
+                    for command in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "stock")):
+                        _run("git", *PERSON, *command, cwd=copy)
+                _run(*IN[tool], str(diff), cwd=copy)
+                after = _tree(copy)
+                if tool == "git am":
+                    _run("git", *PERSON, "revert", "--no-edit", "HEAD", cwd=copy)
+                else:
+                    _run(*OUT[tool], str(diff), cwd=copy)
+            except Failure as failure:
+                problems[tool].append(str(failure))
+                continue
+            problems["reversed"] += [f"{tool}: {path}" for path in _different(before, _tree(copy))]
+            problems["compiles"] += [problem for path in _different(before, after) for problem in _broken(path, after)]
+            problems[COLUMNS[-1]] += [f"{tool}: {path}" for path in _different(planned, after)]
+        if not is_same:
+            problems[COLUMNS[-1]].append("the text differs: make patches")
+    return (series, release, *(_cell("; ".join(found)) for found in problems.values()))
 
 
 def _unpacked(release: str, place: Path) -> Path:
@@ -137,59 +125,38 @@ def _copy(source: Path, to: Path) -> None:
 
 
 def _tree(folder: Path) -> Tree:
-    paths = sorted(folder.rglob("*"))
-    return {path.relative_to(folder).as_posix(): None if path.is_dir() else path.read_bytes() for path in paths}
+    files = [path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def _changed(before: Tree, after: Tree) -> set[str]:
-    """What is new, gone or different."""
-    missing = object()
-    return {path for path in before | after if before.get(path, missing) != after.get(path, missing)}
+def _different(before: Tree, after: Tree) -> list[str]:
+    return sorted(path for path in before | after if before.get(path) != after.get(path))
 
 
-def _expected(stock: Tree, part: Part) -> set[str]:
-    """What a part should change in a release: the encoders' files that it has; or our folder's, which are new."""
-    if part is Part.NEMO:
-        return TARGET_FILES & stock.keys()
-    return {f"{FOLDER}/{part.value}", *parts.own_files(part)} | ({FOLDER} if part is Part.SYNC else set())
-
-
-def _not_compiling(before: Tree, after: Tree) -> str:
-    for path in sorted(_changed(before, after)):
-        source = after.get(path)
-        if source is not None:
-            try:
-                compile(source, path, "exec", dont_inherit=True)
-            except (SyntaxError, ValueError) as error:
-                return f"{path}: {error}"
-    return ""
-
-
-def _not_as_made(stock: Path, after: Tree, part: Part) -> str:
+def _broken(path: str, tree: Tree) -> list[str]:
     try:
-        made = checkouts.read(stock).edits(frozenset({part}))
-    except DiffError as error:
-        return str(error)
-    return _names({edit.path for edit in made if after.get(edit.path) != edit.after})
+        compile(tree.get(path, b""), path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return [f"{path}: {error}"]
+    return []
 
 
-def _run(*command: str, cwd: Path | None = None, stdin: Path | None = None, timeout: float = 60) -> str:
+def _run(*command: str, cwd: Path | None = None, timeout: float = 60) -> str:
     """What it prints. Raises Failure if it fails, does not end in time or is not there."""
     environment = os.environ | {"LC_ALL": "C", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     if cwd:
         environment["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)  # no repository around it matters
     try:
-        with open(stdin or os.devnull, "rb") as given:
-            done = subprocess.run(
-                command,
-                cwd=cwd,
-                env=environment,
-                stdin=given,
-                capture_output=True,
-                timeout=timeout,
-                text=True,
-                errors="replace",
-            )
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            text=True,
+            errors="replace",
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Failure(str(error)) from error
     if done.returncode:
@@ -199,25 +166,12 @@ def _run(*command: str, cwd: Path | None = None, stdin: Path | None = None, time
     return done.stdout
 
 
-def _is_of(series: str, release: str) -> bool:
-    return release.startswith(f"{series}.")
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
-def _names(paths: set[str]) -> str:
-    return f"not as expected: {', '.join(sorted(paths))}" if paths else ""
-
-
-def _row(series: str, release: str, problem: str) -> tuple[str, ...]:
-    return (series, release, _cell(problem), *("",) * (len(COLUMNS) - 3))
-
-
-def _cell(*problems: str) -> str:
-    said = "; ".join(problem for problem in problems if problem)
-    return "no: " + said[:400].replace("|", "\\|") if said else "yes"
+def _cell(problem: str) -> str:
+    return "no: " + problem[:400].replace("|", "\\|") if problem else "yes"
 
 
 if __name__ == "__main__":

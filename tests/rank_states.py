@@ -11,7 +11,7 @@ from nemo_patches.stall.rank_state import RankState, answer_of, groups_of, merge
 
 def state(rank: int, where: str = "", collective: str = "", **changes: Any) -> RankState:
     facts = {"idle": 60.0, "still": 60.0, "caller": where if collective else "", **changes}
-    about = (rank, f"node{rank}", 100 + rank, "", "", "between encoder calls", "Encoder", 40, (40, 0))
+    about = (rank, f"node{rank}", 100 + rank, "", "", "Encoder", 40, (40, 0))
     return RankState(*about, **{"rounds": {}, **facts}, where=where, collective=collective)
 
 

@@ -215,11 +215,28 @@ def stall_monitor() -> Any:
 
 
 def forget_incidents() -> None:
-    """The next encoder waits as if none of its kind had waited in vain yet: one process has several scenarios."""
-    from nemo_patches.sync import length_sync
+    """All ranks are in step again, and the next call waits as if none had waited in vain yet: one process has several
+    scenarios. For all ranks at once."""
+    import torch
+    import torch.distributed as dist
 
-    if (group_syncs := length_sync.process.group_syncs) is not None:
-        group_syncs.latest.clear()
+    from nemo_patches.sync import length_sync
+    from nemo_patches.sync.protocol import LengthProtocol
+
+    group_syncs = length_sync.process.group_syncs
+    if group_syncs is None:
+        return
+    sequence = group_syncs.sequence(length_sync.LENGTHS)
+    rounds = sequence.rounds
+    if not rounds.issued:  # of the first scenario there is nothing to forget, and the watch comes first
+        return
+    issued = torch.tensor(rounds.issued)
+    dist.all_reduce(issued, dist.ReduceOp.MAX)
+    if rounds.issued < issued:
+        rounds.issue(0)  # the one that is outstanding on other ranks: it then comes on all
+    assert rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
+    sequence.protocol, sequence.latest = LengthProtocol(), None
+    dist.barrier()
 
 
 def in_step(**settings: Any) -> torch.nn.Module:
@@ -232,7 +249,7 @@ def in_step(**settings: Any) -> torch.nn.Module:
 
     import nemo_patches
 
-    nemo_patches.apply(**{**settings, "timeout": CONNECTING_S, "call_timeout": 0.0})
+    nemo_patches.apply(**{**settings, "timeout": CONNECTING_S})
     encoder = encoders.conformer()
     dist.barrier()
     for _ in range(2):

@@ -20,16 +20,14 @@ from nemo_patches.sync.protocol import TIMEOUT as TIMED_OUT
 TIMEOUT = timedelta(seconds=10)
 LATENCY_S = 0.0005
 STALL_S = 60.0
-# Of an encoder call, after the length sync and the growth: how long each part takes.
-ENCODER = (("pre_encode", 0.004), ("layers", 0.002), ("rest", 0.01))
-PHASES = ("length sync", "growth", "pre_encode", "layers")
-NOTHING_INSIDE: tuple[tuple[str, float], ...] = ()  # calls that take no time
+LAYERS_S = 0.016  # of an encoder call, after its length sync
+PHASES = ("length sync", "layers")
 
 
 class Call(NamedTuple):
     """One encoder call, `pause` seconds after what was before. stuck: the phase that it never leaves.
 
-    raises: the exception's type. found: a finding of the check `inputs`.
+    raises: the exception's type.
     """
 
     length: int = 1000
@@ -38,11 +36,8 @@ class Call(NamedTuple):
     stuck: str = ""
     dies: bool = False  # there, by SIGKILL
     raises: str = ""
-    found: str = ""
     features: int = 80
     batch: int = 8
-    path: str = "pre_encode"
-    group: bool = True
     encoder: int = 0
 
 
@@ -61,11 +56,6 @@ _GRADIENTS = Collective("gradients")
 @dataclass(frozen=True)
 class Gradients:
     """The backward of the calls before, and in it the gradients' reduce, as under DDP."""
-
-
-@dataclass(frozen=True)
-class LocalBackward:
-    """The backward of the calls before, which waits for nobody, as where gradients are accumulated."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ class Exit:
     error: str = ""
 
 
-Event = Call | Collective | Gradients | LocalBackward | Away | Killed | Exit
+Event = Call | Collective | Gradients | Away | Killed | Exit
 STEP: tuple[Event, ...] = (Call(), Gradients())
 
 
@@ -148,18 +138,24 @@ class Round:
 
 @dataclass
 class Encoder:
-    """One encoder on one rank."""
+    """One encoder on one rank: its calls, and the rounds that they have issued."""
+
+    calls: int = 0
+    issued: int = 0
+
+
+@dataclass
+class Rounds:
+    """Of all encoders of one rank."""
 
     protocol: LengthProtocol = field(default_factory=LengthProtocol)
-    outstanding: Round | None = None
+    latest: Round | None = None
     issued: int = 0
     issued_at: float = 0.0
-    calls: int = 0
     healthy: timedelta = timedelta(0)  # the longest that the protocol has taken a healthy round for
 
     def take(self, round_: Round) -> int:
-        """The result of a round that has come, and what it took, as EncoderSync tells it."""
-        self.outstanding = None
+        """The result of a round that has come, and what it took, as Sequence tells it."""
         took = timedelta(seconds=round_.ends_at - self.issued_at)
         if took <= TIMEOUT:
             self.protocol.took(took.total_seconds())
@@ -173,16 +169,15 @@ class Job:
     def __init__(self, size: int, groups: Mapping[str, list[int]] | None = None) -> None:
         self.size = size
         self._sizes = {group: len(ranks) for group, ranks in (groups or {}).items()}
-        self.syncs: defaultdict[int, list[Round]] = defaultdict(list)  # by encoder
+        self.syncs: list[Round] = []
         self.collectives: defaultdict[str, list[Round]] = defaultdict(list)  # by group
         self.gone: set[int] = set()  # their connections are closed
         self.silent: set[int] = set()
 
-    def sync(self, encoder: int, number: int) -> Round:
-        rounds = self.syncs[encoder]
-        if number == len(rounds):
-            rounds.append(Round(self.size))
-        return rounds[number]
+    def sync(self, number: int) -> Round:
+        if number == len(self.syncs):
+            self.syncs.append(Round(self.size))
+        return self.syncs[number]
 
     def collective(self, group: str, number: int) -> Round:
         rounds = self.collectives[group]
@@ -193,10 +188,9 @@ class Job:
     def lose(self, rank: int, now: float) -> None:
         """All length syncs end with it."""
         self.gone.add(rank)
-        for rounds in self.syncs.values():
-            for round_ in rounds:
-                if not round_.came:
-                    round_.ends_at = min(round_.ends_at, now)
+        for round_ in self.syncs:
+            if not round_.came:
+                round_.ends_at = min(round_.ends_at, now)
 
     def waiting(self, now: float) -> set[int]:
         """Who is in a collective."""
@@ -210,12 +204,8 @@ class Listener:
     def entered(self, rank: Rank, now: float, call: Call) -> None: ...
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None: ...
     def grown(self, rank: Rank, now: float, call: Call, length: int) -> None: ...
-    def phase_ended(self, rank: Rank, now: float, call: Call, phase: str) -> None: ...
     def left(self, rank: Rank, now: float, call: Call, length: int) -> None: ...
     def raised(self, rank: Rank, now: float, call: Call) -> None: ...
-    def ddp_began(self, now: float) -> None: ...
-    def backward_began(self, rank: Rank, now: float) -> None: ...
-    def backward_ended(self, rank: Rank, now: float) -> None: ...
     def stalled(self, rank: Rank, now: float) -> None: ...
     def ended(self, now: float, error: str) -> None: ...
 
@@ -233,11 +223,12 @@ class Rank:
     events: list[Event]
     job: Job
     listener: Listener
-    inside: tuple[tuple[str, float], ...] = ENCODER
+    layers_s: float = LAYERS_S
     sync: str = "bounded"
     flag: bool = True
     watched: bool = False
     ahead: int = 1
+    rounds: Rounds = field(default_factory=Rounds)
     encoders: defaultdict[int, Encoder] = field(default_factory=lambda: defaultdict(Encoder))
     joined: list[tuple[Collective, int, Round]] = field(default_factory=list)  # each with its number in its group
     finished: bool = False  # with its events
@@ -253,15 +244,9 @@ class Rank:
             elif isinstance(event, Gradients):
                 if isinstance(event, DdpForward):
                     now = yield now + event.pause, None
-                    self.listener.ddp_began(now)
-                self.listener.backward_began(self, now)
                 now = yield from self._collective(_GRADIENTS, now)
-                self.listener.backward_ended(self, now)
             elif isinstance(event, Collective):
                 now = yield from self._collective(event, now)
-            elif isinstance(event, LocalBackward):
-                self.listener.backward_began(self, now)
-                self.listener.backward_ended(self, now)
             elif isinstance(event, Away):
                 until = now + event.seconds
                 looks = (called_at + STALL_S * 2**look for look in range(9) if self.watched)
@@ -308,49 +293,47 @@ class Rank:
         now = sync.left_at
         assert sync.length >= call.length, "a call got less than its own length"
         self.listener.synced(self, now, call, sync)
-        if call.stuck == "growth":
-            yield _FOREVER
         self.listener.grown(self, now, call, sync.length)
-        for phase, seconds in self.inside:
-            if call.stuck == phase:
-                if call.dies:
-                    self.job.lose(self.number, now)
-                yield _FOREVER
-            now = yield now + seconds, None
-            if call.raises and phase == "layers":
-                self.listener.raised(self, now, call)
-                return now
-            self.listener.phase_ended(self, now, call, phase)
+        if call.stuck:
+            if call.dies:
+                self.job.lose(self.number, now)
+            yield _FOREVER
+        now = yield now + self.layers_s, None
+        if call.raises:
+            self.listener.raised(self, now, call)
+            return now
         self.listener.left(self, now, call, sync.length)
         return now
 
     def _length_sync(self, call: Call, now: float) -> Generator[Pause, float, Sync]:
         """As EncoderSync.call does it."""
-        encoder = self.encoders[call.encoder]
-        protocol, overlapped, completed = encoder.protocol, self.sync == "overlapped", None
+        rounds, protocol, completed = self.rounds, self.rounds.protocol, None
         if not self.flag or self.sync == "local":
             return Sync(LOCAL, call.length, now)
         if self.job.gone:
             return Sync(ENDED, call.length, now)
-        if encoder.outstanding is not None and encoder.outstanding.ends_at <= now:
-            completed = encoder.take(encoder.outstanding)
+        if protocol.outstanding and rounds.latest is not None and rounds.latest.ends_at <= now:
+            completed = rounds.take(rounds.latest)
         if protocol.begin(call.length, call.training, completed):
-            assert encoder.outstanding is None, "a round was issued while one is outstanding"
-            encoder.outstanding = round_ = self.job.sync(call.encoder, encoder.issued)
-            encoder.issued, encoder.issued_at = encoder.issued + 1, now
+            assert not protocol.outstanding, "a round was issued while one is outstanding"
+            rounds.latest = round_ = self.job.sync(rounds.issued)
+            rounds.issued, rounds.issued_at = rounds.issued + 1, now
+            self.encoders[call.encoder].issued += 1
             round_.values[self.number] = protocol.value()
             round_.settle(now)
             limit = protocol.wait_limit(TIMEOUT)
-            if limit is not None and not overlapped:
+            if limit is not None:
                 until = yield now + limit.total_seconds(), round_
                 if round_.ends_at > until:
                     protocol.timed_out()
                     return Sync(TIMED_OUT, call.length, until, until - now)
                 if not round_.came:
                     return Sync(ENDED, call.length, until, until - now)
-                protocol.came_in_time(encoder.take(round_), call.training)
+                protocol.came_in_time(rounds.take(round_), call.training)
                 return Sync(CAME, protocol.agreed(), until, until - now)
-        return Sync(SERVED if protocol.served or overlapped else UNWAITED, protocol.agreed(), now)
+        if protocol.served:
+            return Sync(SERVED, protocol.agreed(), now)
+        return Sync(UNWAITED, call.length, now)
 
 
 def run(ranks: Iterable[Rank]) -> float:

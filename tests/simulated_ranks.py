@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import simulated_job
-from simulated_job import NOTHING_INSIDE, TIMEOUT, Call, Event, Job, Listener, Rank, Sync
+from simulated_job import TIMEOUT, Call, Event, Job, Listener, Rank, Sync
 
 from nemo_patches.sync.protocol import CALM_ROUNDS, HEALTHY_ROUNDS
 from nemo_patches.sync.protocol import TIMEOUT as TIMED_OUT
@@ -43,9 +43,9 @@ def run(schedules: list[list[Event]]) -> list[Lengths]:
     """Run each rank's events to the end; AssertionError on a deadlock or a round issued while one is outstanding."""
     job = Job(len(schedules))
     lengths = [Lengths(number) for number in range(job.size)]
-    ranks = [Rank(one.number, events, job, one, NOTHING_INSIDE) for one, events in zip(lengths, schedules, strict=True)]
+    ranks = [Rank(one.number, events, job, one, layers_s=0.0) for one, events in zip(lengths, schedules, strict=True)]
     simulated_job.run(ranks)
     assert all(rank.finished for rank in ranks), "deadlock"
     for rank, one in zip(ranks, lengths, strict=True):
-        one.healthy = rank.encoders[0].healthy
+        one.healthy = rank.rounds.healthy
     return lengths

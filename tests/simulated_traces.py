@@ -26,16 +26,10 @@ class Setup:
     flag: bool = True
     sync: str = "bounded"
     torch: str = "2.13.0"
-    configured: str = records.NOT_SET
-    room: int = 5000
     traced: bool = True
     patched: bool = True
-    memory: tuple[float, float] = (8.0, 0.0)  # GiB at the start, and more per call
-    part: int = 0
     restart: int = 0
-    registered: int = 9999
     job: str = ""
-    frozen: bool = False
 
 
 @dataclass
@@ -46,71 +40,36 @@ class Trace(Listener):
     patched: set[int]  # ranks
     reports: bool
     begins: float
-    room: int
+    room: int = 5000  # frames that the positional encoding has room for
     lines: list[records.Record] = field(default_factory=list)
-    backwards: dict[int, int] = field(default_factory=dict)  # by encoder, of those that were called
-    graphs: dict[int, int] = field(default_factory=dict)  # by encoder: the call whose backward is to come
-    in_ddp_since: float | None = None
 
     def write(self, now: float, kind: type, **values: object) -> None:
         self.lines.append(kind(t=round(now - self.begins, 6), **values))
 
     def entered(self, rank: Rank, now: float, call: Call) -> None:
-        e, n = call.encoder, rank.encoders[call.encoder].calls
-        if e not in self.backwards:
-            self.backwards[e] = 0
-            self.write(
-                now,
-                records.Encoder,
-                e=e,
-                name=_title(e),
-                flag=self.setup.flag,
-                configured=self.setup.configured,
-                pos_emb_max_len=self.setup.room,
-                normalisation="batch_norm",
-                ddp=True,
-                registered={"pos_enc.pe": [1, self.setup.registered, 512]},
-                grown={},
-            )
-        self.write(
+        self._of_call(
+            rank,
             now,
+            call,
             records.Enter,
-            e=e,
-            n=n,
             training=call.training,
-            grad=call.training,
             shape=[call.batch, call.features, call.length],
             dtype="float32",
             device=f"cuda:{rank.number % 8}",
-            lengths_shape=[call.batch],
-            path=call.path,
-            group=call.group,
-            backwards=self.backwards[e],
-            in_ddp=now - self.in_ddp_since if self.in_ddp_since is not None else None,
         )
-        self.in_ddp_since = None
-        if call.found:
-            self.write(now, records.CheckFinding, e=e, n=n, check="inputs", text=call.found)
 
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None:
-        encoder = rank.encoders[call.encoder]
         facts = {"outcome": sync.outcome, "waited": round(sync.waited_s, 6), "local": call.length}
-        self._of_call(rank, now, call, records.Sync, round=encoder.issued, result=sync.length, **facts)
+        self._of_call(rank, now, call, records.Sync, round=rank.rounds.issued, result=sync.length, **facts)
         if sync.outcome == records.TIMEOUT and self.reports:
-            came = rank.job.syncs[call.encoder][encoder.issued - 1].values
-            absent = [number for number in range(rank.job.size) if number not in came]
-            told = self._told_of(rank.job, absent)
-            name = _title(call.encoder)
-            self.write(now + 0.05, records.Missing, name=name, n=encoder.calls, unknown="", **told)
+            assert rank.rounds.latest is not None
+            absent = [number for number in range(rank.job.size) if number not in rank.rounds.latest.values]
+            self._of_call(rank, now + 0.05, call, records.Stalled, **self._told_of(rank.job, absent))
 
     def grown(self, rank: Rank, now: float, call: Call, length: int) -> None:
         if length > self.room:
             self._of_call(rank, now + 0.001, call, records.Grow, old=self.room, new=length)
             self.room = length
-
-    def phase_ended(self, rank: Rank, now: float, call: Call, phase: str) -> None:
-        if kind := {"pre_encode": records.PreEncoded, "layers": records.FirstLayer}.get(phase):
-            self._of_call(rank, now, call, kind)
 
     def raised(self, rank: Rank, now: float, call: Call) -> None:
         text = 'Traceback (most recent call last):\n  File "train.py", line 1, in forward\n' + call.raises
@@ -118,42 +77,22 @@ class Trace(Listener):
         self._of_call(rank, now, call, records.Raised, **what)
 
     def left(self, rank: Rank, now: float, call: Call, length: int) -> None:
-        n = rank.encoders[call.encoder].calls
-        if n % 10 == 0:
-            base, grows = self.setup.memory
-            rss = int((base + grows * n) * (1 << 30))
-            self.write(now, records.Memory, rss=rss, allocated=4 << 30, reserved=6 << 30)
-        if has_graph := call.training and not self.setup.frozen:
-            self.graphs[call.encoder] = n
-        else:
-            self.graphs.pop(call.encoder, None)
-        self._of_call(rank, now, call, records.Leave, shape=[8, 512, length // 8], took=0.02, graph=has_graph)
-
-    def ddp_began(self, now: float) -> None:
-        self.in_ddp_since = now
-
-    def backward_began(self, rank: Rank, now: float) -> None:
-        for e in sorted(self.graphs):
-            self.backwards[e] += 1
-            self.write(now, records.Backward, e=e, n=self.graphs[e])
-
-    def backward_ended(self, rank: Rank, now: float) -> None:
-        for e in sorted(self.graphs):
-            self.write(now, records.BackwardEnded, e=e, n=self.graphs[e])
-        self.graphs.clear()
+        self._of_call(rank, now, call, records.Leave, shape=[8, 512, length // 8])
 
     def stalled(self, rank: Rank, now: float) -> None:
         """As stall/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
         waiting = rank.job.waiting(now)
         suspects = sorted(set(range(rank.job.size)) - waiting) if waiting else []
         told = self._told_of(rank.job, suspects)
-        self.write(now, records.Stalled, text=f"waiting: {sorted(waiting)}", waited=bool(waiting), **told)
+        text = f"waiting: {sorted(waiting)}"
+        self.write(now, records.Stalled, e="", n=0, text=text, waited=bool(waiting), **told)
 
     def ended(self, now: float, error: str) -> None:
         self.write(now, records.End, error=error)
 
     def _of_call(self, rank: Rank, now: float, call: Call, kind: type, **values: object) -> None:
-        self.write(now, kind, e=call.encoder, n=rank.encoders[call.encoder].calls, **values)
+        n = rank.encoders[call.encoder].calls
+        self.write(now, kind, e=_title(call.encoder), n=n, **values)
 
     def _told_of(self, job: Job, ranks: list[int]) -> dict[str, object]:
         kinds = [self._kind(job, rank) for rank in ranks]
@@ -178,7 +117,6 @@ def write(
     reports: bool = True,
     seed: int = 0,
     launched: float = 1.7e9,
-    bound: int = 1 << 30,
 ) -> Path:
     """Run the schedules to where nobody can go on, and write each rank's trace into the folder, which is returned."""
     folder.mkdir(exist_ok=True)
@@ -186,7 +124,7 @@ def write(
     job = Job(len(schedules))
     of_ranks = [(setups or {}).get(number, Setup()) for number in range(job.size)]
     patched = {number for number, setup in enumerate(of_ranks) if setup.patched}
-    traces = [Trace(setup, patched, reports, draw.uniform(-30, 0), setup.room) for setup in of_ranks]
+    traces = [Trace(setup, patched, reports, draw.uniform(-30, 0)) for setup in of_ranks]
     ranks = [
         Rank(number, events, job, trace, sync=trace.setup.sync, flag=trace.setup.flag, watched=reports)
         for number, (events, trace) in enumerate(zip(schedules, traces, strict=True))
@@ -200,11 +138,11 @@ def write(
     hours = [draw.uniform(-9, 9) * 3600 for _ in range(job.size)]  # by host, of its clock
     for rank in ranks:
         if (trace := traces[rank.number]).setup.traced:
-            _write(folder, rank, trace, launched + trace.begins + hours[rank.number // RANKS_OF_A_HOST], bound)
+            _write(folder, rank, trace, launched + trace.begins + hours[rank.number // RANKS_OF_A_HOST])
     return folder
 
 
-def header(rank: int, size: int, started: float, setup: Setup, bound: int = 1 << 30, part: int = 0) -> records.Header:
+def header(rank: int, size: int, started: float, setup: Setup) -> records.Header:
     return records.Header(
         format=records.FORMAT,
         rank=rank,
@@ -212,36 +150,19 @@ def header(rank: int, size: int, started: float, setup: Setup, bound: int = 1 <<
         host=f"node{rank // RANKS_OF_A_HOST}",
         pid=4000 + rank,
         started=started,
-        part=part,
         restart=setup.restart,
-        bound=bound,
         versions={"nemo_patches": "0.1.0", "nemo": "3.0.0", "torch": setup.torch, "python": "3.11.7"},
-        settings={"sync": setup.sync, "timeout": "10", "on_timeout": "fallback", "trace": f"/tmp/{rank}"},
+        settings={"sync": setup.sync, "timeout": "10", "on_timeout": "fallback"},
         checks=[],
         job=setup.job,
     )
 
 
-def file_name(rank: int, started: float, part: int = 0) -> str:
-    return f"rank-{rank:05}.{int(started)}T0.{4000 + rank}.{part}.jsonl"
+def file_name(rank: int, started: float) -> str:
+    return f"rank-{rank:05}.{int(started)}T0.{4000 + rank}.jsonl"
 
 
-def _write(folder: Path, rank: Rank, trace: Trace, started: float, bound: int) -> None:
-    """In parts of half the bound, all but the last two of which are gone, as the recorder does it."""
-    introductions = [line for line in trace.lines if isinstance(line, records.Encoder)]
-    part, written, lines = 0, 0, [b""]
-    files: list[list[bytes]] = []
-    for line in trace.lines:
-        if not files or written >= bound / 2:
-            first = header(rank.number, rank.job.size, started, trace.setup, bound, part + trace.setup.part)
-            lines = [records.encode(first)]
-            lines += [records.encode(one) for one in introductions] if part else []
-            files.append(lines)
-            part, written = part + 1, sum(map(len, lines))
-        lines.append(records.encode(line))
-        written += len(lines[-1])
-    if not files:
-        files = [[records.encode(header(rank.number, rank.job.size, started, trace.setup, bound))]]
-    for number, content in list(enumerate(files))[-2:]:
-        name = file_name(rank.number, started, number + trace.setup.part)
-        (folder / name).write_bytes(b"".join(content))
+def _write(folder: Path, rank: Rank, trace: Trace, started: float) -> None:
+    lines = [header(rank.number, rank.job.size, started, trace.setup), *trace.lines]
+    content = b"".join(map(records.encode, lines))
+    (folder / file_name(rank.number, started)).write_bytes(content)

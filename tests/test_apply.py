@@ -88,12 +88,12 @@ def test_apply_is_idempotent_and_a_second_one_changes_the_settings_and_says_so(c
     with listening(caplog):
         nemo_patches.apply(timeout=3)
         assert caplog.messages == []
-        nemo_patches.apply(timeout=4, sync="overlapped")
+        nemo_patches.apply(timeout=4, sync="local")
     (message,) = caplog.messages
-    assert "sync=overlapped, timeout=4 s" in message
+    assert "sync=local, timeout=4 s" in message
     assert "before: sync=bounded, timeout=3 s" in message
     assert attributes() == patched
-    assert nemo_patches.status().settings.sync == "overlapped"
+    assert nemo_patches.status().settings.sync == "local"
 
 
 class listening:
@@ -114,33 +114,15 @@ class listening:
         logger.removeHandler(self.caplog.handler)
 
 
-@pytest.mark.parametrize("off", ["trace", "dump"])
-def test_calls_are_kept_for_a_dump_unless_there_is_a_trace_or_it_is_off(off: str, tmp_path: Path) -> None:
+def test_a_traces_hook_for_exceptions_comes_with_the_first_call_and_goes_with_the_trace(tmp_path: Path) -> None:
     own = sys.excepthook
-    nemo_patches.apply(dump=tmp_path)
-    kept = sys.excepthook
-    assert kept is not own
-    nemo_patches.apply(dump=tmp_path)
-    assert sys.excepthook is kept
-    if off == "trace":
-        nemo_patches.apply(trace=tmp_path)
-    else:
-        nemo_patches.apply(dump="")
-    assert sys.excepthook is own
-    nemo_patches.apply(trace="", dump=tmp_path)
-    assert sys.excepthook is not own
-    assert "dump=" + str(tmp_path) in str(nemo_patches.status())
-    nemo_patches.revert()
-    assert sys.excepthook is own
-
-
-def test_the_hooks_for_exceptions_of_a_trace_and_of_the_dumps_are_taken_back_one_from_the_other(tmp_path: Path) -> None:
-    own = sys.excepthook
-    nemo_patches.apply(trace="-", dump=tmp_path)
-    of_dumps = sys.excepthook
+    nemo_patches.apply()
     encoders.run(encoders.conformer(), 40)
-    assert own is not of_dumps is not sys.excepthook is not own
-    nemo_patches.revert()
+    nemo_patches.apply(trace="-")
+    assert sys.excepthook is own
+    encoders.run(encoders.conformer(), 40)
+    assert sys.excepthook is not own
+    nemo_patches.apply(trace="")
     assert sys.excepthook is own
 
 
@@ -159,15 +141,15 @@ def test_status_prints_well() -> None:
 def test_the_first_line_is_short_and_the_rest_is_at_debug(caplog: Any) -> None:
     caplog.set_level(logging.DEBUG, "nemo_patches")
     with listening(caplog):
-        nemo_patches.apply(trace_size=3)
+        nemo_patches.apply(stall_exit=300)
     first, *rest = caplog.records
     message = first.getMessage()
     assert (first.levelno, {record.levelno for record in rest}) == (logging.INFO, {logging.DEBUG})
     assert len(message) <= 250
-    assert "; sync=bounded, timeout=10 s, trace_size=3 MiB" in message
-    assert "call_timeout" not in message
+    assert "; sync=bounded, timeout=10 s, stall_exit=300 s" in message
+    assert "stall_timeout" not in message
     texts = "\n".join(record.getMessage() for record in rest)
-    assert "call_timeout=60 s" in texts
+    assert "stall_timeout=60 s" in texts
     for skipped in nemo_patches.status().skipped:
         assert f"not patched: {skipped.target}: {skipped.reason}" in texts
 
@@ -194,22 +176,6 @@ def test_a_spawned_process_is_not_patched_and_both_say_so() -> None:
 
 def without_group(rank: int, size: int, function: Any) -> Any:
     return function()
-
-
-def test_the_lightning_callback_says_once_that_nothing_is_patched(caplog: Any) -> None:
-    from nemo_patches.lightning import LengthSyncCallback
-
-    callback = LengthSyncCallback()
-    trainer: Any = None
-    with listening(caplog):
-        for _ in range(2):
-            callback.on_fit_start(trainer, trainer)
-    (message,) = caplog.messages
-    assert "LengthSyncCallback logs nothing: no NeMo encoder is patched in this process (off here: " in message
-    nemo_patches.apply()
-    with listening(caplog):
-        LengthSyncCallback().on_fit_start(trainer, trainer)
-    assert caplog.messages == []
 
 
 def test_status_has_one_of_three_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,26 +6,22 @@ import bisect
 import json
 import os
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from interpreters import CHECKOUT, python
+from interpreters import python
 from simulated_job import (
     PHASES,
-    STEP,
     Call,
     DdpForward,
     Event,
     Exit,
     Gradients,
     Killed,
-    LocalBackward,
     evaluation,
     steps,
 )
@@ -37,9 +33,9 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
-from nemo_patches.tools.diagnose.folder import Folder, Part, UnreadableError
+from nemo_patches.tools.diagnose.folder import Folder, Start, UnreadableError
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
-from nemo_patches.tools.diagnose.watch import follow, once
+from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -59,7 +55,6 @@ class Scenario:
     phase: str = ""
     setups: dict[int, Setup] = field(default_factory=dict)
     reports: bool = True
-    bound: int = 1 << 30
 
 
 def four(common: list[Event], odd: list[Event], usual: list[Event], rank: int = 2, size: int = 4) -> list[list[Event]]:
@@ -74,18 +69,10 @@ def long(phase: str) -> Call:
 def with_a_second(count: int, left_out: int) -> list[Event]:
     """Training steps of two encoders; of the second one this call is left out."""
     each = [
-        [Call(), *([Call(encoder=1, pause=0.05)] if step != left_out else []), Gradients()] for step in _upto(count)
+        [Call(), *([Call(encoder=1, pause=0.05)] if step != left_out else []), Gradients()]
+        for step in range(1, count + 1)
     ]
     return [event for step in each for event in step]
-
-
-def accumulated(count: int, every: int) -> list[Event]:
-    """Training calls, the gradients of so many reduced at once."""
-    return [event for n in _upto(count) for event in (Call(), LocalBackward() if n % every else Gradients())]
-
-
-def _upto(count: int) -> range:
-    return range(1, count + 1)
 
 
 SCENARIOS = {
@@ -104,9 +91,6 @@ SCENARIOS = {
     "two are stuck before it": Scenario(
         [steps(30) + ([] if rank in (1, 6) else steps(1)) for rank in range(8)], ids.MISSING_RANK, (1, 6), 31
     ),
-    "stuck before it, files rotated": Scenario(
-        four(steps(900), [], steps(1)), ids.MISSING_RANK, (2,), 901, bound=60_000
-    ),
     "stuck before it, after uneven evaluations": Scenario(
         [
             (steps(5) + evaluation(4 + (rank == 0))) * 3 + steps(9) + ([] if rank == 1 else steps(1))
@@ -122,13 +106,6 @@ SCENARIOS = {
         (2,),
         71,
         setups={rank: Setup(sync="local") for rank in range(4)},
-    ),
-    "stuck before it, sync=overlapped": Scenario(
-        four(steps(70), [], steps(1)),
-        ids.MISSING_RANK,
-        (2,),
-        71,
-        setups={rank: Setup(sync="overlapped") for rank in range(4)},
     ),
     **{
         f"all inside: {phase}": Scenario(
@@ -206,13 +183,6 @@ SCENARIOS = {
         (3,),
         26,
     ),
-    "one evaluation call more, files rotated": Scenario(
-        [steps(900) + evaluation(6 if rank == 3 else 5) + steps(9) + OUT for rank in range(4)],
-        ids.UNEVEN_CALLS,
-        (3,),
-        906,
-        bound=60_000,
-    ),
     "one evaluation call fewer": Scenario(
         [(steps(20) + evaluation(4 if rank == 3 else 5)) * 2 + steps(4) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
@@ -242,7 +212,7 @@ SCENARIOS = {
             for rank in range(2)
         ],
         ids.UNEVEN_CALLS,
-        (1,),
+        (),  # of two ranks either may be wrong
         20,
     ),
     "an evaluation of which no end is known": Scenario(
@@ -255,18 +225,8 @@ SCENARIOS = {
         [with_a_second(12, left_out=5 if rank == 2 else 0) + OUT for rank in range(4)],
         ids.UNEVEN_CALLS,
         (2,),
-        5,
+        12,
     ),
-    **{
-        f"gradients accumulated over 3 calls and over 4, {'with' if reports else 'without'} stall reports": Scenario(
-            [accumulated(24, 3 if rank == 1 else 4) for rank in range(3)],
-            ids.UNEVEN_CALLS,
-            (1,),
-            4,
-            reports=reports,
-        )
-        for reports in (True, False)
-    },
     "one training call fewer": Scenario(
         [steps(19 if rank == 1 else 20) + evaluation(5) + steps(4) for rank in range(4)],
         ids.UNEVEN_CALLS,
@@ -277,44 +237,19 @@ SCENARIOS = {
         [steps(20)] * 4,
         ids.DIFFERENT_SYNC,
         (3,),
-        setups={3: Setup(flag=False, configured="false")},
+        setups={3: Setup(flag=False)},
     ),
     "sync=local on one": Scenario([steps(20)] * 4, ids.DIFFERENT_SYNC, (1,), setups={1: Setup(sync="local")}),
-    "a backward left out, and the others a step behind since": Scenario(
-        four(steps(20), [Call(), *steps(5)], steps(6)),
-        ids.NO_BACKWARD,
-        (2,),
-        21,
-    ),
-    "backwards left out from one call on": Scenario(
-        four(steps(20), [Call()] * 2, steps(2)),
-        ids.NO_BACKWARD,
-        (2,),
-        21,
-    ),
     "versions differ": Scenario(
         [steps(20) + OUT] * 4,
         ids.DIFFERENT,
         (3,),
         setups={3: Setup(torch="2.12.0")},
     ),
-    "buffers differ": Scenario([steps(20) + OUT] * 4, ids.DIFFERENT, (3,), setups={3: Setup(registered=4999)}),
     "inputs differ": Scenario(
         [[Call(features=64 if rank == 0 else 80), Gradients()] * 9 + OUT for rank in range(4)],
         ids.DIFFERENT,
         (0,),
-    ),
-    "a flag that is not what the config says": Scenario(
-        [steps(20) + OUT] * 2,
-        ids.NOT_AS_CONFIGURED,
-        (0, 1),
-        setups={rank: Setup(configured="false") for rank in range(2)},
-    ),
-    "a NaN": Scenario(
-        four(steps(20), [Call(found="2 NaN in the signal"), Gradients(), *OUT], [*steps(1), *OUT]),
-        ids.BAD_INPUT,
-        (2,),
-        21,
     ),
     "another batch size": Scenario(
         [
@@ -325,15 +260,6 @@ SCENARIOS = {
         ids.DIFFERENT,
         (2,),
     ),
-    "another path, and no process group": Scenario(
-        [
-            [Call(path=records.BYPASS if rank == 1 else records.PRE_ENCODE, group=rank != 1), Gradients()] * 9 + OUT
-            for rank in range(4)
-        ],
-        ids.DIFFERENT,
-        (1,),
-    ),
-    "memory runs away": Scenario([steps(200) + OUT] * 4, ids.MEMORY, (3,), setups={3: Setup(memory=(8, 0.05))}),
     "chronic straggler": Scenario(
         [steps(100, pause=0.15 if rank == 2 else 0.1) + OUT for rank in range(4)],
         ids.STRAGGLER,
@@ -349,11 +275,7 @@ SCENARIOS = {
 
 
 def report_on(scenario: Scenario, folder: Path, seed: int = 0) -> Diagnosis:
-    return diagnose(
-        Folder(
-            write(folder, scenario.schedules, scenario.setups, scenario.reports, seed=seed, bound=scenario.bound)
-        ).read()
-    )
+    return diagnose(Folder(write(folder, scenario.schedules, scenario.setups, scenario.reports, seed=seed)).read())
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -416,22 +338,15 @@ HEALTHY: dict[str, Scenario] = {
     "a straggler that has got well": Scenario(
         [steps(70, pause=0.3 if rank == 1 else 0.1) + steps(50) + OUT for rank in range(4)], "", ()
     ),
-    "memory grows on all": Scenario(
-        [steps(200) + OUT] * 4, "", (), setups={rank: Setup(memory=(8, 0.05)) for rank in range(4)}
-    ),
-    "one has more memory": Scenario([steps(200) + OUT] * 4, "", (), setups={1: Setup(memory=(60, 0.0))}),
-    "no rank syncs": Scenario(
-        [steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False, configured="false") for rank in range(4)}
-    ),
+    "no rank syncs": Scenario([steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False) for rank in range(4)}),
     "evaluation only": Scenario([evaluation(80) + OUT] * 4, "", ()),
-    "every second call without a backward, one encoder frozen, batch sizes vary": Scenario(
+    "batch sizes vary": Scenario(
         [
-            [event for step in range(20) for event in (Call(batch=4 + step * (rank + 3) % 9), *STEP)] + OUT
+            [event for step in range(20) for event in (Call(batch=4 + step * (rank + 3) % 9), Gradients())] + OUT
             for rank in range(4)
         ],
         "",
         (),
-        setups={1: Setup(frozen=True)},
     ),
     "one rank": Scenario([steps(50) + OUT], "", ()),
 }
@@ -480,31 +395,24 @@ def test_a_healthy_job_that_is_killed_at_any_moment_accuses_nobody(name: str, tm
 CUTS = 90  # of each healthy job
 
 
-WORKER_ENDED = Exit("RuntimeError: DataLoader worker (pid 77) is killed by signal: Terminated.")
 NOT_TOGETHER = Exit("StopTogetherError: loader: the ranks cannot end together any more: the connection was lost")
-SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line 41 in read_audio\n'
 
 
 @pytest.mark.parametrize(
-    ("of_rank", "sigterm", "finding"),
+    ("of_rank", "finding"),
     [
-        # By SIGTERM, or Ctrl-C: a record tells how it went, so it was not "killed without an end".
-        ([[Killed()], *[[Call(), CLOSED]] * 3], (0,), ids.STOPPED_AT_ONCE),
-        ([[Exit("KeyboardInterrupt: ")], *[[Call(), CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
-        ([[WORKER_ENDED], *[[Call(), Killed()]] * 3], (1, 2, 3), ids.STOPPED_AT_ONCE),
+        # By Ctrl-C: a record tells how it went, so it was not "killed without an end".
+        ([[Exit("KeyboardInterrupt: ")], *[[Call(), CLOSED]] * 3], ids.STOPPED_AT_ONCE),
         # By connections that were closed on all ranks, at different calls: no good order, and no uneven calls.
-        ([[Call(), CLOSED], *[[CLOSED]] * 3], (), ids.STOPPED_AT_ONCE),
-        ([[Exit("KeyboardInterrupt: ")], *[[Call(), NOT_TOGETHER]] * 3], (), ids.STOPPED_AT_ONCE),
+        ([[Call(), CLOSED], *[[CLOSED]] * 3], ids.STOPPED_AT_ONCE),
+        ([[Exit("KeyboardInterrupt: ")], *[[Call(), NOT_TOGETHER]] * 3], ids.STOPPED_AT_ONCE),
     ],
 )
 @pytest.mark.parametrize("reports", [False, True])
 def test_ranks_that_were_ended_from_outside_are_not_accused(
-    of_rank: list[list[Event]], sigterm: tuple[int, ...], finding: str, reports: bool, tmp_path: Path
+    of_rank: list[list[Event]], finding: str, reports: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, [steps(9) + last for last in of_rank], reports=reports)
-    for rank in sigterm:
-        file = sorted(tmp_path.iterdir())[rank]
-        file.write_bytes(file.read_bytes() + SIGTERM)
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks, report.exit_code) == (finding, (), 1), report
     assert "killed or crashed" not in str(report)
@@ -515,25 +423,17 @@ BY_SIGNAL = Call(raises="SignalException")  # as torchrun's agent has it raised 
 
 @pytest.mark.parametrize("reports", [False, True])
 @pytest.mark.parametrize(
-    ("of_rank", "sigterm"),
+    "of_rank",
     [
-        # torchrun's SIGTERM reaches the others before their collectives fail, after, and in a call.
-        ([[Killed()], [Call()]], (1,)),
-        ([[Killed()], [Call(), CLOSED], [Call()]], (2,)),
-        ([[Killed()], [Call(), CLOSED], [Call(), CLOSED]], ()),
-        ([[Call(stuck="layers", dies=True)], [Call()], [Call(), CLOSED]], (1,)),
-        ([[Killed()], [BY_SIGNAL], [Call(), CLOSED]], (1,)),
-        ([[Call(training=False, stuck="pre_encode", dies=True)], [Call(training=False)] * 3, [CLOSED]], (1,)),
+        [[Killed()], [Call(), CLOSED], [Call(), CLOSED]],
+        [[Killed()], [BY_SIGNAL], [Call(), CLOSED]],
+        [[Call(stuck="layers", dies=True)], [Call(), CLOSED], [Call(), CLOSED]],
     ],
 )
-def test_who_has_no_end_was_killed_where_a_launcher_ends_the_rest(
-    of_rank: list[list[Event]], sigterm: tuple[int, ...], reports: bool, tmp_path: Path
+def test_who_has_no_end_was_killed_where_the_others_connections_closed(
+    of_rank: list[list[Event]], reports: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, [steps(9) + last for last in of_rank], reports=reports)
-    for rank, file in enumerate(sorted(tmp_path.iterdir())):
-        head, lines = file.read_bytes().split(b"\n", 1)
-        stack = SIGTERM if rank in sigterm else b""
-        file.write_bytes(head.replace(b'"notes_sigterm":false', b'"notes_sigterm":true') + b"\n" + lines + stack)
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.KILLED, (0,)), report
     assert report.findings[0].severity == CRITICAL
@@ -550,7 +450,7 @@ def test_the_last_records_of_a_killed_rank_may_not_have_been_written(tmp_path: P
 
 
 def test_of_several_ranks_without_an_end_none_is_accused_unless_their_whole_host_is_gone(tmp_path: Path) -> None:
-    """Where Lightning has put SIGTERM's handler back, that leaves no stack."""
+    """A launcher ends the ranks that are left by SIGTERM, which leaves nothing."""
     for gone, accused in (((0, 2), ()), ((4, 5, 6, 7), (4, 5, 6, 7))):
         folder = tmp_path / str(gone)
         schedules = [steps(9) + ([Killed()] if rank in gone else [Call(), CLOSED]) for rank in range(8)]
@@ -565,33 +465,6 @@ def test_who_ended_early_comes_before_who_has_no_end(tmp_path: Path) -> None:
     schedules = [steps(9) + last for last in ([*OUT], [Call(), CLOSED], [Call()], [Call()])]
     report = diagnose(Folder(write(tmp_path, schedules, reports=False)).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (0,)), report
-
-
-def dumped(folder: Path, without: int, where: str = "read (a.py:1)") -> None:
-    """Make the files dumps, all but one."""
-    for rank, file in enumerate(sorted(folder.iterdir())):
-        if rank == without:
-            file.unlink()
-            continue
-        last = json.loads(file.read_bytes().splitlines()[-1])["t"]
-        with file.open("ab") as stream:
-            stream.write(records.encode(records.Dumped(last + 30, "a rank is missing", where, "")))
-
-
-@pytest.mark.parametrize(
-    ("schedules", "without", "severity"),
-    [
-        (four(steps(9), [Killed(gone=False)], steps(1)), 2, CRITICAL),  # its neighbours are of one host
-        (four(steps(9), [Killed(gone=False)], steps(1), rank=3), 3, "warning"),  # it may be another host's first
-    ],
-)
-def test_dumps_of_ranks_that_waited_name_who_has_none(
-    schedules: list[list[Event]], without: int, severity: str, tmp_path: Path
-) -> None:
-    dumped(write(tmp_path, schedules, reports=False), without)
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    assert (first.id, first.ranks, first.severity) == (ids.MISSING_RANK, (without,), severity), first
-    assert "write a dump" in first.text
 
 
 def test_settings_that_differ_between_ranks_are_named_and_older_headers_have_none(tmp_path: Path) -> None:
@@ -622,7 +495,7 @@ def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_
     write(tmp_path / "first", [[Call(), CLOSED]] * 2)
     for file in (tmp_path / "first").iterdir():
         lines = file.read_bytes().splitlines(True)
-        kinds = (b'"k":"header"', b'"k":"encoder"', b'"k":"end"')
+        kinds = (b'"k":"header"', b'"k":"end"')
         file.write_bytes(b"".join(line for line in lines if any(kind in line for kind in kinds)))
     report = diagnose(Folder(tmp_path / "first").read())
     assert (report.exit_code, report.findings[0].id) == (1, ids.WAITED_IN_VAIN), report
@@ -630,54 +503,6 @@ def test_a_job_that_ended_before_its_first_call_or_of_which_a_file_is_cut_is_no_
     file.write_bytes(file.read_bytes()[:5000])
     report = diagnose(Folder(tmp_path / "cut").read())
     assert [one.id for one in report.findings] == [ids.NOT_ENOUGH], report  # not: rank 1 stopped at call 90
-
-
-@pytest.mark.parametrize(("after", "finding", "ranks"), [(5, ids.STOPPED_AT_ONCE, ()), (30, ids.MISSING_RANK, (1,))])
-def test_dumps_name_a_rank_only_where_others_have_waited_for_long(
-    after: float, finding: str, ranks: tuple[int, ...], tmp_path: Path
-) -> None:
-    """Somebody has sent SIGUSR2: that the job hangs, he may only think."""
-    write(tmp_path, [[*steps(9), Call(stuck="length sync")], steps(9)], reports=False)
-    for file in tmp_path.iterdir():
-        lines = file.read_bytes().splitlines(True)
-        dumped = records.Dumped(json.loads(lines[-1])["t"] + after, "SIGUSR2", "", "")
-        file.write_bytes(b"".join([*lines, records.encode(dumped)]))
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    assert (first.id, first.ranks) == (finding, ranks), first
-
-
-def test_a_hang_in_the_backward_names_who_has_not_begun_it_only_where_all_wait(tmp_path: Path) -> None:
-    def verdict(name: str, all_wait: bool) -> Diagnosis:
-        folder = write(tmp_path / name, four(steps(9), [Call()], steps(1)), reports=False)
-        for rank, file in enumerate(sorted(folder.iterdir())) if all_wait else ():
-            gpu = records.Memory(99.1, 1 << 30, 1 << 30, 1 << 30, 2 << 30, 0 if rank == 2 else 100)
-            with file.open("ab") as stream:
-                stream.write(records.encode(records.Stalled(99.0, [], [], [], "all wait in collectives")))
-                stream.write(records.encode(gpu))
-        return diagnose(Folder(folder).read())
-
-    report = verdict("stalled", True)
-    first = report.findings[0]
-    gpus = "GPU utilisation in the stall: at most 5% on rank 2, at least 95% on ranks 0-1, 3"
-    assert first.evidence[0].startswith(gpus) and first.ranks == (2,)
-    assert (first.id, first.ranks, first.call) == (ids.NO_BACKWARD, (2,), 10)
-    assert "which ranks 0-1, 3 are in" in first.text
-    assert verdict("killed", False).findings[0].id == ids.STOPPED_AT_ONCE  # so it looks in a healthy job, too
-
-
-def test_lines_of_a_backward_that_are_lost_accuse_nobody(tmp_path: Path) -> None:
-    write(tmp_path, [steps(20) + OUT] * 2)
-    file = sorted(tmp_path.iterdir())[1]
-    of_call_7 = (b'"n":7}', b'"n":7,')
-    lines = [
-        line
-        for line in file.read_bytes().splitlines(True)
-        if not (b'"k":"backward' in line and any(part in line for part in of_call_7))
-    ]
-    file.write_bytes(b"".join(lines))
-    report = diagnose(Folder(tmp_path).read())
-    assert len(lines) + 2 == len(sorted(tmp_path.iterdir())[0].read_bytes().splitlines())
-    assert report.findings == () and "1 records do not follow" in report.problems[0]
 
 
 def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
@@ -693,39 +518,9 @@ def test_a_good_run_says_what_the_length_sync_has_done(tmp_path: Path) -> None:
     fallbacks = sum(outcomes.count(f'"outcome":"{outcome}"') for outcome in FALLBACKS)
     assert f", {fallbacks} fallbacks" in report.summary[0] and fallbacks > 2
     assert "longest wait 10.00 s" in report.summary[0]
-    report = report_on(Scenario([steps(900) + OUT] * 2, "", (), bound=60_000), tmp_path / "rotated")
-    assert "of ranks 0-1 the first calls" in report.summary[0]
 
 
 FALLBACKS = (records.TIMEOUT, records.UNWAITED, records.ENDED)
-
-
-def two_encoders(rank: int, order: str) -> Iterator[records.Record]:
-    """Calls of encoders A and B; a call that waits in vain takes 10 s."""
-    yield header(rank, 3, 1e9, Setup())
-    for e, name in ((1, "A"), (2, "B")):
-        yield records.Encoder(0.0, e, name, True, "true", 5000, "", True, {}, {})
-    calls = {"A": 0, "B": 0}
-    for at, name in enumerate(order):
-        calls[name] += 1
-        e, n, outcome = "AB".index(name) + 1, calls[name], records.TIMEOUT if at > 4 else records.CAME
-        yield records.Enter(float(at), e, n, True, True, [1, 80, 9], "float32", "cpu", None)
-        yield records.Sync(at + 0.1, e, n, outcome, n, 0.1, 9, 9)
-        yield records.Leave(at + 0.2, e, n, [1], 0.2)
-
-
-@pytest.mark.parametrize(("odd", "found"), [("ABABBAAB", True), ("ABABAABA", False), ("ABABABAB", False)])
-def test_encoders_that_are_called_in_another_order(odd: str, found: bool, tmp_path: Path) -> None:
-    """One call more of an encoder is no other order."""
-    for rank in range(3):
-        lines = two_encoders(rank, odd if rank == 1 else "ABABABAB")
-        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    if found:
-        assert (first.id, first.ranks, first.call) == (ids.DIFFERENT_ORDER, (1,), 5)
-        assert "rank 1 called B before A" in first.text
-    else:
-        assert first.id != ids.DIFFERENT_ORDER
 
 
 def test_a_skipped_call_is_told_by_its_number(tmp_path: Path) -> None:
@@ -753,13 +548,6 @@ def test_the_age_of_a_ranks_last_record_is_told_without_the_hosts_clocks(tmp_pat
         behind = [one.behind for one in report.ranks]
         assert behind[5] == pytest.approx(10.2, abs=0.2)
         assert all(one is not None and one < 0.2 for rank, one in enumerate(behind) if rank != 5)
-
-
-def test_memory_is_told_with_the_kill_that_it_led_to(tmp_path: Path) -> None:
-    scenario = Scenario(four(steps(200), [Killed()], steps(3)), ids.KILLED, (2,), setups={2: Setup(memory=(8, 0.1))})
-    report = report_on(scenario, tmp_path)
-    assert [one.id for one in report.findings[:2]] == [ids.KILLED, ids.MEMORY]
-    assert "killed or crashed" in report.verdict and "grows without end" in report.verdict
 
 
 def test_an_exception_explains_the_others_timeouts(tmp_path: Path) -> None:
@@ -823,29 +611,6 @@ def test_in_a_job_that_runs_a_rank_that_the_others_gave_up_on_is_told(tmp_path: 
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
 
 
-def test_watching_tells_each_verdict_once_as_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "later"
-    folder.mkdir()
-    source = write(tmp_path / "source", four(steps(70), [], steps(1)))
-    whole = {folder / file.name: file.read_bytes() for file in source.iterdir()}
-    looks = 0
-
-    def sleep(_: float) -> None:
-        nonlocal looks
-        looks += 1
-        for file, content in whole.items() if looks > 2 else ():
-            file.write_bytes(content[: len(content) * min(looks - 2, 10) // 10])
-
-    watch: Iterator = follow(folder, sleep)
-    _, first = next(watch)
-    assert first.findings == () and "running" in first.verdict
-    assert capsys.readouterr().err.count("waiting for a trace\n") == 1
-    _, last = next(watch)
-    while last.exit_code == 0:  # the number of calls grows
-        _, last = next(watch)
-    assert last.findings[0].id == ids.MISSING_RANK
-
-
 # What else may be in the folder.
 
 
@@ -855,11 +620,11 @@ def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 999)
     (tmp_path / "evil\x1b[31m\nname.jsonl").write_text("{}\n")
-    (tmp_path / "rank-00003.20261121T183311.7.0.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
+    (tmp_path / "rank-00003.20261121T183311.7.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
     (tmp_path / "folder.jsonl").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    other = records.encode(header(1, 8, 1e9, Setup())).replace(b'"format":1', b'"format":2')
+    other = records.encode(header(1, 8, 1e9, Setup())).replace(b'"format":2', b'"format":1')
     (tmp_path / "other.jsonl").write_bytes(other)
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks, len(report.findings)) == (ids.MISSING_RANK, (5,), 2)
@@ -871,7 +636,7 @@ def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
         "gz: compressed",
         "folder.jsonl: a folder",
         "pipe.jsonl: not a file",
-        "other.jsonl: format 2",
+        "other.jsonl: format 1",
         "gone.jsonl: cannot be read",
         "evil?[31m?name.jsonl",
     ):
@@ -882,13 +647,13 @@ def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
 def test_lines_that_are_no_records_are_counted_and_bounded(tmp_path: Path) -> None:
     write(tmp_path, [steps(30) + OUT] * 2)
     odd = [
-        b'{"k":"enter","t":1,"e":0,"n":' + b"9" * 5000 + b"}",
-        b'{"k":"pre","t":1e999,"e":0,"n":1}',
-        b'{"k":"pre","t":NaN,"e":0,"n":1}',
-        b'{"k":"leave","t":1,"e":0,"n":1,"shape":' + b"[" * 200_000 + b"}",
+        b'{"k":"enter","t":1,"e":"E","n":' + b"9" * 5000 + b"}",
+        b'{"k":"grow","t":1e999,"e":"E","n":1,"old":1,"new":2}',
+        b'{"k":"grow","t":NaN,"e":"E","n":1,"old":1,"new":2}',
+        b'{"k":"leave","t":1,"e":"E","n":1,"shape":' + b"[" * 200_000 + b"}",
         b'{"k":"end"}',
         b"\x00" * 4096,
-        b'{"k":"leave","t":1,"e":0,"n":1,"shape":[' + b"1," * (LONGEST_LINE * 2) + b"1]}",
+        b'{"k":"leave","t":1,"e":"E","n":1,"shape":[' + b"1," * (LONGEST_LINE * 2) + b"1]}",
         b"null",
         b'"\xff\xfe"',
     ]
@@ -904,18 +669,17 @@ def test_lines_that_are_no_records_are_counted_and_bounded(tmp_path: Path) -> No
 
 def test_what_is_kept_of_a_file_is_bounded() -> None:
     trace = RankTrace(header(0, 2, 1e9, Setup()))
-    raised = records.Raised(1.0, 0, 1, "E", "m" * 6000, "t" * 6000)
-    missing = records.Missing(1.0, "ConformerEncoder", 1, list(range(6000)), [], [], "")
-    memory = records.Memory(1.0, 1, None, None)
+    raised = records.Raised(1.0, "", 0, "E", "m" * 6000, "t" * 6000)
+    missing = records.Stalled(1.0, "ConformerEncoder", 1, list(range(6000)), [], [])
     for _ in range(10):
-        trace.take(decode(b"".join(records.encode(one) for one in (raised, missing, memory) * 50)))
-    kept = sum(len(one.message) + len(one.traceback) for one in trace.raised) + sum(
+        trace.take(decode(b"".join(records.encode(one) for one in (raised, missing) * 50)))
+    kept = sum(len(one.message) + len(one.traceback) for one in trace.failed) + sum(
         len(one.ranks) for one in trace.missing
     )
     assert kept < 4_000_000
-    encoders = [records.Encoder(0.0, e, str(e), True, "true", 1, "", False, {}, {}) for e in range(1000)]
-    trace.take(decode(b"".join(map(records.encode, encoders))))
-    assert len(trace.tracks) == 64
+    calls = [records.Enter(1.0, "E" * 5000 + str(e), 1, True, [], "", "") for e in range(1000)]
+    trace.take(decode(b"".join(map(records.encode, calls))))
+    assert len(trace.tracks) == 64 and all(len(track.name) < 5000 for track in trace.tracks.values())
 
 
 def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Path) -> None:
@@ -930,12 +694,8 @@ def test_the_latest_launch_is_diagnosed_and_earlier_ones_are_named(tmp_path: Pat
     report = diagnose(Folder(tmp_path).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (2,))
     why, *earlier = report.earlier
-    assert "the launch with restart 1: " in why
+    assert "the launch with restart 1, begun last by torchrun's restart count" in why
     assert len(earlier) == 4 and all("restart 0" in line for line in earlier)
-    report = diagnose(Folder(tmp_path, launch=0).read())
-    assert (report.findings[0].id, report.earlier) == (ids.OUTSIDE, ())
-    with pytest.raises(UnreadableError, match="--launch=7: no such launch; there are 0, 1"):
-        Folder(tmp_path, launch=7).read()
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
@@ -957,23 +717,9 @@ def test_an_elastic_job_may_have_another_size_and_other_hosts_after_a_restart(
 def test_a_rank_whose_trace_was_stopped_did_not_make_fewer_calls(tmp_path: Path) -> None:
     file = sorted(write(tmp_path, [steps(40) + OUT] * 4).iterdir())[2]
     lines = file.read_bytes().splitlines(True)[:60]
-    stopped = records.Stopped(json.loads(lines[-1])["t"], "No space left on device")
+    stopped = records.End(json.loads(lines[-1])["t"], "apply() with another trace")
     file.write_bytes(b"".join([*lines, records.encode(stopped)]))
     assert {one.id for one in diagnose(Folder(tmp_path).read()).findings} == {ids.NOT_ENOUGH}
-
-
-def test_ranks_that_run_freely_need_not_come_to_their_end_together(tmp_path: Path) -> None:
-    """With sync=overlapped, and without gradients, the length sync ends for those that are slower."""
-
-    def free(rank: int, calls: int) -> list[Event]:
-        return [Call(pause=(1.0, 0.1, 0.3)[rank])] * calls
-
-    setups = {rank: Setup(sync="overlapped") for rank in range(3)}
-    well = Scenario([free(rank, 9) + OUT for rank in range(3)], "", (), setups=setups)
-    assert report_on(well, tmp_path / "well").findings == ()
-    early = [free(2, 9) + OUT if rank == 2 else [*free(rank, 10), Gradients()] for rank in range(3)]
-    first = report_on(Scenario(early, "", (), setups=setups, reports=False), tmp_path / "early").findings[0]
-    assert (first.id, first.ranks) == (ids.ENDED, (2,)), first  # not rank 1, which was through before, and has no end
 
 
 def test_two_jobs_in_one_folder_stay_two(tmp_path: Path) -> None:
@@ -999,31 +745,6 @@ def test_ranks_that_come_last_together_are_not_called_stragglers(tmp_path: Path)
     report = report_on(Scenario(late, "", ()), tmp_path)
     assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
     assert report.verdict.startswith("Ranks 0-1 ") and "120 ms" in report.verdict
-
-
-@pytest.mark.parametrize("late", [0, 2])
-def test_the_straggler_is_told_where_ddp_has_all_wait_for_it_before_the_encoder(late: int, tmp_path: Path) -> None:
-    def step(rank: int) -> list[Event]:
-        return [DdpForward(0.22 if rank == late else 0.1), Call(pause=0.0), Gradients()]
-
-    report = report_on(Scenario([step(rank) * 60 + OUT for rank in range(4)], "", ()), tmp_path)
-    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, (late,))]
-    assert "120 ms" in report.verdict
-
-
-def test_ranks_that_are_late_to_ddp_together_share_the_reason(tmp_path: Path) -> None:
-    step = [[DdpForward(0.22 if rank < 2 else 0.1), Call(pause=0.0), Gradients()] for rank in range(4)]
-    report = report_on(Scenario([of_rank * 60 + OUT for of_rank in step], "", ()), tmp_path)
-    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
-    assert report.verdict.startswith("Ranks 0-1 ") and "late to DDP's forward already" in report.verdict
-
-
-def test_who_gets_ddps_broadcast_last_is_not_called_a_straggler(tmp_path: Path) -> None:
-    """Nor who is slow in its preprocessor; that is said."""
-    step = [[DdpForward(), Call(pause=0.03 * (rank == 3)), Gradients()] for rank in range(4)]
-    report = report_on(Scenario([of_rank * 60 + OUT for of_rank in step], "", ()), tmp_path)
-    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
-    assert "Rank 3 " in report.verdict and "not late to DDP's forward" in report.verdict
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
@@ -1058,7 +779,7 @@ def test_a_stall_report_of_an_earlier_stall_says_nothing_of_this_one(tmp_path: P
     write(tmp_path, schedules)
     for file in tmp_path.iterdir():  # of the present stall there is no report yet
         lines = file.read_bytes().splitlines(True)
-        kept = [line for line in lines if not (b'"missing"' in line and b'"n":121' in line)]
+        kept = [line for line in lines if not (b'"stalled"' in line and b'"n":121' in line)]
         assert len(lines) - len(kept) <= 1
         file.write_bytes(b"".join(kept))
     report = diagnose(Folder(tmp_path).read())
@@ -1082,9 +803,9 @@ def test_traces_that_contradict_each_other_are_no_verdict(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b'"e":0,"n":35,"training"', b'"e":0,"n":95,"training"', "records do not follow"),
+        (b'"n":35,"training"', b'"n":95,"training"', "records do not follow"),
         (b'"outcome":"came","round":35', b'"outcome":"came","round":95', "3 records do not follow"),
-        (b'"k":"layer"', b'"k":"layer","e"', "lines are no records"),
+        (b'"k":"leave"', b'"k":"leave","e"', "lines are no records"),
     ],
 )
 def test_one_record_that_is_wrong_does_not_spoil_those_after_it(
@@ -1113,7 +834,7 @@ def test_a_file_with_another_files_lines_in_it_blames_nobody(tmp_path: Path) -> 
 
 
 def test_a_line_that_is_lost_is_noticed(tmp_path: Path) -> None:
-    for number, kind in enumerate(("enter", "sync", "pre", "layer", "leave")):
+    for number, kind in enumerate(("enter", "sync", "leave")):
         folder = write(tmp_path / kind, [steps(30) + OUT] * 2)
         file = sorted(folder.iterdir())[0]
         lines = file.read_bytes().splitlines(True)
@@ -1129,9 +850,9 @@ def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
     file = sorted(tmp_path.iterdir())[0]
     with file.open("ab") as more:
         more.write(b"x" * (8 * LONGEST_LINE))
-    part = Part(file, header(0, 2, 1e9, Setup()), 0)
-    part.read_on(RankTrace(part.header))
-    assert part.offset == file.stat().st_size and len(part.pending) <= 2 * LONGEST_LINE
+    start = Start(file, RankTrace(header(0, 2, 1e9, Setup())), 0)
+    start.read_on()
+    assert start.offset == file.stat().st_size and len(start.pending) <= 2 * LONGEST_LINE
 
 
 def test_a_file_that_lacks_a_round_that_came_blames_nobody(tmp_path: Path) -> None:
@@ -1149,36 +870,18 @@ def test_a_file_that_lacks_a_round_that_came_blames_nobody(tmp_path: Path) -> No
     assert "it came to round 70, " in report.findings[1].evidence[0]
 
 
-def test_parts_are_read_in_order_and_a_gap_is_no_verdict(tmp_path: Path) -> None:
-    write(tmp_path, four(steps(900), [], steps(1)), bound=60_000)
-    parts = sorted(tmp_path.glob("rank-00001.*"))
-    assert len(parts) == 2
-    assert diagnose(Folder(tmp_path).read()).findings[0].ranks == (2,)
-    parts[1].unlink()  # what is left looks as if this rank had stopped earlier
-    report = diagnose(Folder(tmp_path).read())
-    assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,))
-    assert any("the next one is missing" in problem for problem in report.problems)
-
-
-def test_a_ring_that_turns_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its job removes the oldest part of the two, before the file is opened or before it is read."""
-    write(tmp_path, four(steps(900), [], steps(1)), bound=60_000)
-    oldest, _ = sorted(tmp_path.glob("rank-00001.*"))
-    content, listdir = oldest.read_bytes(), os.listdir
-
-    def removed(path: Path) -> list[str]:
-        names = listdir(path)
-        oldest.unlink(missing_ok=True)
-        return names
-
-    monkeypatch.setattr(os, "listdir", removed)
-    assert not Folder(tmp_path).read().problems
-    monkeypatch.undo()
-    oldest.write_bytes(content)
-    folder = Folder(tmp_path)
-    folder._find_parts()
-    oldest.unlink()
-    assert not folder.read().problems
+def test_a_trace_that_ends_at_its_size_does_not_say_that_its_rank_is_stuck(tmp_path: Path) -> None:
+    """Whether one file is full, or all are, each at a call of its own."""
+    for name, full in (("one", (0,)), ("all", (0, 1, 2))):
+        folder = write(tmp_path / name, [steps(70) + OUT] * 3, reports=False)
+        for rank, file in enumerate(sorted(folder.iterdir())):
+            lines = file.read_bytes().splitlines(True)[: 150 - 10 * rank]
+            end = records.End(json.loads(lines[-1])["t"], records.AT_ITS_SIZE)
+            if rank in full:
+                file.write_bytes(b"".join([*lines, records.encode(end)]))
+        report = diagnose(Folder(folder).read())
+        assert {one.id for one in report.findings} == {ids.NOT_ENOUGH}, report
+        assert f"its trace was stopped: {records.AT_ITS_SIZE}" in str(report.findings[0].evidence)
 
 
 def test_calls_of_which_only_the_sync_is_recorded_are_compared_too(tmp_path: Path) -> None:
@@ -1191,18 +894,17 @@ def test_calls_of_which_only_the_sync_is_recorded_are_compared_too(tmp_path: Pat
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (2,)) and not report.problems
 
 
-_COMPILED = ("header", "encoder", "sync", "missing", "memory")
+_COMPILED = ("header", "sync", "stalled")
 
 
 def test_a_new_process_group_begins_with_round_1_again(tmp_path: Path) -> None:
     def lines(rank: int) -> Iterator[records.Record]:
         yield header(rank, 2, 1e9, Setup())
-        yield records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "", True, {}, {})
         for n in range(1, 41):
             number, t = (n - 1) % 20 + 1, n + 0.5 * rank
-            yield records.Enter(t, 1, n, True, True, [1, 80, 9], "float32", "cpu", None)
-            yield records.Sync(t + 0.1, 1, n, records.CAME, number, 0.1, 9, 9)
-            yield records.Leave(t + 0.2, 1, n, [1], 0.2)
+            yield records.Enter(t, "E", n, True, [1, 80, 9], "float32", "cpu")
+            yield records.Sync(t + 0.1, "E", n, records.CAME, number, 0.1, 9, 9)
+            yield records.Leave(t + 0.2, "E", n, [1])
         yield records.End(60.0)
 
     for rank in range(2):
@@ -1261,7 +963,6 @@ JSON_KEYS = {
     [
         (("nowhere",), "No such file or directory"),
         ((".",), "it is empty"),
-        ((".", "--watch", "--plot", "x.png"), "--watch with --plot"),
         (("file.jsonl", "--plot", "x.png"), "no folder of traces"),
         (("file.jsonl",), "give the folder that it is in"),
     ],
@@ -1294,38 +995,6 @@ def test_what_a_file_says_is_printed_safely(tmp_path: Path) -> None:
     assert "\x1b" not in json.loads(run(str(tmp_path), "--json").stdout)["verdict"]
 
 
-def test_watch_ends_with_ctrl_c(tmp_path: Path) -> None:
-    write(tmp_path, SCENARIOS["ended early"].schedules)
-    watch = [sys.executable, "-m", "nemo_patches", "diagnose", str(tmp_path), "--watch"]
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("--- ")  # pytest-timeout bounds this
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert errors == "" and process.returncode in (0, 1)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_while_a_report_is_printed_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ignores an exception in a destructor, and rich runs some while it prints."""
-
-    class PressesCtrlC:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    def waits_on(_: float) -> None:
-        raise AssertionError("the watch goes on")
-
-    write(tmp_path, SCENARIOS["ended early"].schedules)
-    monkeypatch.setattr(command, "show", lambda *_: PressesCtrlC() and None)
-    monkeypatch.setattr(command, "follow", lambda path, launch: follow(path, waits_on))
-    assert command.run([tmp_path], json=False, watch=True, plot=None, perfetto=None) in (0, 1)
-
-
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     write(tmp_path, HEALTHY["ended in good order"].schedules)
     program = (
@@ -1345,7 +1014,7 @@ def test_ranks_that_all_report_each_other_missing_beside_more_without_a_trace(tm
         (file,) = tmp_path.glob(f"rank-0000{rank}.*")
         missing = [other, 2, 3, 4]
         last = json.loads(file.read_bytes().splitlines()[-1])["t"]
-        report = records.Missing(last + 1, "ConformerEncoder", 0, missing, [ELSEWHERE] * 4, [""] * 4, "")
+        report = records.Stalled(last + 1, "ConformerEncoder", 0, missing, [ELSEWHERE] * 4, [""] * 4)
         file.write_bytes(file.read_bytes() + records.encode(report))
     report_ = diagnose(Folder(tmp_path).read())
     first = report_.findings[0]
@@ -1362,7 +1031,7 @@ def test_who_has_gone_beside_a_rank_that_raised_is_not_accused(tmp_path: Path) -
         write(folder, [steps(5) + of_rank for of_rank in last], setups=setups, reports=False)
         (file,) = folder.glob("rank-00001.*")
         at = json.loads(file.read_bytes().splitlines()[-1])["t"]
-        report = records.Missing(at + 1, "ConformerEncoder", 0, gone, [SILENT] * 2, [GONE] * 2, "")
+        report = records.Stalled(at + 1, "ConformerEncoder", 0, gone, [SILENT] * 2, [GONE] * 2)
         file.write_bytes(file.read_bytes() + records.encode(report))
         found = {one.id: one.ranks for one in diagnose(Folder(folder).read()).findings if one.severity == CRITICAL}
         assert found == expected

@@ -58,7 +58,7 @@ TRUTHS = {
     "killed": Truth(three(steps(20), [Killed()], steps(2)), ids.KILLED, (2,)),
     "ended": Truth(three(steps(20), OUT, steps(2)), ids.ENDED, (2,)),
     "one inside": Truth(three(steps(20), [Call(stuck="layers")], steps(1)), ids.SOME_INSIDE, (2,)),
-    "all inside": Truth([[*steps(20), Call(stuck="pre_encode")]] * RANKS, ids.ALL_INSIDE, ALL),
+    "all inside": Truth([[*steps(20), Call(stuck="layers")]] * RANKS, ids.ALL_INSIDE, ALL),
     "all out": Truth([[*steps(20), Call(), Gradients()][:-1]] * RANKS, ids.OUTSIDE, ALL),
     "exception": Truth(three(steps(20), [Call(raises="ValueError"), *OUT], steps(2)), ids.EXCEPTION, (2,)),
     "uneven": Truth(
@@ -227,5 +227,5 @@ def test_whatever_bytes_are_in_the_folder(data: list[bytes], name: str, seed: in
     draw = random.Random(seed)
     content = dict(files(name))
     for number, one in enumerate(data):
-        content[draw.choice([f"{number}.jsonl", f"rank-0000{number}.20200101T000000.1.0.jsonl"])] = one
+        content[draw.choice([f"{number}.jsonl", f"rank-0000{number}.20200101T000000.1.jsonl"])] = one
     check(TRUTHS[name], content)

@@ -90,11 +90,11 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
         wait_until(lambda: progress.stepped_at > began - 1 and progress.still_s(time.monotonic()) > 4, 60)
         put(name, asked_for)
 
-    nemo_patches.apply(timeout=4.0, stall_timeout=200.0, call_timeout=0.0)
+    nemo_patches.apply(timeout=4.0, stall_timeout=200.0)
     dist.barrier()
     scenario("early", lambda: when_it_stands("early", job), wait_for_the_reader)
 
-    nemo_patches.apply(timeout=120.0, stall_timeout=6.0, call_timeout=0.0)
+    nemo_patches.apply(timeout=120.0, stall_timeout=6.0)
     dist.barrier()
     scenario("waits", lambda: when_it_stands("waits", job), wait_for_the_reader)
 
@@ -306,5 +306,6 @@ def test_several_jobs_in_one_folder_are_named(folders: Path, monkeypatch: pytest
 
 
 def test_the_command_takes_one_thing_to_look_at(tmp_path: Path) -> None:
-    for arguments in ([".", "--job", str(tmp_path)], ["--job", str(tmp_path), "--watch"], ["--job", str(tmp_path)]):
+    plot = ["--job", str(tmp_path), "--plot", "x.png"]
+    for arguments in ([".", "--job", str(tmp_path)], plot, ["--job", str(tmp_path)]):
         assert CliRunner().invoke(app, ["diagnose", *arguments]).exit_code == 2

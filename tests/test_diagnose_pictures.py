@@ -1,11 +1,8 @@
-"""The plot and the file for Perfetto, of few ranks and of many."""
+"""The plot, of few ranks and of many."""
 
 from __future__ import annotations
 
-import json
-import random
 import struct
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,9 @@ from interpreters import python
 from simulated_job import Call, Event, Exit, Gradients, evaluation, steps
 from simulated_traces import Setup, file_name, header, write
 
-from nemo_patches.tools.diagnose import perfetto
 from nemo_patches.tools.diagnose.case import cases
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder, TracedJob
-from nemo_patches.tools.diagnose.lateness import late_seconds
 from nemo_patches.tools.diagnose.plot import draw as draw_report
 from nemo_patches.tools.diagnose.plot import labels
 from nemo_patches.tracing import records
@@ -47,13 +42,12 @@ def in_step(folder: Path, ranks: int, calls: int) -> TracedJob:
     for rank in range(ranks):
         lines: list[records.Record] = [
             header(rank, ranks, 1e9 + 4000 * rank, Setup()),
-            records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
         ]
         for n in range(1, calls + 1):
             waited = 0.0 if rank == 1 else 0.05 + 0.001 * (rank % 7)
-            lines.append(records.Enter(n * 0.2, 1, n, True, True, [8, 80, 900], "float32", "cuda:0", None))
-            lines.append(records.Sync(n * 0.2 + waited, 1, n, records.CAME, n, waited, 900, 900))
-            lines.append(records.Leave(n * 0.2 + 0.1, 1, n, [8], 0.1))
+            lines.append(records.Enter(n * 0.2, "ConformerEncoder", n, True, [8, 80, 900], "float32", "cuda:0"))
+            lines.append(records.Sync(n * 0.2 + waited, "ConformerEncoder", n, records.CAME, n, waited, 900, 900))
+            lines.append(records.Leave(n * 0.2 + 0.1, "ConformerEncoder", n, [8]))
         (folder / file_name(rank, 1e9 + 4000 * rank)).write_bytes(b"".join(map(records.encode, lines)))
     return Folder(folder).read()
 
@@ -80,10 +74,10 @@ def colours(png: Path) -> Any:
     return (imread(png)[:, :, :3] * 255).round().astype(int)
 
 
-EVALUATION, CULPRIT = (42, 157, 143), (209, 17, 73)
+CULPRIT = (209, 17, 73)
 
 
-def test_evaluation_and_the_rank_to_blame_stand_out_and_each_encoder_has_a_panel(tmp_path: Path) -> None:
+def test_the_rank_to_blame_stands_out_and_each_encoder_has_a_panel(tmp_path: Path) -> None:
     def count(name: str, rgb: tuple[int, int, int]) -> int:
         return int((np.abs(colours(tmp_path / f"{name}.png") - rgb).sum(axis=2) < 12).sum())
 
@@ -91,8 +85,7 @@ def test_evaluation_and_the_rank_to_blame_stand_out_and_each_encoder_has_a_panel
     hangs = [steps(20) + evaluation(9) + ([] if rank == 1 else steps(1)) for rank in range(3)]
     draw(job(tmp_path / "1", well), tmp_path / "well.png")
     draw(job(tmp_path / "2", hangs), tmp_path / "hangs.png")
-    assert count("hangs", EVALUATION) > 500 + count("well", EVALUATION)
-    assert count("hangs", CULPRIT) > 1500 + count("well", CULPRIT)  # its label, its row
+    assert count("hangs", CULPRIT) > 300 + count("well", CULPRIT)  # its label
     for file in (tmp_path / "1").iterdir():  # a second encoder, called as the first one is
         lines = file.read_bytes().splitlines(True)
         again = [line.replace(b'"e":0', b'"e":1').replace(b'Encoder"', b'Encoder #2"') for line in lines]
@@ -116,16 +109,6 @@ def test_a_rank_is_labelled_with_its_last_call(tmp_path: Path) -> None:
     assert labels(over, [0, 1]) == ["node0  rank 0, last call 3, then ended", "rank 1, last call 3, then ended"]
 
 
-def test_a_late_call_is_as_long_as_it_was(tmp_path: Path) -> None:
-    usual: list[Event] = [*steps(12), Exit()]
-    late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(6), Exit()]
-    stuck = [steps(5) if rank else steps(6) for rank in range(2)]
-    (came,) = cases(job(tmp_path / "came", [late, usual]))
-    (never,) = cases(job(tmp_path / "never", stuck))
-    assert {at: round(seconds) for at, seconds in late_seconds(came).items()} == {(0, 6): 26}
-    assert late_seconds(never).keys() == {(1, 6)} and late_seconds(never)[1, 6] > 60
-
-
 def test_a_verdict_with_dollar_signs_is_drawn(tmp_path: Path) -> None:
     raised = [[*steps(30), Exit("ValueError: $x_{ costs $5" if rank else "")] for rank in range(2)]
     draw(job(tmp_path / "job", raised), tmp_path / "out.png")
@@ -145,112 +128,12 @@ def test_what_went_wrong_is_marked(tmp_path: Path) -> None:
     assert all(counted[1][mark] > counted[0][mark] + 8 for mark in marks), counted
 
 
-# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: what each kind of event must have.
-REQUIRED = {
-    "M": {"name", "pid", "args"},
-    "X": {"name", "ts", "dur", "pid", "tid"},
-    "B": {"name", "ts", "pid", "tid"},
-    "i": {"name", "ts", "pid", "tid", "s"},
-    "C": {"name", "ts", "pid", "args"},
-}
-
-
-def events(one: TracedJob, file: Path) -> list[dict[str, Any]]:
-    perfetto.write(one, file)
-    content = json.loads(file.read_text())
-    found: list[dict[str, Any]] = content["traceEvents"]
-    for event in found:
-        assert event.keys() >= REQUIRED[event["ph"]], event
-        assert isinstance(event["pid"], int) and event.get("ts", 0) >= 0 and event.get("dur", 0) >= 0
-    return found
-
-
-def test_the_file_for_perfetto_has_a_track_for_each_rank_aligned_by_rounds(tmp_path: Path) -> None:
-    schedules = [steps(40) + evaluation(5) + ([Call(stuck="layers")] if rank == 2 else steps(1)) for rank in range(4)]
-    found = events(job(tmp_path / "job", schedules), tmp_path / "out.json")
-    names = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
-    assert names.keys() == {0, 1, 2, 3} and names[2].startswith("rank 2 (node0, pid 4002)")
-    # The clocks are hours apart and the traces began at different times: a round ends everywhere within a millisecond.
-    ends: dict[int, list[float]] = {}
-    for event in found:
-        if event["name"] == "length sync":
-            ends.setdefault(event["pid"], []).append(event["ts"] + event["dur"])
-    together = np.array([of_rank[:40] for of_rank in ends.values()])
-    assert (together.max(axis=0) - together.min(axis=0)).max() < 1000
-    (unfinished,) = [event for event in found if event["ph"] == "B"]
-    assert unfinished["pid"] == 2 and "training call 46, not finished" in unfinished["name"]
-
-
-def test_slices_nest_exactly(tmp_path: Path) -> None:
-    """The viewer drops a slice that overlaps another by a nanosecond: all times are whole microseconds."""
-    draw = random.Random(5)
-    calls = [Call(pause=draw.choice((0, 0, draw.uniform(0, 9))), length=draw.randrange(900)) for _ in range(300)]
-    found = events(job(tmp_path / "job", [[*calls, Exit()], [*calls[::-1], Exit()]]), tmp_path / "out.json")
-    slices = [event for event in found if event["ph"] == "X"]
-    assert len(slices) > 2500 and all(type(event[key]) is int for event in slices for key in ("ts", "dur"))
-    for rank in range(2):
-        calls_of_rank = [event for event in slices if event["cat"] == "call" and event["pid"] == rank]
-        phases = [event for event in slices if event["cat"] == "phase" and event["pid"] == rank]
-        for one, other in (*pairwise(calls_of_rank), *pairwise(phases)):
-            assert one["ts"] + one["dur"] <= other["ts"]
-        for phase in phases:
-            around = [call for call in calls_of_rank if call["ts"] <= phase["ts"]][-1]
-            assert phase["ts"] + phase["dur"] <= around["ts"] + around["dur"] or not phase["dur"]
-
-
-def test_the_viewers_own_trace_processor_takes_every_slice(tmp_path: Path) -> None:
-    processor = pytest.importorskip("perfetto.trace_processor", reason="needs `pip install perfetto`")
-    draw = random.Random(5)
-    calls = [Call(pause=draw.choice((0, 0, draw.uniform(0, 9))), length=draw.randrange(900)) for _ in range(300)]
-    found = events(job(tmp_path / "job", [[*calls, Exit()], [*calls[::-1], Exit()]]), tmp_path / "out.json")
-    try:
-        opened = processor.TraceProcessor(trace=str(tmp_path / "out.json"))
-    except Exception as error:
-        pytest.skip(f"the trace processor's program is not on this machine, and could not be fetched: {error}")
-    with opened:
-        (slices,) = opened.query("select count(*) as n from slice where dur >= 0")
-        dropped = [row.name for row in opened.query("select name from stats where severity = 'error' and value > 0")]
-    assert (slices.n, dropped) == (sum(event["ph"] in "Xi" for event in found), [])
-
-
-def test_a_long_call_does_not_end_within_the_next(tmp_path: Path) -> None:
-    """Its end is kept in single precision: of 100 s, to 8 us."""
-    lines: list[records.Record] = [
-        header(0, 1, 1e9, Setup()),
-        records.Encoder(0.0, 1, "ConformerEncoder", True, "true", 5000, "batch_norm", True, {}, {}),
-        records.Enter(1.0, 1, 1, True, True, [8, 80, 900], "float32", "cpu", None),
-        records.Leave(101.000005, 1, 1, [8], 100.0),
-        records.Enter(101.000006, 1, 2, True, True, [8, 80, 900], "float32", "cpu", None),
-        records.Leave(102.0, 1, 2, [8], 1.0),
-    ]
-    (tmp_path / file_name(0, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
-    found = events(Folder(tmp_path).read(), tmp_path / "out.json")
-    first, second = (event for event in found if event.get("cat") == "call")
-    assert first["ts"] + first["dur"] <= second["ts"]
-
-
-def test_timeouts_and_exceptions_are_moments_in_it(tmp_path: Path) -> None:
-    usual: list[Event] = [*steps(11), Call(), Exit()]
-    late: list[Event] = [*steps(5), Call(pause=26), Gradients(), *steps(5), Call(raises="ValueError"), Exit()]
-    found = events(job(tmp_path / "job", [late, usual]), tmp_path / "out.json")
-    moments = [(event["pid"], event["name"]) for event in found if event["ph"] == "i"]
-    assert {(0, "exception"), (1, "gave up waiting"), (1, "stall report"), (1, "the process ended")} <= set(moments)
-    assert any(event["ph"] == "C" and event["args"]["rss"] > 7 for event in found)
-
-
-def test_of_very_many_calls_the_last_ones_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perfetto, "MOST_CALLS", 300)
-    found = events(in_step(tmp_path, 2, 200), tmp_path / "out.json")
-    numbers = [event["args"]["call"] for event in found if event.get("cat") == "call"]
-    assert len(numbers) == 300 and min(numbers) == 51
-
-
 def test_the_command_draws(tmp_path: Path) -> None:
     write(tmp_path / "job", [[*steps(20), Exit()]] * 2)
-    png, file = tmp_path / "a.png", tmp_path / "a.json"
-    done = python("-m", "nemo_patches", "diagnose", str(tmp_path / "job"), "--plot", str(png), "--perfetto", str(file))
+    png = tmp_path / "a.png"
+    done = python("-m", "nemo_patches", "diagnose", str(tmp_path / "job"), "--plot", str(png))
     assert (done.returncode, done.stderr) == (0, "")
-    assert size_of(png)[0] > 1000 and json.loads(file.read_text())["traceEvents"]
+    assert size_of(png)[0] > 1000
     done = python("-m", "nemo_patches", "diagnose", str(tmp_path / "job"), "--plot", str(tmp_path / "no" / "a.png"))
     assert done.returncode == 2 and "No such file or directory" in done.stderr
 

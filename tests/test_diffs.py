@@ -1,197 +1,152 @@
-"""The diffs: that the committed ones carry our folders as they are today, apply and go back, and are told apart."""
+"""The committed diffs: what they touch, that each tool applies them and takes them back, how a tree is recognised."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
+import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from diff_checkouts import CONFORMER, OWN_DIFF, SITE, commit, contents, copied_nemo, git
 from interpreters import CHECKOUT, environment, run
 
 from nemo_patches.patching.admission import DIFFS_ONLY, SUPPORTED_SERIES
-from nemo_patches.patching.targets import TARGETS
-from nemo_patches.vendoring import checkouts, parts
+from nemo_patches.vendoring import checkouts
+from nemo_patches.vendoring.checkouts import NEW_FILE, PATHS
 
 COMMITTED = sorted((CHECKOUT / "patches").glob("*.diff"))
-OF_NEMO = [file for file in COMMITTED if file.name.startswith("nemo-")]
-OF_OURS = [CHECKOUT / "patches" / f"runtime-{name}.diff" for name in ("sync", "stall")]
-PACKAGE = CHECKOUT / "nemo_patches"
 WAYS = {
     "git apply": ["git", "apply", "--whitespace=nowarn"],
-    "patch -p1": ["patch", "-p1", "--fuzz=0", "--force", "--quiet"],
+    "patch -p1": ["patch", "-p1", "--fuzz=0", "--force", "--quiet", "-i"],
 }
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of the installed NeMo, as a checkout has it."""
-    spec = importlib.util.find_spec("nemo")
-    assert spec is not None and spec.origin is not None
-    folder = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(spec.origin).parent, folder / "nemo", ignore=ignored)
-    yield folder
-    shutil.rmtree(folder)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def printed(checkout: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout, *options]
-    return run(command, environment(), cwd=CHECKOUT)
-
-
-def apply(way: str, diff: Path, folder: Path, *options: str | Path) -> None:
-    # In a repository around it, git would take the paths from that one's root.
-    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    with diff.open("rb") as text:
-        subprocess.run([*WAYS[way], *options], cwd=folder, stdin=text, env=outside, check=True, timeout=60)
-
-
-def test_there_is_one_for_each_series_and_one_for_each_of_our_folders() -> None:
-    assert [file.name for file in OF_NEMO] == [f"nemo-{name}.diff" for name in (*DIFFS_ONLY, *SUPPORTED_SERIES)]
-    assert set(COMMITTED) == {*OF_NEMO, *OF_OURS}
-
-
-def test_the_committed_diffs_carry_our_folders_byte_for_byte(tmp_path: Path) -> None:
-    alone = {"__init__.py": "vendoring/vendored_package.py", "growth.py": "growth.py", "text.py": "text.py"}
-    expected = {name: (PACKAGE / file).read_bytes() for name, file in alone.items()}
-    for diff, folders in zip(OF_OURS, parts.FOLDERS.values(), strict=True):
-        apply("git apply", diff, tmp_path)
-        for folder in folders:
-            expected |= {f"{folder}/{path.name}": path.read_bytes() for path in (PACKAGE / folder).glob("*.py")}
-        assert files(tmp_path / parts.FOLDER) == expected
-
-
-@pytest.mark.parametrize("diff", COMMITTED, ids=lambda diff: diff.stem)
-def test_a_committed_diff_says_what_it_is_and_touches_only_the_encoders_files(diff: Path) -> None:
-    text = diff.read_text()
-    above, _, rest = text.partition("\n---\n")
-    for field in (
-        "Description:",
-        "Origin: other, nemo_patches ",
-        "Forwarded: no",
-        "Last-Update: 20",
-        "Applies-To: NeMo ",
-    ):
-        assert f"\n{field}" in f"\n{above}", field
-    series = diff.stem.removeprefix("nemo-") if diff in OF_NEMO else "of every series"
-    assert f"Applies-To: NeMo {series}\n" in above + "\n"
-    touched = {line.split(" b/")[1] for line in rest.splitlines() if line.startswith("diff --git ")}
-    encoders = {target.module.replace(".", "/") + ".py" for target in TARGETS}
-    if diff in OF_NEMO:
-        assert touched <= encoders
-        assert "nemo/collections/asr/modules/conformer_encoder.py" in touched
-    else:
-        assert all(path.startswith(f"{parts.FOLDER}/") for path in touched)
-
-
-@pytest.mark.parametrize("stall", [(), (OF_OURS[1],)], ids=["the core alone", "with stall"])
-def test_one_git_apply_takes_the_committed_diffs_together_and_out_again(
-    stall: tuple[Path, ...], checkout: Path
-) -> None:
-    before = files(checkout)
-    series = ".".join(checkouts.read(checkout).version.split(".")[:2])
-    first, *others = (OF_OURS[0], CHECKOUT / "patches" / f"nemo-{series}.diff", *stall)
-    chosen = parts.ALL if stall else parts.ALL - {parts.Part.STALL}
-    expected = {edit.path: edit.after for edit in checkouts.read(checkout).edits(chosen)}
-    apply("git apply", first, checkout, "-", *others)
-    try:
-        assert files(checkout) == {**before, **expected}
-    finally:
-        apply("git apply", first, checkout, "-R", "-", *others)
-    assert files(checkout) == before
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_the_printed_diff_applies_and_goes_back_to_the_identical_tree(way: str, checkout: Path, tmp_path: Path) -> None:
-    before = files(checkout)
-    diff = tmp_path / "nemo.diff"
-    diff.write_text(printed(checkout).stdout, newline="")
-    expected = {edit.path: edit.after for edit in checkouts.read(checkout).edits()}
-    apply(way, diff, checkout)
-    try:
-        after = files(checkout)
-        assert after == {**before, **expected}
-        for path in expected:
-            compile(after[path], path, "exec")
-    finally:
-        apply(way, diff, checkout, "-R")
-    assert files(checkout) == before
+UPSTREAM = [
+    path
+    for name in ("encoders/000[134]*", "conv-asr/*")
+    for path in sorted((CHECKOUT / "patches" / "upstream").glob(name))
+]
 
 
 @pytest.fixture
-def vendored(checkout: Path, tmp_path: Path) -> Path:
-    """The same with the diff applied."""
-    folder = tmp_path / "vendored"
-    shutil.copytree(checkout, folder)
-    for edit in checkouts.read(checkout).edits():
-        (folder / edit.path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / edit.path).write_bytes(edit.after)
-    return folder
+def checkout(tmp_path: Path) -> Path:
+    return copied_nemo(tmp_path / "checkout")
 
 
-def test_a_tree_that_has_it_is_recognised(vendored: Path, tmp_path: Path) -> None:
-    done = printed(vendored)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "patched already, by nemo_patches 0.1.0" in done.stderr
-    done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
-    assert done.returncode == 0, done
-    assert "ConformerEncoder.update_max_seq_length: built in by a diff" in done.stdout
-    variables = {**environment(vendored), "NEMO_PATCHES_TIMEOUT": "soon"}  # there, the default stands in for it
-    done = run([sys.executable, "-m", "nemo_patches", "status"], variables, cwd=CHECKOUT)
-    assert done.returncode == 1, done
-    on, reason, *_ = done.stdout.splitlines()
-    assert on.startswith("on: a diff has built it into this NeMo")
-    assert reason.startswith("  NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: ")
-    assert reason.endswith("; this value is not used")
-    done = printed(tmp_path)
-    assert done.returncode == 2
-    assert "needed is the folder that has nemo/package_info.py" in done.stderr
+def test_there_is_one_for_each_series() -> None:
+    assert {file.name for file in COMMITTED} == {f"nemo-{name}.diff" for name in (*DIFFS_ONLY, *SUPPORTED_SERIES)}
 
 
-APPLY = (
-    "import {first}\n"
-    "import nemo_patches\n"
-    "{second}\n"
-    "from nemo.collections.asr.modules import ConformerEncoder\n"
-    "status = nemo_patches.status()\n"
-    "method = ConformerEncoder.update_max_seq_length\n"
-    "print([method.__module__, method.__nemo_patches__, hasattr(method.__wrapped__, '__wrapped__')])\n"
-    "print(status.patched, {{skipped.reason for skipped in status.skipped}})\n"
+@pytest.mark.one_nemo
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
+def test_it_is_a_mail_about_the_encoders_and_their_tables_and_brings_one_file(file: Path) -> None:
+    message, _, rest = file.read_text().partition("\n---\n")
+    for header in ("From 0000", "From: ", "Date: ", "Subject: [PATCH] "):
+        assert f"\n{header}" in f"\n{message}", header
+    assert f"\nMade for NeMo {file.stem.removeprefix('nemo-')}, by nemo_patches." in message
+    touched = {line.split(" b/")[1] for line in rest.splitlines() if line.startswith("diff --git ")}
+    assert {CONFORMER, NEW_FILE} <= touched <= set(PATHS)
+    assert re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)$", rest, re.MULTILINE) == [NEW_FILE]
+    own = (CHECKOUT / "patches" / "bounded_length_sync.py").read_text().splitlines()
+    assert "\n".join(f"+{line}" for line in own) in rest
+    reduces = re.findall(r"^-.*\ball_reduce\(", rest, re.MULTILINE)
+    assert len(reduces) == rest.count("import max_length_in_time\n") == rest.count("= max_length_in_time(self, ") > 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_tool_applies_it_and_takes_it_back(way: str, checkout: Path) -> None:
+    before = contents(checkout)
+    planned = {edit.path: edit.after for edit in checkouts.read(checkout).edits()}
+    # In a repository around it, git would take the paths from that one's root.
+    outside = environment(GIT_CEILING_DIRECTORIES=str(checkout.parent))
+    for option, expected in (([], {**before, **planned}), (["-R"], before)):
+        command = [WAYS[way][0], *WAYS[way][1:2], *option, *WAYS[way][2:], OWN_DIFF]
+        done = run(command, outside, cwd=checkout)
+        assert done.returncode == 0, done
+        assert contents(checkout) == expected
+    for path, content in planned.items():
+        compile(content, path, "exec")
+
+
+def test_git_am_commits_it_with_its_message(checkout: Path) -> None:
+    commit(checkout)
+    before = contents(checkout)
+    planned = {edit.path: edit.after for edit in checkouts.read(checkout).edits()}
+    git(checkout, "am", "-q", OWN_DIFF)
+    assert contents(checkout) == {**before, **planned}
+    message = git(checkout, "log", "-1", "--format=%an%n%s%n%b")
+    assert message.startswith("nemo-patches authors\nASR: a time limit for the all-reduce of the input length\n")
+    assert "NEMO_LENGTH_SYNC_TIMEOUT" in message and "diff --git" not in message
+    git(checkout, "revert", "--no-edit", "HEAD")
+    assert contents(checkout) == before
+
+
+@pytest.mark.one_nemo
+def test_its_tables_are_those_of_the_change_for_nemo_itself(checkout: Path) -> None:
+    """One text for both, so that what upstream's own tests hold holds for the diffs."""
+    path = "nemo/collections/asr/parts/submodules/multi_head_attention.py"
+    (edit,) = (edit for edit in checkouts.read(checkout).edits() if edit.path == path)
+    git(checkout, "apply", f"--include={path}", UPSTREAM[0])
+    assert contents(checkout)[path] == edit.after
+
+
+@pytest.fixture
+def nemo(tmp_path: Path) -> Path:
+    """All of the installed NeMo, for Python to import."""
+    shutil.copytree(SITE / "nemo", tmp_path / "site" / "nemo", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "site"
+
+
+IMPORTED = """
+import {first}
+import nemo_patches
+{second}
+from nemo.collections.asr.modules import ConformerEncoder, ConvASREncoder
+status = nemo_patches.status()
+from nemo_patches.stall import subscriber
+print([kind.__dict__[name].__module__ for kind, name in (
+    (ConformerEncoder, "update_max_seq_length"), (ConvASREncoder, "update_max_sequence_length"))])
+print(status.state, status.why, {{skipped.reason for skipped in status.skipped}}, subscriber.monitor is not None)
+"""
+
+
+@pytest.mark.one_nemo
+@pytest.mark.parametrize(
+    ("way", "patches", "reason"),
+    [
+        ("apply", [OWN_DIFF], "a diff of patches/ has bounded it in this NeMo"),
+        ("auto-apply", UPSTREAM, "no reduce here: nothing to bound"),
+    ],
 )
-
-
-@pytest.mark.one_nemo
-def test_what_is_built_in_asks_for_no_version(vendored: Path) -> None:
-    info = vendored / "nemo" / "package_info.py"
-    info.write_text(info.read_text() + '__shortversion__ = "2.0.0"\n')
-    done = run([sys.executable, "-m", "nemo_patches", "status"], environment(vendored), cwd=CHECKOUT)
+def test_a_nemo_without_the_reduce_is_recognised_left_and_watched(
+    way: str, patches: list[Path], reason: str, nemo: Path
+) -> None:
+    git(nemo, "apply", "--whitespace=nowarn", "--include=nemo/*", *patches)
+    done = run([sys.executable, "-m", "nemo_patches", "status"], environment(nemo), cwd=CHECKOUT)
     assert done.returncode == 0, done
-    program = APPLY.format(first="sys", second="nemo_patches.apply()")
-    done = run([sys.executable, "-c", program], environment(vendored), cwd=vendored)
+    assert done.stdout.startswith(f"on: {reason}")
+    assert f"ConformerEncoder.update_max_seq_length: {reason}\n" in done.stdout
+
+    by_hand = way == "apply"
+    program = IMPORTED.format(
+        first="sys" if by_hand else "nemo.collections.asr", second="nemo_patches.apply()" if by_hand else ""
+    )
+    done = run([sys.executable, "-c", program], environment(*([] if by_hand else [CHECKOUT]), nemo), cwd=nemo)
     assert done.returncode == 0, done.stderr
-    assert "built in" in done.stdout.splitlines()[-1]
+    modules, status = done.stdout.splitlines()[-2:]
+    encoders = [f"nemo.collections.asr.modules.{name}" for name in ("conformer_encoder", "conv_asr")]
+    assert modules == str(encoders)
+    assert status.startswith(f"on {reason}; the watch is on {{")
+    own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
+    (line,) = own
+    assert f"left as it is: ConformerEncoder, TransformerEncoder, ConvASREncoder: {reason}" in line
+    assert line.endswith("; stall reports watch the job")
 
 
 @pytest.mark.one_nemo
-@pytest.mark.parametrize("way", ["apply", "auto-apply"])
-def test_beside_a_nemo_that_has_it_apply_and_auto_apply_do_nothing_twice_and_say_so(way: str, vendored: Path) -> None:
-    by_hand = way == "apply"
-    program = APPLY.format(first="sys" if by_hand else "nemo.collections.asr", second="nemo_patches.apply()" * by_hand)
-    path = (vendored,) if by_hand else (CHECKOUT, vendored)
-    trace = {"NEMO_PATCHES_TRACE": str(vendored / "trace"), "NEMO_PATCHES_METRICS": "deferred"}
-    done = run([sys.executable, "-c", program], environment(*path, **trace), cwd=vendored)
-    method, status = done.stdout.splitlines()[-2:]
-    assert method == "['nemo.collections.asr.modules.conformer_encoder', '0.1.0', False]"
-    assert status.startswith("() {'this NeMo has nemo_patches 0.1.0 built in")
-    own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
-    assert len(own) == 1 and "nothing to patch: this NeMo has nemo_patches 0.1.0 built in" in own[0]
-    assert own[0].endswith(f"; trace={vendored / 'trace'}, trace_size=256 MiB, metrics=deferred: not available there")
+def test_what_has_the_diff_is_not_printed_again(checkout: Path) -> None:
+    git(checkout, "apply", "--whitespace=nowarn", OWN_DIFF)
+    done = run([sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout], environment(), cwd=CHECKOUT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(
+        f"the edit is here already ({NEW_FILE}); take it out as it was put in: git apply -R FILE\n"
+    )

@@ -1,4 +1,4 @@
-"""`doctor --ranks` on real ranks: all well, ranks that differ, that are absent or hang, and two hosts."""
+"""`doctor --ranks` on real ranks: all well, ranks that differ, that are absent or tell nonsense, and two hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import ADDRESSES, CABLES, HOSTS, move_to, two_hosts
+from hosts import ADDRESSES, HOSTS, move_to, two_hosts
 from interpreters import CHECKOUT, environment, run
 from ranks import free_port
 
@@ -49,25 +49,19 @@ def let_go(processes: list[subprocess.Popen[str]]) -> None:
         process.stdin.flush()
 
 
-def test_ranks_that_are_alike_are_measured_and_nothing_is_found(tmp_path: Path) -> None:
+def test_nothing_is_found_among_ranks_that_are_alike(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("trainer: {devices: 2}\nmodel: {train_ds: {manifest_filepath: a.json, batch_size: 8}}\n")
-    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, "--nccl", str(config)]
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, str(config)]
     command += ["model.train_ds.batch_size=4"]
-    odd = {"NEMO_PATCHES_DUMP": os.fsdecode("/转储".encode("gbk")), "NEMO_PATCHES_ON_STALL": "page \n --all"}
+    odd = {"NEMO_PATCHES_TRACE": os.fsdecode("/转储".encode("gbk")), "NEMO_PATCHES_ON_STALL": "page \n --all"}
     done = run(command, environment(CHECKOUT, **odd), LIMIT)
     assert done.returncode == 0, done
-    first, *lines, size, sampler, last = done.stdout.splitlines()
-    lines, collectives = lines[:2], lines[2:]
-    assert [line.split(" ")[0] for line in collectives] == ["all_reduce", "broadcast", "all_gather"]
+    first, size, sampler, last = done.stdout.splitlines()
+    assert first == "2 ranks: 2 of 2 ranks answered, on 1 host"
     assert size.endswith(" model.train_ds.batch_size: 4")
     assert sampler.endswith(", sampler: Lightning's")
-    assert first.startswith("2 ranks: 2 of 2 ")
     assert last == "2 ranks: nothing"
-    for rank, line in enumerate(lines):
-        assert line.startswith(f"rank {rank}: {os.uname().nodename}, pid ")
-        assert "not measured" not in line
-        assert line.endswith("auto-apply on")
 
 
 @contextlib.contextmanager
@@ -127,36 +121,32 @@ def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_cod
         assert (second.returncode, out, error) == (0, "", "")
     assert code == 1
     assert "9.9.0 on rank 1, " in found["NP302"]
-    assert [line.partition("differs: ")[2] for line in found["NP303"].splitlines()] == [
-        "local on rank 1, bounded on rank 0",
-        "Tree on rank 1, not set on rank 0",
-    ]
-    assert "on rank 1: NeMo 9.9.0 is not" in found["NP304"]
-    assert "rank 2 of 3 within 5 s\n" in found["NP301"]
-    assert set(found) == {"NP301", "NP302", "NP303", "NP304"}
+    patching, sync, algorithm = found["NP303"].splitlines()
+    assert "NeMo 9.9.0 is not" in patching
+    assert patching.endswith(" on rank 1, by itself on rank 0")
+    assert sync.endswith("differs: local on rank 1, bounded on rank 0")
+    assert algorithm.endswith("differs: Tree on rank 1, not set on rank 0")
+    assert "rank 2 of 3, " in found["NP301"]
+    assert set(found) == {"NP301", "NP302", "NP303"}
     assert [rank["versions"]["nemo_patches"] for rank in report["ranks"]] == [nemo_patches.__version__] * 2
-    assert all(len(rank["measured"]["syncs"]) == 20 for rank in report["ranks"])
-    assert all(abs(rank["clock_offset"]) < 1 for rank in report["ranks"])
 
 
 STUCK = """
 import os, sys, time
 import torch.distributed as dist
 server = dist.TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-store = dist.PrefixStore("nemo_patches/doctor/0", server)
+store = dist.PrefixStore("nemo_patches/doctor", server)
 print("serving", flush=True)
 facts = store.get("facts/0").decode().replace('"rank":0', '"rank":1')
 store.set("facts/1", facts)
 store.set("facts/2", facts.replace('"rank":1', '"rank":2').replace('"host":"', '"host":"' + "x" * 300000))
 store.set("facts/3", '{"rank": 3, "host": 7}')
-for _ in range(3):
-    store.add("facts", 1)
 print("told", flush=True)
 time.sleep(60)
 """
 
 
-def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
+def test_a_rank_that_tells_nonsense_is_as_one_without_an_answer() -> None:
     port = free_port()
     stuck = subprocess.Popen(
         [sys.executable, "-c", STUCK, str(port)], env=environment(CHECKOUT), stdout=subprocess.PIPE, text=True
@@ -165,7 +155,7 @@ def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
         assert stuck.stdout is not None
         assert stuck.stdout.readline() == "serving\n"  # pytest-timeout bounds this
         variables = {"NEMO_PATCHES_TIMEOUT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        with started(4, variables, port=port, options=("--nccl",)) as (first,):
+        with started(4, variables, port=port) as (first,):
             began = time.monotonic()
             code, report, found = printed(first)
             took = time.monotonic() - began
@@ -174,13 +164,28 @@ def test_a_rank_that_hangs_or_tells_nonsense_holds_nobody_up() -> None:
         out, _ = stuck.communicate()
     assert out == "told\n"
     assert code == 1
-    assert "ranks 2-3 of 4 within 3 s\n" in found["NP301"]
-    assert "rank 1 did not come through" in found["NP306"]
-    assert "no sync on rank 0: " in found["NP306"]
+    assert "ranks 2-3 of 4, " in found["NP301"]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
-    assert "rank 1 answered, and did not" in found["NP309"]
-    assert "rank 0: the start of the group" in found["NP309"]
-    assert took < 8 * 3 + 5 + 20  # its limits, and its start and end on a busy machine
+    assert took < 2 * 3 + 5 + 20  # its limits, and its start and end on a busy machine
+
+
+def test_a_store_that_stops_is_said_in_bounded_time() -> None:
+    port = free_port()
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(port)], env=environment(CHECKOUT), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert stopped.stdout is not None
+        assert stopped.stdout.readline() == "serving\n"  # pytest-timeout bounds this
+        stopped.send_signal(signal.SIGSTOP)
+        variables = {"NEMO_PATCHES_TIMEOUT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with started(2, variables, port=port) as (first,):
+            out, error = first.communicate(timeout=LIMIT)
+        assert (first.returncode, out) == (2, "")
+        assert error.startswith("nemo-patches doctor: rank 0")
+    finally:
+        stopped.send_signal(signal.SIGKILL)
+        stopped.communicate()
 
 
 def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_its_own() -> None:
@@ -211,34 +216,29 @@ def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> 
 def test_slurms_variables_are_a_place() -> None:
     from nemo_patches.tools.doctor.rank_place import RankPlace, place
 
-    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
-    assert place(slurm) == RankPlace(3, 8, 1, "a", 9, False)
+    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    assert place(slurm) == RankPlace(3, 8, "a", 9, False)
     assert place({**slurm, "SLURM_PROCID": "0"}).has_server
     assert not place({**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_server
 
 
-def on_two_hosts(
-    commands: list[list[str]], variables: list[dict[str, str]], together: bool = False
-) -> list[tuple[int, str, str]]:
-    """The exit code, output and errors of each of two commands, one on each host; together: they are TOGETHER."""
+def on_two_hosts(commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    """The exit code, output and errors of each of two commands, one on each host."""
     with two_hosts():
         processes = []
         try:
-            for host, command, own in zip(HOSTS, commands, variables, strict=True):
+            for host, command in zip(HOSTS, commands, strict=True):
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env={**environment(CHECKOUT), **own},
+                        env=environment(CHECKOUT),
                         preexec_fn=lambda host=host: move_to(host),
-                        stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         text=True,
                         start_new_session=True,
                     )
                 )
-            if together:
-                let_go(processes)
             texts = [process.communicate(timeout=LIMIT) for process in processes]
         finally:
             for process in processes:
@@ -250,30 +250,9 @@ def on_two_hosts(
 
 def test_two_hosts_under_torchrun() -> None:
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29500"]
-    commands = [[*TORCHRUN, *where, "--node-rank", node, *DOCTOR] for node in ("0", "1")]
-    (code, out, error), (other, *_) = on_two_hosts(commands, [{"GLOO_SOCKET_IFNAME": cable} for cable in CABLES])
+    commands = [[*TORCHRUN, *where, "--node-rank", node, *DOCTOR, "--json"] for node in ("0", "1")]
+    (code, out, error), (other, *_) = on_two_hosts(commands)
     assert (code, other) == (0, 0), error
-    assert out.startswith("2 ranks: 2 of 2 ranks ")
-    assert f"rank 1: {HOSTS[1]}, pid " in out
-    assert "not measured" not in out
-    assert out.endswith("2 ranks: nothing\n")
-
-
-def test_hosts_that_cannot_connect_are_said_to_have_no_rounds() -> None:
-    """Each goes by an interface that leads to nobody, and reaches the store by another."""
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NEMO_PATCHES_TIMEOUT": "5"}
-    own = [{**job, "RANK": rank, "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "nowhere"} for rank in ("0", "1")]
-    (code, out, error), (other, *_) = on_two_hosts([[sys.executable, "-c", TOGETHER]] * 2, own, together=True)
-    assert (code, other) == (1, 0), (out, error)
-    assert "NP306 warning: no sync on rank" in out
-    assert "GLOO_SOCKET_IFNAME" in out
-    assert "store not measured" not in out
-
-
-def test_two_hosts_whose_names_lead_to_a_loopback_address() -> None:
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "NEMO_PATCHES_TIMEOUT": "5"}
-    own = [{**job, "RANK": rank, "LOCAL_RANK": "0"} for rank in ("0", "1")]
-    (code, out, error), (other, *_) = on_two_hosts([[sys.executable, "-c", TOGETHER]] * 2, own, together=True)
-    assert (code, other) == (0, 0), (out, error)  # the side channel takes the address on the way to the store
-    assert out.startswith("2 ranks: 2 of 2 ranks ")
-    assert "not measured" not in out
+    (report,) = json.loads(out)
+    assert [rank["host"] for rank in report["ranks"]] == list(HOSTS)
+    assert report["findings"] == []

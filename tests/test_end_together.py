@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import Said
+from torch.utils.data import DataLoader, IterableDataset
 
 from nemo_patches.channel.extremes import packed, unpacked
 from nemo_patches.channel.side_channel import RoundFailed
-from nemo_patches.uneven import even_loader
-from nemo_patches.uneven.agreement import Agreement, Position, StopTogetherError
-from nemo_patches.uneven.even_loader import EvenLoader
+from nemo_patches.options import even_loader
+from nemo_patches.options.agreement import Agreement, Position, StopTogetherError
+from nemo_patches.options.even_loader import EvenLoader
+from nemo_patches.sync.rank_log import logger
 
 pytestmark = pytest.mark.one_nemo
 LIMIT_S = 60.0
@@ -65,13 +68,13 @@ def rank_of(job: Job, rank: int) -> Any:
 
 
 class Source:
-    """A loader whose passes have these numbers of batches."""
+    """A loader whose passes have these numbers of batches; pass_number: the present one's, also if it begins again."""
 
     def __init__(self, passes: list[int]) -> None:
-        self._passes = iter(passes)
+        self._passes, self.pass_number = passes, 0
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(next(self._passes)))
+        return iter(range(self._passes[self.pass_number]))
 
 
 def ran(schedule: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[str]]:
@@ -86,8 +89,9 @@ def ran(schedule: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[st
     def run(rank: int) -> None:
         try:
             agreement = Agreement(rank_of(job, rank), "test", 1, "numbers")
-            loader = EvenLoader(Source([batches for batches, _ in schedule[rank]]), agreement)
-            for _, leaves_after in schedule[rank]:
+            source = Source([batches for batches, _ in schedule[rank]])
+            loader = EvenLoader(source, agreement)
+            for source.pass_number, (_, leaves_after) in enumerate(schedule[rank]):
                 given_out[rank].append(0)
                 for _ in loader:
                     given_out[rank][-1] += 1
@@ -149,26 +153,70 @@ def test_a_rank_without_a_batch_raises_on_all() -> None:
     assert all("test loader 1 (numbers): rank 1 has no batch at all" in text for text in raised)
 
 
-def test_batches_that_a_loader_has_got_since_its_set_up_are_said_to_be_left_out(caplog: Any) -> None:
-    batches = [1, 2, 3]
-    even = EvenLoader(batches, Agreement(rank_of(Job(1), 0), "data", 1, "list"))
-    passes = [list(even)]
-    batches.append(4)
-    passes += [list(even), list(even)]
-    assert passes == [[1, 2, 3]] * 3
-    (line,) = caplog.messages
-    assert "it has 4 batches now, and the ranks agreed on 3 when it was set up; 1 of 4 batches (25%) left out" in line
-
-
-def test_before_torch_distributed_it_does_nothing_and_says_so_once(
-    caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_torch_distributed_it_does_nothing_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = Said()
     monkeypatch.setattr(even_loader, "even_loaders", even_loader.EvenLoaders())
     assert even_loader.stop_together([1]) == [1]  # alone
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert even_loader.stop_together([1]) == even_loader.stop_together([1]) == [1]
-    (line,) = caplog.messages
-    assert "stop_together() does nothing, and the launcher says 2 ranks: torch.distributed is not initialized" in line
+    logger.removeHandler(said)
+    (line,) = said.lines
+    assert "ranks do not end their passes together: torch.distributed is not initialized" in line
+
+
+class ItsOwnIterator(IterableDataset[int]):
+    """Its next pass goes on with one that was left."""
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return 0
+
+
+class OwnSampler:
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return 0
+
+
+class Wrapped(IterableDataset[int]):
+    """Around one that is its own iterator."""
+
+    def __init__(self) -> None:
+        self.dataset = ItsOwnIterator()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.dataset)
+
+
+@pytest.mark.parametrize(
+    ("loader", "name"),
+    [
+        (DataLoader(ItsOwnIterator()), "test_end_together.ItsOwnIterator"),
+        (DataLoader(Wrapped()), "test_end_together.ItsOwnIterator"),
+        (DataLoader([1, 2, 3], sampler=OwnSampler()), "test_end_together.OwnSampler"),
+        ((number for number in range(3)), "builtins.generator"),
+    ],
+    ids=["data set", "inner data set", "sampler", "generator"],
+)
+def test_a_loader_that_may_go_on_with_a_cut_pass_is_refused_by_name(loader: Any, name: str) -> None:
+    with pytest.raises(StopTogetherError) as error:
+        EvenLoader(loader, Agreement(rank_of(Job(1), 0), "training", 1, "numbers"))
+    text = str(error.value)
+    assert text.startswith(f"training loader 1 (numbers): stop_together does not allow {name}: it is its own iterator")
+    assert "allowed: NeMo's and Lhotse's own, and loaders, data sets and samplers whose __iter__ begins" in text
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [DataLoader([1, 2]), DataLoader([1, 2], shuffle=True, batch_size=2), [1, 2]],
+    ids=["torch's", "torch's shuffled", "list"],
+)
+def test_what_begins_a_pass_anew_is_taken(loader: Any) -> None:
+    EvenLoader(loader, Agreement(rank_of(Job(1), 0), "training", 1, "numbers"))
 
 
 def test_out_of_step_names_a_rank_at_each_end_on_all() -> None:

@@ -1,4 +1,7 @@
-"""Each command's words stand in a file of tests/golden, with what is typed for each; `make golden` writes them anew."""
+"""One example of what `diagnose` says for each verdict, and what commands say of what is typed wrong.
+
+Both stand in tests/golden; `make golden` writes them anew.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ import pytest
 import test_diagnose
 import test_evidence
 import test_flight_recorder
-import test_nccl_ras
 import transcripts
 from rich.console import Console
 from test_watchdog_log import diagnose_logs, public_logs
 
-from nemo_patches.tools.diagnose import report_text, verdicts
+from nemo_patches.tools.diagnose import report_text
 from nemo_patches.tools.diagnose.findings import Diagnosis
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -29,19 +31,26 @@ def _show(report: Diagnosis) -> None:
     raise SystemExit(report.exit_code)
 
 
-def _traces(given: str | list[list[Any]], stray: str = "", **more: Any) -> None:
-    """Of a scenario, or of what each rank does. stray: another file in the folder."""
+def _traces(schedules: list[list[Any]], stray: str = "", **more: Any) -> None:
+    """Of what each rank does. stray: another file in the folder."""
     folder = Path(mkdtemp(dir="."))
     if stray:
         (folder / stray).write_text("x")
-    scenario = test_diagnose.SCENARIOS[given] if isinstance(given, str) else test_diagnose.Scenario(given, "", ())
-    _show(test_diagnose.report_on(replace(scenario, **more), folder))
+    _show(test_diagnose.report_on(replace(test_diagnose.Scenario(schedules, "", ()), **more), folder))
+
+
+def _two(common: list[Any], odd: list[Any], usual: list[Any]) -> list[list[Any]]:
+    return [common + usual, common + odd]
+
+
+def _log(text: str) -> None:
+    Path("train.log").write_text(text)
+    _show(diagnose_logs([Path("train.log")]))
 
 
 def _public(wanted: str) -> None:
     """A log that somebody has published, in tests/public_logs.txt."""
-    Path("train.log").write_text(next(text for issue, _, _, text in public_logs() if issue == wanted))
-    _show(diagnose_logs([Path("train.log")]))
+    _log(next(text for issue, _, _, text in public_logs() if issue == wanted))
 
 
 def _facts(*given: Any, **more: Any) -> None:
@@ -53,20 +62,19 @@ def _dumps(entries: Mapping[int, Any]) -> None:
     _show(test_flight_recorder.diagnose_dumps(test_flight_recorder.write(Path(mkdtemp(dir=".")), dict(entries))))
 
 
-def _ras(answer: str) -> None:
-    Path("ras.txt").write_text(answer)
-    _show(test_nccl_ras.saved(Path("ras.txt")))
+def _crossed() -> None:
+    """Two ranks, each in a collective of another group."""
+    folder = Path(mkdtemp(dir="."))
+    groups = {"0": [0, 1], "1": [0, 1]}
+    waits = {0: test_flight_recorder.steps(1), 1: [test_flight_recorder.in_group("1", 1)]}
+    test_flight_recorder.of_groups(folder, {rank: (groups, waits[rank]) for rank in waits})
+    _show(test_flight_recorder.diagnose_dumps(folder))
 
 
-def test_the_words_of_diagnose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_of_each_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {"traces": _traces, "public": _public, "facts": _facts, "dumps": _dumps, "ras": _ras}
-    given |= {
-        "of_ras": test_nccl_ras,
-        "verdicts": verdicts,
-        "recorded": test_flight_recorder.steps,
-        "facts_of": test_evidence.facts,
-    }
+    given = {"traces": _traces, "log": _log, "public": _public, "facts": _facts, "dumps": _dumps, "crossed": _crossed}
+    given |= {"two": _two, "recorded": test_flight_recorder.steps, "facts_of": test_evidence.facts}
     transcripts.compare("diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given})
 
 

@@ -1,7 +1,7 @@
 """One rank of a real job under Hydra, Lightning and torchrun raises, and torchrun ends the others: who is named.
 
 Most jobs here are forked by torchrun's own agent from a process that has imported NeMo once. HYDRA_RUNS=20 runs so
-many drawn by chance with `torchrun` itself, on PYTHONPATH alone and installed in turn, with a trace and with dumps.
+many drawn by chance with `torchrun` itself, on PYTHONPATH alone and installed in turn.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ import nemo_patches
 
 gc.freeze()  # else each collection in a rank goes through all of NeMo
 
-def script(way, folder, arguments, variables={}):
+def script(folder, arguments, variables={}):
     os.environ.update(variables)
     os.chdir(folder)
-    nemo_patches.apply(**{way: folder})
+    nemo_patches.apply(trace=folder)
     sys.argv = arguments
     try:
         runpy.run_path(arguments[0], run_name="__main__")
@@ -59,7 +59,7 @@ def script(way, folder, arguments, variables={}):
 
 base, app, ranks, port, *jobs = sys.argv[1:]
 for job in jobs:
-    name, way, place, culprit = job.split(":")
+    name, place, culprit = job.split(":")
     folder = os.path.join(base, name)
     os.mkdir(folder)
     arguments = [app, f"+place={place}", f"+culprit={culprit}", "+step=3"]
@@ -67,7 +67,7 @@ for job in jobs:
         variables = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                          TORCHELASTIC_RUN_ID="alone", GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
         process = multiprocessing.get_context("fork").Process(
-            target=script, args=(way, folder, [*arguments, "+group_timeout=2"], variables))
+            target=script, args=(folder, [*arguments, "+group_timeout=2"], variables))
         process.start()
         process.join(60)
         process.kill()
@@ -76,28 +76,21 @@ for job in jobs:
         config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=int(ranks), run_id=name, rdzv_backend="c10d",
                               rdzv_endpoint="127.0.0.1:0", max_restarts=0, start_method="fork", monitor_interval=0.05)
         try:
-            elastic_launch(config, script)(way, folder, arguments)
+            elastic_launch(config, script)(folder, arguments)
             codes = {}
         except ChildFailedError as error:
             codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     print("ended", name, json.dumps(codes), flush=True)
 """
-JOBS = {place: ("trace", place, number % RANKS) for number, place in enumerate(RAISED)}
-JOBS |= {
-    "dump": ("dump", "worker", 2),
-    "dump before any call": ("dump", "setup", 1),
-    "caught": ("trace", "caught", -1),
-    "caught, dump": ("dump", "caught", -1),
-    "stopped": ("trace", "stopped", -1),
-    "alone": ("trace", "alone", 0),
-}
+JOBS = {place: (place, number % RANKS) for number, place in enumerate(RAISED)}
+JOBS |= {"caught": ("caught", -1), "stopped": ("stopped", -1), "alone": ("alone", 0)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By job a folder with what its ranks have left."""
     base = tmp_path_factory.mktemp("jobs")
-    jobs = [f"{name}:{way}:{place}:{culprit}" for name, (way, place, culprit) in JOBS.items()]
+    jobs = [f"{name}:{place}:{culprit}" for name, (place, culprit) in JOBS.items()]
     command = [sys.executable, "-c", LAUNCHES, str(base), str(APP), str(RANKS), str(free_port()), *jobs]
     done = run(command, environment(CHECKOUT), LIMIT_S, cwd=base)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
@@ -111,9 +104,9 @@ def names(report: Any, place: str, culprit: int) -> bool:
     return (first.id, first.ranks) == ("exception", (culprit,)) and f"raised {kind}: {message}" in first.text
 
 
-@pytest.mark.parametrize("name", [name for name, (_, place, _) in JOBS.items() if place in RAISED])
+@pytest.mark.parametrize("name", [name for name, (place, _) in JOBS.items() if place in RAISED])
 def test_the_rank_and_its_exception_are_named(folder: Path, name: str) -> None:
-    _, place, culprit = JOBS[name]
+    place, culprit = JOBS[name]
     report = diagnosed(folder / name)
     assert names(report, place, culprit), report.verdict
     assert report.findings[0].severity == "critical"
@@ -121,25 +114,24 @@ def test_the_rank_and_its_exception_are_named(folder: Path, name: str) -> None:
 
 
 def test_its_time_is_recorded_and_is_before_the_others_ends(folder: Path) -> None:
-    culprit, raised_at, ended_at = JOBS["callback"][2], 0.0, []
+    culprit, raised_at, ended_at = JOBS["callback"][1], 0.0, []
     for file in traces.files(folder / "callback"):
         found = [json.loads(line) for line in file.read_bytes().splitlines() if line.startswith(b"{")]
         started = found[0]["started"]
         if found[0]["rank"] == culprit:
-            (failed,) = traces.of_kind(found, "failed")
+            (failed,) = traces.of_kind(found, "raised")
             raised_at = started + failed["t"]
         else:
             ended_at.append(started + found[-1]["t"])
     assert 0 < raised_at < min(ended_at)
 
 
-@pytest.mark.parametrize("name", ["caught", "caught, dump"])
-def test_who_catches_it_and_goes_on_is_not_accused(folder: Path, name: str) -> None:
-    files = traces.files(folder / name)
+def test_who_catches_it_and_goes_on_is_not_accused(folder: Path) -> None:
+    files = traces.files(folder / "caught")
     assert len(files) == RANKS
     for file in files:
-        assert len(traces.of_kind(traces.records(file), "failed", type="ValueError")) == 1
-    report = diagnosed(folder / name)
+        assert len(traces.of_kind(traces.records(file), "raised", type="ValueError")) == 1
+    report = diagnosed(folder / "caught")
     assert not critical(report) and "exception" not in [one.id for one in report.findings], report.verdict
 
 
@@ -157,10 +149,10 @@ def test_a_start_up_that_timed_out_is_called_so(folder: Path) -> None:
     assert "1/2 clients joined" in start_up[0].text
 
 
-def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], way: str, folder: Path) -> Any:
+def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], folder: Path) -> Any:
     arguments = [f"+place={place}", f"+culprit={culprit}", f"+step={step}"]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(free_port())]
-    variables = environment(*path, **{f"NEMO_PATCHES_{way}": str(folder)})
+    variables = environment(*path, NEMO_PATCHES_TRACE=str(folder))
     done = run([sys.executable, *launch, APP, *arguments], variables, LIMIT_S, cwd=folder)
     assert done.returncode != 0
     (folder / "stderr").write_text(done.stderr)
@@ -172,7 +164,7 @@ def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
     (jobs := tmp_path / "job").mkdir()
-    report = torchrun("training_step", 1, 2, (metadata.parent, CHECKOUT), "TRACE", jobs)
+    report = torchrun("training_step", 1, 2, (metadata.parent, CHECKOUT), jobs)
     assert names(report, "training_step", 1), report.verdict
 
 
@@ -184,7 +176,7 @@ def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
         place, culprit, step = chance.choice(list(RAISED)), chance.randrange(RANKS), chance.randint(1, 8)
         path = [(CHECKOUT,), (entry_point, LAUNCHER)][number % 2]
         (folder := tmp_path / str(number)).mkdir()
-        report = torchrun(place, culprit, step, path, "TRACE" if number % 4 < 2 else "DUMP", folder)
+        report = torchrun(place, culprit, step, path, folder)
         right += (is_right := names(report, place, culprit))
         accused = {rank for one in critical(report) for rank in one.ranks}
         innocents += [(number, report.verdict)] if accused - {culprit} else []

@@ -24,10 +24,10 @@ import wrapt
 from ranks import Result, run_ranks, wait_until
 
 import nemo_patches
+from nemo_patches.options.metric_targets import METRIC_TARGETS
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch, start_up
 from nemo_patches.patching.replacements import Replacement
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS
-from nemo_patches.uneven.parameter_watch import parameter_watch
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"
@@ -219,7 +219,7 @@ def applied_while_a_thread_imports() -> bool:
 
     def wants_metrics() -> bool:
         frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
-        return any(frame.f_code.co_name == "import_chosen" for frame, _ in frames)
+        return any(frame.f_code.co_name == "import_targets" for frame, _ in frames)
 
     class Slow(SourceFileLoader):
         """Waits in the module's code: in a finder it would hold Python's one lock of all imports."""
@@ -434,19 +434,32 @@ def test_apply_refuses_an_unsupported_nemo() -> None:
     assert alone(apply_of_an_unsupported_nemo).value.startswith("UnsupportedNeMo: NeMo 9.9.0 is not supported")
 
 
-def built_in() -> tuple[int, int]:
-    start(NEMO_PATCHES_COMPARE="5")  # Lightning is imported, so the job is watched
-    before = parameter_watch.every
-    sys.modules[CONFORMER].ConformerEncoder.update_max_seq_length.__nemo_patches__ = "0.1.0"  # as a diff leaves it
+def one_without_a_reduce() -> tuple[list[str], list[str], str]:
+    start()
+    sys.modules[CONFORMER].ConformerEncoder.update_max_seq_length = without_a_reduce
     monkeypatch.this_process.on_import(CONFORMER)
-    return before, parameter_watch.every
+    first_import(CONV)
+    complete()
+    status = nemo_patches.status()
+    reasons = [one.reason for one in status.skipped if one.target.startswith("ConformerEncoder")]
+    return [*status.patched], reasons, status.state
 
 
-def test_what_a_nemo_with_a_diff_is_said_not_to_have_is_stopped_there() -> None:
-    result = alone(built_in)
-    assert result.value == (5, 0)
-    (line,) = result.lines("nothing to patch: this NeMo has nemo_patches 0.1.0 built in")
-    assert line.endswith("; compare=5: not available there")
+def without_a_reduce(self: Any, seq_length: int, device: object) -> None:
+    """As patches/upstream/ leaves it."""
+    if seq_length > self.max_audio_length:
+        self.set_max_audio_length(seq_length)
+
+
+def test_of_two_encoders_that_with_a_reduce_is_patched_and_the_other_is_said_to_be_left() -> None:
+    result = alone(one_without_a_reduce)
+    patched, reasons, state = result.value
+    assert "ConvASREncoder.update_max_sequence_length" in patched
+    assert not any(title.startswith("ConformerEncoder") for title in patched)
+    assert (reasons, state) == (["no reduce here: nothing to bound"], "on")
+    (line,) = result.lines("left as it is: ConformerEncoder: no reduce here: nothing to bound")
+    assert line.endswith("; stall reports watch the job")
+    assert result.lines("patched ConvASREncoder")
 
 
 def disabled_by_hand() -> int:

@@ -1,6 +1,7 @@
 """Hangs of real NeMo, Lightning and DDP with the checkout on PYTHONPATH and nothing else: none is silent.
 
-Whatever the config is, and whenever it hangs: a line on every rank that can speak, dumps, the page, exit code 83.
+Whatever the config is, and whenever it hangs: a line on every rank that can speak, its stall report in the job's
+folder, the page, exit code 83.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diagnosing import diagnosed
 from interpreters import CHECKOUT, environment
 from ranks import free_port
+
+from nemo_patches.tools.diagnose import findings as ids
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 4.0, 6.0
@@ -42,6 +46,7 @@ class Expected:
     mute: tuple[int, ...] = ()
     codes: tuple[tuple[int, int], ...] = ()
     level: str = "WARNING"
+    verdict: tuple[str, tuple[int, ...]] = (ids.MISSING_RANK, (1,))  # of the reports in the job's folder
 
 
 EXPECTED = {
@@ -53,15 +58,31 @@ EXPECTED = {
     "a checkpoint on a dead mount": Expected(
         r"rank 0 \(.*\) writes a checkpoint: .* \| rank 1 \(.*\): barrier, in .*, while saving a checkpoint",
         level="INFO",
+        verdict=(ids.MISSING_RANK, (0,)),
     ),
-    "all ranks read": Expected(r"no rank moves: ranks 0-1: read_audio \(tests/watched_jobs.py:\d+\)"),
+    "all ranks read": Expected(
+        r"no rank moves: ranks 0-1: read_audio \(tests/watched_jobs.py:\d+\)", verdict=(ids.NO_RANK_MOVES, ())
+    ),
     "the store's host is gone": Expected(
-        r"rank 0 .*has no heartbeat: its process has gone", (0,), ((0, -signal.SIGKILL),)
+        r"rank 0 .*has no heartbeat: its process has gone",
+        mute=(0,),
+        codes=((0, -signal.SIGKILL),),
+        verdict=(ids.KILLED, (0,)),
     ),
     "ports are blocked": Expected(READS),
     "ports are blocked, and the store goes": Expected(READS),
-    "the root is stopped": Expected(r"rank 0 \(.*\) has no heartbeat: stopped", (0,), ((0, -signal.SIGKILL),)),
-    "an inner rank is stopped": Expected(r"rank 1 \(.*\) has no heartbeat: stopped", (1,), ((1, -signal.SIGKILL),)),
+    "the root is stopped": Expected(
+        r"rank 0 \(.*\) has no heartbeat: stopped",
+        mute=(0,),
+        codes=((0, -signal.SIGKILL),),
+        verdict=(ids.SILENT, (0,)),
+    ),
+    "an inner rank is stopped": Expected(
+        r"rank 1 \(.*\) has no heartbeat: stopped",
+        mute=(1,),
+        codes=((1, -signal.SIGKILL),),
+        verdict=(ids.SILENT, (1,)),
+    ),
 }
 
 
@@ -82,11 +103,10 @@ class Ended:
 class Server:
     """tests/watched_jobs.py, with these variables."""
 
-    def __init__(self, dumps: Path, **variables: str) -> None:
+    def __init__(self, temporary: Path, **variables: str) -> None:
         command = [sys.executable, "-u", str(Path(__file__).parent / "watched_jobs.py")]
         pipe = subprocess.PIPE
-        all_ = {**LIMITS, "NEMO_PATCHES_DUMP": str(dumps), **variables}
-        self.dumps = dumps
+        all_ = {**LIMITS, "TMPDIR": str(temporary), **variables}
         self.process = subprocess.Popen(
             command, env=environment(CHECKOUT, **all_), stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
@@ -108,7 +128,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
     def server(sync: str) -> Server:
         if sync not in made:
-            made[sync] = Server(tmp_path_factory.mktemp("dumps"), NEMO_PATCHES_SYNC=sync)
+            made[sync] = Server(tmp_path_factory.mktemp("temporary"), NEMO_PATCHES_SYNC=sync)
         return made[sync]
 
     yield server
@@ -135,5 +155,10 @@ def test_no_hang_is_silent_whatever_the_config(name: str, servers: Callable[[str
     page: Any = json.loads((job.folder / "page.json").read_text())  # one rank for all
     assert page["level"] == "WARNING"
     assert any(page["text"] in line for log in job.logs for line in log.splitlines() if " WARNING " in line)
-    pids = [(job.folder / f"pid.{rank}").read_text() for rank in speak]
-    assert all(any(server.dumps.glob(f"rank-*.{pid}.*.jsonl")) for pid in pids), list(server.dumps.iterdir())
+    for rank in speak:
+        (folder,) = re.findall(r" INFO .*; `nemo-patches diagnose (\S+)` reads those of all ranks", job.logs[rank])
+        report: Any = json.loads(Path(folder, f"stall_rank_{rank}.json").read_text())
+        assert (report["rank"], report["level"]) == (rank, "WARNING")
+        assert any(report["text"] in line for line in job.stalls(rank))
+    first = diagnosed(Path(folder)).findings[0]
+    assert (first.id, first.ranks) == expected.verdict, first

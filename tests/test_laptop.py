@@ -63,7 +63,7 @@ def test_the_doctor_reads_configs_and_code(tmp_path: Path, lacking: Path) -> Non
     assert done.returncode == 1, done
     assert "NP123 warning: there is no strategy 'ddpp'" in done.stdout
     assert "NP005 warning: not judged: " in done.stdout
-    for options in ((str(code),), ("--list-rules",), ("--explain", "NP206")):  # all rules, those on machines too
+    for options in ((str(code),), ("--list-rules",), ("--explain", "NP210")):  # all rules, those on machines too
         done = python("-m", "nemo_patches", "doctor", *options, path=(lacking, CHECKOUT))
         assert (done.returncode, done.stderr) == (0, ""), done
 

@@ -32,11 +32,11 @@ def shown(
 
 
 def test_the_settings_and_our_folder_are_in_the_environment_and_nothing_else_changes() -> None:
-    variables, _, path = shown("--sync", "overlapped", "--timeout", "5", "--on-timeout", "raise", "--", *SHOW)
+    variables, _, path = shown("--sync", "local", "--timeout", "5", "--on-timeout", "raise", "--", *SHOW)
     plain = json.loads(run(SHOW, environment()).stdout)[0]
     assert variables == {
         **plain,
-        "NEMO_PATCHES_SYNC": "overlapped",
+        "NEMO_PATCHES_SYNC": "local",
         "NEMO_PATCHES_TIMEOUT": "5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
         "PYTHONPATH": str(LAUNCHER),
@@ -58,7 +58,7 @@ def test_the_users_pythonpath_comes_after_ours_as_it_was(tmp_path: Path) -> None
 
 def test_every_setting_is_an_option() -> None:
     words = {"sync": "local", "on_timeout": "raise"}
-    words |= {"trace": "here", "trace_checks": "cuda", "on_finding": "raise"}
+    words |= {"trace": "here", "trace_checks": "cuda"}
     words |= {"metrics": "deferred", "stop_together": "evaluation", "checkpoints": "stock"}
     options = {name: words.get(name, "7") for name in inspect.signature(nemo_patches.apply).parameters}
     arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -350,10 +351,12 @@ def test_two_threads_first_calls_of_an_encoder_share_one_sync(monkeypatch: pytes
     from nemo_patches.sync import length_sync
 
     both = threading.Barrier(2)
+    stores: list[length_sync.JobStore] = []
 
     class SlowStore(length_sync.JobStore):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
+            stores.append(self)
             with contextlib.suppress(threading.BrokenBarrierError):  # the other thread does not come, as it should
                 both.wait(0.5)
 
@@ -362,10 +365,10 @@ def test_two_threads_first_calls_of_an_encoder_share_one_sync(monkeypatch: pytes
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         with ThreadPoolExecutor(2) as threads:
-            first, second = threads.map(process.sync_of, [encoder, encoder])
+            list(threads.map(process.sync_of, [encoder, encoder]))
     finally:
         dist.destroy_process_group()
-    assert first is second
+    assert len(stores) == 1
 
 
 def forked_under_the_lock(rank: int, size: int) -> int:
@@ -377,7 +380,9 @@ def forked_under_the_lock(rank: int, size: int) -> int:
     held, forked = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with length_sync.process._lock:
+        group_syncs = length_sync.process.group_syncs
+        assert group_syncs is not None
+        with length_sync.process._lock, group_syncs.turn.taken(timedelta(seconds=60)):
             held.set()
             forked.wait(60)
 
@@ -424,19 +429,17 @@ def test_a_child_forked_before_its_parents_first_call_does_not_take_its_place() 
 def without_a_free_thread(rank: int, size: int, folder: str) -> None:
     if rank == 1:
         threading.stack_size(1 << 50)  # no thread can be started
-    nemo_patches.apply(timeout=2.0, trace=folder, compare=1)
+    nemo_patches.apply(timeout=2.0, trace=folder)
     encoder = encoders.conformer()
-    optimizer = torch.optim.SGD(encoder.parameters())
     for length in (100, 200):
         encoders.sync(encoder, length)
-        optimizer.step()
     assert encoder.max_audio_length == 200
 
 
 def test_where_no_thread_can_be_started_that_is_said_and_training_goes_on(tmp_path: Path) -> None:
     _, result = run_ranks(without_a_free_thread, 2, str(tmp_path))
     lines = [*result.lines("WARNING"), *result.lines("ERROR")]
-    assert len(lines) == 4
+    assert len(lines) == 3
     assert all("can't start new thread" in line and "please report it" not in line for line in lines)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,10 @@ import soundfile
 import torch
 from omegaconf import OmegaConf
 from ranks import Result, run_ranks
-from torch.utils.data import IterableDataset
 
 import nemo_patches
 from nemo_patches.lightning import StopTogether
+from nemo_patches.options import cut_pass
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 EPOCHS = 3
@@ -185,17 +184,13 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
         seen[f"passes {workers}"], seen[f"lhotse tarred {workers}"] = passes(shards, 3), trained(shards).epochs
         recorded = trained(shards, val=shards, val_check_interval=2)
         seen[f"validated {workers}"] = (recorded.epochs, recorded.validations)
-        seen[f"reloaded {workers}"] = trained(shards, reload_dataloaders_every_n_epochs=1).epochs
         for limit in (3, 4, 6):
             seen[f"limit {limit}, {workers}"] = trained(shards, limit_train_batches=limit).epochs
         seen[f"again {workers}"] = trained(shards, max_epochs=1, times=2).epochs
+        seen[f"counted {workers}"] = counted(shards)
     seen["plain loops"] = plain_loops(config(own, "lhotse tarred", 1, **FIXED))
-    seen["broken"] = broken_loops(config(even, "lhotse tarred", 0, **FIXED))
-    seen["broken, uneven"] = broken_loops(config(own, "lhotse tarred", 0, **FIXED))
+    seen["broken"] = broken_loops(config(own, "lhotse tarred", 0, **FIXED))
     seen["stock"], seen["even"] = (evens(even, callbacks) for callbacks in ([], [StopTogether(True, True)]))
-    seen["goes on"] = [sum(1 for _ in together) for together in [nemo_patches.stop_together(GoesOn(9 - 3 * rank))] * 3]
-    own_iterator = asr_models.loader(ItsOwnIterator(range(3 + rank)))
-    seen["own iterator"] = sum(1 for _ in nemo_patches.stop_together(own_iterator))
     return seen
 
 
@@ -208,14 +203,25 @@ def evens(folder: Path, callbacks: Any) -> dict[str, Any]:
         for limit in (2, 4):
             name = f"limit {limit}, {workers}"
             seen[name] = trained(shards, callbacks, limit_train_batches=limit, max_epochs=4).epochs
-        for name, more in (
-            ("reloaded", {"reload_dataloaders_every_n_epochs": 1 - workers}),
-            ("validated", {"limit_val_batches": 2, "num_sanity_val_steps": 1}),
-        ):
-            recorded = trained(shards, callbacks, val=shards, val_check_interval=2, **more)
-            seen[f"{name} {workers}"] = (recorded.epochs, recorded.validations)
+        limits = {"limit_val_batches": 2, "num_sanity_val_steps": 2}
+        recorded = trained(shards, callbacks, val=shards, val_check_interval=2, **limits)
+        seen[f"validated {workers}"] = (recorded.epochs, recorded.validations)
         endless = config(folder, "lhotse tarred", workers, **FIXED, force_finite=False)
         seen[f"endless {workers}"] = trained(endless, callbacks, limit_train_batches=3).epochs
+    return seen
+
+
+def counted(train: Any) -> list[int]:
+    """How many passes the sources of cuts have counted in this process: at first, after one read to its end, cut."""
+    model = asr_models.ctc(asr_models.trainer_of(limit_train_batches=50))
+    model.setup_training_data(train)
+    ends = cut_pass.PassEnds(model._train_dl, "loader")
+    parts = cut_pass._inner_parts(model._train_dl.dataset.sampler)
+    (source,) = (part for part in parts if type(part).__name__ == "LazyNeMoTarredIterator")
+    seen = [source.epoch]
+    for end in (ends.ended, ends.cut):
+        end()
+        seen.append(source.epoch)
     return seen
 
 
@@ -228,46 +234,19 @@ def plain_loops(train: Any) -> list[list[Batch]]:
     return [[cuts_of(batch) for batch in nemo_patches.stop_together(model._train_dl)] for _ in range(EPOCHS)]
 
 
-def broken_loops(train: Any) -> list[list[list[Batch]]]:
-    """Over Lhotse's tarred data, left after so many batches each: as stock, even for all passes, and anew for each."""
-    all_loops = []
-    for is_even, for_each in ((False, False), (True, False), (True, True)):
-        model = asr_models.ctc(asr_models.trainer_of(limit_train_batches=50))
-        model.setup_training_data(train)
-        loader = nemo_patches.stop_together(model._train_dl) if is_even else model._train_dl
-        loops = list[list[Batch]]()
-        for most in (2, 1, 1, 50, 3, 50):
-            loops.append([])
-            for batch in nemo_patches.stop_together(model._train_dl) if for_each else loader:
-                loops[-1].append(cuts_of(batch))
-                if len(loops[-1]) == most:
-                    break
-        all_loops.append(loops)
-    return all_loops
-
-
-class GoesOn:
-    """A loader whose next pass goes on with one that was left, which nobody can tell."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.given = count, 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.given < self.count:
-            self.given += 1
-            yield self.given
-        self.given = 0
-
-
-class ItsOwnIterator(IterableDataset[Any]):
-    def __init__(self, seeds: range) -> None:
-        self.seeds = iter(seeds)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return asr_models.batch(next(self.seeds))
+def broken_loops(train: Any) -> list[list[Batch]]:
+    """Over Lhotse's tarred data, left after so many batches each, which such a loader goes on with."""
+    model = asr_models.ctc(asr_models.trainer_of(limit_train_batches=50))
+    model.setup_training_data(train)
+    loops = list[list[Batch]]()
+    together = nemo_patches.stop_together(model._train_dl)
+    for most in (1, 1, 50):
+        loops.append([])
+        for batch in together:
+            loops[-1].append(cuts_of(batch))
+            if len(loops[-1]) == most:
+                break
+    return loops
 
 
 @pytest.fixture(scope="module")
@@ -300,8 +279,6 @@ def test_nemos_own_loaders_begin_anew(name: str, tarred: str, seen: Any) -> None
         ("lhotse tarred 0", 4),
         ("lhotse tarred 1", 4),
         ("two workers", 8),  # each has all of the data
-        ("reloaded 0", 4),
-        ("reloaded 1", 4),
         ("limit 6, 0", 4),
         ("limit 6, 1", 4),
         ("limit 4, 0", 4),
@@ -324,6 +301,13 @@ def test_an_epoch_begins_with_the_beginning_of_a_later_pass(workers: int, seen: 
         assert epochs[1] in ([batches[:4] for batches in whole[1:]])
         assert rank[f"again {workers}"][0] == whole[0][:4]
         assert rank[f"again {workers}"][1] in ([batches[:4] for batches in whole])
+
+
+def test_this_process_counts_what_persistent_workers_have_read(seen: Any) -> None:
+    """New workers, after a cut, begin with this process's sources, by whose count the next pass is shuffled."""
+    for rank in seen:
+        assert rank["counted 0"] == [0, 0, 1]  # without workers, its own sources count what they read
+        assert rank["counted 1"] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -349,40 +333,19 @@ def test_even_ranks_have_stocks_batches(seen: Any) -> None:
         assert {name for name in rank["stock"] if rank["stock"][name] != rank["even"][name]} == set()
 
 
-def test_a_loop_that_is_left_by_a_break_goes_on_with_the_next_batch(seen: Any) -> None:
-    for rank in seen:
-        stock, *evens = rank["broken"]
-        assert sizes(stock) == [2, 1, 1, 1, 3, 2]
-        assert evens == [stock, stock]
-    first, second = (rank["broken, uneven"][1:] for rank in seen)
-    assert [sizes(loops) for loops in first] == [sizes(loops) for loops in second]
-    for loops in second:
-        assert sizes(loops)[:3] == [2, 1, 1]
-        assert len({cut for loop in loops[:3] for batch in loop for cut in batch}) == 8  # all of its cuts
+def test_a_loop_that_is_left_by_a_break_goes_on_and_no_rank_is_left_alone(seen: Any) -> None:
+    first, second = (rank["broken"] for rank in seen)
+    assert sizes(first) == sizes(second) == [1, 1, 4]  # then rank 1 has nothing left, and all begin anew
+    for loops in (first, second):
+        assert len({*loops[0][0], *loops[1][0]}) == 4
 
 
-def test_what_is_left_out_is_said_as_far_as_it_is_known(results: list[Result]) -> None:
-    wrapper = "(IterableDatasetWrapper): pass 1 ends on every rank after 4 batches: rank 1 has no more; "
-    assert results[0].lines(wrapper)
-    assert all(line.endswith(wrapper + "at least 1 batch left out here") for line in results[0].lines(wrapper))
-    native = results[0].lines("(TarredAudioToCharDataset): pass 1")
-    announced = "at least 1 batch left out here; by the length that it announces, a guess, 2 of 6 batches (33%)"
-    assert native and all(line.endswith(announced) for line in native)
-    for result in results:
-        assert not result.lines("IterableDatasetWrapper has a __next__")
-        assert not result.lines("(IterableDatasetWrapper)", "perhaps it went on")
-
-
-def test_a_loader_that_may_go_on_is_named_once(seen: Any, results: list[Result]) -> None:
-    assert [rank["goes on"] for rank in seen] == [[6, 2, 3]] * 2
-    what_to_do = "if its next pass goes on with one that was ended early, that is short: have its __iter__ begin anew"
-    (line,) = results[0].lines("(GoesOn)", "perhaps")
-    why = "pass 2 had 2 batches here, and the one before more than 6, with which it perhaps went on"
-    assert line.endswith(f"{why}; {what_to_do}")
-    for result in results:
-        (line,) = result.lines("ItsOwnIterator has a __next__")
-        assert line.endswith(what_to_do)
-    assert seen[0]["own iterator"] == 3
+def test_a_pass_that_was_cut_is_said_on_both_sides(results: list[Result]) -> None:
+    title = "(IterableDatasetWrapper): pass 1 ends on every rank after 4 batches: "
+    lines = results[0].lines(title)
+    assert lines and all(line.endswith("rank 1 has no more; this rank's others are left out") for line in lines)
+    lines = results[1].lines(title)
+    assert lines and all(line.endswith("this rank has no more, others have") for line in lines)
 
 
 def with_a_thread(rank: int, size: int, folder: str) -> list[int]:

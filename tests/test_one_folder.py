@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from diagnosing import diagnosed
-from simulated_job import Call, Event, Killed
-from simulated_job import steps as encoder_calls
 from simulated_traces import write
 from test_diagnose import SCENARIOS
 from test_flight_recorder import steps
@@ -42,27 +39,9 @@ Thread {pid} (idle): "MainThread"
 """
 
 
-DUMPED = b'{"k":"dumped","t":%f,"why":"a rank is missing","where":"","error":""}\n'
-
-
 def traces_of_a_stuck_rank(folder: Path) -> Path:
     """Rank 2 of 4 does not come to a call; the ranks give no stall reports."""
     return write(folder, SCENARIOS["stuck before it, no stall reports"].schedules, reports=False)
-
-
-def test_a_rank_whose_dump_may_lie_on_another_host_is_no_certain_culprit_beside_a_log_either(tmp_path: Path) -> None:
-    stuck: list[Event] = [Call(stuck="length sync")]
-    write(
-        tmp_path, [encoder_calls(9) + of_rank for of_rank in (stuck, stuck, stuck, [Killed(gone=False)])], reports=False
-    )
-    *rest, without = sorted(tmp_path.iterdir())
-    without.unlink()
-    for file in rest:
-        last = json.loads(file.read_bytes().splitlines()[-1])["t"]
-        file.write_bytes(file.read_bytes() + DUMPED % (last + 30))
-    (tmp_path / "train.log").write_text("nemo_patches INFO [rank 0/4 node0, pid 4000] patched on all 4 ranks: X\n")
-    first = diagnosed(tmp_path).findings[0]
-    assert (first.id, first.ranks, first.severity) == ("missing-rank", (3,), "warning")
 
 
 def test_a_log_says_why_a_rank_of_the_traces_did_not_come(tmp_path: Path) -> None:
@@ -84,6 +63,27 @@ def test_a_file_that_tells_nothing_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("restarted at noon\n")
     after = diagnosed(tmp_path)
     assert after.findings == before.findings
+
+
+RAS = """\
+Job summary
+===========
+  Nodes  Processes         GPUs  Processes     GPUs
+(total)   per node  per process    (total)  (total)
+      1          4            1          4        4
+
+Communicators... (0.00s)
+=============
+"""
+
+
+def test_what_ncclras_has_printed_is_said_once_to_be_not_read(tmp_path: Path) -> None:
+    traces_of_a_stuck_rank(tmp_path)
+    before = diagnosed(tmp_path)
+    (tmp_path / "ras.txt").write_text(RAS)
+    after = diagnosed(tmp_path)
+    assert after.findings == before.findings
+    assert [line for line in after.problems if "ras" in line] == ["ras.txt: NCCL RAS output: not read; see `ncclras`"]
 
 
 def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def moves(rank: int, size: int) -> list[str]:
     return problems
 
 
-@pytest.mark.apply_only  # on a NeMo with its diff both would be the same; test_both_ways compares there
+@pytest.mark.apply_only
 def test_grown_tensors_follow_the_model_as_in_stock() -> None:
     for result in run_ranks(moves, 2):
         assert result.value == []

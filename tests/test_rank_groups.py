@@ -24,7 +24,7 @@ from nemo_patches.stall import stacks
 from nemo_patches.stall.occupation import Occupation
 from nemo_patches.stall.rank_groups import grouped
 from nemo_patches.stall.rank_kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
-from nemo_patches.stall.rank_state import CALLING, MOVING, RankState
+from nemo_patches.stall.rank_state import CALLING, COMPUTING, MOVING, RankState
 from nemo_patches.stall.verdict import Verdict, judged
 
 pytestmark = pytest.mark.one_nemo
@@ -177,7 +177,49 @@ def test_ranks_in_one_collective_from_different_places_are_told_apart() -> None:
     assert seen.text().endswith("the ranks wait at different places; which of them is wrong cannot be told")
 
 
-KINDS = st.sampled_from(["waiting", "elsewhere", "calling", "moving", "silent", "left", "gone"])
+def test_who_computes_is_not_accused_but_after_a_while_that_is_a_warning() -> None:
+    seen = verdict(*waiting(0), state(1, "decode (a.py:1)", goes_on=COMPUTING), state(2, "read (data.py:1)"))
+    assert (seen.level, named(seen), seen.is_certain, seen.stays_info) == (logging.INFO, [], False, False)
+    assert "rank 1 (node1, pid 101): computes, without a step, now in decode (a.py:1)" in seen.text()
+    late = seen.overdue(60.0)
+    assert (late.level, named(late), late.is_certain, late.goes_on) == (logging.WARNING, [], False, True)
+    assert late.text().endswith("who waits may wait for a rank that goes on; no rank takes a step")
+    alone = verdict(state(0, "read (data.py:1)"), state(1, "decode (a.py:1)", goes_on=COMPUTING))
+    assert (alone.level, alone.stays_info) == (logging.INFO, True)
+
+
+FROM_ONE = "broadcast_object_list"
+
+
+@pytest.mark.parametrize(
+    ("collective", "request_", "is_idle"),
+    [
+        (FROM_ONE, "input()", True),
+        (GRADIENTS, "input()", True),
+        (FROM_ONE, "perhaps queue.get()", True),
+        (GRADIENTS, "perhaps queue.get()", False),  # then it waits for its data
+        ("", "accept()", True),  # nobody waits
+        ("", "perhaps queue.get()", False),
+    ],
+)
+def test_a_rank_that_waits_for_a_request_is_idle_where_the_others_may_wait_for_it(
+    collective: str, request_: str, is_idle: bool
+) -> None:
+    others = [state(1, "serve (s.py:3)", collective)] if collective else []
+    asks = state(0, "get (q.py:1)", request=request_, caller="serve (s.py:9)", sleeps=True)
+    seen = verdict(*others, asks)
+    assert (seen.is_idle, seen.stays_info) == (is_idle, is_idle)
+    if is_idle:
+        assert (seen.level, named(seen), seen.is_certain) == (logging.INFO, [], False)
+        what = request_.removeprefix("perhaps ")
+        assert seen.text().startswith(f"rank 0 (node0, pid 100) waits for a request: {what} in serve (s.py:9)")
+    else:
+        assert seen.level == logging.WARNING
+    for hung in (verdict(*others, asks, silent={2: NO_ANSWER}), verdict(*others, asks, state(2, "read (d.py:1)"))):
+        assert not hung.is_idle
+
+
+KINDS = st.sampled_from(["waiting", "elsewhere", "calling", "moving", "computing", "silent", "left", "gone"])
 
 
 @given(st.lists(KINDS, min_size=2, max_size=20))
@@ -188,15 +230,15 @@ def test_whoever_waits_or_calls_is_never_accused_and_every_rank_is_in_one_group(
             rank,
             f"at (a.py:{rank})",
             GRADIENTS if kind == "waiting" else "",
-            goes_on={"calling": CALLING, "moving": MOVING}.get(kind, ""),
+            goes_on={"calling": CALLING, "moving": MOVING, "computing": COMPUTING}.get(kind, ""),
         )
         for rank, kind in enumerate(kinds)
         if kind not in (*silent, "gone")
     ]
     reasons = {rank: silent[kind] for rank, kind in enumerate(kinds) if kind in silent}
     seen = verdict(*states, size=len(kinds), silent=reasons)
-    assert all(kinds[rank] not in ("waiting", "calling", "moving") for rank in named(seen))
-    assert not (seen.is_certain and "moving" in kinds)
+    assert all(kinds[rank] not in ("waiting", "calling", "moving", "computing") for rank in named(seen))
+    assert not (seen.is_certain and {"moving", "computing"} & set(kinds))
     assert sorted(rank for group in seen.groups for rank in group.ranks) == list(range(len(kinds)))
 
 

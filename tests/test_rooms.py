@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,20 +21,21 @@ MAY_IMPORT = {
     "channel": {"text", "channel"},
     "sync": {"text", "growth", "channel", "sync"},
     "stall": {"text", "channel", "sync", "stall"},
-    "tracing": {"text", "growth", "channel", "sync", "stall", "tracing"},
-    "uneven": {"text", "channel", "sync", "stall", "tracing", "uneven"},
-    "patching": {"text", "growth", "channel", "sync", "stall", "tracing", "uneven", "patching"},
-    "vendoring": {"text", "channel", "sync", "patching", "vendoring"},
+    "tracing": {"text", "channel", "sync", "stall", "patching", "tracing"},
+    "options": {"text", "channel", "sync", "patching", "options"},
+    "patching": {"text", "growth", "channel", "sync", "stall", "patching"},
+    "vendoring": {"patching", "vendoring"},
     # "" is the package: its public API.
-    "tools": {"text", "channel", "sync", "stall", "tracing", "uneven", "patching", "vendoring", "tools", ""},
-    "": {"text", "channel", "sync", "stall", "tracing", "uneven", "patching", ""},
+    "tools": {"text", "channel", "sync", "stall", "tracing", "options", "patching", "vendoring", "tools", ""},
+    "": {"text", "channel", "sync", "stall", "tracing", "options", "patching", ""},
 }
-VENDORED = (
-    "growth",
-    "channel",
-    "sync",
-    "stall",
-)  # the diffs carry them under another name, so imports in and between them are relative
+LOADERS = {  # the files of the layer that import such a package: by setting
+    "patching/chosen.py": "options",
+    "patching/features.py": "tracing",
+    "patching/replacements.py": "tracing",
+    "patching/trainer_callbacks.py": "tracing",
+}
+TORCH_ONLY = ("growth", "channel", "sync", "stall")  # what a rank always imports needs torch and the standard library
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
@@ -60,9 +59,7 @@ def room(path: Path) -> str:
 
 
 def home(path: Path) -> str:
-    """The package from which a file's relative imports count; the vendored __init__.py stands beside sync/."""
-    if path.name == "vendored_package.py":
-        return "nemo_patches"
+    """The package from which a file's relative imports count."""
     return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
 
 
@@ -92,19 +89,16 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
-            allowed = {"sync", "stall"} if path.name == "vendored_package.py" else MAY_IMPORT[room(path)]
-            assert target in allowed, name
-        elif room(path) in VENDORED:
+            loads = LOADERS.get(str(path.relative_to(PACKAGE)))
+            assert target in MAY_IMPORT[room(path)] or target == loads, name
+        elif room(path) in TORCH_ONLY:
             assert parts[0] in {"torch", *sys.stdlib_module_names}, name
 
 
-@each_file
-def test_imports_are_relative_where_the_diffs_carry_them_and_nowhere_else(path: Path) -> None:
-    carried = room(path) in VENDORED or path.name == "vendored_package.py"
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            ours = (node.module or "").startswith("nemo_patches")
-            assert (not ours) if carried else node.level == 0, ast.unparse(node)
+@pytest.mark.parametrize("file", LOADERS)
+def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
+    at_once = {ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body}
+    assert not [line for line in at_once if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line]
 
 
 @each_file
@@ -138,27 +132,8 @@ def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
     assert documentation.splitlines()[0].endswith((".", ":"))
 
 
-def test_what_the_diffs_carry_says_its_licence_and_where_it_comes_from() -> None:
-    for path in (path for path in FILES if room(path) in VENDORED):
-        assert "\n# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0\n" in path.read_text(), path
+def test_there_is_one_version() -> None:
     assert nemo_patches.sync.__version__ == nemo_patches.__version__
-
-
-@pytest.mark.parametrize("carried", [("channel",), ("channel", "sync"), ("channel", "sync", "stall")], ids="+".join)
-def test_it_imports_under_another_name_where_only_torch_is_there(carried: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "vendored").mkdir()
-    (tmp_path / "vendored" / "__init__.py").touch()
-    for file in ("growth.py", "text.py"):
-        shutil.copy(PACKAGE / file, tmp_path / "vendored")
-    for folder in carried:
-        shutil.copytree(PACKAGE / folder, tmp_path / "vendored" / folder)
-    files = [path for folder in carried for path in (PACKAGE / folder).glob("[!_]*.py")]
-    program = (
-        "import sys\n"
-        "missing = ('nemo_patches', 'nemo', 'wrapt', 'typer', 'rich', 'lightning')\n"
-        "sys.modules.update(dict.fromkeys(missing))\n"
-    ) + "".join(f"import vendored.{path.parent.name}.{path.stem}\n" for path in files)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=tmp_path)
 
 
 @pytest.mark.wheel

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.patching.settings import ALL_SETTINGS, OptionSettings, TraceSettings
 from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
-from nemo_patches.tracing.settings import TraceSettings
-from nemo_patches.uneven.settings import UnevenSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -21,37 +19,34 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 def test_defaults() -> None:
     second = timedelta(seconds=1)
     assert Settings.resolve(environment={}) == Settings("bounded", 10 * second, "fallback")
-    assert StallSettings.resolve(environment={}) == StallSettings(60 * second, 60 * second, 0 * second, "")
+    assert StallSettings.resolve(environment={}) == StallSettings(60 * second, 0 * second, "")
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
     environment = {
-        "NEMO_PATCHES_SYNC": "overlapped",
+        "NEMO_PATCHES_SYNC": "local",
         "NEMO_PATCHES_TIMEOUT": "2.5",
         "NEMO_PATCHES_ON_TIMEOUT": "raise",
-        "NEMO_PATCHES_CALL_TIMEOUT": "0",
+        "NEMO_PATCHES_STALL_TIMEOUT": "0",
     }
     seconds = timedelta(seconds=1)
-    assert Settings.resolve(environment=environment) == Settings("overlapped", 2.5 * seconds, "raise")
-    given: dict[str, Any] = {"sync": "local", "timeout": 4, "on_timeout": "fallback"}
-    assert Settings.resolve(given, environment) == Settings("local", 4 * seconds, "fallback")
+    assert Settings.resolve(environment=environment) == Settings("local", 2.5 * seconds, "raise")
+    given: dict[str, Any] = {"sync": "bounded", "timeout": 4, "on_timeout": "fallback"}
+    assert Settings.resolve(given, environment) == Settings("bounded", 4 * seconds, "fallback")
     assert StallSettings.resolve(environment=environment) == StallSettings(0 * seconds)
-    given = {"call_timeout": 7, "stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
-    assert StallSettings.resolve(given, environment) == StallSettings(
-        7 * seconds, 8 * seconds, 9 * seconds, "page --me"
-    )
+    given = {"stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
+    assert StallSettings.resolve(given, environment) == StallSettings(8 * seconds, 9 * seconds, "page --me")
     assert Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
 @pytest.mark.parametrize(
     ("keyword", "value", "allowed"),
     [
-        ("sync", "blocking", "'bounded', 'overlapped', 'local'"),
+        ("sync", "blocking", "'bounded', 'local'"),
         ("sync", "", "'bounded'"),
         ("on_timeout", "abort", "'fallback', 'raise'"),
         ("timeout", 0, "0.001 to 86400"),
         ("timeout", -1, "seconds"),
-        ("call_timeout", -1, "0.001 to 86400, or 0 (never)"),
         ("stall_timeout", 0.0001, "0.001 to 86400, or 0 (never)"),
         ("stall_exit", "an hour", "seconds"),
         ("on_stall", "page 'me", "a command line whose quotes match"),
@@ -75,17 +70,11 @@ def test_a_bad_variable_is_named() -> None:
         Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
 
 
-@pytest.mark.parametrize("value", [-1, 0.5, "1.5", "often", True, 1e10, math.nan, math.inf])
-def test_a_number_of_steps_is_a_whole_one(value: object) -> None:
-    with pytest.raises(SettingsError, match=r"compare=.* is not allowed; allowed: a whole number of optimizer steps"):
-        UnevenSettings.resolve({"compare": value}, {})
-
-
 def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
-    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *UnevenSettings().items()]
+    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *OptionSettings().items()]
     assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
     assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
-    assert str(StallSettings()) == "call_timeout=60 s, stall_timeout=60 s"
+    assert str(StallSettings()) == "stall_timeout=60 s"
     assert str(StallSettings(on_stall="page me")).endswith(", on_stall='page me'")
 
 
@@ -103,10 +92,8 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         "on_stall": "page 'me now'",
         "trace": "/a",
         "trace_checks": "cuda",
-        "on_finding": "raise",
         "metrics": "deferred",
         "stop_together": "training,evaluation",
-        "compare": "1000",
         "checkpoints": "stock",
     }
     value = setting.value(None, {setting.variable: others.get(setting.name, "3.5")})
@@ -123,7 +110,7 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> Non
         ("NEMO_PATCHES_DISABLED", "did you mean NEMO_PATCHES_DISABLE?"),
         (
             "NEMO_PATCHES_LOG_LEVEL",
-            "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, CALL_TIMEOUT, STALL_TIMEOUT, ",
+            "settings, after NEMO_PATCHES_: SYNC, TIMEOUT, ON_TIMEOUT, STALL_TIMEOUT, STALL_EXIT, ",
         ),
     ],
 )

@@ -234,9 +234,8 @@ def test_of_a_processs_variables_only_loop_counters_leave_it(tmp_path: Path) -> 
 
 
 def test_what_lies_beside_a_rank(tmp_path: Path) -> None:
-    trace, dump = tmp_path / "trace", tmp_path / "dump"
-    for folder in (trace, dump):
-        folder.mkdir()
+    trace = tmp_path / "trace"
+    trace.mkdir()
     old, new = tmp_path / "fr_old_0", tmp_path / "fr_0"
     old.touch()
     os.utime(old, (1.0, 1.0))
@@ -244,7 +243,6 @@ def test_what_lies_beside_a_rank(tmp_path: Path) -> None:
         **TORCHRUN,
         "RANK": "0",
         "NEMO_PATCHES_TRACE": "trace",
-        "NEMO_PATCHES_DUMP": str(dump),
         "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "fr_"),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(tmp_path / "fr_old_"),
         "TMPDIR": str(tmp_path),
@@ -257,8 +255,7 @@ def test_what_lies_beside_a_rank(tmp_path: Path) -> None:
         found = belongings([HostRank(0, pid, 8, 2)])
     assert [one for one in found if one.kind != lying.LOG] == [
         Belonging(lying.TRACES, str(trace)),
-        Belonging(lying.DUMPS, str(dump)),
-        Belonging(lying.DUMPS, str(own)),
+        Belonging(lying.REPORTS, str(own)),
         Belonging(lying.FLIGHT_RECORDER, str(new)),
     ]
 

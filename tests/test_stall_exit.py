@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import io
 import os
 import random
@@ -52,7 +53,7 @@ class Job:
     def __init__(self, rank: int, size: int, seed: int, is_connected: bool = True) -> None:
         job_stall._HELD_UP_S, job_stall._TOGETHER_S = HELD_UP_S, TOGETHER_S
         self.rank, self.size, self.chance = rank, size, random.Random(seed)
-        nemo_patches.apply(stall_timeout=0, call_timeout=0)
+        nemo_patches.apply(stall_timeout=0)
         self.encoder = encoders.conformer()
         torch.manual_seed(0)
         self.other_model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -62,7 +63,7 @@ class Job:
         self.encode()
         wait_until(lambda: all_have_come() or not is_connected)
         dist.barrier()
-        nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT, call_timeout=0)
+        nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT)
 
     def encode(self) -> None:
         for _ in range(2):
@@ -83,23 +84,27 @@ class Job:
         self.other_model(torch.ones(2, 4)).sum().backward()
 
 
+def compute(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch.ones(50, 50).sum().item()
+
+
 def one_decodes(job: Job) -> None:
-    """And is often seen in .item(); the others wait for it."""
+    """And is often seen in .item(), or where it reads; the others wait for it."""
     who, pieces = job.someone(), job.pieces()
     if job.rank == who:
         for piece in pieces:
-            end = time.monotonic() + piece
-            while time.monotonic() < end:
-                torch.ones(50, 50).sum().item()
-                time.sleep(0.001)
+            compute(0.8 * piece)
+            time.sleep(0.2 * piece)
     dist.barrier()
 
 
 def one_computes(job: Job) -> None:
-    """As a metric in plain Python does: nothing of it counts, and every look sees the same functions."""
-    who, end = job.someone(), time.monotonic() + sum(job.pieces())
-    while job.rank == who and time.monotonic() < end:
-        torch.ones(50, 50).sum().item()
+    """As a metric in plain Python does: every look sees the same functions."""
+    who, pieces = job.someone(), job.pieces()
+    if job.rank == who:
+        compute(sum(pieces))
     dist.barrier()
 
 
@@ -108,7 +113,7 @@ def one_decodes_in_steps(job: Job) -> None:
     who, pieces = job.someone(), iter(job.pieces())
 
     def advance(batch_idx: int) -> float:
-        time.sleep(piece := next(pieces, 0.0))
+        compute(piece := next(pieces, 0.0))
         return piece
 
     count = 0
@@ -165,9 +170,11 @@ def a_wait_that_ends_just_before(job: Job) -> None:
 
 
 class Gpu:
-    """Its method is all that is seen of it, as of a tensor's: it has no Python frame."""
+    """Its method is all that is seen of it, as of a tensor's: it has no Python frame, and waits for no time."""
 
-    item = staticmethod(time.sleep)
+    busy = threading.Lock()
+    busy.acquire()
+    item = functools.partial(busy.acquire, True)
 
 
 def all_but_one_wait_for_their_gpus(job: Job) -> None:
@@ -402,6 +409,14 @@ def polls_for_ever(job: Job) -> None:
     wait_until(lambda: Path("/no such file").exists(), 100)
 
 
+def retries_for_ever(job: Job) -> None:
+    """A livelock: as a data set whose file is damaged."""
+    attempt = 0
+    while True:
+        attempt += 1
+        time.sleep(0.01)
+
+
 def has_fewer_batches(job: Job) -> None:
     dist.monitored_barrier()
 
@@ -422,6 +437,7 @@ HUNG: dict[str, Callable[[Job], None]] = {
         makes_another_collective,
         loops_for_ever,
         polls_for_ever,
+        retries_for_ever,
         has_fewer_batches,
     )
 }

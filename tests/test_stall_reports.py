@@ -32,7 +32,6 @@ from ranks import (
     in_step,
     join_group,
     run_ranks,
-    stall_monitor,
     wait_for_others,
     wait_until,
 )
@@ -267,8 +266,8 @@ def test_a_rank_that_came_late_is_not_named_in_its_own_report(tmp_path: Path) ->
     assert len(second.lines("Missing: rank 2 of 3 | rank 2 (")) == 1
 
 
-def gone(rank: int, size: int, mode: str) -> Report | None:
-    encoder = in_step(timeout=TIMEOUT, sync=mode)
+def gone(rank: int, size: int) -> Report | None:
+    encoder = in_step(timeout=TIMEOUT)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -285,9 +284,8 @@ def gone(rank: int, size: int, mode: str) -> Report | None:
     return Report(max(calls), report, stall.missing)
 
 
-@pytest.mark.parametrize("mode", ["bounded", "overlapped"])
-def test_a_killed_rank_is_named(mode: str) -> None:
-    results = run_ranks(gone, 3, mode, dies=(1,))
+def test_a_killed_rank_is_named() -> None:
+    results = run_ranks(gone, 3, dies=(1,))
     for rank in (0, 2):
         report = results[rank].value
         assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "no heartbeat")]
@@ -487,7 +485,8 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = time.monotonic()
     sync.timed_out = WaitTimedOut(sync, round_, None)
-    assert sync.has_come(round_)  # no round of `rounds` is outstanding
+    rounds.issued = rounds.done = round_.number
+    assert sync.has_come(round_)
     watch.look(look_began_at, 10.0, is_last=True)
     assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
 
@@ -564,9 +563,9 @@ def test_a_rank_that_waits_itself_after_a_call_without_a_round_is_not_blamed() -
     assert "Missing: none, every rank has come to this call by now" in line
 
 
-def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | None:
+def blocked_elsewhere(rank: int, size: int, folder: str) -> Report | None:
     """The waiting ranks' training threads are in another collective while their round stays open."""
-    encoder = in_step(timeout=TIMEOUT, sync=mode)
+    encoder = in_step(timeout=TIMEOUT)
     go_on = Path(folder, "go on")
     if rank == 1:
         read_audio(go_on)
@@ -590,80 +589,14 @@ def blocked_elsewhere(rank: int, size: int, folder: str, mode: str) -> Report | 
     return Report(call, seen[0], seen[1].missing)
 
 
-@pytest.mark.parametrize("mode", ["bounded", "overlapped"])
-def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(mode: str, tmp_path: Path) -> None:
-    results = run_ranks(blocked_elsewhere, 3, str(tmp_path), mode)
+def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(tmp_path: Path) -> None:
+    results = run_ranks(blocked_elsewhere, 3, str(tmp_path))
     for rank in (0, 2):
         report = results[rank].value
         assert [(one.rank, one.kind) for one in report.missing] == [(1, "elsewhere")]
         assert report.report < TIMEOUT + REPORT_S
         assert "read_audio (" in report.missing[0].where
         assert len(results[rank].lines("not every rank's length came")) == 1
-
-
-def long_calls(rank: int, size: int, folder: str) -> list[str]:
-    """Two encoder calls on rank 0 that last until its watch has said so: one in Python, one in C++, in a collective."""
-    nemo_patches.apply(timeout=30.0, call_timeout=0.0)
-    said = Said()
-    encoder = encoders.conformer()
-    encoders.run(encoder, 100)  # it connects the ranks, and a first forward takes longest
-    dist.barrier()
-    nemo_patches.apply(timeout=30.0, call_timeout=3.0)
-    for number, wait in enumerate((wait_in_a_layer, barrier_in_a_layer)):
-        go_on = Path(folder, str(number))
-        if rank == 0:
-            release = threading.Thread(target=touch_when, args=(go_on, lambda n=number: len(said.lines) > n))
-            release.start()
-            hook = encoder.pre_encode.register_forward_pre_hook(lambda *_, wait=wait, go_on=go_on: wait(go_on))
-            encoders.run(encoder, 100)
-            hook.remove()
-            release.join()
-        else:
-            encoders.run(encoder, 100)
-            wait_until(go_on.exists)
-            if wait is barrier_in_a_layer:
-                dist.barrier()
-    dist.barrier()
-    return said.lines
-
-
-LOOKS_AFTER = 3
-
-
-def touch_when(file: Path, condition: Callable[[], object]) -> None:
-    """When the condition holds and the monitor has looked several times since: once is to be once."""
-    wait_until(condition)
-    looks = LOOKS_AFTER
-    watchdog = stall_monitor()._watchdog
-    original = watchdog.look
-
-    def counting(*arguments: Any) -> None:
-        nonlocal looks
-        looks -= 1
-        original(*arguments)
-
-    watchdog.look = counting
-    wait_until(lambda: looks <= 0)
-    watchdog.look = original
-    file.touch()
-
-
-def wait_in_a_layer(go_on: Path) -> None:
-    wait_until(go_on.exists)
-
-
-def barrier_in_a_layer(go_on: Path) -> None:
-    dist.barrier()
-
-
-def test_a_long_call_is_said_once_with_all_stacks_and_not_interrupted(tmp_path: Path) -> None:
-    first, second = run_ranks(long_calls, 2, str(tmp_path))
-    assert second.value == []
-    assert len(first.value) == 2
-    for number, (line, place) in enumerate(zip(first.value, ("wait_in_a_layer", "barrier_in_a_layer"), strict=True)):
-        assert f"ConformerEncoder: call {number + 2} has lasted " in line
-        assert "it is in: forward, after the length sync. Nothing is interrupted. | " in line
-        assert f"{place} (tests/test_stall_reports.py:" in line.split("thread MainThread: ")[1].split(" | ")[0]
 
 
 def late_lines(lines: list[str]) -> list[str]:
@@ -741,7 +674,7 @@ def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     versions, settings = results[0].lines("WARNING")
     assert "ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
     assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
-    more = "on_timeout=fallback, call_timeout=60 s, stall_timeout=60 s"
+    more = "on_timeout=fallback, stall_timeout=60 s"
     others = f"ranks 1-2: sync=bounded, timeout=20 s, {more}; metrics=deferred, stop_together=training"
     assert settings.endswith(f"here sync=bounded, timeout=30 s, {more}; {others}")
     assert results[1].lines("WARNING") == results[2].lines("WARNING") == []

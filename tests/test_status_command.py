@@ -15,7 +15,8 @@ import transcripts
 from interpreters import CHECKOUT, LAUNCHER, python
 
 import nemo_patches
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS
+from nemo_patches.options.metric_targets import METRIC_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS
 
 
 def status(*arguments: str, path: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:

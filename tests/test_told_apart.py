@@ -12,7 +12,7 @@ from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder
 from nemo_patches.tools.diagnose.rank_end import Error, error_of, frames_in
 from nemo_patches.tracing import records
-from nemo_patches.tracing.records import LONGEST_MESSAGE, Failed, failed
+from nemo_patches.tracing.records import LONGEST_MESSAGE, Raised, raised
 
 pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
 
@@ -110,46 +110,49 @@ WORKER = (
 
 
 def test_of_a_data_loaders_worker_the_workers_own_exception() -> None:
-    record = Failed(1.0, "", "RuntimeError", WORKER.format(end="requests.exceptions.HTTPError: 503\nUnavailable\n"), "")
+    record = Raised(
+        1.0, "", 0, "RuntimeError", WORKER.format(end="requests.exceptions.HTTPError: 503\nUnavailable\n"), ""
+    )
     error = error_of(record)
     assert (error.type, error.message) == ("HTTPError", "503\nUnavailable")
     assert error.line == "HTTPError: 503"
     assert error.frames[0] == ("/job/data.py", "41", "read")
-    plain = Failed(1.0, "", "RuntimeError", "Caught in the act", "")
+    plain = Raised(1.0, "", 0, "RuntimeError", "Caught in the act", "")
     assert error_of(plain)[:2] == ("RuntimeError", "Caught in the act")
 
 
-def test_of_a_message_that_an_older_trace_has_cut_its_traceback_tells() -> None:
+def test_of_a_message_that_is_cut_its_traceback_tells() -> None:
     whole = WORKER.format(end="OSError: [Errno 5] a_17.wav\n")
-    record = Failed(1.0, "", "RuntimeError", whole[:-60], f"Traceback (most recent call last):\nRuntimeError: {whole}")
+    record = Raised(
+        1.0, "", 0, "RuntimeError", whole[:-60], f"Traceback (most recent call last):\nRuntimeError: {whole}"
+    )
     assert error_of(record).line == "OSError: [Errno 5] a_17.wav"
-    nothing_more = Failed(1.0, "", "RuntimeError", whole[:-60], "")
+    nothing_more = Raised(1.0, "", 0, "RuntimeError", whole[:-60], "")
     assert error_of(nothing_more).line == "RuntimeError: Caught RuntimeError in DataLoader worker process 0."
 
 
 def test_of_a_long_message_both_ends_are_recorded() -> None:
     deep = '  File "/job/deep.py", line 1, in recurse\n    recurse()\n' * 200
-    record = failed(1.0, "", RuntimeError(WORKER.format(end=deep + "KeyError: 'transcript'\n")))
+    record = raised(1.0, "", 0, RuntimeError(WORKER.format(end=deep + "KeyError: 'transcript'\n")))
     assert len(record.message) <= LONGEST_MESSAGE
     assert error_of(record)[:2] == ("KeyError", "'transcript'")
 
 
-def job(folder: Path, raised: dict[int, tuple[float, float, str, str]], host: str = "node") -> Diagnosis:
-    """Four ranks after one call. raised: by rank when its trace began; of its exception: seconds later, type, file."""
+def job(folder: Path, failed: dict[int, tuple[float, float, str, str]], host: str = "node") -> Diagnosis:
+    """Four ranks after one call. failed: by rank when its trace began; of its exception: seconds later, type, file."""
     for rank in range(4):
-        started, t, kind, file = raised.get(rank, (1000.0, 5.0, "", ""))
+        started, t, kind, file = failed.get(rank, (1000.0, 5.0, "", ""))
         versions, where = {"python": "3"}, host.format(rank=rank)
         told: list[records.Record] = [
-            records.Header(records.FORMAT, rank, 4, where, 4711 + rank, started, 0, 0, 1 << 20, versions, {}, []),
-            records.Encoder(0.1, 1, "ConformerEncoder", True, "true", 60, "layer_norm", True, {}, {}),
-            records.Enter(0.2, 1, 1, True, True, [2, 80, 700], "float32", "cpu", group=True),
-            records.Leave(0.3, 1, 1, [2, 16, 88], 0.1),
+            records.Header(records.FORMAT, rank, 4, where, 4711 + rank, started, 0, versions, {}, []),
+            records.Enter(0.2, "ConformerEncoder", 1, True, [2, 80, 700], "float32", "cpu"),
+            records.Leave(0.3, "ConformerEncoder", 1, [2, 16, 88]),
         ]
         error = f"{kind}: no such audio" if kind else "RuntimeError: " + GLOO
         if kind:
-            told.append(Failed(t, "", kind, "no such audio", traceback(USER, f"{file}:read")))
-        told.append(records.End(t + 1, error, None))
-        (folder / f"rank-{rank:05}.20261124T000000.{4711 + rank}.0.jsonl").write_bytes(
+            told.append(Raised(t, "", 0, kind, "no such audio", traceback(USER, f"{file}:read")))
+        told.append(records.End(t + 1, error=error))
+        (folder / f"rank-{rank:05}.20261124T000000.{4711 + rank}.jsonl").write_bytes(
             b"".join(map(records.encode, told))
         )
     return diagnose(Folder(folder).read())

@@ -1,4 +1,4 @@
-"""The number of the trace's format guards what an older `diagnose` reads."""
+"""The number of the trace's format guards what another `diagnose` reads."""
 
 from __future__ import annotations
 
@@ -19,39 +19,21 @@ from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
 
-# What a trace of format 1 must have, and has had from the beginning. A field that is added has a default.
-FORMAT_1 = {
-    "header": "format: int; rank: int; world_size: int; host: str; pid: int; started: float; part: int; restart: int; "
-    "bound: int; versions: dict[str, str]; settings: dict[str, str]; checks: list[str]",
-    "encoder": "t: float; e: int; name: str; flag: bool | None; configured: str; pos_emb_max_len: int | None; "
-    "normalisation: str; ddp: bool; registered: dict[str, list[int]]; grown: dict[str, list[int]]",
-    "enter": "t: float; e: int; n: int; training: bool; grad: bool; shape: list[int]; dtype: str; device: str",
-    "lengths": "t: float; e: int; n: int; shortest: int; longest: int",
-    "sync": "t: float; e: int; n: int; outcome: str; round: int; waited: float; local: int; result: int",
-    "grow": "t: float; e: int; n: int; old: int; new: int",
-    "pre": "t: float; e: int; n: int",
-    "layer": "t: float; e: int; n: int",
-    "leave": "t: float; e: int; n: int; shape: list[int]; took: float",
-    "backward": "t: float; e: int; n: int",
-    "backward_ended": "t: float; e: int; n: int",
-    "raised": "t: float; e: int; n: int; type: str; message: str; traceback: str",
-    "missing": "t: float; name: str; n: int; ranks: list[int]; kinds: list[str]; where: list[str]; unknown: str",
-    "stalled": "t: float; ranks: list[int]; kinds: list[str]; where: list[str]; text: str",
-    "memory": "t: float; rss: int; allocated: int | None; reserved: int | None",
-    "finding": "t: float; e: int; n: int; check: str; text: str",
-    "kept": "t: float; record: str",
-    "lost": "t: float; count: int",
-    "stopped": "t: float; reason: str",
-    "failed": "t: float; thread: str; type: str; message: str; traceback: str",
-    "sigterm": "t: float",
+# What a trace of format 2 must have. A field that is added has a default.
+FORMAT_2 = {
+    "header": "format: int; rank: int; world_size: int; host: str; pid: int; started: float; restart: int; "
+    "versions: dict[str, str]; settings: dict[str, str]; checks: list[str]",
+    "enter": "t: float; e: str; n: int; training: bool; shape: list[int]; dtype: str; device: str",
+    "sync": "t: float; e: str; n: int; outcome: str; round: int; waited: float; local: int; result: int",
+    "grow": "t: float; e: str; n: int; old: int; new: int",
+    "leave": "t: float; e: str; n: int; shape: list[int]",
+    "raised": "t: float; e: str; n: int; type: str; message: str; traceback: str",
+    "stalled": "t: float; e: str; n: int; ranks: list[int]; kinds: list[str]; where: list[str]",
     "end": "t: float",
-    "call": "t: float; e: int; n: int; training: bool | None; inside: bool; outcome: str; round: int; waited: float; "
-    "local: int; result: int",
-    "dumped": "t: float; why: str; where: str; error: str",
 }
 
 
-def test_what_an_older_one_could_not_read_has_another_number() -> None:
+def test_what_another_one_could_not_read_has_another_number() -> None:
     """A field that goes or changes, one that a record cannot be without, a new kind of record: raise FORMAT."""
     missing = dataclasses.MISSING
     found = {
@@ -62,26 +44,27 @@ def test_what_an_older_one_could_not_read_has_another_number() -> None:
         )
         for kind in typing.get_args(records.Record)
     }
-    assert (records.FORMAT, found) == (1, FORMAT_1)
+    assert (records.FORMAT, found) == (2, FORMAT_2)
 
 
-def newer(file: Path) -> None:
+def of_format(number: int, file: Path) -> None:
     """Its header is another one but for its kind and its format's number; so are its records."""
-    header = {"k": "header", "format": records.FORMAT + 1, "who": {"rank": [2]}}
+    header = {"k": "header", "format": number, "who": {"rank": [2]}}
     file.write_text(f"{json.dumps(header)}\n{json.dumps({'k': 'began', 'at': '1 s'})}\n" * 3)
 
 
-def test_a_newer_format_is_refused_in_a_line_and_its_rank_is_accused_of_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [records.FORMAT - 1, records.FORMAT + 1])
+def test_another_format_is_refused_in_a_line_and_its_rank_is_accused_of_nothing(number: int, tmp_path: Path) -> None:
     write(tmp_path, [[*steps(20), Killed() if rank == 2 else Exit()] for rank in range(4)])
     (of_rank_2,) = tmp_path.glob("rank-00002.*")
-    said = f": format {records.FORMAT + 1}; this nemo_patches reads {records.FORMAT}: use the one that wrote it"
-    newer(of_rank_2)
+    said = f": format {number}; this nemo_patches reads {records.FORMAT}: use the one that wrote it"
+    of_format(number, of_rank_2)
     report = diagnose(Folder(tmp_path).read())
     assert report.problems == (of_rank_2.name + said,)
     assert not [one for one in report.findings if one.severity == CRITICAL and 2 in one.ranks]
 
     for file in tmp_path.iterdir():
-        newer(file)
+        of_format(number, file)
     with pytest.raises(UnreadableError) as raised:
         Folder(tmp_path).read()
     assert str(raised.value).count(said) == 4

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from nemo_patches.patching.settings import (
+    DEFERRED,
+    EVALUATION,
+    STAGES,
+    TRAINING,
+    OptionSettings,
+    TraceSettings,
+)
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.tracing.settings import TraceSettings
 from nemo_patches.tracing.trace_header import make_header
-from nemo_patches.uneven.settings import DEFERRED, EVALUATION, STAGES, TRAINING, UnevenSettings
 
 pytestmark = pytest.mark.one_nemo
 
@@ -16,13 +22,13 @@ pytestmark = pytest.mark.one_nemo
 @pytest.mark.parametrize(
     ("chosen", "told"),
     [
-        (UnevenSettings(), {}),
-        (UnevenSettings(DEFERRED), {"metrics": "deferred"}),
-        (UnevenSettings(DEFERRED, (EVALUATION,)), {"metrics": "deferred", "stop_together": "evaluation"}),
-        (UnevenSettings(stop_together=STAGES), {"stop_together": f"{TRAINING},{EVALUATION}"}),
+        (OptionSettings(), {}),
+        (OptionSettings(DEFERRED), {"metrics": "deferred"}),
+        (OptionSettings(DEFERRED, (EVALUATION,)), {"metrics": "deferred", "stop_together": "evaluation"}),
+        (OptionSettings(stop_together=STAGES), {"stop_together": f"{TRAINING},{EVALUATION}"}),
     ],
 )
-def test_the_header_carries_what_is_done_about_uneven_batches(chosen: UnevenSettings, told: dict[str, str]) -> None:
+def test_the_header_carries_what_is_done_about_uneven_batches(chosen: OptionSettings, told: dict[str, str]) -> None:
     before, others = subscriber.settings_in_force(), subscriber.other_settings()
     subscriber.use(before, str(chosen))
     try:

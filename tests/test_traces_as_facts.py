@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 CLOSED = Exit("RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
 TIMED_OUT = Exit("DistBackendError: [Rank 0] Watchdog caught collective operation timeout")
-SIGTERM = b'Stack (most recent call first):\n  File "/x/my_asr/dataset.py", line 41 in read_audio\n'
 JOBS = 150
 
 
@@ -35,20 +34,12 @@ def fates_of(evidence: Evidence, own: bool = True) -> dict[int, str]:
     return {one.rank: one.value.kind for one in evidence.facts if isinstance(one.value, Fate) and one.own == own}
 
 
-def test_how_each_rank_ended_and_where_that_found_it(tmp_path: Path) -> None:
-    last = [[Call(), CLOSED], [Killed()], [Call()], [Call(raises="ValueError"), Exit()], [Exit()]]
+def test_how_each_rank_ended(tmp_path: Path) -> None:
+    last = [[Call(), CLOSED], [Killed()], [Call(), TIMED_OUT], [Call(raises="ValueError"), Exit()], [Exit()]]
     write(tmp_path, [steps(9) + of_rank for of_rank in last], reports=False)
-    file = sorted(tmp_path.iterdir())[2]
-    file.write_bytes(file.read_bytes() + SIGTERM)
     _, evidence = read(tmp_path)
-    assert fates_of(evidence) == {
-        0: fates.CUT,
-        2: fates.TERMINATED,
-        3: fates.RAISED,
-        4: fates.ENDED,
-    }  # of rank 1 none is recorded
-    (place,) = [one for one in evidence.facts if isinstance(one.value, Place)]
-    assert (place.rank, place.value, place.cite) == (2, Place("read_audio (my_asr/dataset.py:41)"), "rank 2's trace")
+    # Of rank 1 none is recorded.
+    assert fates_of(evidence) == {0: fates.CUT, 2: fates.WAITED, 3: fates.RAISED, 4: fates.ENDED}
     members = [one for one in evidence.facts if isinstance(one.value, Member)]
     assert [one.value.world_size for one in members] == [5] * 5 and members[0].value.pid == 4000
     assert members[0].host == "node0"
@@ -101,7 +92,7 @@ def random_job(seed: int) -> tuple[str, int, list[list[Event]], dict[int, Setup]
         "ended": ([Exit()], last),
         "raised": ([Call(raises="ValueError"), Exit()], last),
         "failed": ([Exit("ValueError: no such audio")], last),
-        "stuck": ([Call(length=9000, stuck=draw.choice(("growth", "pre_encode", "layers")))], last),
+        "stuck": ([Call(length=9000, stuck="layers")], last),
         "evaluates more": ([*evaluation(4), *steps(5), Exit()], [*evaluation(3), *steps(5), Exit()]),
         "evaluates once more": ([*steps(4), *evaluation(3), *steps(6), Exit()], [*steps(10), Exit()]),
         "left out a backward": ([Call(), *steps(5)], [*steps(6), *ends]),
@@ -126,31 +117,6 @@ KINDS = (
 def accused(findings: tuple[Finding, ...]) -> set[int]:
     of_nobody = (ids.ALL_INSIDE, ids.OUTSIDE, ids.ALL_IN)  # these name all ranks
     return {rank for one in findings if one.severity == CRITICAL and one.id not in of_nobody for rank in one.ranks}
-
-
-def test_a_round_given_up_that_others_are_past_shows_no_wait(tmp_path: Path) -> None:
-    """Made up: with sync=overlapped no rank waits, and no call gives up; the record of one that did ends there."""
-    overlapped = {rank: Setup(sync="overlapped") for rank in range(3)}
-    of_rank = [*steps(4), *[Call()] * 4, *steps(5)]
-    write(tmp_path, [of_rank, of_rank, [*steps(4), Away(20.0), *of_rank[8:]]], overlapped, reports=False)
-    file = sorted(tmp_path.iterdir())[0]
-    lines = file.read_bytes().splitlines(True)
-    last = max(at for at, line in enumerate(lines) if b'"outcome":"served","round":5' in line)
-    given_up = lines[last].replace(b'"served"', b'"unwaited"')
-    file.write_bytes(b"".join([*lines[:last], given_up]))
-    _, evidence = read(tmp_path)
-    assert not [one for one in evidence.facts if isinstance(one.value, Seat)]
-
-
-def test_who_had_reported_that_it_waits_in_its_backward_is_not_accused(tmp_path: Path) -> None:
-    """Without an end beside others that have one, whatever came of it in the end."""
-    last: list[list[Event]] = [[Call(), Gradients()], [Call(), Gradients()], [Call(), TIMED_OUT], [Call(), Gradients()]]
-    write(tmp_path, [steps(6) + of_rank for of_rank in last])
-    at_its_end = sorted(tmp_path.iterdir())[3]
-    at_its_end.write_bytes(at_its_end.read_bytes() + SIGTERM)
-    report, evidence = read(tmp_path)
-    assert {one.rank for one in evidence.facts if isinstance(one.value, Motion)} >= {0, 1}
-    assert {rank for one in report.findings if one.severity == CRITICAL for rank in one.ranks} <= {3}, report.findings
 
 
 @pytest.mark.parametrize(("last", "accused_ranks"), [([], {2}), ([Call()], set())], ids=["behind", "beside them"])

@@ -14,21 +14,25 @@ import pytest
 from interpreters import CHECKOUT, environment, run
 
 pytestmark = pytest.mark.one_nemo
+RECORDERS = [0, 0, 0, 0, 1]  # of exceptions, into a trace: only where there will be one
 PROGRAM = """
 import json, os, sys
 from lightning.pytorch import Trainer
 
-def found(value):
-    os.environ["NEMO_PATCHES_STOP_TOGETHER"] = value
+def found(**variables):
+    os.environ.update({f"NEMO_PATCHES_{name}": value for name, value in variables.items()})
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     callbacks = Trainer(accelerator="cpu", **dict.fromkeys(off, False)).callbacks
     recorders.append([type(one).__name__ for one in callbacks].count("TrainerExceptions"))
     return [[one._training, one._evaluation] for one in callbacks if type(one).__name__ == "StopTogether"]
 
 recorders = []
-without = found(""), "nemo_patches.patching.monkeypatch" in sys.modules
-settings = found("training"), found("training, evaluation"), found("soon")
-print(json.dumps([without, *settings, "nemo" in sys.modules, recorders]))
+without = found(STOP_TOGETHER="")
+ours = [name for name in sys.modules if name.startswith("nemo_patches")]
+settings = [found(STOP_TOGETHER=value) for value in ("training", "training, evaluation", "soon")]
+traced = [name for name in sys.modules if name.startswith("nemo_patches.tracing")]
+found(STOP_TOGETHER="", TRACE=sys.argv[1])
+print(json.dumps([[without, ours], *settings, "nemo" in sys.modules, recorders, traced]))
 """
 
 
@@ -47,7 +51,8 @@ def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(*path: Path) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", PROGRAM], environment(*path), cwd=path[0])  # a checkout may hold an egg-info
+    command = [sys.executable, "-c", PROGRAM, str(path[0] / "trace")]
+    return run(command, environment(*path), cwd=path[0])  # a checkout may hold an egg-info
 
 
 def seen(done: subprocess.CompletedProcess[str]) -> Any:
@@ -58,20 +63,53 @@ def seen(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+OF_THE_HOOK = ["nemo_patches", *(f"nemo_patches.patching{name}" for name in ("", ".start_up", ".trainer_callbacks"))]
+WATCH = "nemo_patches.patching.job_watch"  # a callback, which imports more where the trainer has several ranks
+
+
+def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
+    """Nothing of ours is imported until a setting asks for it; then there is one of each."""
+    (without, ours), *found, with_nemo, recorders, traced = seen(done)
+    assert without == []
+    assert set(ours) == ({*OF_THE_HOOK, WATCH} if hooked else {*OF_THE_HOOK} - {"nemo_patches.patching.start_up"})
+    assert found == [[[True, False]], [[True, True]], []]
+    assert not with_nemo
+    assert recorders == RECORDERS
+    assert traced == []
+
+
 @pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
 def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(hooked: bool, entry_point: Path) -> None:
     path = (entry_point, *([CHECKOUT] if hooked else []))
-    recorders = [
-        int(hooked),
-        1,
-        1,
-        1,
-    ]  # without the hook there is nothing to record into, until a setting asks for more
-    assert seen(started(*path)) == [[[], hooked], [[True, False]], [[True, True]], [], False, recorders]
+    as_expected(started(*path), hooked)
 
 
 def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
     metadata = tmp_path / "nemo_patches-9.dist-info"  # first on the path: no entry points, whatever is installed
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
-    assert seen(started(tmp_path, CHECKOUT)) == [[[], True], [[True, False]], [[True, True]], [], False, [1] * 4]
+    as_expected(started(tmp_path, CHECKOUT), hooked=True)
+
+
+ALONE = """
+import sys, lightning.pytorch
+print(*sorted(name for name in sys.modules if name.startswith("nemo_patches")))
+"""
+
+
+def test_a_process_that_imports_lightning_only_has_no_more_of_ours_than_the_hook() -> None:
+    done = run([sys.executable, "-c", ALONE], environment(CHECKOUT))
+    assert done.stdout.split() == OF_THE_HOOK, done.stderr
+
+
+@pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
+def test_with_a_broken_wrapt_a_trainer_is_made_and_one_line_says_it(
+    hooked: bool, entry_point: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wrapt").mkdir()
+    (tmp_path / "wrapt" / "__init__.py").write_text("raise ImportError('a broken wrapt')")
+    done = started(tmp_path, entry_point, *([CHECKOUT] if hooked else []))
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "nemo_patches " in line]
+    assert line.endswith("no callback is added to Lightning's trainers: ImportError: a broken wrapt")
+    assert json.loads(done.stdout.splitlines()[-1])[1:4] == [[], [], []]

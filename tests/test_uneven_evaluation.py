@@ -1,7 +1,7 @@
 """Uneven evaluation under Lightning's DDP: stock dies, patched trains as if the evaluation were even.
 
 Real NEST pre-training on two CPU ranks, as `nemo-patches demo` runs it, without its stall. Run as a script, this file
-is the runs; they have a process of their own because the demo's fork server needs that. On a NeMo with its diff there
+is the runs; they have a process of their own, from which the ranks are forked. On a NeMo with its diff there
 is no stock to compare with, and the even evaluation of that NeMo is what the uneven one must equal.
 """
 
@@ -15,11 +15,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from nemo_patches.tools.demo import data, processes
 from nemo_patches.tools.demo.jobs import (
@@ -43,19 +41,18 @@ def run_all(folder: Path) -> None:
     on afterwards, which has nothing to do with the length sync. The demo's training, which is what runs here,
     therefore restores the random state after every evaluation, in all runs alike.
     """
-    console = Console()
-
+    processes.prepare()
+    processes.import_nemo(folder / "import.log")
     entries = data.make_audio(folder)
     for evaluation in ("even", "uneven"):
         (folder / evaluation).mkdir()
         data.write_shards(entries, DEVICES, folder / evaluation, uneven=evaluation == "uneven")
     outcomes = {}
-    with processes.fork_server(console, folder / "import.log"):
-        for version in ("stock", "patched") if HAS_STOCK else ("patched",):
-            for evaluation in ("even", "uneven"):
-                outcomes[f"{version}, {evaluation}"] = processes.run(
-                    console, "training", version == "patched", DEVICES, folder / evaluation, stall=timedelta(0)
-                )
+    for version in ("stock", "patched") if HAS_STOCK else ("patched",):
+        for evaluation in ("even", "uneven"):
+            outcome = processes.run("training", version == "patched", DEVICES, folder / evaluation, stall_s=0)
+            outcomes[f"{version}, {evaluation}"] = outcome
+            print(version, evaluation, outcome)
     (folder / "outcomes").write_bytes(pickle.dumps(outcomes))
 
 
@@ -86,9 +83,9 @@ def losses(run: RunOutcome) -> list[list[str]]:
 
 
 def test_the_runs_differ_only_in_the_extra_batch(outcomes: dict[str, RunOutcome]) -> None:
-    even, uneven = (outcomes[f"patched, {kind}"].ranks[0].job.folder for kind in ("even", "uneven"))
+    even, uneven = (outcomes[f"patched, {kind}"].jobs[0].folder for kind in ("even", "uneven"))
     if HAS_STOCK:
-        assert [outcomes[f"stock, {kind}"].ranks[0].job.folder for kind in ("even", "uneven")] == [even, uneven]
+        assert [outcomes[f"stock, {kind}"].jobs[0].folder for kind in ("even", "uneven")] == [even, uneven]
     for rank in range(DEVICES):
         train, validation = f"train-{rank}.json", f"validation-{rank}.json"
         assert (even / train).read_text() == (uneven / train).read_text()
@@ -112,7 +109,7 @@ def test_where_it_is_even_the_losses_are_stocks(outcomes: dict[str, RunOutcome])
 @pytest.mark.apply_only
 def test_stock_dies_where_it_is_uneven(outcomes: dict[str, RunOutcome]) -> None:
     run = outcomes["stock, uneven"]
-    assert not any(rank.completed for rank in run.ranks), run
+    assert not run.completed, run
     assert [len(rank.losses) for rank in run.ranks] == [VALIDATE_EVERY] * DEVICES
 
 

@@ -49,7 +49,7 @@ def roll_call() -> RollCall:
     return monitor.roll_call
 
 
-@pytest.mark.parametrize("mode", ["bounded", "overlapped", "local"])
+@pytest.mark.parametrize("mode", ["bounded", "local"])
 def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
     results = run_ranks(one_is_stock, 3, mode, 1, dies=(1,))
     for rank in (0, 2):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from interpreters import CHECKOUT, python
-from ranks import run_ranks, stall_monitor, wait_until
+from ranks import Said, free_port, join_group, run_ranks, stall_monitor, wait_until
 from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
 
 import nemo_patches
@@ -20,22 +20,27 @@ from nemo_patches.stall import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 THREAD = "nemo_patches stall monitor"
+OF_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2"}
+COUNT = f"[thread.name for thread in threading.enumerate()].count({THREAD!r})"
 THREADS = f"""
 import sys, threading
 {{}}
-print([thread.name for thread in threading.enumerate()].count({THREAD!r}), "nemo_patches.stall" in sys.modules)
+print({COUNT}, "nemo_patches.stall" in sys.modules)
 """
 
 
 @pytest.mark.parametrize(
     ("imports", "variables", "said"),
     [
-        ("import torch.distributed", {}, "0 False"),
-        ("import lightning.pytorch", {}, "1 True"),
-        ("import lightning.pytorch", {"NEMO_PATCHES_DISABLE": "1"}, "0 False"),
+        ("import torch.distributed", OF_TORCHRUN, "0 False"),
+        ("import lightning.pytorch", OF_TORCHRUN, "1 True"),
+        ("import lightning.pytorch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
+        ("import lightning.pytorch", {}, "0 False"),
+        ("import lightning.pytorch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
+        ("import lightning.pytorch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
     ],
 )
-def test_lightning_begins_it_where_the_checkout_is_on_pythonpath(
+def test_lightning_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
     imports: str, variables: dict[str, str], said: str
 ) -> None:
     done = python("-c", THREADS.format(imports), path=(CHECKOUT,), **variables)
@@ -45,7 +50,7 @@ def test_lightning_begins_it_where_the_checkout_is_on_pythonpath(
 
 def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:
     program = THREADS.format("import lightning.pytorch, nemo.collections.asr")
-    done = python("-c", program, path=(CHECKOUT,), NEMO_PATCHES_STALL_TIMEOUT="soon")
+    done = python("-c", program, path=(CHECKOUT,), NEMO_PATCHES_STALL_TIMEOUT="soon", **OF_TORCHRUN)
     assert len([line for line in done.stderr.splitlines() if "NEMO_PATCHES_STALL_TIMEOUT='soon'" in line]) == 1
 
 
@@ -83,8 +88,47 @@ process.join(100)
 
 
 def test_ranks_that_are_forked_before_their_process_group_have_it_and_a_loaders_workers_do_not(tmp_path: Path) -> None:
-    done = python("-c", FORKED, str(tmp_path / "store"), path=(CHECKOUT,))
+    done = python("-c", FORKED, str(tmp_path / "store"), path=(CHECKOUT,), **OF_TORCHRUN)
     assert done.stdout.splitlines() == ["[0, 0]", "True"], done.stderr
+
+
+WITHOUT_NEMO = f"""
+import os, sys, threading
+import lightning.pytorch as pl
+import torch
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+ours = [name for name in sys.modules if name.startswith("nemo_patches.stall")]
+off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+devices = int(sys.argv[1])
+strategy = "ddp" if devices > 1 else "auto"
+trainer = pl.Trainer(
+    accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, **dict.fromkeys(off, False)
+)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 1)))
+os.write(1, f"{{trainer.global_rank}} {{ours}} {{{COUNT}}}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(("devices", "threads"), [("2", "1"), ("1", "0")])
+def test_lightnings_own_launcher_begins_it_with_the_trainers_process_group(
+    devices: str, threads: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_NEMO)
+    done = python(str(script), devices, path=(CHECKOUT,))
+    said = [line for line in done.stdout.splitlines() if line.endswith(f"[] {threads}")]
+    assert sorted(said) == [f"{rank} [] {threads}" for rank in range(int(devices))], done.stdout + done.stderr
 
 
 QUIET_S = 3.0
@@ -148,3 +192,26 @@ def only_gloo(rank: int, size: int, port: int) -> list[Any]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     return listening_ports()
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("no monitor today")
+
+
+def cannot_be_watched(rank: int, size: int, port: int) -> list[str]:
+    said = Said()
+    nemo_patches.apply()
+    attempts: list[int] = []
+    subscriber.StallMonitor = lambda *them: attempts.append(0) or broken(*them)  # type: ignore[misc,assignment]
+    join_group(rank, size, port)
+    wait_until(lambda: any("no stall reports" in line for line in said.lines))
+    so_far = len(attempts)
+    wait_until(lambda: len(attempts) > so_far + 3)
+    dist.barrier()
+    return [line for line in said.lines if "there are no stall reports of this rank, training goes on" in line]
+
+
+def test_a_rank_that_cannot_be_watched_says_so_once() -> None:
+    for result in run_ranks(cannot_be_watched, 2, free_port(), group=False):
+        (line,) = result.value
+        assert line.endswith("RuntimeError('no monitor today')")

@@ -1,4 +1,4 @@
-"""The workflows for whoever hosts this: they run the Makefile's commands, on the Makefile's releases and Pythons."""
+"""What whoever hosts this needs: workflows run the Makefile's commands, releases and Pythons; the tests' order."""
 
 from __future__ import annotations
 
@@ -39,6 +39,21 @@ def test_on_the_makefiles_releases_and_pythons() -> None:
         str(step["with"]["python-version"]).split() for step in WORKFLOWS["ci"]["jobs"]["pythons"]["steps"][1:2]
     )
     assert pythons[:-1] == variable("PYTHONS")
+
+
+def test_the_files_that_come_first_are_there() -> None:
+    tests = CHECKOUT / "tests"
+    (longest,) = re.findall(r"^LONGEST = \((.*?)^\)", (tests / "conftest.py").read_text(), re.MULTILINE | re.DOTALL)
+    there = {file.stem for file in tests.rglob("test_*.py")}
+    assert [name for name in re.findall(r'"(\w+)"', longest) if f"test_{name}" not in there] == []
+
+
+def test_what_is_run_from_the_wheel_alone_is_run_there() -> None:
+    for name in variable("FROM_THE_WHEEL"):
+        text = (CHECKOUT / "tests" / f"test_{name}.py").read_text()
+        (marks,) = re.findall(r"^pytestmark = (.*)$", text, re.MULTILINE)
+        assert "pytest.mark.wheel" in marks
+        assert "importorskip" not in text
 
 
 def test_every_job_has_a_time_limit_and_no_more_rights_than_it_needs() -> None:

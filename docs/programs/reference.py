@@ -25,11 +25,7 @@ FUNCTIONS = ("apply", "revert", "status")
 ALSO = {
     "Stall": "nemo_patches.stall.missing_rank",
     "EncoderCounters": "nemo_patches.sync.length_sync",
-    "LoaderCounters": "nemo_patches.uneven.agreement",
-    "ComparisonCounters": "nemo_patches.uneven.comparison",
-    "lightning.LengthSyncCallback": "nemo_patches.lightning",
-    "lightning.StopTogether": "nemo_patches.uneven.stop_together",
-    "tracing.checks.FindingError": "nemo_patches.tracing.checks",
+    "lightning.StopTogether": "nemo_patches.options.stop_together",
 }
 
 

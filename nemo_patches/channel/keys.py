@@ -16,4 +16,3 @@ PRESENT = "present/{block}"  # one bit for each rank of a block, in a number tha
 NOTED = "noted/{block}"  # the same: who has left a note
 RANKS_PER_BLOCK = 62
 NOTE = "note/{rank}"  # a rank's own state, as in a survey; empty once it has gone on
-FIGURES = "figures/{rank}"  # for the Lightning callback

@@ -19,9 +19,7 @@ class AtExit(Enum):
     None of them runs where os._exit ends the process, or a signal does.
     """
 
-    COMPARISONS = auto()  # of parameters: they use the side channels
-    SIGNALS = auto()  # the stacks that they leave, before Python gives up its handlers and faulthandler restores its
-    STALL_MONITORS = auto()  # they report a last time, over the side channels, for the trace and the dump
+    STALL_MONITORS = auto()  # they report a last time, over the side channels, for the trace
     EXCHANGES = auto()  # they tell the other ranks that this one leaves
 
 
@@ -33,8 +31,6 @@ class InForkedChild(Enum):
     STALL_MONITORS = auto()
     STALL_SUBSCRIBER = auto()
     TRACE = auto()
-    DUMP = auto()
-    COMPARISONS = auto()
 
 
 _steps: dict[AtExit | InForkedChild, Callable[[], object]] = {}

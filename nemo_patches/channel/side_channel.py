@@ -112,7 +112,7 @@ class SideChannel:
     def __init__(self, job_store: JobStore, rank: int, size: int, say: Callable[[str], None]) -> None:
         """say: logs why this rank cannot connect."""
         self.rank, self.size = rank, size
-        self.by_key, self.kept = dict[bytes, Rounds](), set[Rounds]()  # kept: not to be forgotten
+        self.by_key = dict[bytes, Rounds]()
         self.error = ""  # why there are no more rounds
         self.ended_by: tuple[int, str] | None = None  # the rank that ended them, and how: LEFT or VANISHED
         self.lock = threading.RLock()  # held for arithmetic, and for sends that do not block
@@ -172,7 +172,7 @@ class SideChannel:
         with self.lock:
             if not self.links.away:  # a neighbour may still need a last result
                 settled = time.monotonic() - _SETTLED_S
-                of_no_use = {one for one in self.by_key.values() if one.over and one.has_come()} - self.kept
+                of_no_use = {one for one in self.by_key.values() if one.over and one.has_come()}
                 forgotten = {one for one in of_no_use if one.came_at < settled}
                 self.by_key = {key: one for key, one in self.by_key.items() if one not in forgotten}
             return self._of(hashlib.blake2b(name.encode(), digest_size=8).digest())

@@ -1,5 +1,8 @@
 """How the length sync gets into NeMo. Every process under auto-apply loads this file: see start_up.py."""
 
+import os
+import sys
+
 DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
 # This package imports most targets; when it is complete, one line logs what was patched.
 COLLECTION = "nemo.collections.asr"
@@ -13,3 +16,21 @@ TARGET_MODULES = (
     "nemo.collections.asr.modules.conv_asr",
     "nemo.collections.nlp.models.token_classification.punctuation_capitalization_lexical_audio_model",
 )
+
+
+def is_ours(error: Exception) -> bool:
+    """Whether it may be swallowed: not where a signal handler of the user's raised it while our code ran."""
+    rank_log = sys.modules.get("nemo_patches.sync.rank_log")
+    return rank_log is None or not rank_log.raised_by_signal_handler(error)
+
+
+def say_error(text: str) -> None:
+    """One line on stderr in the form of the log lines (sync/rank_log.py), without logging."""
+    variable = os.environ.get
+    rank = variable("RANK") or variable("SLURM_PROCID") or "?"
+    size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
+    line = f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}"
+    try:  # noqa: SIM105
+        sys.stderr.write("".join(one if one.isprintable() else "?" for one in line) + "\n")
+    except Exception:
+        pass  # it cannot be reported anywhere

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.patching.settings import DEFERRED, AllSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
-from nemo_patches.tracing.dump import dumps
-from nemo_patches.tracing.recorder import tracing
-from nemo_patches.tracing.settings import STDERR
-from nemo_patches.uneven.even_loader import even_loaders
-from nemo_patches.uneven.parameter_watch import parameter_watch
-from nemo_patches.uneven.settings import DEFERRED
+
+_TRACING = "nemo_patches.tracing.recorder"
+_FORWARD = "nemo_patches.tracing.recorded_forward"
 
 
 @dataclass(frozen=True)
@@ -27,30 +26,40 @@ class Feature:
 
 
 def _start_stall_reports(settings: AllSettings) -> None:
-    subscriber.use(settings.stall, str(settings.uneven), settings.uneven.metrics == DEFERRED)
+    subscriber.use(settings.stall, str(settings.options), settings.options.metrics == DEFERRED)
     subscriber.subscribe()
 
 
 def _start_tracing(settings: AllSettings) -> None:
-    tracing.length_sync_changed(settings.sync)
-    if tracing.recorder is None or tracing.recorder.settings != settings.trace:
-        tracing.stop()
-        if settings.trace.folder:
-            tracing.start(settings.trace)
+    if settings.trace.folder:
+        from nemo_patches.tracing.recorder import tracing
 
-
-def _start_dumps(settings: AllSettings) -> None:
-    if settings.trace.folder in (None, STDERR):  # there is no file of the calls
-        dumps.start(settings.trace.dump)
+        tracing.use(settings.trace)
     else:
-        dumps.stop()
+        _stop_tracing()
 
 
-UNEVEN = Feature(
-    lambda settings: parameter_watch.use(settings.uneven.compare),
-    lambda: parameter_watch.use(0),
-    lambda: {"comparisons": parameter_watch.counters(), "loaders": even_loaders.counters()},
-)
+def _stop_tracing() -> None:
+    if _TRACING in sys.modules:
+        from nemo_patches.tracing.recorder import tracing
+
+        tracing.stop()
+
+
+def _trace_status() -> dict[str, Any]:
+    if _TRACING not in sys.modules:
+        return {}
+    from nemo_patches.tracing.recorder import tracing
+
+    return {"trace_file": tracing.where()}
+
+
+def import_wanted(settings: AllSettings) -> None:
+    """Import what these settings switch on, before anything is changed. Raises ImportError."""
+    if settings.trace.folder:
+        importlib.import_module(_FORWARD)
+
+
 SYNC = Feature(
     lambda settings: length_sync.use(settings.sync),
     lambda: None,  # the patched methods are its end
@@ -65,14 +74,10 @@ STALL_REPORTS = Feature(
         "stalls": subscriber.stalls(),
     },
 )
-TRACING = Feature(_start_tracing, tracing.stop, lambda: {"trace_file": tracing.where()})
-DUMPS = Feature(_start_dumps, dumps.stop, dict)
+TRACING = Feature(_start_tracing, _stop_tracing, _trace_status)
 
 # Started before NeMo's methods are patched, so that the first patched call finds its settings, and stopped after they
 # are restored, so that no call goes on unseen. The stall reports' settings stand in a trace's header.
-BEFORE_PATCHES = (UNEVEN, SYNC, STALL_REPORTS)
-# Started after NeMo's methods are patched, and stopped before they are restored. Tracing stops first, too: its hook for
-# exceptions came with the first encoder call, and is around that of the dumps.
-AFTER_PATCHES = (TRACING, DUMPS)
-# Of a job that trains with Lightning and has no encoder of NeMo's.
-WITHOUT_PATCHES = (*BEFORE_PATCHES, DUMPS)
+BEFORE_PATCHES = (SYNC, STALL_REPORTS)
+# Started after NeMo's methods are patched, and stopped before they are restored.
+AFTER_PATCHES = (TRACING,)

@@ -1,4 +1,4 @@
-"""NeMo's classes as this process has imported them: which are there, built in, drifted, or have a sync of their own."""
+"""NeMo's classes as this process has imported them: which are there, drifted, or have a sync of their own or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 from nemo_patches.patching import COLLECTION
 from nemo_patches.patching.targets import TARGETS, Target
-from nemo_patches.sync.own_syncs import Owner, OwnSync, copies, own_syncs
+from nemo_patches.sync.own_syncs import overrides
 
 
 def import_target(target: Target) -> ModuleType | None:
@@ -37,21 +37,20 @@ def drift(targets: Iterable[Target]) -> dict[Target, str]:
     return {target: problem for target, problem in problems.items() if problem}
 
 
-def built_in() -> str:
-    """The version of nemo_patches that one of the diffs has put into this NeMo; empty without."""
-    return next((version for target, module in _loaded() if (version := target.built_in(module))), "")
+def nothing_to_bound() -> dict[Target, str]:
+    """The targets that are left as they are, and why: a diff has bounded them, or they have no reduce."""
+    reasons = {target: target.nothing_to_bound(module) for target, module in _loaded()}
+    return {target: reason for target, reason in reasons.items() if reason}
 
 
-def unbounded(patched: Collection[Target]) -> tuple[OwnSync, ...]:
-    """The classes in this process with a length sync that is not ours."""
-    owners = [
-        Owner(kind, target.method, target.setter)
-        for target, module in _loaded()
-        if (kind := target.find_owner(module)) and (target in patched or target.built_in(module))
-    ]
-    methods = {owner.method for owner in owners}
-    nemos = {(target.module, target.owner) for target in TARGETS}
-    return (*(own for owner in owners for own in own_syncs(owner)), *copies(methods, nemos))
+def overridden(patched: Collection[Target]) -> dict[str, str]:
+    """A sentence for each class in this process that overrides a bounded length sync, by the override's name."""
+    found: dict[str, str] = {}
+    for target, module in _loaded():
+        owner = target.find_owner(module)
+        if owner is not None and (target in patched or target.nothing_to_bound(module)):
+            found |= overrides(owner, target.method)
+    return found
 
 
 def _loaded() -> Iterator[tuple[Target, ModuleType]]:

@@ -13,21 +13,19 @@ from types import ModuleType
 import torch
 
 from nemo_patches.growth import give_back_all
-from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, imported
-from nemo_patches.patching.chosen import ALL_CHOSEN, CHECKPOINTS, ChosenPatch, import_chosen
-from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, WITHOUT_PATCHES
+from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, admission, chosen, imported
+from nemo_patches.patching.chosen import ChosenPatch
+from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import AllSettings
-from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines, say
+from nemo_patches.patching.settings import STOCK, AllSettings, OptionSettings, TraceSettings
+from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.settings import StallSettings
-from nemo_patches.sync import checkpoints, length_sync
+from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError
-from nemo_patches.tracing.settings import TraceSettings
-from nemo_patches.uneven.settings import UnevenSettings
 
 
 class Patching:
@@ -43,7 +41,7 @@ class Patching:
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
         self._settings = AllSettings()  # in force; the sync and the stall reports keep their own, also after a revert
-        self._said_of_uneven = ""
+        self._said_of_options = ""
         self._refused = ""  # why the import hook patches nothing
         self._lines = StartLines(self._patched, self._settings_in_force)
 
@@ -52,30 +50,32 @@ class Patching:
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
         Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
-        ModuleNotFoundError without NeMo.
+        ModuleNotFoundError without NeMo; and, before anything is changed, what importing a setting's part raises.
         """
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
+        patches = chosen.load(settings.options)
         with self._lock:
             if not self._in_force:  # what is imported here is patched and said here
                 self._follows_imports = self._collection_complete = False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
-        import_chosen(settings.uneven)
+        chosen.import_targets(patches)
+        import_wanted(settings)
         with self._lock:
             if self._in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
                 return False
-            if built_in := imported.built_in():
-                self._leave_alone(built_in, settings.trace, settings.uneven)
-                return False
-            admission.require_supported(admission.nemo_version())
+            left = imported.nothing_to_bound()
+            modules = {target: module for target, module in modules.items() if target not in left}
+            if modules or not left:
+                admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
             drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
-            for chosen in ALL_CHOSEN:
-                if problems := self._drift(chosen, settings.uneven):
-                    drift.append(f"{chosen.refusal}: {' | '.join(problems.values())}")
+            for patch in patches:
+                if problems := self._drift(patch):
+                    drift.append(f"{patch.refusal}: {' | '.join(problems.values())}")
             if drift:
                 raise DriftError(
                     f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
@@ -107,34 +107,33 @@ class Patching:
         module = sys.modules[target.module]
         if self._is_patched(target):
             return  # apply() has been here, or two finders have called
+        modules = {} if target.nothing_to_bound(module) else {target: module}
         try:
-            if not self._in_force:
-                if admission.disabled():
-                    return
-                if built_in := target.built_in(module):
-                    self._leave_alone(built_in, TraceSettings.resolve(), UnevenSettings.resolve())
-                    return
+            if not self._in_force and admission.disabled():
+                return
             settings = self._settings_in_force() if self._in_force else AllSettings.resolve()
-            admission.require_supported(admission.nemo_version())
-            if problem := target.drift(module):
-                raise DriftError(problem)
-        except (SettingsError, admission.UnsupportedNeMo, DriftError) as error:
+            if modules:
+                admission.require_supported(admission.nemo_version())
+                if problem := target.drift(module):
+                    raise DriftError(problem)
+            import_wanted(settings)
+        except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
             self._refuse(target, error)
             return
         if not self._in_force:
             self._begin(settings)
-        self._patch({target: module})
-        if self._collection_complete:
+        self._patch(modules)
+        if self._collection_complete and modules:
             self._lines.patched((target,))
 
     def _collection_imported(self) -> None:
         drift: dict[Target, str] = {}
         if self._in_force:
-            for chosen in ALL_CHOSEN:
-                if problems := self._drift(chosen, self._settings.uneven):
+            for patch in self._importable():
+                if problems := self._drift(patch):
                     drift |= problems
-                    self._settings = replace(self._settings, uneven=chosen.without(self._settings.uneven))
-                    report(logging.ERROR, f"{chosen.left}: {' | '.join(problems.values())}")
+                    self._settings = replace(self._settings, options=patch.without(self._settings.options))
+                    report(logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}")
             if drift:
                 STALL_REPORTS.start(self._settings_in_force())
             self._patch_chosen()
@@ -151,8 +150,8 @@ class Patching:
             self._refuse(None, error)
             return
         # Metrics and checkpoints are as in stock until NeMo is imported.
-        settings = replace(settings, uneven=UnevenSettings(compare=settings.uneven.compare))
-        for feature in WITHOUT_PATCHES:
+        settings = replace(settings, options=OptionSettings())
+        for feature in BEFORE_PATCHES:
             feature.start(settings)
 
     def revert(self) -> None:
@@ -163,6 +162,7 @@ class Patching:
                 feature.stop()
             self._lines.end()
             self._settings = AllSettings()
+            chosen.stop()
             self.replacements.restore()
             for feature in BEFORE_PATCHES:
                 feature.stop()
@@ -176,11 +176,12 @@ class Patching:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:
             nemo = "not installed"
-        patched = [*self._patched, *(target for chosen in ALL_CHOSEN if self._has(chosen) for target in chosen.targets)]
+        patches = chosen.wanted(self._settings.options)
+        patched = [*self._patched, *(target for patch in patches if self._has(patch) for target in patch.targets)]
         state, why = self._state(nemo, hook_installed, len(patched))
-        unbounded = imported.unbounded(self._patched)
-        if unbounded:
-            why = f"{why}, but not these length syncs: {', '.join(dict.fromkeys(own.title for own in unbounded))}"
+        overridden = imported.overridden(self._patched)
+        if overridden:
+            why = f"{why}; overridden by {', '.join(overridden)}"
         of_features = [feature.status() for feature in (*BEFORE_PATCHES, *AFTER_PATCHES)]
         return Status(
             nemo=nemo,
@@ -188,9 +189,8 @@ class Patching:
             patched=tuple(map(str, patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
             trace=self._settings.trace,
-            uneven=self.uneven_settings(),
-            checkpoints=checkpoints.checkpoints.counters() if self._has(CHECKPOINTS) else None,
-            own_syncs=tuple(own.text for own in unbounded),
+            options=self.option_settings(),
+            own_syncs=tuple(overridden.values()),
             state=state,
             why=why,
             **{name: value for fields in of_features for name, value in fields.items()},
@@ -200,8 +200,9 @@ class Patching:
         """Whether this process is patched, in one of three words, and why."""
         if self._patched:
             return admission.ON, f"{patched} of NeMo's methods patched"
-        if built_in := imported.built_in():
-            return admission.ON, _built_in_text(built_in)
+        if self._in_force:
+            left = dict.fromkeys(imported.nothing_to_bound().values())
+            return admission.ON, f"{', '.join(left)}; the watch is on"
         if nemo == "not installed":
             return admission.CANNOT_BE, f"NeMo is not installed for {sys.executable}"
         try:
@@ -218,17 +219,26 @@ class Patching:
             return admission.ON, "NeMo's encoders are patched when they are imported, which has not happened yet"
         return admission.OFF, f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}"
 
-    def uneven_settings(self) -> UnevenSettings:
+    def traces(self) -> bool:
+        """Whether there is a trace, or will be one when NeMo is imported."""
+        if self._in_force or not self._follows_imports:
+            return self._settings.trace.folder is not None
+        try:
+            return not admission.disabled() and TraceSettings.resolve().folder is not None
+        except SettingsError:  # which is logged when NeMo is imported
+            return False
+
+    def option_settings(self) -> OptionSettings:
         """The settings in force, else the environment's. A bad variable is logged once, and not used."""
         if self._in_force or not self._follows_imports:
-            return self._settings.uneven
+            return self._settings.options
         try:
-            return UnevenSettings() if admission.disabled() else UnevenSettings.resolve()
+            return OptionSettings() if admission.disabled() else OptionSettings.resolve()
         except SettingsError as error:
-            if str(error) != self._said_of_uneven:
+            if str(error) != self._said_of_options:
                 report(logging.ERROR, f"{error}; nothing is done about uneven batches")
-            self._said_of_uneven = str(error)
-            return UnevenSettings()
+            self._said_of_options = str(error)
+            return OptionSettings()
 
     def _settings_in_force(self) -> AllSettings:
         return replace(self._settings, sync=length_sync.current(), stall=subscriber.settings_in_force())
@@ -262,15 +272,23 @@ class Patching:
             self.replacements.restore_forwards()
 
     def _patch_chosen(self) -> None:
-        for chosen in ALL_CHOSEN:
-            if chosen.is_wanted(self._settings.uneven):
-                chosen.patch(self.replacements, partial(self._is_chosen, chosen))
+        for patch in chosen.wanted(self._settings.options):
+            patch.patch(self.replacements, partial(self._is_chosen, patch))
+
+    def _importable(self) -> tuple[ChosenPatch, ...]:
+        """What is chosen; under auto-apply, less what cannot be imported."""
+        try:
+            return chosen.wanted(self._settings.options)
+        except Exception as error:  # of the deferred metrics: nothing of ours may break NeMo's import
+            report(logging.ERROR, f"metrics are not deferred: {error!r}")
+            self._settings = replace(self._settings, options=replace(self._settings.options, metrics=STOCK))
+            return chosen.wanted(self._settings.options)
 
     def _change_settings(self, settings: AllSettings) -> None:
         before = self._settings_in_force()
-        for chosen in ALL_CHOSEN:
-            if problems := self._drift(chosen, settings.uneven):
-                raise DriftError(f"{chosen.refusal}, nothing was changed: {' | '.join(problems.values())}")
+        for patch in chosen.wanted(settings.options):
+            if problems := self._drift(patch):
+                raise DriftError(f"{patch.refusal}, nothing was changed: {' | '.join(problems.values())}")
         self._settings = settings
         for feature in BEFORE_PATCHES:
             feature.start(settings)
@@ -279,32 +297,19 @@ class Patching:
         if before != self._settings_in_force():
             report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
 
-    def _drift(self, chosen: ChosenPatch, uneven: UnevenSettings) -> dict[Target, str]:
-        """Why it cannot be patched, if it should be and is not yet."""
-        return chosen.drift() if chosen.is_wanted(uneven) and not self._is_patched(chosen.targets[0]) else {}
+    def _drift(self, patch: ChosenPatch) -> dict[Target, str]:
+        """Why it cannot be patched, if it is not yet."""
+        return {} if self._is_patched(patch.targets[0]) else patch.drift()
 
     def _is_patched(self, target: Target) -> bool:
         module = sys.modules.get(target.module)
         return module is not None and self.replacements.has(target.find_owner(module))
 
-    def _is_chosen(self, chosen: ChosenPatch) -> bool:
-        return self._in_force and chosen.is_wanted(self._settings.uneven)
+    def _is_chosen(self, patch: ChosenPatch) -> bool:
+        return self._in_force and patch.is_wanted(self._settings.options)
 
-    def _has(self, chosen: ChosenPatch) -> bool:
-        return self._is_chosen(chosen) and self._is_patched(chosen.targets[0])
-
-    def _leave_alone(self, built_in: str, trace: TraceSettings, uneven: UnevenSettings) -> None:
-        """A vendored NeMo with one of the diffs: its own copy of the sync does all, and twice would be wrong."""
-        self._follows_imports = False
-        for feature in WITHOUT_PATCHES:  # _watch() may have started them
-            feature.stop()
-        self._lines.misspelt()
-        reason = _built_in_text(built_in)
-        self._skipped.clear()
-        self._skipped.update(dict.fromkeys(TARGETS, reason))
-        others = replace(uneven, checkpoints=UnevenSettings().checkpoints)  # whose variable holds there, too
-        missing = ", ".join(filter(None, (str(trace) if trace.folder else "", str(others))))
-        say(f"nothing to patch: {reason}" + (f"; {missing}: not available there" if missing else ""))
+    def _has(self, patch: ChosenPatch) -> bool:
+        return self._is_chosen(patch) and self._is_patched(patch.targets[0])
 
     def _refuse(self, target: Target | None, error: Exception) -> None:
         """What the import hook does when apply() would raise."""
@@ -330,16 +335,13 @@ class Patching:
         self._collection_complete = True
         if not self._in_force:
             return
+        left = imported.nothing_to_bound()
         for target in TARGETS:
             if target not in self._patched:
                 exists = target.source_file() is not None
                 reason = "not imported yet; it is patched when it is" if exists else "this NeMo does not have it"
-                self._skipped[target] = reason
-        self._lines.collection_complete(self._skipped)
-
-
-def _built_in_text(version: str) -> str:
-    return f"this NeMo has nemo_patches {version} built in; its settings are the NEMO_PATCHES_* variables"
+                self._skipped[target] = left.get(target, reason)
+        self._lines.collection_complete(self._skipped, left)
 
 
 this_process = Patching()

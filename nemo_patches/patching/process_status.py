@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.patching.settings import AllSettings
+from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
 from nemo_patches.stall.missing_rank import Stall
 from nemo_patches.stall.settings import StallSettings
-from nemo_patches.sync.checkpoints import CheckpointCounters
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import named
-from nemo_patches.tracing.settings import TraceSettings
-from nemo_patches.uneven.agreement import LoaderCounters
-from nemo_patches.uneven.comparison import ComparisonCounters
-from nemo_patches.uneven.settings import UnevenSettings
 
 
 @dataclass(frozen=True)
@@ -34,10 +29,7 @@ class Status:
     trace_file: the file that is being written, or why there is none; empty without a trace.
     unannounced: ranks that show no sign of nemo_patches: not patched, or not started.
     stalls: encoder calls that not every rank has come to, with the missing ranks; or a job without encoder calls.
-    loaders: what StopTogether and stop_together() have done on this rank.
-    checkpoints: what the ranks have agreed on for checkpoints; None if each rank decides for itself.
-    own_syncs: a sentence for each class whose own length sync is not bounded, or not known to be.
-    comparisons: for each optimizer, the result of comparing all ranks' parameters.
+    own_syncs: a sentence for each class that overrides a bounded length sync.
     """
 
     nemo: str
@@ -47,15 +39,12 @@ class Status:
     settings: Settings
     stall_settings: StallSettings
     trace: TraceSettings
-    trace_file: str
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
-    loaders: tuple[LoaderCounters, ...]
-    uneven: UnevenSettings
-    checkpoints: CheckpointCounters | None = None
+    options: OptionSettings
     own_syncs: tuple[str, ...] = ()
-    comparisons: tuple[ComparisonCounters, ...] = ()
+    trace_file: str = ""
     state: str = "on"
     why: str = ""
 
@@ -63,15 +52,12 @@ class Status:
         lines = [
             f"{self.state}: {self.why}",
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.uneven)}",
+            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.options)}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
-            *map(str, self.loaders),
-            *map(str, self.comparisons),
-            *([] if self.checkpoints is None else [str(self.checkpoints)]),
         ]
         if self.unannounced:
             lines.append(f"not patched, or not started: {named(self.unannounced)}")

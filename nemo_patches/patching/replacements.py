@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -12,14 +11,11 @@ from typing import Any
 import torch
 import wrapt
 
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS, Target
-from nemo_patches.sync import checkpoints
+from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.sync.encoder_methods import make_bounded_update, private_setter
-from nemo_patches.sync.own_syncs import Owner, watching
+from nemo_patches.sync.own_syncs import watching
 from nemo_patches.sync.places import place_of
 from nemo_patches.sync.rank_log import report
-from nemo_patches.tracing.recorded_forward import recorded
-from nemo_patches.uneven.deferred_metrics import deferred_metrics
 
 _ABSENT = object()
 _FORWARD = "forward"
@@ -57,42 +53,23 @@ class Replacements:
         self.made: list[Replacement] = []
         self._inside_others: list[Replacement] = []  # not undone
 
-    def has(self, owner: type | None) -> bool:
-        return any(replacement.owner is owner for replacement in self.made)
+    def has(self, owner: type | None, name: str = "") -> bool:
+        """Whether an attribute of this class is replaced: the one of this name, or any."""
+        return any(made.owner is owner and name in ("", made.name) for made in self.made)
 
     def patch(self, target: Target, module: ModuleType, in_force: Callable[[], bool]) -> None:
         """Put the bounded sync into a target. in_force: false after a revert, even inside another wrapper."""
         owner = _owner(target, module)
         original = owner.__dict__[target.method]
-        self._replace(owner, target.method, make_bounded_update(original, _without_reduce(original), in_force))
+        self.put(owner, target.method, make_bounded_update(original, _without_reduce(original), in_force))
         if target.setter:
-            self._replace(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
-        self._replace(owner, "__init_subclass__", watching(Owner(owner, target.method, target.setter), in_force))
-
-    def defer_metrics(self, in_force: Callable[[], bool]) -> None:
-        """Put the deferred metrics around NeMo's evaluation epochs, unless they are there."""
-        for target in METRIC_TARGETS:
-            owner = _owner(target, sys.modules[target.module])
-            original = owner.__dict__[target.method]
-            if any((made.owner, made.name) == (owner, target.method) for made in self.made):
-                continue
-            _, stage, _, begins_or_ends = target.method.split("_")
-            if stage == "train":
-                self._replace(owner, target.method, deferred_metrics.training(original))
-                continue
-            wrapper = deferred_metrics.beginning if begins_or_ends == "start" else deferred_metrics.end
-            self._replace(owner, target.method, wrapper(original, stage, in_force))
-
-    def agree_on_checkpoints(self, in_force: Callable[[], bool]) -> None:
-        """Make NeMo's checkpoint callback take rank 0's decisions, unless it does so already."""
-        target = CHECKPOINT_TARGETS[0]
-        owner = _owner(target, sys.modules[target.module])
-        if not self.has(owner):
-            for name, method in checkpoints.replacements(owner, in_force).items():
-                self._replace(owner, name, method)
+            self.put(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
+        self.put(owner, "__init_subclass__", watching(owner, target.method, in_force))
 
     def record_forwards(self) -> None:
         """Record the `forward` of every patched class, unless it is recorded already."""
+        from nemo_patches.tracing.recorded_forward import recorded
+
         with_forward = {replacement.owner for replacement in self.made if replacement.name == _FORWARD}
         patched = [replacement.owner for replacement in self.made if replacement.name in _SYNCS]
         for owner in patched:
@@ -100,8 +77,8 @@ class Replacements:
                 # Not by inspect.getattr_static, which raises for a class in Python 3.13.0.
                 original = next(vars(base)[_FORWARD] for base in owner.__mro__ if _FORWARD in vars(base))
                 own_name, forward = recorded(original)
-                self._replace(owner, own_name, original)
-                self._replace(owner, _FORWARD, forward)
+                self.put(owner, own_name, original)
+                self.put(owner, _FORWARD, forward)
 
     def restore_forwards(self) -> None:
         for forward in [replacement for replacement in self.made if replacement.name == _FORWARD]:
@@ -115,7 +92,6 @@ class Replacements:
         """Restore every attribute, the last first."""
         self.take_out_left()
         self.restore_forwards()
-        deferred_metrics.stop()
         while self.made:
             if not (replacement := self.made.pop()).undo():
                 self._inside_others.append(replacement)
@@ -127,7 +103,8 @@ class Replacements:
                 left.undo()
                 self._inside_others.remove(left)
 
-    def _replace(self, owner: type, name: str, replacement: object) -> None:
+    def put(self, owner: type, name: str, replacement: object) -> None:
+        """Replace an attribute, until restore()."""
         self.made.append(Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement))
         wrapt.apply_patch(owner, name, replacement)
 

@@ -12,7 +12,14 @@ from _frozen_importlib import module_from_spec
 from _frozen_importlib_external import PathFinder
 from _thread import get_ident
 
-from nemo_patches.patching import CALLBACK_CONNECTOR, COLLECTION, DISABLE_VARIABLE, TARGET_MODULES
+from nemo_patches.patching import (
+    CALLBACK_CONNECTOR,
+    COLLECTION,
+    DISABLE_VARIABLE,
+    TARGET_MODULES,
+    is_ours,
+    say_error,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,24 +56,28 @@ class _Finder:
         finally:
             self._asking.discard(asking)
 
-    def patch(self, name: str) -> None:
-        """Patch the module `name`, which is complete. No error here may fail its import."""
+    def patch(self, name: str, is_rank: bool = False) -> None:
+        """Patch the module `name`, which is complete. No error here may fail its import.
+
+        is_rank: for Lightning's, that this process is known to be one of several ranks.
+        """
         if self._failed:
             return
         try:
-            if name == CALLBACK_CONNECTOR:
+            if name == CALLBACK_CONNECTOR and not is_rank:
                 from nemo_patches.patching import trainer_callbacks
 
-                trainer_callbacks.hook(sys.modules[name])
+                trainer_callbacks.hook(sys.modules[name], begin_watch)
+                if not trainer_callbacks.is_one_of_several_ranks():
+                    return  # a process that stays alone has no more of ours than the hook
             from nemo_patches.patching import monkeypatch
 
             monkeypatch.this_process.on_import(name)
         except Exception as error:
-            rank_log = sys.modules.get("nemo_patches.sync.rank_log")
-            if rank_log is not None and rank_log.raised_by_signal_handler(error):
-                raise  # the user's own, not ours
+            if not is_ours(error):
+                raise
             self._failed = True
-            _say_error(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
+            say_error(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
 
     def _wrapped(self, name: str, loader: "Any") -> "Any":
         util = sys.modules.get("importlib.util")
@@ -114,22 +125,16 @@ def installed() -> bool:
     return _finder in sys.meta_path
 
 
+def begin_watch() -> None:
+    """Report the stalls of this job, which trains with Lightning and has several ranks."""
+    _finder.patch(CALLBACK_CONNECTOR, is_rank=True)
+
+
 def start(own_file: str) -> None:
     """Everything that our sitecustomize.py does; own_file is its __file__."""
     if os.environ.get(DISABLE_VARIABLE) != "1":
         install()
     _run_shadowed(os.path.abspath(own_file))
-
-
-def _say_error(text: str) -> None:
-    """One line on stderr in the form of the log lines (sync/rank_log.py), without logging."""
-    variable = os.environ.get
-    rank = variable("RANK") or variable("SLURM_PROCID") or "?"
-    size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
-    try:  # noqa: SIM105
-        sys.stderr.write(f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}\n")
-    except Exception:
-        pass  # it cannot be reported anywhere
 
 
 # The folders whose sitecustomize.py of ours is running, one inside the other: Python runs them, so no object of ours

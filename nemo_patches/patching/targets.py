@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import cast
@@ -14,21 +13,28 @@ from typing import cast
 from nemo_patches.sync.places import function_of, is_ours, layers, place_of
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
     """The names in a text, with spaces between them."""
     return frozenset(text.split())
 
 
 # What the methods' code reads, apart from its own arguments; `co_names` of the compiled function.
-_REDUCE = _names("torch distributed is_initialized tensor float32 all_reduce ReduceOp MAX int item max_audio_length")
+_REDUCE = names("torch distributed is_initialized tensor float32 all_reduce ReduceOp MAX int item max_audio_length")
 _GROW = _REDUCE | {"set_max_audio_length"}
 _GROW_FLAG = _GROW | {"sync_max_audio_length"}
-_GROW_INLINE = _REDUCE | _names(
+_GROW_INLINE = _REDUCE | names(
     """
     next parameters device arange hasattr seq_range register_buffer named_modules isinstance
     MaskedConv1d update_masked_length SqueezeExcite set_max_len
     """
 )
+
+
+# What the diffs of patches/ put into NeMo: a module, and the function that its encoders call instead of the reduce.
+BOUNDED_SYNC, BOUNDED_FUNCTION = "nemo.collections.asr.parts.utils.bounded_length_sync", "max_length_in_time"
+# Why a target is left as it is.
+HAS_DIFF = "a diff of patches/ has bounded it in this NeMo"
+NO_REDUCE = "no reduce here: nothing to bound"
 
 
 class DriftError(RuntimeError):
@@ -57,9 +63,25 @@ class Target:
         """The class itself: NeMo's @experimental wraps some classes in a callable that prints a warning."""
         return cast("type | None", inspect.unwrap(getattr(module, self.owner, None)))  # type: ignore[arg-type]
 
-    def built_in(self, module: ModuleType) -> str:
-        """The version of nemo_patches in a class that has one of the diffs; empty without a diff."""
-        return getattr(vars(self.find_owner(module) or object).get(self.method), "__nemo_patches__", "")
+    def nothing_to_bound(self, module: ModuleType) -> str:
+        """Why there is nothing to patch: HAS_DIFF, or NO_REDUCE; empty where NeMo's reduce is."""
+        method = vars(self.find_owner(module) or object).get(self.method)
+        return self._nothing_to_bound(method.__code__) if type(method) is FunctionType else ""
+
+    def nothing_to_bound_in(self, file: Path) -> str:
+        """Like nothing_to_bound(), for a file that is not imported."""
+        owner = _code_in(_compiled(file), self.owner)
+        method = _code_in(owner, self.method) if owner else None
+        return self._nothing_to_bound(method) if method else ""
+
+    def _nothing_to_bound(self, method: CodeType) -> str:
+        names = set(method.co_names)
+        if BOUNDED_FUNCTION in names:
+            return HAS_DIFF
+        # What calls something unknown may reduce there, and a wrapper reads nothing.
+        is_growth = "max_audio_length" in names and _parameters(method) == f"({', '.join(self.parameters)})"
+        is_known = any(names <= reads - {"all_reduce"} for reads in self.reads if "all_reduce" in reads)
+        return NO_REDUCE if is_growth and is_known else ""
 
     def drift(self, module: ModuleType) -> str:
         """How `module` differs from what is known: what was expected, and what was found; empty if it does not."""
@@ -77,7 +99,7 @@ class Target:
 
     def drift_of_source(self, file: Path) -> str:
         """Like drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
-        owner = _code_in(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), self.owner)
+        owner = _code_in(_compiled(file), self.owner)
         return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
 
     def source_file(self) -> Path | None:
@@ -156,56 +178,7 @@ TARGETS = (
     ),
 )
 
-_CUDA_GRAPHS_OFF = (
-    _names("disable_cuda_graphs"),
-    _names("WithOptionalCudaGraphs disable_cuda_graphs_recursive"),
-)
-_EPOCH_STARTS = (
-    _names("maybe_enable_cuda_graphs"),
-    _names("WithOptionalCudaGraphs enable_cuda_graphs_recursive"),
-)
-_EPOCH_ENDS = (
-    _names("disable_cuda_graphs on_validation_epoch_end super"),
-    _names(
-        """
-    WithOptionalCudaGraphs disable_cuda_graphs_recursive on_validation_epoch_end super
-    """
-    ),
-)
-_TEST_END = _names(
-    """
-    _test_dl_idx clear dict enumerate get get_test_dataloader_prefix isinstance items len
-    log_dict multi_test_epoch_end pop test_step_outputs update
-    """
-)
-_of_asr_model = partial(Target, "nemo.collections.asr.models.asr_model", "ASRModel", setter="", parameters=("self",))
-# The methods that begin and end an evaluation (for deferred metrics), or training after an exception; only patched if
-# they are chosen.
-METRIC_TARGETS = (
-    _of_asr_model("on_train_epoch_start", _CUDA_GRAPHS_OFF),
-    _of_asr_model("on_validation_epoch_start", _EPOCH_STARTS),
-    _of_asr_model("on_test_epoch_start", _EPOCH_STARTS),
-    _of_asr_model("on_validation_epoch_end", _EPOCH_ENDS),
-    Target("nemo.core.classes.modelPT", "ModelPT", "on_test_epoch_end", (_TEST_END,), "", ("self",)),
-)
-# More code that must be as expected: that the numbers which are added up are sums.
-METRIC_SUMS = (
-    _of_asr_model(
-        "multi_validation_epoch_end",
-        (_names("_compute_bleu bleu mean stack sum torch update"),),
-        parameters=("self", "outputs", "dataloader_idx"),
-    ),
-    Target(
-        "nemo.collections.asr.metrics.wer",
-        "WER",
-        "compute",
-        (_names("scores words detach float"),),
-        setter="",
-        parameters=("self",),
-    ),
-)
-
-_SAVE = _names(
+_SAVE = names(
     """
     AppState _backup_existing_nemo_ckpt _format_nemo_checkpoint_name always_save_nemo barrier
     best_model_path debug distributed exists get_filesystem info inject_model_parallel_rank
@@ -213,57 +186,34 @@ _SAVE = _names(
     on_save_checkpoint os path previous_best_path rm save_best_model save_to super torch warning
     """
 )
-_LOADS_BEST = _names("deepcopy load load_state_dict state_dict")  # NeMo before 3.0
-_TRAIN_END = _names(
-    """
-    CHECKPOINT_NAME_LAST _backup_existing_nemo_ckpt _checkpoint_connector
-    _format_nemo_checkpoint_name _monitor_candidates _save_last_checkpoint barrier
-    best_model_path broadcast debug fast_dev_run float format_checkpoint_name get_filesystem
-    global_step info int is_global_rank_zero isdir isinstance last_model_path logging
-    on_train_end os path restore rm save_best_model save_last save_nemo_on_train_end split
-    strategy super val_check_interval warning
-    """
-)
-_SET_UP = _names(
-    """
-    NeMoModelCheckpoint _remove_unfinished_checkpoints barrier broadcast ckpt_path debug dirpath
-    distributed is_global_rank_zero is_initialized last_model_path logging setup strategy super
-    torch
-    """
-)
-_LIST = _names("dirname listdir os path sorted")
-_FILTERED = _names("isdir join")  # in the comprehensions, which Python 3.12 has in the function itself
-_CANDIDATES = _names("Tensor callback_metrics current_epoch deepcopy get global_step int isinstance tensor torch")
-_TOP_K = _names(
-    "best_k_models bool gt kth_best_model_path len lt mode reduce_boolean_decision save_top_k strategy torch"
-)
-_of_callback = partial(Target, "nemo.utils.callbacks.nemo_model_checkpoint", "NeMoModelCheckpoint", setter="")
-_of_lightnings = partial(Target, "lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint", setter="")
-# The checkpoint callback, whose ranks take rank 0's decisions; not patched with checkpoints=stock.
+_LOADS_BEST = names("deepcopy load load_state_dict state_dict")  # NeMo before 3.0
+_CANDIDATES = names("Tensor callback_metrics current_epoch deepcopy get global_step int isinstance tensor torch")
+# Of the checkpoint callback, whose ranks take rank 0's view: the methods of which more than the call is relied upon.
 CHECKPOINT_TARGETS = (
-    _of_callback("setup", (_SET_UP,), parameters=("self", "trainer", "pl_module", "stage")),
-    _of_callback(
-        "on_save_checkpoint",
-        (_SAVE, _SAVE | _LOADS_BEST),
+    Target(
+        module="nemo.utils.callbacks.nemo_model_checkpoint",
+        owner="NeMoModelCheckpoint",
+        method="on_save_checkpoint",
+        reads=(_SAVE, _SAVE | _LOADS_BEST),
+        setter="",
         parameters=("self", "trainer", "pl_module", "checkpoint"),
     ),
-    _of_callback(
-        "on_train_end",
-        (_TRAIN_END | {"save_to"}, _TRAIN_END | _names("getattr callable type __name__")),
-        parameters=("self", "trainer", "pl_module"),
-    ),
-    _of_callback("_get_checkpoints_list", (_LIST, _LIST | _FILTERED), parameters=("self", "filepath")),
 )
 # What it inherits, and is put into NeMo's class.
 CHECKPOINT_BASES = (
-    _of_lightnings("_monitor_candidates", (_CANDIDATES,), parameters=("self", "trainer")),
-    _of_lightnings("check_monitor_top_k", (_TOP_K,), parameters=("self", "trainer", "current")),
+    Target(
+        module="lightning.pytorch.callbacks.model_checkpoint",
+        owner="ModelCheckpoint",
+        method="_monitor_candidates",
+        reads=(_CANDIDATES,),
+        setter="",
+        parameters=("self", "trainer"),
+    ),
 )
 
 
-def has_diff(source: bytes, path: str) -> bool:
-    """Whether one of the diffs, of any nemo_patches, is in a file. Raises what compile() raises."""
-    return "bounded_length_sync" in compile(source, path, "exec", dont_inherit=True).co_names
+def _compiled(file: Path) -> CodeType:
+    return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
 
 
 def _code_in(code: CodeType, name: str) -> CodeType | None:

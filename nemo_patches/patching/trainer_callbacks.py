@@ -1,7 +1,8 @@
-"""Adds callbacks to Lightning's trainers: to record exceptions, and, by the settings, StopTogether and BatchCount.
+"""Adds callbacks to Lightning's trainers: to know the batch and, by the settings, exceptions and StopTogether.
 
-An installed nemo_patches has `callbacks` as an entry point, which every trainer asks. What is only on PYTHONPATH has no
-entry points: there the import hook has `hook` called. Both cost next to nothing where no setting asks for anything.
+An installed nemo_patches has `callbacks` as an entry point, which every trainer of the environment asks, also in
+projects that have nothing to do with it: nothing of ours is imported where no setting asks for it, and nothing raised
+into `Trainer()`. What is only on PYTHONPATH has no entry points: there the import hook has `hook` called.
 """
 
 from __future__ import annotations
@@ -10,36 +11,36 @@ import functools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from nemo_patches.patching import is_ours, say_error
 
 GROUP = "lightning.pytorch.callbacks_factory"
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
 _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
+# What a launcher of all ranks sets: torchrun, Slurm, Open MPI. Lightning's own sets a size without a rank, and nothing
+# at all in rank 0's process, which starts the others: these ranks begin with their trainer.
+_RANK_AND_SIZE = (
+    ("RANK", "WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
 
 
-def callbacks() -> list[Any]:
-    """The callbacks for a trainer that is being created."""
-    if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
-        return []
-    from nemo_patches.patching.monkeypatch import this_process
-    from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
-    from nemo_patches.uneven.settings import EVALUATION, TRAINING
-
-    settings, found = this_process.uneven_settings(), [TrainerExceptions()]
-    if stages := settings.stop_together:
-        from nemo_patches.uneven.stop_together import StopTogether
-
-        found.append(StopTogether(TRAINING in stages, EVALUATION in stages))
-    if settings.compare:
-        from nemo_patches.uneven.batch_count import BatchCount
-
-        found.append(BatchCount())
-    return found
+def is_one_of_several_ranks() -> bool:
+    """Whether this process's launcher says so."""
+    sizes = (os.environ.get(size, "") for rank, size in _RANK_AND_SIZE if rank in os.environ)
+    return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
-def hook(connector: ModuleType) -> None:
-    """Add `callbacks` to those that Lightning finds by itself, unless they are there."""
+def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
+    """Add `callbacks` to those that Lightning finds by itself, unless they are there.
+
+    begin_watch: is called once a trainer has several ranks of which this process's launcher said nothing.
+    """
+    _this_process.begin_watch = begin_watch
     original = getattr(connector, _LOADS, None)
     if original is None:
         if os.environ.get(_VARIABLE):
@@ -54,8 +55,58 @@ def hook(connector: ModuleType) -> None:
     @functools.wraps(original)
     def load(group: str) -> list[Any]:
         found = list(original(group))
+        if group != GROUP:
+            return found
         kinds = {type(callback).__name__ for callback in found}
-        return found + [ours for ours in callbacks() if group == GROUP and type(ours).__name__ not in kinds]
+        return found + [ours for ours in callbacks() if type(ours).__name__ not in kinds]
 
     load.nemo_patches_hook = True  # type: ignore[attr-defined]
     setattr(connector, _LOADS, load)
+
+
+class _Callbacks:
+    """Those of this process's trainers."""
+
+    def __init__(self) -> None:
+        self.begin_watch: Callable[[], None] | None = None  # under auto-apply
+        self._failed = False
+
+    def for_trainer(self) -> list[Any]:
+        """The callbacks for a trainer that is being created; none after an error of ours, which is said once."""
+        if self._failed:
+            return []
+        try:
+            return self._by_settings()
+        except Exception as error:
+            if not is_ours(error):
+                raise
+            self._failed = True
+            say_error(f"no callback is added to Lightning's trainers: {type(error).__name__}: {error}")
+            return []
+
+    def _by_settings(self) -> list[Any]:
+        found: list[Any] = []
+        if self.begin_watch is not None and not is_one_of_several_ranks():
+            from nemo_patches.patching.job_watch import JobWatch
+
+            found.append(JobWatch(self.begin_watch))
+        if not os.environ.get(_VARIABLE) and "nemo_patches.patching.monkeypatch" not in sys.modules:
+            return found
+        from nemo_patches.patching.known_trainer import KnownTrainer
+        from nemo_patches.patching.monkeypatch import this_process
+
+        found.append(KnownTrainer())
+        if this_process.traces():
+            from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
+
+            found.append(TrainerExceptions())
+        options = this_process.option_settings()
+        if options.stop_together:
+            from nemo_patches.patching import chosen
+
+            found.append(chosen.trainer_callback(options))
+        return found
+
+
+_this_process = _Callbacks()
+callbacks = _this_process.for_trainer

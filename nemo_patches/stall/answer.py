@@ -19,15 +19,14 @@ from .rank_state import RankState
 class Question:
     """The ranks missing from this round of this encoder.
 
-    call: the encoder's title, and the clock before the call, as a rank says them; None: not known. evaluation: the
-    encoder's title and its training calls so far, where the round is an evaluation's of which ranks may have fewer
-    batches; else None.
+    clock: before the call, as a rank says it; None: not known. evaluation: the training calls so far, where the round
+    is an evaluation's of which ranks may have fewer batches; else None.
     """
 
     key: str
     round_number: int
-    call: tuple[str, tuple[int, ...]] | None
-    evaluation: tuple[str, int] | None = None
+    clock: tuple[int, ...] | None
+    evaluation: int | None = None
 
     def came(self, state: RankState) -> bool:
         """Also if its state does not say: a rank is not missing because it has more encoders than its state lists.
@@ -35,7 +34,7 @@ class Question:
         After a wait in vain a call may issue no round. Whose rank has made that call, and waits in a collective itself,
         has come to it: it may well wait for this rank.
         """
-        made = self.call is not None and state.encoder == self.call[0] and state.clock >= tuple(self.call[1])
+        made = self.clock is not None and state.calls > 0 and state.clock >= self.clock
         return state.has_come(self.key, self.round_number) is not False or (made and bool(state.collective))
 
     def kind_of(self, state: RankState) -> str:
@@ -46,7 +45,7 @@ class Question:
 
     def _has_ended_evaluation(self, state: RankState) -> bool:
         """Whether its last call was of the same evaluation, and it waits for the others in a collective after that."""
-        if state.training or (state.encoder, *state.clock[:1]) != self.evaluation:
+        if state.training or not state.calls or state.clock[:1] != (self.evaluation,):
             return False
         own_rounds = state.collective.startswith((LENGTH_SYNC, ROUNDS_OF))
         return bool(state.collective) and not own_rounds and not is_guess(state.collective)

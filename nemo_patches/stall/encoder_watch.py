@@ -94,10 +94,9 @@ class EncoderWatch:
 
     def _question(self, round_: Round) -> Question:
         latest, clock = self._sync.latest_call
-        call = (self._sync.title, clock) if latest == round_.call else None
         is_uneven = not round_.training and self._may_be_uneven()
-        evaluation = (self._sync.title, clock[0]) if is_uneven else None
-        return Question(self._sync.key, round_.number, call, evaluation)
+        evaluation = clock[0] if is_uneven else None
+        return Question(self._sync.key, round_.number, clock if latest == round_.call else None, evaluation)
 
     def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:
         came = self._sync.has_come(late.round)

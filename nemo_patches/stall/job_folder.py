@@ -1,4 +1,4 @@
-"""The job's folder: the user's folder for dumps, or a private one in the system's temporary folder."""
+"""The job's folder on this host: a private one in the system's temporary folder."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -12,16 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def dump_folder(given: str | None, store_port: int) -> Path:
-    """The folder, made if need be. given: the user's; None: the job's own. store_port: 0 if none. Raises OSError."""
-    if given is not None:
-        Path(given).mkdir(parents=True, exist_ok=True)
-        return Path(given)
-    return private_folder(store_port)
-
-
 def private_folder(store_port: int) -> Path:
-    """The job's own on this host, made if need be. Raises OSError."""
+    """The folder, made if need be. store_port: 0 if the job's store has none. Raises OSError."""
     mine = private_folders()
     folder = mine / job_name(os.environ, store_port, os.getppid())
     for each in (mine, folder):
@@ -50,5 +42,5 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        why = "it is not a folder that this user alone may read"
-        raise PermissionError(0, f"{why}; give another one as NEMO_PATCHES_DUMP", str(folder))
+        why = "it is not a folder that this user alone may read; set TMPDIR to another place"
+        raise PermissionError(0, why, str(folder))

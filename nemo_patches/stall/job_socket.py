@@ -7,6 +7,7 @@ No torch, no port: who may enter the folder, and has this user's id, is answered
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from .job_folder import private_folder
 
-ENDING = ".ask"  # of "rank_3.4711.ask": the rank and the process
+ENDING = ".ask"  # of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process
 _MOST_WAITING = 8
 _ROOT = 0  # the user
 
@@ -28,14 +29,15 @@ class JobSocket:
         """store_port: 0 if the job's store has none. Raises OSError."""
         self._folder = private_folder(store_port)
         remove_left(self._folder)
-        self._name = f"rank_{rank}.{os.getpid()}{ENDING}"
+        self._name = f"rank_{rank}.{_pid_namespace()}.{os.getpid()}{ENDING}"
         self.listener = socket.socket(socket.AF_UNIX)
         try:
             self.listener.setblocking(False)
             with near(self._folder, self._name) as path:
-                self.listener.bind(path)
-                os.chmod(path, 0o600)
-            self.listener.listen(_MOST_WAITING)
+                self.listener.bind(f"{path}.new")  # nobody finds it before it listens
+                os.chmod(f"{path}.new", 0o600)
+                self.listener.listen(_MOST_WAITING)
+                os.rename(f"{path}.new", path)
         except BaseException:
             self.listener.close()
             raise
@@ -47,7 +49,7 @@ class JobSocket:
             for _ in range(_MOST_WAITING):
                 visitor, _ = self.listener.accept()
                 visitor.setblocking(False)
-                if _user_of(visitor) in (os.getuid(), _ROOT):
+                if _user_of(visitor) in (os.getuid(), _ROOT) and not _has_hung_up(visitor):
                     found.append(visitor)
                 else:
                     visitor.close()
@@ -86,11 +88,35 @@ def process_of(socket_file: Path) -> int:
 
 
 def remove_left(folder: Path) -> None:
-    """Sockets left by processes that were killed."""
+    """Sockets left by processes that were killed. Those of another container, which shares the folder, may live."""
     for file in folder.glob(f"rank_*{ENDING}"):
-        if not os.path.exists(f"/proc/{process_of(file)}"):
-            with contextlib.suppress(OSError):
+        is_ours = f".{_pid_namespace()}." in file.name
+        if is_ours and os.path.exists(f"/proc/{process_of(file)}"):
+            continue
+        with contextlib.suppress(OSError):
+            if _is_refused(folder, file.name):
                 file.unlink()
+
+
+def _pid_namespace() -> int:
+    """In which a pid means the same process; 0 where that cannot be told."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def _is_refused(folder: Path, name: str) -> bool:
+    """Whether nobody listens there any more. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as own, near(folder, name) as path:
+        own.setblocking(False)
+        return own.connect_ex(path) == errno.ECONNREFUSED
+
+
+def _has_hung_up(visitor: socket.socket) -> bool:
+    """As who only wanted to know whether this rank is there."""
+    with contextlib.suppress(BlockingIOError):
+        return not visitor.recv(1, socket.MSG_PEEK)
+    return False
 
 
 def _user_of(visitor: socket.socket) -> int:

@@ -8,15 +8,12 @@ import json
 import logging
 import math
 import os
-import shlex
-import signal
-import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,13 +22,15 @@ import torch.distributed
 from ..channel.daemon import Daemon
 from ..channel.survey import NOT_THERE
 from ..sync.events import bus
-from ..text import first_line, named
+from ..text import named
+from . import on_stall
 from .found import Found
 from .log_line import report
 from .missing_rank import MissingRank, Stall
 from .progress import Progress
 from .rank_groups import grouped
 from .rank_survey import Look
+from .report_file import ReportFile
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 from .verdict import Verdict, judged
@@ -41,11 +40,13 @@ _LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, 
 _FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)  # times stall_timeout, while the job has not begun its steps
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
 _LEAD_S = 0.3  # a rank begins to look this long before its report is due
-_COMMAND_LIMIT_S = 60.0  # for on_stall
-_HELD_UP_S, _HELD_UP_PART = 2.0, 1 / 4  # of stall_timeout: after such a pause (the longer one) counting starts again
-_SLACK_PART, _MOST_SLACK_S = 1 / 8, 1.0  # of stall_exit: ranks are not asked all at the same moment
+_HELD_UP_S = 2.0  # after such a pause counting starts again, or after this part of stall_timeout: the longer one
+_HELD_UP_PART = 1 / 4
+_SLACK_PART = 1 / 8  # of stall_exit: ranks are not asked all at the same moment
+_MOST_SLACK_S = 1.0
 _TOGETHER_S = 2.0  # for the others to reach the same decision: the first rank to end breaks their connections
-_EXIT_LIMIT_S, _FLUSH_LIMIT_S = 5.0, 1.0  # for on_stall to end, and for the streams, where stall_exit ends the process
+_EXIT_LIMIT_S = 5.0  # for on_stall to end, where stall_exit ends the process
+_FLUSH_LIMIT_S = 1.0  # for the streams
 
 
 class JobStalled(NamedTuple):
@@ -69,20 +70,33 @@ class JobStallWatch:
     """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
 
     def __init__(
-        self, notes: TrainingNotes, rank: int, size: int, progress: Progress, begin_look: Callable[[], Look]
+        self,
+        notes: TrainingNotes,
+        rank: int,
+        size: int,
+        progress: Progress,
+        begin_look: Callable[[], Look],
+        report_file: ReportFile,
     ) -> None:
-        self._notes, self._rank, self._size, self._progress = notes, rank, size, progress
+        self._notes = notes
+        self._rank = rank
+        self._size = size
+        self._progress = progress
         world = torch.distributed.group.WORLD  # outlives its destruction in a DDP module; None: destroyed just now
         self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
         self._begin_look = begin_look
+        self._report_file = report_file
         self._last = LastCall()  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
         self._look: Look | None = None  # the one under way, and its purpose
         self._due_at = 0.0
-        self._is_for_exit = self._is_for_report = False
+        self._is_for_exit = False
+        self._is_for_report = False
         self._verdict: Verdict | None = None  # the last that was found
         self._told: tuple[int, str] | None = None  # the last line
-        self._looks = self._infos = 0  # finished reports; INFO lines
+        self._looks = 0  # finished reports
+        self._infos = 0  # INFO lines
+        self._idle_outline: list[tuple[object, ...]] = []  # of the last verdict that was idle: said once, not per stall
         self._exit_look_at = 0.0  # the next look, if later than stall_exit says
         self._moved_at: dict[int, float] = {}  # by rank: when it was last seen to move, or first seen silent
         self._have_waited: set[int] = set()  # ranks that were seen in a collective
@@ -90,7 +104,8 @@ class JobStallWatch:
         self._command: threading.Thread | None = None  # of this stall
         self._looked_at = math.inf
         self._anew_at = 0.0  # when this thread continued after a pause
-        self._leaves_at, self._leaves_since = 0.0, 0.0  # the process ends then; decided when this rank had last moved
+        self._leaves_at = 0.0  # the process ends then
+        self._leaves_since = 0.0  # decided when this rank had last moved
 
     def stall(self) -> Stall | None:
         """Where the ranks were at the last look, if any rank waits for others."""
@@ -106,18 +121,25 @@ class JobStallWatch:
         """Whether stall_exit has decided to end this process."""
         return self._leaves_at > 0
 
-    def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
-        """is_last: this process or its process group ends, and so does any stall."""
-        is_last = is_last or torch.distributed.group.WORLD is not self._world()
+    def look_at_this_rank(self, now: float, settings: StallSettings) -> None:
+        """Call it before `look`, and before this rank answers others."""
         limit_s = settings.stall_timeout.total_seconds()
-        progress, last = self._progress, self._notes.last
-        if is_last or not limit_s:
-            self._forget(now, last)
+        if not limit_s:
             return
         if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
             self._begin_anew(now)  # it was stopped and continued, with or without the job, or lacked Python's lock
         self._looked_at = now
-        progress.look(now, limit_s)
+        self._progress.look(now, limit_s)
+
+    def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
+        """is_last: this process or its process group ends, and so does any stall."""
+        is_last = is_last or torch.distributed.group.WORLD is not self._world()
+        limit_s = settings.stall_timeout.total_seconds()
+        progress = self._progress
+        last = self._notes.last
+        if is_last or not limit_s:
+            self._forget(now, last)
+            return
         if progress.stepped_at != self._stepped_at:
             self._forget(now, last)
         if self.leaves:
@@ -130,14 +152,17 @@ class JobStallWatch:
         if self._look is None:
             due_at = min(report_at, exit_at)
             if now >= due_at - _LEAD_S:
-                self._look, self._due_at = self._begin_look(), due_at
+                self._look = self._begin_look()
+                self._due_at = due_at
                 self._is_for_report = report_at <= due_at + limit_s / 8  # one look for both
                 self._is_for_exit = exit_at <= due_at + limit_s / 8
         elif moved_at > self._look.began:
             self._look = None  # it has moved meanwhile
         elif self._look.is_done and now >= self._due_at:
-            found, self._look = self._look.found, None
-            self._looks += self._is_for_report
+            found = self._look.found
+            self._look = None
+            if self._is_for_report:
+                self._looks += 1
             verdict = self._judge(found, now)
             self._report(found, verdict, now, settings)
             if self._is_for_exit:
@@ -156,21 +181,28 @@ class JobStallWatch:
             what = "encoder calls go on" if last is not self._last else "this rank's collectives go on"
             began = self._last.since or self._stepped_at
             report(logging.INFO, f"{what}, after {now - began:.0f} s{self._been()}")
-        self._last, self._stepped_at = last, self._progress.stepped_at
-        self._look = self._verdict = self._told = self._command = None
-        self._looks = self._infos = 0
-        self._exit_look_at = self._leaves_at = 0.0
+        self._last = last
+        self._stepped_at = self._progress.stepped_at
+        self._told = None
+        self._command = None
         self._is_paged = False
-        self._moved_at, self._have_waited = {}, set()
+        self._forget_looks()
 
     def _begin_anew(self, now: float) -> None:
         """This thread was held up, and maybe the others too: earlier observations are no evidence."""
-        self._look = self._verdict = None
-        self._looks = self._infos = 0
-        self._exit_look_at = self._leaves_at = 0.0
-        self._moved_at, self._have_waited = {}, set()
+        self._forget_looks()
         self._anew_at = now
         self._progress.begin_anew(now)
+
+    def _forget_looks(self) -> None:
+        self._look = None
+        self._verdict = None
+        self._looks = 0
+        self._infos = 0
+        self._exit_look_at = 0.0
+        self._leaves_at = 0.0
+        self._moved_at = {}
+        self._have_waited = set()
 
     def _been(self) -> str:
         missing = self._verdict.missing if self._verdict is not None else ()
@@ -179,10 +211,8 @@ class JobStallWatch:
 
     def _judge(self, found: Found, now: float) -> Verdict:
         verdict = judged(grouped(found))
-        if verdict.level < logging.WARNING and not verdict.goes_on and self._infos >= _MOST_INFOS:
-            still_s = now - max(self._progress.moved_at, self._anew_at)
-            remark = "; ".join(filter(None, [verdict.remark, f"no rank has moved for {still_s:.0f} s"]))
-            verdict = replace(verdict, level=logging.WARNING, remark=remark)
+        if verdict.level < logging.WARNING and not verdict.stays_info and self._infos >= _MOST_INFOS:
+            verdict = verdict.overdue(now - max(self._progress.moved_at, self._anew_at))
         self._have_waited |= verdict.waiting_for_sure
         for rank, state in found.states.items():
             self._moved_at[rank] = now - max(state.still, 0.0)
@@ -195,22 +225,41 @@ class JobStallWatch:
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
             return
-        before, self._verdict = self._verdict, verdict
+        before = self._verdict
+        self._verdict = verdict
         is_known = before is not None and before.outline() == verdict.outline() and before.level == verdict.level
         if is_known and not self._is_for_report:
             return
-        if verdict.level == logging.INFO and self._told is not None and (verdict.goes_on or not self._is_for_report):
-            return  # once is enough
-        self._infos += verdict.level == logging.INFO
+        if verdict.level == logging.INFO:
+            if self._told is not None and (verdict.stays_info or not self._is_for_report):
+                return  # once is enough
+            if verdict.is_idle and verdict.outline() == self._idle_outline:
+                return  # so it is between any two requests
+            self._infos += 1
+        if verdict.is_idle:
+            self._idle_outline = verdict.outline()
         trouble = f" | {found.trouble}" if found.trouble else ""
         text = f"{self._idle(now)}. {verdict.text()}{trouble}"
         self._told = (verdict.level, text)
         report(verdict.level, text)
         bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
-        if verdict.level >= logging.WARNING and not self._is_paged:
-            self._is_paged = True  # the first rank that is heard runs the command
-            if settings.on_stall and self._rank == min(found.heard):
-                self._command = _start_command(settings.on_stall, self._as_json(verdict, text, now))
+        if verdict.level < logging.WARNING:
+            return
+        content = self._as_json(verdict, text, now)
+        is_first = not self._is_paged
+        self._is_paged = True
+        if is_first and settings.on_stall:
+            self._page(found, settings.on_stall, content)
+        self._report_file.write(content, names_folder=is_first)
+
+    def _page(self, found: Found, command: str, text: str) -> None:
+        """The first rank that is heard runs the command, but for those whose os.wait() might get what starts it."""
+        can = [rank for rank, state in found.states.items() if not state.waits_for_child]
+        if self._rank == min(can, default=-1):
+            self._command = on_stall.start(command, text)
+        elif not can and self._rank == min(found.heard):
+            why = "each rank that can be asked is in os.wait(), for any child"
+            report(logging.WARNING, f"on_stall={command!r} is not run: {why}")
 
     def _idle(self, now: float) -> str:
         what = "no encoder call" if self._last.since else "no step"
@@ -229,6 +278,7 @@ class JobStallWatch:
         return json.dumps(
             {
                 "rank": self._rank,
+                "time": round(time.time(), 3),
                 "world_size": self._size,
                 "level": logging.getLevelName(verdict.level),
                 "idle_s": round(now - (self._last.since or self._stepped_at), 1),
@@ -244,15 +294,20 @@ class JobStallWatch:
         moved_at = max((at for rank, at in self._moved_at.items() if rank not in found.have_ended), default=now)
         stood_still_s = now - max(moved_at, self._progress.moved_at, self._anew_at)
         slack_s = min(_SLACK_PART * exit_s, _MOST_SLACK_S)
+        if verdict.is_idle:
+            self._exit_look_at = now + exit_s
+            return
         if verdict.goes_on or stood_still_s < exit_s - slack_s:
             self._exit_look_at = now + max(exit_s - stood_still_s, limit_s / 4)
             return
-        evidence, is_alone = self._evidence(found, verdict), self._is_alone(found)
+        evidence = self._evidence(found, verdict)
+        is_alone = self._is_alone(found)
         may_wait = not is_alone or bool(verdict.waiting_for_sure) or found.store_is_unreachable
         if not evidence and (not may_wait or stood_still_s < max(_LONG_FACTOR * limit_s, exit_s) - slack_s):
             self._exit_look_at = now + max(_LONG_FACTOR * limit_s - stood_still_s, limit_s / 4)
             return
-        self._leaves_at, self._leaves_since = now + _TOGETHER_S, self._progress.moved_at
+        self._leaves_at = now + _TOGETHER_S
+        self._leaves_since = self._progress.moved_at
         why = f"more than stall_exit={exit_s:g} s, and {evidence or 'whatever it is, it has not ended'}"
         report(logging.ERROR, f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}")
 
@@ -293,28 +348,6 @@ class JobStallWatch:
         if not flushing.begin():
             flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
         os._exit(EXIT_CODE)  # the training thread is in a collective, which Python cannot interrupt
-
-
-def _start_command(command: str, text: str) -> threading.Thread | None:
-    thread = Daemon("on_stall", _run_command, command, text)
-    if why := thread.begin():
-        report(logging.WARNING, f"on_stall={command!r} has failed: {why}")
-        return None
-    return thread
-
-
-def _run_command(command: str, text: str) -> None:
-    try:
-        process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, start_new_session=True)
-        try:
-            process.communicate(text.encode(), _COMMAND_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-            process.wait()
-        if process.returncode:
-            report(logging.WARNING, f"on_stall={command!r} has ended with exit code {process.returncode}")
-    except Exception as error:
-        report(logging.WARNING, f"on_stall={command!r} has failed: {first_line(error)}")
 
 
 def _flush() -> None:

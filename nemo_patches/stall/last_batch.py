@@ -1,76 +1,85 @@
-"""The current or last batch of a training thread: its index and its samples' ids, from the thread's variables.
+"""The current or last batch of a Lightning trainer: its index and its samples' ids.
 
-Looked for only once the thread is long away from the encoder: a look keeps what the variables hold until the function
-returns. Tensors on a device are not read: that would wait for it.
+Lightning's own loop tells the batch. Of the batch, which is the user's, nothing is run: no property, no __getattr__, no
+method of a subclass of dict. Tensors on a device are not read: that would wait for it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Sequence
-from types import FrameType
+from itertools import islice
 from typing import Any
 
 import torch
 
 from ..text import safe
 
-_INDICES = ("batch_idx", "batch_nb")  # as Lightning's and NeMo's steps and loops call it
-_BATCH = "batch"
-_LOOP = ("/loops/training_epoch_loop.py", "advance")  # Lightning's: waits for the next batch, and knows the last one
 _ID_FIELDS = ("cuts", "sample_ids", "sample_id", "ids", "id")
 _SAMPLE_IDS = 4  # in NeMo's tuples of signals, their lengths, transcripts and their lengths, the ids come last
-_SHOWN, _LONGEST = 4, 60  # ids, and characters of one
+_SHOWN = 4  # ids
+_LONGEST = 60  # characters of one
 
 
-def last_batch(frames: Iterable[FrameType]) -> str:
-    """For the thread with these frames, innermost first: "1041: cuts a, b, +30"; empty if none of them says."""
-    for frame in frames:
-        code = frame.f_code
-        is_function = code.co_flags & inspect.CO_OPTIMIZED  # else a script
-        names = code.co_varnames if is_function else code.co_names
-        if any(name in names for name in _INDICES):
-            variables = frame.f_locals
-            found = (variables.get(name) for name in _INDICES)  # the function is running: a variable may soon be gone
-            index = next((index for index in found if index is not None), None)
-            if index is None and code.co_filename.endswith(_LOOP[0]) and code.co_name == _LOOP[1]:
-                index = getattr(variables.get("self"), "batch_idx", None)
-            if type(index) is int and index >= 0:
-                return f"{index}{_ids_text(variables.get(_BATCH))}"
+def last_batch(trainer: Any) -> str:
+    """ "1041: cuts a, b, +30"; empty where this trainer does not say, or is None."""
+    try:
+        loop = trainer._active_loop
+        loop = getattr(loop, "epoch_loop", loop)  # training's
+        index = int(loop.batch_progress.current.ready) - 1
+        batch = getattr(getattr(loop, "_results", None), "batch", None)  # None between two batches
+    except Exception:  # Lightning's, of another version
+        return ""
+    return f"{index}{_ids_text(batch)}" if index >= 0 else ""
+
+
+def _ids_text(batch: object) -> str:
+    for field in _fields(batch):
+        of, ids, total = _ids(field)
+        if ids:
+            more = f", +{total - len(ids)}" if total > len(ids) else ""
+            return f": {of} {', '.join(safe(str(one), _LONGEST) for one in ids)}{more}"
     return ""
 
 
-def _ids_text(batch: Any) -> str:
-    try:
-        word, ids = _ids(batch)
-    except Exception:  # a class of the user's: without it, the index is still known
-        return ""
-    shown = ", ".join(safe(str(one), _LONGEST) for one in ids[:_SHOWN])
-    more = f", +{len(ids) - _SHOWN}" if len(ids) > _SHOWN else ""
-    return f": {word} {shown}{more}" if shown else ""
+def _fields(batch: object) -> Iterable[object]:
+    """Those that may have the ids, by their names or their places."""
+    if type(batch) is dict:
+        return [batch.get(name) for name in _ID_FIELDS]
+    if type(batch) is tuple or type(batch) is list:
+        return [*(field for field in batch if _cuts(field) is not None), *batch[_SAMPLE_IDS : _SAMPLE_IDS + 1]]
+    names = inspect.getattr_static(type(batch), "_fields", None)
+    if issubclass(type(batch), tuple) and type(names) is tuple and _plain(names):
+        named: dict[str, object] = dict(zip(names, tuple.__iter__(batch), strict=False))  # type: ignore[arg-type]
+        return [named.get(name) for name in _ID_FIELDS]
+    return [inspect.getattr_static(batch, name, None) for name in _ID_FIELDS]
 
 
-def _ids(batch: Any) -> tuple[str, Sequence[str | int]]:
-    """What the ids are of, and the ids."""
-    fields: list[Any]
-    if isinstance(batch, dict):
-        fields = [batch.get(name) for name in _ID_FIELDS]
-    elif isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
-        fields = [*(field for field in batch if _is_cuts(field)), *batch[_SAMPLE_IDS : _SAMPLE_IDS + 1]]
-    else:
-        fields = [getattr(batch, name, None) for name in _ID_FIELDS]
-    for field in fields:
-        if _is_cuts(field):
-            return "cuts", list(field.ids)
-        if isinstance(field, torch.Tensor):
-            if field.device.type == "cpu" and field.dim() == 1 and not field.is_floating_point():
-                return "samples", field.tolist()
-        elif isinstance(field, tuple | list) and all(isinstance(one, str | int) for one in field):
-            return "samples", field
-    return "", ()
+def _ids(field: object) -> tuple[str, Sequence[Any], int]:
+    """What they are of, the first of them, and how many there are."""
+    if (cuts := _cuts(field)) is not None:
+        first = islice(cuts.values() if isinstance(cuts, dict) else cuts, _SHOWN)
+        return "cuts", _plain([inspect.getattr_static(cut, "id", None) for cut in first]), len(cuts)
+    if type(field) is torch.Tensor and field.device.type == "cpu" and field.dim() == 1:
+        return "samples", _plain(field[:_SHOWN].tolist()), len(field)
+    if type(field) is tuple or type(field) is list:
+        return "samples", _plain(field[:_SHOWN]), len(field)
+    return "", (), 0
 
 
-def _is_cuts(field: Any) -> bool:
-    """Lhotse's CutSet, in memory: a lazy one would read files."""
-    return type(field).__module__.partition(".")[0] == "lhotse" and getattr(field, "is_lazy", True) is False
+def _plain(values: Sequence[Any]) -> Sequence[Any]:
+    """The same, if all are texts or whole numbers, and of no class of the user's; else none."""
+    return values if all(type(value) is str or type(value) is int for value in values) else ()
+
+
+def _cuts(field: object) -> dict[str, Any] | list[Any] | tuple[Any, ...] | None:
+    """Those of Lhotse's CutSet, where they are in memory: a lazy one would read files."""
+    lhotse = sys.modules.get("lhotse.cut.set")
+    if lhotse is None or type(field) is not getattr(lhotse, "CutSet", None):
+        return None
+    cuts = inspect.getattr_static(field, "cuts", None)
+    if type(cuts) is dict or type(cuts) is list or type(cuts) is tuple:
+        return cuts
+    return None

@@ -50,11 +50,13 @@ class LateReturn:
 
     def _is_missing(self, key: str, number: int, own: RankState) -> bool:
         """Not if it has ended an evaluation in which the user allows it fewer batches, or takes no part."""
-        evaluation = (own.encoder, own.clock[0]) if self._notes.may_be_uneven and own.clock else None
+        evaluation = own.clock[0] if self._notes.may_be_uneven and own.clock else None
         return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE
 
     def _sync_of(self, key: str) -> WatchedRounds | None:
-        return next((sync for sync in self._notes.syncs(self._group) if sync.key == key), None)
+        """The one with the latest round: encoders have their rounds together."""
+        called = [sync for sync in self._notes.syncs(self._group) if sync.key == key and sync.round is not None]
+        return max(called, key=lambda sync: sync.latest_rounds[-1].number, default=None)
 
 
 def _round_of(sync: WatchedRounds, number: int) -> Round | None:

@@ -13,17 +13,20 @@ from datetime import timedelta
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
+from ..text import safe
 from . import stacks
-from .last_batch import last_batch
+from .kernel_call import waits_for_any_child
 from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .progress import Progress
 from .rank_kinds import LENGTH_SYNC, ROUNDS_OF
-from .rank_state import CALLING, MOVING, RankState
+from .rank_state import CALLING, COMPUTING, MOVING, RankState
 from .settings import StallSettings
-from .training_notes import FORWARD, TrainingNotes
+from .training_notes import TrainingNotes
 
-_CALLING_PART, _MOVING_PART = 1 / 2, 1 / 4  # of stall_timeout: for this long afterwards a rank counts as moving
+# Parts of stall_timeout: for this long afterwards a rank counts as going on.
+_CALLING_PART = 1 / 2
+_MOVING_PART = 1 / 4
 
 
 class OwnState:
@@ -32,15 +35,17 @@ class OwnState:
     def __init__(
         self, group: Group, notes: TrainingNotes, progress: Progress, settings: Callable[[], StallSettings]
     ) -> None:
-        self._group, self._notes, self._progress, self._settings = group, notes, progress, settings
+        self._group = group
+        self._notes = notes
+        self._progress = progress
+        self._settings = settings
 
     def make(self) -> RankState:
         """As of now."""
-        now, settings, last = time.monotonic(), self._settings(), self._notes.last
+        now = time.monotonic()
+        settings = self._settings()
+        last = self._notes.last
         idle = now - last.since if last.since else -1.0
-        phase = self._notes.phase()
-        if phase == FORWARD and not last.in_forward():
-            phase = "between encoder calls"
         timeout = current().timeout
         stall_timeout = settings.stall_timeout or timeout  # without stall reports there is still `diagnose --job`
         away_after = min(timeout, stall_timeout) / 2
@@ -48,47 +53,59 @@ class OwnState:
         workers = loader_workers() if away else ()
         thread = stacks.training_thread(last.thread, last.native_thread)
         # A rank that has ended an evaluation waits for the others from then on, and is not missing meanwhile.
-        occupation = stacks.occupation(thread) if away or not last.training else Occupation()
+        looks = away or not last.training
+        occupation = stacks.occupation(thread.ident, thread.native) if looks else Occupation()
         syncs = self._notes.syncs(self._group)
-        waits_in = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
+        in_sync = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
+        if last.sync is not None and last.sync.in_call:
+            in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
-        still, limit_s = self._progress.still_s(now), stall_timeout.total_seconds()
-        calling_for = _CALLING_PART * limit_s - idle if last.since else 0.0
-        moving_for = _MOVING_PART * limit_s - still
-        goes_on = CALLING if calling_for > 0 else MOVING if moving_for > 0 else ""
+        goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         return RankState(
             rank=self._group.rank,
-            host=socket.gethostname(),
+            host=safe(socket.gethostname()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
             settings="; ".join(filter(None, (f"{current()}, {settings}", self._notes.other_settings))),
-            phase=phase,
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
             idle=idle,
             rounds=rounds,
             given_up=given_up,
-            apart={sync.key: sync.apart for sync in syncs if sync.apart},
+            apart=_apart(syncs),
             training=last.training,
             goes_on=goes_on,
-            goes_on_for=max(calling_for, moving_for, 0.0),
-            still=still,
+            goes_on_for=goes_on_for,
+            still=self._progress.still_s(now),
             sleeps=self._progress.sleeps,
-            where=stacks.where(thread) if away else "",
-            collective=LENGTH_SYNC if phase == LENGTH_SYNC else waits_in or occupation.collective,
+            where=stacks.where(thread.ident) if away else "",
+            collective=in_sync or occupation.collective,
             caller=occupation.caller,
             hook=occupation.hook,
             activity=occupation.activity,
+            request=occupation.request if away else "",
+            waits_for_child=away and waits_for_any_child(),
             workers=workers,
             worker_states=described(workers),
-            batch=last_batch(stacks.frames(thread)) if away else "",
+            batch=self._notes.batch() if away else "",
         )
+
+    def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
+        """How this rank goes on, and for how many seconds that counts."""
+        last, progress = self._notes.last, self._progress
+        left = {
+            CALLING: last.since + _CALLING_PART * limit_s - now if last.since else 0.0,
+            MOVING: progress.stepped_at + _MOVING_PART * limit_s - now,
+            COMPUTING: _MOVING_PART * limit_s - progress.still_s(now),
+        }
+        goes_on = next((how for how, seconds in left.items() if seconds > 0), "")
+        return goes_on, max(*left.values(), 0.0)
 
 
 def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
-    """By encoder: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
+    """By key: the latest round, the open ones last; and since when this rank no longer waits for it, if so."""
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
     in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
     given_up = {
@@ -96,4 +113,10 @@ def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[d
         for sync, round_ in rounds
         if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout_s)
     }
-    return {sync.key: round_.number for sync, round_ in in_order}, given_up
+    return {sync.key: sync.rounds.issued for sync, _ in in_order}, given_up
+
+
+def _apart(syncs: list[WatchedRounds]) -> dict[str, str]:
+    """By key: why none of this rank's encoders takes part in its rounds, where none does."""
+    taking_part = {sync.key for sync in syncs if not sync.apart}
+    return {sync.key: sync.apart for sync in syncs if sync.key not in taking_part}

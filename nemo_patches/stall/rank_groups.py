@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ..channel.links import VANISHED
 from ..channel.survey import HELD_UP, NO_SURVEYS, NOT_THERE
 from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
 from .missing_rank import MissingRank
-from .rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, ELSEWHERE, EXPORT, GONE, LEFT, SILENT, UNANNOUNCED
-from .rank_state import CALLING, MOVING, RankState
+from .rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, ELSEWHERE, EXPORT, GONE, LEFT, SILENT, UNANNOUNCED, is_guess
+from .rank_state import CALLING, COMPUTING, MOVING, RankState
 
 WAITING = "waiting"  # in a collective
 UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that
@@ -34,8 +34,8 @@ _WHY = {
 class RankGroup:
     """Ranks in the same state at the same place.
 
-    runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING, UNHEARD, or a
-    missing rank's. still: the shortest time in seconds since any of them was seen to move, -1 if not known.
+    runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING, COMPUTING, UNHEARD,
+    or a missing rank's. still: the shortest time in seconds since any of them was seen to move, -1 if not known.
     goes_on_for: the longest time until one of them counts as standing still. The rest is what the first of them says of
     itself, or for UNHEARD why nothing is heard in `where`. idle: seconds since its last encoder call began, -1 if not
     known.
@@ -52,6 +52,7 @@ class RankGroup:
     caller: str = ""
     hook: str = ""
     activity: str = ""
+    request: str = ""
     worker_states: tuple[str, ...] = ()
     batch: str = ""
     still: float = -1.0
@@ -69,7 +70,7 @@ class RankGroup:
     @property
     def is_suspect(self) -> bool:
         """Whether it is known to be in no collective, and not to move."""
-        return self.kind not in (WAITING, CALLING, MOVING, UNHEARD)
+        return self.kind not in (WAITING, CALLING, MOVING, COMPUTING, UNHEARD)
 
     @property
     def has_ended(self) -> bool:
@@ -78,9 +79,10 @@ class RankGroup:
     @property
     def place(self) -> tuple[str, ...]:
         """The key by which ranks are grouped."""
-        if self.kind in (CALLING, MOVING):
+        if self.kind in (CALLING, MOVING, COMPUTING):
             return (self.kind,)
-        return self.kind, self.collective, self.activity, self.caller if self.collective else self.where
+        at = self.caller if self.collective else self.where
+        return self.kind, self.collective, self.activity, self.request, at
 
     def missing(self) -> list[MissingRank]:
         """As the missing ranks of a stall report."""
@@ -102,15 +104,20 @@ class RankGroup:
             return f"{ranks}: {self.collective}{self._from()}{after}"
         if self.kind == CALLING:
             return f"{ranks}: {go} on with encoder calls"
+        at = f", now in {self.where or self.collective}" if self.where or self.collective else ""
         if self.kind == MOVING:
-            at = f", now in {self.where or self.collective}" if self.where or self.collective else ""
             return f"{ranks}: {go} on without encoder calls{at}"
+        if self.kind == COMPUTING:
+            return f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a step{at}"
         if self.kind == UNHEARD:
             return f"{ranks}: not heard: {self.where}"
         if self.kind == SILENT and self.where:
             return f"{ranks}: no heartbeat: {self.where}"
         if self.kind != ELSEWHERE:
             return f"{ranks}: {_MEANINGS[self.kind]}"
+        if self.request and not is_guess(self.request):
+            waits = "waits" if self.size == 1 else "wait"
+            return f"{ranks} {waits} for a request: {self.request}" + (f" in {self.caller}" if self.caller else "")
         more = "".join(f"; its data loader's {text}" for text in self.worker_states)
         more += f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
         return f"{ranks}{_DOES.get(self.activity, '')}: {self.where or 'where is not known'}{more}"
@@ -127,6 +134,9 @@ _MEANINGS = {
     LEFT: "have left: they ended, or destroyed their process group",
     UNANNOUNCED: "have not announced themselves: not patched, or not started",
 }
+
+
+_OF_STATE = {one.name for one in fields(RankGroup)} & {one.name for one in fields(RankState)}
 
 
 def grouped(found: Found) -> tuple[RankGroup, ...]:
@@ -149,19 +159,13 @@ def grouped(found: Found) -> tuple[RankGroup, ...]:
         )
         for alone in by_place.values()
     ]
-    order = {UNHEARD: 1, MOVING: 2, CALLING: 2, WAITING: 3}
+    order = {UNHEARD: 1, MOVING: 2, COMPUTING: 2, CALLING: 2, WAITING: 3}
     return tuple(sorted(joined, key=lambda group: (order.get(group.kind, 0), group.size, group.runs)))
 
 
 def _of_state(rank: int, state: RankState) -> RankGroup:
-    return RankGroup(
-        ((rank, rank),),
-        state.goes_on or (WAITING if state.collective else ELSEWHERE),
-        *(state.host, state.pid, state.calls, state.idle, state.where),
-        *(state.collective, state.caller, state.hook, state.activity),
-        *(state.worker_states, state.batch, state.still, state.sleeps),
-        goes_on_for=state.goes_on_for,
-    )
+    kind = state.goes_on or (WAITING if state.collective else ELSEWHERE)
+    return RankGroup(((rank, rank),), kind, **{name: getattr(state, name) for name in _OF_STATE})
 
 
 def _of_silent(rank: int, how: str, found: Found) -> RankGroup:

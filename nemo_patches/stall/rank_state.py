@@ -17,7 +17,8 @@ from ..channel.survey import ranks_of, runs_of
 from ..text import safe
 
 CALLING = "calling"  # it goes on with encoder calls
-MOVING = "moving"  # it goes on with something else
+MOVING = "moving"  # it goes on with collectives
+COMPUTING = "computing"  # it takes no step, and its training thread, or what this waits for, takes a core
 LONGEST_STATE = 8192  # bytes
 _MOST_ENCODERS = 64
 _MOST_WORKERS = 32
@@ -33,7 +34,6 @@ class RankState:
     pid: int
     versions: str
     settings: str
-    phase: str
     encoder: str  # of the last call; empty before the first
     calls: int  # of all encoders
     clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
@@ -43,7 +43,7 @@ class RankState:
     given_up: dict[str, float] = field(default_factory=dict)  # by encoder: since it waits no more for its open round
     apart: dict[str, str] = field(default_factory=dict)  # by encoder: why its latest call took no part in a round
     training: bool = True  # whether the last call was one of training, and not of an evaluation
-    goes_on: str = ""  # CALLING, MOVING or empty
+    goes_on: str = ""  # CALLING, MOVING, COMPUTING or empty
     goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
     still: float = -1.0  # since it has last been seen to move
     sleeps: bool = False  # its training thread has not run at all for long
@@ -53,6 +53,8 @@ class RankState:
     caller: str = ""  # from where
     hook: str = ""  # of Lightning's, or "saving a checkpoint"
     activity: str = ""  # "a checkpoint", "a debugger"
+    request: str = ""  # what it waits in for a person or a request: "input()", "perhaps queue.get()"
+    waits_for_child: bool = False  # a thread of its process is in os.wait()
     workers: tuple[int, ...] = ()  # process ids of data loader workers
     worker_states: tuple[str, ...] = ()  # texts about some of them
     batch: str = ""  # its current or last one
@@ -66,8 +68,8 @@ class RankState:
     def _kind(self) -> list[Any]:
         """The key by which ranks are grouped, without their place."""
         what = (self.versions, self.settings, self.encoder, self.clock, self.training, self.rounds, self.whole)
-        does = (self.goes_on, self.collective, self.activity, self.sleeps, self.calls > 0)
-        return [*what, sorted(self.given_up), self.apart, *does]
+        does = (self.goes_on, self.collective, self.activity, self.request, self.waits_for_child, self.sleeps)
+        return [*what, sorted(self.given_up), self.apart, *does, self.calls > 0]
 
     def _place(self) -> list[str]:
         """The place; not for ranks that move, which are elsewhere at every look."""
@@ -155,7 +157,9 @@ class _Entry:
 
     def without_place(self, kind: str) -> _Entry:
         blank = {"where": "", "caller": "", "hook": "", "workers": [], "worker_states": [], "batch": ""}
-        unlike = {} if kind else {"rounds": {}, "whole": False, "given_up": {}, "apart": {}, "collective": ""}
+        unlike = {"rounds": {}, "whole": False, "given_up": {}, "apart": {}, "collective": "", "request": ""}
+        if kind:
+            unlike = {}
         return _Entry(f"many {kind}", kind, self.ranks, self.still, {**self.state, **blank, **unlike})
 
     def told(self) -> dict[str, Any]:

@@ -27,13 +27,6 @@ def _needs_stalls(table: StallSettings) -> str:
 class StallSettings(SettingsTable):
     """What is reported, and what is done about it."""
 
-    call_timeout: timedelta = seconds_setting(
-        "call_timeout",
-        60,
-        "Log all stacks when a call takes longer than this (seconds); 0: off.",
-        True,
-        is_shown=always,
-    ).as_field()
     stall_timeout: timedelta = seconds_setting(
         "stall_timeout",
         60,

@@ -27,7 +27,6 @@ from ..channel.store_client import StoreClient
 from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
 from ..text import first_line
-from .call_watchdog import CallWatchdog
 from .encoder_watch import EncoderWatch
 from .found import Found
 from .job_socket import JobSocket
@@ -38,6 +37,7 @@ from .missing_rank import Stall
 from .own_state import OwnState
 from .progress import Progress
 from .rank_survey import Look, RankSurvey
+from .report_file import ReportFile
 from .roll_call import RollCall
 from .settings import StallSettings
 from .sync_end_report import SyncEndReport
@@ -67,11 +67,14 @@ class StallMonitor:
         self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_late_round, self.stalls)
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
         self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
-        self._watchdog = CallWatchdog(notes)
-        self.job_stall = JobStallWatch(notes, rank, size, self.progress, look)
+        server = group.store.server
+        self._store_port = server[1] if server is not None else 0
+        report_file = ReportFile(rank, self._store_port)
+        self.job_stall = JobStallWatch(notes, rank, size, self.progress, look, report_file)
         self._socket: JobSocket | None = None
         self._visitors: list[tuple[socket.socket, Look]] = []
         self._wakes = -1  # a file that wakes the thread
+        self._wakes_lock = threading.Lock()  # so that none writes to a file that has this one's number next
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             channel.take_surveys(self.survey)  # here, because the training thread may be about to issue its first round
@@ -110,7 +113,7 @@ class StallMonitor:
 
     def _wake(self) -> None:
         """Any thread: make the monitor look at once."""
-        with contextlib.suppress(OSError):  # closed just now
+        with self._wakes_lock:
             if self._wakes >= 0:
                 os.eventfd_write(self._wakes, 1)
 
@@ -140,10 +143,9 @@ class StallMonitor:
             self._end()
 
     def _begin(self) -> None:
-        server = self.group.store.server
         try:
-            self._socket = JobSocket(self.group.rank, server[1] if server is not None else 0)
-        except OSError as error:
+            self._socket = JobSocket(self.group.rank, self._store_port)
+        except Exception as error:  # not an OSError where others' class is in the place of Python's socket
             report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
 
     def _end(self) -> None:
@@ -151,9 +153,10 @@ class StallMonitor:
             visitor.close()
         if self._socket is not None:
             self._socket.close()
-        if self._wakes >= 0:
-            wakes, self._wakes = self._wakes, -1
-            os.close(wakes)
+        with self._wakes_lock:
+            if self._wakes >= 0:
+                os.close(self._wakes)
+            self._wakes = -1
 
     def _wait(self, pause_s: float) -> None:
         """Sleep until a question or an answer comes, at most this long."""
@@ -167,23 +170,25 @@ class StallMonitor:
                 os.eventfd_read(self._wakes)
 
     def _pause_s(self) -> float:
-        timeout, settings = current().timeout, self._settings()
-        limits = (settings.call_timeout, settings.stall_timeout)
-        shortest = min([timeout, *(limit for limit in limits if limit)]).total_seconds()
+        timeout = current().timeout
+        shortest = min(timeout, self._settings().stall_timeout or timeout).total_seconds()
         is_busy = self._has_late_round() or self.survey.is_busy
         return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
-        now, settings = time.monotonic(), self._settings()
+        now = time.monotonic()
+        settings = self._settings()
         timeout_s = current().timeout.total_seconds()
+        is_over = is_last or self._notes.is_reverted
+        if not is_over:
+            self.job_stall.look_at_this_rank(now, settings)  # before anything tells of it
         self.survey.tick(now)
         self._late_return.look()
         self._watch_encoders(now, timeout_s, is_last)
         if not is_last:
             self.roll_call.look(now)  # after the rounds: a late one is reported with the same ranks
         self._end_report.look(now, is_last)
-        self._watchdog.look(now, settings.call_timeout.total_seconds())
-        self.job_stall.look(time.monotonic(), settings, is_last or self._notes.is_reverted)
+        self.job_stall.look(time.monotonic(), settings, is_over)
         self._answer_visitors()
 
     def _begin_look(self) -> Look:

@@ -7,7 +7,6 @@ data loader's worker is, and in one that a rank has forked it begins with the fi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import threading
@@ -27,6 +26,7 @@ from .training_notes import TrainingNotes
 
 SETTINGS = StallSettings.settings()  # for the package in the diffs
 _LOOK_S = 0.25  # between two looks for a process group
+_MOST_FAILURES = 8  # looks in a row; then it is said
 
 
 class StallSubscriber:
@@ -50,7 +50,13 @@ class StallSubscriber:
 
         may_be_uneven: whether ranks may have fewer batches of an evaluation than others.
         """
-        self._settings, self._notes.other_settings, self._notes.may_be_uneven = settings, others, may_be_uneven
+        self._settings = settings
+        self._notes.other_settings = others
+        self._notes.may_be_uneven = may_be_uneven
+
+    def trains_with(self, trainer: object) -> None:
+        """Lightning's, whose loop knows the last batch; the last one that begins counts."""
+        self._notes.trains_with(trainer)
 
     def encoders_were_reverted(self) -> None:
         """The encoders' calls are no longer seen, which is not a stall."""
@@ -86,7 +92,9 @@ class StallSubscriber:
     def in_forked_child(self) -> None:
         """There is no thread. The child may become a rank, unless its parent is one."""
         has_subscribed = self._thread is not None
-        self._lock, self._thread, self._monitor = threading.Lock(), None, None
+        self._lock = threading.Lock()
+        self._thread = None
+        self._monitor = None
         if has_subscribed and length_sync.process.present_group() is None:
             self._start()
 
@@ -108,12 +116,15 @@ class StallSubscriber:
     def _run(self) -> None:
         """In the thread."""
         watched: StallMonitor | None = None
+        failures = 0
         while threading.main_thread().is_alive():
-            with contextlib.suppress(Exception):  # the process group is being made or destroyed at this moment
-                # Publishes a new one. Whose encoders are as stock again has none to come watched.
-                group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
-                if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
-                    self._group_began(GroupBegan(group_syncs.group, group_syncs.channel))  # from before `subscribe`
+            try:
+                self._look_for_group()
+                failures = 0
+            except Exception as error:  # maybe the process group is being made or destroyed at this moment
+                failures += 1
+                if failures == _MOST_FAILURES:
+                    report(logging.ERROR, f"there are no stall reports of this rank, training goes on: {error!r}")
             if (monitor := self._monitor) is not None and monitor is not watched:
                 watched = monitor
                 monitor.run()
@@ -121,6 +132,12 @@ class StallSubscriber:
                 return
             else:
                 time.sleep(_LOOK_S)
+
+    def _look_for_group(self) -> None:
+        """Publishes a new one. After revert(), no group is watched."""
+        group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
+        if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
+            self._group_began(GroupBegan(group_syncs.group, group_syncs.channel))  # from before `subscribe`
 
     def _is_not_needed(self) -> bool:
         """Whether this is probably not a rank: then the thread ends, and an encoder's call starts another."""
@@ -132,8 +149,13 @@ class StallSubscriber:
 
 
 process = StallSubscriber()
-subscribe, use, settings_in_force = process.subscribe, process.use, process.settings_in_force
+subscribe = process.subscribe
+use = process.use
+settings_in_force = process.settings_in_force
 other_settings = process.other_settings
-monitor, stalls, unannounced = process.monitor, process.stalls, process.unannounced
+trains_with = process.trains_with
+monitor = process.monitor
+stalls = process.stalls
+unannounced = process.unannounced
 encoders_were_reverted = process.encoders_were_reverted
 process_hooks.run(InForkedChild.STALL_SUBSCRIBER, process.in_forked_child)

@@ -8,43 +8,55 @@ the evidence does not decide, the verdict says so. Needs no torch.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..text import named
 from .judge import OUT_OF_STEP, Judgement, Seat, judge
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
-from .rank_kinds import ELSEWHERE, SILENT, UNANNOUNCED, is_guess
-from .rank_state import CALLING, MOVING
+from .rank_kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
+from .rank_state import CALLING, COMPUTING, MOVING
+from .requests import is_waited_for
 
 _NO_RANK_MOVES = "no rank moves: "
 _ALL_IN = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+_MAY_WAIT = "who waits may wait for a rank that goes on"
 _JOB = "job"  # the group in which all ranks are
 
 
 @dataclass(frozen=True)
 class Verdict:
     """level: WARNING where ranks wait, for nothing known to end by itself, and none moves; or where all ranks are in
-    one dead wait or the other. Else INFO. remark: how to read it. lead: what to say first.
+    one dead wait or the other. Else INFO. remark: how to read it. lead: what to say first. is_idle: all that the others
+    may wait for is a person or a request.
     """
 
     level: int
     remark: str
     groups: tuple[RankGroup, ...]  # the suspects first, and of these the smallest
     lead: str = ""
+    is_idle: bool = False
 
     @property
     def missing(self) -> tuple[MissingRank, ...]:
         """The suspects, if a rank waits for them, and no other rank that they may wait for moves."""
-        kinds = {group.kind for group in self.groups}
-        if self.lead or (self.level < logging.WARNING and (WAITING not in kinds or MOVING in kinds)):
+        if self.lead or self.is_idle or self._has(MOVING, COMPUTING):
+            return ()
+        if self.level < logging.WARNING and not self._has(WAITING):
             return ()
         return tuple(rank for group in self.groups if group.is_suspect for rank in group.missing())
 
     @property
     def goes_on(self) -> bool:
         """Whether some rank does."""
-        return any(group.kind in (CALLING, MOVING) for group in self.groups)
+        return self._has(CALLING, MOVING, COMPUTING)
+
+    @property
+    def stays_info(self) -> bool:
+        """Whether it is no warning either if it lasts: nobody waits in vain, as far as is known."""
+        if self.level >= logging.WARNING:
+            return False
+        return self.is_idle or self._has(CALLING, MOVING) or (self.goes_on and not self._has(WAITING))
 
     @property
     def waiting_for_sure(self) -> set[int]:
@@ -59,9 +71,9 @@ class Verdict:
 
     @property
     def is_certain(self) -> bool:
-        """Whether some rank waits in a collective, which is no guess, and none is at what ends by itself; or all are
-        in a dead wait."""
-        if self.level < logging.WARNING or self.is_busy:
+        """Whether some rank waits in a collective, which is no guess, and none computes or is at what ends by itself;
+        or all are in a dead wait."""
+        if self.level < logging.WARNING or self.is_busy or self._has(COMPUTING):
             return False
         return bool(self.lead or self.waiting_for_sure)
 
@@ -70,11 +82,16 @@ class Verdict:
         """Whether it is certain even before the job's first steps, when anything may take any time."""
         suspects = [group for group in self.groups if group.is_suspect]
         stand = all(group.sleeps or group.kind != ELSEWHERE for group in suspects)
-        return self.is_certain and stand and not self.lead and not any(group.kind == UNHEARD for group in self.groups)
+        return self.is_certain and stand and not self.lead and not self._has(UNHEARD)
+
+    def overdue(self, still_s: float) -> Verdict:
+        """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none goes on."""
+        why = "no rank takes a step" if self.goes_on else f"no rank has moved for {still_s:.0f} s"
+        return replace(self, level=logging.WARNING, remark="; ".join(filter(None, [self.remark, why])))
 
     def outline(self) -> list[tuple[object, ...]]:
         """The text without the ranks' places in their code."""
-        return [(group.runs, group.kind, group.collective, group.activity) for group in self.groups]
+        return [(group.runs, group.kind, group.collective, group.activity, group.request) for group in self.groups]
 
     def text(self) -> str:
         """The groups in one line."""
@@ -84,8 +101,14 @@ class Verdict:
         lines = [*(group.text() for group in suspects[:DETAILED]), *_rest(suspects)]
         lines += [group.text(with_calls=only_collectives) for group in others[:DETAILED]]
         lines += _rest(others)
-        lines += [UNPATCHED] if any(group.kind == UNANNOUNCED for group in suspects) else []
-        return self.lead + " | ".join([*lines, *([self.remark] if self.remark else [])])
+        if any(group.kind == UNANNOUNCED for group in suspects):
+            lines.append(UNPATCHED)
+        if self.remark:
+            lines.append(self.remark)
+        return self.lead + " | ".join(lines)
+
+    def _has(self, *kinds: str) -> bool:
+        return any(group.kind in kinds for group in self.groups)
 
 
 def judged(groups: tuple[RankGroup, ...]) -> Verdict:
@@ -93,7 +116,12 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     kinds = {group.kind for group in groups}
     suspects = [group for group in groups if group.is_suspect]
     if MOVING in kinds:
-        return Verdict(logging.INFO, "who waits may wait for a rank that goes on" if WAITING in kinds else "", groups)
+        return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
+    if suspects and _wait_for_requests(groups, suspects):
+        told = tuple(replace(group, request=group.request.removeprefix(PERHAPS)) for group in groups)
+        return Verdict(logging.INFO, "", told, is_idle=True)
+    if COMPUTING in kinds:
+        return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
     if WAITING in kinds:
         return _of_waiting(groups, suspects)
     if SILENT in kinds:
@@ -101,6 +129,12 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     if suspects and len(suspects) == len(groups) and all(group.sleeps and not group.activity for group in suspects):
         return Verdict(logging.WARNING, "", groups, _NO_RANK_MOVES)
     return Verdict(logging.INFO, "no rank is known to wait for another", groups)
+
+
+def _wait_for_requests(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> bool:
+    """Whether all suspects do, and the others wait for these requests. A rank that has ended is none of these."""
+    collectives = {group.collective for group in groups if group.kind == WAITING}
+    return all(group.request and is_waited_for(group.request, collectives) for group in suspects)
 
 
 def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:

@@ -27,7 +27,7 @@ _DEVICE_WAITS = {
     *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
     *("nonzero", "masked_select", "unique", "repeat_interleave"),
 }
-_WORK_WAIT = "wait"
+_WORK_WAIT, _MOST_NAMES = "wait", 3
 _CHECKPOINT_FUNCTIONS = {"save_checkpoint", "_save_checkpoint", "save_to", "_save_to_state"}
 _CHECKPOINT_FILES = ("serialization.py", "distributed/checkpoint/")
 # By torch's file, and by how the names of its functions begin. A function that has been compiled runs without them.
@@ -82,6 +82,14 @@ def of_method(method: str) -> str:
     if method == _WORK_WAIT:
         return PERHAPS + "a collective's wait()"
     return PERHAPS + f"the GPU, in {method}()" if method in _DEVICE_WAITS else ""
+
+
+def of_names(names: Sequence[str]) -> str:
+    """The same, where only the names are known that the calling function has, of which one is the method's."""
+    if _WORK_WAIT in names:
+        return of_method(_WORK_WAIT)
+    methods = [f"{name}()" for name in names if name in _DEVICE_WAITS]
+    return PERHAPS + f"the GPU, in {' or '.join(methods[:_MOST_NAMES])}" if methods else ""
 
 
 def needs_device(method: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..growth import grow_privately, growth, outside_inference_mode
-from .events import Grown, GrowthBegan, bus
+from .events import Grown, bus
 from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
@@ -31,13 +31,12 @@ def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], b
 
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
-        if in_force() and is_exporting() and (growth.names or is_distributed()):
-            if seq_length > self.max_audio_length:  # neither an exported model nor an exporting rank communicates
-                _grow(self, grow, seq_length, device)
-        elif in_force() and is_distributed():
+        is_rank = in_force() and is_distributed()
+        if is_rank and not is_exporting():  # neither an exported model nor an exporting rank communicates
             _sync_and_grow(self, grow, seq_length, device)
-        elif growth.names:  # the process group is gone or hidden for a moment: private tensors must stay private
-            _grow(self, original, seq_length, device)
+        elif is_rank or growth.names:  # also where the process group is gone, or hidden for a moment
+            if seq_length > self.max_audio_length:
+                _grow(self, grow, seq_length, device)
         elif in_force():
             outside_inference_mode(original, self, seq_length, device)
         else:
@@ -65,7 +64,6 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
     length, before = synced_length(encoder, seq_length), encoder.max_audio_length
     if length > before:
-        bus.publish(GrowthBegan(encoder))
         _grow(encoder, grow, length, device)
         bus.publish(Grown(encoder, before, encoder.max_audio_length))
 

@@ -59,6 +59,7 @@ class WatchedRounds:
         self.in_call = False  # a call is in its rounds
         self.in_time_at = 0.0  # when a round last came in time
         self._said: Round | None = None  # a late one that was logged here; no other until one comes in time
+        self._is_deleted = False  # the encoder
 
     @property
     def ended(self) -> str:
@@ -67,7 +68,7 @@ class WatchedRounds:
 
     def has_come(self, round_: Round) -> bool:
         """Whether this round has completed, even if the training thread has not looked yet."""
-        return round_.came_at > 0 or self.round is not round_ or self.rounds.has_come()
+        return self.rounds.done >= round_.number
 
     def has_failed(self) -> bool:
         """Whether a round has failed, even if the training thread has not looked yet: there will be no more."""
@@ -79,6 +80,16 @@ class WatchedRounds:
         """Whether this round has completed, or never will."""
         return self.has_come(round_) or self.has_failed() or bool(self.rounds.over)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing to watch any more: its encoder was deleted, or there are no more rounds."""
+        is_open = self.round is not None and not self.has_come(self.round)
+        return bool(self.rounds.over) or (self._is_deleted and not is_open)
+
+    def encoder_was_deleted(self) -> None:
+        """Takes no lock: the garbage collector calls this."""
+        self._is_deleted = True
+
     def call_title(self, round_: Round) -> str:
         return f"{self.title}: {'training' if round_.training else 'evaluation'} call {round_.call}"
 
@@ -89,7 +100,6 @@ class WatchedRounds:
     # What follows is the training thread's.
 
     def was_issued(self, round_: Round) -> None:
-        """After the channel's issue(): `has_come` takes the channel's rounds for the latest one's."""
         self.latest_rounds.append(round_)
         self.round = round_
 
@@ -181,10 +191,6 @@ class CallLeft(NamedTuple):
     waited: timedelta
     local: int  # this rank's own length
     result: int  # the one that the encoder grows to
-
-
-class GrowthBegan(NamedTuple):
-    encoder: torch.nn.Module  # not to be kept
 
 
 class Grown(NamedTuple):

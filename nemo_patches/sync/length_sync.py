@@ -1,21 +1,23 @@
-"""What an encoder calls instead of NeMo's all-reduce: the largest length among the ranks, with a timeout.
+"""What an encoder calls in place of NeMo's all-reduce: the largest length, with a timeout.
 
-`synced_length` is the whole interface to NeMo. It replaces the reduce of `ConformerEncoder.update_max_seq_length`
-(nemo/collections/asr/modules/conformer_encoder.py, NeMo 1.20 to 3.0) and of its likes. State lives here, beside the
-encoders: state_dict, deepcopy, pickle and export see none of it. Who is missing from a round, subscribers say.
+`synced_length` is the whole interface to NeMo. It replaces the reduce of
+`ConformerEncoder.update_max_seq_length` (nemo/collections/asr/modules/conformer_encoder.py, NeMo
+1.20 to 3.0) and of its likes. State lives here, beside the encoders: state_dict, deepcopy, pickle
+and export see none of it. Which ranks are missing from a round, subscribers say.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import logging
+import socket
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,21 +27,23 @@ import torch
 
 from ..channel import process_hooks
 from ..channel.process_hooks import InForkedChild
-from ..channel.side_channel import RoundFailed, SideChannel
+from ..channel.side_channel import RoundFailed, Rounds, SideChannel
 from ..channel.store import JobStore
+from ..text import first_line
 from . import events
 from .events import Group, Report, Round, WatchedRounds, bus
-from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, LengthProtocol
+from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, Clock, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError
 
 # With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
 _PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
+LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
 _LATE = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
 
 class LengthSyncTimeout(RuntimeError):
-    """Not every rank's length came in time, or a round failed (a rank has died), and on_timeout="raise" is set.
+    """With on_timeout="raise": not every rank's length came in time, or a rank has died.
 
     missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
     """
@@ -56,27 +60,30 @@ class EncoderCounters:
     encoder: str
     calls: int
     rounds: int
-    fallbacks: int  # calls that no round served: this rank's own length, or the latest agreed one if larger
+    fallbacks: int  # calls that no round served: they used this rank's own length
     timeouts: int  # waits that timed out
     waited: timedelta  # in all waits, including those that did not time out
     ended: str  # why there are no more rounds; empty while there are
 
 
 class ProcessSync:
-    """The length sync of this process: its settings, and the encoders of the current process group."""
+    """The length sync of this process: its settings, and the encoders of its process group."""
 
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
         self._settings: Settings | None = None
         self._lock = threading.RLock()  # two threads may make their first calls at once
-        self._given_up: Callable[[], object] = lambda: None  # the process group whose sync our own error has ended
+        # The process group whose sync an error of ours has ended.
+        self._given_up: Callable[[], object] = lambda: None
 
     def synced_length(self, encoder: torch.nn.Module, seq_length: int) -> int:
-        """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks, and never below its own.
+        """The largest `seq_length` (frames or samples, as the encoder counts) of all ranks.
 
-        This rank's own where the others are late, where the encoder's own `sync_max_audio_length` is false, and where
-        there is no process group or only one rank. Waits at most the timeout (and half a second for the report of
-        on_timeout="raise"). Raises LengthSyncTimeout if that was chosen, and what a signal handler raises meanwhile.
+        Never below this rank's own, and just that where the others are late, where the encoder's
+        own `sync_max_audio_length` is false, and where there is no other rank. Waits at most the
+        timeout (and half a second for the report of on_timeout="raise"); before that, at most the
+        timeout for another thread's call. Raises LengthSyncTimeout if that was chosen, and what a
+        signal handler raises meanwhile.
         """
         length = int(seq_length)
         try:
@@ -85,10 +92,12 @@ class ProcessSync:
         except Exception as error:
             if isinstance(error, LengthSyncTimeout) or raised_by_signal_handler(error):
                 raise
-            # An error of ours must not reach training. If there is no process group, it was destroyed just now.
-            if (group := torch.distributed.group.WORLD) is not None and self._given_up() is not group:
+            # An error of ours must not reach training. Without a group, it was destroyed just now.
+            group = torch.distributed.group.WORLD
+            if group is not None and self._given_up() is not group:
                 self._given_up = weakref.ref(group)
-                report(logging.ERROR, f"the length sync has ended by an error of its own, please report it: {error!r}")
+                text = "the length sync has ended by an error of its own, please report it"
+                report(logging.ERROR, f"{text}: {error!r}")
             return length
 
     def use(self, settings: Settings) -> None:
@@ -96,7 +105,7 @@ class ProcessSync:
         self._settings = settings
 
     def current(self) -> Settings:
-        """The settings in force: those of `use`, else the environment's. A bad variable is said once and not used."""
+        """Those of `use`, else the environment's. A bad variable is said once and not used."""
         if self._settings is None:
             try:
                 self._settings = Settings.resolve()
@@ -106,91 +115,137 @@ class ProcessSync:
         return self._settings
 
     def counters(self) -> tuple[EncoderCounters, ...]:
-        """The counters of every encoder that lives and was called under the present (or last) process group."""
-        return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values()) if self.group_syncs else ()
+        """Of every encoder that lives and was called under the present (or last) process group."""
+        if self.group_syncs is None:
+            return ()
+        return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values())
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
         """The encoder's sync under the current process group; None as in present_group()."""
         with self._lock:
-            return group_syncs.sync_of(encoder) if (group_syncs := self.present_group()) else None
+            group_syncs = self.present_group()
+            return None if group_syncs is None else group_syncs.sync_of(encoder)
 
     def present_group(self) -> GroupSyncs | None:
-        """The syncs under the current process group; None without other ranks, or after an error of ours. Any thread.
+        """The syncs under the current process group; None without other ranks, or after an error of
+        ours. Any thread.
 
-        Who sees another process group first publishes that it has begun.
+        The first one to see another process group publishes that it has begun.
         """
         with self._lock:
-            before, group_syncs = self.group_syncs, self._of_present_group()
+            before = self.group_syncs
+            group_syncs = self._of_present_group()
             if group_syncs is not None and group_syncs is not before:
                 bus.publish(events.GroupBegan(group_syncs.group, group_syncs.channel))
             return group_syncs
 
     def forget(self) -> None:
-        """In a forked child: it is not a rank of its parent's process group, even if the parent has none yet."""
+        """In a forked child: it is no rank of its parent's process group, not even of a later one."""
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
+            group_syncs.turn = Turn()
             group_syncs.channel.forget()
 
     def _of_present_group(self) -> GroupSyncs | None:
         default_group = torch.distributed.group.WORLD if is_distributed() else None
         if default_group is None or default_group is self._given_up():
             return None
-        if (group_syncs := self.group_syncs) is None or group_syncs.default_group() is not default_group:
+        group_syncs = self.group_syncs
+        if group_syncs is None or group_syncs.default_group() is not default_group:
             if group_syncs is not None:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
-        return group_syncs if group_syncs.group.size > 1 else None
+        return group_syncs if group_syncs.has_others else None
+
+
+class Turn:
+    """One call at a time, of all threads; and none of a signal handler's within another one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0  # whose turn it is
+
+    @contextlib.contextmanager
+    def taken(self, limit: timedelta) -> Iterator[bool]:
+        """Whether it is the caller's turn; not within its own one, nor after waiting this long."""
+        thread = threading.get_ident()
+        if self._thread == thread:
+            yield False
+            return
+        lock = self._lock
+        is_own = lock.acquire(timeout=limit.total_seconds())
+        try:
+            if is_own:
+                self._thread = thread
+            else:  # nobody waits for it again: a signal handler's exception may have kept it locked
+                self._lock = threading.Lock()
+            yield is_own
+        finally:
+            if is_own:
+                self._thread = 0
+                lock.release()
+
+
+class Sequence:
+    """The rounds of all encoders of a process group, in the order of this rank's calls.
+
+    Like stock's reduce, a round pairs what comes, whichever encoder that is on another rank.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.rounds = rounds
+        self.protocol = LengthProtocol()
+        self.clock = Clock()  # before the latest call that takes part
+        self.latest: tuple[EncoderSync, Round] | None = None  # the latest round, and its encoder
+
+    def came(self, in_time: bool, settings: Settings) -> None:
+        """The training thread has the latest round's result."""
+        if self.latest is not None:
+            sync, round_ = self.latest
+            sync.has_arrived(round_, in_time)
+            took_s = self.rounds.came_at - round_.issued_at
+            if took_s <= settings.timeout.total_seconds():
+                self.protocol.took(took_s)
 
 
 class GroupSyncs:
     """The encoders' syncs under one default process group."""
 
     def __init__(self, default_group: torch.distributed.ProcessGroup) -> None:
-        self.default_group = weakref.ref(default_group)  # a strong reference would keep NCCL's communicators
+        # Weak: a strong reference would keep NCCL's communicators.
+        self.default_group = weakref.ref(default_group)
         default_store = torch.distributed.distributed_c10d._get_default_store()
-        for owner in (default_group, default_store):  # whichever is released first: DDP may keep the group
+        # Whichever is released first: DDP may keep the group.
+        for owner in (default_group, default_store):
             weakref.finalize(owner, self.close).atexit = False  # not in a dying interpreter
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
+        size = torch.distributed.get_world_size()
         store = JobStore(default_store, rank)
         self.group = Group(rank, size, store)
+        # "fake" is torch's, for one process that tries out what a rank of many would do.
+        self.has_others = size > 1 and torch.distributed.get_backend() != "fake"
         self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
-        self.by_encoder: weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync] = weakref.WeakKeyDictionary()
-        self._seen: Counter[str] = Counter()
-        self.latest: dict[str, LengthProtocol] = {}  # by kind: that of the latest encoder
-        self.first_rounds: dict[EncoderSync, float] = {}  # that have not completed: when they were issued
-        self._passed_over: list[EncoderSync] = []  # encoders that only this rank has called
+        if why := _no_sockets():
+            self.channel.stop(why)
+        self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()
+        self.turn = Turn()
         self.end_said = False
+        self._sequences: dict[str, Sequence] = {}
+        self._titles: Counter[str] = Counter()
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
-        if (sync := self.by_encoder.get(encoder)) is not None:
-            return sync
-        name = type(encoder).__name__
-        # Ranks must agree on which encoder is which without asking each other: by its kind, its parameters' names and,
-        # among equals, the order of first calls.
-        paths = "\n".join(path for path, _ in encoder.named_parameters())
-        kind = f"{name}-{hashlib.sha256(paths.encode()).hexdigest()[:16]}"
-        if (sync := next((sync for sync in self._passed_over if sync.kind == kind), None)) is not None:
-            self._passed_over.remove(sync)
-            self.by_encoder = weakref.WeakKeyDictionary({e: s for e, s in self.by_encoder.items() if s is not sync})
-            self.first_rounds[sync] = time.monotonic()
-        else:
-            self._seen.update((kind, name))
-            title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-            sync = EncoderSync(title, f"{kind}-{self._seen[kind]}", self, like=self.latest.get(kind))
-        sync.serve(encoder)
-        self.by_encoder[encoder], self.latest[kind] = sync, sync.protocol
+        if (sync := self.by_encoder.get(encoder)) is None:
+            name = type(encoder).__name__
+            self._titles[name] += 1
+            title = name if self._titles[name] == 1 else f"{name} #{self._titles[name]}"
+            sync = self.by_encoder[encoder] = EncoderSync(title, LENGTHS, self)
+            sync.serve(encoder)
         return sync
 
-    def round_came(self, sync: EncoderSync, issued_at: float) -> None:
-        """Messages keep their order: where a round comes before another encoder's first one, which was issued earlier,
-        the others have gone on without that encoder, and what they call next of its kind takes its place."""
-        self.first_rounds.pop(sync, None)
-        self._passed_over = [other for other in self._passed_over if other is not sync]  # it is called again
-        for other in [other for other, at in self.first_rounds.items() if at < issued_at]:
-            del self.first_rounds[other]
-            if not other.rounds.done or other.rounds.came_at > sync.rounds.came_at:
-                self._passed_over.append(other)
-        self.channel.kept = {other.rounds for other in self._passed_over}  # another encoder may take its place
+    def sequence(self, key: str) -> Sequence:
+        if key not in self._sequences:
+            self._sequences[key] = Sequence(self.channel.rounds(key))
+        return self._sequences[key]
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
@@ -201,132 +256,173 @@ class GroupSyncs:
 
 
 class EncoderSync(WatchedRounds):
-    """One encoder's length sync on this rank: its rounds, and the protocol that says when to issue one and to wait."""
+    """One encoder's length sync on this rank: its calls, and the rounds that they wait for."""
 
     def __init__(
-        self, title: str, key: str, group_syncs: GroupSyncs, late_text: str = _LATE, like: LengthProtocol | None = None
+        self,
+        title: str,
+        key: str,
+        group_syncs: GroupSyncs,
+        late_text: str = _LATE,
     ) -> None:
-        """key: the encoder's kind and a last part."""
-        super().__init__(title, key, group_syncs.group, group_syncs.channel.rounds(key), late_text)
-        self.group_syncs, self.kind = group_syncs, key.rpartition("-")[0]
-        self.protocol = LengthProtocol(like)
+        """key: of the rounds, the same for all encoders."""
+        self.sequence = group_syncs.sequence(key)
+        super().__init__(title, key, group_syncs.group, self.sequence.rounds, late_text)
+        self.group_syncs = group_syncs
         self.patience = _PATIENCE  # for the report of on_timeout="raise"
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-        self._fallbacks, self._waited = 0, timedelta(0)
+        self._calls = self._issued = self._fallbacks = self._timeouts = 0
+        self._waited = timedelta(0)
+        self._outcome = ""  # of the present call
+
+    def serve(self, encoder: torch.nn.Module) -> None:
+        """When the encoder is deleted, nobody watches its rounds any more."""
+        weakref.finalize(encoder, self.encoder_was_deleted).atexit = False
 
     def call(self, length: int, encoder: torch.nn.Module) -> int:
-        """One encoder call: the length that it grows to. Raises LengthSyncTimeout if that was chosen."""
-        began_at, waited_before, result, self._outcome = time.monotonic(), self._waited, length, ""
-        settings, protocol = current(), self.protocol
+        """The length that one encoder call grows to. Raises LengthSyncTimeout, if chosen."""
+        settings = current()
+        with self.group_syncs.turn.taken(settings.timeout) as is_own:
+            return self._call(length, encoder, settings) if is_own else length
+
+    def _call(self, length: int, encoder: torch.nn.Module, settings: Settings) -> int:
+        began_at = time.monotonic()
+        waited_before = self._waited
+        result = length
+        self._outcome = ""
         self.in_call = True
         try:
-            number, clock, training = protocol.calls + 1, protocol.clock, encoder.training
+            self.apart = _apart(encoder, settings)
+            if not self.apart:
+                self.sequence.clock = self.sequence.protocol.clock
+            clock = self.sequence.clock
+            training = encoder.training
+            number = self._calls + 1
             self.latest_call = (number, clock)
             bus.publish(events.CallBegan(self, number, clock, training))
-            wanted = getattr(encoder, "sync_max_audio_length", True)
-            self.apart = FLAG_IS_OFF if not wanted else IS_LOCAL if settings.sync == "local" else ""
-            if not wanted and protocol.calls == 0:
+            if self.apart == FLAG_IS_OFF and number == 1:
                 bus.publish(events.FlagIsOff(encoder, self))
             if self.apart or self.ended:
-                protocol.calls += 1
+                self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
             else:
-                result = self.take_part(length, encoder.training, settings, began_at)
+                result = self.take_part(length, training, settings, began_at)
         finally:
-            self.in_call, waited = False, self._waited - waited_before
-            bus.publish(events.CallLeft(encoder, self, self._outcome, self.rounds.issued, waited, length, result))
+            self.in_call = False
+            left = events.CallLeft(
+                encoder=encoder,
+                sync=self,
+                outcome=self._outcome,
+                round=self.rounds.issued,
+                waited=self._waited - waited_before,
+                local=length,
+                result=result,
+            )
+            bus.publish(left)
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
-        """One call's part in the rounds, while there are any. began_at: time.monotonic() at which the call began."""
-        protocol, self._outcome = self.protocol, ""
+        """One call's part in the rounds, while there are any. began_at: by time.monotonic()."""
+        protocol = self.sequence.protocol
+        self._outcome = ""
+        self._calls += 1
         try:
             completed = self.rounds.poll() if protocol.outstanding else None
             if completed is not None:
-                self._round_came(settings.sync == "overlapped", settings)
+                self.sequence.came(False, settings)
             if protocol.begin(length, training, completed):
-                round_ = self._issue(length, training)
-                if settings.sync == "bounded":
-                    self._wait(settings, round_)
+                self._wait(settings, self._issue(length, training))
         except RoundFailed as error:
             self._outcome = ENDED
             if not self.rounds.over:  # else the process group was destroyed meanwhile
                 self._end(str(error), settings, began_at)
             return length
-        is_served = protocol.served or settings.sync == "overlapped"
-        self._outcome = self._outcome or (SERVED if is_served else UNWAITED)
-        self._fallbacks += not is_served
-        return length if self._outcome == TIMEOUT else protocol.agreed()
+        self._outcome = self._outcome or (SERVED if protocol.served else UNWAITED)
+        if not protocol.served:
+            self._fallbacks += 1
+            return length
+        return protocol.agreed()
 
     def _issue(self, length: int, training: bool) -> Round:
         before = self.rounds.issued
-        round_ = Round(before + 1, self.protocol.calls, training, length, self.in_time_at)
+        protocol = self.sequence.protocol
+        round_ = Round(before + 1, self._calls, training, length, self.in_time_at)
         try:
-            if before == 0:
-                self.group_syncs.first_rounds[self] = round_.issued_at
-            self.rounds.issue(self.protocol.value())
-        finally:  # also where a signal handler has raised: its number is the channel's, on all ranks the same
+            self.rounds.issue(protocol.value())
+        finally:  # also where a signal handler has raised: its number is the channel's
             if self.rounds.issued > before:
+                self._issued += 1
+                self.sequence.latest = (self, round_)
                 self.was_issued(round_)
-            elif self.protocol.outstanding:
-                self.protocol.withdraw()
+            elif protocol.outstanding:
+                protocol.withdraw()
         return round_
 
-    def serve(self, encoder: torch.nn.Module) -> None:
-        """When the encoder is deleted, its rounds are closed.
-
-        An encoder that takes another's place begins anew: its first call takes part in the round that is outstanding.
-        """
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self.rounds.over, self.protocol = self.ended, LengthProtocol(self.protocol)
-            self.protocol.outstanding, self.protocol.rounds = True, 1
-        self._finalizer = weakref.finalize(encoder, self.rounds.close)
-        self._finalizer.atexit = False
-
     def counters(self) -> EncoderCounters:
-        counts = (self.protocol.calls, self.protocol.rounds, self._fallbacks, self.protocol.timeouts)
-        return EncoderCounters(self.title, *counts, waited=self._waited, ended=self.ended)
-
-    def _round_came(self, in_time: bool, settings: Settings) -> None:
-        if round_ := self.round:
-            self.has_arrived(round_, in_time)
-            if (took_s := self.rounds.came_at - round_.issued_at) <= settings.timeout.total_seconds():
-                self.protocol.took(took_s)
-            self.group_syncs.round_came(self, round_.issued_at)
+        return EncoderCounters(
+            encoder=self.title,
+            calls=self._calls,
+            rounds=self._issued,
+            fallbacks=self._fallbacks,
+            timeouts=self._timeouts,
+            waited=self._waited,
+            ended=self.ended,
+        )
 
     def _wait(self, settings: Settings, round_: Round) -> None:
-        if (limit := self.protocol.wait_limit(settings.timeout)) is None:
+        protocol = self.sequence.protocol
+        if (limit := protocol.wait_limit(settings.timeout)) is None:
             return
         try:
             completed = self.rounds.wait(limit)
         finally:  # also where a signal handler raised
             self._waited += timedelta(seconds=time.monotonic() - round_.issued_at)
         if completed is not None:
-            self.protocol.came_in_time(completed, round_.training)
+            protocol.came_in_time(completed, round_.training)
             self._outcome = CAME
-            self._round_came(True, settings)
+            self.sequence.came(True, settings)
             return
-        self.protocol.timed_out()
+        protocol.timed_out()
+        self._timeouts += 1
         self._outcome = TIMEOUT
-        promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
+        promise = _promise(settings)
         text = self.was_late(round_, promise)
         _raise_if_chosen(promise, self.patience, text)
 
     def _end(self, reason: str, settings: Settings, began_at: float) -> None:
-        text = f"{self.title}: the length sync has ended at call {self.protocol.calls}"
+        text = f"{self.title}: the length sync has ended at call {self._calls}"
         self.rounds.close(reason)
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
             report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        promise: futures.Future[Report] | None = futures.Future() if settings.on_timeout == "raise" else None
+        promise = _promise(settings)
         bus.publish(events.SyncEnded(self, promise))
         left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
         _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
 
 
+def _no_sockets() -> str:
+    """Why this process makes no socket, where another class is in Python's place; or empty."""
+    try:
+        with socket.socket():
+            return ""
+    except OSError:
+        return ""  # no file is left: the channel says so, and tries again
+    except Exception as error:
+        return f"{socket.socket!r} is in the place of Python's socket.socket: {first_line(error)}"
+
+
+def _apart(encoder: torch.nn.Module, settings: Settings) -> str:
+    if not getattr(encoder, "sync_max_audio_length", True):
+        return FLAG_IS_OFF
+    return IS_LOCAL if settings.sync == "local" else ""
+
+
+def _promise(settings: Settings) -> futures.Future[Report] | None:
+    return futures.Future() if settings.on_timeout == "raise" else None
+
+
 def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta, text: str) -> None:
-    """on_timeout="raise": with the report in place of `text`, if a subscriber has promised one and gives it in time."""
+    """on_timeout="raise": with the report in place of `text`, if a subscriber gives it in time."""
     if promise is not None:
         if promise.running():
             futures.wait([promise], max(patience.total_seconds(), 0.0))

@@ -18,12 +18,12 @@ MAX_LENGTH, MAX_EVALUATION, MAX_TRAINING = ((1 << bits) - 1 for bits in (LENGTH_
 SHORTEST_WAIT = timedelta(milliseconds=1)
 # Outcomes of a call.
 CAME = "came"  # it waited for its round, which completed: the wait ends when the last rank arrives
-SERVED = "served"  # an earlier round served it, or, with sync="overlapped", serves all: it waited for none
+SERVED = "served"  # an earlier round served it: it waited for none
 TIMEOUT = "timeout"  # it waited for its round, and gave up
 UNWAITED = "unwaited"  # after timeouts: it did not wait for its round, or issued none
 LOCAL = "local"  # this rank does not sync: sync="local", or the encoder's flag is false
 ENDED = "ended"  # a round has failed, because a rank has died: there are no more
-# Why a rank takes no part in an encoder's length sync.
+# Why an encoder of a rank takes no part in the length sync.
 APART = FLAG_IS_OFF, IS_LOCAL = "sync_max_audio_length is false", "sync=local"
 
 CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
@@ -32,7 +32,7 @@ _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 
 
 class Clock(NamedTuple):
-    """Calls of one encoder, in lexicographic order: training calls, then evaluation calls since the last of them."""
+    """Encoder calls of a rank, in lexicographic order: training calls, then evaluation calls since the last of them."""
 
     training: int = 0
     evaluation: int = 0
@@ -54,29 +54,26 @@ def unpack(value: int) -> tuple[Clock, int]:
 
 
 class LengthProtocol:
-    """One encoder's side of the sync on this rank.
+    """This rank's side of the sync.
 
     For each encoder call: `begin`; where it says that the call is not served yet, issue a round with `value()`; where
     `wait_limit` gives a time, wait that long for it, and end with `came_in_time` or `timed_out`. A round that came in
     after its call is handed to the next `begin`.
     """
 
-    def __init__(self, like: LengthProtocol | None = None) -> None:
-        """like: the protocol of another encoder of the same kind, whose breaker and mean a new copy inherits."""
+    def __init__(self) -> None:
         self.clock = Clock()  # of this rank's current call
         self.length = 0  # this rank's own, of its current call
         self.outstanding = False  # a round was issued and its result has not been seen
-        self.calls = self.rounds = self.timeouts = 0  # rounds: a count for people; their numbers are the channel's
         self._agreed_clock, self._agreed_length = Clock(-1), 0
         self._completed = 0  # rounds whose result was seen
-        self._breaker: int = like._breaker if like else 0  # timed-out waits that are not forgotten: k in docs/design.md
-        self.healthy: timedelta = like.healthy if like else timedelta(0)  # running mean of what a healthy round takes
-        self._wait_after = 0  # no call waits until so many rounds have completed; a new encoder's calls wait, shortly
+        self._breaker = 0  # timed-out waits that are not forgotten: k in docs/design.md
+        self.healthy = timedelta(0)  # running mean of what a healthy round takes
+        self._wait_after = 0  # no call waits until so many rounds have completed
         self._in_time = 0  # waited rounds in a row that came in time
 
     def begin(self, length: int, training: bool, completed: int | None) -> bool:
         """Start a call; `completed` is the outstanding round's result, if it has one. True: issue a round now."""
-        self.calls += 1
         self.length = length
         self.clock = self.clock.next(training)
         if completed is not None:
@@ -86,13 +83,11 @@ class LengthProtocol:
     def value(self) -> int:
         """The value to reduce in the round that is being issued."""
         self.outstanding = True
-        self.rounds += 1
         return pack(self.clock, self.length)
 
     def withdraw(self) -> None:
         """The round was not issued after all: a signal handler has raised before."""
         self.outstanding = False
-        self.rounds -= 1
 
     def wait_limit(self, timeout: timedelta) -> timedelta | None:
         """How long this call may wait for the round that it issued; None: not at all."""
@@ -112,7 +107,6 @@ class LengthProtocol:
             self._breaker = self._wait_after = 0
 
     def timed_out(self) -> None:
-        self.timeouts += 1
         self._in_time = 0
         self._breaker = min(self._breaker + 1, _MAX_TIMEOUTS)
         self._wait_after = self._completed + 2**self._breaker - 2
@@ -123,7 +117,7 @@ class LengthProtocol:
         return self._agreed_clock >= self.clock
 
     def agreed(self) -> int:
-        """For a call that has not timed out: the latest round's length, although it may belong to an earlier call."""
+        """For a call that is served: the latest round's length."""
         return max(self.length, self._agreed_length)
 
     def _learn(self, completed: int, training: bool) -> None:

@@ -82,4 +82,4 @@ def launchers_number(*variables: str) -> int | None:
 
 def _who() -> str:
     rank, size = ("?" if number is None else number for number in _rank_and_size())
-    return f"rank {rank}/{size} {socket.gethostname()}"
+    return f"rank {rank}/{size} {safe(socket.gethostname())}"

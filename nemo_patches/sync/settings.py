@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from .protocol import SHORTEST_WAIT
 
 PREFIX = "NEMO_PATCHES_"
-SYNC_MODES = ("bounded", "overlapped", "local")
+SYNC_MODES = ("bounded", "local")
 _SHORTEST_S, _LONGEST_S = SHORTEST_WAIT.total_seconds(), 86400.0
 _SETTING = "nemo_patches setting"  # the key of a field's metadata
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -123,6 +123,31 @@ def word_setting(name: str, words: tuple[str, ...], help: str, **more: Any) -> S
     return Setting(name, words[0], lambda value: words[words.index(value)], allowed, help, words=words, **more)
 
 
+def words_setting(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Setting[tuple[str, ...]]:
+    """A setting that is some of these words, from a text with commas or a sequence; by default none."""
+
+    def read(value: object) -> tuple[str, ...]:
+        given = value.split(",") if isinstance(value, str) else value
+        if not isinstance(given, Sequence):
+            raise TypeError
+        chosen = {str(word).strip() for word in given}
+        if not chosen <= {*words, ""}:
+            raise ValueError
+        return tuple(word for word in words if word in chosen)
+
+    return Setting[tuple[str, ...]](
+        name=name,
+        default=(),
+        read=read,
+        allowed=f"{', '.join(map(repr, words))}, {also}",
+        help=help,
+        text=lambda value: ",".join(value) or "none",
+        words=words,
+        several=True,
+        **more,
+    )
+
+
 def number(value: Any, low: float, high: float) -> float:
     """A number, or the text of one. Raises ValueError or TypeError if it is none, or out of bounds."""
     if isinstance(value, bool) or not low <= float(value) <= high:
@@ -140,12 +165,6 @@ def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False
     return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s", **more)
 
 
-# Of NeMo's checkpoint callback, not of the length sync; a field of uneven/settings.py's table.
-CHECKPOINTS = word_setting(
-    "checkpoints", ("agreed", "stock"), "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own."
-)
-
-
 @dataclass(frozen=True)
 class Settings(SettingsTable):
     """How the length sync behaves in this process."""
@@ -153,7 +172,7 @@ class Settings(SettingsTable):
     sync: str = word_setting(
         "sync",
         SYNC_MODES,
-        "bounded: wait for other ranks; overlapped: never; local: no communication.",
+        "bounded: wait for other ranks, at most the timeout; local: no communication.",
         is_shown=always,
     ).as_field()
     timeout: timedelta = seconds_setting(

@@ -14,14 +14,14 @@ from pathlib import Path
 from rich.console import Console
 
 import nemo_patches
+from nemo_patches.options.metric_targets import METRIC_SUMS, METRIC_TARGETS
 from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
-from nemo_patches.patching.settings import ALL_SETTINGS, refusals
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_SUMS, METRIC_TARGETS, TARGETS, Target, has_diff
+from nemo_patches.patching.settings import ALL_SETTINGS, DEFERRED, STOCK, OptionSettings, refusals
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
 from nemo_patches.sync.settings import SettingsError
-from nemo_patches.uneven.settings import DEFERRED, STOCK, UnevenSettings
 
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
@@ -47,20 +47,20 @@ class SettingReport:
 class TargetReport:
     """Whether one target can be patched.
 
-    file: empty where this NeMo does not have it. built_in: one of the diffs has been applied, so nothing is to be done.
+    file: empty where this NeMo does not have it. left: why there is nothing to patch; empty where NeMo's reduce is.
     problem: why it cannot be patched although it should be; empty if it can.
     """
 
     target: str
     file: str
-    built_in: bool
+    left: str
     problem: str
 
     def text(self, state: str) -> str:
         if self.problem or not self.file:
             return self.problem or "this NeMo does not have it"
         fits = {ON: "patched when it is imported", OFF: "can be patched; off here"}.get(state, "left as it is")
-        return "built in by a diff" if self.built_in else fits
+        return self.left or fits
 
 
 @dataclass(frozen=True)
@@ -97,22 +97,20 @@ def examine() -> EnvironmentStatus:
     """Look at the environment of this process. Raises StatusError where NeMo or torch cannot be examined."""
     nemo = _nemo_version()
     encoders = tuple(map(_target, TARGETS))
-    built_in = any(target.built_in for target in encoders)
-    uneven = _uneven_settings()
-    metrics = _metrics(built_in) if uneven.metrics == DEFERRED else _Chosen()
-    callback = _checkpoint_callback(built_in) if uneven.checkpoints != STOCK else _Chosen()
+    present = [target for target in encoders if target.file]
+    left = tuple(dict.fromkeys(target.left for target in present)) if all(target.left for target in present) else ()
+    options = _option_settings()
+    metrics = _metrics() if options.metrics == DEFERRED else _Chosen()
+    callback = _checkpoint_callback() if options.checkpoints != STOCK else _Chosen()
     auto_apply, shadowed_by = _auto_apply()
     switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
-    switched_off = [] if built_in else [*switched_off, *filter(None, [shadowed_by])]
+    switched_off = [] if left else [*switched_off, *filter(None, [shadowed_by])]
     problems = [target.problem for target in encoders if target.problem]
-    unused = []
-    if built_in:
-        unused = [f"{refusal}; this value is not used" for refusal in refusals()]
-    else:
+    if not left:
         problems += [*_refusals(nemo), *_missing(nemo, encoders)]
-    reasons = [*problems, *unused, *metrics.problems, *callback.problems, *switched_off]
+    reasons = [*problems, *metrics.problems, *callback.problems, *switched_off]
     as_stock = " and ".join(chosen.title for chosen in (metrics, callback) if chosen.problems)
-    state = CANNOT_BE if problems else ON if built_in or (auto_apply == "on" and not switched_off) else OFF
+    state = CANNOT_BE if problems else ON if left or (auto_apply == "on" and not switched_off) else OFF
     return EnvironmentStatus(
         versions={
             "nemo_patches": nemo_patches.__version__,
@@ -127,7 +125,7 @@ def examine() -> EnvironmentStatus:
         reasons=tuple(reasons),
         misspelt=tuple(admission.misspelt()),
         state=state,
-        answer=_answer(state, built_in, auto_apply, reasons, as_stock),
+        answer=_answer(state, left, auto_apply, reasons, as_stock),
     )
 
 
@@ -141,17 +139,15 @@ def _nemo_version() -> str:
         raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
 
 
-def _metrics(built_in: bool) -> _Chosen:
-    targets = tuple(_metric_target(target, built_in) for target in METRIC_TARGETS)
-    sums = (_metric_target(target, built_in) for target in METRIC_SUMS)
+def _metrics() -> _Chosen:
+    targets = tuple(map(_metric_target, METRIC_TARGETS))
+    sums = map(_metric_target, METRIC_SUMS)
     problems = dict.fromkeys(target.problem for target in (*targets, *sums) if target.problem)
     return _Chosen("the metrics", targets, tuple(problems))
 
 
-def _checkpoint_callback(built_in: bool) -> _Chosen:
+def _checkpoint_callback() -> _Chosen:
     targets = tuple(map(_target, CHECKPOINT_TARGETS))
-    if built_in:
-        targets = tuple(replace(target, built_in=True, problem="") for target in targets)
     return _Chosen("the checkpoint callback", targets, tuple(target.problem for target in targets if target.problem))
 
 
@@ -178,7 +174,9 @@ def _missing(nemo: str, encoders: Iterable[TargetReport]) -> Iterator[str]:
 def show(report: EnvironmentStatus, console: Console) -> None:
     """Print it for a person, the answer first."""
     lines = [report.answer, *(report.misspelt), ""]
-    lines += (f"{target.target}: {target.text(report.state)}" for target in report.targets)
+    # A NeMo that needs no patch is on by itself; what else can be patched is not.
+    state = OFF if report.state == ON and report.auto_apply != "on" else report.state
+    lines += (f"{target.target}: {target.text(state)}" for target in report.targets)
     lines.append(f"auto-apply: {report.auto_apply}")
     lines.append(f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}")
     lines += (f"{setting.name}: {setting.value} ({setting.source})" for setting in report.settings)
@@ -187,14 +185,15 @@ def show(report: EnvironmentStatus, console: Console) -> None:
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _answer(state: str, built_in: bool, auto_apply: str, reasons: list[str], as_stock: str) -> str:
-    """The first line; then each reason on a line of its own. as_stock: what stays as in stock, although chosen."""
+def _answer(state: str, left: tuple[str, ...], auto_apply: str, reasons: list[str], as_stock: str) -> str:
+    """The first line; then each reason on a line of its own.
+
+    left: why there is nothing to patch. as_stock: what stays as in stock, although chosen.
+    """
     if state == CANNOT_BE:
         return "\n  ".join(["cannot be patched; NeMo runs as stock here:", *reasons])
     if state == ON:
-        how = (
-            "a diff has built it into this NeMo" if built_in else "every Python process here patches NeMo at its import"
-        )
+        how = ", ".join(left) or "every Python process here patches NeMo at its import"
         how += "; a class of yours with a length sync of its own is not seen here: the job names it"
         return "\n  ".join([f"on: {how}" + (f", but {as_stock}: as in stock NeMo" if as_stock else ""), *reasons])
     ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
@@ -220,24 +219,22 @@ def _folder_of(package: str) -> str:
 def _target(target: Target) -> TargetReport:
     file = target.source_file()
     try:
-        built_in = file is not None and has_diff(file.read_bytes(), str(file))
-        problem = target.drift_of_source(file) if file and not built_in else ""
-        return TargetReport(str(target), str(file or ""), built_in, problem)
+        left = target.nothing_to_bound_in(file) if file else ""
+        problem = target.drift_of_source(file) if file and not left else ""
+        return TargetReport(str(target), str(file or ""), left, problem)
     except (OSError, SyntaxError, ValueError) as error:
         raise StatusError(f"{file}: {error}") from error
 
 
-def _uneven_settings() -> UnevenSettings:
+def _option_settings() -> OptionSettings:
     try:
-        return UnevenSettings.resolve()
+        return OptionSettings.resolve()
     except SettingsError:  # _refusals() has it
-        return UnevenSettings()
+        return OptionSettings()
 
 
-def _metric_target(target: Target, built_in: bool) -> TargetReport:
-    """Like an encoder's; but metrics=deferred needs every target of its own, and is in no diff."""
-    if built_in:
-        return TargetReport(str(target), "", False, "metrics=deferred is not in the diffs, which this NeMo has")
+def _metric_target(target: Target) -> TargetReport:
+    """Like an encoder's; but metrics=deferred needs every target of its own."""
     report = _target(target)
     return report if report.file else replace(report, problem=f"{target}: this NeMo has no {target.module}")
 

@@ -1,1 +1,1 @@
-"""Records of encoder calls on each rank, for `nemo-patches diagnose`. Not vendored by the diffs."""
+"""Records of encoder calls on each rank, for `nemo-patches diagnose`."""

@@ -1,19 +1,16 @@
 """One trace of this process: subscribes to the events of the length sync, and knows the encoders that it records.
 
-On the training thread: one enqueue for each record and, once per encoder, a walk through its modules. The rest is the
-writer's thread's.
+On the training thread: one enqueue for each record. The rest is the writer's thread's.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,25 +18,21 @@ import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
+from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
+from nemo_patches.stall.missing_rank import MissingRank, StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
-from nemo_patches.sync.settings import Settings
 from nemo_patches.text import first_line
 from nemo_patches.tracing import records
-from nemo_patches.tracing.checks import EncoderChecks, FindingError, say_once
-from nemo_patches.tracing.encoder_facts import positions
-from nemo_patches.tracing.encoder_state import EncoderState
-from nemo_patches.tracing.exception_hooks import ExceptionHooks, exit_in_flight
-from nemo_patches.tracing.lengths_copy import LengthsCopies
-from nemo_patches.tracing.recording import Recording
-from nemo_patches.tracing.records import End, Grow, Lengths, Memory, Record, Stopped
-from nemo_patches.tracing.settings import TraceSettings
+from nemo_patches.tracing.checks import EncoderChecks
+from nemo_patches.tracing.exception_hook import ExceptionHook, exit_in_flight
+from nemo_patches.tracing.records import End, Grow, Stalled, Sync, Timed
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
 
-MEMORY_EVERY_CALLS = 50
+_SUBSCRIBER = "tracing"
 _CLOSE_LIMIT = timedelta(seconds=2)
 
 
@@ -49,46 +42,57 @@ class Tracing:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
 
+    def use(self, settings: TraceSettings) -> None:
+        """Trace with these settings; a trace that has them already goes on."""
+        if self.recorder is None or self.recorder.settings != settings:
+            self.start(settings)
+
     def start(self, settings: TraceSettings) -> None:
         """Trace from the next encoder call on."""
         self.stop()
         self.recorder = Recorder(settings)
-        bus.subscribe("tracing", self.recorder.handlers())
+        bus.subscribe(_SUBSCRIBER, self.recorder.handlers())
 
     def stop(self) -> None:
         """End the trace, if there is one."""
         ending, self.recorder = self.recorder, None
         if ending is not None:
-            bus.unsubscribe("tracing")
+            bus.unsubscribe(_SUBSCRIBER)
             ending.close("revert(), or apply() with another trace")
-
-    def length_sync_changed(self, settings: Settings) -> None:
-        """The length sync has other settings from now on; the headers of later parts have them."""
-        if self.recorder is not None and (writer := self.recorder.writer) is not None:
-            writer.output.header = make_header(self.recorder.settings, settings, writer.output.header.started)
 
     def where(self) -> str:
         """The file that is being written, or why there is none; empty where nothing is traced."""
         return self.recorder.where() if self.recorder is not None else ""
 
 
-class Recorder(Recording):
-    """One trace of this process: its writer, from the first encoder call on, and what it knows of the encoders."""
+class EncoderState:
+    """What a trace knows about an encoder. Written on the training thread."""
+
+    def __init__(self, name: str, checks: EncoderChecks | None) -> None:
+        self.name = name
+        self.checks = checks
+        self.number = 0  # of the last call
+        self.running = False  # a recorded call is
+
+
+class Recorder:
+    """One trace: its writer, from the first encoder call on, and its encoders.
+
+    The length sync's events come on the training thread, a stall report on its monitor's.
+    """
 
     def __init__(self, settings: TraceSettings) -> None:
-        super().__init__()
         self.settings = settings
         self.guard = _Guard(self)
         self.writer: TraceWriter | None = None
+        self.said_of_compilation = False
         self._over = ""  # why nothing is recorded any more
-        self._group: weakref.ref[Any] | None = None  # the process group that the file's header tells of
+        self._group: weakref.ref[Any] | None = None  # the process group that the header tells of
         self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = weakref.WeakKeyDictionary()
-        self._seen: Counter[str] = Counter()
-        self._calls = 0
-        self._device: torch.device | None = None  # of the last call's signal
-        self._copies = LengthsCopies()
-        self._hooks: ExceptionHooks | None = None
-        self._uncaught = False  # what ends this process came to the interpreter: then the exit code is known
+        self._seen: Counter[str] = Counter()  # encoders without other ranks, by class
+        self._hook: ExceptionHook | None = None
+        self._failed = ""  # the exception that ends this process, unless an encoder is called again
+        self._uncaught = False  # it came to the interpreter: then the exit code is known
 
     def begin(self, encoder: torch.nn.Module) -> EncoderState | None:
         """A call begins; None where it is not recorded, or is part of one that is."""
@@ -96,14 +100,14 @@ class Recorder(Recording):
             state = self._state_of(encoder)
             if state is not None and not state.running:
                 state.running = True
-                self.failed = ""
+                self._failed = ""
                 return state
         return None
 
     def now(self) -> float:
         return self.writer.now() if self.writer is not None else 0.0
 
-    def put(self, record: Record) -> None:
+    def put(self, record: Timed) -> None:
         if self.writer is not None:
             self.writer.put(record)
 
@@ -113,31 +117,13 @@ class Recorder(Recording):
         folder = self.writer.folder
         return f"ended: {folder}" if self.writer.ended else str(self.writer.output.file or folder)
 
-    def close(self, stopped: str) -> None:
+    def close(self, reason: str) -> None:
         """The process goes on without a trace."""
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-        for state in self._encoders.values():
-            state.leave_ddp()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if self.writer is not None:
-            self.writer.close(_CLOSE_LIMIT, Stopped(self.writer.now(), stopped))
-
-    def process_ends(self, exit_code: int | None = None) -> None:
-        if (writer := self.writer) is not None and not writer.ended:
-            error, code = exit_in_flight()
-            if error is not None:
-                self.note_failed(error)
-            if self._uncaught and exit_code is None:
-                exit_code = code or 1
-            writer.close(_CLOSE_LIMIT, End(writer.now(), self.failed, code if exit_code is None else exit_code))
-
-    def trainer_failed(self, error: BaseException) -> None:
-        """An exception has come out of Lightning's trainer, perhaps before the first encoder call."""
-        with self.guard:
-            if self.writer is None and not self._over:
-                self._open(_process_group())
-            self.note_failed(error)
+            self.writer.close(_CLOSE_LIMIT, End(self.now(), reason))
 
     def end(self, level: int, why: str) -> None:
         """Record nothing any more, and say why."""
@@ -146,31 +132,35 @@ class Recorder(Recording):
             report(level, f"tracing has ended: {why}")
             self.close(why)
 
-    def count_call(self, device: torch.device | None) -> None:
-        self._device = device
-        if self._calls % MEMORY_EVERY_CALLS == 0:
-            self._put_memory()
-        self._calls += 1
-
-    def put_lengths(self, lengths: torch.Tensor | None, state: EncoderState, t: float) -> None:
-        if (writer := self.writer) is None or (read := self._copies.begin(lengths)) is None:
+    def process_ends(self, exit_code: int | None = None) -> None:
+        writer = self.writer
+        if writer is None or writer.ended:
             return
-        e, n = state.e, state.number
+        error, code = exit_in_flight()
+        if error is not None:
+            self._note_failed(error)
+        if self._uncaught:
+            code = code or 1
+        if exit_code is not None:
+            code = exit_code
+        writer.close(_CLOSE_LIMIT, End(writer.now(), error=self._failed, exit_code=code))
 
-        def record() -> Lengths | None:
-            found = read()
-            return Lengths(t, e, n, *found) if found is not None else None
-
-        writer.put_later(record)
-
-    def _put_memory(self) -> None:
-        if (writer := self.writer) is not None:
-            t, device = writer.now(), self._device  # now: the file's records are in the order of their times
-            writer.put_later(lambda: _memory(t, device))
+    def trainer_failed(self, error: BaseException) -> None:
+        """An exception has come out of Lightning's trainer, perhaps before the first encoder call."""
+        with self.guard:
+            if self.writer is None and not self._over:
+                self._open(_process_group())
+            self._note_failed(error)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Those of what a trace and a dump record alike, and what ends this process; our errors end the trace."""
-        handlers = super().handlers() | {StallExits: lambda _: self.process_ends(EXIT_CODE)}
+        """For the event bus; our errors end the trace."""
+        handlers: dict[type, Callable[[Any], None]] = {
+            CallLeft: self._call_left,
+            Grown: self._grown,
+            StallReported: self._stall_reported,
+            JobStalled: self._job_stalled,
+            StallExits: lambda _: self.process_ends(EXIT_CODE),
+        }
         return {kind: self._guarded(handle) for kind, handle in handlers.items()}
 
     def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -180,28 +170,28 @@ class Recorder(Recording):
 
         return guarded
 
-    def _guarded_failed(self, error: BaseException, thread: str) -> None:
+    def _process_failed(self, error: BaseException) -> None:
+        """Nobody catches it, and the process ends by it."""
         with self.guard:
-            self._uncaught |= not thread
-            self.note_failed(error, thread)
+            self._uncaught = True
+            self._note_failed(error)
 
-    def job_stalled(self, event: JobStalled) -> None:
-        super().job_stalled(event)
-        self._put_memory()  # a GPU that waits in a collective is busy, one that nobody gives work is not
+    def _note_failed(self, error: BaseException) -> None:
+        said = first_line(error)
+        if said != self._failed:  # else the trainer's callback has told of it, and now the interpreter does
+            self._failed = said
+            self.put(records.raised(self.now(), "", 0, error))
 
-    def call_left(self, event: CallLeft) -> None:
+    def _call_left(self, event: CallLeft) -> None:
         state = self._state_of(event.encoder)
         if not event.outcome or state is None:
             return
         if not state.running:  # a compiled call, or a class whose forward does not call its parent's
             state.number += 1
-        if state.name != event.sync.title:  # it counts the encoders of this process group
-            state.name = event.sync.title
-            self._describe(event.encoder, state)
         self.put(
-            records.Sync(
+            Sync(
                 t=self.now(),
-                e=state.e,
+                e=state.name,
                 n=state.number,
                 outcome=event.outcome,
                 round=event.round,
@@ -211,12 +201,18 @@ class Recorder(Recording):
             )
         )
 
-    def grown(self, event: Grown) -> None:
+    def _grown(self, event: Grown) -> None:
         state = self._state_of(event.encoder)
         if state is not None:
-            state.positions = event.new
-            self.put(Grow(self.now(), state.e, state.number, event.old, event.new))
-            self._describe(event.encoder, state)
+            self.put(Grow(self.now(), state.name, state.number, event.old, event.new))
+
+    def _stall_reported(self, event: StallReported) -> None:
+        self.put(_stalled(self.now(), event.missing, e=event.encoder, n=event.call, text=event.unknown))
+
+    def _job_stalled(self, event: JobStalled) -> None:
+        waited = event.level >= logging.WARNING
+        missing = event.missing if waited else ()
+        self.put(_stalled(self.now(), missing, text=event.text, waited=waited))
 
     def _state_of(self, encoder: torch.nn.Module) -> EncoderState | None:
         if self._over or (self.writer is not None and self.writer.ended):
@@ -226,29 +222,24 @@ class Recorder(Recording):
         if (self.writer is None or is_new) and not self._open(group):
             return None
         state = self._encoders.get(encoder)
-        if state is None:
-            if vars(encoder).get("_is_replica"):
-                self.end(logging.WARNING, "nn.DataParallel's replicas are not recorded")
-                return None
-            state = self._first_call(encoder)
-        elif state.is_now_inside_ddp(encoder):
-            self._describe(encoder, state)
+        if state is not None:
+            return state
+        if vars(encoder).get("_is_replica"):
+            self.end(logging.WARNING, "nn.DataParallel's replicas are not recorded")
+            return None
+        title = self._title(encoder)
+        words = self.settings.checks
+        state = EncoderState(title, EncoderChecks(words, encoder, title) if words else None)
+        self._encoders[encoder] = state
         return state
 
-    def _first_call(self, encoder: torch.nn.Module) -> EncoderState:
+    def _title(self, encoder: torch.nn.Module) -> str:
+        """As stall reports name it, and all ranks do; this call is about to ask for its sync anyway."""
+        if (sync := length_sync.sync_of(encoder)) is not None:
+            return sync.title
         name = type(encoder).__name__
         self._seen[name] += 1
-        title = name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
-        state = EncoderState(self._seen.total(), title, positions(encoder))
-        state.is_now_inside_ddp(encoder)
-        if self.settings.checks:
-            state.checks = EncoderChecks(self.settings.checks, encoder)
-        self._encoders[encoder] = state
-        self._describe(encoder, state)
-        return state
-
-    def _describe(self, encoder: torch.nn.Module, state: EncoderState) -> None:
-        self.put(state.facts(encoder, self.now()))
+        return name if self._seen[name] == 1 else f"{name} #{self._seen[name]}"
 
     def _open(self, group: Any) -> bool:
         """Begin a file, or another one where the process group has made this another rank."""
@@ -266,14 +257,27 @@ class Recorder(Recording):
             self._seen.clear()
         assert self.settings.folder is not None
         self.writer = TraceWriter(self.settings.folder, header)
-        if self._hooks is None:
-            self._hooks = ExceptionHooks(self._guarded_failed, threads=True)
+        if self._hook is None:
+            self._hook = ExceptionHook(self._process_failed)
         process_hooks.at_last(_close)
         return True
 
 
 def _process_group() -> Any:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
+
+
+def _stalled(t: float, missing: tuple[MissingRank, ...], e: str = "", n: int = 0, **more: Any) -> Stalled:
+    return Stalled(
+        t=t,
+        e=e,
+        n=n,
+        ranks=[rank.rank for rank in missing],
+        kinds=[rank.kind for rank in missing],
+        where=[rank.where for rank in missing],
+        collectives=[rank.collective for rank in missing],
+        **more,
+    )
 
 
 class _Guard:
@@ -288,35 +292,10 @@ class _Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, FindingError) or raised_by_signal_handler(error):
+        if not isinstance(error, Exception) or raised_by_signal_handler(error):
             return False
         self._recorder.end(logging.ERROR, f"an error of its own, please report it: {error!r}")
         return True
-
-
-def _memory(t: float, device: torch.device | None) -> Memory:
-    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return Memory(t, _resident(), None, None)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-    return Memory(t, _resident(), allocated, reserved, *_by_nvml(device))
-
-
-def _by_nvml(device: torch.device) -> tuple[int | None, int | None]:
-    """Bytes in use on a GPU, and its utilisation in percent; nvidia-ml-py need not be there."""
-    try:
-        return torch.cuda.device_memory_used(device), torch.cuda.utilization(device)
-    except Exception as error:  # no nvidia-ml-py, no driver, a torch before 2.6, a container without NVML
-        say_once(f"trace: GPU utilisation and all processes' GPU memory are not recorded: {first_line(error)}")
-        return None, None
-
-
-def _resident() -> int:
-    """Bytes; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _close() -> None:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 import torch
 
+from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.stall import subscriber
 from nemo_patches.sync import __version__
 from nemo_patches.sync.rank_log import launchers_number, rank_and_size
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
-from nemo_patches.tracing.settings import TraceSettings
 
 _LONGEST_JOB = 200  # characters
 
@@ -30,13 +30,11 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
         host=socket.gethostname(),
         pid=os.getpid(),
         started=started,
-        part=0,
         restart=launchers_number("TORCHELASTIC_RESTART_COUNT") or 0,
-        bound=trace.bound,
         versions=_versions(),
         settings={
             setting.name: setting.text(value)
-            for setting, value in (*settings.items(), *subscriber.settings_in_force().items(), *trace.items())
+            for setting, value in (*settings.items(), *subscriber.settings_in_force().items())
             if setting.is_alike
         }
         | _other_settings(),
@@ -57,7 +55,7 @@ def _job(environment: Mapping[str, str]) -> str:
         return run[:_LONGEST_JOB]
     if slurm := environment.get("SLURM_JOB_ID", ""):
         return f"slurm {slurm}.{environment.get('SLURM_STEP_ID', '')}"[:_LONGEST_JOB]
-    where = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    where = (environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""))
     return ":".join(where)[:_LONGEST_JOB] if all(where) else ""
 
 

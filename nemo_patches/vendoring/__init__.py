@@ -1,1 +1,1 @@
-"""The diffs for teams that vendor NeMo: the edit, its parts, a checkout, and the command."""
+"""The diffs for teams that vendor NeMo: the edit of NeMo's files, a checkout, and the command."""

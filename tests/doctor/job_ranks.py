@@ -7,38 +7,28 @@ from typing import Any
 
 from nemo_patches.tools.doctor import examination
 from nemo_patches.tools.doctor.finding import Finding, Severity
-from nemo_patches.tools.doctor.ranks import Facts, Measured, Ranks
+from nemo_patches.tools.doctor.ranks import Facts, Ranks
 
 NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
 
 Changes = dict[int, dict[str, Any]]
 
 
-def ranks(facts: Changes | None = None, measured: Changes | None = None, size: int = 4) -> Ranks:
+def ranks(facts: Changes | None = None, size: int = 4) -> Ranks:
     """Four ranks on two hosts with which all is well, but for the changes by rank."""
 
     def of(rank: int) -> Facts:
-        host, local_rank = f"node{rank // 2}", rank % 2
         well: dict[str, Any] = {
             "rank": rank,
-            "host": host,
+            "host": f"node{rank // 2}",
             "pid": 100 + rank,
-            "device": f"cuda:{local_rank} H200",
-            "device_id": f"{host}-{local_rank}",
             "versions": {"nemo": "3.0.0", "torch": "2.13.0"},
             "settings": {"timeout": "10"},
             "environment": {"NCCL_ALGO": "Ring"},
-            "unpatched": (),
-            "auto_apply": "on",
         }
         return Facts(**{**well, **(facts or {}).get(rank, {})})
 
-    def by(rank: int) -> Measured:
-        well = {"syncs": (0.001,) * 3, "requests": (0.001,) * 3, "clocks": (10.0, 11.0, 12.0)}
-        return Measured(rank, **{**well, **(measured or {}).get(rank, {})})
-
-    every = range(size)
-    return Ranks(size, timedelta(seconds=10), {rank: of(rank) for rank in every}, {rank: by(rank) for rank in every})
+    return Ranks(size, timedelta(seconds=10), {rank: of(rank) for rank in range(size)})
 
 
 def found(rule: str, told: Ranks) -> list[Finding]:

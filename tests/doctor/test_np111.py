@@ -5,17 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from configs import LHOTSE, NEST, NOTE, WARNING, found
+from configs import LHOTSE, NEST, WARNING, found
 
 pytestmark = pytest.mark.one_nemo
-
-
-def test_keys_of_lhotse_that_nemos_loader_does_not_read(tmp_path: Path) -> None:
-    (finding,) = found(
-        tmp_path, "NP111", NEST, "+model.train_ds.batch_duration=360", "+model.train_ds.use_lhotse=false"
-    )
-    assert finding.severity is NOTE
-    assert "model.train_ds.batch_duration" in finding.what
 
 
 @pytest.mark.parametrize(
@@ -36,7 +28,6 @@ def test_keys_of_lhotse_that_nemos_loader_does_not_read(tmp_path: Path) -> None:
             ("+model.train_ds.bucket_batch_size=[8,4]", "+model.train_ds.bucket_duration_bins=[10,20,40]"),
             "2 batch sizes for 3 buckets",
         ),
-        (("+model.train_ds.bucketing_batch_size=[8,4]",), "Lhotse does not read that"),
     ],
 )
 def test_lhotse(tmp_path: Path, overrides: tuple[str, ...], said: str) -> None:
@@ -81,10 +72,3 @@ def test_null_is_no_size_and_what_is_to_be_given_no_fault(tmp_path: Path) -> Non
     plain = "model.train_ds.tarred_audio_filepaths=[a.tar,b.tar]"  # one bucket of two files
     assert found(tmp_path, "NP111", NEST, buckets[0], plain, untold[0]) == []
     assert found(tmp_path, "NP111", NEST, buckets[1], untold[0]) == []  # not tarred
-
-
-def test_what_counts_of_several_sizes(tmp_path: Path) -> None:
-    fixed = "+model.train_ds.bucket_batch_size=[8,4]", "+model.train_ds.bucket_duration_bins=[10,20]"
-    (finding,) = found(tmp_path, "NP111", LHOTSE, *fixed)
-    assert finding.severity is NOTE
-    assert "bucket_batch_size counts" in finding.what

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from machines import NOTE, VERSIONS, WARNING, found
+from machines import NOTE, WARNING, found
 
 pytestmark = pytest.mark.one_nemo
 
-OLD_TORCH = {**VERSIONS, "torch": "2.5.1"}
+OLD_TORCH = "2.5.1"
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,12 @@ def test_switched_off_is_a_finding_everywhere(variables: dict[str, str]) -> None
 
 
 def test_not_set_is_a_note_where_there_are_gpus_and_torch_may_have_it_off() -> None:
-    assert found("NP209", versions=OLD_TORCH) == []
+    assert found("NP209", torch=OLD_TORCH) == []
     assert found("NP209", gpus=8) == []
-    (finding,) = found("NP209", gpus=8, versions=OLD_TORCH)
+    (finding,) = found("NP209", gpus=8, torch=OLD_TORCH)
     assert finding.severity is NOTE
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in finding.what
-    (finding,) = found("NP209", gpus=8, versions=OLD_TORCH, TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
-    (finding,) = found("NP209", gpus=8, versions={"torch": "a build of our own"})
+    (finding,) = found("NP209", gpus=8, torch=OLD_TORCH, TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
+    (finding,) = found("NP209", gpus=8, torch="a build of our own")
     on = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    assert found("NP209", gpus=8, versions=OLD_TORCH, **on) == []
+    assert found("NP209", gpus=8, torch=OLD_TORCH, **on) == []

@@ -15,8 +15,8 @@ def test_who_has_which_is_told() -> None:
         ranks({2: {"versions": {"nemo": "2.7.3", "torch": "2.13.0"}}, 3: {"versions": {"nemo": "3.0.0"}}}),
     )
     assert nemo.severity is WARNING
-    assert "2.7.3 on rank 2, 3.0.0 on" in nemo.what
-    assert "not set on rank 3, 2.13.0 on" in torch.what
+    assert "2.7.3 on rank 2 (node1), 3.0.0 on" in nemo.what
+    assert "not set on rank 3 (node1), 2.13.0 on" in torch.what
 
 
 def test_what_a_rank_tells_cannot_steer_the_terminal() -> None:

@@ -27,13 +27,13 @@ def test_settings_and_batches_that_differ() -> None:
     other = {**same, 2: {"loaders": settings(NEST, 4, "model.train_ds.batch_size=16")}}
     (finding,) = found("NP308", ranks(other))
     assert finding.severity is WARNING
-    assert "16 on rank 2, 8 on ranks 0-1" in finding.what
+    assert "16 on rank 2 (node1), 8 on ranks 0-1, 3" in finding.what
     batches = {rank: {"loaders": {"model.train_ds, batches": str(10 + (rank == 3))}} for rank in range(4)}
     (finding,) = found("NP308", ranks(batches))
     assert finding.severity is ERROR
-    assert "11 on rank 3, 10 on ranks 0-2" in finding.what
+    assert "11 on rank 3 (node1), 10 on ranks 0-2" in finding.what
     unread = {**same, 1: {"loaders": {"the config": "nest.yaml: No such file or directory"}}}
-    assert any("on rank 1, not set on ranks 0" in finding.what for finding in found("NP308", ranks(unread)))
+    assert any("on rank 1 (node0), not set on ranks 0" in finding.what for finding in found("NP308", ranks(unread)))
 
 
 # entries, batch_size, ranks, drop_last: the batches of each rank, with Lhotse's sampler and with Lightning's

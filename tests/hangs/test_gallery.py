@@ -1,24 +1,26 @@
 """Public hangs, each as a small job on two real ranks: what stock does, and what nemo_patches does.
 
-The jobs are those of `nemo-patches demo --hang NAME`. All that are selected (`-k NAME`) run beside each other, forked
-from one import of NeMo.
+All that are selected (`-k NAME`) run beside each other, forked from one import of NeMo.
+`python tests/hangs/run.py NAME` shows one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 
 import pytest
-import ranks  # its fork server has imported NeMo
+import run
+import runs
+from gallery import HANGS_BY_NAME, NAMED
+from scenario import STALL_TIMEOUT_S
 
 from nemo_patches.tools.demo import logs
-from nemo_patches.tools.demo.hangs import runs
-from nemo_patches.tools.demo.hangs.gallery import HANGS_BY_NAME, NAMED
-from nemo_patches.tools.demo.jobs import HANG_STALL_TIMEOUT
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 AT_ONCE = 6  # they mostly wait
+STALL_TIMEOUT = timedelta(seconds=STALL_TIMEOUT_S)
 LINE = timedelta(seconds=5)  # after stall_timeout, on an idle machine
 ROOM = timedelta(seconds=15)  # what a busy one may add
 Results = Mapping[tuple[str, bool], runs.Result]
@@ -27,9 +29,10 @@ Results = Mapping[tuple[str, bool], runs.Result]
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Of stock and with nemo_patches, by name."""
-    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    selected = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    names = [item.callspec.params["name"] for item in selected]
     pairs = [(HANGS_BY_NAME[name], patched) for name in names for patched in (False, True)]
-    found = runs.run(pairs, tmp_path_factory.mktemp("hangs"), AT_ONCE, ranks.free_port)
+    found = runs.run(pairs, tmp_path_factory.mktemp("hangs"), AT_ONCE)
     return {(each.hang.name, each.patched): each for each in found}
 
 
@@ -39,4 +42,21 @@ def test_stock_hangs_or_dies_and_nemo_patches_ends_or_names_it(name: str, result
         result = results[name, patched]
         assert result.as_expected, (result.ending, result.ranks, [logs.lines(log)[-15:] for log in result.logs])
         if patched and result.ending == NAMED:
-            assert all(line.after < HANG_STALL_TIMEOUT + LINE + ROOM for line in result.lines), result.lines
+            assert all(line.after < STALL_TIMEOUT + LINE + ROOM for line in result.lines), result.lines
+
+
+def test_a_result_says_where_each_rank_stands(results: Results) -> None:
+    if ("skipped-backward", True) not in results:
+        pytest.skip("another one was selected")
+    stock, patched = (str(results["skipped-backward", patched]) for patched in (False, True))
+    stood = (
+        r"  rank 0: backward, which reduces the gradients, in skipped_backward \(steps.py:\d+\)\n"
+        r"  rank 1: DDP's buffer broadcast, in \w+ \(\w+.py:\d+\)"
+    )
+    assert re.fullmatch(rf"stock hangs:\n{stood}", stock)
+    assert re.match(rf"with nemo_patches it is named:\n{stood}\n  its line, after \d+ s: rank 0 ", patched)
+
+
+def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["nest"]) == 2
+    assert "run.py: nest is not allowed; allowed: one of length-sync, growing-positions, " in capsys.readouterr().out

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
+from gallery import DIES, ENDS, HANGS_BY_NAME, NAMED, Hang
 from interpreters import CHECKOUT
-
-from nemo_patches.tools.demo.hangs.gallery import DIES, ENDS, HANGS_BY_NAME, NAMED, Hang
 
 pytestmark = pytest.mark.one_nemo
 PAGE = (CHECKOUT / "docs" / "hangs.md").read_text(encoding="utf-8")
-(TABLE,) = re.findall(r"^\| `nemo-patches demo --hang` \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+(TABLE,) = re.findall(r"^\| `python tests/hangs/run.py` \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
 ROWS = re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", TABLE, re.MULTILINE)
 WORDS = {ENDS: "ends", NAMED: "named: ", DIES: "dies: "}
 

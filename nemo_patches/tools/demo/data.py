@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches.tools.demo.errors import DemoError
-from nemo_patches.tools.demo.jobs import BATCH_SIZE, TRAINING_STEPS, UNEVEN_RANK, VALIDATION_BATCHES
+from nemo_patches.tools.demo.jobs import BATCH_SIZE, TRAINING_STEPS, UNEVEN_RANK, VALIDATION_BATCHES, DemoError
 
-SHORTEST_AUDIO_S, LONGEST_AUDIO_S = 0.5, 10.0  # longer files are cut, to keep the demo short
+SHORTEST_AUDIO_S = 0.5
+LONGEST_AUDIO_S = 10.0  # longer files are cut, to keep the demo short
 
 
 @dataclass(frozen=True)
@@ -24,67 +23,24 @@ class Entry:
     duration: float
 
 
-def entries_needed(devices: int) -> int:
-    """How many entries write_shards deals out; it repeats them if there are fewer."""
-    return BATCH_SIZE * (devices * (TRAINING_STEPS + VALIDATION_BATCHES) + 1)
-
-
-def from_manifest(manifest: Path, needed: int) -> tuple[list[Entry], list[str]]:
-    """The usable entries of the user's manifest, at most `needed`, and a sentence on each change to them.
-
-    Raises DemoError where the manifest cannot be used.
-    """
-    entries = _read(manifest)
+def from_manifest(manifest: Path) -> list[Entry]:
+    """The entries of the user's manifest that are long enough. Raises DemoError if it cannot be used."""
+    entries = []
+    where = f"--manifest={manifest}"
+    try:
+        for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), 1):
+            where = f"--manifest={manifest} line {number}"
+            if line.strip():
+                item = json.loads(line)
+                audio = (manifest.parent / item["audio_filepath"]).resolve(strict=True)
+                entries.append(Entry(audio, float(item.get("offset") or 0), float(item["duration"])))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        needed = 'a NeMo manifest, a line for each file: {"audio_filepath": ..., "duration": seconds}'
+        raise DemoError(f"{where}: {type(error).__name__}: {error}; allowed: {needed}") from None
     usable = [entry for entry in entries if entry.duration >= SHORTEST_AUDIO_S]
     if not usable:
-        raise DemoError(f"--manifest={manifest}: no entry of {SHORTEST_AUDIO_S:g} s or longer; at least one is needed")
-    used = usable[:needed]
-    cut = sum(entry.duration > LONGEST_AUDIO_S for entry in used)
-    changes = []
-    if skipped := len(entries) - len(usable):
-        changes.append(f"{skipped} of {len(entries)} entries skipped, shorter than {SHORTEST_AUDIO_S:g} s")
-    if unused := len(usable) - len(used):
-        changes.append(f"{unused} of {len(entries)} entries not used, the demo needs only {needed}")
-    if len(used) < needed:
-        changes.append(f"the demo needs {needed} entries, so it repeats the {len(used)} it has")
-    if cut:
-        changes.append(f"{cut} of {len(used)} entries used only in part, the first {LONGEST_AUDIO_S:g} s")
-    return used, changes
-
-
-def _read(manifest: Path) -> list[Entry]:
-    try:
-        lines = manifest.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise DemoError(
-            f"--manifest={manifest}: {reason}; allowed: a NeMo manifest, one JSON object per line"
-        ) from None
-    return [
-        _entry(f"--manifest={manifest} line {number}", line, manifest.parent)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-
-
-def _entry(where: str, line: str, folder: Path) -> Entry:
-    try:
-        item = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DemoError(f"{where} is not JSON: {error}") from None
-    if not isinstance(item, dict) or not isinstance(item.get("audio_filepath"), str):
-        raise DemoError(f'{where}: no audio_filepath; needed: {{"audio_filepath": ..., "duration": seconds}}')
-    audio = folder / item["audio_filepath"]
-    if not audio.is_file():
-        raise DemoError(f"{where}: audio_filepath={item['audio_filepath']!r}: there is no file {audio}")
-    duration = _seconds(where, "duration", item.get("duration"))
-    return Entry(audio.resolve(), _seconds(where, "offset", item.get("offset") or 0), duration)
-
-
-def _seconds(where: str, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise DemoError(f"{where}: {name}={value!r} is not allowed; allowed: a number of seconds")
-    return float(value)
+        raise DemoError(f"{where}: no entry of {SHORTEST_AUDIO_S:g} s or longer; at least one is needed")
+    return usable
 
 
 def make_audio(folder: Path) -> list[Entry]:

@@ -1,14 +1,11 @@
-"""What the demo's own process and its ranks send each other, a rank's job and its events; and a rank's outcome."""
+"""The sizes of the demo's runs, what each rank is to do, and how far it came."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from datetime import timedelta
-from enum import Enum, auto
+import json
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-from nemo_patches.tools.demo.hangs.gallery import Hang
+from typing import Literal
 
 BATCH_SIZE = 2
 TRAINING_STEPS = 6
@@ -17,50 +14,57 @@ VALIDATE_EVERY = 3
 VALIDATION_BATCHES = 2  # in each evaluation; UNEVEN_RANK has one more
 UNEVEN_RANK = 0
 EVALUATION_BATCHES = 6  # where a rank stays away
-LENGTH_SYNC_TIMEOUT = timedelta(seconds=2)
-IMPORT_LIMIT = timedelta(minutes=3)
-LIMIT_PER_RANK = timedelta(seconds=30)  # for what takes 2 to 4 s; twice the stall is added
-HANG_LIMIT = timedelta(seconds=120)  # for what takes 5 to 15 s
-HANG_STALL_TIMEOUT = timedelta(seconds=4)
+LENGTH_SYNC_TIMEOUT_S = 2.0
+LIMIT_PER_RANK_S = 30.0  # for what takes 2 to 4 s; twice the stall is added
+COMPLETED = "completed"
 
-Task = Literal["a rank stays away", "training", "positional encoding", "hang"]
+Task = Literal["evaluation", "training", "positions"]
+
+
+class DemoError(Exception):
+    """The demo cannot start. The text names the setting, its value and what is allowed, or a log."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one rank has come.
+
+    longest_call_s: of the encoder calls that returned. wrong_rows, rows: of its positional encoding, those that differ
+    from a fresh one of the same length, and all.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    validation_batches: int = 0
+    longest_call_s: float = 0.0
+    wrong_rows: int = 0
+    rows: int = 0
+    is_away: bool = False
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What one rank is to do."""
+    """What one rank is to do. folder: with the manifests; its log and its progress go there, too. stall_s: 0: none."""
 
     task: Task
     patched: bool
     rank: int
     world_size: int
     port: int
-    folder: Path  # with the manifests; the log goes there too
-    stall: timedelta  # zero: none
-    hang: Hang | None = None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keywords for nemo_patches.apply()."""
-        if self.hang is None:
-            return {"sync": "bounded", "timeout": LENGTH_SYNC_TIMEOUT.total_seconds(), "on_timeout": "fallback"}
-        timeouts = {"timeout": 1.0, "call_timeout": 0.0, "stall_timeout": HANG_STALL_TIMEOUT.total_seconds()}
-        return {**timeouts, "dump": str(self.folder / "dump"), **self.hang.settings}
+    folder: Path
+    stall_s: float
 
     @property
     def slow_rank(self) -> int:
-        """The rank that stalls, and that has the long batch. Never rank 0, whose buffers DDP gives to the others."""
+        """The rank that stalls, stays away, or has the long batch. Never 0, whose buffers DDP gives to the others."""
         return self.world_size - 1
 
     @property
     def stays_away(self) -> bool:
-        return self.task == "a rank stays away" and self.rank == self.slow_rank
+        return self.task == "evaluation" and self.rank == self.slow_rank
 
     @property
-    def limit(self) -> timedelta:
-        if self.hang is not None:
-            return HANG_LIMIT
-        return LIMIT_PER_RANK * self.world_size + 2 * self.stall
+    def limit_s(self) -> float:
+        return LIMIT_PER_RANK_S * self.world_size + 2 * self.stall_s
 
     @property
     def version(self) -> str:
@@ -68,122 +72,46 @@ class RankJob:
 
     @property
     def log(self) -> Path:
-        return self.folder / f"{self.task.replace(' ', '-')}-{self.version}-rank{self.rank}.log"
+        return self.folder / f"{self.task}-{self.version}-rank{self.rank}.log"
 
+    def save(self, progress: Progress) -> None:
+        part = self.log.with_suffix(".part")
+        part.write_text(json.dumps(asdict(progress)))
+        part.replace(self.log.with_suffix(".json"))
 
-class Notice(Enum):
-    """An event without data."""
-
-    BEGINS = auto()
-    VALIDATED = auto()  # a batch
-    STALLS = auto()  # for the job's stall
-    STAYS_AWAY = auto()
-    MOVES = auto()  # the training thread runs again
-    FINISHED = auto()
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    loss: float
-    encoder_call: timedelta
-
-
-@dataclass(frozen=True)
-class EncoderCall:
-    """A call outside training."""
-
-    took: timedelta
-
-
-@dataclass(frozen=True)
-class WrongRows:
-    """Rows of a rank's positional encoding that differ from a fresh one of the same length."""
-
-    wrong: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Stands:
-    """The training thread has not run for a while. collective: the one that it waits in, or empty."""
-
-    where: str
-    collective: str
-
-
-@dataclass(frozen=True)
-class Failed:
-    error: str  # short
-
-
-Event = Notice | TrainingStep | EncoderCall | WrongRows | Stands | Failed
-
-
-@dataclass(frozen=True)
-class RankOutcome:
-    """How far one rank came, and how it ended."""
-
-    job: RankJob
-    losses: tuple[float, ...] = ()
-    longest_encoder_call: timedelta = timedelta(0)  # of those that returned; in training, only of training steps
-    validation_batches: int = 0
-    rows: WrongRows | None = None
-    is_away: bool = False
-    has_begun: bool = False
-    stands: Stands | None = None
-    now: str = "starts"
-    completed: bool = False
-    ended: str = ""  # "" while it runs
-
-    def after(self, event: Event) -> RankOutcome:
-        match event:
-            case TrainingStep(loss, encoder_call):
-                return replace(
-                    self,
-                    losses=(*self.losses, loss),
-                    longest_encoder_call=max(self.longest_encoder_call, encoder_call),
-                    now=f"step {len(self.losses) + 1}/{TRAINING_STEPS}",
-                )
-            case Notice.VALIDATED:
-                count = self.validation_batches + 1
-                return replace(self, validation_batches=count, now=f"validation batch {count}")
-            case Notice.STALLS:
-                return replace(self, now=f"stalls for {self.job.stall.total_seconds():g} s")
-            case Notice.STAYS_AWAY:
-                return replace(self, is_away=True, now="stays away")
-            case EncoderCall(took):
-                return replace(self, longest_encoder_call=max(self.longest_encoder_call, took))
-            case WrongRows():
-                return replace(self, rows=event)
-            case Notice.BEGINS:
-                return replace(self, has_begun=True, now="runs")
-            case Stands(where):
-                return replace(self, stands=event, now=where)
-            case Notice.MOVES:
-                return replace(self, stands=None, now="runs")
-            case Failed(error):
-                return replace(self, ended=f"died: {error}", now="died")
-            case Notice.FINISHED:
-                return replace(self, completed=True, now="completed")
+    def progress(self) -> Progress:
+        file = self.log.with_suffix(".json")
+        return Progress(**json.loads(file.read_text())) if file.exists() else Progress()
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One run: every rank's outcome, and how long it took."""
+    """One run: how it ended, and how far each rank came. verdict: what `nemo-patches diagnose` said while it hung."""
 
-    ranks: tuple[RankOutcome, ...]
-    took: timedelta
-    verdict: tuple[str, ...] = ()  # what diagnose said while it hung
+    jobs: tuple[RankJob, ...]
+    ranks: tuple[Progress, ...]
+    ended: str
+    took_s: float
+    verdict: str
 
     @property
     def completed(self) -> bool:
-        return all(rank.completed for rank in self.ranks)
+        return self.ended == COMPLETED
 
     @property
     def fewest_steps(self) -> int:
         return min(len(rank.losses) for rank in self.ranks)
 
     @property
-    def worst_rows(self) -> WrongRows | None:
-        rows = [rank.rows for rank in self.ranks if rank.rows]
-        return max(rows, key=lambda rows: (rows.wrong, rows.total), default=None)
+    def wrong_rows(self) -> int:
+        return max(rank.wrong_rows for rank in self.ranks)
+
+    def __str__(self) -> str:
+        batches = min(rank.validation_batches for rank in self.ranks if not rank.is_away)
+        done = {
+            "evaluation": f"{batches} of {EVALUATION_BATCHES} batches",
+            "training": f"{self.fewest_steps} of {TRAINING_STEPS} steps",
+            "positions": f"{self.wrong_rows} of {max(rank.rows for rank in self.ranks)} positional rows wrong",
+        }
+        longest_call_s = max(rank.longest_call_s for rank in self.ranks)
+        return f"{done[self.jobs[0].task]}; longest encoder call {longest_call_s:.1f} s; {self.ended}"

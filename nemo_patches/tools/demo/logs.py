@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+_LONGEST = 100  # characters of a cause
 
 
 def write_to(log: Path) -> None:
@@ -23,12 +24,14 @@ def write_to(log: Path) -> None:
 
 @contextlib.contextmanager
 def written_to(log: Path) -> Iterator[None]:
-    """Like write_to, for the block and the processes that it starts: NeMo's import alone prints a screenful."""
-    saved = os.dup(1), os.dup(2)
+    """Like write_to, for the block: NeMo's import alone prints a screenful."""
+    saved = (os.dup(1), os.dup(2))
     write_to(log)
     try:
         yield
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         for number, copy in enumerate(saved, 1):
             os.dup2(copy, number)
             os.close(copy)
@@ -38,25 +41,14 @@ def lines(log: Path) -> list[str]:
     return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
 
 
-def last_line(log: Path) -> str:
-    return next((line for line in reversed(lines(log)) if line.strip()), "nothing was printed")
-
-
 def warnings(log: Path) -> list[str]:
     """What nemo_patches logged at WARNING."""
     return [after for line in lines(log) if (after := line.partition(" nemo_patches WARNING ")[2])]
 
 
 def cause_of_exit(code: int | None, log: Path) -> str:
-    """Why a process has ended without saying so itself."""
+    """Why a process has ended: the signal, or the last line of its log."""
     if code is not None and code < 0:
-        # Before it aborts, the runtime prints the text of an uncaught C++ error.
-        what = [text for line in lines(log) if (text := line.partition("what():")[2].strip())]
-        return signal.Signals(-code).name + (f", {shortened(what[-1])}" if what else "")
-    return f"exit code {code}, {last_line(log)}"
-
-
-def shortened(error: str) -> str:
-    """The first sentence of an error, without the C++ file and line before it."""
-    line = re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ", "", error.strip().partition("\n")[0])
-    return re.split(r"\. (?=[A-Z])", line)[0]
+        return signal.Signals(-code).name
+    printed = [line for line in lines(log) if line.strip()]
+    return printed[-1][:_LONGEST] if printed else f"exit code {code}"

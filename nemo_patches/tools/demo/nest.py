@@ -14,18 +14,16 @@ WIDTH = 32  # of the encoder
 CODES = 64  # in the quantizer's codebook
 
 _EXAMPLE = Path(__file__).with_name("nest.yaml")  # in a checkout, a link to the example; a wheel has no examples
-_SMALL = {
-    "num_classes": CODES,
-    "masking": {"mask_prob": 0.05},
-    "encoder": {
-        "n_layers": 2,
-        "d_model": WIDTH,
-        "subsampling_conv_channels": 16,
-        "ff_expansion_factor": 2,
-        "n_heads": 2,
-    },
-    "optim": {"sched": {"warmup_steps": 100}},
-}
+_SMALL = [
+    f"num_classes={CODES}",
+    "masking.mask_prob=0.05",
+    "encoder.n_layers=2",
+    f"encoder.d_model={WIDTH}",
+    "encoder.subsampling_conv_channels=16",
+    "encoder.ff_expansion_factor=2",
+    "encoder.n_heads=2",
+    "optim.sched.warmup_steps=100",
+]
 _DATA = {
     "batch_size": BATCH_SIZE,
     "channel_selector": "average",  # a user's audio may be stereo
@@ -38,12 +36,10 @@ _DATA = {
 
 def model(folder: Path, rank: int) -> dict[str, Any]:
     """The model's config. folder: with the manifests."""
-    config = OmegaConf.merge(OmegaConf.load(_EXAMPLE), {"model": _SMALL}).model
+    small = OmegaConf.create({"model": OmegaConf.from_dotlist(_SMALL)})
+    config = OmegaConf.merge(OmegaConf.load(_EXAMPLE), small).model
     for name in ("train", "validation"):
-        manifests = {
-            "manifest_filepath": str(folder / f"{name}-{rank}.json"),
-            "noise_manifest": str(folder / "noise.json"),
-        }
+        manifests = {"manifest_filepath": f"{folder}/{name}-{rank}.json", "noise_manifest": f"{folder}/noise.json"}
         config[f"{name}_ds"].update(_DATA, **manifests)
     del config.train_ds.min_duration
     # Not every release has the flag; both are as by default.

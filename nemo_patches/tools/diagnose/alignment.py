@@ -6,7 +6,7 @@ of all ranks minus its own, and rounds with the same number tie the clocks toget
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -32,15 +32,6 @@ class Rounds:
     index: Indices  # of the call, within the rank's calls
     at: Floats  # when the round completed, in seconds of the rank's own trace
     waited: Floats32  # seconds
-    ahead: Floats32  # seconds from the begin of the DDP forward until then; NaN if not known
-
-    @property
-    def from_ddp(self) -> Rounds:
-        """The same, with waits counted from DDP's forward where known: on Gloo that may wait for a late rank, too."""
-        known = ~np.isnan(self.ahead).any(axis=0)
-        waited = self.waited.copy()
-        waited[:, known] = self.ahead[:, known] - self.ahead[:, known].min(axis=0, initial=np.inf)
-        return replace(self, waited=waited)
 
     @property
     def lag(self) -> Floats32:
@@ -57,7 +48,6 @@ class _RoundsInTime:
     index: Indices
     at: Floats
     waited: Floats32
-    ahead: Floats32
 
 
 @dataclass(frozen=True)
@@ -86,13 +76,13 @@ def shared_rounds(tracks: dict[int, Track]) -> Rounds:
     ranks = tuple(sorted(in_time))
     if not ranks:
         empty = np.zeros((0, 0), np.float32)
-        return Rounds((), np.zeros(0, np.int64), empty.astype(np.int32), empty.astype(np.float64), empty, empty)
+        return Rounds((), np.zeros(0, np.int64), empty.astype(np.int32), empty.astype(np.float64), empty)
     number = reduce(_in_both, (in_time[rank].number for rank in ranks))
     rows = []
     for rank in ranks:  # one rank's arrays after the other: of a million calls, all take 60 MiB
         one = in_time.pop(rank)
         where = np.searchsorted(one.number, number)
-        rows.append((one.index[where], one.at[where], one.waited[where], one.ahead[where]))
+        rows.append((one.index[where], one.at[where], one.waited[where]))
     return Rounds(ranks, number, *map(np.stack, zip(*rows, strict=True)))
 
 
@@ -131,12 +121,10 @@ def _in_time(track: Track) -> _RoundsInTime:
     index = np.flatnonzero(np.array(calls.outcome) == CAME).astype(np.int32)
     number = np.array(calls.round)[index]
     synced = np.array(calls.synced, dtype=np.float64)[index]
-    entered, in_ddp = np.array(calls.entered), np.array(calls.in_ddp)
-    believable = (in_ddp >= 0) & (in_ddp <= np.diff(entered, prepend=-np.inf))  # it began after the call before
+    entered = np.array(calls.entered)
     at: Floats = entered[index] + synced
-    ahead = (np.where(believable, in_ddp, np.nan)[index] + synced).astype(np.float32)
     waited = np.array(calls.waited)[index]
     if (np.diff(number) > 0).all():
-        return _RoundsInTime(number, index, at, waited, ahead)
+        return _RoundsInTime(number, index, at, waited)
     number, first = np.unique(number, return_index=True)
-    return _RoundsInTime(number, index[first], at[first], waited[first], ahead[first])
+    return _RoundsInTime(number, index[first], at[first], waited[first])

@@ -23,9 +23,7 @@ OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse n
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
 _PHASES = {
     ids.LENGTH_SYNC: "in the length sync",
-    ids.GROWTH: "in the growth of the positional encoding",
-    ids.PRE_ENCODE: "in pre_encode, the subsampling",
-    ids.LAYERS: "in its layers",
+    ids.LAYERS: "after the length sync",
 }
 _PHASE_ORDER = list(_PHASES)
 _KNOWN_ENDS = (fates.RAISED, *CONSEQUENCES, fates.TERMINATED, fates.ENDED)
@@ -129,13 +127,11 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     known = [
         one
         for one in ranks.all
-        if (not one.ending.unsure or one.ending.lost_last)
-        and one.rank not in ranks.explained
-        and not _waits(one, ranks)
+        if (not one.ending.unsure or one.ending.lost_last) and one.rank not in ranks.explained and not _waits(one)
     ]
     if not any(one.rank not in ranks.explained for one in ranks.sure):
         return []
-    for look in (_left_in_a_collective, _waited_for_in_vain, _gone, _not_told_to_end):
+    for look in (_left_in_a_collective, _waited_for_in_vain, _gone):
         if suspects := look(ranks, known):
             others = _at_top([one for one in ranks.sure if one not in suspects])
             return _grouped(ranks, suspects, others or suspects)
@@ -176,14 +172,8 @@ def _is_excused(account: Account, ranks: _Ranks) -> bool:
     return by_others or account.waits is not None or account.moved or account.rank in ranks.explained
 
 
-def _waits(one: _Standing, ranks: _Ranks) -> bool:
-    """Whether the rank waits. A rank in its backward without a recorded end may have been killed there, unless it had
-    reported its wait and others waited until a time limit.
-    """
-    place, has_reported = one.account.place, one.account.motion_fact is not None
-    may_be_killed = one.call.in_backward and not place.way and one.has_no_end and not one.runs
-    may_be_killed = may_be_killed and not (ranks.timed_out and has_reported)
-    return one.account.moved or bool(place.collective and not may_be_killed)
+def _waits(one: _Standing) -> bool:
+    return one.account.moved or bool(one.account.place.collective)
 
 
 def _top(some: Iterable[_Standing]) -> tuple[int, int]:
@@ -232,7 +222,7 @@ def _are_whole_hosts(ranks: _Ranks, some: _Some) -> bool:
 
 def _is_early(one: _Standing, top: tuple[int, int]) -> bool:
     """Whether the rank's interpreter ended before the training did."""
-    return one.ending.position < top or one.call.in_backward or bool(one.account.fate.exit_code)
+    return one.ending.position < top or bool(one.account.fate.exit_code)
 
 
 def _waited_for_in_vain(ranks: _Ranks, known: _Some) -> _Some:
@@ -255,14 +245,6 @@ def _gone(ranks: _Ranks, known: _Some) -> _Some:
     rest = [one for one in known if not (one.ending.sync_ended or one.ending.raised or one.waited)]
     top = _top(one for one in ranks.sure if one.rank not in ranks.explained)
     return [one for one in _gone_first(ranks, rest) if not one.in_good_order or one.ending.position < top]
-
-
-def _not_told_to_end(ranks: _Ranks, known: _Some) -> _Some:
-    """The rank without a recorded end where SIGTERM ended all others: a launcher does that when a rank has gone."""
-    no_end = [one for one in known if one.has_no_end and one.account.member.notes_sigterm]
-    terminated = ranks.having(lambda one: one.kind == fates.TERMINATED)
-    all_else = len(no_end) + len(terminated) == ranks.hearing.world_size
-    return _gone_first(ranks, no_end) if all_else and terminated else []
 
 
 def _grouped(ranks: _Ranks, suspects: _Some, others: _Some) -> list[Finding]:

@@ -98,7 +98,8 @@ def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
     if any(is_guess(one.place.collective) for one in waiting):
         text = "Every rank waits, at least one of them for the GPU: a stack does not tell for which collective."
         step = (
-            "Ask NCCL (`nemo-patches diagnose --ras HOST`), or dump the Flight Recorder: numbers tell who is missing."
+            "Numbers tell who is missing: run `ncclras` on a host of the job (NCCL 2.24 or newer; ranks with fewer "
+            "operations than the others, twice the same, are behind), or dump the Flight Recorder."
         )
         return finding(ids.NOT_ENOUGH, text, evidence=evidence, next_step=step)
     if ways := parting(waiting):

@@ -13,7 +13,7 @@ from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared
 from nemo_patches.tools.diagnose.endings import Ending, endings
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.rank_trace import Track
-from nemo_patches.tracing import records
+from nemo_patches.tracing.records import Stalled
 
 
 @dataclass(frozen=True)
@@ -68,29 +68,17 @@ class Case:
         trace, call, behind = self.job.traces[rank], self.endings[rank].call, self.behind(rank)
         age = f", {behind:.1f} s before the newest record of all" if behind is not None else ""
         where = f"call {call}: {_KINDS_IN_WORDS.get(trace.last_kind, trace.last_kind)}" if call else "no call"
-        place = f"; it was in {safe(trace.dumped.where)}" if trace.dumped is not None and trace.dumped.where else ""
-        return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}{place}"
+        return f"rank {rank}: last record {where}, {trace.last:.1f} s after its start{age}"
 
 
 _KINDS_IN_WORDS = {
     "enter": "entered",
     "sync": "its length sync has returned",
-    "pre": "pre_encode is done",
-    "layer": "the first layer is done",
     "leave": "came out",
-    "backward": "its backward has begun",
-    "backward_ended": "its backward has ended",
-    "raised": "ended by an exception",
-    "end": "the interpreter came to its end",
-    "failed": "an exception that nobody caught",
+    "raised": "an exception",
     "stalled": "a stall report",
-    "stopped": "its trace was stopped",
-    "missing": "a stall report",
-    "memory": "a memory sample",
-    "finding": "a check's finding",
     "grow": "the positional encoding has grown",
-    "lost": "records were lost",
-    "dumped": "its dump was written",
+    "end": "its end",
 }
 
 
@@ -99,7 +87,7 @@ def cases(job: TracedJob) -> list[Case]:
     tracks: dict[str, dict[int, Track]] = {}
     for rank, trace in sorted(job.traces.items()):
         for track in trace.tracks.values():
-            tracks.setdefault(track.info.name, {})[rank] = track
+            tracks.setdefault(track.name, {})[rank] = track
     if not tracks:
         return []
     on_most_ranks = {name for name, of_name in tracks.items() if 2 * len(of_name) > len(job.traces)} or set(tracks)
@@ -158,7 +146,7 @@ def _stall_reports(case: Case) -> StallReports:
     for rank, trace in case.job.traces.items():
         if trace.mixed:
             continue
-        reports: list[records.Missing | records.Stalled] = [
+        reports = [
             *(report for report in trace.missing[-1:] if _is_of_now(case, rank, report)),
             *(report for report in trace.stalled[-1:] if report.t > last_entered(case.job, rank)),
         ]
@@ -173,19 +161,17 @@ def _stall_reports(case: Case) -> StallReports:
                 present.update(() if is_past else {missing})
                 if place:
                     found.where.setdefault(missing, safe(place))
-            if isinstance(report, records.Stalled) and not is_past:
+            if not report.e and not is_past:
                 found.texts[rank] = safe(report.text)
                 found.saw_a_wait |= report.waited
     found.past.update(found.kinds.keys() - present)
     return found
 
 
-def _told_of_others(
-    case: Case, rank: int, report: records.Missing | records.Stalled
-) -> Iterator[tuple[int, str, str, str]]:
+def _told_of_others(case: Case, rank: int, report: Stalled) -> Iterator[tuple[int, str, str, str]]:
     """The ranks that a report names and that have not come since, each with its kind, place and collective."""
-    collectives = report.collectives if isinstance(report, records.Missing) else []
-    named_ranks = zip(report.ranks, report.kinds, report.where, chain(collectives, repeat("")), strict=False)
+    collectives = chain(report.collectives if report.e else [], repeat(""))
+    named_ranks = zip(report.ranks, report.kinds, report.where, collectives, strict=False)
     for missing, kind, place, collective in named_ranks:
         has_ended = kind != LEFT and missing in case.endings and case.endings[missing].in_good_order
         is_rank = 0 <= missing < case.job.world_size and missing != rank
@@ -199,10 +185,10 @@ def last_entered(job: TracedJob, rank: int) -> float:
     return max((track.calls.entered[-1] for track in tracks if track.calls.n), default=0.0)
 
 
-def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
+def _is_of_now(case: Case, rank: int, report: Stalled) -> bool:
     """Whether the reporting rank still lacks the round that the report is about."""
     track = case.tracks.get(rank)
-    if not report.n or track is None or safe(report.name) != case.name:
+    if not report.n or track is None or safe(report.e) != case.name:
         return not report.n and track is not None
     ending = case.endings[rank]
     if ending.raised:  # on_timeout="raise"
@@ -210,12 +196,12 @@ def _is_of_now(case: Case, rank: int, report: records.Missing) -> bool:
     return ending.in_vain and report.n <= ending.call and track.calls.round[_index(track, report.n)] == ending.round
 
 
-def _has_come_since(case: Case, rank: int, report: records.Missing | records.Stalled, missing: int) -> bool:
+def _has_come_since(case: Case, rank: int, report: Stalled, missing: int) -> bool:
     """Whether the reported rank has reached that round, or called an encoder, after the report."""
     ending = case.endings.get(missing)
     if ending is None or not ending.call:
         return False
-    if isinstance(report, records.Missing):
+    if report.e:
         return bool(report.n) and not ending.unsure and ending.came_to >= case.endings[rank].round
     entered = case.clocks.common(missing, last_entered(case.job, missing))
     reported = case.clocks.common(rank, report.t)

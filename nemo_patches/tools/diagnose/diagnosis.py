@@ -8,33 +8,23 @@ import numpy as np
 
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.accumulation import unlike_accumulation
-from nemo_patches.tools.diagnose.backwards import skipped_backward, unlike_backwards
 from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.differences import (
     different_batches,
     different_ranks,
     different_sync,
-    other_than_configured,
     untraced_ranks,
 )
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Evidence
-from nemo_patches.tools.diagnose.faults import (
-    caught_exceptions,
-    check_findings,
-    failed_threads,
-    gpu_utilisation,
-    runaway_memory,
-)
+from nemo_patches.tools.diagnose.faults import caught_exceptions
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Diagnosis, Finding, RankSummary
 from nemo_patches.tools.diagnose.folder import TracedJob, bounded
 from nemo_patches.tools.diagnose.judge import rule
 from nemo_patches.tools.diagnose.lateness import incidents, straggler, waiting
-from nemo_patches.tools.diagnose.order_of_calls import skipped_call, swapped_order
 from nemo_patches.tools.diagnose.rank_trace import ENDED, TIMEOUT, UNSYNCED, UNWAITED, RankTrace
 from nemo_patches.tools.diagnose.sources import traces
-from nemo_patches.tools.diagnose.uneven_calls import UnevenRun, uneven_calls
+from nemo_patches.tools.diagnose.uneven_calls import UnevenRow, uneven_calls, uneven_rows
 
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_SUMMARIES = 8
@@ -47,9 +37,9 @@ JUDGED = frozenset(
         *(ids.ALL_INSIDE, ids.OUTSIDE, ids.STOPPED_AT_ONCE, ids.ALL_IN, ids.NOT_SEEN, ids.WAITED_IN_VAIN),
     }
 )
-_HANGS = JUDGED | {ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD}
+_HANGS = JUDGED | {ids.DIFFERENT_SYNC}
 # Where ranks are at different steps, which of them reached a round or the next call shows nothing.
-_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.NO_BACKWARD, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER})
+_OUT_OF_STEP = frozenset({ids.UNEVEN_CALLS, ids.DIFFERENT_SYNC})
 _OVER_AT_THE_END = _HANGS | {ids.UNEVEN_CALLS}
 
 
@@ -57,30 +47,21 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     """evidence: receives the facts that the report rests on."""
     evidence = Evidence() if evidence is None else evidence
     encoders = cases(job)
-    swapped = swapped_order(encoders)
-    left_out = [] if swapped else skipped_call(encoders)
-    findings = [*different_sync(job, encoders), *swapped, *left_out]
+    findings = different_sync(job, encoders)
     without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
-    findings += check_findings(job, encoders)
     behind: dict[str, set[int]] = {}
     for case in encoders:
-        of_encoder, behind[case.name] = _of_encoder(case, [one for one in left_out if one.encoder == case.name])
+        of_encoder, behind[case.name] = _of_encoder(case)
         findings += of_encoder
-    gpus = gpu_utilisation(job)
     if any(behind.values()) or any(one.severity == CRITICAL and one.id in _OUT_OF_STEP for one in findings):
         evidence.explained = behind
     evidence.traces_alone = True
     traces.read(job, encoders, evidence)
-    hanging = [replace(one, because="") for one in rule(evidence).findings]  # see _ordered()
-    for case in encoders:
-        hanging = [unlike_backwards(case, one) if one.encoder == case.name else one for one in hanging]
-    findings += [replace(hang, evidence=(*gpus, *hang.evidence)) for hang in hanging]
+    findings += [replace(one, because="") for one in rule(evidence).findings]  # see _ordered()
     findings += untraced_ranks(job, encoders, {fact.rank for fact in evidence.facts})
-    findings += failed_threads(job)
     findings += straggler(encoders[0]) if encoders else []
-    findings += [*runaway_memory(job), *different_ranks(job, encoders, without_sync)]
+    findings += different_ranks(job, encoders, without_sync)
     findings += different_batches(encoders)
-    findings += other_than_configured(encoders)
     findings += _not_enough(job, encoders, findings)
     if encoders and all(case.ended_well for case in encoders):  # what held ranks up is worth knowing, and is over
         findings = [replace(one, severity=WARNING) if one.id in _OVER_AT_THE_END else one for one in findings]
@@ -100,21 +81,15 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     )
 
 
-def _of_encoder(case: Case, left_out: list[Finding]) -> tuple[list[Finding], set[int]]:
+def _of_encoder(case: Case) -> tuple[list[Finding], set[int]]:
     """The findings from its calls, and the ranks that are behind for a reason that one of them gives."""
-    pairs = [] if left_out else uneven_calls(case)
-    explained = _explained(case, [run for _, run in pairs])
-    kinds = set(explained.values())
+    rows = uneven_rows(case)
+    explained = _explained(case, rows)
     findings = caught_exceptions(case)
-    findings += [replace(f, severity=CRITICAL) if run.training in kinds else f for f, run in pairs]
-    # Where the ranks made unequal numbers of training calls, calls with the same number are of different steps.
-    skipped = None if any(run.training for _, run in pairs) else skipped_backward(case)
-    findings += [skipped.finding] if skipped else []
-    waiting = (skipped.waiting if skipped else frozenset()) | _behind_by_one(case, left_out)
-    if accumulation := unlike_accumulation(case):
-        findings += accumulation
-        waiting = frozenset(case.endings)
-    return [*findings, *_sync_ended(case), *incidents(case)], set(explained) | waiting
+    for training in (True, False):
+        if of_kind := [row for row in rows if row.training == training]:
+            findings.append(uneven_calls(case, of_kind, explains=training in explained.values()))
+    return [*findings, *_sync_ended(case), *incidents(case)], set(explained)
 
 
 def _sync_ended(case: Case) -> list[Finding]:
@@ -137,13 +112,11 @@ def _summary(case: Case) -> str:
     longest = max((float(of_rank.max()) for of_rank in waited), default=0.0)
     span = sum(of_rank.entered[-1] - of_rank.entered[0] for of_rank in calls)
     cost = f"; the length sync cost this run {sum(map(np.sum, waited)) / span:.1%}" if span > 0 else ""
-    lost = [rank for rank, track in sorted(case.tracks.items()) if track.calls.n and track.calls.n[0] > 1]
-    begins = f"; of {named(lost)} the first calls are gone (trace_size), and are not counted" if lost else ""
     most = max((len(of_rank.n) for of_rank in calls), default=0)
-    return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}{begins}."
+    return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}."
 
 
-def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
+def _explained(case: Case, uneven: list[UnevenRow]) -> dict[int, bool]:
     """The ranks that are behind only because they made fewer calls, each with whether these are training calls."""
     top = max((ending.position for ending in case.sure.values()), default=(0, 0))
     explained = {}
@@ -151,15 +124,9 @@ def _explained(case: Case, uneven: list[UnevenRun]) -> dict[int, bool]:
         if ending.position == top:
             continue
         training = ending.position[0] != top[0]
-        if any(run.training == training and rank in run.fewer for run in uneven):
+        if any(row.training == training and rank in row.fewer for row in uneven):
             explained[rank] = training
     return explained
-
-
-def _behind_by_one(case: Case, left_out: list[Finding]) -> frozenset[int]:
-    top = max((ending.position[0] for ending in case.sure.values()), default=0)
-    ranks = {rank for finding in left_out for rank in finding.ranks}
-    return frozenset(rank for rank in ranks & case.sure.keys() if case.sure[rank].position[0] >= top - 1)
 
 
 def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -> list[Finding]:
@@ -188,18 +155,18 @@ def _not_enough(job: TracedJob, encoders: list[Case], findings: list[Finding]) -
 
 
 def _not_enough_records(ranks: tuple[int, ...], reason: str, evidence: tuple[str, ...]) -> Finding:
-    next_step = "Copy the files again from every host; or raise the trace's bound, so that more is kept."
+    next_step = "Copy the files again from every host."
     return Finding(ids.NOT_ENOUGH, NOTE, ranks, f"Not enough records: {reason}.", next_step, evidence=evidence)
 
 
 def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     """The root cause first, its symptoms last; what follows from the root cause says so."""
     ordered = sorted(findings, key=lambda f: (f.severity != CRITICAL, ids.ORDER.index(f.id), f.ranks[:1]))
-    root = next((f for f in ordered if f.severity == CRITICAL and f.id != ids.BAD_INPUT), None)
+    root = next((f for f in ordered if f.severity == CRITICAL), None)
     if root is None:
         return tuple(ordered)
     explained = {ids.TIMEOUTS, ids.WAITED_IN_VAIN}
-    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC, ids.DIFFERENT_ORDER, ids.NO_BACKWARD):
+    if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC):
         explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]
     return (root, *sorted(rest, key=lambda f: f.id in _SYMPTOMS))
@@ -207,9 +174,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
 
 def _verdict(job: TracedJob, encoders: list[Case], findings: tuple[Finding, ...]) -> str:
     if findings:
-        first = findings[0]
-        memory = next((f for f in findings if f.id == ids.MEMORY and f.ranks == first.ranks), None)
-        return f"{first.text} {memory.text}" if first.id == ids.KILLED and memory is not None else first.text
+        return findings[0].text
     calls = ", ".join(f"{max(e.call for e in case.endings.values())} calls of {case.name}" for case in encoders)
     state = "running" if job.moving else "ended in good order" if _all_ended(encoders) else "in step"
     ranks = f"{len(job.traces)} of {job.world_size} ranks"
@@ -225,7 +190,7 @@ def _all_ended(encoders: list[Case]) -> bool:
 
 def _summaries(job: TracedJob, encoders: list[Case]) -> list[RankSummary]:
     main = encoders[0] if encoders else None
-    times = waiting(main.rounds.from_ddp) if main else None
+    times = waiting(main.rounds) if main else None
     if times is not None and times.share < _LEAST_WAITING:
         times = None
     summaries = []

@@ -1,4 +1,4 @@
-"""Differences between ranks: the flag, settings, versions, buffers and inputs."""
+"""Differences between ranks: settings, versions and inputs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 
-from nemo_patches.sync.settings import SYNC_MODES
+from nemo_patches.patching.settings import OptionSettings
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, outcomes_of
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.folder import TracedJob
-from nemo_patches.tools.diagnose.rank_trace import CAME, Input, Track
-from nemo_patches.uneven.settings import UnevenSettings
+from nemo_patches.tools.diagnose.rank_trace import CAME, ENDED, LOCAL, UNSYNCED, Input, Track
 
-_NEXT_DUMP = (
-    "`kill -USR2 PID` has a rank dump; a dump of another host is in that host's own folder, unless NEMO_PATCHES_DUMP "
-    "is one that all share."
-)
 _NEXT_ALIKE = (
     "Give every rank the same environment, config and data pipeline; ranks that differ may wait for each other, or "
     "reduce what does not belong together."
@@ -39,9 +34,7 @@ def untraced_ranks(job: TracedJob, cases: list[Case], told: set[int]) -> list[Fi
     waiting = sorted({ending.rank for case in cases for ending in case.endings.values() if ending.in_vain})
     waited = f"; {named(waiting)} waited in vain at the end, perhaps for it" if waiting else ""
     next_step = "Set NEMO_PATCHES_TRACE on every rank and host, to a folder that all share, or copy the missing files."
-    if job.has_dumps:
-        text, next_step = f"There is no dump of {who} here{waited}.", _NEXT_DUMP
-    elif CAME in outcomes_of(cases):
+    if CAME in outcomes_of(cases):
         text = f"{who} {part} in the length sync, and left no trace here{waited}."
     else:
         text = f"There is no sign of {who} of {job.world_size}: not started, not patched, not traced, or not yet at a "
@@ -56,58 +49,33 @@ def different_sync(job: TracedJob, cases: list[Case]) -> list[Finding]:
     """Ranks that do not sync their length, while others do and wait for them in vain at every call."""
     findings = []
     for case in cases:
-        syncs: dict[int, bool] = {}
-        for rank, track in case.tracks.items():
-            mode = job.traces[rank].header.settings.get("sync", "")
-            if track.info.flag is not None and (mode in SYNC_MODES or not mode):
-                syncs[rank] = track.info.flag and mode != "local"
-        on, off = ([rank for rank, does in syncs.items() if does == wanted] for wanted in (True, False))
+        outcomes = {rank: set(track.calls.outcome) - {UNSYNCED} for rank, track in case.tracks.items()}
+        off = [rank for rank, of_rank in outcomes.items() if of_rank == {LOCAL}]
+        on = [rank for rank, of_rank in outcomes.items() if of_rank - {LOCAL, ENDED}]
         if not on or not off:
             continue
         odd = off if len(off) <= len(on) else on
         text = f"{case.name} does not sync its length on {named(off)} (sync_max_audio_length is false, or sync=local), "
         text += f"and does on {named(on)}, which wait in vain."
-        next_step = "Give every rank the same config and the same settings; `configured` below says whether the config "
-        next_step += "has the flag."
-        evidence = []
-        for rank in sorted(odd)[:2] + sorted(set(syncs) - set(odd))[:2]:
-            info, mode = case.tracks[rank].info, safe(job.traces[rank].header.settings.get("sync", "?"))
-            flag = f"sync_max_audio_length={info.flag}, configured {safe(info.configured)}"
-            evidence.append(f"rank {rank}: {flag}, sync={mode}")
-        findings.append(
-            Finding(ids.DIFFERENT_SYNC, CRITICAL, tuple(odd), text, next_step, case.name, evidence=tuple(evidence))
-        )
+        next_step = "Give every rank the same config and the same settings."
+        shown = sorted(odd)[:2] + sorted({*off, *on} - set(odd))[:2]
+        evidence = tuple(f"rank {rank}: {_own_sync(job, rank, rank in off)}" for rank in shown)
+        found = Finding(ids.DIFFERENT_SYNC, CRITICAL, tuple(odd), text, next_step, case.name, evidence=evidence)
+        findings.append(found)
     return findings
 
 
-def other_than_configured(cases: list[Case]) -> list[Finding]:
-    """Encoders whose flag is not what the model's config says."""
-    findings = []
-    for case in cases:
-        unlike = {
-            rank: track.info
-            for rank, track in sorted(case.tracks.items())
-            if track.info.flag is not None
-            and track.info.configured in _FLAGS
-            and track.info.flag != _FLAGS[track.info.configured]
-        }
-        if not unlike:
-            continue
-        info = next(iter(unlike.values()))
-        text = f"{case.name} has sync_max_audio_length={str(info.flag).lower()} on {named(unlike)}, and the model's "
-        text += f"config says {info.configured}."
-        next_step = "Look for what changes it after the model is built: a checkpoint's config, or the script."
-        findings.append(Finding(ids.NOT_AS_CONFIGURED, WARNING, tuple(unlike), text, next_step, case.name))
-    return findings
+def _own_sync(job: TracedJob, rank: int, is_off: bool) -> str:
+    mode = safe(job.traces[rank].header.settings.get("sync", "?"))
+    return "sync_max_audio_length is false" if is_off and mode != "local" else f"sync={mode}"
 
 
 # A header leaves out settings with these values.
-_DEFAULTS = {setting.name: setting.text(value) for setting, value in UnevenSettings().items()}
-_FLAGS = {"true": True, "false": False}
+_DEFAULTS = {setting.name: setting.text(value) for setting, value in OptionSettings().items()}
 
 
 def different_ranks(job: TracedJob, cases: list[Case], without_sync: bool = False) -> list[Finding]:
-    """Versions, settings, registered buffers and inputs that are not the same on all ranks.
+    """Versions, settings and inputs that are not the same on all ranks.
 
     without_sync: leave out what different_sync() has reported.
     """
@@ -118,18 +86,7 @@ def different_ranks(job: TracedJob, cases: list[Case], without_sync: bool = Fals
         *_differences("checks", {rank: {"": ",".join(header.checks)} for rank, header in headers.items()}),
     ]
     for case in cases:
-        about = {
-            rank: {
-                **({} if without_sync else {"flag": str(track.info.flag), "configured flag": track.info.configured}),
-                "pos_emb_max_len": str(track.info.pos_emb_max_len),
-                "normalisation": track.info.normalisation,
-                "DDP": str(track.info.ddp),
-                "registered buffers": str(dict(sorted(track.info.registered.items())))[:200],
-                **_usual_input(track),
-            }
-            for rank, track in case.tracks.items()
-        }
-        differences += _differences(f"{case.name}:", about)
+        differences += _differences(f"{case.name}:", {rank: _usual_input(track) for rank, track in case.tracks.items()})
     return differences[:_MOST_DIFFERENCES]
 
 

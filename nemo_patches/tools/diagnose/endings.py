@@ -6,20 +6,18 @@ the same one, whatever evaluations went before.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
-from nemo_patches.tools.diagnose.findings import GROWTH, LAYERS, LENGTH_SYNC, PRE_ENCODE
+from nemo_patches.tools.diagnose.findings import LAYERS, LENGTH_SYNC
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
     BARE,
     CAME,
     CUT,
     ENDED,
-    LEFT,
     OPEN,
     RAISED,
     TIMEOUT,
@@ -75,45 +73,31 @@ class Ending:
         return "" if self.training is None else "training " if self.training else "evaluation "
 
 
-@dataclass(frozen=True)
-class _RecordedPhases:
-    """The phases that any call of an encoder has recorded, on any rank."""
-
-    sync: bool
-    pre: bool
-    any_left: bool  # whether the end of any call is recorded
-    dumped: bool  # a dump has only the length syncs
-
-
-def _recorded_phases(traces: dict[int, RankTrace], tracks: dict[int, Track]) -> _RecordedPhases:
-    calls = [track.calls for track in tracks.values()]
-    dumped = any(trace.dumped for trace in traces.values())
-    return _RecordedPhases(
-        sync=dumped or any((np.array(of_rank.outcome) != UNSYNCED).any() for of_rank in calls),
-        pre=any((~np.isnan(np.array(of_rank.pre))).any() for of_rank in calls),
-        any_left=any(LEFT in of_rank.ended for of_rank in calls),
-        dumped=dumped,
-    )
-
-
 def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
     """The ending of every rank with a trace, also if it has not called this encoder."""
-    phases = _recorded_phases(traces, tracks)
+    has_syncs = any((np.array(track.calls.outcome) != UNSYNCED).any() for track in tracks.values())
     starts = anchors(tracks)
     # If only some traces were stopped, those ranks made calls that are not recorded; if all were, the job is over.
     over = all(trace.is_over for trace in traces.values())
     by_rank = {
-        rank: _ending(trace, tracks.get(rank), phases, starts.get(rank), moving, over) for rank, trace in traces.items()
+        rank: _ending(trace, tracks.get(rank), has_syncs, anchor=starts.get(rank), moving=moving, over=over)
+        for rank, trace in traces.items()
     }
-    # A round that completed on one rank had been issued by all: a trace that lacks it is incomplete.
+    # All had issued a round that came on one, by whichever of their encoders: a trace that lacks it is incomplete.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
     for rank, ending in by_rank.items():
-        if not ending.unsure and not ending.sync_ended and ending.came_to < proven and not moving:
-            lost_last = ending.came_to == proven - 1 and ending.process.unknown
+        came_to = max(ending.came_to, _latest_issued(traces[rank]))
+        if not ending.unsure and not ending.sync_ended and came_to < proven and not moving:
+            lost_last = came_to == proven - 1 and ending.process.unknown
             unsure = f"it came to round {proven}, which its trace does not have"
             ending = replace(ending, unsure=unsure, lost_last=lost_last)
         by_rank[rank] = replace(ending, round=max(ending.round, proven))
     return by_rank
+
+
+def _latest_issued(trace: RankTrace) -> int:
+    """The latest round that any of its encoders has issued: all share the rounds."""
+    return max((track.calls.round[-1] for track in trace.tracks.values() if track.calls.n), default=0)
 
 
 def _latest_that_came(track: Track) -> int:
@@ -122,8 +106,9 @@ def _latest_that_came(track: Track) -> int:
 
 
 def _ending(
-    trace: RankTrace, track: Track | None, phases: _RecordedPhases, anchor: int | None, moving: bool, over: bool
+    trace: RankTrace, track: Track | None, has_syncs: bool, *, anchor: int | None, moving: bool, over: bool
 ) -> Ending:
+    """has_syncs: some call of this encoder has a length sync, on any rank."""
     ended, process = trace.ended is not None or over, process_end(trace)
     unsure = _why_unsure(trace, moving, over)
     if track is None or not track.calls.n:
@@ -142,7 +127,7 @@ def _ending(
         call=calls.n[-1],
         training=training,
         position=position,
-        phase=_phase(track, phases) if calls.ended[-1] == OPEN else "",
+        phase=_phase(track, has_syncs) if track.is_open else "",
         raised=calls.ended[-1] == RAISED,
         round=calls.round[-1],
         in_vain=calls.outcome[-1] in (TIMEOUT, UNWAITED),
@@ -176,7 +161,7 @@ def _why_its_call_is_unsure(trace: RankTrace, track: Track, ended_unseen: bool) 
 
 def _ended_in_call(trace: RankTrace, track: Track, process: ProcessEnd) -> ProcessEnd:
     """Add the exception of its last call, if another rank or a signal is the reason for it."""
-    last = (track.info.e, track.calls.n[-1])
+    last = (track.name, track.calls.n[-1])
     raised = next((raised for raised in reversed(trace.raised) if (raised.e, raised.n) == last), None)
     error = error_of(raised) if raised is not None else None
     if error is None:
@@ -188,15 +173,8 @@ def _ended_in_call(trace: RankTrace, track: Track, process: ProcessEnd) -> Proce
     return process
 
 
-def _phase(track: Track, phases: _RecordedPhases) -> str:
-    calls = track.calls
-    if phases.sync and calls.outcome[-1] == UNSYNCED and math.isnan(calls.pre[-1]) and math.isnan(calls.layer[-1]):
-        return LENGTH_SYNC
-    if not math.isnan(calls.layer[-1]) or not math.isnan(calls.pre[-1]):
-        return LAYERS
-    if 0 < track.room < track.result:
-        return GROWTH
-    return LAYERS if phases.dumped or (phases.any_left and not phases.pre) else PRE_ENCODE
+def _phase(track: Track, has_syncs: bool) -> str:
+    return LENGTH_SYNC if has_syncs and track.calls.outcome[-1] == UNSYNCED else LAYERS
 
 
 def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:

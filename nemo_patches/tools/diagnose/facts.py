@@ -60,7 +60,7 @@ class Place:
 class Call:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
-    title: "training call 71 of ConformerEncoder". in_backward: the rank is in the backward of the call. since_s: how
+    title: "training call 71 of ConformerEncoder". since_s: how
     long before the last look it had entered the call; None: nobody looked. behind_since: the call from which on others
     gave up waiting for it; 0: none. reported: others that wait for a round of this encoder, or for the job, report the
     rank missing. last: its last record, in words.
@@ -69,7 +69,6 @@ class Call:
     encoder: str
     title: str
     ending: Ending
-    in_backward: bool = False
     since_s: float | None = None
     behind_since: int = 0
     reported: bool = False
@@ -87,11 +86,10 @@ class Motion:
 
 @dataclass(frozen=True)
 class Member:
-    """A process is this rank of the job. world_size: 0: unknown. notes_sigterm: SIGTERM leaves a line in its trace."""
+    """A process is this rank of the job. world_size: 0: unknown."""
 
     world_size: int = 0
     pid: int = 0
-    notes_sigterm: bool = False
 
 
 Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
@@ -99,7 +97,7 @@ Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
 
 @dataclass(frozen=True)
 class Fact:
-    """cite: printed as it is: "train.log:4711", "rank 3's dump", "node7, pid 4711".
+    """cite: printed as it is: "train.log:4711", "rank 3's trace", "node7, pid 4711".
 
     at: seconds since 1970 by the clock of `host`, 0 if unknown; compared only with the same host's. own: said by the
     rank's own process or the kernel; False: by another rank or the launcher.
@@ -135,10 +133,10 @@ class Evidence:
     patched: nemo_patches is on, so an all-reduce of one number is not the length sync. world_size: 0 if unknown.
     findings: a source's own, about other things than hangs (stragglers, settings that differ). looked_for: for the
     report on files in which nothing was recognised. saw_a_wait: a stall monitor saw some rank wait in a collective.
-    perhaps_missing: ranks reported missing only by ranks that have ended in good order since, or whose dumps may lie
-    elsewhere. traces_alone: there is no other source, and the calls decide what rounds and places would. explained: by
-    encoder, the ranks that are behind for a reason that a finding gives; not empty where ranks are not at the same
-    step, so that reaching a round shows nothing.
+    perhaps_missing: ranks reported missing only by ranks that have ended in good order since. traces_alone: there is
+    no other source, and the calls decide what rounds and places would. explained: by encoder, the ranks that are behind
+    for a reason that a finding gives; not empty where ranks are not at the same step, so that reaching a round shows
+    nothing.
     """
 
     facts: list[Fact] = field(default_factory=list)

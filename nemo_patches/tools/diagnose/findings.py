@@ -18,8 +18,6 @@ EXCEPTION = _id("exception")
 OUT_OF_MEMORY = _id("out-of-memory")
 START_UP = _id("start-up")
 DIFFERENT_SYNC = _id("different-sync")
-DIFFERENT_ORDER = _id("different-order")
-NO_BACKWARD = _id("no-backward")
 KILLED = _id("killed")
 STOPPED = _id("stopped")
 TRACED = _id("in-a-debugger")
@@ -43,21 +41,16 @@ FIRST_FAILURE = _id("first-failure")
 STUCK_WATCHDOG = _id("watchdog-stuck")
 STOPPED_AT_ONCE = _id("all-stopped")
 SYNC_ENDED = _id("length-sync-ended")
-BAD_INPUT = _id("bad-input")
-CHECK_FAILED = _id("check-failed")
-MEMORY = _id("memory-runs-away")
 UNTRACED = _id("untraced-rank")
 NOT_ENOUGH = _id("not-enough-records")
 DIFFERENT = _id("different-ranks")
-NOT_AS_CONFIGURED = _id("not-as-configured")
 CAUGHT = _id("exception-caught")
-THREAD_FAILED = _id("thread-failed")
 STRAGGLER = _id("straggler")
 LATE = _id("late")
 TIMEOUTS = _id("timeouts")
 
 # Phases of a call.
-LENGTH_SYNC, GROWTH, PRE_ENCODE, LAYERS = "length sync", "growth", "pre_encode", "layers"
+LENGTH_SYNC, LAYERS = "length sync", "layers"
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,12 @@ from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode, format_in,
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing import records
 
-_NAME = re.compile(r"rank-(\d{1,9})\.[0-9T]{1,20}\.(\d{1,12})\.(\d{1,9})\.jsonl")
+_NAME = re.compile(r"rank-(\d{1,9})\.[0-9T]{1,20}\.(\d{1,12})(?:\.\d{1,9})?\.jsonl")  # format 1 had parts
 _BLOCK_BYTES = 1 << 20
 _ONE_PROCESS_BYTES = 1 << 26  # up to so many, a further process is not worth its start
 _MOST_FILES = 100_000
 _MOST_RANKS = 1 << 20
 _MOST_LINES = 20  # of problems, and of starts that are not diagnosed
-# As faulthandler writes it (tracing/signal_stack.py).
-_STACK = b"Stack (most recent call first):\n"
-_STACK_LINES = (_STACK.rstrip(), b'  File "', b"  ...", b"  <")
-_MOST_FRAMES = 100
 _COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2", ".zip"})
 
 
@@ -41,105 +37,54 @@ class UnreadableError(Exception):
 
 
 @dataclass
-class Part:
-    """One file of a process start, and how far it has been read."""
+class Start:
+    """One process start of one rank: its file, how far it has been read, and what that told."""
 
     path: Path
-    header: records.Header
+    trace: RankTrace
     size: int
+    written: float = 0.0  # when it was, by the file system's clock
     offset: int = 0
     pending: bytes = b""
     skips: bool = False  # the rest of a line that is too long
 
-    def read_on(self, trace: RankTrace) -> None:
-        """Read what has been written since the last time. Raises OSError."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            while block := file.read(_BLOCK_BYTES):
-                self.offset += len(block)
-                self._take(block, trace)
-        self.size = self.offset
-
-    def _take(self, block: bytes, trace: RankTrace) -> None:
-        if self.skips:
-            _, newline, block = block.partition(b"\n")
-            self.skips = not newline
-        end = block.rfind(b"\n") + 1
-        if end:
-            trace.take(decode(_without_stack(self.pending + block[:end], trace)))
-            self.pending = b""
-        self.pending += block[end:]
-        if len(self.pending) > LONGEST_LINE:
-            trace.take([None])
-            self.pending, self.skips = b"", True
-
-
-def _without_stack(lines: bytes, trace: RankTrace) -> bytes:
-    """Move the stack that SIGTERM's handler wrote between the lines into the trace; return the other lines."""
-    if trace.sigterm_stack is None:
-        if _STACK not in lines:
-            return lines
-        trace.sigterm_stack = []
-    kept = []
-    for line in lines.split(b"\n"):
-        if line.startswith(_STACK_LINES):
-            if len(trace.sigterm_stack) < _MOST_FRAMES:
-                trace.sigterm_stack.append(line.decode("utf-8", "replace"))
-        else:
-            kept.append(line)
-            trace.after_sigterm |= bool(trace.sigterm_stack and line)
-    return b"\n".join(kept)
-
-
-@dataclass
-class Start:
-    """One process start of one rank: its parts in order, and what has been read from them."""
-
-    parts: list[Part]
-    trace: RankTrace
-    written: float = 0.0  # when its last part was, by the file system's clock
-
     def read_on(self) -> Start:
-        """Read what has been written since; return self, for a process pool. A part that cannot be read is a gap."""
-        for part in list(self.parts):
-            try:
-                status = part.path.stat()
-                self.written = status.st_mtime
-                if status.st_size > part.offset:
-                    part.read_on(self.trace)
-            except FileNotFoundError:  # what was read from it before stays
-                if part is self.parts[0] is not self.parts[-1] and not part.offset:  # found, then removed by its job
-                    del self.parts[0]
-                    self.trace.header = self.parts[0].header
-                elif not part.offset:
-                    self.trace.gap = f"part {part.header.part} has gone"
-            except OSError as error:
-                self.trace.gap = f"part {part.header.part} cannot be read: {error.strerror}"
-        pending = self.parts[-1].pending
-        in_stack = self.trace.sigterm_stack is not None and not pending.startswith(b"{")
-        if in_stack and self.trace.sigterm_at is None and not self.trace.after_sigterm:
-            # Nothing was written after that stack, so the file's modification time is the signal's.
-            self.trace.sigterm_at = max(self.written - self.trace.header.started, self.trace.last)
-        self.trace.cut = (bool(pending) and not in_stack) or self.parts[-1].skips
-        self._look_for_gaps()
+        """Read what has been written since; return self, for a process pool. What cannot be read is a gap."""
+        try:
+            status = self.path.stat()
+            self.written = status.st_mtime
+            if status.st_size > self.offset:
+                self._read()
+        except OSError as error:  # what was read before stays
+            self.trace.gap = f"it cannot be read: {error.strerror}"
+        self.trace.cut = bool(self.pending) or self.skips
         return self
-
-    def _look_for_gaps(self) -> None:
-        numbers = {part.header.part for part in self.parts}
-        missing = set(range(min(numbers), max(numbers))) - numbers
-        last = self.parts[-1]
-        if missing:
-            self.trace.gap = f"part {min(missing)} is missing"
-        elif not self.trace.is_over and last.size >= last.header.bound / 2 > 0:
-            self.trace.gap = f"part {last.header.part} is full, and the next one is missing"
 
     @property
     def header(self) -> records.Header:
         return self.trace.header
 
-    @property
-    def size(self) -> int:
-        return sum(part.size for part in self.parts)
+    def _read(self) -> None:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while block := file.read(_BLOCK_BYTES):
+                self.offset += len(block)
+                self._take(block)
+        self.size = self.offset
+
+    def _take(self, block: bytes) -> None:
+        if self.skips:
+            _, newline, block = block.partition(b"\n")
+            self.skips = not newline
+        end = block.rfind(b"\n") + 1
+        if end:
+            self.trace.take(decode(self.pending + block[:end]))
+            self.pending = b""
+        self.pending += block[end:]
+        if len(self.pending) > LONGEST_LINE:
+            self.trace.take([None])
+            self.pending = b""
+            self.skips = True
 
 
 @dataclass
@@ -166,30 +111,25 @@ class TracedJob:
         """Ranks without a file, readable or not, that are not in `told`: ranks known from elsewhere."""
         return tuple(rank for rank in self.absent if rank not in self.suspects | told)
 
-    @property
-    def has_dumps(self) -> bool:
-        return any(trace.dumped for trace in self.traces.values())
-
 
 class Folder:
     """A folder of traces; read() reads on where it has stopped the last time."""
 
-    def __init__(self, path: Path, launch: int | None = None) -> None:
-        """launch: torchrun's restart count; None: the latest."""
-        self.path, self.launch = path, launch
-        self._starts: dict[tuple[int, int, float, str], Start] = {}
-        self._parts: set[Path] = set()
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._starts: dict[Path, Start] = {}
+        self._known: set[tuple[int, int, float, str]] = set()  # rank, pid, started, host
         self._problems: dict[Path, str] = {}
         self._suspects: set[int] = set()
 
     def read(self) -> TracedJob:
         """Read what has been written since the last time. Raises UnreadableError if there is no trace."""
-        counts_before = {key: start.trace.count for key, start in self._starts.items()}
-        self._find_parts()
+        counts_before = {path: start.trace.count for path, start in self._starts.items()}
+        self._find()
         if not self._starts:
             why = "; ".join(self._problem_lines()) or "it is empty"
             raise UnreadableError(f"{self.path}: no trace file in it: {why}")
-        starts, others = _of_the_last_job(_picked(list(self._starts.values()), self.launch))
+        starts, others = _of_the_last_job(self._starts.values())
         latest, earlier = _launches(starts)
         self._read_all(latest)
         size = _world_size(latest)
@@ -198,58 +138,48 @@ class Folder:
         job.problems = self._problem_lines()
         for start in latest:
             if damage := start.trace.damage:
-                job.problems.append(f"{safe(start.parts[-1].path.name)}: {damage}")
+                job.problems.append(f"{safe(start.path.name)}: {damage}")
         job.suspects = {rank for rank in self._suspects if rank not in job.traces}
         job.earlier = [_earlier_line(start) for start in earlier] + [_other_job_line(start) for start in others]
         if job.earlier:
-            job.earlier.insert(0, _why_these(latest, earlier, self.launch))
+            job.earlier.insert(0, _why_these(latest, earlier))
         job.moving = bool(counts_before) and any(
-            start.trace.count > counts_before.get(key, 0) for key, start in self._starts.items() if start in latest
+            start.trace.count > counts_before.get(start.path, 0) for start in latest
         )
         return job
 
-    def _find_parts(self) -> None:
+    def _find(self) -> None:
         try:
             names = sorted(os.listdir(self.path))
         except OSError as error:
             raise UnreadableError(f"{self.path}: {error.strerror}") from error
         for name in names[:_MOST_FILES]:
             path = self.path / name
-            if path in self._parts:
+            if path in self._starts:
                 continue
             self._problems.pop(path, None)
             name_match = _NAME.fullmatch(name)
             try:
-                part = _opened(path, name_match)
+                start = _opened(path, name_match)
             except (_NotATrace, OSError) as error:
-                # A running job has removed its oldest part. lexists() is also false where access is denied.
-                if not isinstance(error, PermissionError) and not os.path.lexists(path):
-                    continue
                 self._problems[path] = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
                 if name_match and int(name_match[1]) < _MOST_RANKS:
                     self._suspects.add(int(name_match[1]))
                 if isinstance(error, _NotATrace) and error.rank >= 0:
                     self._suspects.add(error.rank)
             else:
-                self._parts.add(path)
-                self._add(part)
+                self._add(start)
         if len(names) > _MOST_FILES:
             self._problems[self.path] = f"{len(names)} files; only the first {_MOST_FILES} were looked at"
 
-    def _add(self, part: Part) -> None:
-        header = part.header
+    def _add(self, start: Start) -> None:
+        header = start.header
         key = (header.rank, header.pid, header.started, header.host)
-        start = self._starts.get(key)
-        if start is None:
-            self._starts[key] = Start([part], RankTrace(header))
-        elif any(part.header.part == other.header.part for other in start.parts):
-            self._problems[part.path] = "a copy of another part"
-        else:
-            if part.header.part < start.parts[-1].header.part and start.trace.count:
-                start.trace.mixed = True  # came after later ones had been read
-            start.parts = sorted([*start.parts, part], key=lambda each: each.header.part)
-            if not start.trace.count:
-                start.trace.header = start.parts[0].header
+        if key in self._known:
+            self._problems[start.path] = "a copy of another file"
+            return
+        self._known.add(key)
+        self._starts[start.path] = start
 
     def _read_all(self, starts: list[Start]) -> None:
         unread = [start for start in starts if not start.trace.count]
@@ -263,7 +193,7 @@ class Folder:
             except BrokenProcessPool:  # perhaps no memory for more processes: this one reads all
                 done = []
             for start, copy in zip(largest_first, done, strict=False):
-                start.parts, start.trace = copy.parts, copy.trace
+                vars(start).update(vars(copy))
         for start in starts:
             start.read_on()
 
@@ -272,15 +202,15 @@ class Folder:
 
 
 class _NotATrace(Exception):
-    """A file is no part of a trace. The text says why. rank: the one that its header names; -1 if it names none."""
+    """A file is no trace. The text says why. rank: the one that its header names; -1 if it names none."""
 
     def __init__(self, why: str, rank: int = -1) -> None:
         super().__init__(why)
         self.rank = rank
 
 
-def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
-    """The file as a part of a trace, its header read. Raises _NotATrace or OSError if it is none."""
+def _opened(path: Path, name_match: re.Match[str] | None) -> Start:
+    """The file, its header read. Raises _NotATrace or OSError if it is none."""
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise _NotATrace("a folder; not looked into")
@@ -300,11 +230,11 @@ def _opened(path: Path, name_match: re.Match[str] | None) -> Part:
     header = header_in(line) if number is not None else None
     if header is None:
         raise _NotATrace("does not begin with a trace's header")
-    if not (0 <= header.rank < header.world_size <= _MOST_RANKS and header.part >= 0):
+    if not 0 <= header.rank < header.world_size <= _MOST_RANKS:
         raise _NotATrace(f"rank {header.rank} of {header.world_size} in its header")
-    if name_match and tuple(map(int, name_match.groups())) != (header.rank, header.pid, header.part):
-        raise _NotATrace(f"its header is of rank {header.rank}, pid {header.pid}, part {header.part}", header.rank)
-    return Part(path, header, status.st_size)
+    if name_match and tuple(map(int, name_match.groups())) != (header.rank, header.pid):
+        raise _NotATrace(f"its header is of rank {header.rank}, pid {header.pid}", header.rank)
+    return Start(path, RankTrace(header), status.st_size)
 
 
 def bounded(lines: list[str], what: str) -> list[str]:
@@ -325,28 +255,17 @@ def _of_the_last_job(starts: Iterable[Start]) -> tuple[list[Start], list[Start]]
     return last, [start for of_job in jobs.values() if of_job is not last for start in of_job]
 
 
-def _picked(starts: list[Start], launch: int | None) -> list[Start]:
-    if launch is None:
-        return starts
-    picked = [start for start in starts if start.header.restart == launch]
-    if not picked:
-        there = ", ".join(map(str, sorted({start.header.restart for start in starts})))
-        raise UnreadableError(f"--launch={launch}: no such launch; there are {there} (torchrun's restart count)")
-    return picked
-
-
-def _why_these(latest: list[Start], earlier: list[Start], launch: int | None) -> str:
+def _why_these(latest: list[Start], earlier: list[Start]) -> str:
     header = latest[0].header
     counted = earlier and all(start.header.restart < header.restart for start in earlier)
     by = "torchrun's restart count" if counted else "its hosts' clocks"
-    why = "as --launch asks" if launch is not None else f"begun last by {by}; --launch N picks another"
     job = f" of job {safe(header.job)}" if header.job else ""
-    return f"diagnosed is the launch with restart {header.restart}{job}: {why}; the following are not"
+    return f"diagnosed is the launch with restart {header.restart}{job}, begun last by {by}; the following are not"
 
 
 def _other_job_line(start: Start) -> str:
     header = start.header
-    return f"{safe(start.parts[0].path.name)}: of another job, {safe(header.job) or 'not named'}, rank {header.rank}"
+    return f"{safe(start.path.name)}: of another job, {safe(header.job) or 'not named'}, rank {header.rank}"
 
 
 def _launches(starts: list[Start]) -> tuple[list[Start], list[Start]]:
@@ -387,4 +306,4 @@ def _is_of_the_last(header: records.Header, whole: list[list[Start]]) -> bool:
 
 def _earlier_line(start: Start) -> str:
     header = start.header
-    return f"{safe(start.parts[0].path.name)}: an earlier start of rank {header.rank}, restart {header.restart}"
+    return f"{safe(start.path.name)}: an earlier start of rank {header.rank}, restart {header.restart}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,21 +49,7 @@ def waiting(rounds: Rounds) -> Waiting:
 
 def straggler(case: Case) -> list[Finding]:
     """The rank that the others wait for again and again, if there is one."""
-    # DDP on Gloo may make ranks wait for a late one before the encoder, so that all reach it as late as that one.
-    if np.isnan(case.rounds.ahead).all():
-        return _last_to_most(case, case.rounds)
-    return _last_to_most(case, case.rounds.from_ddp) or [
-        replace(
-            finding,
-            ranks=(),
-            text=f"{finding.text} It is not late to DDP's forward: what holds it up is the preprocessor, or DDP's "
-            "broadcast of buffers, which reaches some ranks last.",
-        )
-        for finding in _last_to_most(case, case.rounds)
-    ]
-
-
-def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
+    rounds = case.rounds
     size = len(rounds.ranks)
     if size < 2 or rounds.number.size < _LEAST_ROUNDS:
         return []
@@ -101,9 +87,6 @@ def _last_to_most(case: Case, rounds: Rounds) -> list[Finding]:
 def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
     why = "One of them may be late, and the others wait for it before the encoder, in DDP's broadcast of buffers."
     next_step = "Run a while with broadcast_buffers=False, if the model allows that: then the rounds tell which one."
-    if not np.isnan(case.rounds.ahead).all():
-        why = "They are late to DDP's forward already: by what they share, or because one waits for another before it."
-        next_step = "Look at what these ranks share and the others do not: a host, a disk, longer files."
     text = f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
     text += f"others wait {waits:.0%} of the time. {why}"
     evidence = tuple(f"rank {rank}: last with the others" for rank in ranks[:4])
@@ -155,28 +138,6 @@ def late_calls(case: Case) -> dict[int, list[int]]:
         if ending.round < last and not ending.inside:
             late[rank].append(ending.call + 1)
     return late
-
-
-def late_seconds(case: Case) -> dict[tuple[int, int], float]:
-    """By rank and call, how much later than the first it came to a round that others gave up, or up to the end."""
-    given_up, seconds = _given_up(case), dict[tuple[int, int], float]()
-    for number, waited in given_up.gave_up.items():
-        began = [at for rank, call in waited.items() if (at := _entered(case, rank, call)) is not None]
-        if not began:
-            continue
-        for rank, call in given_up.came.get(number, {}).items():
-            if (at := _entered(case, rank, call)) is not None:
-                seconds[rank, call] = at - min(began)
-        if number == max(given_up.gave_up):
-            never = [ending for ending in case.sure.values() if ending.round < number and not ending.inside]
-            seconds |= {(ending.rank, ending.call + 1): case.newest - min(began) for ending in never}
-    return {at: late for at, late in seconds.items() if late > 0}
-
-
-def _entered(case: Case, rank: int, call: int) -> float | None:
-    """On the common scale."""
-    calls = case.tracks[rank].calls
-    return case.clocks.common(rank, calls.entered[int(np.searchsorted(np.array(calls.n), call))])
 
 
 def incidents(case: Case) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""How a rank's process ended, as its own trace or dump tells: the evidence that comes after the stall reports.
+"""How a rank's process ended, as its own trace tells: the evidence that comes after the stall reports.
 
 Exceptions are told apart by their type and their innermost frames, and by words only where nothing else has them.
 """
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.frame_text import is_library, shown
 from nemo_patches.tools.diagnose.rank_trace import RankTrace
-from nemo_patches.tracing import records
+from nemo_patches.tracing.records import Raised
 
 # A rank that one of these ended was in a collective, or at the store: another rank is the reason.
 _WAITED_TYPES = frozenset(
@@ -40,16 +39,11 @@ _STARTING = re.compile(
 _STARTS = frozenset({"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"})
 BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
 _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Terminated")  # by the SIGTERM to all
-_SIGTERM_FRAME = re.compile(r'  File "(.{1,1000})", line (\d{1,9}) in (.{1,200})')
 _FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
-_COLLECTIVE = re.compile(r"/torch/distributed/distributed_c10d\.py$|/torch/nn/parallel/distributed\.py$")
 # Without torch/distributed/checkpoint, which may read from the network.
 _OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
-_BACKWARD = frozenset({"_engine_run_backward"})
 STALL_EXIT = 83  # stall/job_stall.py: every rank ends with it, whichever is the reason
-_INNERMOST = 12  # frames of a stack in which a collective is looked for
 _RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
-_OWN_FRAMES = 3
 # How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
 _PASSED_ON = re.compile(r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call last\):\n")
 
@@ -116,11 +110,9 @@ class ProcessEnd:
     waited: bool = False  # that is one of a collective, which another rank did not come to, or left
     timed_out: bool = False  # likewise, which had lasted too long
     starting: bool = False  # likewise, of the start-up: no process group was there yet
-    terminated: bool = False  # by SIGTERM, or Ctrl-C: somebody else ended it
-    where: str = ""  # where SIGTERM found it
-    in_collective: bool = False  # likewise
+    terminated: bool = False  # by Ctrl-C, or what a handler of SIGTERM raised: somebody else ended it
     in_good_order: bool = False  # its interpreter came to its end, and no exception or exit code speaks against it
-    at: float | None = None  # when the exception or SIGTERM came, in seconds since the trace's `started`
+    at: float | None = None  # when the exception came, in seconds since the trace's `started`
 
     @property
     def own_error(self) -> str:
@@ -134,22 +126,15 @@ class ProcessEnd:
 
 
 def process_end(trace: RankTrace) -> ProcessEnd:
-    failed = ending_failure(trace)
-    # Older traces do not have the signal's time: if records follow it, which came first is not known.
-    failed_first = failed is not None and trace.sigterm_at is not None and failed.t <= trace.sigterm_at
-    if trace.sigterm_stack is not None and not failed_first:
-        frames = [match.groups() for match in map(_SIGTERM_FRAME.fullmatch, trace.sigterm_stack) if match]
-        in_collective = any(
-            _COLLECTIVE.search(file) or function in _BACKWARD for file, _, function in frames[:_INNERMOST]
-        )
-        return ProcessEnd(terminated=True, where=_place(frames), in_collective=in_collective, at=trace.sigterm_at)
     if trace.end is not None and trace.end.exit_code == STALL_EXIT:
         return ProcessEnd(error="stall_exit", terminated=True)
-    said = trace.dumped.error if trace.dumped is not None else trace.end.error if trace.end is not None else ""
+    failed = ending_failure(trace)
+    said = trace.end.error if trace.end is not None else ""
     if failed is None and not said:
         in_good_order = trace.end is not None and not trace.end.exit_code
         return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
-    error, at = (error_of(failed), failed.t) if failed is not None else (error_in(said), trace.ended)
+    error = error_of(failed) if failed is not None else error_in(said)
+    at = failed.t if failed is not None else trace.ended
     if error.type in BY_HAND or _ENDED_WITH_IT.search(error.message):
         return ProcessEnd(error=error.line, terminated=True, at=at)
     waited = error.is_of_a_collective
@@ -158,17 +143,16 @@ def process_end(trace: RankTrace) -> ProcessEnd:
     return ProcessEnd(error=error.line, waited=waited, timed_out=timed_out, starting=starting, at=at)
 
 
-def ending_failure(trace: RankTrace) -> records.Failed | None:
+def ending_failure(trace: RankTrace) -> Raised | None:
     """The recorded exception that ended this process; None for one after which an encoder was called again."""
-    failed = next((failed for failed in reversed(trace.failed) if not failed.thread), None)
+    failed = next(reversed(trace.failed), None)
     if failed is None or any(track.calls.n and track.calls.entered[-1] > failed.t for track in trace.tracks.values()):
         return None
     over = trace.end is not None and not trace.end.error
-    survived = trace.stopped or over or (trace.dumped is not None and not trace.dumped.error)
-    return None if survived else failed
+    return None if trace.stopped or over else failed
 
 
-def error_of(record: records.Failed | records.Raised) -> Error:
+def error_of(record: Raised) -> Error:
     """The exception that was raised first: for "Caught ... in DataLoader worker process 0" the worker's own."""
     passed_on = _PASSED_ON.match(record.message)
     for text in (record.message, record.traceback) if passed_on else ():
@@ -185,9 +169,3 @@ def error_of(record: records.Failed | records.Raised) -> Error:
 def error_in(line: str) -> Error:
     kind, _, message = line.partition(": ")
     return Error(kind, message)
-
-
-def _place(frames: list[tuple[str, ...]]) -> str:
-    """The user's own code, innermost first; that of libraries where there is no other."""
-    own = [frame for frame in frames if not is_library(frame[0])] or frames
-    return safe(" < ".join(shown(function, file, line, folders=1) for file, line, function in own[:_OWN_FRAMES]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
-from nemo_patches.tools.diagnose.sources import flight_recorder, logs, nccl_ras, stacks
+from nemo_patches.tools.diagnose.sources import flight_recorder, logs, stacks, stall_reports
 
 _TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
 _FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
@@ -24,6 +24,7 @@ _NO_EVIDENCE = (
     *(".py", ".pyi", ".ipynb", ".md", ".rst", ".diff", ".patch", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"),
     *(".yaml", ".yml", ".toml", ".cfg", ".wav", ".flac", ".mp3", ".tar", ".nemo", ".ckpt", ".pt", ".png", ".svg"),
 )
+_OF_RAS = (b"Job summary", b"Communicators...")  # lines of what `ncclras` prints
 _MOST_FILES = 10_000
 _HEAD_BYTES = 1 << 16
 
@@ -39,16 +40,16 @@ class Reader:
 
 # A file may be of several kinds: a log may hold stacks. A file that no other reader recognises is a log.
 _READERS = (
+    Reader(stall_reports.KIND, stall_reports.recognises, stall_reports.read),  # before stacks, which see more
     Reader("stacks", stacks.recognises, stacks.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
-    Reader("answers of NCCL's RAS", nccl_ras.recognises, nccl_ras.read),
 )
 _LOGS = Reader("logs", logs.recognises, logs.read)
 
 
 @dataclass
 class Found:
-    """Files found. traces: the folders with traces or dumps of nemo_patches. by_reader: all other files."""
+    """Files found. traces: the folders with traces. by_reader: all other files."""
 
     traces: list[Path] = field(default_factory=list)
     by_reader: dict[str, list[Path]] = field(default_factory=dict)
@@ -81,6 +82,8 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
             raise UnreadableError(f"{given}: {error.strerror}") from error
         found.problems.append(safe(f"{file}: {error.strerror}"))
         return
+    if all(line in head for line in _OF_RAS):
+        found.problems.append(f"{safe(file.name)}: NCCL RAS output: not read; see `ncclras`")
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
     if not readers or logs.recognises(str(file), head):
         readers.append(_LOGS)
@@ -139,19 +142,24 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
 
 
 def of_traces(job: TracedJob) -> Evidence:
-    """The evidence of a folder of traces or dumps, for use beside other evidence."""
+    """The evidence of a folder of traces, for use beside other evidence."""
     evidence = Evidence()
     report = diagnose(job, evidence)
     evidence.findings += [one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)]
     evidence.ranks += report.ranks
     evidence.summary += report.summary
-    evidence.problems += [line for line in report.problems if not line.endswith(_FOR_OTHER_READERS)]
+    evidence.problems += of_no_other_reader(report.problems)
     evidence.earlier += report.earlier
     evidence.traces_alone = False
     if evidence.explained:  # a finding explains who is behind; other sources decide the rest
         evidence.facts = [fact for fact in evidence.facts if fact.own and not isinstance(fact.value, Call | Motion)]
         evidence.explained = {}
     return evidence
+
+
+def of_no_other_reader(problems: Iterable[str]) -> list[str]:
+    """folder.py's problems, without the files that are no traces: these go to the other readers."""
+    return [line for line in problems if not line.endswith(_FOR_OTHER_READERS)]
 
 
 def joined(
@@ -174,7 +182,8 @@ def joined(
         whole.findings += part.findings
         whole.saw_a_wait |= part.saw_a_wait
         whole.perhaps_missing |= part.perhaps_missing
-        whole.ranks += part.ranks
+        # Of a rank that several sources have, the last one's: a trace's.
+        whole.ranks = list({one.rank: one for one in (*whole.ranks, *part.ranks)}.values())
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
         whole.patched |= part.patched

@@ -8,14 +8,14 @@ from pathlib import Path
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES
-from nemo_patches.tools.diagnose.collect.belongings import RAS, Belonging
+from nemo_patches.tools.diagnose.collect.belongings import Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.facts import Evidence, Fate, Place
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge, rule
-from nemo_patches.tools.diagnose.sources import nccl_ras, stacks
+from nemo_patches.tools.diagnose.sources import stacks
 from nemo_patches.tools.diagnose.watch import once
 
 _MOST_SHOWN = 6
@@ -27,14 +27,10 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
     problems: list[str] = []
     seen = _seen(job)
     beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
-    parts = [("stacks", seen), *beside]
-    report = _judged(job, parts, problems, stuck_after_s)
-    addresses = [one.path for one in job.belongings if one.kind == RAS]
-    if addresses and report.findings and not any(one.ranks for one in report.findings):
-        # On a GPU a stack does not tell for which collective a rank waits; NCCL's numbers may.
-        parts += _asked(addresses[0], problems)
-        report = _judged(job, parts, problems, stuck_after_s)
-    return report
+    evidence = reading.joined([("stacks", seen), *beside], problems)
+    evidence.summary += _how(job)
+    evidence.runs = True
+    return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)
 
 
 def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
@@ -62,25 +58,6 @@ def _is_in_script(place: Place) -> bool:
     return bool(place.way) and place.way[0].startswith(("<module>", "_bootstrap", "_run_module_as_main"))
 
 
-def _judged(
-    job: HostJob, parts: Sequence[tuple[str, Evidence]], problems: Sequence[str], stuck_after_s: float
-) -> Diagnosis:
-    evidence = reading.joined(parts, problems)
-    evidence.summary += _how(job)
-    evidence.runs = True
-    return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)
-
-
-def _asked(address: str, problems: list[str]) -> list[tuple[str, Evidence]]:
-    evidence = Evidence()
-    try:
-        nccl_ras.ask(address, evidence)
-    except UnreadableError as error:
-        problems.append(safe(str(error)))
-        return []
-    return [("NCCL's RAS", evidence)]
-
-
 def _seen(job: HostJob) -> Evidence:
     return Evidence(stacks.of_samples(job), world_size=max(one.rank.world_size for one in job.ranks))
 
@@ -89,8 +66,6 @@ def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[
     """The evidence of each file and folder; one that cannot be read is listed as a problem."""
     parts: list[tuple[str, Evidence]] = []
     for one in belongings:
-        if one.kind == RAS:
-            continue
         try:
             found = reading.find([Path(one.path)])
             parts += reading.read(found)

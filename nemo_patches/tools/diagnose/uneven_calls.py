@@ -1,165 +1,110 @@
-"""Uneven calls: a rank made more evaluation or training calls than another, or evaluated at another step."""
+"""Rows of training or evaluation calls that are longer on some ranks: fewer batches, or an evaluation elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case
-from nemo_patches.tools.diagnose.endings import Ending, anchors, positions, weighted_kinds
+from nemo_patches.tools.diagnose.endings import Ending, weighted_kinds
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
-from nemo_patches.tools.diagnose.rank_trace import UNKNOWN, Track
+from nemo_patches.tools.diagnose.rank_trace import Track
 
 _NEXT_STEPS = {  # by whether they are training calls
     False: "Make the number of evaluation batches equal on all ranks (DistributedSampler, drop_last, or streams of "
     "equal length). nemo_patches lets training go on; a metric that is gathered from all ranks may still wait.",
     True: "Make the number of training batches equal on all ranks (drop_last, DistributedSampler, "
-    "limit_train_batches): the gradients' all-reduce waits for the rank that has fewer, and nothing can help it.",
+    "limit_train_batches), and have all ranks evaluate after the same step: the gradients' all-reduce waits for the "
+    "rank that has fewer, and nothing can help it.",
 }
-_NEXT_STEP_ELSEWHERE = (
-    "Have all ranks evaluate after the same training step (val_check_interval, callbacks, a condition that depends on "
-    "the rank), and make their numbers of training batches equal."
-)
 
 
 @dataclass(frozen=True)
-class UnevenRun:
+class UnevenRow:
     """Ranks that made more training or evaluation calls in a row than others did.
 
-    elsewhere: the text, if those with fewer training calls evaluated after this row, and the others trained on.
+    call: the first one too many, on a rank that has more. length: of the shorter row. is_last: the
+    ranks with fewer made no call after it.
     """
 
     training: bool
     more: frozenset[int]
     fewer: frozenset[int]
-    call: int  # the first one too many, on a rank that has more
-    elsewhere: str = ""
+    call: int
+    length: int
+    is_last: bool
 
 
-def uneven_calls(case: Case) -> list[tuple[Finding, UnevenRun]]:
-    """For training and for evaluation calls at most one finding each, with the unevenness it is about."""
-    uneven = [_told_by_counts(case, run) for run in (*_mixed_rounds(case), *_runs(case))]
-    if elsewhere := [run for run in uneven if run.elsewhere]:  # later runs are compared with unlike ones
-        first = min(elsewhere, key=lambda run: run.call)
-        uneven = [*(run for run in uneven if run.call < first.call), first]
-    by_kind = [[run for run in uneven if run.training == training] for training in (True, False)]
-    return [(_finding(case, of_kind), of_kind[-1]) for of_kind in by_kind if of_kind]
-
-
-def _finding(case: Case, uneven: list[UnevenRun]) -> Finding:
-    first, kind = uneven[0], "training" if uneven[0].training else "evaluation"
-    more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
-    fewer_ranks = len(first.fewer) < len(first.more) + first.training  # of two, the one whose batches ended first
-    text = (
-        f"{fewer} made fewer {kind} calls than {more}" if fewer_ranks else f"{more} made more {kind} calls than {fewer}"
-    )
-    count = len({run.call for run in uneven})
-    times = f", {count} times" if count > 1 else ""
-    text = f"{text}, from call {first.call} of {case.name} on{times}."
-    ranks, next_step = tuple(sorted(first.fewer if fewer_ranks else first.more)), _NEXT_STEPS[first.training]
-    if first.elsewhere:
-        undecided = first.training and len(first.fewer) == len(first.more)
-        ranks, text, next_step = () if undecided else ranks, first.elsewhere, _NEXT_STEP_ELSEWHERE
-    severity = CRITICAL if first.training else WARNING
-    evidence = tuple({f"{kind} call {run.call}: only on {named(sorted(run.more))}": None for run in uneven})[:4]
-    return Finding(ids.UNEVEN_CALLS, severity, ranks, text, next_step, case.name, first.call, evidence=evidence)
-
-
-def _told_by_counts(case: Case, run: UnevenRun) -> UnevenRun:
-    """Fewer training calls in a row are fewer in all only if the totals say so; else a rank evaluated elsewhere."""
-    if not run.training:
-        return run
-    kinds = {rank: weighted_kinds(case.tracks[rank]) for rank in run.more | run.fewer}
-    trained = {rank: int(weights[kind == 1].sum()) for rank, (kind, weights) in kinds.items()}
-    passes = {rank: int((np.diff(kind, prepend=1) == -1).sum()) for rank, (kind, _) in kinds.items()}
-    once_more = min(passes[rank] for rank in run.fewer) > max(passes[rank] for rank in run.more)
-    is_fewer = max(trained[rank] for rank in run.fewer) < min(trained[rank] for rank in run.more)
-    if is_fewer and not once_more:
-        return run
-    who, others = named(sorted(run.fewer)), named(sorted(run.more))
-    place = f"training call {run.call} of {case.name}"
-    kind, weights = kinds[min(run.more)]
-    here = np.array(case.tracks[min(run.more)].calls.n) < run.call
-    trained_by_then = int(weights[here & (kind == 1)].sum())
-    if not once_more or any(trained[rank] <= trained_by_then for rank in run.fewer):
-        text = f"{who} evaluated where {others} made {place}: fewer batches, or an evaluation at another step."
-        return replace(run, elsewhere=text)
-    text = f"{who} evaluated once more than {others}, which made {place} there"
-    if len(set(trained.values())) == 1:
-        text += f"; each has made {next(iter(trained.values()))} training calls"
-    return UnevenRun(False, run.fewer, run.more, run.call, f"{text}.")
-
-
-def _mixed_rounds(case: Case) -> list[UnevenRun]:
-    """Rounds in which some ranks made a training and some an evaluation call, right after all were level.
-
-    Level: the round before completed in time on all ranks, at the same position. So a late rank is not mistaken for one
-    that makes more calls.
-    """
-    rounds, starts = case.rounds, anchors(case.tracks)
-    if len(rounds.ranks) < 2 or rounds.number.size < 2 or any(starts.get(rank) is None for rank in rounds.ranks):
-        return []
-    kinds, trained, evaluated = [], [], []
-    for row, rank in enumerate(rounds.ranks):
-        index, track = rounds.index[row], case.tracks[rank]
-        kinds.append(np.array(track.calls.training)[index])
-        training, evaluation = positions(track, starts[rank] or 0)
-        trained.append(training[index])
-        evaluated.append(evaluation[index])
-    kind = np.stack(kinds)
-    level = np.ones(kind.shape[1], dtype=bool)
-    for rows in (kind, np.stack(trained), np.stack(evaluated)):
-        level &= (rows == rows[0]).all(axis=0)
-    mixed = ((kind == 0).any(axis=0) & (kind == 1).any(axis=0) & (kind != UNKNOWN).all(axis=0))[1:]
-    uneven = []
-    for before in np.flatnonzero(mixed & level[:-1] & (np.diff(rounds.number) == 1)):
-        goes_on = kind[:, before + 1] == kind[:, before]
-        more = frozenset(rank for rank, does in zip(rounds.ranks, goes_on, strict=True) if does)
-        row = int(np.flatnonzero(goes_on)[0])
-        call = case.tracks[rounds.ranks[row]].calls.n[int(rounds.index[row, before + 1])]
-        uneven.append(UnevenRun(bool(kind[0, before]), more, frozenset(rounds.ranks) - more, call))
-    return uneven
-
-
-def _runs(case: Case) -> list[UnevenRun]:
-    """Runs of one kind of call that are longer on some ranks, of those whose traces are complete from the start."""
-    whole = {
-        rank: track
+def uneven_rows(case: Case) -> list[UnevenRow]:
+    """Of ranks whose traces are whole, up to the first uneven row of training calls: later rows are unlike."""
+    rows = {
+        rank: _rows_of(track)
         for rank, track in case.tracks.items()
         if track.calls.n and track.calls.n[0] == 1 and track.damaged_at < 0 and not case.job.traces[rank].damage
     }
-    if len(whole) < 2:
+    if len(rows) < 2:
         return []
-    runs = {rank: _runs_of(track) for rank, track in whole.items()}
     all_ended = len(case.endings) == case.job.world_size and all(map(_came_to_its_end, case.endings.values()))
-    uneven = []
-    before = dict.fromkeys(whole, 0)
-    for number in range(max(map(len, runs.values()))):
-        there = {rank: run[number] for rank, run in runs.items() if number < len(run)}
+    uneven: list[UnevenRow] = []
+    before = dict.fromkeys(rows, 0)
+    for number in range(max(map(len, rows.values()))):
+        there = {rank: of_rank[number] for rank, of_rank in rows.items() if number < len(of_rank)}
         if len({training for training, _ in there.values()}) != 1:
             break
-        closed = {
+        ended = {
             rank: length
             for rank, (_, length) in there.items()
-            if (all_ended and rank in case.sure) or number + 1 < len(runs[rank])
+            if number + 1 < len(rows[rank]) or (all_ended and rank in case.sure)
         }
-        if closed:
-            fewest = min(closed.values())
-            more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)
-            fewer = frozenset(rank for rank, length in closed.items() if length == fewest)
-            if more:
-                call = before[min(more)] + fewest + 1
-                uneven.append(UnevenRun(next(iter(there.values()))[0], more, fewer, call))
+        fewest = min(ended.values(), default=0)
+        more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)
+        if ended and more:
+            fewer = frozenset(rank for rank, length in ended.items() if length == fewest)
+            training = next(iter(there.values()))[0]
+            is_last = all(number + 1 == len(rows[rank]) for rank in fewer)
+            call = before[min(more)] + fewest + 1
+            uneven.append(UnevenRow(training, more, fewer, call, fewest, is_last))
+            if training:
+                break
         for rank, (_, length) in there.items():
             before[rank] += length
     return uneven
 
 
-def _runs_of(track: Track) -> list[tuple[bool, int]]:
-    """Each run of one rank: whether it is of training calls, and how many."""
+def uneven_calls(case: Case, rows: list[UnevenRow], explains: bool) -> Finding:
+    """Of rows of one kind. explains: why ranks are behind at the end."""
+    first = rows[0]
+    kind = "training" if first.training else "evaluation"
+    more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
+    # Of two ranks the one whose batches ended first; where that one evaluates, the other one may as well be wrong.
+    names_fewer = len(first.fewer) < len(first.more) + first.training
+    ranks = first.fewer if names_fewer else first.more
+    text = f"{more} made more {kind} calls than {fewer}"
+    if names_fewer:
+        text = f"{fewer} made fewer {kind} calls than {more}"
+    if first.training and not first.is_last:
+        turned = f"{fewer} went on to evaluation after {first.length} training calls in a row"
+        text = f"{turned}, where {more} made more (fewer batches, or an evaluation at another step)"
+        if len(first.fewer) == len(first.more):
+            ranks = frozenset()
+    times = f", {len(rows)} times" if len(rows) > 1 else ""
+    return Finding(
+        ids.UNEVEN_CALLS,
+        CRITICAL if first.training or explains else WARNING,
+        tuple(sorted(ranks)),
+        f"{text}, from call {first.call} of {case.name} on{times}.",
+        _NEXT_STEPS[first.training],
+        case.name,
+        first.call,
+        evidence=tuple(f"{kind} call {row.call}: only on {named(sorted(row.more))}" for row in rows[:4]),
+    )
+
+
+def _rows_of(track: Track) -> list[tuple[bool, int]]:
+    """Of one rank: whether each row is of training calls, and how many."""
     kinds, weights = weighted_kinds(track)
     edges = np.flatnonzero(np.diff(kinds)) + 1
     pieces = zip(np.split(kinds, edges), np.split(weights, edges), strict=True)

@@ -86,7 +86,7 @@ _NEXT_STEPS = {
     "run tells whether all ranks came out of the encoder.",
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
     ids.NOT_ENOUGH: "Collect this from all ranks, while the job hangs: `nemo-patches stacks --json`, traces, "
-    "dumps, every rank's stderr.",
+    "stall reports, every rank's stderr.",
 }
 # For a missing rank, by its activity.
 _NEXT_STEPS_AT = {

@@ -1,72 +1,35 @@
-"""Read a folder twice to see whether its job is running, or again and again to follow it."""
+"""Read a folder of traces, twice where its job may be running."""
 
 from __future__ import annotations
 
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 
-from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.folder import Folder, TracedJob, UnreadableError
+from nemo_patches.tools.diagnose.folder import Folder, TracedJob
 from nemo_patches.tracing.records import Header
 
-REFRESH = timedelta(seconds=2)
 _FRESH = timedelta(minutes=10)  # a file that was written to since may still grow
 _SHORTEST, _LONGEST = timedelta(seconds=1), timedelta(seconds=10)  # between the two looks
 _CALLS = 3  # a running job writes within the time of so many calls
 
 
-def once(
-    path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
-) -> tuple[TracedJob, Diagnosis]:
+def once(path: Path, sleep: Callable[[float], None] = time.sleep) -> tuple[TracedJob, Diagnosis]:
     """Read a folder and diagnose it; if its job may be running, read it twice. Raises UnreadableError."""
-    folder = Folder(path, launch)
+    folder = Folder(path)
     job = folder.read()
     if _may_grow(job):
         sleep(_patience(job).total_seconds())
         job = folder.read()
         _see_what_runs(job)
     return job, diagnose(job)
-
-
-def follow(
-    path: Path, sleep: Callable[[float], None] = time.sleep, launch: int | None = None
-) -> Iterator[tuple[TracedJob, Diagnosis]]:
-    """Yield the job and its report at first and at every change of the verdict, until the caller stops.
-
-    Waits for the first trace, and says so on stderr. Raises UnreadableError if the folder is none.
-    """
-    folder = Folder(path, launch)
-    last_verdict = last_problem = ""
-    quiet_looks = 0
-    while True:
-        try:
-            job = folder.read()
-        except UnreadableError as error:
-            if not path.is_dir():
-                raise
-            if str(error) != last_problem:
-                last_problem = str(error)
-                print(f"nemo-patches diagnose: {safe(last_problem)}; waiting for a trace", file=sys.stderr)
-            sleep(REFRESH.total_seconds())
-            continue
-        # A job with slow steps does not write between all looks.
-        quiet_looks = 0 if job.moving else quiet_looks + 1
-        job.moving = quiet_looks * REFRESH < max(_patience(job), REFRESH * 1.5)
-        _see_what_runs(job)
-        report = diagnose(job)
-        if report.verdict != last_verdict:
-            last_verdict = report.verdict
-            yield job, report
-        sleep(REFRESH.total_seconds())
 
 
 def _see_what_runs(job: TracedJob) -> None:

@@ -1,4 +1,4 @@
-"""`nemo-patches doctor`: what in a training config can hang, corrupt or slow a run on several ranks, before it starts.
+"""`nemo-patches doctor`: what in a training config can hang a run on several ranks, or stop it at its start.
 
 It imports neither torch nor NeMo, and executes nothing of what it reads.
 """

@@ -160,10 +160,13 @@ class DataFlow:
                     self._expression(child, alone=isinstance(statement, ast.Expr))
 
     def _branches(self, blocks: Iterable[Iterable[ast.stmt]]) -> None:
-        before, agreed = dict(self._levels), set(self._agreed)
-        after, agreed_after = dict[str, Level](), set[str]()
+        before = self._levels
+        agreed = self._agreed
+        after = dict[str, Level]()
+        agreed_after = set[str]()
         for block in blocks:
-            self._levels, self._agreed = dict(before), set(agreed)
+            self._levels = dict(before)
+            self._agreed = set(agreed)
             self._block(block)
             agreed_after |= self._agreed
             for name, level in self._levels.items():

@@ -14,19 +14,13 @@ from pathlib import Path
 
 from nemo_patches.tools.doctor.collectives import BACKWARD, COMPUTE, ENCODER, LOG, Names, Surroundings
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
+from nemo_patches.tools.doctor.encoders import ENCODERS
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.finding import counted
 from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
-# NeMo's encoders with a length sync, by the file that each is in.
-_ENCODERS = {
-    "conformer_encoder": "ConformerEncoder",
-    "squeezeformer_encoder": "SqueezeformerEncoder",
-    "transformer_encoder": "TransformerEncoder",
-    "conv_asr": "ConvASREncoder",
-}
-_LENGTH_SYNCS = ("update_max_seq_length", "update_max_sequence_length")
 _OF_ANY_MODULE = words(
     """
     __init__ disabled_deployment_input_names disabled_deployment_output_names forward freeze
@@ -113,11 +107,11 @@ class Code:
 
     @property
     def headline(self) -> str:
-        bases = sorted({each.base or each.copy.of for each in self.classes if each.base or each.copy})  # type: ignore[union-attr]
+        bases = sorted({each.base or (each.copy.of if each.copy else "") for each in self.classes} - {""})
         compared = f"compared with the installed NeMo's {', '.join(bases)}" if bases else "no class of NeMo's in it"
-        return f"{len(self.classes)} class{'es' * (len(self.classes) != 1)}; " + (
-            compared if self.nemo else "NeMo is not installed here, so it is compared with nothing"
-        )
+        if not self.nemo:
+            compared = "NeMo is not installed here, so it is compared with nothing"
+        return f"{counted(len(self.classes), 'class', 'es')}; {compared}"
 
 
 def read(path: Path, nemo: Path | None = None) -> Code:
@@ -128,8 +122,13 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     tree = _tree(path, content)
     try:
         names = Names(tree)
-        classes = tuple(_class(node, names, nemo, _in_nemo(path)) for node in nodes(tree, ast.ClassDef))
-        return Code(path, classes, divergences(tree), nemo, _comments(path, content))
+        return Code(
+            path=path,
+            classes=tuple(_class(node, names, nemo, in_nemo=_in_nemo(path)) for node in nodes(tree, ast.ClassDef)),
+            divergences=divergences(tree),
+            nemo=nemo,
+            comments=_comments(path, content),
+        )
     except RecursionError:
         raise DoctorError(f"{path}: its code is nested too deep to be followed") from None
 
@@ -171,15 +170,22 @@ def _module(path: Path) -> ast.Module:
     return _tree(path, _content(path))
 
 
-def _class(node: ast.ClassDef, names: Names, nemo: Path | None, in_nemo: bool) -> Class:
+def _class(node: ast.ClassDef, names: Names, nemo: Path | None, *, in_nemo: bool) -> Class:
     bases = list(_bases_in_nemo(node, names.tree, nemo)) if nemo else []
     of_nemo: dict[str, Method] = {}
     for _, base, module in bases:
         of_nemo = {**_methods(base, Names(module)), **of_nemo}
     methods = _methods(node, names)
-    encoders = {name for name, _, _ in bases} & set(_ENCODERS.values())
-    copy = _copied(node.name, methods, nemo) if nemo and not encoders and not in_nemo else None
-    return Class(node.name, node.lineno, methods, of_nemo, bases[0][0] if bases else "", copy)
+    is_encoder = any(target.owner == name for target in ENCODERS for name, _, _ in bases)
+    copy = _copied(node.name, methods, nemo) if nemo and not is_encoder and not in_nemo else None
+    return Class(
+        name=node.name,
+        line=node.lineno,
+        methods=methods,
+        of_nemo=of_nemo,
+        base=bases[0][0] if bases else "",
+        copy=copy,
+    )
 
 
 def _methods(node: ast.ClassDef, names: Names) -> dict[str, Method]:
@@ -189,28 +195,29 @@ def _methods(node: ast.ClassDef, names: Names) -> dict[str, Method]:
 
 def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None:
     """The encoder of NeMo's that most of a class's methods are named after; None if these are few."""
-    own, best, most = methods.keys() - _OF_ANY_MODULE, None, 0
-    if "forward" not in methods:
+    own = methods.keys() - _OF_ANY_MODULE
+    best = None
+    most = 0
+    if "forward" not in methods or len(own) < _FEWEST_COPIED:
         return None
-    for file, encoder in _ENCODERS.items():
-        path = nemo / "collections" / "asr" / "modules" / f"{file}.py"
-        if not path.is_file() or len(own) < _FEWEST_COPIED:
-            continue
-        tree = _module(path)
-        node = next((each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == encoder), None)
-        theirs = _methods(node, Names(tree)) if node else {}
+    for target in ENCODERS:
+        path = nemo.joinpath(*target.module.split(".")[1:]).with_suffix(".py")
+        found = _defined(target.owner, _module(path), nemo) if path.is_file() else None
+        theirs = _methods(found[0], Names(found[1])) if found else {}
         specific = theirs.keys() - _OF_ANY_MODULE
         shared = len(own & specific)
-        named_after = name == encoder or (set(_LENGTH_SYNCS) & own & specific)
+        named_after = name == target.owner or target.method in own & specific
         enough = _FEWEST_COPIED if named_after else max(_FEWEST_COPIED, len(specific) // 2)
         if shared >= enough and shared > most:
-            best, most = Copy(encoder, theirs), shared
+            best = Copy(target.owner, theirs)
+            most = shared
     return best
 
 
 def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef, ast.Module]]:
     """NeMo's classes that it inherits from, nearest first, and the module of each."""
-    waiting, seen = [(node, tree)], {node.name}
+    waiting = [(node, tree)]
+    seen = {node.name}
     while waiting and len(seen) < _MOST_BASES:
         inner, where = waiting.pop(0)
         for base in inner.bases:
@@ -237,7 +244,7 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
         for path in (inner.with_suffix(".py"), inner / "__init__.py") if original else ():
             if path.is_file():
-                return _defined(str(original), _module(path), nemo, steps + 1)
+                return _defined(str(original), _module(path), nemo, steps=steps + 1)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nemo_patches.tools.doctor.syntax import dotted, last_part, nodes, words
@@ -36,7 +36,10 @@ _IN_PARALLEL = words(
 _LIGHTNING_BASES = words("LightningDataModule LightningModule ModelPT")
 _LIGHTNING_METHODS = words("training_step configure_optimizers validation_step")
 
-BACKWARD, COMPUTE, ENCODER, LOG = "backward", "compute", "encoder", "log"
+BACKWARD = "backward"
+COMPUTE = "compute"
+ENCODER = "encoder"
+LOG = "log"
 
 
 @dataclass(frozen=True)
@@ -158,34 +161,37 @@ class Surroundings:
 
     def collective(self, call: ast.Call) -> Collective | None:
         """Which collective a call is; None if it is none, or one of a group that may have some ranks only."""
-        name, origin = dotted(call.func), self.names.origin(call.func)
+        name = dotted(call.func)
+        origin = self.names.origin(call.func)
         owner, _, last = name.rpartition(".")
-        line, holder = call.lineno, last_part(owner)
+        holder = last_part(owner)
+        made = Collective(name, pairs_with=last, line=call.lineno)
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
         if of_torch and last_part(origin) in _OF_TORCH:
-            return None if _of_a_group(call) else Collective(name, last_part(origin), line)
+            return None if _of_a_group(call) else replace(made, pairs_with=last_part(origin))
         if last in _OF_HOLDER.get(holder, ()):
-            return None if holder in _STRATEGIES and _of_a_group(call) else Collective(name, last, line)
+            return None if holder in _STRATEGIES and _of_a_group(call) else made
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
-            return None if _of_a_group(call) else Collective(name, last, line)
+            return None if _of_a_group(call) else made
         if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
-            return Collective(name, last, line, "which waits for all ranks")
+            return replace(made, why="which waits for all ranks")
         if last == "save_checkpoint" and "engine" in holder and self.names.in_parallel:
-            return Collective(name, last, line, "which all ranks of DeepSpeed save in")
-        return self._log(name, call) if name in _LOGS else self._of_model(name, call)
+            return replace(made, why="which all ranks of DeepSpeed save in")
+        return self._log(made, call) if name in _LOGS else self._of_model(made, call)
 
-    def _of_model(self, name: str, call: ast.Call) -> Collective | None:
-        owner, _, last = name.rpartition(".")
-        line, holder = call.lineno, last_part(owner)
+    def _of_model(self, made: Collective, call: ast.Call) -> Collective | None:
+        owner, _, last = made.name.rpartition(".")
+        holder = last_part(owner)
         if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):
             guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
-            return Collective(name, last, line, "which gathers the metric from all ranks", guess)
+            return replace(made, why="which gathers the metric from all ranks", guess=guess)
         if last == "state_dict" and holder.endswith("model") and self.names.sharded:
-            return Collective(name, last, line, "which gathers sharded parameters", "the model is wrapped in FSDP")
-        if name == "self.manual_backward" or (last == "backward" and (self.lightning or self.names.in_parallel)):
-            return Collective(name, BACKWARD, line, "which reduces the gradients")
-        if last in _ENCODERS and name.startswith("self."):
-            return Collective(name, ENCODER, line)
+            return replace(made, why="which gathers sharded parameters", guess="the model is wrapped in FSDP")
+        runs_backward = last == "backward" and (self.lightning or self.names.in_parallel)
+        if made.name == "self.manual_backward" or runs_backward:
+            return replace(made, pairs_with=BACKWARD, why="which reduces the gradients")
+        if last in _ENCODERS and made.name.startswith("self."):
+            return replace(made, pairs_with=ENCODER)
         return None
 
     def property_read(self, node: ast.Attribute) -> Collective | None:
@@ -194,23 +200,25 @@ class Surroundings:
         owner, _, last = name.rpartition(".")
         if owner not in ("trainer", "self.trainer") or not isinstance(node.ctx, ast.Load):
             return None
+        made = Collective(name, pairs_with=last, line=node.lineno)
         if last == "log_dir":
-            return Collective(name, "broadcast", node.lineno, "which broadcasts rank 0's folder")
+            return replace(made, pairs_with="broadcast", why="which broadcasts rank 0's folder")
         if last in ("callback_metrics", "logged_metrics"):
             guess = "a metric in it was logged with sync_dist, and has not been reduced yet"
-            return Collective(name, last, node.lineno, "which reduces what was logged", guess)
+            return replace(made, why="which reduces what was logged", guess=guess)
         return None
 
-    def _log(self, name: str, call: ast.Call) -> Collective | None:
+    def _log(self, made: Collective, call: ast.Call) -> Collective | None:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         if _is(given.get("rank_zero_only"), True) or "sync_dist_group" in given:
             return None
-        on_step = next((known for known in (True, False) if _is(given.get("on_step"), known)), None)
         if "sync_dist" in given and not _is(given["sync_dist"], False):
-            return Collective(name, LOG, call.lineno, "which reduces over all ranks by sync_dist", on_step=on_step)
+            on_step = next((known for known in (True, False) if _is(given.get("on_step"), known)), None)
+            why = "which reduces over all ranks by sync_dist"
+            return replace(made, pairs_with=LOG, why=why, on_step=on_step)
         values = [*call.args[1:2], *filter(None, [given.get("value")])]
         if any(dotted(value) in self.metrics for value in values):
-            return Collective(name, LOG, call.lineno, "which gathers a metric from all ranks", on_step=False)
+            return replace(made, pairs_with=LOG, why="which gathers a metric from all ranks", on_step=False)
         return None
 
 

@@ -16,10 +16,9 @@ from nemo_patches.tools.doctor import against, config_files, examination, fixes,
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.finding import Rule, Severity, counted
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 
 def carry_out(request: Request) -> int:
@@ -47,7 +46,7 @@ def _carry_out(request: Request) -> int:
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     _refuse(request, paths, overrides)
-    run = _Run(request, rules, paths, overrides)
+    run = _Run(request=request, rules=rules, paths=paths, overrides=overrides)
     if request.ranks:
         run.of_ranks()
     reports = [_from(each, severity) for each in run.reports()]
@@ -57,7 +56,7 @@ def _carry_out(request: Request) -> int:
     if written:  # what is left counts
         reports = [_from(each, severity) for each in run.examined(suppressions.of_project())]
         left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
-        _complain(f"{left} finding{'s' * (left != 1)} left" if left else "nothing but notes left")
+        _complain(f"{counted(left, 'finding')} left" if left else "nothing but notes left")
     return max(each.exit_code for each in reports)
 
 
@@ -68,8 +67,6 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
         )
     if request.ranks and (len(paths) > 1 or request.patched or request.fix or request.against):
         raise DoctorError("found --ranks with several configs, --patched, --fix or --against; allowed: one config")
-    if request.nccl and not request.ranks:
-        raise DoctorError("--nccl without --ranks; it is run on every rank: torchrun ... doctor --ranks --nccl")
     if request.write and not request.fix:
         raise DoctorError("--write without --fix; --fix prints the changes that it would write")
     if request.json and request.output_format not in (None, "json"):
@@ -106,7 +103,7 @@ class _Run:
         return [
             examination.examine_code(path, self.rules, project)
             if path.suffix == ".py"
-            else examination.examine(path, self.overrides, self.rules, patched, project)
+            else examination.examine(path, self.overrides, self.rules, patched=patched, project=project)
             for path in self.paths
         ]
 
@@ -114,9 +111,10 @@ class _Run:
         """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
         from nemo_patches.tools.doctor import exchange, rank_place
 
-        here, code = rank_place.place(), 0
+        here = rank_place.place()
+        code = 0
         try:
-            job_ranks = exchange.examine(here, self._loaders(here.size), self.request.nccl)
+            job_ranks = exchange.examine(here, self._loaders(here.size))
             if job_ranks is not None:
                 ranks_report = Examination(
                     f"{here.size} ranks",
@@ -138,7 +136,7 @@ class _Run:
         try:
             for path in self.paths:
                 found |= loaders.settings(Job(reading.load(path, self.overrides)), ranks)
-        except ConfigError as error:
+        except DoctorError as error:
             return {"the config": str(error)}
         return found
 
@@ -194,7 +192,8 @@ def _fix(each: Examination, write: bool) -> bool:
     if each.config is None:
         return False
     changes = [finding.change for _, finding in each.findings if finding.change is not None]
-    path, before = each.config.source.path, each.config.source.text
+    path = each.config.source.path
+    before = each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
     typer.echo(fixes.diff(path, before, after).encode(errors="surrogateescape"), nl=False)  # bytes: to be applied
     for reason in refused:

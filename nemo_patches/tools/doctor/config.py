@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.input_files import Unread
 from nemo_patches.tools.doctor.interpolations import LONGEST_TEXT, UNKNOWN, depth_of, first_line
 from nemo_patches.tools.doctor.trees import Keys, entries, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, ConfigError, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, YamlText
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -110,8 +111,8 @@ class Config:
             elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                return Value(".".join(keys), default, "default", self.source.line(keys))
-        return Value(".".join(keys), node, self.origin(keys), self.source.line(keys))
+                return Value(".".join(keys), default, origin="default", line=self.source.line(keys))
+        return Value(".".join(keys), node, origin=self.origin(keys), line=self.source.line(keys))
 
     def origin(self, keys: Keys) -> str:
         for depth in range(len(keys) - 1, 0, -1) if self.files else ():
@@ -156,7 +157,7 @@ class Section:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config. Raises ConfigError for a file that cannot be read, or an override that does not fit it.
+    """Read a config. Raises DoctorError for a file that cannot be read, or an override that does not fit it.
 
     Of interpolations, those that name a key are followed. A resolver (${oc.env:HOME}, ${now:%Y}, a training script's
     own) is never called: what it would give belongs to the job's environment, and may be a secret. It is UNKNOWN.
@@ -171,7 +172,15 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     overridden = _overridden(source.path, tree, overrides)
     found = interpolations.resolve(source, tree)
     files, unread = input_files.read_into(tree, found)
-    return Config(source, tree, overridden, found.broken, frozenset(found.of_machine), files, unread)
+    return Config(
+        source=source,
+        tree=tree,
+        overridden=overridden,
+        broken=found.broken,
+        of_machine=frozenset(found.of_machine),
+        files=files,
+        unread=unread,
+    )
 
 
 def _with(node: Any, keys: Keys, value: Any) -> Any:
@@ -188,7 +197,7 @@ def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
     """Refuse what Hydra composes of several files: a verdict on one of them would be none on the job."""
     entries = tree.get("defaults")
     if isinstance(entries, list) and not all(_changes_no_value(entry) for entry in entries):
-        raise ConfigError(
+        raise DoctorError(
             f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other files, which are not read; "
             "examine the composed config: python train.py ... --cfg job > composed.yaml"
         )
@@ -210,7 +219,8 @@ def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> froze
     from hydra.core.override_parser.overrides_parser import OverridesParser  # 0.2 s
     from hydra.errors import HydraException
 
-    parser, given = OverridesParser.create(), []
+    parser = OverridesParser.create()
+    given = []
     for text in texts:
         try:
             if len(text) > LONGEST_TEXT or depth_of(text) > MOST_LEVELS:
@@ -219,9 +229,9 @@ def _overridden(path: Path, tree: dict[str, Any], texts: Sequence[str]) -> froze
             if not override.is_hydra_override():  # which is how the training script logs, and where it runs
                 given.append(_override(tree, override))
         except _Refused as why:
-            raise ConfigError(f"{path}: override {_shown(text)}{why}") from None
+            raise DoctorError(f"{path}: override {_shown(text)}{why}") from None
         except (HydraException, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: override {_shown(text)} is not allowed: {first_line(error)}") from None
+            raise DoctorError(f"{path}: override {_shown(text)} is not allowed: {first_line(error)}") from None
     return frozenset(given)
 
 
@@ -253,7 +263,7 @@ def _override(tree: dict[str, Any], override: Override) -> Keys:
     elif override.is_add() and before is not None and not isinstance(value, (dict, list)):
         raise _Refused(": it is there already; ++ sets it in any case")
     else:
-        holder[last] = _merged(keys, before, value, adds)
+        holder[last] = _merged(keys, before, value, adds=adds)
     return keys
 
 
@@ -274,14 +284,14 @@ def _holder(tree: dict[str, Any], keys: Keys, adds: bool) -> Any:
     return holder
 
 
-def _merged(keys: Keys, before: Any, value: Any, adds: bool) -> Any:
+def _merged(keys: Keys, before: Any, value: Any, *, adds: bool) -> Any:
     """Hydra merges a mapping into the one that is there, and replaces anything else."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     for key in value:
         if key not in before and not adds:
             raise _does_not_fit((*keys, key), before)
-    return {**before, **{key: _merged((*keys, key), before.get(key), new, adds) for key, new in value.items()}}
+    return before | {key: _merged((*keys, key), before.get(key), new, adds=adds) for key, new in value.items()}
 
 
 def _does_not_fit(keys: Keys, holder: Any) -> _Refused:

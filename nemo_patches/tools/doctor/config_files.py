@@ -12,7 +12,7 @@ from typing import NoReturn
 from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import SECTIONS
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.yaml_text import LARGEST_FILE_BYTES, ConfigError, YamlText
+from nemo_patches.tools.doctor.yaml_text import LARGEST_FILE_BYTES, YamlText
 
 STANDARD_INPUT = Path("-")
 _ENDINGS = (".yaml", ".yml")
@@ -93,6 +93,6 @@ def _may_be_a_config(path: Path) -> bool:
     """Also true for a file that cannot be read: the examination then says so."""
     try:
         source = yaml_text.read(path)
-    except ConfigError:
+    except DoctorError:
         return True
     return any((name,) in source.nodes for name in SECTIONS)

@@ -73,7 +73,9 @@ class Dataset(Section):
         """
         switch = self.get("use_lhotse")
         if switch.given:
-            return "" if not switch.known else "lhotse" if switch.value else "nemo"
+            if not switch.known:
+                return ""
+            return "lhotse" if switch.value else "nemo"
         if self._given(_OF_LHOTSE_ALONE):
             return "lhotse"
         if self.keys[0] == "data":
@@ -243,11 +245,11 @@ def found_in(config: Config) -> Iterator[Dataset]:
         if isinstance(named, dict):
             for name, inner in named.items():
                 if isinstance(inner, dict):
-                    yield Dataset(config, (*keys, "datasets", name), role, keys)
+                    yield Dataset(config, (*keys, "datasets", name), role=role, outer=keys)
         elif section.get("multi_config") is True:
             for name, inner in section.items():
                 if isinstance(inner, dict) and name != "sampler_weights":
-                    yield Dataset(config, (*keys, name), role, keys)
+                    yield Dataset(config, (*keys, name), role=role, outer=keys)
         else:
             yield Dataset(config, keys, role)
 

@@ -20,7 +20,7 @@ from nemo_patches.tools.doctor import batch_data
 from nemo_patches.tools.doctor.batch_data import Branching, DataFlow, Test
 from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import Severity, at
+from nemo_patches.tools.doctor.finding import Finding, Severity, at
 from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
 from nemo_patches.tools.doctor.syntax import (
     LOOPS,
@@ -70,7 +70,7 @@ class Divergence:
     collectives: tuple[Collective, ...]
     cause: str
     line: int
-    by_rank: bool
+    by_rank: bool = False
     exit: str = ""
     exit_line: int = 0
     reordered: bool = False
@@ -108,6 +108,10 @@ class Divergence:
     def severity(self) -> Severity:
         return Severity.NOTE if self.guess else Severity.WARNING
 
+    def finding(self, what: str, read: tuple[Value, ...], instead: str, severity: Severity | None = None) -> Finding:
+        worth = self.severity if severity is None else severity
+        return Finding(severity=worth, what=f"{what}{self.guess}", read=read, instead=instead)
+
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """The divergences of all functions of a file, and of its module-level code."""
@@ -141,7 +145,8 @@ def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
     """The methods of its base classes in the same file; a nearer base wins."""
     classes = {each.name: each for each in scope.surroundings.names.tree.body if isinstance(each, ast.ClassDef)}
     found: dict[str, Function] = {}
-    waiting, seen = [node], {node.name}
+    waiting = [node]
+    seen = {node.name}
     while waiting:
         for base in map(dotted, waiting.pop(0).bases):
             if base in classes and base not in seen:
@@ -260,7 +265,15 @@ class _Function:
         return {id(node): self._ranks.decided(_test(node), rank) for node in self.rank_tests}
 
     def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
-        way = Way(self.node, self.name, self.scope.surroundings, self.scope.made_by, decisions, self._silent, caught)
+        way = Way(
+            node=self.node,
+            name=self.name,
+            surroundings=self.scope.surroundings,
+            made_by=self.scope.made_by,
+            decisions=decisions,
+            silent=self._silent,
+            caught=caught,
+        )
         way.walk()
         return way
 
@@ -301,15 +314,22 @@ class _Function:
         events = self.follow(self.of_rank(0)).events if cause else []
         if events:
             line = self.node.lineno if isinstance(self.node, Function) else 1
-            yield Divergence(self.name, Kind.FIRST_RANK, _of(events), cause, line, True)
+            yield Divergence(
+                function=self.name,
+                kind=Kind.FIRST_RANK,
+                collectives=_of(events),
+                cause=cause,
+                line=line,
+                by_rank=True,
+            )
 
     def _by_rank(self) -> Iterator[Divergence]:
         if not self.rank_tests or _first_rank_only(self.node, self.scope.surroundings):
             return
         ways = [self.follow(self.of_rank(rank)) for rank in RANKS]
         for other in ways[1:]:
-            yield from self._compared(ways[0], other, self.rank_tests, True)
-        yield from self._decided_either_way(self._open_rank_tests, True)
+            yield from self._compared(ways[0], other, nodes=self.rank_tests, by_rank=True)
+        yield from self._decided_either_way(self._open_rank_tests, by_rank=True)
 
     @property
     def _open_rank_tests(self) -> list[Test]:
@@ -321,7 +341,7 @@ class _Function:
         ]
 
     def _by_data(self) -> Iterator[Divergence]:
-        for each in self._decided_either_way(self._flow.tests, False):
+        for each in self._decided_either_way(self._flow.tests, by_rank=False):
             left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
             if left:
                 yield replace(each, collectives=left)
@@ -333,7 +353,7 @@ class _Function:
             by_text.setdefault(text_of(test), []).append(node)
         for text, branches in islice(by_text.items(), _MOST_TESTS):
             yes, no = (self.follow({id(node): decided for node in branches}) for decided in (True, False))
-            yield from self._compared(yes, no, branches, by_rank, text)
+            yield from self._compared(yes, no, nodes=branches, by_rank=by_rank, text=text)
 
     def _is_open(self, collective: Collective, divergence: Divergence) -> bool:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
@@ -356,10 +376,16 @@ class _Function:
         for call, part in self._flow.named:
             made = self.scope.surroundings.collective(call)
             if made is not None and made.pairs_with == LOG:
-                yield Divergence(self.name, Kind.NAME, (made,), ast.unparse(part), call.lineno, False)
+                yield Divergence(
+                    function=self.name,
+                    kind=Kind.NAME,
+                    collectives=(made,),
+                    cause=ast.unparse(part),
+                    line=call.lineno,
+                )
 
     def _compared(
-        self, way: Way, other: Way, nodes: Sequence[Branching], by_rank: bool, text: str = ""
+        self, way: Way, other: Way, *, nodes: Sequence[Branching], by_rank: bool, text: str = ""
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. nodes: the tests that make them."""
         if way.raised or other.raised:
@@ -368,7 +394,14 @@ class _Function:
 
         def divergence(kind: Kind, events: Iterable[Event], node: Branching) -> Divergence:
             test = _test(node)
-            return Divergence(self.name, kind, _of(events), text or ast.unparse(test), test.lineno, by_rank)
+            return Divergence(
+                function=self.name,
+                kind=kind,
+                collectives=_of(events),
+                cause=text or ast.unparse(test),
+                line=test.lineno,
+                by_rank=by_rank,
+            )
 
         if not missing and _reordered(way.events, other.events):
             yield replace(divergence(Kind.BRANCH, way.events, nodes[0]), reordered=True)
@@ -399,8 +432,13 @@ class _Function:
                         break
                     missing = _difference(usual.events, caught.events)
                     if missing:
-                        cause = ast.unparse(handler.type) if handler.type else "any error"
-                        yield Divergence(self.name, Kind.ERROR, _of(missing), cause, handler.lineno, False)
+                        yield Divergence(
+                            function=self.name,
+                            kind=Kind.ERROR,
+                            collectives=_of(missing),
+                            cause=ast.unparse(handler.type) if handler.type else "any error",
+                            line=handler.lineno,
+                        )
                         break
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
@@ -15,32 +16,37 @@ FLAG = "sync_max_audio_length"
 
 @dataclass(frozen=True)
 class EncoderClass:
-    """A class of NeMo with the length sync; checked in the sources of NeMo 2.1 to 3.0.
-
-    has_flag: whether it takes sync_max_audio_length. positional: whether it has positional encodings that start at
-    pos_emb_max_len and grow; ConvASREncoder has none, and as it always syncs, its other buffer grows alike everywhere.
-    """
+    """A class of NeMo with the length sync of a target."""
 
     name: str
-    has_flag: bool
-    positional: bool
+    target: Target
+
+    @property
+    def has_flag(self) -> bool:
+        """Whether it takes sync_max_audio_length."""
+        return any(FLAG in reads for reads in self.target.reads)
+
+    @property
+    def positional(self) -> bool:
+        """Whether it has positional encodings that start at pos_emb_max_len and grow.
+
+        ConvASREncoder has none, and as it always syncs, its other buffer grows alike everywhere.
+        """
+        return bool(self.target.setter)
 
 
-_CLASSES = {
-    known.name: known
-    for known in (
-        EncoderClass("ConformerEncoder", True, True),
-        EncoderClass("ConformerEncoderAdapter", True, True),
-        EncoderClass("ConformerEncoderUNet", True, True),
-        EncoderClass("SpectrogramConformer", True, True),  # hands its keywords to a ConformerEncoder
-        EncoderClass("SpectrogramConformerUNet", True, True),
-        EncoderClass("TransformerEncoder", True, True),
-        EncoderClass("SqueezeformerEncoder", False, True),
-        EncoderClass("SqueezeformerEncoderAdapter", False, True),
-        EncoderClass("ConvASREncoder", False, False),
-        EncoderClass("ConvASREncoderAdapter", False, False),
-    )
+ENCODERS = tuple(target for target in TARGETS if target.module.startswith("nemo.collections.asr.modules."))
+# Those that inherit a length sync, or hand their keywords to an encoder that has it.
+_SAME_AS = {
+    "ConformerEncoderAdapter": "ConformerEncoder",
+    "ConformerEncoderUNet": "ConformerEncoder",
+    "SpectrogramConformer": "ConformerEncoder",
+    "SpectrogramConformerUNet": "ConformerEncoder",
+    "SqueezeformerEncoderAdapter": "SqueezeformerEncoder",
+    "ConvASREncoderAdapter": "ConvASREncoder",
 }
+_CLASSES = {target.owner: EncoderClass(target.owner, target) for target in ENCODERS}
+_CLASSES |= {name: EncoderClass(name, _CLASSES[same].target) for name, same in _SAME_AS.items()}
 CLASS_NAMES = tuple(_CLASSES)
 
 # Encoders without one; any other class in an encoder's place is one that the doctor does not know.
@@ -131,26 +137,34 @@ class Encoder(Section):
         target = _class_name(mel.get("_target_").value)
         if target not in _MEL:
             return None
-        rate, stride = mel.get("sample_rate", 16000), mel.get("window_stride", 0.01)
-        hop, exact = mel.get("n_window_stride"), mel.get("exact_pad", False)
+        rate = mel.get("sample_rate", 16000)
+        stride = mel.get("window_stride", 0.01)
+        hop = mel.get("n_window_stride")
+        exact = mel.get("exact_pad", False)
         pad_to = mel.get("pad_to", 16 if target == _MEL[0] else 0)
         if rate.number is None or (hop.number or stride.number) is None or pad_to.number is None:
             return None
         samples = int(hop.number or rate.number * float(stride.number or 0))
         if samples < 1:
             return None
-        read = (hop if hop.number else stride, pad_to)
-        return Frames(rate.number, samples, not exact.on, int(pad_to.number), read)
+        return Frames(
+            rate=rate.number,
+            hop=samples,
+            center=not exact.on,
+            pad_to=int(pad_to.number),
+            read=(hop if hop.number else stride, pad_to),
+        )
 
     def _spectrogram(self, holder: Keys) -> Frames | None:
         """From AudioToSpectrogram, which the audio models have for an encoder."""
         beside = Section(self.config, holder)
         if _class_name(beside.get("encoder._target_").value) != "AudioToSpectrogram":
             return None
-        hop, rate = beside.get("encoder.hop_length"), beside.get("sample_rate")
+        hop = beside.get("encoder.hop_length")
+        rate = beside.get("sample_rate")
         if not hop.number or not rate.number:
             return None
-        return Frames(rate.number, int(hop.number), True, 0, (hop, rate))
+        return Frames(rate=rate.number, hop=int(hop.number), center=True, pad_to=0, read=(hop, rate))
 
 
 def found_in(config: Config) -> Iterator[Encoder]:

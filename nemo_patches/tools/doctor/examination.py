@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemo_patches.patching.settings import AGREED, OptionSettings
 from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import code, config_files, not_judged, suppressions
 from nemo_patches.tools.doctor import config as reading
@@ -18,7 +19,6 @@ from nemo_patches.tools.doctor.finding import NOTE, Rule, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
 from nemo_patches.tools.doctor.suppressions import Pair, Suppression
-from nemo_patches.tools.doctor.yaml_text import ConfigError
 
 CRASHED = "NP001"
 
@@ -29,17 +29,16 @@ class Examination:
 
     headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
     details: for programs.
-    passed: the rules that found nothing. used: the suppressions that answered findings. suppressed: how many.
+    used: the suppressions that answered findings. suppressed: how many.
     """
 
     name: str
-    headline: str
-    findings: tuple[Pair, ...]
+    headline: str = ""
+    findings: tuple[Pair, ...] = ()
     error: str = ""
     config: Config | None = None
     lines: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
-    passed: tuple[Rule, ...] = ()
     used: frozenset[Suppression] = frozenset()
     suppressed: int = 0
 
@@ -65,7 +64,8 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     Raises DoctorError for one that no rule's identifier begins with.
     """
     rules = all_rules()
-    wanted, unwanted = _identifiers(select), _identifiers(ignore)
+    wanted = _identifiers(select)
+    unwanted = _identifiers(ignore)
     for identifier in (*wanted, *unwanted):
         if not any(rule.identifier.startswith(identifier) for rule in rules):
             raise _no_rule(identifier)
@@ -89,7 +89,7 @@ def named(identifier: str) -> Rule:
 def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
     """The settings that a job with nemo_patches would have in this environment. Raises DoctorError."""
     try:
-        settings.CHECKPOINTS.value(None, environment)
+        OptionSettings.resolve(environment=environment)
         return settings.Settings.resolve(environment=environment)
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
@@ -105,14 +105,15 @@ def examine(
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
         config = reading.with_overrides(config_files.read(path), overrides)
-    except ConfigError as error:
-        return Examination(str(path), "", (), str(error))
-    agree = patched is not None and settings.CHECKPOINTS.value(None, os.environ) == settings.CHECKPOINTS.default
+    except DoctorError as error:
+        return Examination(str(path), error=str(error))
+    agree = patched is not None and OptionSettings.resolve().checkpoints == AGREED
     job = Job(config, patched, agree)
     report = Examination(str(config.source.path), job.headline, checked(job, rules), config=config)
     # With overrides or as patched, other suppressions may be needed.
     complete = not overrides and patched is None and set(rules) == set(all_rules())
-    return _answered(report, suppressions.in_lines(enumerate(config.source.text.splitlines(), 1)), project, complete)
+    own = suppressions.in_lines(enumerate(config.source.text.splitlines(), 1))
+    return _answered(report, own, project, complete=complete)
 
 
 def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
@@ -120,14 +121,14 @@ def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppressio
     try:
         found = code.read(path)
     except DoctorError as error:
-        return Examination(str(path), "", (), str(error))
+        return Examination(str(path), error=str(error))
     report = Examination(str(path), found.headline, checked(found, rules, "code"))
     complete = found.nemo is not None and set(rules) == set(all_rules())  # without NeMo some rules find nothing
-    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete)
+    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete=complete)
 
 
 def _answered(
-    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], complete: bool
+    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], *, complete: bool
 ) -> Examination:
     """Drop the findings that suppressions answer; if complete, add what is wrong with the suppressions."""
     left, used = suppressions.applied(Path(report.name), (*own, *project), report.findings)
@@ -152,14 +153,11 @@ def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:
 
 
 def examine_machine(rules: Sequence[Rule]) -> Examination:
-    """Check every rule on this machine and its Python environment."""
+    """Check every rule on this machine's variables of NCCL and torch."""
     from nemo_patches.tools.doctor import machine  # which a config does not need
 
     facts = machine.gather()
-    findings = checked(facts, rules, "machine")
-    said = {rule for rule, _ in findings}
-    passed = tuple(rule for rule in rules if rule.about == "machine" and rule not in said)
-    return Examination(facts.host, facts.headline, findings, passed=passed)
+    return Examination(facts.host, facts.headline, checked(facts, rules, "machine"))
 
 
 def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[Pair, ...]:

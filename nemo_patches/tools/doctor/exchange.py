@@ -1,91 +1,115 @@
 """`doctor --ranks`: every rank publishes facts in the job's store, and rank 0 collects them, in bounded time.
 
-In three steps, each with a time limit of its own, so that a rank which does not answer, or hangs, becomes a finding and
-no more: every rank publishes its facts; rank 0 names those that have come; these measure rounds of the side channel.
-What a rank publishes is checked for its types and its size, and printed without control characters.
+A rank that does not answer becomes a finding. What a rank publishes is checked for its types and its size, and printed
+without control characters.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from nemo_patches.sync import settings
+from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.text import first_line, safe
-from nemo_patches.tools.doctor import measurements, own_facts
+from nemo_patches.tools import status
+from nemo_patches.tools.doctor import machine
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.rank_place import RankPlace
-from nemo_patches.tools.doctor.ranks import Facts, Measured, Ranks, Smoke
+from nemo_patches.tools.doctor.ranks import Facts, Ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_MOST_BYTES = 1 << 18  # that a rank may publish at once
+_MOST_BYTES = 1 << 18  # that a rank may publish
 _MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
+_TO_CONNECT_AND_COLLECT = 2  # timeouts: the store's server is waited for, and then the ranks
+_ROOM_S = 5.0
+_PATCHING = "patching of NeMo"
+_COMPARED = ("NCCL_", "TORCH_", "GLOO_")
+_OF_A_HOST = ("_IFNAME", "_HCA")  # variables that end so are a host's own, and may differ
 
 
-def examine(here: RankPlace, loaders: Mapping[str, str], smoke: bool = False) -> Ranks | None:
+def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
     """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises DoctorError.
 
     loaders: what a config makes of this rank's data loaders.
-    It takes the timeout of NEMO_PATCHES_TIMEOUT a few times, whatever other ranks do.
+    It takes the timeout of NEMO_PATCHES_TIMEOUT twice, whatever other ranks do.
     """
+    import torch.distributed  # noqa: F401  # before the time limits begin
+
     try:
-        timeout = settings.Settings.resolve().timeout
-    except settings.SettingsError as error:
+        timeout = Settings.resolve().timeout
+    except SettingsError as error:
         raise DoctorError(str(error)) from None
-    own = own_facts.gather(here, loaders)  # imports torch, which the time limits must not count
-    part = _Part(here, own, timeout, smoke)
+    part = _Part(here, own_facts(here, loaders), timeout)
     thread = threading.Thread(target=part.take, daemon=True)  # torch's calls cannot be interrupted
     thread.start()
-    thread.join((5 + 3 * smoke) * timeout.total_seconds() + 5)
-    problem = part.error or (f"rank {here.rank} came to no end; it was at {part.at}" if thread.is_alive() else "")
-    if problem and not part.facts:
-        raise DoctorError(problem)
-    if here.rank:
-        return None
-    measured = dict(part.measured)
-    if problem:
-        measured[0] = replace(measured.get(0, Measured(0)), problem=problem)
-    return Ranks(here.size, timeout, dict(part.facts), measured, dict(part.smoke) if smoke else None)
+    thread.join(_TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S)
+    if thread.is_alive():
+        raise DoctorError(f"rank {here.rank} came to no end; it was at {part.at}")
+    if part.error:
+        raise DoctorError(part.error)
+    return None if here.rank else Ranks(here.size, timeout, part.facts)
+
+
+def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
+    versions = machine.versions()
+    try:
+        report = status.examine()
+        versions = {**report.versions, **{name: versions[name] for name in versions if "lightning" in name}}
+        settings = {setting.name: setting.value for setting in report.settings}
+        by_itself = "by itself" if report.auto_apply == "on" else "only by apply()"
+        settings[_PATCHING] = "; ".join(report.reasons) or by_itself
+    except status.StatusError as error:
+        settings = {_PATCHING: str(error)}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
+    }
+    return Facts(
+        rank=here.rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        versions=versions,
+        settings=settings,
+        environment=environment,
+        loaders=dict(loaders),
+    )
 
 
 class _Part:
-    """This rank's part, on its own thread; when its time is up, what it has so far is read."""
+    """This rank's part, on a thread of its own."""
 
-    def __init__(self, here: RankPlace, own: Facts, timeout: timedelta, smoke: bool) -> None:
+    def __init__(self, here: RankPlace, own: Facts, timeout: timedelta) -> None:
         self.facts: dict[int, Facts] = {}
-        self.measured: dict[int, Measured] = {}
-        self.smoke: dict[int, Smoke] = {}
-        self._with_smoke = smoke
-        self.at, self.error = "its start", ""
-        self._here, self._own, self._timeout = here, own, timeout
+        self.at = "its start"
+        self.error = ""
+        self._here = here
+        self._own = own
+        self._timeout = timeout
 
     def take(self) -> None:
         try:
             self._take()
         except Exception as error:  # torch has no common class for what its stores raise
-            why = str(error) if isinstance(error, DoctorError) else first_line(error)
-            self.error = f"rank {self._here.rank}, at {self.at}: {why}"
+            self.error = f"rank {self._here.rank}, at {self.at}: {first_line(error)}"
 
     def _take(self) -> None:
         import torch.distributed as dist
 
-        from nemo_patches.channel.store import JobStore, StoreConnection
-
         here = self._here
         self.at = f"connecting to the job's store at {here.address}:{here.port}"
-        tcp_store = dist.TCPStore(
+        server = dist.TCPStore(
             here.address,
             here.port,
             is_master=here.has_server,
@@ -93,83 +117,49 @@ class _Part:
             wait_for_workers=False,
             **({"multi_tenant": True} if here.has_server else {}),
         )
-        part = dist.PrefixStore("nemo_patches/doctor", tcp_store)
-        store = StoreConnection(JobStore(tcp_store, here.rank), part).join(anew=True)
+        store = dist.PrefixStore("nemo_patches/doctor", server)
         self.at = "publishing its facts"
-        _publish(store, "facts", self._own)
-        present = self._said_who_is_there(store) if here.rank == 0 else self._heard_who_is_there(store)
-        self.at = "measuring"
-        began = time.monotonic()
-        own = measurements.measure(store, tcp_store, present, here.rank, self._timeout)
-        _publish(store, "measured", own)
-        if self._with_smoke:
-            self.at = "the collectives of the job's backend"
-            tried = measurements.smoke(store, here, present, self._timeout)
-            _publish(store, "smoke", tried)
+        _publish(store, self._own)
         if here.rank == 0:
-            self.at = "collecting what the ranks measured"
-            self.measured[0] = own
-            others = [rank for rank in present if rank]
-            end = began + (2 + 2 * self._with_smoke) * self._timeout.total_seconds()  # each has a limit of its own
-            self.measured |= _collect(store, "measured", others, Measured, _until(end))
-            if self._with_smoke:
-                self.smoke[0] = tried
-                self.smoke |= _collect(store, "smoke", others, Smoke, _until(end))
-        self.at = "its end"
-
-    def _said_who_is_there(self, store: dist.Store) -> list[int]:
-        self.at = "collecting the ranks' facts"
-        self.facts = _collect(store, "facts", range(self._here.size), Facts, self._timeout)
-        self.facts.setdefault(0, self._own)  # as they were published, to be compared
-        present = sorted(self.facts)
-        store.set("name", secrets.token_hex(8))
-        store.set("present", msgspec.json.encode(present).decode())
-        return present
-
-    def _heard_who_is_there(self, store: dist.Store) -> list[int]:
-        self.at = "waiting for rank 0 to say who is there"
-        limit = 2 * self._timeout
-        end = time.monotonic() + limit.total_seconds()
-        while not store.check(["present"]):
-            if time.monotonic() > end:
-                raise DoctorError(f"rank 0 has not answered within {limit.total_seconds():g} s")
-            time.sleep(_POLL_S)
-        present: list[int] = msgspec.json.decode(store.get("present"), type=list[int])
-        if self._here.rank not in present:
-            raise DoctorError(f"rank {self._here.rank} came too late: rank 0 has stopped waiting")
-        return present
+            self.at = "collecting the ranks' facts"
+            self.facts = _collect(store, here.size, self._timeout)
+            self.facts.setdefault(0, self._own)
 
 
-def _until(end: float) -> timedelta:
-    return timedelta(seconds=end - time.monotonic())
+def _publish(store: dist.Store, own: Facts) -> None:
+    """Without waiting for an answer: rank 0, and the server with it, may end as soon as it has them."""
+    printable = _printable(msgspec.to_builtins(own))  # JSON takes no variable that is no text
+    store.set(_key(own.rank), msgspec.json.encode(printable).decode())
 
 
-def _publish(store: dist.Store, what: str, content: Facts | Measured | Smoke) -> None:
-    printable = _printable(msgspec.to_builtins(content))  # JSON takes no variable that is no text
-    store.set(f"{what}/{content.rank}", msgspec.json.encode(printable).decode())
-    store.add(what, 1)
+def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Facts]:
+    """What the ranks publish within the timeout, by rank; content of another type, or too long, is left out.
 
-
-def _collect(store: dist.Store, what: str, ranks: Iterable[int], kind: type[Any], timeout: timedelta) -> dict[int, Any]:
-    """What these ranks publish within the timeout, by rank; content of another type, or too long, is left out."""
-    wanted = list(ranks)
+    It is deleted: the launcher may keep the store, and start all ranks again.
+    """
+    keys = [_key(rank) for rank in range(size)]
     end = time.monotonic() + timeout.total_seconds()
-    while store.add(what, 0) < len(wanted) + (0 not in wanted) and time.monotonic() < end:
+    while not store.check(keys) and time.monotonic() < end:
         time.sleep(_POLL_S)
-    contents = {}
-    for rank in wanted:
-        if store.check([f"{what}/{rank}"]):
-            content = _decoded(store.get(f"{what}/{rank}"), kind)
-            if content is not None and content.rank == rank:
-                contents[rank] = content
-    return contents
+    collected = {}
+    for rank, key in enumerate(keys):
+        if store.check([key]):
+            facts = _decoded(store.get(key))
+            store.delete_key(key)
+            if facts is not None and facts.rank == rank:
+                collected[rank] = facts
+    return collected
 
 
-def _decoded(data: bytes, kind: type[Any]) -> Any:
+def _key(rank: int) -> str:
+    return f"facts/{rank}"
+
+
+def _decoded(data: bytes) -> Facts | None:
     if len(data) > _MOST_BYTES:
         return None
     try:
-        return msgspec.convert(_printable(msgspec.json.decode(data)), kind)
+        return msgspec.convert(_printable(msgspec.json.decode(data)), Facts)
     except (msgspec.DecodeError, RecursionError):
         return None
 

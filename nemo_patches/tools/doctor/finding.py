@@ -62,6 +62,11 @@ class Finding:
 Findings = Iterator[Finding]
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """For sentences: "1 rank", "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
 def _finding(
     severity: Severity,
     what: str,
@@ -69,14 +74,15 @@ def _finding(
     instead: str = "",
     change: Change | None = None,
 ) -> Finding:
-    return Finding(severity, what, (read,) if isinstance(read, Value) else read, instead, change)
+    values = (read,) if isinstance(read, Value) else read
+    return Finding(severity=severity, what=what, read=values, instead=instead, change=change)
 
 
 note, warning, error = (partial(_finding, severity) for severity in Severity)
 
 
 def at(name: str, line: int) -> Value:
-    return Value(name, "", f"line {line}", line)
+    return Value(name, "", origin=f"line {line}", line=line)
 
 
 def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
@@ -119,10 +125,6 @@ class Rule:
     @property
     def folded(self) -> bool:
         return getattr(self._module, "FOLDED", False)
-
-    @property
-    def topic(self) -> str:
-        return getattr(self._module, "TOPIC", "")
 
     @property
     def bad(self) -> str:

@@ -14,9 +14,10 @@ import yaml
 
 from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import Config
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Change
 from nemo_patches.tools.doctor.trees import Keys, put, with_names
-from nemo_patches.tools.doctor.yaml_text import ConfigError, YamlText
+from nemo_patches.tools.doctor.yaml_text import YamlText
 
 
 def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
@@ -25,7 +26,8 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
     A change is left out where it would not do just what it says: the value comes from an override, or from an anchor
     that others share, or the text is read differently elsewhere after it.
     """
-    source, refused = config.source, []
+    source = config.source
+    refused = []
     for change in changes:
         name = ".".join(change.keys)
         try:
@@ -52,13 +54,13 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def write(path: Path, before: str, after: str) -> None:
-    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises ConfigError."""
+    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises DoctorError."""
     target = path.resolve()
     try:
         if target.read_bytes() != before.encode():
-            raise ConfigError(f"{path}: changed since it was read; nothing was written")
+            raise DoctorError(f"{path}: changed since it was read; nothing was written")
         if not os.access(target, os.W_OK):  # the folder alone decides whether a name can be given to another file
-            raise ConfigError(f"{path}: read-only; nothing was written")
+            raise DoctorError(f"{path}: read-only; nothing was written")
         with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
             file.write(after.encode())
         try:
@@ -68,7 +70,7 @@ def write(path: Path, before: str, after: str) -> None:
             os.unlink(file.name)
             raise
     except OSError as error:
-        raise ConfigError(f"{path}: not written: {error.strerror}") from None
+        raise DoctorError(f"{path}: not written: {error.strerror}") from None
 
 
 class _CannotBeMade(Exception):
@@ -80,8 +82,9 @@ def _with(source: YamlText, change: Change) -> YamlText:
     text = _replaced(source, node, change.value) if node is not None else _inserted(source, change)
     try:
         after = yaml_text.parse(source.path, text)
-        wanted, got = _tree(source), _tree(after)
-    except ConfigError:
+        wanted = _tree(source)
+        got = _tree(after)
+    except DoctorError:
         raise _CannotBeMade("the text cannot be read after it") from None
     put(wanted, change.keys, change.value)
     if got != wanted:  # a style that was not foreseen
@@ -108,7 +111,9 @@ def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
     start = node.start_mark.index
     offset = _offset(source.text)
     anchor = re.match(r"&\S+\s+", source.text[start + offset : node.end_mark.index + offset])
-    return _spliced(source.text, start + (anchor.end() if anchor else 0), node.end_mark.index, _scalar(value))
+    if anchor:
+        start += anchor.end()
+    return _spliced(source.text, start=start, end=node.end_mark.index, new=_scalar(value))
 
 
 def _inserted(source: YamlText, change: Change) -> str:
@@ -122,10 +127,11 @@ def _inserted(source: YamlText, change: Change) -> str:
     start = key.start_mark.index
     newline = "\r\n" if "\r\n" in source.text else "\n"
     indent = " " * key.start_mark.column
-    return _spliced(source.text, start, start, f"{change.keys[-1]}: {_scalar(change.value)}{newline}{indent}")
+    line = f"{change.keys[-1]}: {_scalar(change.value)}{newline}{indent}"
+    return _spliced(source.text, start=start, end=start, new=line)
 
 
-def _spliced(text: str, start: int, end: int, new: str) -> str:
+def _spliced(text: str, *, start: int, end: int, new: str) -> str:
     offset = _offset(text)
     return text[: start + offset] + new + text[end + offset :]
 

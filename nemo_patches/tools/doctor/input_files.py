@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.tools.doctor import interpolations, yaml_text
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import Resolved
 from nemo_patches.tools.doctor.trees import Keys, entries
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, ConfigError, WrongKindError, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, WrongKindError, YamlText
 
 KEY = "input_cfg"
 _SECTIONS = ("model", "data")  # that hold data sets
@@ -47,14 +48,14 @@ def read_into(tree: Any, found: Resolved) -> tuple[dict[Keys, YamlText], dict[Ke
         name = holder[KEY]
         try:
             if depth > _DEEPEST or len(files) >= _MOST_FILES:
-                raise ConfigError(f"{name}: more than {_DEEPEST} files in each other, or {_MOST_FILES} in all")
+                raise DoctorError(f"{name}: more than {_DEEPEST} files in each other, or {_MOST_FILES} in all")
             if name not in read:
                 read[name] = _read(name)
             source, content, resolved = read[name]
             room -= len(source.nodes)
             if room < 0:
-                raise ConfigError(f"{name}: more than {MOST_VALUES} values in all such files")
-        except ConfigError as error:
+                raise DoctorError(f"{name}: more than {MOST_VALUES} values in all such files")
+        except DoctorError as error:
             unread[keys] = Unread(str(error), isinstance(error, WrongKindError))
             continue
         holder[KEY] = deepcopy(content)
@@ -67,9 +68,9 @@ def read_into(tree: Any, found: Resolved) -> tuple[dict[Keys, YamlText], dict[Ke
 
 def _read(name: str) -> tuple[YamlText, Any, Resolved]:
     if _ELSEWHERE.match(name):
-        raise ConfigError(f"{name} is not on this machine")
+        raise DoctorError(f"{name} is not on this machine")
     if not os.path.exists(name):  # Path.exists raises for a name that is too long
-        raise ConfigError(
+        raise DoctorError(
             f"{name} is not on this machine (looked for in {Path.cwd()}, as NeMo does where the job runs)"
         )
     source = yaml_text.read(Path(name), "sequence")

@@ -110,7 +110,9 @@ def of_set(place: SetEntry, one_by_one: bool = False) -> Inputs:
 
 def any_known(answers: Sequence[bool | None]) -> bool | None:
     """True if one is, else None if one is not known."""
-    return True if True in answers else None if None in answers else False
+    if True in answers:
+        return True
+    return None if None in answers else False
 
 
 def _of_entries(place: SetEntry) -> Inputs:
@@ -125,13 +127,14 @@ def _of_entries(place: SetEntry) -> Inputs:
         return first
     stream, refused = _mixed(place, [part.stream for part in parts])
     refused = refused or any(part.refused for part in parts)
-    ends = any_known([_on(place.get("force_finite")), _on(place.get("metadata_only"))])
+    mixed = _repeated(True, place, ("force_finite", "metadata_only"))
+    draws = [draw for part in parts for draw in part.draws]
     return Inputs(
-        stream,
-        None if refused else any_known([*(part.endless for part in parts), None if ends is None else not ends]),
-        (*(draw for part in parts for draw in part.draws), Draw(place.get("shard_seed"), certain=True)),
-        next((part.unknown for part in parts if part.unknown), ""),
-        refused,
+        stream=stream,
+        endless=None if refused else any_known([*(part.endless for part in parts), mixed]),
+        draws=(*draws, Draw(place.get("shard_seed"), certain=True)),
+        unknown=next((part.unknown for part in parts if part.unknown), ""),
+        refused=refused,
     )
 
 
@@ -153,7 +156,7 @@ def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
         what = name.value if name.known and name.value is not None else "it"
         return Inputs(None, None, unknown=f"{name.key}: {what} is no type of input that is known of NeMo")
     if data_type.reads is Reads.STREAM:
-        return Inputs(True, _repeated(True, inner, "force_finite"), _order_of_files(inner))
+        return Inputs(True, _repeated(True, inner), _order_of_files(inner))
     if data_type.reads is Reads.TARRED:
         return _of_manifests(inner)
     if data_type.reads is Reads.SHAR:
@@ -167,13 +170,15 @@ def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
 
 def _of_manifests(place: SetEntry, one_by_one: bool = False) -> Inputs:
     """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a stream."""
-    stream, manifests = _given(place, "tarred_audio_filepaths"), place.own("manifest_filepath").value
+    stream = _given(place, "tarred_audio_filepaths")
+    manifests = place.own("manifest_filepath").value
     listed = isinstance(manifests, list) and not one_by_one
     draws = _order_of_files(place)
     unknown = f"{place.own('tarred_audio_filepaths').key} is not known" if stream is None else ""
     if listed and len(manifests) > 1:
         draws = (*draws, Draw(place.get("shard_seed"), certain=True))
-    return Inputs(stream, _repeated(listed or stream, place, "force_finite", "metadata_only"), draws, unknown)
+    endless = _repeated(listed or stream, place, ("force_finite", "metadata_only"))
+    return Inputs(stream, endless, draws=draws, unknown=unknown)
 
 
 def _of_lhotse(place: SetEntry) -> Inputs:
@@ -182,12 +187,13 @@ def _of_lhotse(place: SetEntry) -> Inputs:
     if stream is False:
         return Inputs(False, False)
     path = place.own("shar_path")
-    endless = _repeated(stream, place, "force_finite", *(() if isinstance(path.value, list) else ("metadata_only",)))
+    unless = ("force_finite",) if isinstance(path.value, list) else ("force_finite", "metadata_only")
     unknown = "" if stream else f"{path.key} is not known"
-    return Inputs(stream, endless, (Draw(place.get("shard_seed"), certain=True),), unknown)
+    draw = Draw(place.get("shard_seed"), certain=True)
+    return Inputs(stream, _repeated(stream, place, unless), draws=(draw,), unknown=unknown)
 
 
-def _repeated(repeats: bool | None, place: SetEntry, *unless: str) -> bool | None:
+def _repeated(repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = ("force_finite",)) -> bool | None:
     """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is on."""
     ends = any_known([_on(place.get(switch)) for switch in unless])
     if repeats is False or ends:

@@ -12,6 +12,7 @@ from nemo_patches.tools.doctor import datasets, encoders
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
+from nemo_patches.tools.doctor.finding import counted
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
@@ -74,11 +75,13 @@ class Job:
 
     @property
     def headline(self) -> str:
-        encoders, sets = len(self.encoders), len(self.datasets)
-        parts = [f"{encoders} encoder{'s' * (encoders != 1)} with a length sync", f"{sets} data set{'s' * (sets != 1)}"]
+        parts = [
+            f"{counted(len(self.encoders), 'encoder')} with a length sync",
+            counted(len(self.datasets), "data set"),
+        ]
         if not self.has_trainer:
             return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else "as many ranks as there are devices"
+        ranks = counted(self.ranks, "rank") if self.ranks else "as many ranks as there are devices"
         strategy = "null" if self.strategy.value is None else self.strategy.value
         how = "with nemo_patches" if self.patched else "as stock NeMo"
         return "; ".join((f"judged {how}", f"strategy {strategy}", ranks, *parts))
@@ -91,7 +94,8 @@ class Job:
 
     def limit(self, role: str) -> Limit:
         """The limit for the sets of one role; as in Lightning, overfit_batches and fast_dev_run take precedence."""
-        overfit, fast = self.trainer("overfit_batches", 0.0), self.trainer("fast_dev_run", False)
+        overfit = self.trainer("overfit_batches", 0.0)
+        fast = self.trainer("fast_dev_run", False)
         if role != "test" and (overfit.number or not overfit.known):
             return Limit(as_limit(overfit), overfit)
         if fast.value:  # not known counts as well
@@ -112,7 +116,8 @@ class Job:
     @cached_property
     def ranks(self) -> int | None:
         """How many ranks there will be; None where that depends on the machine."""
-        devices, nodes = count(self.devices.value), count(self.nodes.value)
+        devices = count(self.devices.value)
+        nodes = count(self.nodes.value)
         if devices is None and self.devices.value == "auto" and self.accelerator.value == "cpu":
             devices = 1  # Lightning's "auto" on the CPU
         return devices * nodes if devices and nodes else None

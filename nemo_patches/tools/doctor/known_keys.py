@@ -1,7 +1,9 @@
-"""The keys that NeMo 2.1 to 3.0 and Lightning 2 know: the facts are in known_keys.yaml."""
+"""The keys and names that NeMo 2.1 to 3.0 and Lightning 2 know: the facts are in known_keys.yaml."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ _DDP = tuple(
     for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
 )
 
-DATASET = frozenset[str](_TABLE["dataset"])
 TRAINER = frozenset[str](_TABLE["trainer"])
 TRAINER_1: dict[str, str] = _TABLE["trainer_of_lightning_1"]
 EXP_MANAGER = frozenset[str](_TABLE["exp_manager"])
@@ -33,3 +34,8 @@ ACCELERATORS = tuple[str, ...](_TABLE["accelerators"])
 PRECISIONS = tuple[str | int, ...](_TABLE["precisions"])
 CLIPPING = tuple[str, ...](_TABLE["clipping"])
 PROFILERS = tuple[str, ...](_TABLE["profilers"])
+
+
+def closest(name: str, known: Collection[str], likeness: float = 0.85) -> str:
+    """The known name that a misspelt one is most like, by difflib's ratio; empty if it is like none."""
+    return next(iter(get_close_matches(name, known, n=1, cutoff=likeness)), "")

@@ -38,7 +38,8 @@ def _sampler(job: Job, dataset: Dataset) -> str:
 
 def _batches(job: Job, dataset: Dataset, ranks: int) -> str:
     """Before any limit on duration; empty where the manifest is not on this host, or batches have no fixed size."""
-    size, drop_last = dataset.get("batch_size").number, dataset.get("drop_last", False).on
+    size = dataset.get("batch_size").number
+    drop_last = dataset.get("drop_last", False).on
     sampler = _sampler(job, dataset)
     entries = None if dataset.tarred is not False or dataset.dynamic or not size else dataset.entries(_MOST_COUNTED)
     if entries is None or not size or entries == _MOST_COUNTED:

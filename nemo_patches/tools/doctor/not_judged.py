@@ -13,9 +13,9 @@ from typing import Any
 
 from nemo_patches.tools.doctor import encoders
 from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, note
+from nemo_patches.tools.doctor.finding import NOTE, Findings, note, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.suppressions import Pair
 from nemo_patches.tools.doctor.trees import Keys
@@ -23,43 +23,42 @@ from nemo_patches.tools.doctor.trees import Keys
 RULE = "NP005"
 _NOT_ASSUMED = ("NP0", "NP101", "NP120")  # on reading, on each encoder there is, on how keys are written
 _MOST = 100  # assumptions
+_MOST_NAMED = 3  # manifests
 
 _MANIFEST = {"manifest_filepath": "a.json"}
 _SHARED_OUT = [{"type": "nemo", **_MANIFEST}]
 _STREAM = [{"type": "nemo_tarred", **_MANIFEST, "tarred_audio_filepaths": "a.tar"}]
 _SWITCH = (True, False)
-_INPUTS: dict[str, tuple[Any, ...]] = {
-    "manifest_filepath": (["a.json", "b.json"],),
-    "tarred_audio_filepaths": ("a.tar", None),
-    "shar_path": ("a", None),
-    "shuffle": _SWITCH,
-    "shard_seed": (0, "trng"),
-    "force_finite": _SWITCH,
-}
-_SETS: dict[str, tuple[Any, ...]] = {
-    **_INPUTS,
-    "input_cfg": (_STREAM, _SHARED_OUT, [*_STREAM, *_SHARED_OUT]),
-    "use_lhotse": _SWITCH,
-    "is_tarred": _SWITCH,
-    "drop_last": _SWITCH,
-    "force_map_dataset": _SWITCH,
-    "force_iterable_dataset": _SWITCH,
-    "batch_size": (16, None),
+# What an unknown value may be, by its key, in every section that NeMo reads.
+_MAY_BE: dict[str, tuple[Any, ...]] = {
+    # of a set, or an entry of its input_cfg
     "batch_duration": (100.0, None),
+    "batch_size": (16, None),
+    "drop_last": _SWITCH,
+    "force_finite": _SWITCH,
+    "force_iterable_dataset": _SWITCH,
+    "force_map_dataset": _SWITCH,
+    "input_cfg": (_STREAM, _SHARED_OUT, [*_STREAM, *_SHARED_OUT]),
+    "is_tarred": _SWITCH,
+    "manifest_filepath": (["a.json", "b.json"],),
     "num_workers": (0, 1),
-}
-_TRAINER: dict[str, tuple[Any, ...]] = {
-    "strategy": ("ddp",),
+    "shar_path": ("a", None),
+    "shard_seed": (0, "trng"),
+    "shuffle": _SWITCH,
+    "tarred_audio_filepaths": ("a.tar", None),
+    "use_lhotse": _SWITCH,
+    # of the trainer
+    "accelerator": ("gpu", "cpu"),
+    "broadcast_buffers": (True,),
     "limit_train_batches": (1.0, 0.5, 1000),
     "limit_val_batches": (1.0, 0.5, 10),
-    "val_check_interval": (1.0, 0.5, 100),
-    "use_distributed_sampler": _SWITCH,
+    "strategy": ("ddp",),
     "sync_batchnorm": _SWITCH,
-    "accelerator": ("gpu", "cpu"),
-}
-_OTHERS: dict[Keys, tuple[Any, ...]] = {
-    ("trainer", "strategy", "broadcast_buffers"): (True,),
-    ("model", "joint", "fuse_loss_wer"): (True,),
+    "use_distributed_sampler": _SWITCH,
+    "val_check_interval": (1.0, 0.5, 100),
+    # of the model
+    "fuse_loss_wer": (True,),
+    "pos_emb_max_len": (5000,),
 }
 _PATHS = ("manifest_filepath", "tarred_audio_filepaths", "shar_path")  # one that a variable gives is there
 _ENCODER = "nemo.collections.asr.modules.ConformerEncoder"
@@ -95,8 +94,8 @@ def findings(job: Job, check: Check) -> Findings:
             rules -= {rule for rule, _ in found}
         if rules:
             what = f"not judged: {', '.join(sorted(rules))}: {unknown.why}"
-            severity = NOTE if unknown.open else WARNING
-            yield Finding(severity, what, (unknown.value,), unknown.instead)
+            make = note if unknown.open else warning
+            yield make(what, unknown.value, unknown.instead)
     yield from _no_manifest(job)
     yield from _no_trainer(job)
 
@@ -117,29 +116,19 @@ def _unknown(job: Job) -> Iterator[_Unknown]:
         yield _Unknown(
             config.get(keys),
             f"{'.'.join(keys)} is in another file: {unread.why}",
-            tuple((keys, each) for each in _SETS["input_cfg"]),
+            tuple((keys, each) for each in _MAY_BE["input_cfg"]),
             instead="start the doctor in the folder and on a machine where NeMo finds that file",
         )
-    for dataset in job.datasets:
-        for key, values in _SETS.items():
-            yield from _of(config, dataset.get(key), values)
-        for keys in _entries(config, dataset):
+    for keys, section in config.mappings():
+        for key, value in section.items():
+            if value is UNKNOWN and key in _MAY_BE:
+                yield from _of(config, config.get((*keys, key)), _MAY_BE[key])
+        if "input_cfg" in keys[-2:-1]:
             yield from _of_type(config, keys)
-            for key, values in _INPUTS.items():
-                yield from _of(config, config.get((*keys, key)), values)
-    if job.has_trainer:
-        for key, values in _TRAINER.items():
-            yield from _of(config, job.trainer(key), values)
-        if job.several and not job.ranks:
-            value = job.devices if not isinstance(job.nodes.value, int) or job.devices.value != 1 else job.nodes
-            sizes = tuple((("trainer", "devices"), count) for count in (7, 64))
-            yield _Unknown(value, f"the number of ranks is not known, by {value.key}", sizes, open=True)
-    for keys, values in _OTHERS.items():
-        if not config.get(keys[:-1]).known:
-            continue
-        yield from _of(config, config.get(keys), values)
-    for encoder in job.encoders:
-        yield from _of(config, encoder.room, (5000,))
+    if job.several and not job.ranks:
+        value = job.devices if not isinstance(job.nodes.value, int) or job.devices.value != 1 else job.nodes
+        sizes = tuple((("trainer", "devices"), count) for count in (7, 64))
+        yield _Unknown(value, f"the number of ranks is not known, by {value.key}", sizes, open=True)
     for target in encoders.unknown_in(config):
         if not str(target.value).startswith("nemo."):
             why = f"{target.key} is a class of your own, and may be a ConformerEncoder with another name"
@@ -147,26 +136,12 @@ def _unknown(job: Job) -> Iterator[_Unknown]:
 
 
 def _of(config: Config, value: Value, may_be: Sequence[Any]) -> Iterator[_Unknown]:
-    if value.known:
-        return
     keys = value.keys
     by_machine = any(keys[:depth] in config.of_machine for depth in range(1, len(keys) + 1))
     if by_machine and keys[-1] in _PATHS:
         return
     why = f"{value.key} is what the job's machine makes of it" if by_machine else f"{value.key} is still to be given"
     yield _Unknown(value, why, tuple((keys, each) for each in may_be), open=not by_machine)
-
-
-def _entries(config: Config, dataset: Dataset) -> Iterator[Keys]:
-    """The paths of the entries of a set's input_cfg, including those of groups."""
-    value = dataset.get("input_cfg")
-    waiting = [(value.keys, value.value)]
-    while waiting:
-        keys, entries = waiting.pop(0)
-        for index, entry in enumerate(entries if isinstance(entries, list) else ()):
-            if isinstance(entry, dict):
-                yield (*keys, str(index))
-                waiting.append(((*keys, str(index), "input_cfg"), entry.get("input_cfg")))
 
 
 def _of_type(config: Config, keys: Keys) -> Iterator[_Unknown]:
@@ -179,22 +154,16 @@ def _of_type(config: Config, keys: Keys) -> Iterator[_Unknown]:
 
 def _no_manifest(job: Job) -> Findings:
     """A note on sets whose entries would be counted if their manifest were here."""
-    away, rules = [], set()
-    for dataset in job.datasets:
-        manifest = dataset.get("manifest_filepath")
-        if dataset.tarred is not False or not isinstance(manifest.value, str) or os.path.isfile(manifest.value):
-            continue
-        counted = {
-            "NP109": job.several and not dataset.training,
-            "NP125": job.has_trainer and dataset.get("drop_last", False).on,
-        }
-        if any(counted.values()):
-            away.append(manifest)
-            rules |= {name for name, counts in counted.items() if counts}
+    if not job.has_trainer:
+        return
+    dropping = [dataset for dataset in job.datasets if dataset.tarred is False and dataset.get("drop_last", False).on]
+    manifests = [dataset.get("manifest_filepath") for dataset in dropping]
+    away = [each for each in manifests if isinstance(each.value, str) and not os.path.isfile(each.value)]
     if away:
-        names = ", ".join(str(each.value) for each in away[:3]) + (f" and {len(away) - 3} more" * (len(away) > 3))
-        what = f"not judged: {', '.join(sorted(rules))}: no file on this machine: {names}"
-        yield note(what, tuple(away[:3]), "on a machine with the data, entries are counted")
+        more = f" and {len(away) - _MOST_NAMED} more" if len(away) > _MOST_NAMED else ""
+        names = ", ".join(str(each.value) for each in away[:_MOST_NAMED])
+        what = f"not judged: NP125: no file on this machine: {names}{more}"
+        yield note(what, tuple(away[:_MOST_NAMED]), "on a machine with the data, entries are counted")
 
 
 def _no_trainer(job: Job) -> Findings:

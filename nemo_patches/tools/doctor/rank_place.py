@@ -13,7 +13,6 @@ from nemo_patches.tools.doctor.errors import DoctorError
 class RankPlace:
     rank: int
     size: int
-    local_rank: int
     address: str
     port: int
     has_server: bool  # rank 0, where the launcher has not started the store's server already
@@ -32,12 +31,14 @@ def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
             f"--ranks: {names[0]} is not set; it is run on every rank: torchrun ... -m nemo_patches doctor --ranks"
         )
 
-    rank, size = number("RANK", "SLURM_PROCID"), number("WORLD_SIZE", "SLURM_NTASKS")
+    rank = number("RANK", "SLURM_PROCID")
+    size = number("WORLD_SIZE", "SLURM_NTASKS")
     if rank >= size:
         raise DoctorError(f"RANK={rank} is not allowed with WORLD_SIZE={size}; allowed: 0 to {size - 1}")
-    address, port = variables.get("MASTER_ADDR"), number("MASTER_PORT")
+    port = number("MASTER_PORT")
+    address = variables.get("MASTER_ADDR")
     if not address:
         raise DoctorError("--ranks: MASTER_ADDR is not set; torchrun sets it")
     by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_server = rank == 0 and not by_launcher
-    return RankPlace(rank, size, number("LOCAL_RANK", "SLURM_LOCALID"), address, port, has_server)
+    return RankPlace(rank=rank, size=size, address=address, port=port, has_server=has_server)

@@ -26,7 +26,11 @@ _FIRST = words(
     """
 )
 _VARIABLES = words("RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK")
-_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+_UNKNOWN: Any = object()
+_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Not: operator.not_,
+    ast.USub: operator.neg,
+    ast.Mod: lambda left, right: left % right if isinstance(left, int) else _UNKNOWN,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.In: lambda left, right: left in right,
@@ -35,9 +39,11 @@ _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+    ast.List: lambda *parts: parts,
+    ast.Tuple: lambda *parts: parts,
+    ast.Set: lambda *parts: parts,
 }
 _MOST_STEPS = 8
-_UNKNOWN = object()
 
 
 @dataclass(frozen=True)
@@ -90,22 +96,14 @@ class RankTests:
             return self._named(node, rank, steps)
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
             return self._of_rank((node.body, node.orelse), rank, steps)
-        if isinstance(node, ast.UnaryOp):
-            value = self._value(node.operand, rank, steps + 1)
-            if value is _UNKNOWN:
-                return _UNKNOWN
-            return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else _UNKNOWN
-        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-            parts = [self._value(each, rank, steps + 1) for each in node.elts]
-            return _UNKNOWN if any(each is _UNKNOWN for each in parts) else parts
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
-            left, right = self._value(node.left, rank, steps + 1), self._value(node.right, rank, steps + 1)
-            whole = isinstance(left, int) and isinstance(right, int) and right != 0
-            return left % right if whole else _UNKNOWN
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            left, right = self._value(node.left, rank, steps + 1), self._value(node.comparators[0], rank, steps + 1)
-            return _UNKNOWN if left is _UNKNOWN or right is _UNKNOWN else _compared(node.ops[0], left, right)
-        return _UNKNOWN
+        operation, operands = _parts(node)
+        values = [self._value(each, rank, steps + 1) for each in operands]
+        if any(each is _UNKNOWN for each in values):
+            return _UNKNOWN
+        try:
+            return _OPERATIONS[type(operation)](*values)
+        except (KeyError, TypeError, ZeroDivisionError):  # `is`; a text with a number
+            return _UNKNOWN
 
     def _of_rank(self, given: Sequence[ast.expr], rank: int, steps: int, only: ast.expr | None = None) -> Any:
         """The value of that alternative which depends on the rank; otherwise of `only`."""
@@ -116,28 +114,42 @@ class RankTests:
         """rank = 0, and where there is a process group rank = get_rank()."""
         given = self.assigned[name]
         inner = RankTests(self.names, {other: values for other, values in self.assigned.items() if other != name})
-        return inner._of_rank(given, rank, steps, given[0] if len(given) == 1 else None)
+        return inner._of_rank(given, rank, steps, only=given[0] if len(given) == 1 else None)
 
     def _named(self, node: ast.expr, rank: int, steps: int) -> Any:
         if isinstance(node, ast.Subscript):
-            owner, key = dotted(node.value), node.slice
-        elif isinstance(node, ast.Call) and dotted(node.func) in ("int", "os.environ.get", "os.getenv") and node.args:
-            if dotted(node.func) == "int":
-                value = self._value(node.args[0], rank, steps + 1)
-                return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else _UNKNOWN
-            owner, key = "os.environ", node.args[0]
-        else:
-            called = node.func if isinstance(node, ast.Call) else node
-            if isinstance(node, ast.Call) and (node.args or node.keywords):
-                return _UNKNOWN  # a rank in a group
-            name = last_part(self.names.origin(called))
-            return rank if name in _NUMBERS else rank == 0 if name in _FIRST else _UNKNOWN
-        known = owner.endswith("environ") and isinstance(key, ast.Constant) and key.value in _VARIABLES
-        return str(rank) if known else _UNKNOWN
+            return _of_environment(dotted(node.value), node.slice, rank)
+        if not isinstance(node, ast.Call):
+            return self._by_name(node, rank)
+        name = dotted(node.func)
+        if name == "int" and node.args:
+            value = self._value(node.args[0], rank, steps + 1)
+            return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else _UNKNOWN
+        if name in ("os.environ.get", "os.getenv") and node.args:
+            return _of_environment("os.environ", node.args[0], rank)
+        of_a_group = node.args or node.keywords
+        return _UNKNOWN if of_a_group else self._by_name(node.func, rank)
+
+    def _by_name(self, node: ast.expr, rank: int) -> Any:
+        name = last_part(self.names.origin(node))
+        if name in _NUMBERS:
+            return rank
+        return rank == 0 if name in _FIRST else _UNKNOWN
 
 
-def _compared(how: ast.cmpop, left: Any, right: Any) -> Any:
-    try:
-        return _COMPARED[type(how)](left, right)
-    except (KeyError, TypeError):  # `is`; a text with a number
-        return _UNKNOWN
+def _of_environment(owner: str, key: ast.expr, rank: int) -> Any:
+    known = owner.endswith("environ") and isinstance(key, ast.Constant) and key.value in _VARIABLES
+    return str(rank) if known else _UNKNOWN
+
+
+def _parts(node: ast.expr) -> tuple[ast.AST, list[ast.expr]]:
+    """What an expression does, and with which others."""
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        return node, node.elts
+    if isinstance(node, ast.UnaryOp):
+        return node.op, [node.operand]
+    if isinstance(node, ast.BinOp):
+        return node.op, [node.left, node.right]
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return node.ops[0], [node.left, *node.comparators]
+    return node, []

@@ -13,8 +13,9 @@ from rich.text import Text
 from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.finding import Rule, Severity, counted
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.suppressions import Pair
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
@@ -30,11 +31,11 @@ def show(reports: Sequence[Examination], console: Console, *, quiet: bool = Fals
         folded = [pair for pair in report.findings if fold and pair[0].folded and pair[1].severity is Severity.NOTE]
         if not quiet:
             _print(console, f"{report.name}: {report.headline}")
-            for line in (*report.lines, *_ticks(report, console)):
+            for line in report.lines:
                 _print(console, line)
         for pair in report.findings:
             if pair not in folded:
-                _show(report.name, *pair, console, quiet, explained)
+                _show(console, report.name, pair, explained=None if quiet else explained)
         if folded and not quiet:
             rules = Counter(rule.identifier for rule, _ in folded)
             names = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(rules.items()))
@@ -46,11 +47,13 @@ def show(reports: Sequence[Examination], console: Console, *, quiet: bool = Fals
         _print(console, f"{len(reports)} configs: {_counts(readable)}{unread}")
 
 
-def _show(name: str, rule: Rule, finding: Finding, console: Console, quiet: bool, explained: set[str]) -> None:
+def _show(console: Console, name: str, pair: Pair, *, explained: set[str] | None) -> None:
+    """explained: the rules of which it has been said why they matter; None for no more than one line."""
+    rule, finding = pair
     where = f"{name}:{finding.line}" if finding.line else name
     head = f"{rule.identifier} {finding.severity}"
-    _print(console, f"{where}: {head}: {finding.what}", head, _STYLES[finding.severity])
-    if quiet or finding.severity is Severity.NOTE:
+    _print(console, f"{where}: {head}: {finding.what}", styled=head, style=_STYLES[finding.severity])
+    if explained is None or finding.severity is Severity.NOTE:
         return
     if finding.read:
         _print(console, f"    read: {'; '.join(map(str, finding.read))}")
@@ -59,11 +62,6 @@ def _show(name: str, rule: Rule, finding: Finding, console: Console, quiet: bool
     if rule.identifier not in explained:
         explained.add(rule.identifier)
         _print(console, f"    why: {rule.why} {rule.link}")
-
-
-def _ticks(report: Examination, console: Console) -> list[str]:
-    mark = "\u2713" if console.encoding.lower().startswith("utf") else "ok"
-    return [f"{mark} {rule.identifier} {rule.topic}" for rule in report.passed if rule.topic]
 
 
 def as_json(report: Examination) -> dict[str, Any]:
@@ -125,9 +123,11 @@ def _print(console: Console, text: str, styled: str = "", style: str = "") -> No
 def _counts(reports: Sequence[Examination]) -> str:
     counts = Counter(finding.severity for report in reports for _, finding in report.findings)
     worst_first = [(counts[severity], severity) for severity in reversed(Severity) if counts[severity]]
-    parts = [f"{count} {severity}{'s' * (count > 1)}" for count, severity in worst_first] or ["nothing"]
+    parts = [counted(count, str(severity)) for count, severity in worst_first] or ["nothing"]
     suppressed = sum(report.suppressed for report in reports)
-    return ", ".join([*parts, *([f"{suppressed} suppressed"] if suppressed else [])])
+    if suppressed:
+        parts.append(f"{suppressed} suppressed")
+    return ", ".join(parts)
 
 
 def _value(value: Value) -> dict[str, Any]:

@@ -40,7 +40,6 @@ class Request:
     fix: bool = _switch("--fix", "Print the safe changes as a diff; write nothing.")
     write: bool = _switch("--write", "With --fix: write them.")
     ranks: bool = _switch("--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
-    nccl: bool = _switch("--nccl", "With --ranks: also try the job's backend, with collectives of 1 MB.")
     list_rules: bool = _switch("--list-rules", "List all rules.")
     explain: str | None = _given(
         with_value(metavar="RULE", help_="Explain one rule, with a failing and a fixed example.")

@@ -87,7 +87,8 @@ def applied(
     path: Path, suppressions: Sequence[Suppression], findings: Iterable[Pair]
 ) -> tuple[tuple[Pair, ...], frozenset[Suppression]]:
     """The findings that no suppression answers, and the suppressions that answered one."""
-    left, used = [], set[Suppression]()
+    left = []
+    used = set[Suppression]()
     for rule, finding in findings:
         answers = {each for each in suppressions if each.reason and each.holds_for(path, rule, finding)}
         used |= answers
@@ -99,7 +100,7 @@ def applied(
 def faults(own: Sequence[Suppression], used: Collection[Suppression], known: Collection[str]) -> Findings:
     """What is wrong with the suppressions of one config, whose rules were all checked."""
     for each in own:
-        read = (Value(f"ignore[{each.rule}]", each.reason, f"line {each.place}", each.place),)
+        read = Value(f"ignore[{each.rule}]", each.reason, origin=f"line {each.place}", line=each.place)
         if each.rule not in known or each.rule in _NEVER:
             what = f"ignore[{each.rule}] names no rule that can be suppressed"
             yield warning(what, read, "# nemo-patches: ignore[NP107] the reason")
@@ -114,5 +115,6 @@ def unused(project: Sequence[Suppression], used: Collection[Suppression], paths:
     """The project's entries that answered nothing in any file which they match; a note, as others may not be given."""
     for each in project:
         if each not in used and any(map(each.matches, paths)):
-            read = (Value(f"ignore {each.rule} in {each.files}", each.reason, f"line {each.place}", each.place),)
-            yield note(f"{each.rule} in {each.files}: suppresses nothing in the configs given", read)
+            name = f"{each.rule} in {each.files}"
+            read = Value(f"ignore {name}", each.reason, origin=f"line {each.place}", line=each.place)
+            yield note(f"{name}: suppresses nothing in the configs given", read)

@@ -202,7 +202,8 @@ class Way:
     def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While) -> End | None:
         if self.decisions.get(id(loop)) is False:
             return self._block(loop.orelse)
-        first, outer = len(self.events), self._left
+        first = len(self.events)
+        outer = self._left
         self._left = {**outer, End.CONTINUE: (), End.BREAK: ()}
         with self._under(text):
             end = self._block(loop.body)
@@ -232,16 +233,21 @@ class Way:
 
     def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool) -> End | None:
         """Follow the handler, after all collectives of the block or only those of its first call."""
-        first, exits, nothing, left = len(self.events), len(self.exits), set(self._nothing), self._left
+        first = len(self.events)
+        exits = len(self.exits)
+        nothing = set(self._nothing)
+        left = self._left
         self._failing += 1
         self._block(node.body)
         self._failing -= 1
-        self._left, self._nothing = left, nothing
+        self._left = left
+        self._nothing = nothing
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
             self.events[first:] = [each for each in self.events[first:] if each.collective.line <= last]
-        self._caught_as, outer = handler.name or "", self._caught_as
+        outer = self._caught_as
+        self._caught_as = handler.name or ""
         end = self._taken(handler.body)
         self._caught_as = outer
         return end

@@ -28,11 +28,7 @@ _PLAIN_TAGS = frozenset(
 _ARE = {"mapping": "a NeMo config is", "sequence": "NeMo reads the inputs of an input_cfg"}
 
 
-class ConfigError(DoctorError):
-    """The config cannot be read. The text says which file, where in it, and why."""
-
-
-class WrongKindError(ConfigError):
+class WrongKindError(DoctorError):
     """It is YAML, and not the mapping or sequence that NeMo reads there."""
 
 
@@ -56,7 +52,7 @@ class YamlText:
 
 
 def read(path: Path, expected: str = "mapping") -> YamlText:
-    """Read one file. Raises ConfigError for whatever is not a YAML mapping (or sequence, if that is expected) of plain
+    """Read one file. Raises DoctorError for whatever is not a YAML mapping (or sequence, if that is expected) of plain
     values within the bounds."""
     return decoded(path, _content(path), expected)
 
@@ -67,7 +63,7 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
         _check_events(path, text)
         root = yaml.compose(text, Loader=LOADER)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
+        raise DoctorError(f"{path}{_place(error)}: not YAML: {_reason(error)}") from None
     if root is None:
         raise WrongKindError(f"{path}: empty; expected a {expected}, as {_ARE[expected]}")
     if root.id != expected:
@@ -78,33 +74,33 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
         nodes[keys] = node
         if key_node is not None:
             key_nodes[keys] = key_node
-    return YamlText(path, text, nodes, key_nodes)
+    return YamlText(path=path, text=text, nodes=nodes, key_nodes=key_nodes)
 
 
 def _content(path: Path) -> bytes:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"{path}: a directory; expected a YAML file")
+            raise DoctorError(f"{path}: a directory; expected a YAML file")
         if not stat.S_ISREG(status.st_mode):  # reading a pipe or a device may never end
-            raise ConfigError(f"{path}: not a regular file; expected a YAML file")
+            raise DoctorError(f"{path}: not a regular file; expected a YAML file")
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # a name with a null byte
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from None
+        raise DoctorError(f"{path}: {getattr(error, 'strerror', error)}") from None
     if len(content) > LARGEST_FILE_BYTES:
-        raise ConfigError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE_BYTES}")
+        raise DoctorError(f"{path}: {status.st_size} bytes; a config may have {LARGEST_FILE_BYTES}")
     return content
 
 
 def decoded(path: Path, content: bytes, expected: str = "mapping") -> YamlText:
     """The same for a file's bytes."""
     if len(content) > LARGEST_FILE_BYTES:
-        raise ConfigError(f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more")
+        raise DoctorError(f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more")
     try:
         return parse(path, content.decode("utf-8"), expected)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not text: byte {error.start} is not UTF-8") from None
+        raise DoctorError(f"{path}: not text: byte {error.start} is not UTF-8") from None
 
 
 def _check_events(path: Path, text: str) -> None:
@@ -116,11 +112,11 @@ def _check_events(path: Path, text: str) -> None:
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
             depth -= 1
         if depth > MOST_LEVELS:
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
+            raise DoctorError(f"{path}:{event.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
         if isinstance(event, yaml.DocumentStartEvent) and count > 1:
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: a second document; a config is one")
+            raise DoctorError(f"{path}:{event.start_mark.line + 1}: a second document; a config is one")
         if count > 2 * MOST_VALUES:
-            raise ConfigError(f"{path}:{event.start_mark.line + 1}: more than {MOST_VALUES} values")
+            raise DoctorError(f"{path}:{event.start_mark.line + 1}: more than {MOST_VALUES} values")
 
 
 def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
@@ -131,16 +127,16 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
         keys, key_node, node = waiting.pop()
         count += 1
         if count > MOST_VALUES:
-            raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
+            raise DoctorError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
         if len(keys) > MOST_LEVELS:  # an alias to what holds it
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
+            raise DoctorError(f"{path}:{node.start_mark.line + 1}: nested deeper than {MOST_LEVELS}")
         if node.tag not in _PLAIN_TAGS:
-            raise ConfigError(
+            raise DoctorError(
                 f"{path}:{node.start_mark.line + 1}: the tag {node.tag!r} is not allowed; allowed: plain values"
             )
         yield keys, key_node, node
         if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: a number of {len(node.value)} digits")
+            raise DoctorError(f"{path}:{node.start_mark.line + 1}: a number of {len(node.value)} digits")
         if isinstance(node, yaml.MappingNode):
             named: set[Keys] = set()
             for merged, child in enumerate(_children(path, keys, node)):
@@ -148,7 +144,7 @@ def _walk(path: Path, root: yaml.Node) -> Iterator[tuple[Keys, yaml.Node | None,
                     named.add(child[0])
                     waiting.append(child)
                 if len(waiting) > MOST_VALUES or merged > MOST_VALUES:  # merged again and again
-                    raise ConfigError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
+                    raise DoctorError(f"{path}: more than {MOST_VALUES} values, when its aliases are followed")
         elif isinstance(node, yaml.SequenceNode):
             waiting += [((*keys, str(index)), None, child) for index, child in enumerate(node.value)]
 
@@ -157,27 +153,27 @@ def _children(
     path: Path, keys: Keys, mapping: yaml.MappingNode, merges: int = 0
 ) -> Iterator[tuple[Keys, yaml.Node | None, yaml.Node]]:
     if merges > MOST_LEVELS:
-        raise ConfigError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {MOST_LEVELS}")
+        raise DoctorError(f"{path}:{mapping.start_mark.line + 1}: merged deeper than {MOST_LEVELS}")
     lines: dict[str, int] = {}
     merged: list[tuple[int, yaml.Node]] = []
     for key, child in mapping.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode):
-            raise ConfigError(f"{path}:{line}: a key that is a {key.id}; expected a name")
+            raise DoctorError(f"{path}:{line}: a key that is a {key.id}; expected a name")
         if key.tag == "tag:yaml.org,2002:merge":
             sources = child.value if isinstance(child, yaml.SequenceNode) else [child]
             merged += [(line, source) for source in sources]
             continue
         if key.value in lines:
-            raise ConfigError(
+            raise DoctorError(
                 f"{path}:{line}: {'.'.join((*keys, key.value))} is there twice, first in line {lines[key.value]}"
             )
         lines[key.value] = line
         yield (*keys, key.value), key, child
     for line, source in merged:
         if not isinstance(source, yaml.MappingNode):
-            raise ConfigError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
-        yield from _children(path, keys, source, merges + 1)
+            raise DoctorError(f"{path}:{line}: << merges a {source.id}; expected a mapping")
+        yield from _children(path, keys, source, merges=merges + 1)
 
 
 def _place(error: yaml.YAMLError) -> str:

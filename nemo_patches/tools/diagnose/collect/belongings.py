@@ -1,4 +1,4 @@
-"""Other evidence of a job on its host: logs, traces and dumps of nemo_patches, Flight Recorder dumps, NCCL's RAS."""
+"""Other evidence of a job on its host: logs, traces, stall reports, Flight Recorder dumps."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.collect.proc_files import (
-    link,
-    read,
-    started_at,
-    variables,
-)
+from nemo_patches.tools.diagnose.collect.proc_files import link, started_at, variables
 
-LOG, TRACES, DUMPS, FLIGHT_RECORDER, RAS = "log", "traces", "dumps", "Flight Recorder dump", "NCCL RAS"
+LOG = "log"
+TRACES = "traces"
+REPORTS = "stall reports"  # the job's folder
+FLIGHT_RECORDER = "Flight Recorder dump"
 _FLIGHT_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # followed by the rank
 _FLIGHT_RECORDER_DEFAULTS = ("/tmp/nccl_trace_rank_", "/tmp/comm_lib_trace_rank_")
 
 
 @dataclass(frozen=True)
 class Belonging:
-    """kind: LOG, TRACES, DUMPS, FLIGHT_RECORDER: a path of this host; RAS: an address."""
+    """kind: LOG, TRACES, REPORTS, FLIGHT_RECORDER. path: of this host."""
 
     kind: str
     path: str
@@ -39,11 +37,12 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
         if path.startswith("/") and os.path.isfile(path):
             yield Belonging(LOG, path)
     folder = link(f"{process}/cwd")
-    for kind, name in ((TRACES, "NEMO_PATCHES_TRACE"), (DUMPS, "NEMO_PATCHES_DUMP")):
-        if given.get(name) and os.path.isdir(path := os.path.join(folder, given[name])):
-            yield Belonging(kind, path)
-    if own := _folder_of_dumps(rank.pid, given.get("TMPDIR", "/tmp")):
-        yield Belonging(DUMPS, own)
+    if trace := given.get("NEMO_PATCHES_TRACE"):
+        path = os.path.join(folder, trace)
+        if os.path.isdir(path):
+            yield Belonging(TRACES, path)
+    if own := _folder_of_job(rank.pid, given.get("TMPDIR", "/tmp")):
+        yield Belonging(REPORTS, own)
     began = started_at(rank.pid)
     defaults = [*_FLIGHT_RECORDER_DEFAULTS]
     if home := given.get("HOME"):
@@ -52,12 +51,10 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
         path = os.path.join(folder, f"{start}{rank.rank}")
         if os.path.isfile(path) and _changed(path) >= began:  # an earlier job's may lie there still
             yield Belonging(FLIGHT_RECORDER, path)
-    if "libnccl" in read(f"{process}/maps") and given.get("NCCL_RAS_ENABLE") != "0":
-        yield Belonging(RAS, given.get("NCCL_RAS_ADDR", "localhost:28028"))
 
 
-def _folder_of_dumps(pid: int, temporary: str) -> str:
-    """The job's own (stall/job_folder.py), in which dumps and sockets have this pid in their names; or empty."""
+def _folder_of_job(pid: int, temporary: str) -> str:
+    """The job's own (stall/job_folder.py), in which sockets have this pid in their names; or empty."""
     try:
         own = os.path.join(temporary, f"nemo_patches-{os.stat(f'/proc/{pid}').st_uid}")
         for job in os.scandir(own):

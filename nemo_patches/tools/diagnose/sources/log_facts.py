@@ -14,7 +14,7 @@ MOST_RANKS = 1 << 20
 MOST_KEPT = 4096  # ranks, and the like, of one launch
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # fates of which the log does not tell the rank
-_MOST_DUMPS = 4  # folders
+_MOST_REPORTS = 4  # folders
 _LONGEST_TEXT = 300
 _PID_AND_RANK = re.compile(
     r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\] pid=(\d{1,9})"
@@ -57,7 +57,7 @@ class LaunchFacts:
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out, or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves out lines of some
     ranks that are like others', or a file was not read to its end. not_told: fates so far of which the log does not
-    tell the rank. dumps: folders of nemo_patches' dumps that lines name. several_hosts: local ranks are not the job's.
+    tell the rank. reports: folders with stall reports that lines name. several_hosts: local ranks are not the job's.
     by_local_rank: keys of the facts whose rank is one.
     """
 
@@ -68,7 +68,7 @@ class LaunchFacts:
     patched: bool = False
     missing_lines: bool = False
     not_told: int = 0
-    dumps: dict[str, None] = field(default_factory=dict)
+    reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)  # in order, as a set is not
 
@@ -115,9 +115,9 @@ class LaunchFacts:
         if "pid=" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
             self.rank_of_pid[int(both[1] or both[4])] = int(both[2] or both[3])
 
-    def note_dumps(self, folder: str) -> None:
-        if len(self.dumps) < _MOST_DUMPS:
-            self.dumps[folder] = None
+    def note_reports(self, folder: str) -> None:
+        if len(self.reports) < _MOST_REPORTS:
+            self.reports[folder] = None
 
     def has(self, rank: int, fate: str) -> bool:
         return (rank, Fate, fate, "") in self.facts

@@ -227,9 +227,9 @@ class _Reading:
         evidence.world_size = max(evidence.world_size, found.world_size)
         evidence.looked_for.append(LOOKED_FOR)
         evidence.summary += [
-            f"dumps of the ranks on one host: nemo-patches diagnose {folder}" for folder in found.dumps
+            f"stall reports of the ranks on one host: nemo-patches diagnose {folder}" for folder in found.reports
         ]
-        if found.patched and not found.tells_anything and not found.dumps:
+        if found.patched and not found.tells_anything and not found.reports:
             evidence.summary.append(ALL_WELL)
         if self._launches > 1:
             text = f"{self._launches} launches in one log: told is of the last one that tells anything"

@@ -25,14 +25,14 @@ _LAST_CALL = re.compile(r"; its last encoder call, \d{1,12}, began .*$")
 _RECOVERED = re.compile(r"recovered: ranks? ([\d, -]{1,2000}) came (\d{1,9}(?:\.\d{1,3})?) s late")
 _GAVE_UP = re.compile(r"other ranks waited for this one, and gave up \((.{0,200})\)(?:; it had been in (.{1,400}))?")
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
-_DUMPED = re.compile(r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host")
+_REPORT_IN = re.compile(r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host")
 _DOES = {
     " writes a checkpoint": CHECKPOINT,
     " is in a debugger": DEBUGGER,
     " compiles": COMPILATION,
     " exports a model": EXPORT,
 }
-_GOES_ON = re.compile(r"(?:: ?)? go(?:es)? on")
+_GOES_ON = re.compile(r"(?:: ?)? (?:go(?:es)? on|computes?, without a step)")
 _LEFT = Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
 _FATES = (
     *(("has left", _LEFT), ("have left", _LEFT)),
@@ -75,8 +75,8 @@ class StallLines:
         elif gave_up := _GAVE_UP.search(text):
             been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
             self._went_on(reporter, shown(f"others had waited for this rank{been}"), line)
-        elif dumped := _DUMPED.search(text):
-            self._found.note_dumps(shown(dumped[1]))
+        elif report_in := _REPORT_IN.search(text):
+            self._found.note_reports(shown(report_in[1]))
         elif "calls go on, after" in text or "collectives go on, after" in text:
             self._went_on(reporter, shown(text), line)
 

@@ -1,4 +1,4 @@
-"""Reader of traces and dumps: how each rank ended, where it was, and which rounds and calls it has reached.
+"""Reader of traces: how each rank ended, where it was, and which rounds and calls it has reached.
 
 A rank's stall reports are about other ranks, and hearsay.
 """
@@ -22,7 +22,7 @@ from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_in, error_of
-from nemo_patches.tools.diagnose.rank_trace import BACKWARD, CAME, TIMEOUT
+from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
 _MOST_DETAILS = 4
@@ -35,15 +35,13 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
     evidence.runs |= bool(job.ago)
     for rank, trace in sorted(job.traces.items()):
         header = trace.header
-        member = Member(header.world_size, header.pid, header.notes_sigterm)
+        member = Member(header.world_size, header.pid)
         at, host = header.started + trace.last, safe(header.host)
-        evidence.facts.append(Fact(rank, member, _cite(job, rank), at, host))
+        evidence.facts.append(Fact(rank, member, _cite(rank), at, host))
     for case in encoders or [without_encoders(job)]:
-        kinds = case.stall_reports.kinds
-        one_has_gone = any(map(_was_left, case.endings.values()))
         for rank, ending in sorted(case.endings.items()):
             if not ending.unsure:
-                evidence.facts += _ends(case, rank, ending, one_has_gone or kinds.get(rank) == LEFT)
+                evidence.facts += _ends(case, rank, ending)
             if encoders:
                 evidence.facts.append(_fact(case, rank, _call(case, rank, ending)))
         evidence.facts += _stall(case, evidence)
@@ -53,59 +51,20 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
 
 
 def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
-    """Ranks without a file that the others wait for: no round came on any rank, or all ranks with a dump wait."""
-    absent = job.untold({fact.rank for fact in evidence.facts})
-    fate = Fate(fates.UNSEEN)
-    if job.has_dumps:
-        if len(absent) >= len(job.traces) or not _waiting_ranks(encoders) >= job.traces.keys():
-            return
-        is_elsewhere = not all(_host_of(job, rank) for rank in absent)
-        evidence.perhaps_missing.update(absent if is_elsewhere else ())
-        elsewhere = ", or its dump is in another host's folder" if is_elsewhere else ""
-        fate = Fate(fates.UNSEEN, f"it was killed or stopped before it could write a dump{elsewhere}")
-    else:
-        outcomes = outcomes_of(encoders)
-        if CAME in outcomes or TIMEOUT not in outcomes:
-            return
-    yield from (Fact(rank, fate, "no file of it is here", own=False) for rank in absent)
-
-
-def _waiting_ranks(encoders: list[Case]) -> set[int]:
-    """Ranks that waited at the end, by their own traces."""
-    waiting = set()
-    for case in encoders:
-        ends = case.endings.values()
-        waiting |= {end.rank for end in ends if end.in_vain or end.process.waited or end.phase == ids.LENGTH_SYNC}
-        reports = case.stall_reports
-        waiting |= reports.texts.keys() if reports.saw_a_wait else set()
-    return waiting
-
-
-def _host_of(job: TracedJob, rank: int) -> str:
-    """The host of a rank without a file, if the ranks before and after it agree on one; else empty."""
-    before = [other for other in job.traces if other < rank]
-    after = [other for other in job.traces if other > rank]
-    hosts = {job.traces[other].header.host for other in (max(before), min(after))} if before and after else {""}
-    return hosts.pop() if len(hosts) == 1 else ""
-
-
-def _was_left(ending: Ending) -> bool:
-    """Whether its connection closed, because another rank had gone."""
-    return ending.sync_ended or (ending.process.waited and not ending.process.timed_out)
+    """Ranks without a file that the others wait for: no round came on any rank."""
+    outcomes = outcomes_of(encoders)
+    if CAME in outcomes or TIMEOUT not in outcomes:
+        return
+    for rank in job.untold({fact.rank for fact in evidence.facts}):
+        yield Fact(rank, Fate(fates.UNSEEN), "no file of it is here", own=False)
 
 
 def _call(case: Case, rank: int, ending: Ending) -> Call:
-    trace, track = case.job.traces[rank], case.tracks.get(rank)
-    since = None
-    if trace.dumped is not None:
-        since = trace.dumped.t - last_entered(case.job, rank)
-    elif rank in case.job.alive:
-        since = case.job.ago.get(rank, LONG_S)
+    since = case.job.ago.get(rank, LONG_S) if rank in case.job.alive else None
     return Call(
         encoder=case.name,
         title=case.call(ending),
         ending=ending,
-        in_backward=track is not None and bool(track.calls.n) and track.calls.backward[-1] == BACKWARD,
         since_s=since,
         behind_since=behind_since(case, rank),
         reported=rank in case.stall_reports.kinds,
@@ -116,7 +75,7 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
 def _fact(case: Case, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
     """t: by the trace of `rank`, which is the reporter if the fact is about another rank, `of`."""
     host, at = _when(case, rank, case.job.traces[rank].last if t is None else t)
-    return Fact(rank if of is None else of, value, _cite(case.job, rank, said), at, host, own=of is None)
+    return Fact(rank if of is None else of, value, _cite(rank, said), at, host, own=of is None)
 
 
 def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
@@ -128,26 +87,19 @@ def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
     return safe(reference.host), reference.started + common
 
 
-def _cite(job: TracedJob, rank: int, said: str = "") -> str:
-    what = "dump" if job.traces[rank].dumped is not None else "trace"
-    return f"rank {rank}'s {said or what}"
+def _cite(rank: int, said: str = "") -> str:
+    return f"rank {rank}'s {said or 'trace'}"
 
 
-def _ends(case: Case, rank: int, ending: Ending, may_have_gone: bool) -> Iterator[Fact]:
-    """How it ended, if it did, and where it was then. may_have_gone: others say so."""
-    job, process = case.job, ending.process
-    trace = job.traces[rank]
+def _ends(case: Case, rank: int, ending: Ending) -> Iterator[Fact]:
+    """How it ended, if it did."""
+    job = case.job
     if (fate := _fate(case, rank, ending)) is not None:
         yield fate
-    elif job.moving or (trace.dumped is not None and not may_have_gone):
+    elif job.moving:
         yield _fact(case, rank, Fate(fates.RUNS))
     if rank in job.alive:
         yield _fact(case, rank, Fate(fates.RUNS))
-    if process.where:
-        collective = "a collective" if process.in_collective else ""
-        yield _fact(case, rank, Place(process.where, collective), process.at)
-    elif trace.dumped is not None and trace.dumped.where:
-        yield _fact(case, rank, Place(safe(trace.dumped.where)), trace.dumped.t)
 
 
 def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
@@ -164,7 +116,7 @@ def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
         text = f"{fates.AT_START}: {text}" if process.starting else text
         return _fact(case, rank, Fate(fates.WAITED if process.timed_out else fates.CUT, text), process.at)
     if process.terminated:
-        return _fact(case, rank, Fate(fates.TERMINATED, process.error or "SIGTERM"), process.at)
+        return _fact(case, rank, Fate(fates.TERMINATED, process.error), process.at)
     if end is not None or process.ordinary:
         text = _after(case, ending) + (f", exit code {code}" if code else "")
         return _fact(case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None)
@@ -176,7 +128,7 @@ def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
     trace, ending = case.job.traces[rank], case.endings[rank]
     track = case.tracks.get(rank)
     for raised in reversed(trace.raised):
-        if ending.raised and track is not None and (raised.e, raised.n) == (track.info.e, ending.call):
+        if ending.raised and track is not None and (raised.e, raised.n) == (track.name, ending.call):
             return raised.t, error_of(raised)
     if not ending.process.own_error:
         return None
@@ -208,12 +160,6 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         yield _fact(case, by, Place(where) if fate is None else Fate(fate), t, rank, "stall report")
     for rank, (collective, by) in sorted(reports.waits.items()):
         yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
-    vain = [ending.in_vain for ending in case.sure.values()]
-    in_vain = any(vain) and not all(vain)  # if all are in vain, some trace is incomplete
-    for rank, track in sorted(case.tracks.items()) if in_vain or reports.texts else ():
-        if rank in case.sure and track.calls.n and track.calls.backward[-1] == BACKWARD and rank not in reports.kinds:
-            where = f"the backward of {case.call(case.sure[rank])}"
-            yield _fact(case, rank, Place(where, "the gradients' all-reduce"))
     for by in sorted(reports.texts) if reports.saw_a_wait and reports.kinds else ():
         if by not in reports.kinds and by not in reports.waits:
             yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
@@ -227,7 +173,7 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
     group = f"length sync of {case.name}"
     known, reports = case.sure, case.stall_reports
     latest = max((ending.came_to for ending in known.values()), default=0)
-    if not any(ending.came_to == latest and _has_waited(case, ending, reports) for ending in known.values()):
+    if not any(ending.came_to == latest and _has_waited(ending, reports) for ending in known.values()):
         return
     members = evidence.groups.setdefault(group, set())
     if len(known) < case.job.world_size:
@@ -241,10 +187,8 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
             evidence.facts.append(_fact(case, rank, seat, last_entered(case.job, rank)))
 
 
-def _has_waited(case: Case, ending: Ending, reports: StallReports) -> bool:
-    dumped = case.job.traces[ending.rank].dumped
-    is_long = dumped is not None and dumped.t - last_entered(case.job, ending.rank) >= LONG_S
-    return ending.in_vain or (ending.phase == ids.LENGTH_SYNC and (is_long or ending.rank in reports.texts))
+def _has_waited(ending: Ending, reports: StallReports) -> bool:
+    return ending.in_vain or (ending.phase == ids.LENGTH_SYNC and ending.rank in reports.texts)
 
 
 def _rounds(ending: Ending) -> Iterator[tuple[int, bool]]:

@@ -1,9 +1,8 @@
 """The rules: one file each, in the folder of what they are about, named by its identifier.
 
 The file's docstring explains the rule: a sentence on what it finds, a paragraph on why that matters, and a link. WORST
-is the highest severity, and `check` yields the findings, each made by note(), warning(), error() or stops(). A rule on
-a machine has a TOPIC, one whose notes nearly every config gets is FOLDED; BAD and GOOD are a failing config and the
-fixed one.
+is the highest severity, and `check` yields the findings, each made by note(), warning(), error() or stops(). A rule
+whose notes nearly every config gets is FOLDED; BAD and GOOD are a failing config and the fixed one.
 """
 
 from __future__ import annotations

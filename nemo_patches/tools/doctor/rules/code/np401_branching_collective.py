@@ -12,7 +12,7 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import ENCODER
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings
+from nemo_patches.tools.doctor.finding import WARNING, Findings
 
 WORST = WARNING
 
@@ -22,7 +22,7 @@ def check(code: Code) -> Findings:
     for each in code.divergences:
         if each.kind in (Kind.BRANCH, Kind.FIRST_RANK, Kind.NAME):
             what, instead = _said(each)
-            yield Finding(each.severity, f"{each.function}: {what}{each.guess}", each.places, instead)
+            yield each.finding(f"{each.function}: {what}", each.places, instead)
 
 
 def _said(each: Divergence) -> tuple[str, str]:

@@ -21,7 +21,8 @@ def check(code: Code) -> Findings:
     """Against the installed NeMo's method."""
     for each in code.classes:
         for name in _METHODS:
-            own, theirs = each.methods.get(name), each.of_nemo.get(name)
+            own = each.methods.get(name)
+            theirs = each.of_nemo.get(name)
             if own is None or theirs is None or f"super().{name}" in own.calls:
                 continue
             missing = [call for call in _last_parts(theirs) if call not in _last_parts(own)]

@@ -13,7 +13,7 @@ import re
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, Severity, at
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Findings, Severity, at
 
 WORST = WARNING
 
@@ -34,7 +34,7 @@ def check(code: Code) -> Findings:
                 what += "ranks where that differs wait in it"
                 instead = "a decision that all ranks share: all_reduce a flag, and leave where any rank has it"
             read = (at(each.exit, each.exit_line), *each.places)
-            yield Finding(_severity(each), f"{what}{each.guess}", read, instead)
+            yield each.finding(what, read, instead, severity=_severity(each))
 
 
 def _severity(each: Divergence) -> Severity:

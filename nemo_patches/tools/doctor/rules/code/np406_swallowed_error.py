@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, at
+from nemo_patches.tools.doctor.finding import WARNING, Findings, at
 
 WORST = WARNING
 
@@ -23,4 +23,4 @@ def check(code: Code) -> Findings:
             what += f"it ({each.names}), and they wait for each other"
             read = (at(f"except {each.cause}", each.line), *each.places[:-1])
             instead = "raise in the handler, or a decision to skip that all ranks share, before the next collective"
-            yield Finding(each.severity, f"{what}{each.guess}", read, instead)
+            yield each.finding(what, read, instead)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Findings
 
 WORST = WARNING
 
@@ -25,4 +25,4 @@ def check(code: Code) -> Findings:
             only_backward = all(one.pairs_with == BACKWARD for one in each.collectives)
             severity = NOTE if only_backward or each.function.endswith("_end") else each.severity
             instead = "as many turns on all ranks: all_reduce their number with MAX, and fill up with padding"
-            yield Finding(severity, f"{what}{each.guess}", each.places, instead)
+            yield each.finding(what, each.places, instead, severity=severity)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 
 from nemo_patches.tools.doctor.code import Class, Code, Copy, Method
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Findings, at, note, warning
+from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, at, note, warning
 from nemo_patches.tools.doctor.syntax import nodes
 
 WORST = WARNING
@@ -26,7 +26,7 @@ def check(code: Code) -> Findings:
             yield _of_class(each, each.copy)
             for name, method in each.methods.items():
                 if name in each.copy.methods:
-                    yield from _differences(each, each.copy.of, method, each.copy.methods[name])
+                    yield from _differences(f"{each.name}.{name}", each.copy, method)
 
 
 def _of_class(each: Class, copy: Copy) -> Finding:
@@ -37,17 +37,18 @@ def _of_class(each: Class, copy: Copy) -> Finding:
     what += f" ({len(unchanged)} unchanged), and no subclass: nemo_patches does not patch it"
     if reduces:
         what += f", and its {reduces[0]} waits without limit for a missing rank"
-    without = ", ".join(unchanged[:_MOST_NAMED]) + f" and {len(unchanged) - _MOST_NAMED} more" * (
-        len(unchanged) > _MOST_NAMED
-    )
-    instead = f"class {each.name}({copy.of})" + (f", without {without}" if unchanged else "")
-    instead += f"; or by hand what `nemo-patches diff --nemo DIR --parts nemo` changes in NeMo's {copy.of}"
-    severity = WARNING if reduces else NOTE
-    return Finding(severity, what, (at(each.name, each.line),), instead)
+    instead = f"class {each.name}({copy.of})"
+    if unchanged:
+        more = len(unchanged) - _MOST_NAMED
+        instead += f", without {', '.join(unchanged[:_MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
+    instead += f"; or by hand what `nemo-patches diff --nemo DIR` changes in NeMo's {copy.of}"
+    make = warning if reduces else note
+    return make(what, at(each.name, each.line), instead)
 
 
-def _differences(each: Class, base: str, own: Method, theirs: Method) -> Findings:
-    where = f"{each.name}.{own.name}"
+def _differences(where: str, copy: Copy, own: Method) -> Findings:
+    theirs = copy.methods[own.name]
+    base = copy.of
     missing = [name for name in theirs.arguments if name not in own.arguments]
     if missing and not (own.node.args.kwarg or own.node.args.vararg):
         what = f"{where} does not take {', '.join(missing)}, as NeMo's {base} does: what passes it fails"

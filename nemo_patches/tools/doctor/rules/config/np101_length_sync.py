@@ -73,7 +73,8 @@ def _of_no_class(encoder: Encoder) -> Finding:
 
 
 def _effective(job: Job, encoder: Encoder) -> Finding:
-    flag, read = encoder.flag, (encoder.get("_target_"), encoder.flag, job.strategy, job.devices, job.nodes)
+    flag = encoder.flag
+    read = (encoder.get("_target_"), flag, job.strategy, job.devices, job.nodes)
     if not flag.known:
         return note(f"{encoder.where} ({encoder.name}): {FLAG} is {flag.value!r}", read)
     if not encoder.syncs:

@@ -49,7 +49,7 @@ def check(job: Job) -> Findings:
         return
     for encoder in job.encoders:
         if encoder.grows and encoder.room.number is not None and encoder.room.number > 0:
-            yield from _of(job, encoder, int(encoder.room.number), _inputs(job, encoder))
+            yield from _of(job, encoder, _inputs(job, encoder))
 
 
 def _no_room(encoder: Encoder) -> Findings:
@@ -64,8 +64,12 @@ def _no_room(encoder: Encoder) -> Findings:
 
 
 def _inputs(job: Job, encoder: Encoder) -> _Inputs:
-    frames, room = encoder.frames(), encoder.room.number or 0
-    beyond, unlimited, untold, most = [], [], [], 0
+    frames = encoder.frames()
+    room = encoder.room.number or 0
+    beyond: list[tuple[Dataset, Longest]] = []
+    unlimited: list[Dataset] = []
+    untold: list[Dataset] = []
+    most = 0
     read = [encoder.flag, encoder.room, *(frames.read if frames else ())]
     for dataset in job.datasets:
         longest = dataset.longest()
@@ -80,13 +84,22 @@ def _inputs(job: Job, encoder: Encoder) -> _Inputs:
             if count > room:
                 beyond.append((dataset, longest))
     read += (job.strategy, job.broadcast_buffers)
-    return _Inputs(frames, tuple(beyond), tuple(unlimited), tuple(untold), most, tuple(read))
+    return _Inputs(
+        frames=frames,
+        beyond=tuple(beyond),
+        unlimited=tuple(unlimited),
+        untold=tuple(untold),
+        most=most,
+        read=tuple(read),
+    )
 
 
-def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Findings:
+def _of(job: Job, encoder: Encoder, inputs: _Inputs) -> Findings:
     name = f"{encoder.where} ({encoder.name})"
+    room = int(encoder.room.number or 0)
     if inputs.beyond and inputs.frames:
-        yield _reachable(job, encoder, f"{name}: {_beyond(inputs, inputs.frames, room)}", inputs)
+        what = f"{name}: {_beyond(inputs, inputs.frames, room)}"
+        yield _reachable(job, encoder, inputs=inputs, what=what)
     elif inputs.unlimited or inputs.untold:
         if not job.patched:
             yield from _open(encoder, f"{name}: {_left_open(inputs, room)}", inputs)
@@ -95,24 +108,24 @@ def _of(job: Job, encoder: Encoder, room: int, inputs: _Inputs) -> Findings:
         yield note(what, inputs.read)
 
 
-def _reachable(job: Job, encoder: Encoder, what: str, inputs: _Inputs) -> Finding:
+def _reachable(job: Job, encoder: Encoder, *, inputs: _Inputs, what: str) -> Finding:
     change = Change((*encoder.keys, "pos_emb_max_len"), inputs.most)
     instead = f"pos_emb_max_len: {inputs.most}, which changes no number that the model computes"
     if inputs.unlimited:
         instead += f"; and a max_duration for {_names(inputs.unlimited)}"
     if job.patched:
         what += "With nemo_patches each rank grows its own, which is safe"
-        return note(what, inputs.read, instead, change)
+        return note(what, inputs.read, instead, change=change)
     if not encoder.syncs:
         what += f"With {FLAG} off each rank grows by its own input, and DDP then overwrites rows or aborts the job"
-        return error(what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change)
+        return error(what, inputs.read, f"{instead}; or {FLAG}: true; or nemo_patches", change=change)
     if not encoder.flag.known:
         what += f"{FLAG} is {encoder.flag.value}: if off, DDP overwrites rows or aborts the job; if on, so does"
         what += " a call more on one rank"
-        return warning(what, inputs.read, instead, change)
+        return warning(what, inputs.read, instead, change=change)
     what += "All ranks grow alike as long as each makes the same calls; with a call more on one rank"
     what += f", or {FLAG} off," if encoder.cls and encoder.cls.has_flag else ""
-    return note(f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change)
+    return note(f"{what} DDP overwrites rows or aborts the job", inputs.read, instead, change=change)
 
 
 def _open(encoder: Encoder, what: str, inputs: _Inputs) -> Findings:

@@ -39,5 +39,5 @@ def check(job: Job) -> Findings:
         f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
         (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
         "trainer.use_distributed_sampler: false, and a whole number as shard_seed (NP122)",
-        Change(("trainer", "use_distributed_sampler"), False) if safe else None,
+        change=Change(("trainer", "use_distributed_sampler"), False) if safe else None,
     )

@@ -23,7 +23,8 @@ GOOD = BAD.replace("devices: 4", "devices: 4, limit_train_batches: 1000")
 
 def check(job: Job) -> Findings:
     """On any number of ranks."""
-    limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
+    limit = job.limit("training")
+    interval = job.trainer("val_check_interval", 1.0)
     if not job.has_trainer or not limit.open:
         return
     for dataset in job.datasets:

@@ -8,7 +8,7 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, Findings
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error, note, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = ERROR
@@ -30,22 +30,22 @@ def check(job: Job) -> Findings:
     if not job.several or not limit.open:
         return
     for dataset in job.datasets:
-        finite, forced = dataset.get("force_finite", False), dataset.get("force_iterable_dataset", False)
+        finite = dataset.get("force_finite", False)
+        forced = dataset.get("force_iterable_dataset", False)
         if not dataset.training or not dataset.lhotse or dataset.tarred is False or dataset.endless:
             continue
         if not (finite.on or (dataset.tarred and dataset.endless is False)):
             continue  # whether it ends is not known
-        dynamic = [size for size in (*dataset.dynamic, dataset.get("batch_tokens")) if size.value is not None]
-        stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
+        sizes = [*dataset.dynamic, dataset.get("batch_tokens")]
+        dynamic = [size for size in sizes if size.value is not None]
+        make = error if dataset.tarred else warning
         ends = f"ends on each of {job.ranks_text} after its own number of batches"
-        severity = ERROR if dataset.tarred else WARNING
         if not dynamic:
-            ends, severity = f"ends, and each of {job.ranks_text} reads all of it in an epoch", NOTE
-        yield Finding(
-            severity,
-            f"{dataset.where} is {stream} that {ends}",
-            (finite, *([forced] if forced.on else []), *dynamic, limit.read, job.devices),
-            "force_iterable_dataset: false, with a whole number as shard_seed, which shares it out"
-            if forced.on
-            else "force_finite: false, also of its entries, with trainer.limit_train_batches as a whole number",
-        )
+            make = note
+            ends = f"ends, and each of {job.ranks_text} reads all of it in an epoch"
+        stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
+        read = (finite, *([forced] if forced.on else []), *dynamic, limit.read, job.devices)
+        instead = "force_finite: false, also of its entries, with trainer.limit_train_batches as a whole number"
+        if forced.on:
+            instead = "force_iterable_dataset: false, with a whole number as shard_seed, which shares it out"
+        yield make(f"{dataset.where} is {stream} that {ends}", read, instead)

@@ -1,7 +1,6 @@
-"""The number of tar files is not a multiple of the number of ranks.
+"""Fewer tar files than ranks: no rank gets any, and the job stops at its start.
 
-NeMo gives each rank the same number of tar files, and never reads those that are left over. With fewer files than
-ranks, no rank gets any.
+NeMo gives each rank the same number of tar files. The ranks without files then fail when they open none.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 
@@ -11,20 +10,22 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import WARNING, Findings, counted, stops
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:
-  train_ds: {is_tarred: true, tarred_audio_filepaths: 'audio_{0..99}.tar', manifest_filepath: a.json}
+  train_ds: {is_tarred: true, tarred_audio_filepaths: 'audio_{0..3}.tar', manifest_filepath: a.json}
 """
-GOOD = BAD.replace("0..99", "0..95")
+GOOD = BAD.replace("0..3", "0..15")
 
-_OPEN, _CLOSE = r"(?:\{|\(|\[|<|_OP_)", r"(?:\}|\)|\]|>|_CL_)"
+_OPEN = r"(?:\{|\(|\[|<|_OP_)"
+_CLOSE = r"(?:\}|\)|\]|>|_CL_)"
 _RANGE = re.compile(rf"{_OPEN}(\d+)\.\.(\d+){_CLOSE}")
 _CHOICE = re.compile(rf"{_OPEN}([^{{}}()\[\]<>]*,[^{{}}()\[\]<>]*?){_CLOSE}")
+_BETWEEN_NAMES = re.compile(r",(?![^{(\[<]*[})\]>])")
 
 
 def check(job: Job) -> Findings:
@@ -32,32 +33,28 @@ def check(job: Job) -> Findings:
     if not job.several or not job.ranks:
         return
     for dataset in job.datasets:
-        if not dataset.nemo or not dataset.tarred or dataset.get("tarred_shard_strategy", "scatter").value != "scatter":
+        strategy = dataset.get("tarred_shard_strategy", "scatter")
+        if not dataset.nemo or not dataset.tarred or strategy.value != "scatter":
             continue
         files = dataset.get("tarred_audio_filepaths")
         for count in _counts(files.value):
-            left = count % job.ranks
-            if left:
-                per_rank = count // job.ranks
-                nobody = "no rank gets any" if not per_rank else f"each gets {per_rank}, and {left} are never read"
-                yield warning(
-                    f"{dataset.where}: {count} tar files for {job.ranks_text}: {nobody}",
-                    (files, job.devices, job.nodes, dataset.get("tarred_shard_strategy", "scatter")),
-                    "a number of ranks that divides the number of tar files",
-                )
+            if 0 < count < job.ranks:
+                what = f"{dataset.where}: {counted(count, 'tar file')} for {job.ranks_text}, and no rank gets any"
+                yield stops(what, (files, job.devices, job.nodes, strategy), "at least as many tar files as ranks")
 
 
 def _counts(files: Any) -> Iterator[int]:
     """How many tar files each bucket has, its ranges and lists expanded; nothing where that is not known."""
     if isinstance(files, str):
-        yield sum(map(_count, re.split(r",(?![^{(\[<]*[})\]>])", files)))
+        yield sum(map(_count, _BETWEEN_NAMES.split(files)))
     elif isinstance(files, list):
         names = [name[0] if isinstance(name, list) and len(name) == 1 else name for name in files]
-        if all(isinstance(name, str) for name in names):
-            if any(isinstance(name, list) for name in files):
-                yield from map(_count, names)
-            else:
-                yield sum(map(_count, names))
+        if not all(isinstance(name, str) for name in names):
+            return
+        if any(isinstance(name, list) for name in files):
+            yield from map(_count, names)
+        else:
+            yield sum(map(_count, names))
 
 
 def _count(name: str) -> int:

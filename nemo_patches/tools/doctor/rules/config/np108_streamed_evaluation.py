@@ -8,7 +8,7 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings, warning
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = ERROR
@@ -42,9 +42,9 @@ def check(job: Job) -> Findings:
         limited = f"trainer.{key}: a whole number"
         if dataset.endless:
             what = f"Lhotse repeats {dataset.where} for ever, and {key} is no whole number: {dataset.role} never ends"
-            severity = ERROR if dataset.role == "validation" else WARNING
+            make = error if dataset.role == "validation" else warning
             instead = f"{dataset.key('force_finite')}: true, also of its entries, {once}; or {limited}"
-            yield Finding(severity, what, read, instead)
+            yield make(what, read, instead)
         elif job.several and dataset.nemo and dataset.tarred:
             what = f"{dataset.where} is a stream that ends on each of {job.ranks_text} after its own number of batches"
             instead = f"{limited}; or a set without tar files, from one input"

@@ -1,16 +1,14 @@
-"""Keys for the size of a batch: none at all, no size, keys that contradict each other, or keys that nothing reads.
+"""Keys for the size of a batch that NeMo refuses: none at all, no size, or keys that contradict each other.
 
-Lhotse and NeMo's own data loaders have different keys for it. A key that is not read leaves another size than the
-config seems to say, and some combinations stop the job at its start. Without any key, NeMo 3.0 stops; with NeMo up to
-2.7, Lhotse makes one batch of the whole set.
+Lhotse and NeMo's own data loaders have different keys for it, and some combinations stop the job at its start. Without
+any key, NeMo 3.0 stops; with NeMo up to 2.7, Lhotse makes one batch of the whole set.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
+from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
@@ -20,7 +18,7 @@ model:
 """
 GOOD = BAD.replace("[16, 8]", "[16, 8], bucket_duration_bins: [10, 20]")
 
-_OF_LHOTSE = ("batch_duration", "quadratic_duration", "bucket_batch_size", "bucket_duration_bins", "batch_tokens")
+_KNOWN = ("batch_size", "bucket_batch_size", "bucketing_batch_size")
 _SIZES_OF_LHOTSE = ("batch_size", "batch_duration", "bucket_batch_size", "batch_tokens")
 _COUNTS = ("batch_size", "batch_tokens")  # whole numbers
 
@@ -33,7 +31,7 @@ def check(job: Job) -> Findings:
             yield from _of_lhotse(dataset)
             yield from _bins(dataset)
             continue
-        yield from _of_nemo(dataset)
+        yield from _of_buckets(dataset)
         size = dataset.get("batch_size")
         if dataset.nemo and not size.given and job.asr_encoder and not _has_own_keys(dataset):
             what = f"{dataset.where}: no batch_size: the job stops when it makes this set's data loader"
@@ -46,7 +44,7 @@ def _has_own_keys(dataset: Dataset) -> bool:
     while waiting:
         section = waiting.pop()
         for key, value in section.items() if isinstance(section, dict) else ():
-            if "batch_size" in key and key not in (*_OF_LHOTSE, *_SIZES_OF_LHOTSE, "bucketing_batch_size"):
+            if "batch_size" in key and key not in _KNOWN:
                 return True
             if isinstance(value, dict):
                 if "batch_size" in value:
@@ -84,27 +82,13 @@ def _bins(dataset: Dataset) -> Findings:
         yield stops(what, bins, f"bucket_duration_bins: {sorted(bins.value)}")
 
 
-def _of_nemo(dataset: Dataset) -> Findings:
-    ignored = [value for value in map(dataset.get, _OF_LHOTSE) if value.given and value.value is not None]
+def _of_buckets(dataset: Dataset) -> Findings:
+    """Of NeMo's own data loader, which wants each bucket's size in one key only."""
     size = dataset.get("batch_size")
-    if ignored:
-        names = " and ".join(value.key for value in ignored)
-        yield note(
-            # kept for when it is on, or of a model that has no other data loader
-            f"{names}: only Lhotse reads that, and use_lhotse is not true: unless this model has no other data loader, "
-            "batch_size alone counts",
-            (*ignored, dataset.get("use_lhotse", False), size),
-            "use_lhotse: true, or batch_size alone",
-        )
     adaptive = dataset.get("bucketing_batch_size")
-    if (
-        dataset.tarred
-        and dataset.has_buckets
-        and adaptive.value is not None
-        and adaptive.known
-        and size.known
-        and size.value != 1
-    ):
+    if not dataset.tarred or not dataset.has_buckets or not size.known or not adaptive.known:
+        return
+    if adaptive.value is not None and size.value != 1:
         what = f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1"
         yield stops(what, (adaptive, size), "batch_size: 1")
 
@@ -128,23 +112,16 @@ def _of_lhotse(dataset: Dataset) -> Findings:
             (*(given or (sizes[0],)), *([multimodal] if multimodal.given else [])),
             "batch_size; or " + ("batch_tokens" if multimodal.on else "batch_duration"),
         )
-    yield from _fixed_sizes(dataset, sizes)
-    old = dataset.get("bucketing_batch_size")
-    if old.given and old.value is not None:
-        what = f"{old.key}: Lhotse does not read that"
-        instead = "bucket_batch_size, with bucket_duration_bins"
-        yield warning(what, (old, *(value for value in sizes if value.given)), instead)
+    yield from _fixed_sizes(dataset)
 
 
-def _fixed_sizes(dataset: Dataset, sizes: list[Value]) -> Findings:
+def _fixed_sizes(dataset: Dataset) -> Findings:
     """Of buckets."""
-    fixed, bins = dataset.get("bucket_batch_size"), dataset.get("bucket_duration_bins")
+    fixed = dataset.get("bucket_batch_size")
+    bins = dataset.get("bucket_duration_bins")
     if fixed.value is not None and bins.value is None:
         what = f"{dataset.where}: bucket_batch_size without bucket_duration_bins"
         yield stops(what, (fixed, bins), "bucket_duration_bins, as many as batch sizes")
     elif isinstance(fixed.value, list) and isinstance(bins.value, list) and len(fixed.value) != len(bins.value):
         what = f"{dataset.where}: {len(fixed.value)} batch sizes for {len(bins.value)} buckets"
         yield warning(what, (fixed, bins), "as many of bucket_batch_size as of bucket_duration_bins")
-    elif fixed.value is not None and any(value.value is not None for value in sizes[:2]):
-        what = f"{dataset.where}: bucket_batch_size counts, and batch_size and batch_duration do not"
-        yield note(what, (fixed, *sizes[:2]))

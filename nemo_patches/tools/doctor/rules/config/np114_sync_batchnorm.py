@@ -1,7 +1,6 @@
-"""sync_batchnorm on the CPU, or for a model without batch normalisation.
+"""sync_batchnorm on the CPU: the first training step stops with an error.
 
-On the CPU the first training step stops with an error, because PyTorch supports it on GPUs only. Without batch
-normalisation it does nothing. It never has anything to do with a hang in the length sync.
+PyTorch supports it on GPUs only. It never has anything to do with a hang in the length sync.
 Link: https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html
 """
 
@@ -9,11 +8,10 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.encoders import Encoder
-from nemo_patches.tools.doctor.finding import WARNING, Change, Findings, note, warning
+from nemo_patches.tools.doctor.finding import WARNING, Change, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
-FOLDED = True
 BAD = """\
 trainer: {devices: 2, accelerator: cpu, sync_batchnorm: true}
 model:
@@ -23,22 +21,18 @@ GOOD = BAD.replace(", sync_batchnorm: true", "")
 
 
 def check(job: Job) -> Findings:
-    """Against the normalisation of the encoders that are known."""
+    """Where an encoder that is known has batch normalisation."""
     switch = job.trainer("sync_batchnorm", False)
-    if not job.several or not switch.on or not job.encoders:
+    if not job.several or not switch.on or job.accelerator.value != "cpu":
         return
-    normalisations = [_normalisation(encoder) for encoder in job.encoders]
-    batch = [value for value in normalisations if value.value in ("batch_norm", "batch")]
-    if batch and job.accelerator.value == "cpu":
+    batch = [value for value in map(_normalisation, job.encoders) if value.value in ("batch_norm", "batch")]
+    if batch:
         yield warning(
             "sync_batchnorm on the CPU: the first training step stops with an error",
             (switch, job.accelerator, *batch),
             "sync_batchnorm: false",
-            Change(("trainer", "sync_batchnorm"), False),
+            change=Change(("trainer", "sync_batchnorm"), False),
         )
-    elif not batch and all(value.known for value in normalisations):
-        what = "sync_batchnorm has nothing to do: no encoder in the config has batch normalisation"
-        yield note(what, (switch, *normalisations))
 
 
 def _normalisation(encoder: Encoder) -> Value:

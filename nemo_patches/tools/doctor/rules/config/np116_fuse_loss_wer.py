@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = ERROR
@@ -30,12 +30,13 @@ def check(job: Job) -> Findings:
         if section.get("fuse_loss_wer") is not True:
             continue
         part = job.get((*keys, "fused_batch_size"))
+        switch = job.get((*keys, "fuse_loss_wer"))
         for dataset in job.datasets:
             if not dataset.training and part.number:
-                yield from _of(job, dataset, job.get((*keys, "fuse_loss_wer")), part)
+                yield from _of(job, dataset, switch=switch, part=part)
 
 
-def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Findings:
+def _of(job: Job, dataset: Dataset, *, switch: Value, part: Value) -> Findings:
     if not dataset.lhotse and not (dataset.nemo and dataset.tarred):
         return
     size = dataset.get("batch_size")
@@ -44,8 +45,8 @@ def _of(job: Job, dataset: Dataset, switch: Value, part: Value) -> Findings:
         return  # one part, whatever the others have; Lhotse takes batch_size as a limit, also with batch_duration
     if not size.known and not dynamic:
         return
-    yield Finding(
-        ERROR if dataset.lhotse and dataset.role == "validation" else WARNING,
+    make = error if dataset.lhotse and dataset.role == "validation" else warning
+    yield make(
         f"{dataset.where}: ranks may have batches of different sizes, in which a joint of {part.value} at a time makes "
         f"different numbers of collectives; {dataset.role} then hangs on {job.ranks_text}",
         (switch, part, size, *dynamic, dataset.get("use_lhotse", False)),

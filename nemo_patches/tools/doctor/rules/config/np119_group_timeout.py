@@ -35,7 +35,8 @@ def check(job: Job) -> Findings:
     value = job.get("trainer.strategy.timeout")
     if not value.known or value.value is None:
         return
-    timeout, strategy = job.group_timeout, last_part(str(job.strategy.value))
+    timeout = job.group_timeout
+    strategy = last_part(str(job.strategy.value))
     if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
         what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta"
         yield stops(what, value, _AS_A_DURATION)

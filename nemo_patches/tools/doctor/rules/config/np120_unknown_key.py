@@ -1,33 +1,29 @@
-"""A key that looks like a misspelling of one that NeMo knows, or that the trainer of Lightning 2 does not accept.
+"""A key that the trainer of Lightning 2 does not accept, or a misspelt one of an encoder or of exp_manager.
 
-In a data set's section NeMo ignores unknown keys, so the setting silently has no effect. An encoder or the trainer
-stops the job at its start, also for keys of Lightning 1 (gpus, replace_sampler_ddp).
+Each stops the job at its start, as do keys of Lightning 1 (gpus, replace_sampler_ddp). A class whose name is nearly an
+encoder's does, too. In a data set's section NeMo ignores unknown keys, and the doctor does not look at them.
 Link: docs/doctor.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from difflib import get_close_matches
 
 from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.encoders import CLASS_NAMES, class_of
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import closest
+from nemo_patches.tools.doctor.trees import Keys
 
 WORST = WARNING
 BAD = """\
 trainer: {gpus: 4}
 model:
-  train_ds: {manifest_filepath: a.json, max_durations: 20}
+  encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, n_layer: 17}
 """
-GOOD = """\
-trainer: {devices: 4}
-model:
-  train_ds: {manifest_filepath: a.json, max_duration: 20}
-"""
+GOOD = BAD.replace("gpus", "devices").replace("n_layer", "n_layers")
 
 # Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder is there, too.
 _AS_CLOSE = 0.88
@@ -37,15 +33,13 @@ _AS_CLOSE_CLASS = 0.95
 def check(job: Job) -> Findings:
     """In the sections whose keys are known, and of classes whose name is nearly an encoder's."""
     for keys, section in job.config.mappings():
-        if keys and keys[-1] in ROLES:
-            yield from _close(job, keys, section, known_keys.DATASET, "NeMo ignores it")
-        elif keys == ("trainer",) and job.has_trainer:
+        if keys == ("trainer",) and job.has_trainer:
             yield from _of_trainer(job, section)
         elif keys == ("exp_manager",):
-            yield from _close(job, keys, section, known_keys.EXP_MANAGER, "the job stops at its start")
+            yield from _close(job, keys, known_keys.EXP_MANAGER)
         cls = class_of(section.get("_target_"))
         if cls is not None and cls.name in known_keys.ENCODERS:
-            yield from _close(job, keys, section, known_keys.ENCODERS[cls.name], "the job stops at its start")
+            yield from _close(job, keys, known_keys.ENCODERS[cls.name])
         elif cls is None and "_target_" in section:
             yield from _close_class(job.get((*keys, "_target_")))
 
@@ -55,23 +49,22 @@ def _of_trainer(job: Job, section: Collection[str]) -> Findings:
         if key in known_keys.TRAINER:
             continue
         value = job.get(("trainer", key))
-        close = get_close_matches(key, known_keys.TRAINER - set(section), 1, _AS_CLOSE)
-        instead = known_keys.TRAINER_1.get(key) or (f"{close[0]}: {value.value}" if close else "no such key")
-        of_1 = " of Lightning 1" if key in known_keys.TRAINER_1 else ""
-        hint = f", and looks like {close[0]}" if close and not of_1 else ""
-        what = f"{value.key} is not known{of_1 and ' any more'}{hint}: Lightning's trainer stops the job at its start"
-        yield warning(what, value, instead)
+        close = closest(key, known_keys.TRAINER - set(section), _AS_CLOSE)
+        known = "is not known, and looks like " + close if close else "is not known"
+        instead = f"{close}: {value.value}" if close else "no such key"
+        if key in known_keys.TRAINER_1:
+            known = "is not known any more"
+            instead = known_keys.TRAINER_1[key]
+        yield warning(f"{value.key} {known}: Lightning's trainer stops the job at its start", value, instead)
 
 
-def _close(
-    job: Job, keys: tuple[str, ...], section: Collection[str], known: frozenset[str], consequence: str
-) -> Findings:
+def _close(job: Job, keys: Keys, known: frozenset[str]) -> Findings:
+    section = job.get(keys).value
     for key in section:
-        close = [] if key in known else get_close_matches(key, known - set(section), 1, _AS_CLOSE)
-        if close and not key.startswith(f"{close[0]}_") and not key.endswith(f"_{close[0]}"):
+        close = "" if key in known else closest(key, known - set(section), _AS_CLOSE)
+        if close and not key.startswith(f"{close}_") and not key.endswith(f"_{close}"):
             value = job.get((*keys, key))
-            what = f"{value.key} is not known, and looks like {close[0]}: {consequence}"
-            yield warning(what, value, f"{close[0]}: {value.value}")
+            yield stops(f"{value.key} is not known, and looks like {close}", value, f"{close}: {value.value}")
 
 
 def _close_class(target: Value) -> Findings:
@@ -81,7 +74,7 @@ def _close_class(target: Value) -> Findings:
             yield stops(what, target, "the full name of a class, as package.module.Class")
         return
     module, _, name = target.value.rpartition(".")
-    close = get_close_matches(name, CLASS_NAMES, 1, _AS_CLOSE_CLASS)
+    close = closest(name, CLASS_NAMES, _AS_CLOSE_CLASS)
     if close and name not in CLASS_NAMES and module.startswith("nemo.collections.asr.modules"):
-        what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close[0]}"
-        yield warning(what, target, f"_target_: {module}.{close[0]}")
+        what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close}"
+        yield warning(what, target, f"_target_: {module}.{close}")

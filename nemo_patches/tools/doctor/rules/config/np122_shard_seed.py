@@ -62,7 +62,8 @@ def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
     if not all(seed.whole or (seed.value == "randomized" and workers.value == 0) for seed in seeds):
         return
     without_workers = any(not seed.whole for seed in seeds)
-    set_own, others = dataset.shard_seed, [seed.key for seed in seeds if seed.key != dataset.shard_seed.key]
+    set_own = dataset.shard_seed
+    others = [seed.key for seed in seeds if seed.key != set_own.key]
     also = f", also as {' and '.join(others)}" if others else ""
     yield warning(
         f"{dataset.where} is a stream, and each of {job.ranks_text} reads it in the same order: all train on the "

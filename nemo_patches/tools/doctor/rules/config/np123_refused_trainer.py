@@ -8,12 +8,11 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
-from nemo_patches.tools.doctor.known_keys import ACCELERATORS, CLIPPING, PRECISIONS, PROFILERS, STRATEGIES
+from nemo_patches.tools.doctor.known_keys import ACCELERATORS, CLIPPING, PRECISIONS, PROFILERS, STRATEGIES, closest
 
 WORST = WARNING
 BAD = """\
@@ -32,69 +31,86 @@ def check(job: Job) -> Findings:
         return
     yield from _names(job)
     yield from _numbers(job)
-    yield from _others(job)
     yield from _validation_never_comes(job)
     yield from _share_of_no_length(job)
 
 
 def _names(job: Job) -> Findings:
-    strategy, accelerator, precision = (job.trainer(key) for key in ("strategy", "accelerator", "precision"))
+    strategy = job.trainer("strategy")
     name = strategy.value.lower() if isinstance(strategy.value, str) else strategy.value
-    if isinstance(name, dict):
-        if "_target_" not in name:
-            yield _refused("strategy is a mapping without _target_", strategy, "strategy: ddp, or a _target_ in it")
-    elif strategy.given and strategy.known and name not in ("auto", *STRATEGIES):
-        yield _refused(f"there is no strategy {strategy.text}", strategy, _one_of(strategy, ("auto", *STRATEGIES)))
-    elif job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
-        yield _refused(f"{strategy.text} needs GPUs", (strategy, job.accelerator), "strategy: ddp")
-    if accelerator.given and accelerator.known and accelerator.value not in ACCELERATORS:
-        what = f"there is no accelerator {accelerator.text}"
-        yield _refused(what, accelerator, _one_of(accelerator, ACCELERATORS))
-    if precision.known and precision.value not in (None, *PRECISIONS) and "flash" not in str(precision.value):
-        yield _refused(f"there is no precision {precision.text}", precision, _one_of(precision, PRECISIONS))
+    if not isinstance(name, dict):
+        if strategy.given:
+            yield from _no_such("strategy", strategy, ("auto", *STRATEGIES), name=name)
+        if job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
+            yield _refused(f"{strategy.text} needs GPUs", (strategy, job.accelerator), "strategy: ddp")
+    elif "_target_" not in name:
+        yield _refused("strategy is a mapping without _target_", strategy, "strategy: ddp, or a _target_ in it")
+    if job.accelerator.given:
+        yield from _no_such("accelerator", job.accelerator, ACCELERATORS)
+    precision = job.trainer("precision")
+    if precision.value is not None and "flash" not in str(precision.value):
+        yield from _no_such("precision", precision, PRECISIONS)
+    algorithm = job.trainer("gradient_clip_algorithm")
+    if algorithm.value is not None:
+        yield from _no_such(algorithm.key, algorithm, CLIPPING, name=str(algorithm.value).lower())
+    profiler = job.trainer("profiler")
+    if isinstance(profiler.value, str):
+        yield from _no_such("profiler", profiler, PROFILERS)
+
+
+def _no_such(what: str, value: Value, known: tuple[str | int, ...], *, name: object = None) -> Findings:
+    """name: the value in lower case, where Lightning does not look at that."""
+    if value.known and (name or value.value) not in known:
+        words = [each for each in known if isinstance(each, str)]
+        close = closest(str(value.value).lower(), words, likeness=0.6)
+        instead = f"{value.key}: {close}" if close else f"one of {', '.join(words[:8])}"
+        yield _refused(f"there is no {what} {value.text}", value, instead)
 
 
 def _numbers(job: Job) -> Findings:
     for limit in map(job.trainer, _SHARES):
         if limit.known and as_limit(limit) is None:
-            instead = "a share from 0.0 to 1.0, or a whole number of batches"
             is_time = isinstance(limit.value, dict) or ":" in limit.text
             lightning = "Lightning before 2.6" if is_time and "val_check" in limit.key else "Lightning"
-            yield _refused(f"{limit.key} is {limit.text}", limit, instead, lightning)
-    for count in map(job.trainer, ("max_steps", "max_epochs")):
-        null = count.value is None and count.key.endswith("epochs")
-        if count.given and count.known and not null and (count.number is None or count.number < -1):
-            yield _refused(f"{count.key} is {count.text}", count, "a whole number, or -1 for no limit")
-    nodes, devices = job.trainer("num_nodes", 1), job.devices
-    if nodes.known and (not isinstance(nodes.value, int) or nodes.value < 1):
-        yield _refused(f"{nodes.key} is {nodes.text}", nodes, "a whole number, 1 or more")
-    on_cpu = job.accelerator.value == "cpu" and devices.value in (None, -1, "-1")
-    if not isinstance(devices.value, bool) and (devices.value in (0, "0", []) or on_cpu):
-        yield _refused(f"{devices.key} is {devices.text}", (devices, job.accelerator), "how many devices to use")
-
-
-def _others(job: Job) -> Findings:
-    clip, algorithm = job.trainer("gradient_clip_val"), job.trainer("gradient_clip_algorithm")
-    if clip.known and not isinstance(clip.value, (int, float, type(None))):
-        yield _refused(f"{clip.key} is {clip.text}", clip, "gradient_clip_val: a number")
-    if algorithm.known and algorithm.value is not None and str(algorithm.value).lower() not in CLIPPING:
-        yield _refused(f"there is no {algorithm.key} {algorithm.text}", algorithm, _one_of(algorithm, CLIPPING))
-    profiler, fast, time = (job.trainer(key) for key in ("profiler", "fast_dev_run", "max_time"))
-    if isinstance(profiler.value, str) and profiler.value not in PROFILERS:
-        yield _refused(f"there is no profiler {profiler.text}", profiler, _one_of(profiler, PROFILERS))
+            instead = "a share from 0.0 to 1.0, or a whole number of batches"
+            yield _refused(f"{limit.key} is {limit.text}", limit, instead, lightning=lightning)
+    steps = job.trainer("max_steps", -1)
+    if steps.number is None or steps.number < -1:
+        yield from _is(steps, "a whole number, or -1 for no limit")
+    epochs = job.trainer("max_epochs")
+    if epochs.value is not None and (epochs.number is None or epochs.number < -1):
+        yield from _is(epochs, "a whole number, or -1 for no limit")
+    nodes = job.trainer("num_nodes", 1)
+    if not isinstance(nodes.value, int) or nodes.value < 1:
+        yield from _is(nodes, "a whole number, 1 or more")
+    on_cpu = job.accelerator.value == "cpu" and job.devices.value in (None, -1, "-1")
+    if not isinstance(job.devices.value, bool) and (job.devices.value in (0, "0", []) or on_cpu):
+        yield from _is(job.devices, "how many devices to use", job.accelerator)
+    clip = job.trainer("gradient_clip_val")
+    if not isinstance(clip.value, (int, float, type(None))):
+        yield from _is(clip, "gradient_clip_val: a number")
+    fast = job.trainer("fast_dev_run")
     if fast.number is not None and fast.number < 0:
-        yield _refused(f"{fast.key} is {fast.text}", fast, "fast_dev_run: true, or how many batches")
-    no_time = isinstance(time.value, str) and not _TIME.fullmatch(time.value.strip())
-    if time.known and (no_time or isinstance(time.value, (int, float))):
-        yield _refused(f"{time.key} is {time.text}", time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
+        yield from _is(fast, "fast_dev_run: true, or how many batches")
+    time = job.trainer("max_time")
+    if isinstance(time.value, (int, float, str)) and not _TIME.fullmatch(str(time.value).strip()):
+        yield from _is(time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
     reload_ = job.trainer("reload_dataloaders_every_n_epochs", 0)
-    if reload_.known and (not isinstance(reload_.value, int) or reload_.value < 0):
-        yield _refused(f"{reload_.key} is {reload_.text}", reload_, "a whole number, 0 for never")
+    if not isinstance(reload_.value, int) or reload_.value < 0:
+        yield from _is(reload_, "a whole number, 0 for never")
+
+
+def _is(value: Value, instead: str, *more: Value) -> Findings:
+    """What the value is, and may not be."""
+    if value.known:
+        yield _refused(f"{value.key} is {value.text}", (value, *more), instead)
 
 
 def _validation_never_comes(job: Job) -> Findings:
-    limit, interval = job.limit("training"), job.trainer("val_check_interval", 1.0)
-    epochs, fast = job.trainer("check_val_every_n_epoch", 1), job.trainer("fast_dev_run", False)
+    limit = job.limit("training")
+    interval = job.trainer("val_check_interval", 1.0)
+    epochs = job.trainer("check_val_every_n_epoch", 1)
+    fast = job.trainer("fast_dev_run", False)
     if not interval.known or not epochs.known:
         return
     batches = as_limit(interval)
@@ -103,7 +119,7 @@ def _validation_never_comes(job: Job) -> Findings:
             what = f"val_check_interval is {interval.text}, and without check_val_every_n_epoch it counts batches"
             yield _refused(what, (interval, epochs), "val_check_interval: a whole number")
     elif not isinstance(epochs.value, int):
-        yield _refused(f"{epochs.key} is {epochs.text}", epochs, "a whole number, or null")
+        yield from _is(epochs, "a whole number, or null")
     elif fast.off and isinstance(batches, int) and isinstance(limit.batches, int) and batches > limit.batches > 0:
         what = f"val_check_interval is {batches}, and an epoch has {limit.batches} batches"
         instead = "val_check_interval: no more than that; or check_val_every_n_epoch: null, to count on over epochs"
@@ -112,23 +128,21 @@ def _validation_never_comes(job: Job) -> Findings:
 
 def _share_of_no_length(job: Job) -> Findings:
     """Lhotse's sampler has no length, stream or not, and Lightning takes a share of that only if it is all."""
-    fast = job.trainer("fast_dev_run", False)
-    for dataset in job.datasets if fast.off else ():
+    if not job.trainer("fast_dev_run", False).off:
+        return
+    for dataset in job.datasets:
         for share in map(job.trainer, _OF_ROLE.get(dataset.role, ())):
-            if dataset.lhotse and share.known and isinstance(batches := as_limit(share), float) and batches < 1:
-                if not batches and share.key != "trainer.val_check_interval":
-                    continue  # none at all
-                if share.key == "trainer.val_check_interval" and isinstance(job.limit("training").batches, int):
-                    continue  # the limit is the epoch's length
+            batches = as_limit(share)
+            if not dataset.lhotse or not share.known or not isinstance(batches, float) or batches >= 1:
+                continue
+            if share.key == "trainer.val_check_interval":
+                has_length = isinstance(job.limit("training").batches, int)
+            else:
+                has_length = not batches  # none at all
+            if not has_length:
                 what = f"Lhotse reads {dataset.where}, which has no length to take a share of: {share.key}"
                 yield _refused(f"{what} is {share.text}", (share, dataset.get("use_lhotse")), "a whole number, or 1.0")
 
 
 def _refused(what: str, read: Value | tuple[Value, ...], instead: str, lightning: str = "Lightning") -> Finding:
     return warning(f"{what}: {lightning} stops the job at its start", read, instead)
-
-
-def _one_of(value: Value, known: tuple[str | int, ...]) -> str:
-    names = [name for name in known if isinstance(name, str)]
-    close = get_close_matches(str(value.value).lower(), names, 1)
-    return f"{value.key}: {close[0]}" if close else f"one of {', '.join(names[:8])}"

@@ -42,7 +42,8 @@ def check(job: Job) -> Findings:
     for keys, section in job.config.mappings():
         if not keys or keys[-1] not in ROLES or section.get("multi_config") is not True:
             continue
-        switch, where = job.get((*keys, "multi_config")), ".".join(keys)
+        switch = job.get((*keys, "multi_config"))
+        where = ".".join(keys)
         missing = [key for key in _NEEDED if key not in section]
         if missing:
             what = f"{where}: multi_config without {', '.join(missing)}"

@@ -8,7 +8,7 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import WARNING, Findings, counted, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
@@ -28,7 +28,8 @@ def check(job: Job) -> Findings:
 
 
 def _no_duration_fits(dataset: Dataset) -> Findings:
-    longest, shortest = dataset.get("max_duration"), dataset.get("min_duration")
+    longest = dataset.get("max_duration")
+    shortest = dataset.get("min_duration")
     if longest.number is None or dataset.get("session_len_sec").given:
         return
     if longest.number <= 0:
@@ -44,18 +45,22 @@ def _no_duration_fits(dataset: Dataset) -> Findings:
 
 
 def _no_batch(job: Job, dataset: Dataset) -> Findings:
-    size, drop = dataset.get("batch_size"), dataset.get("drop_last", False)
+    size = dataset.get("batch_size")
+    drop = dataset.get("drop_last", False)
     if not drop.on or not size.number or not job.ranks or dataset.tarred is not False:
         return
     if not dataset.reader or dataset.dynamic:
         return
     # Lhotse deals whole batches out to the ranks; Lightning's sampler deals out entries, and repeats some to fill up.
-    ranks, whole = job.ranks, int(size.number)
-    shared = dataset.lhotse or not job.trainer("use_distributed_sampler", True).off
-    enough = whole * ranks if dataset.lhotse else (whole - 1) * ranks + 1 if shared else whole
+    whole = int(size.number)
+    enough = whole
+    if dataset.lhotse:
+        enough = whole * job.ranks
+    elif not job.trainer("use_distributed_sampler", True).off:
+        enough = (whole - 1) * job.ranks + 1
     count = dataset.entries(enough)
     if count is not None and count < enough:
-        entries = f"{count} entr{'y' if count == 1 else 'ies'} for {job.ranks} rank{'s' * (ranks > 1)}"
-        what = f"{dataset.where}: {entries} in batches of {whole}, and drop_last: no rank has a batch"
-        instead = f"{dataset.where}.drop_last: false"
-        yield warning(what, (drop, size, dataset.get("manifest_filepath"), job.devices), instead)
+        entries = "1 entry" if count == 1 else f"{count} entries"
+        what = f"{dataset.where}: {entries} for {counted(job.ranks, 'rank')} in batches of {whole}"
+        read = (drop, size, dataset.get("manifest_filepath"), job.devices)
+        yield warning(f"{what}, and drop_last: no rank has a batch", read, f"{dataset.where}.drop_last: false")

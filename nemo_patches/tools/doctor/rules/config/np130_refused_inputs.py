@@ -8,13 +8,13 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import closest
 from nemo_patches.tools.doctor.trees import Keys
 
 WORST = WARNING
@@ -29,7 +29,6 @@ model:
 """
 GOOD = BAD.replace("manifest_filepath: b.json", "manifest_filepath: b.json, weight: 1")
 
-_AS_CLOSE = 0.85  # of difflib
 _OF_PARQUET = (".parquet", ".pq")
 
 
@@ -79,10 +78,8 @@ def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
     name = job.get((*keys, "type"))
     if name.value is None:
         yield stops(f"{here.key} has no type", here, "type: nemo, nemo_tarred, lhotse or lhotse_shar")
-    elif isinstance(name.value, str) and name.value not in DATA_TYPES:
-        close = get_close_matches(name.value, DATA_TYPES, 1, _AS_CLOSE)
-        if close:
-            yield stops(f"{name.key}: there is no type {name.value}, and it looks like {close[0]}", name, close[0])
+    elif isinstance(name.value, str) and name.value not in DATA_TYPES and (close := closest(name.value, DATA_TYPES)):
+        yield stops(f"{name.key}: there is no type {name.value}, and it looks like {close}", name, close)
     if name.value == "group":
         inner = job.get((*keys, "input_cfg"))
         if inner.value is None:

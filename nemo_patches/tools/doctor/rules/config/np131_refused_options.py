@@ -46,10 +46,12 @@ def _of(dataset: Dataset) -> Findings:
         if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
             yield stops(f"{seed.key} is {seed.text}", seed, f"{key}: a whole number, {' or '.join(_SEEDS)}")
     for key, words in _WORDS.items():
-        word, used = dataset.get(key, words[0]), dataset.get(_USED_WITH[key])
+        word = dataset.get(key, words[0])
+        used = dataset.get(_USED_WITH[key])
         if word.known and word.value not in words and used.value is not None:
             yield stops(f"{word.key} is {word.text}", (word, used), f"{key}: one of {', '.join(words)}")
-    to_map, to_iterable = dataset.get("force_map_dataset", False), dataset.get("force_iterable_dataset", False)
+    to_map = dataset.get("force_map_dataset", False)
+    to_iterable = dataset.get("force_iterable_dataset", False)
     if to_map.on and to_iterable.on:
         what = f"{to_map.key} and {to_iterable.key} exclude each other"
         yield stops(what, (to_map, to_iterable), "one of them")

@@ -1,1 +1,1 @@
-"""Rules on this machine and its Python environment, NP2xx: each takes a Machine."""
+"""Rules on this machine's variables of NCCL and torch, NP2xx: each takes a Machine."""

@@ -12,16 +12,17 @@ from nemo_patches.tools.doctor.finding import ERROR, Findings, error, note
 from nemo_patches.tools.doctor.machine import Machine
 
 WORST = ERROR
-TOPIC = "what NCCL's watchdog does"
 
-_NAME, _OLD_NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
+_NAME = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_OLD_NAME = "NCCL_ASYNC_ERROR_HANDLING"
 _DEFAULT = "3"
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def check(machine: Machine) -> Findings:
     """The new name of a variable counts where both are set."""
-    new, old = machine.variable(_NAME, _DEFAULT), machine.variable(_OLD_NAME)
+    new = machine.variable(_NAME, _DEFAULT)
+    old = machine.variable(_OLD_NAME)
     counts = old if old.given and not new.given else new
     values = map(machine.variable, _BLOCKING)
     blocking = next((value for value in values if value.given and value.value != "0"), None)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from packaging.version import Version
 
 from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
-from nemo_patches.tools.doctor.machine import OFF, Machine, parsed
+from nemo_patches.tools.doctor.machine import OFF, Machine
 
 WORST = WARNING
-TOPIC = "flight recorder"
 
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first counts where torch knows it
 _DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
@@ -23,14 +22,19 @@ _SET = f"{_SIZES[1]}=2000 and {_DUMP}=1, which every torch 2 reads"
 
 def check(machine: Machine) -> Findings:
     """A switched off recorder, wherever that is; what is only not set, where there are GPUs."""
-    sizes, dump = [machine.variable(name) for name in _SIZES], machine.variable(_DUMP)
+    sizes = [machine.variable(name) for name in _SIZES]
+    dump = machine.variable(_DUMP)
     length = next((value for value in sizes if value.given), sizes[1])
-    torch = parsed(machine.versions.get("torch", "0"))
     if length.given and str(length.value).lstrip("-").strip("0") == "":
         yield warning(f"{length.key}=0 switches the flight recorder off", length, _SET)
     elif dump.given and str(dump.value).lower() in OFF:
         what = f"{_DUMP}={dump.value}: what the flight recorder has is not written when a collective times out"
         yield warning(what, dump, _SET)
-    elif machine.gpus and not (length.given and dump.given) and not (torch and torch >= _ON_BY_DEFAULT):
+    elif machine.gpus and not (length.given and dump.given) and not _is_on_by_default(machine):
         what = "whether the flight recorder is on depends on torch's version, and the job does not say it"
         yield note(f"{what}: set {_SET}", (length, dump), _SET)
+
+
+def _is_on_by_default(machine: Machine) -> bool:
+    torch = machine.torch_release
+    return torch is not None and torch >= _ON_BY_DEFAULT

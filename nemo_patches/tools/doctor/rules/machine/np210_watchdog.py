@@ -11,15 +11,16 @@ from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, wa
 from nemo_patches.tools.doctor.machine import OFF, Machine
 
 WORST = WARNING
-TOPIC = "the watchdog's own watch"
 
-_MONITORING, _HEARTBEAT = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+_HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
 _LONG_S = 3600
 
 
 def check(machine: Machine) -> Findings:
     """On by default, with 480 s in torch 2.5 and later, 600 before."""
-    monitoring, heartbeat = machine.variable(_MONITORING, "1"), machine.variable(_HEARTBEAT, "480")
+    monitoring = machine.variable(_MONITORING, "1")
+    heartbeat = machine.variable(_HEARTBEAT, "480")
     if str(monitoring.value).lower() in OFF:
         what = f"{_MONITORING}={monitoring.value}: a watchdog that hangs is never ended, nor is its job"
         yield warning(what, monitoring, f"{_MONITORING} not set, and a longer {_HEARTBEAT}")

@@ -1,7 +1,7 @@
-"""A rank that does not answer.
+"""A rank that did not answer, so that it is not compared with the others.
 
-The job would wait for it at its first collective, until the process group's timeout. The rank has not been started,
-has died, is still importing torch, or its host cannot reach the job's store.
+It has not been started, has died, is still importing torch, or its host cannot reach the job's store. A job would wait
+for it at its first collective.
 Link: docs/doctor.md
 """
 
@@ -18,8 +18,9 @@ def check(ranks: Ranks) -> Findings:
     """All of them in one finding."""
     missing = [rank for rank in range(ranks.size) if rank not in ranks.facts]
     if missing:
+        limit = ranks.timeout.total_seconds()
         yield error(
-            f"no answer from {named(missing)} of {ranks.size} within {ranks.timeout.total_seconds():g} s",
+            f"not compared: {named(missing)} of {ranks.size}, without an answer within {limit:g} s",
             (),
             "look at its stderr and its host; if it only starts slowly, NEMO_PATCHES_TIMEOUT=60 for this command",
         )

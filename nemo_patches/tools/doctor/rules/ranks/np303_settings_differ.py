@@ -1,7 +1,8 @@
 """Settings that differ between ranks: those of nemo_patches, and the variables of NCCL, torch and Gloo.
 
-With different settings of nemo_patches, one rank waits where another goes on. Many variables of NCCL must be equal
-for it to work at all. Which interface a host uses (names ending in _IFNAME or _HCA) may differ, and is not compared.
+With different settings of nemo_patches, one rank waits where another goes on; a rank on which NeMo is not patched
+waits for the others without a limit. Many variables of NCCL must be equal for it to work at all. Which interface a host
+uses (names ending in _IFNAME or _HCA) may differ, and is not compared.
 Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 """
 

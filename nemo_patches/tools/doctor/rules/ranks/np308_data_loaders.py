@@ -7,7 +7,7 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import ERROR, WARNING, Finding, Findings
+from nemo_patches.tools.doctor.finding import ERROR, Findings, error, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
 
 WORST = ERROR
@@ -17,5 +17,5 @@ def check(ranks: Ranks) -> Findings:
     """Where the command was given a config."""
     instead = "the same config and the same manifests on every host"
     for name, values in differing(ranks, lambda facts: facts.loaders):
-        severity = ERROR if name.endswith(", batches") else WARNING
-        yield Finding(severity, f"{name} differs: {values}", (), instead)
+        make = error if name.endswith(", batches") else warning
+        yield make(f"{name} differs: {values}", (), instead)

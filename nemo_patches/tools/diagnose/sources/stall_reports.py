@@ -1,0 +1,221 @@
+"""Reader of stall reports as JSON: where all ranks are, as one of them has asked.
+
+They are the answer to --job, and the files that ranks leave in the job's folder. What a rank's report says of itself
+is first-hand, and hearsay of the others. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from nemo_patches.stall.rank_groups import WAITING
+from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED, is_guess
+from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
+from nemo_patches.stall.rank_state import CALLING, COMPUTING, MOVING
+from nemo_patches.text import named, safe
+from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, RankSummary
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.verdicts import finding
+
+KIND = "stall reports"
+LONGEST = 1 << 20  # bytes
+_NAME = re.compile(r"stall_rank_\d{1,7}\.json")
+_FATES = {SILENT: fates.SILENT, LEFT: fates.ENDED, UNANNOUNCED: fates.UNSEEN}
+_GOES_ON = (CALLING, MOVING, COMPUTING)
+
+
+class Group(msgspec.Struct):
+    """Ranks at one place, as stall/rank_groups.py tells of them. Older versions leave out what has a default."""
+
+    ranks: tuple[int, ...]
+    kind: str
+    host: str
+    pid: int
+    calls: int
+    idle: float
+    where: str
+    collective: str
+    caller: str = ""
+    hook: str = ""
+    activity: str = ""
+    request: str = ""
+    worker_states: tuple[str, ...] = ()
+    batch: str = ""
+    still: float = -1.0
+    goes_on_for: float = 0.0
+
+    @property
+    def place(self) -> Place:
+        workers = [f"its data loader's {text}" for text in self.worker_states]
+        batch = [f"last batch {self.batch}"] if self.batch else []
+        caller = f"{self.caller}, in {self.hook}" if self.hook else self.caller
+        return Place(self.where, self.collective, caller, self.activity, details=(*workers, *batch))
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether it has called an encoder lately, or moved, and is away now: it may be stuck there, or not."""
+        return bool(self.collective or (self.where and self.kind == CALLING)) and self.kind in _GOES_ON
+
+    @property
+    def text(self) -> str:
+        return self.collective or self.where
+
+
+class Answer(msgspec.Struct):
+    """One rank's report. time: seconds since 1970 by its host's clock. idle_s: since its last step."""
+
+    world_size: int
+    level: str
+    text: str
+    groups: tuple[Group, ...]
+    rank: int = -1
+    time: float = 0.0
+    idle_s: float = 0.0
+
+    @property
+    def by_rank(self) -> list[tuple[int, Group]]:
+        pairs = ((rank, group) for group in self.groups for rank in group.ranks)
+        return sorted(pairs, key=lambda one: one[0])
+
+
+def decode(data: bytes) -> Answer:
+    """Raises ValueError, RecursionError."""
+    return msgspec.json.decode(data, type=Answer)
+
+
+def diagnose_answer(answer: Answer, source: str, problems: tuple[str, ...]) -> Diagnosis:
+    """The report on what a running job has just answered."""
+    evidence = Evidence(world_size=answer.world_size, runs=True)
+    evidence.facts += _facts(answer)
+    report = judge(evidence, safe(source), stuck_after_s=0.0)
+    findings = _findings(answer, report.findings)
+    who = named(range(answer.world_size)) if answer.world_size else "the ranks"
+    fine = f"Nothing found: of {who} none is known to wait for another. {answer.text}"
+    return replace(
+        report,
+        verdict=findings[0].text if findings else fine,
+        next_step=findings[0].next_step if findings else "",
+        findings=findings,
+        ranks=tuple(_summary(rank, group) for rank, group in answer.by_rank),
+        problems=problems,
+        summary=(answer.text,),
+        moving=any(group.kind == CALLING for group in answer.groups),
+        runs=True,
+    )
+
+
+def recognises(name: str, head: bytes) -> bool:
+    """By the name that stall/report_file.py gives."""
+    return _NAME.fullmatch(os.path.basename(name)) is not None
+
+
+def read(files: list[Path], evidence: Evidence) -> None:
+    """Add what the reports on the latest stall say. A rank that took no part in it may have left an earlier one."""
+    answers: list[tuple[Path, Answer]] = []
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                answers.append((file, decode(opened.read(LONGEST))))
+        except OSError as error:
+            evidence.problems.append(safe(f"{file}: {error.strerror}"))
+        except (ValueError, RecursionError):
+            evidence.problems.append(safe(f"{file}: no stall report"))
+    if not answers:
+        return
+    answers.sort(key=lambda one: one[1].time)
+    _, newest = answers[-1]
+    began = newest.time - newest.idle_s
+    for file, answer in answers:
+        if answer.time < began or answer.world_size != newest.world_size:
+            evidence.earlier.append(safe(f"{file.name}: the report of an earlier stall, not taken into account"))
+        else:
+            evidence.facts += _facts(answer)
+    evidence.world_size = newest.world_size
+    evidence.patched = True
+    evidence.ranks += (_summary(rank, group) for rank, group in newest.by_rank)
+    evidence.summary.append(safe(newest.text))
+
+
+def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The job decides whether ranks wait in vain: it knows which of them go on, and which waits end by themselves."""
+    kinds = {group.kind for group in answer.groups}
+    if answer.level == "WARNING":
+        return judged if kinds & {WAITING, SILENT} else (finding(ids.NO_RANK_MOVES, answer.text),)
+    elsewhere = [group for group in answer.groups if group.kind == ELSEWHERE]
+    if elsewhere and all(group.request and not is_guess(group.request) for group in elsewhere):
+        return ()  # they wait for a person or a request, and the others for them
+    unsettled = [group for group in answer.groups if group.is_unsettled]
+    if unsettled:
+        return (_too_early(unsettled),)
+    if kinds & set(_GOES_ON):
+        return ()
+    if WAITING not in kinds:
+        return (_no_call(answer),)
+    return tuple(replace(one, severity=WARNING) if one.severity == CRITICAL else one for one in judged)
+
+
+def _too_early(unsettled: list[Group]) -> Finding:
+    """Ranks are away from the encoder, and not for long."""
+    again = max(1, math.ceil(max(group.goes_on_for for group in unsettled)))
+    idle_s = [group.idle for group in unsettled if group.idle >= 0]
+    since = f"the last encoder call began {min(idle_s):.0f} s ago" if idle_s else "ranks moved just now"
+    text = f"Too early to tell whether the job hangs: {since}. Ask again in {again} s."
+    return finding(ids.NOT_ENOUGH, text, evidence=_places(unsettled), next_step=f"Ask again in {again} s.")
+
+
+def _no_call(answer: Answer) -> Finding:
+    idle_s = [group.idle for group in answer.groups if group.idle >= 0]
+    since = f"for {min(idle_s):.0f} s" if idle_s else "so far"
+    text = f"No rank has come to an encoder call {since}, and none is known to wait for another."
+    step = "Ask again; ranks that are at the same places then are stuck there."
+    return finding(ids.NOT_ENOUGH, text, evidence=_places(answer.groups), next_step=step)
+
+
+def _places(groups: Sequence[Group]) -> list[str]:
+    return [f"{named(group.ranks)}: {group.kind}: {group.text}" for group in groups[:8]]
+
+
+def _facts(answer: Answer) -> Iterator[Fact]:
+    of_reporter = [group for group in answer.groups if answer.rank in group.ranks[:1]]
+    clock = safe(of_reporter[0].host) if of_reporter else ""
+    for rank, group in answer.by_rank:
+        is_first = rank == group.ranks[0] and group.pid
+        cite = f"rank {answer.rank}'s stall report" if answer.rank >= 0 else f"rank {rank}'s answer"
+        host, pid = (safe(group.host), group.pid) if is_first else ("", 0)
+        own = rank == answer.rank and group.kind not in _FATES
+        yield Fact(rank, Member(answer.world_size, pid), f"{host}, pid {pid}" if pid else cite, host=host, own=own)
+        for value in _values(group):
+            yield Fact(rank, value, cite, answer.time, clock, own)
+
+
+def _values(group: Group) -> Iterator[Fate | Place | Motion]:
+    if group.kind in _FATES:
+        is_gone = group.kind == SILENT and group.where == PROCESS_GONE
+        yield Fate(fates.GONE if is_gone else _FATES[group.kind])
+    elif group.kind in _GOES_ON:  # from one collective to the next
+        in_sync = "" if group.kind == COMPUTING else LENGTH_SYNC
+        yield replace(group.place, collective=group.collective or in_sync)
+        yield Motion(True, f"it was {group.kind}")
+    elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
+        yield Fate(fates.RUNS)
+        yield group.place
+        yield Motion(False, still_s=group.still if group.still >= 0 else None)
+
+
+def _summary(rank: int, group: Group) -> RankSummary:
+    """The place is the first rank's, and stands for all ranks of the group; host and pid are the first rank's only."""
+    is_first = rank == group.ranks[0]
+    process = (group.host, group.pid) if is_first else ("", 0)
+    state = f"{group.kind}: {group.text}" if group.text else group.kind
+    ago = group.idle if group.idle >= 0 else None
+    return RankSummary(rank, *process, group.calls, state, None, ago, None, None, None)

@@ -1,0 +1,182 @@
+"""The job's folder on a host, and the stall report that each rank leaves there."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diagnosing import diagnosed
+from ranks import wait_until
+
+from nemo_patches.stall import report_file
+from nemo_patches.stall.job_folder import job_name, private_folder
+from nemo_patches.stall.rank_groups import WAITING
+from nemo_patches.stall.rank_kinds import ELSEWHERE, SILENT
+from nemo_patches.stall.report_file import ReportFile
+
+pytestmark = pytest.mark.one_nemo
+NOW = 1.7e9
+BARRIER = {"where": "train (train.py:80)", "collective": "barrier", "caller": "save (train.py:77)"}
+READS = {"where": "read (data.py:41)", "collective": ""}
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "../my job")
+    return tmp_path
+
+
+def test_the_jobs_folder_is_its_owners_alone(temporary: Path) -> None:
+    folder = private_folder(0)
+    assert folder == temporary / f"nemo_patches-{os.getuid()}" / "___my_job"
+    assert private_folder(0) == folder
+    for each in (folder, folder.parent):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_somebody_else_has_put_there_is_refused(temporary: Path) -> None:
+    mine = temporary / f"nemo_patches-{os.getuid()}"
+    (temporary / "elsewhere").mkdir(mode=0o700)
+    mine.symlink_to(temporary / "elsewhere")
+    with pytest.raises(PermissionError, match="not a folder that this user alone may read; set TMPDIR"):
+        private_folder(0)
+    mine.unlink()
+    mine.mkdir()
+    mine.chmod(0o777)
+    with pytest.raises(PermissionError):
+        private_folder(0)
+    assert list((temporary / "elsewhere").iterdir()) == list(mine.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a7", "SLURM_JOB_ID": "8"}, "a7"),
+        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "8"}, "torchrun-77"),  # torchrun's default
+        ({"SLURM_JOB_ID": "8"}, "8"),
+        ({}, "port-2950"),
+    ],
+)
+def test_a_job_has_a_name_that_all_its_ranks_know(environment: dict[str, str], name: str) -> None:
+    assert job_name(environment, 2950, 77) == name
+
+
+# The file.
+
+
+def test_a_report_takes_the_place_of_the_one_before_and_the_folder_is_named(temporary: Path, said: list[str]) -> None:
+    reports = ReportFile(3, 0)
+    for content in ("first", "second"):
+        reports.write(content, names_folder=content == "first")
+        assert reports._writer is not None
+        reports._writer.join(20)
+    (file,) = private_folder(0).iterdir()
+    assert (file.name, file.read_text()) == ("stall_rank_3.json", "second")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    (line,) = said
+    folder = file.parent
+    assert line.endswith(
+        f"this report is in {file}; `nemo-patches diagnose {folder}` reads those of all ranks on this host"
+    )
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(temporary: Path, said: list[str]) -> None:
+    (temporary / f"nemo_patches-{os.getuid()}").touch()
+    reports = ReportFile(3, 0)
+    for _ in range(2):
+        reports.write("{}", names_folder=True)
+        assert reports._writer is not None
+        reports._writer.join(20)
+    (line,) = said
+    assert f"the stall report is not written to a file: {temporary}/nemo_patches-{os.getuid()}: it is not" in line
+
+
+def test_a_folder_that_does_not_answer_holds_nobody_up_and_is_said_once(
+    temporary: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def folder(store_port: int) -> Path:
+        assert answers.wait(20)
+        return private_folder(store_port)
+
+    monkeypatch.setattr(report_file, "private_folder", folder)
+    reports = ReportFile(3, 0)
+    for content in ("first", "second", "third"):
+        reports.write(content, names_folder=False)
+    (line,) = said
+    assert "not written to a file: the job's folder does not answer" in line
+    answers.set()
+    assert reports._writer is not None
+    reports._writer.join(20)
+    reports.write("fourth", names_folder=False)
+    wait_until(lambda: (private_folder(0) / "stall_rank_3.json").read_text() == "fourth")
+
+
+# What `diagnose FOLDER` makes of them.
+
+
+def group(ranks: list[int], kind: str, place: dict[str, str], **more: Any) -> dict[str, Any]:
+    process = {"host": "node1", "pid": 4000 + ranks[0], "calls": 7}
+    return {"ranks": ranks, "kind": kind, "idle": 60.0, "still": 55.0, **process, **place, **more}
+
+
+def write(folder: Path, rank: int, *groups: dict[str, Any], time: float = NOW, size: int = 3) -> Path:
+    content = {"rank": rank, "world_size": size, "level": "WARNING", "time": time, "idle_s": 60.0, "remark": ""}
+    file = folder / f"stall_rank_{rank}.json"
+    file.write_text(json.dumps({**content, "text": f"rank {rank}'s line", "missing": [], "groups": groups}))
+    return file
+
+
+def test_the_reports_of_all_ranks_name_the_missing_one_and_its_place(tmp_path: Path) -> None:
+    for rank in range(3):
+        write(tmp_path, rank, group([1], ELSEWHERE, READS), group([0, 2], WAITING, BARRIER), time=NOW + rank)
+    report = diagnosed(tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [("missing-rank", (1,))]
+    assert report.verdict == (
+        "Rank 1 has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 55 s: "
+        "it is in read (data.py:41)."
+    )
+    assert any("rank 1's stall report" in line for line in report.findings[0].evidence)
+    assert [one.rank for one in report.ranks] == [0, 1, 2]
+    assert (report.world_size, report.exit_code, report.problems) == (3, 1, ())
+    assert report.summary == ("rank 2's line",)
+
+
+def test_a_rank_that_cannot_speak_is_known_by_the_others(tmp_path: Path) -> None:
+    write(tmp_path, 0, group([1], SILENT, READS), group([0, 2], WAITING, BARRIER))
+    report = diagnosed(tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [("no-heartbeat", (1,))]
+
+
+def test_what_a_rank_says_of_itself_outweighs_what_another_one_says_of_it(tmp_path: Path) -> None:
+    write(tmp_path, 1, group([1], ELSEWHERE, READS), group([0, 2], WAITING, BARRIER))
+    elsewhere = {**READS, "where": "unpack (tar.py:7)"}
+    write(tmp_path, 0, group([1], ELSEWHERE, elsewhere), group([0, 2], WAITING, BARRIER), time=NOW + 1)
+    assert "it is in read (data.py:41)" in diagnosed(tmp_path).verdict
+
+
+def test_a_report_of_an_earlier_stall_tells_nothing_of_the_latest(tmp_path: Path) -> None:
+    write(tmp_path, 1, group([0], ELSEWHERE, READS), group([1, 2], WAITING, BARRIER), time=NOW - 61)
+    for rank in (0, 2):
+        write(tmp_path, rank, group([1], SILENT, READS), group([0, 2], WAITING, BARRIER))
+    report = diagnosed(tmp_path)
+    assert [(one.id, one.ranks) for one in report.findings] == [("no-heartbeat", (1,))]
+    assert report.earlier == ("stall_rank_1.json: the report of an earlier stall, not taken into account",)
+
+
+@pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[" * 100_000, b'{"world_size": "many"}', b"\xff"])
+def test_what_is_no_report_is_said(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path, 0, group([1], SILENT, READS), group([0, 2], WAITING, BARRIER))
+    (tmp_path / "stall_rank_1.json").write_bytes(content)
+    report = diagnosed(tmp_path)
+    assert report.findings[0].ranks == (1,)
+    assert report.problems == (f"{tmp_path}/stall_rank_1.json: no stall report",)
