@@ -33,20 +33,21 @@ class Watch:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.key = "same"
+        self.still = -1.0
         self.answers = True
         self.judges = True
         self.told_at: list[tuple[float, Any]] = []
 
-    def asked(self, reply: Callable[[str, Any], None]) -> None:
+    def asked(self, id_: str, reply: Callable[[str, Any, float], None]) -> None:
         if self.answers:
-            reply(self.key, {"rank": self.rank})
+            reply(self.key, {"rank": self.rank}, self.still)
 
     def judge(self, found: dict[str, Any], reply: Callable[[Any], None]) -> None:
         if not self.judges:
             raise ValueError("an error of the watch")
         reply({"judge": self.rank, **found})
 
-    def told(self, verdict: Any) -> None:
+    def told(self, id_: str, verdict: Any) -> None:
         self.told_at.append((time.monotonic(), verdict))
 
 
@@ -67,9 +68,8 @@ class Rank:
         """Have an exchange; a second call has another one, on the same key."""
         self.store = self.make_store()
         self.watch = Watch(self.number)
-        self.exchange = Exchange(
-            dist.PrefixStore("group", self.store), self.number, self.size, self.said.append
-        )
+        store = dist.PrefixStore("group", self.store)
+        self.exchange = Exchange(lambda: store, self.number, self.size, self.said.append)
         self.exchange.watch = self.watch
         self.exchange.start()
         self.key = self.exchange.rounds("encoder")
@@ -157,9 +157,7 @@ class Job:
             self.processes.append(process)
             self._pipes.append(ours)
         if not by_file:  # after the forks: c10d's server has threads
-            self._server = dist.TCPStore(
-                "127.0.0.1", self.port, is_master=True, wait_for_workers=False
-            )
+            self._server = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
         if joins:
             self.do(self.all, Rank.join)
             self.do(self.all, Rank.wait_joined)
@@ -230,9 +228,7 @@ class Job:
             if by_file:
                 return dist.FileStore(str(Path(self._folder.name, "store")), -1)
             limit = timedelta(seconds=LIMIT_S)
-            return dist.TCPStore(
-                "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=limit
-            )
+            return dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=limit)
 
         rank = Rank(number, self.size, make_store)
         with contextlib.suppress(EOFError):
@@ -247,16 +243,11 @@ class Job:
 
 def silences(verdict: Any) -> dict[int, str]:
     """By rank, why nothing is heard of it."""
-    return {
-        rank: how
-        for how, _, runs in verdict["silent"]
-        for first, last in runs
-        for rank in range(first, last + 1)
-    }
+    return {rank: how for how, _, runs in verdict["silent"] for first, last in runs for rank in range(first, last + 1)}
 
 
 def heard(verdict: Any) -> set[int]:
-    runs = [run for _, runs, _ in verdict["groups"] for run in runs]
+    runs = [run for _, runs, _, _ in verdict["groups"] for run in runs]
     return {rank for first, last in runs for rank in range(first, last + 1)}
 
 

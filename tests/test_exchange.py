@@ -177,9 +177,7 @@ def runs_at_rest(rank: Rank) -> int:
 def test_nothing_is_sent_while_nobody_asks() -> None:
     with Job(16, per_host=8, by_file=True) as job:
         job.do(job.all, Rank.hold_rounds, 1)
-        wait_for(
-            lambda: not any(job.do([0], runs_at_rest))
-        )  # the ranks' first connections have closed
+        wait_for(lambda: not any(job.do([0], runs_at_rest)))  # the ranks' first connections have closed
         job.do(job.all, count_sent)
         job.do([1], runs_at_rest)
         assert not any(job.do(job.all, sent))
@@ -192,7 +190,7 @@ def has_key(rank: Rank, key: str) -> None:
 
 
 def has_a_large_state(rank: Rank) -> None:
-    rank.watch.asked = lambda reply: reply("large", "x" * 50_000)  # type: ignore[method-assign]
+    rank.watch.asked = lambda id_, reply: reply("large", "x" * 50_000, -1.0)  # type: ignore[method-assign]
 
 
 def test_every_rank_has_another_state_and_one_is_too_long() -> None:
@@ -226,7 +224,7 @@ def sends_no_answers_of_this_format(rank: Rank) -> None:
             tell(self, kind, content)
             return
         id_ = content["id"]
-        run = {"id": id_, "groups": [["k", [[0, 99999999999]], {}]], "silent": []}
+        run = {"id": id_, "groups": [["k", [[0, 99999999999]], 0, {}]], "silent": []}
         how = {"id": id_, "groups": [], "silent": [["by magic", 0, [[1, 1]]]]}
         for body in (b"[" * 100_000, b'{"id": 3}', b'{"id": "x", "groups": 7}', b"\xff"):
             self.send(kind, body=body)
@@ -407,9 +405,7 @@ def test_60_process_groups_leave_nothing() -> None:
         job.do(job.all, Rank.hold_rounds, 2)
         before = job.do(job.all, resources)
         job.do(job.all, many_groups)
-        wait_for(
-            lambda: all(a <= b for a, b in zip(job.do(job.all, resources), before, strict=True))
-        )
+        wait_for(lambda: all(a <= b for a, b in zip(job.do(job.all, resources), before, strict=True)))
 
 
 def leave_a_stale_key(rank: Rank, port: int) -> None:
@@ -429,6 +425,21 @@ def test_a_stale_key_leads_nobody_astray() -> None:
             job.do(job.all, Rank.wait_joined)
             job.do(job.all, Rank.hold_rounds, 5)
             job.do(job.all, Rank.close)
+
+
+def test_a_round_completes_after_a_rank_had_held_pythons_lock_through_questions() -> None:
+    """The others have opened connections to it meanwhile, and given them up: what it sends over those is lost."""
+    for holder in (0, 2):
+        with Job(3) as job:
+            job.do(job.all, Rank.hold_rounds, 3)
+            others = job.others(holder)
+            job.send([holder], holds_pythons_lock)
+            assert set(job.do(others, Rank.one_round, 5, 0.1)) == {None}
+            for _ in range(2):
+                job.do(others, Rank.ask)
+            job.get([holder])
+            assert job.do([holder], Rank.one_round, 9) == [9]
+            assert set(job.do(others, Rank.outstanding)) == {9}
 
 
 def break_connections(rank: Rank) -> None:

@@ -15,12 +15,12 @@ import msgspec
 import pytest
 import torch.distributed as dist
 from interpreters import CHECKOUT, environment, run
+from nemo_patches.channel.side_channel import RoundFailed, SideChannel
+from nemo_patches.channel.store import JobStore
 from rank_states import state
 from simulated_traces import Setup, file_name, header
 
 from nemo_patches.channel import keys
-from nemo_patches.channel.side_channel import RoundFailed, SideChannel
-from nemo_patches.channel.store import JobStore
 from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.stall.rank_state import answer_of, groups_of

@@ -13,7 +13,9 @@ from ..text import ranges
 LONGEST_STATE = 8192  # bytes of JSON
 _LONGEST_TEXT = 200  # characters
 _MOST_GROUPS = 64
+_MOST_ALONE = 32  # of these: those with the fewest ranks; the others are merged by kind
 _MOST_RANKS = 1 << 20
+_LONGEST_S = 1e9
 OTHERS = "others"  # the key of the states that do not fit
 
 # Why nothing is heard of a rank.
@@ -23,24 +25,36 @@ ENDED = "ended"  # its port refuses: its process has ended, or a firewall is in 
 LOST = "lost"  # its connection was lost, and no other can be made
 NO_ANSWER = "no answer"  # its connection stands, and it says nothing
 HELD_UP = "held up"  # its exchange answers, its watch does not
-NOT_HEARD = "not heard"  # a rank between has said nothing
-SILENCES = (NOT_COME, LEFT, ENDED, LOST, NO_ANSWER, HELD_UP, NOT_HEARD)
+NO_WATCH = "no watch"  # its exchange answers, and there is no watch
+NOT_HEARD = "not heard"  # a rank between has said nothing, or there is no way to it yet
+SILENCES = (NOT_COME, LEFT, ENDED, LOST, NO_ANSWER, HELD_UP, NO_WATCH, NOT_HEARD)
 
 
 @dataclass(frozen=True)
 class Silence:
     """Why nothing is heard of a rank. seconds: since it left, ended or was lost; -1: not known."""
 
-    how: str
+    how: str  # one of SILENCES
     seconds: float = -1.0
 
 
 @dataclass
 class Group:
-    """Ranks whose states have the same key, and the state of the lowest of them."""
+    """Ranks whose states have the same key, and the state of the lowest of them.
+
+    still: seconds since the one that has moved last has moved; -1: not known.
+    """
 
     ranks: set[int]
     state: Any
+    still: float = -1.0
+
+    def join(self, other: Group) -> None:
+        if min(other.ranks) < min(self.ranks):
+            self.state = other.state
+        self.ranks |= other.ranks
+        known = [one for one in (self.still, other.still) if one >= 0]
+        self.still = min(known, default=-1.0)
 
 
 class Answers:
@@ -51,18 +65,18 @@ class Answers:
         self.silent: dict[int, Silence] = {}
         self.heard: set[int] = set()
 
-    def add(self, key: str, ranks: set[int], state: Any) -> None:
-        """Ranks that give this state. What a rank has said first counts."""
+    def add(self, key: str, ranks: set[int], state: Any, still: float = -1.0) -> None:
+        """Ranks that give this state. What a rank has said first counts.
+
+        key: that of the kind of state, and after a space that of the place, if there is one.
+        """
         ranks = ranks - self.heard
         if not ranks:
             return
         self.heard |= ranks
         for rank in ranks & self.silent.keys():
             del self.silent[rank]
-        group = self.groups.setdefault(key, Group(set(), state))
-        if min(ranks) < min(group.ranks, default=_MOST_RANKS):
-            group.state = state
-        group.ranks |= ranks
+        _join(self.groups, key, Group(ranks, state, still))
 
     def add_silent(self, ranks: Iterable[int], silence: Silence) -> None:
         """Ranks of which nothing is heard, unless something is. The first reason counts."""
@@ -70,36 +84,50 @@ class Answers:
             self.silent.setdefault(rank, silence)
 
     def to_json(self) -> dict[str, Any]:
-        """Of bounded size: ranks that are nearly alone in their state come first."""
-        by_size = sorted(
-            self.groups.items(), key=lambda item: (len(item[1].ranks), min(item[1].ranks))
-        )
-        kept = [[key, runs_of(one.ranks), one.state] for key, one in by_size[:_MOST_GROUPS]]
-        rest = by_size[_MOST_GROUPS:]
-        if rest:
-            ranks = set[int]().union(*(group.ranks for _, group in rest))
-            kept.append([OTHERS, runs_of(ranks), rest[-1][1].state])
+        """Of bounded size."""
+        groups = [[key, runs_of(group.ranks), group.still, group.state] for key, group in self._kept()]
         by_silence: dict[tuple[str, float], list[int]] = {}
         for rank, silence in self.silent.items():
             by_silence.setdefault((silence.how, round(silence.seconds)), []).append(rank)
         silent = [[how, seconds, runs_of(ranks)] for (how, seconds), ranks in by_silence.items()]
-        return {"groups": kept, "silent": silent}
+        return {"groups": groups, "silent": silent}
+
+    def _kept(self) -> list[tuple[str, Group]]:
+        """Ranks that are nearly alone in their state as they are, the others without their place.
+
+        A state of more kinds than fit is of OTHERS.
+        """
+        by_size = sorted(self.groups.items(), key=lambda item: (len(item[1].ranks), min(item[1].ranks)))
+        if len(by_size) <= _MOST_GROUPS:
+            return by_size
+        kinds: dict[str, Group] = {}
+        for key, group in by_size[_MOST_ALONE:]:
+            kind = key.partition(" ")[0]
+            if kind not in kinds and len(kinds) >= _MOST_GROUPS - _MOST_ALONE - 1:
+                kind = OTHERS
+            _join(kinds, kind, Group(set(group.ranks), group.state, group.still))
+        return [*by_size[:_MOST_ALONE], *kinds.items()]
 
     def add_json(self, told: dict[str, Any]) -> None:
         """Another rank's. Raises ValueError, TypeError or KeyError if it is not of this format."""
         groups = [
-            (text_of(key), ranks_of(runs), state_of(state)) for key, runs, state in told["groups"]
+            (text_of(key), ranks_of(runs), state_of(state), float(still)) for key, runs, still, state in told["groups"]
         ]
-        silent = [
-            (Silence(text_of(how), float(seconds)), ranks_of(runs))
-            for how, seconds, runs in told["silent"]
-        ]
-        if any(silence.how not in SILENCES for silence, _ in silent):
-            raise ValueError("not a silence")
-        for key, ranks, state in groups:
-            self.add(key, ranks, state)
+        silent = [(Silence(text_of(how), float(seconds)), ranks_of(runs)) for how, seconds, runs in told["silent"]]
+        for silence, _ in silent:
+            if silence.how not in SILENCES or not -1 <= silence.seconds < _LONGEST_S:
+                raise ValueError("not a silence")
+        for key, ranks, state, still in groups:
+            self.add(key, ranks, state, still)
         for silence, ranks in silent:
             self.add_silent(ranks, silence)
+
+
+def _join(groups: dict[str, Group], key: str, group: Group) -> None:
+    if key in groups:
+        groups[key].join(group)
+    else:
+        groups[key] = group
 
 
 def text_of(value: Any) -> str:

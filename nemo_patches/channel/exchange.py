@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import queue
 import random
@@ -64,6 +65,7 @@ _CONNECT_S = 2.0  # for a connection to be made; longer where there are many ran
 _IDLE_S = 5.0  # then a connection that no round needs is closed
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
+_LONGEST_TROUBLE_S = 60.0  # between two requests to a store that answers with errors
 _PAUSE_PER_RANK_S = 0.002  # many ranks ask the one store less often
 _NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
 _MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
@@ -145,16 +147,17 @@ class Rounds:
 class Exchange:
     """This rank's part, from its making until `close`. Its thread begins with `start`."""
 
-    def __init__(self, store: Any, rank: int, size: int, say: Callable[[str], None]) -> None:
-        """store: this process group's part of the job's. say: logs a trouble. Raises OSError."""
+    def __init__(self, store: Callable[[], Any], rank: int, size: int, say: Callable[[str], None]) -> None:
+        """store: gives this process group's part of the job's store; None once it is gone.
+
+        say: logs a trouble.
+        """
         self.rank = rank
         self.size = size
         self.watch: Watch | None = None  # who answers questions
         self.over = ""  # why there are no more rounds
-        self.ended_by: tuple[int, str] | None = (
-            None  # the rank that ended them, and how: LEFT or ENDED
-        )
         self.is_joined = False
+        self.trouble = ""  # the last that was said about a connection or the store
         self.members: list[Member | None] = [None] * size
         self._store = store
         self._say = say
@@ -179,15 +182,15 @@ class Exchange:
         self._lost_at: dict[int, float] = {}  # by rank: since when there is no connection any more
         self._questions = Questions(self)
         self._mend_at = 0.0
+        self._trouble_pause_s = _FIRST_PAUSE_S
         self._connect_s = _CONNECT_S + size * _PAUSE_PER_RANK_S
         self._inbox: deque[Callable[[], object]] = deque()
         self._chance = random.Random()  # training's random numbers stay as they are
         self._selector = selectors.PollSelector()  # needs no file
-        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not before the end of this object: any thread may write to it.
-        self._close_wakes = weakref.finalize(self, os.close, self._wakes)
-        self._close_wakes.atexit = False
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._wakes = -1  # a file that wakes the thread; without, it looks twice a second
+        self._close_wakes: Callable[[], object] = lambda: None
+        with contextlib.suppress(OSError):  # no file is left
+            self._have_wakes()
         _exchanges.add(self)
         self._thread: Daemon | None = None
         self._starting = threading.Lock()
@@ -199,6 +202,8 @@ class Exchange:
         with self._starting:
             if self._thread is not None or self._is_closing:
                 return
+            if multiprocessing.parent_process() is not None:  # its child may end without atexit
+                process_hooks.at_last(_at_exit)
             self._thread = Daemon("exchange", self._run)
             why = self._thread.begin()
         if why:
@@ -223,6 +228,17 @@ class Exchange:
         """Have this done by the exchange's thread. An error ends no rounds."""
         self.post(functools.partial(self._of_questions, step, *arguments))
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank's part has ended, and nobody can be asked any more."""
+        return self._is_closing
+
+    @property
+    def ended(self) -> dict[int, Silence]:
+        """The ranks that have left or ended, as far as this one has heard, in this order."""
+        now = time.monotonic()
+        return {rank: Silence(how, now - at) for rank, (how, at) in list(self._ended.items())}
+
     def check(self) -> None:
         """Raise RoundFailed if there are no more rounds."""
         if self.over:
@@ -232,16 +248,21 @@ class Exchange:
         """Have this done by the exchange's thread."""
         if not self._is_closing:
             self._inbox.append(call)
-            os.eventfd_write(self._wakes, 1)
+            self._wake()
             if self._thread is None:
                 self.start()
 
-    def close(self) -> None:
+    def close(self, why: str = _DESTROYED) -> None:
         """End this rank's part, and say so to the others. The garbage collector may call this."""
         if not self._is_closing:
             self._is_closing = True
-            self.over = self.over or _DESTROYED
-            os.eventfd_write(self._wakes, 1)
+            self.over = self.over or why
+            self._wake()
+
+    def close_rounds(self) -> None:
+        """This rank issues no more of any name. The garbage collector may call this."""
+        for rounds in list(self._rounds.values()):
+            rounds.close()
 
     def end(self) -> None:
         """At exit."""
@@ -250,19 +271,35 @@ class Exchange:
         if thread is None or thread.ident is None:  # None: interrupted before it started
             return
         thread.join(_EXIT_S)
-        if thread.is_alive() and self._store is not None:
-            meeting.end_requests(self._store)
+        store = self._store()
+        if thread.is_alive() and store is not None:
+            meeting.end_requests(store)
             thread.join(_STORE_EXIT_S)
 
     def forget(self) -> None:
         """In a forked child: the sockets are its parent's."""
         self._is_closing = True
         self.over = "this process was forked from the rank's own"
+        self._wakes = -1
         self._close_wakes()
         for link in self._all_links:
             link.socket.close()
         if self._listener is not None:
             self._listener.close()
+
+    def _wake(self) -> None:
+        if self._wakes >= 0:
+            os.eventfd_write(self._wakes, 1)
+
+    def _have_wakes(self) -> None:
+        """Raises OSError."""
+        wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not before the end of this object: any thread may write to it.
+        closes = weakref.finalize(self, os.close, wakes)
+        closes.atexit = False
+        self._close_wakes = closes
+        self._selector.register(wakes, selectors.EVENT_READ)
+        self._wakes = wakes
 
     # What follows runs in the exchange's thread.
 
@@ -312,6 +349,9 @@ class Exchange:
         """Do what the tree, and the way to it, still need; return after what time to look again."""
         pauses = [math.inf]
         try:
+            if self._wakes < 0:
+                pauses.append(_NO_FILE_S)
+                self._have_wakes()
             if self._listener is None:
                 self._listen()
             elif self._listener_rests_until:
@@ -319,12 +359,12 @@ class Exchange:
             if not self.is_joined:
                 pauses.append(self._join(now))
         except Exception as error:  # torch has no common class for what its stores raise
-            pauses.append(_LONGEST_PAUSE_S)
+            # c10d may log a stack for each request to a server that has died.
+            self._trouble_pause_s = min(2 * self._trouble_pause_s, _LONGEST_TROUBLE_S)
+            pauses.append(self._trouble_pause_s)
             if not self._is_closing:
                 why = first_line(error)
-                self._trouble(
-                    f"this rank is not connected to the others yet, and tries again: {why}"
-                )
+                self._trouble(f"this rank is not connected to the others yet, and tries again: {why}")
         if self.is_joined:
             missing = self._neighbours() - self._links.keys()
             pauses.extend(self._reconnect(rank, now) for rank in missing)
@@ -332,6 +372,7 @@ class Exchange:
         return min(pauses)
 
     def _trouble(self, text: str) -> None:
+        self.trouble = text
         if text not in self._said:
             self._said.add(text)
             self._say(text)
@@ -340,7 +381,7 @@ class Exchange:
         meeting.make_room(self.size if self.rank == 0 else 4 * meeting.FAN_OUT)
         trouble = ""
         try:
-            address, self._store_address = meeting.own_addresses(self._store)
+            address, self._store_address = meeting.own_addresses(self._present_store())
         except ValueError as error:
             trouble = str(error)
             address = "127.0.0.1"
@@ -349,11 +390,18 @@ class Exchange:
         self._here = Member(socket.gethostname(), address, port, os.getpid(), trouble)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
+    def _present_store(self) -> Any:
+        """Raises ConnectionError if it is gone."""
+        store = self._store()
+        if store is None:
+            raise ConnectionError(_DESTROYED)
+        return store
+
     def _join(self, now: float) -> float:
         """Rank 0 says where it is; the others register with it, and it tells all where all are."""
         if self.rank == 0:
             if not self._token:
-                self._token = meeting.leave_root(self._store, self._here)
+                self._token = meeting.leave_root(self._present_store(), self._here)
                 self._registered(0, self._here)
             return math.inf
         if 0 in self._links or any(link.is_ours for link in self._all_links):
@@ -363,7 +411,7 @@ class Exchange:
             return at - now
         longest_s = 0.25 + self.size * _PAUSE_PER_RANK_S
         self._tries[0] = (now + pause_s, min(1.5 * pause_s, longest_s))
-        root = meeting.find_root(self._store)
+        root = meeting.find_root(self._present_store())
         if root is not None:
             self.members[0], self._token = root
             link = self._open(0)
@@ -397,7 +445,8 @@ class Exchange:
         self._children = self.children_of(self.rank)
         above = self._above()
         self.whom_to_ask = above + [one for one in meeting.succession_of(hosts) if one not in above]
-        self._store = None
+        self._store = lambda: None
+        self.trouble = ""
         self.is_joined = True
         later = time.monotonic() + self._connect_s  # at first the children come by themselves
         absent = [child for child in self._children if child not in self._links]
@@ -522,6 +571,7 @@ class Exchange:
 
     def _is_ready(self, link: Link) -> None:
         self._links[link.rank] = link
+        self.trouble = ""
         self._tries.pop(link.rank, None)
         self._lost_at.pop(link.rank, None)
         if link.rank in self._neighbours():
@@ -540,12 +590,16 @@ class Exchange:
             return
         if self._links.get(link.rank) is link:
             del self._links[link.rank]
-            for other in self._all_links:
-                if other.rank == link.rank and other.is_ready:
-                    self._links[link.rank] = other
+            others = [one for one in self._all_links if one.rank == link.rank and one.is_ready]
+            for other in others[:1]:
+                self._is_ready(other)  # what went over the lost one may not have come
             if link.rank not in self._links and (link.error or not link.is_ours):
                 self._lost_at[link.rank] = time.monotonic()
-        if link.error == errno.ECONNREFUSED and link.rank in self._neighbours() and self.is_joined:
+        if not self.is_joined:
+            if link.error and link.is_ours:  # not said yet: rank 0's key may be an earlier group's
+                why = os.strerror(link.error)
+                self.trouble = f"no connection to {self._address_text(link.rank)}: {why}"
+        elif link.error == errno.ECONNREFUSED and link.rank in self._neighbours():
             self._has_ended(link.rank, ENDED)
         self._of_questions(self._questions.lost, link)
 
@@ -623,8 +677,6 @@ class Exchange:
         self._ended[rank] = (how, time.monotonic())
         for neighbour in self._neighbours() & self._links.keys():
             self._links[neighbour].send(OVER, number=rank, value=_HOW.index(how))
-        if not self.over:
-            self.ended_by = (rank, how)
         self._end(f"rank {rank} {_HOW_TEXTS[how]}")
 
     def _end(self, why: str) -> None:
@@ -671,7 +723,13 @@ class Exchange:
         """Of a rank that was asked over this connection, and has said nothing."""
         if rank in self._lost_at:
             return Silence(LOST, time.monotonic() - self._lost_at[rank])
-        return Silence(NO_ANSWER if link is not None and link.is_connected else LOST)
+        if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
+            return Silence(ENDED)
+        unacknowledged = (one.unacknowledged_s for one in self._all_links if one.rank == rank)
+        cut_s = max(unacknowledged, default=-1.0)
+        if cut_s < 0 and link is not None and link.is_connected:
+            return Silence(NO_ANSWER)
+        return Silence(LOST if self.is_joined else NOT_HEARD, cut_s)
 
     def _of_questions(self, step: Callable[..., float | None], *arguments: Any) -> float:
         """What `step` gives. An error, also the watch's or another rank's, ends no rounds."""

@@ -1,5 +1,4 @@
-"""A connection between two ranks: it never blocks, and each end proves that it knows the token.
-"""
+"""A connection between two ranks: it never blocks, and each end proves that it knows the token."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ _LONGEST_BODY = 4 << 20  # bytes
 _MOST_UNSENT = 1 << 20
 _KEEPALIVE_S = 5
 _CUT_OFF_S = 25  # the kernel gives up a connection from which nothing has come for so long
+# Linux: tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv (milliseconds) of struct tcp_info.
+_TCP_INFO = struct.Struct("@2xB21xI28xI")
 
 
 class Message(NamedTuple):
@@ -101,13 +102,26 @@ class Link:
         return True
 
     @property
+    def unacknowledged_s(self) -> float:
+        """For how long the other host has acknowledged nothing; -1: it does, or has nothing to.
+
+        The kernel of a living host acknowledges also for a process that is stopped.
+        """
+        try:
+            data = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return -1.0
+        retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(data)
+        if not retransmits or not unacknowledged or not self.is_connected:
+            return -1.0
+        return float(last_ms / 1000)
+
+    @property
     def waits(self) -> bool:
         """Whether something is still to be sent."""
         return bool(self._unsent)
 
-    def send(
-        self, kind: int, key: int = 0, number: int = 0, value: int = 0, body: bytes = b""
-    ) -> None:
+    def send(self, kind: int, key: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
         """A message; what does not fit now is sent when there is room."""
         self._unsent += _HEADER.pack(kind, key, number, value, len(body)) + body
         self.used_at = time.monotonic()

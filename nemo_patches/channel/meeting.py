@@ -78,9 +78,7 @@ def find_root(store: Any) -> tuple[Member, bytes] | None:
         return None
     told = json.loads(store.get(ROOT_KEY))
     if told[0] != _FORMAT:
-        raise ValueError(
-            f"rank 0 has another version of nemo_patches: format {told[0]!r}, here {_FORMAT}"
-        )
+        raise ValueError(f"rank 0 has another version of nemo_patches: format {told[0]!r}, here {_FORMAT}")
     return Member.from_json(told[2]), bytes.fromhex(told[1])
 
 
@@ -89,20 +87,25 @@ def end_requests(store: Any) -> None:
 
     It must not return into an interpreter that ends, where C++ aborts the process.
     """
-    port = server_of(store)[1]
-    for name in os.listdir("/proc/self/fd"):
+    port = port_of(store)
+    for name in os.listdir("/proc/self/fd") if port else ():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             if one.getpeername()[1] == port:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def server_of(store: Any) -> tuple[str, int]:
-    """The store's; loopback where it has none."""
+def port_of(store: Any) -> int:
+    """The port of the store's server; 0 where it has none."""
+    return _server_of(store)[1]
+
+
+def _server_of(store: Any) -> tuple[str, int]:
+    """Its host and port; loopback and 0 where it has none."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if hasattr(store, "host"):
         return store.host, store.port
-    return "127.0.0.1", 1
+    return "127.0.0.1", 0
 
 
 def own_addresses(store: Any) -> tuple[str, str]:
@@ -111,7 +114,8 @@ def own_addresses(store: Any) -> tuple[str, str]:
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may name the interface. Raises OSError, and ValueError
     where Gloo's interface has no address.
     """
-    family, _, _, _, way = socket.getaddrinfo(*server_of(store), type=socket.SOCK_DGRAM)[0]
+    host, port = _server_of(store)
+    family, _, _, _, way = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(way)
         here = str(probe.getsockname()[0])

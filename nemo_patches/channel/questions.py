@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .answers import (
     HELD_UP,
     NO_ANSWER,
+    NO_WATCH,
     NOT_HEARD,
     Answers,
     Silence,
@@ -49,14 +50,15 @@ _PER_RANK_S = 0.0006  # added for each rank of the job: many may share a machine
 class Watch(Protocol):
     """Called on the exchange's thread: must be quick, and must not wait."""
 
-    def asked(self, reply: Callable[[str, Any], None]) -> None:
-        """Call `reply` soon, on any thread: the key of equal states, this one as JSON data."""
+    def asked(self, id_: str, reply: Callable[[str, Any, float], None]) -> None:
+        """Call `reply` soon, on any thread: the key of equal states, this one as JSON data, and for
+        how many seconds this rank has stood still (-1: not known). id_: the question's."""
 
     def judge(self, found: dict[str, Any], reply: Callable[[Any], None]) -> None:
         """Call `reply` soon, on any thread, with the verdict as JSON data."""
 
-    def told(self, verdict: Any) -> None:
-        """A verdict; another rank may have asked."""
+    def told(self, id_: str, verdict: Any) -> None:
+        """The verdict on a question; another rank may have asked it."""
 
 
 @dataclass
@@ -156,12 +158,10 @@ class Questions:
                 if link.is_ready:
                     self._ask(question, link.rank, now)
                 else:
-                    self._cannot_ask(question, link.rank, now)
+                    self._cannot_ask(question, link.rank, now, link)
 
     def _of(self, id_: str, rank: int) -> list[Question]:
-        return [
-            one for one in self._open if one.id == id_ and rank in one.pending and not one.is_done
-        ]
+        return [one for one in self._open if one.id == id_ and rank in one.pending and not one.is_done]
 
     def _ask_next(self, now: float) -> None:
         """Ask the first of those who can be asked; judge, where that is this rank."""
@@ -188,21 +188,24 @@ class Questions:
         self._asks = -1
         self._asks_until = math.inf
         own = self._owner.rank
-        question.pending[own] = now + _OWN_S
-        if self._owner.watch is not None:
+        if self._owner.watch is None:
+            question.found.add_silent([own], Silence(NO_WATCH))
+        else:
+            question.pending[own] = now + _OWN_S
             reply = functools.partial(self._owner.post_question, self._reply, question)
-            self._owner.watch.asked(reply)
+            self._owner.watch.asked(question.id, reply)
         if question.origin is None:
             self._next_at = question.ends_at + _GAP_S
             self._ask(question, 0, now)
         elif not question.is_alone:
             self._ask_below(question, own, now)
+        self._look(question, now)
 
-    def _reply(self, question: Question, key: str, state: Any) -> None:
+    def _reply(self, question: Question, key: str, state: Any, still: float) -> None:
         """This rank's own state."""
         if not question.is_done:
             question.pending.pop(self._owner.rank, None)
-            question.found.add(text_of(key), {self._owner.rank}, state_of(state))
+            question.found.add(text_of(key), {self._owner.rank}, state_of(state), still)
             self._look(question, time.monotonic())
 
     def _ask(self, question: Question, rank: int, now: float) -> None:
@@ -221,8 +224,8 @@ class Questions:
         if is_suspect:  # at the same time: this costs no time where it still is silent
             self._ask_below(question, rank, now)
 
-    def _cannot_ask(self, question: Question, rank: int, now: float) -> None:
-        silence = self._owner.why_unreachable(rank) or self._owner.silence_of(rank, None)
+    def _cannot_ask(self, question: Question, rank: int, now: float, link: Link | None = None) -> None:
+        silence = self._owner.why_unreachable(rank) or self._owner.silence_of(rank, link)
         question.found.add_silent([rank], silence)
         self._ask_below(question, rank, now)
 
@@ -267,12 +270,12 @@ class Questions:
         question.ends_at = now + _JUDGE_S
         self._next_at = now + _GAP_S
         for rank in range(self._owner.size):
-            question.found.add_silent(
-                [rank], self._owner.why_unreachable(rank) or Silence(NOT_HEARD)
-            )
+            question.found.add_silent([rank], self._owner.why_unreachable(rank) or Silence(NOT_HEARD))
+        if self._owner.watch is None:
+            self._judged(question, {"not judged": question.found.to_json()})
+            return
         reply = functools.partial(self._owner.post_question, self._judged, question)
-        if self._owner.watch is not None:
-            self._owner.watch.judge(question.found.to_json(), reply)
+        self._owner.watch.judge(question.found.to_json(), reply)
 
     def _judged(self, question: Question, verdict: Any) -> None:
         self._publish(question.id, {"id": question.id, "verdict": verdict})
@@ -289,7 +292,7 @@ class Questions:
         self._wants = False
         self._suspects.clear()
         if self._owner.watch is not None:
-            self._owner.watch.told(content.get("verdict"))
+            self._owner.watch.told(id_, content.get("verdict"))
 
     def _tell(self, link: Link, kind: int, content: dict[str, Any]) -> None:
         """Over this connection, or over another one if it is lost."""
