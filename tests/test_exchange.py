@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -494,7 +495,119 @@ def test_the_tree_has_one_connection_to_each_other_host() -> None:
         assert sorted(meeting.succession_of(names)) == list(range(size))
 
 
+@pytest.mark.parametrize(
+    ("gloo", "nccl", "address"),
+    [
+        ("", "=ib0", "ib0's"),
+        ("", "none0,eth0", "eth0's"),
+        ("eth0", "^eth0", "eth0's"),
+        ("", "^none0,eth0,ib0", "127.0.0.1"),  # any but these: the one on the way to the store
+    ],
+)
+def test_an_interface_that_nccl_is_to_leave_alone_is_not_taken(
+    gloo: str, nccl: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", gloo)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", nccl)
+    of_interface = {"eth0": "eth0's", "ib0": "ib0's"}
+    monkeypatch.setattr(meeting, "_address_of", lambda name: of_interface.get(name, ""))
+    assert meeting.own_addresses(dist.HashStore())[0] == address
+
+
+# Files.
+
+
+def low_soft_limit(rank: Rank) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+
+
+def test_the_soft_limit_on_files_is_raised() -> None:
+    with Job(5, joins=False) as job:
+        job.do([0, 1], low_soft_limit)
+        job.do(job.all, Rank.join)
+        job.do(job.all, Rank.wait_joined)
+        job.do(job.all, Rank.hold_rounds, 5)
+        assert all(not said for said in job.do(job.all, what_was_said))
+
+
+def what_was_said(rank: Rank) -> list[str]:
+    return rank.said
+
+
+def no_files(rank: Rank, free: int) -> None:
+    """The store is connected; after that there are only so many."""
+    rank.store = rank.make_store()
+    held = [os.dup(0) for _ in range(40)]  # each the lowest number that was free
+    limit = max(held) + 1
+    rank.held = held[free:]  # type: ignore[attr-defined]
+    for file in held[:free]:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    rank.make_store = lambda: rank.store
+    rank.join()
+
+
+def give_files_back(rank: Rank) -> None:
+    for file in rank.held:  # type: ignore[attr-defined]
+        os.close(file)
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_a_rank_without_files_says_so_once_and_joins_when_there_are_some(free: int) -> None:
+    with Job(3, joins=False) as job:
+        job.do([1], no_files, free)
+        job.do([0, 2], Rank.join)
+        wait_for(lambda: job.do([1], what_was_said)[0])
+        assert set(job.do(job.all, Rank.one_round, 1, 0.2)) == {None}
+        job.do([1], give_files_back)
+        assert set(job.do(job.all, Rank.outstanding)) == {1}
+        (line,) = job.do([1], what_was_said)[0]
+        assert "Too many open files" in line
+
+
+def memory_kib(rank: Rank) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def test_many_rounds_leave_memory_files_and_threads_as_they_were() -> None:
+    with Job(3) as job:
+        job.do(job.all, Rank.hold_rounds, 2000)
+        before = job.do(job.all, resources)
+        memory = job.do(job.all, memory_kib)
+        job.do(job.all, hold_many_rounds)
+        assert job.do(job.all, resources) == before
+        for now, then in zip(job.do(job.all, memory_kib), memory, strict=True):
+            assert now - then < 512, (then, now)  # 10 bytes a round
+
+
+def hold_many_rounds(rank: Rank) -> None:
+    """Without the list of how long each took."""
+    for _ in range(50):
+        rank.hold_rounds(1000)
+
+
 # Ends.
+
+
+def fork_a_child(rank: Rank) -> None:
+    """As a data loader's worker: it outlives the rank."""
+    if os.fork() == 0:
+        time.sleep(LIMIT_S)
+        os._exit(0)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 4])
+def test_a_rank_that_is_killed_has_ended_although_its_child_lives(victim: int) -> None:
+    with Job(5) as job:
+        job.do(job.all, Rank.hold_rounds, 3)
+        job.do([victim], fork_a_child)
+        others = job.others(victim)
+        job.send(others, Rank.one_round, 1)
+        job.signal([victim], signal.SIGKILL)
+        expected = f"rank {victim} has ended: its port is closed"
+        assert set(job.get(others)) == {expected}
 
 
 def sockets_in_a_forked_child(rank: Rank) -> tuple[int, int, str]:
