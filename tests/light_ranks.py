@@ -1,6 +1,6 @@
-"""Ranks for tests of the side channel: forked from one process that has imported torch.distributed, and no NeMo.
+"""Ranks for tests of the exchange: forked from one process that has imported torch.distributed, and no NeMo.
 
-A rank has a real store and a real side channel. Each run has a time limit; all its processes are killed at the end.
+A rank has a real store and a real exchange. Each run has a time limit; all its processes are killed at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from nemo_patches.channel.side_channel import Rounds, SideChannel
+    from nemo_patches.channel.exchange import Exchange, Rounds
 
 # c10d's own warning, of stock ranks as well, on a machine that has no names for addresses.
 _NO_NAME = "[c10d] The hostname of the client socket cannot be retrieved"
@@ -46,25 +46,24 @@ class Rank:
 
         self.number, self.size, self.host, self.port = number, size, host, port
         self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=LONG)
-        self.said: list[str] = []  # what the side channel has logged
+        self.said: list[str] = []  # what the exchange has logged
 
     @functools.cached_property
-    def channel(self) -> SideChannel:
-        return self.channel_on(self.store)
+    def exchange(self) -> Exchange:
+        return self.exchange_on(self.store)
 
     @functools.cached_property
     def rounds(self) -> Rounds:
-        return self.channel.rounds("encoder")
+        return self.exchange.rounds("encoder")
 
-    def channel_on(self, store: dist.Store) -> SideChannel:
-        from nemo_patches.channel.side_channel import SideChannel
-        from nemo_patches.channel.store import JobStore
+    def exchange_on(self, store: dist.Store) -> Exchange:
+        from nemo_patches.channel.exchange import Exchange
 
-        return SideChannel(JobStore(store, self.number), self.number, self.size, self.said.append)
+        return Exchange(lambda: store, self.number, self.size, self.said.append)
 
     def hold_rounds(self, count: int = 3) -> None:
         """Rounds that every rank takes part in, and their results."""
-        first = self.rounds.done
+        first = self.rounds.latest.number
         for number in range(first, first + count):
             self.rounds.issue(number * self.size + self.number)
             assert self.rounds.wait(LONG) == number * self.size + self.size - 1
@@ -148,8 +147,9 @@ def _nest() -> Any:
 
 def serve() -> None:
     """The nest: one run after the other."""
-    import nemo_patches.channel.side_channel
-    import nemo_patches.channel.store  # noqa: F401  # torch.distributed with it
+    import torch.distributed  # noqa: F401
+
+    import nemo_patches.channel.exchange  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -221,9 +221,9 @@ def _rank(run: _Run, number: int, port: int) -> NoReturn:
     log = os.open(run.folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2), os.close(log)
     try:
-        from nemo_patches.channel import tree
+        from nemo_patches.channel import meeting
 
-        tree.FAN_OUT = run.fan_out
+        meeting.FAN_OUT = run.fan_out
         value = run.scenario(Rank(number, run.size, run.host, port), *run.args)
         (run.folder / f"{number}.value").write_bytes(pickle.dumps(value))
     except BaseException:
@@ -245,11 +245,11 @@ def reset(connection: socket.socket) -> None:
     ctypes.CDLL(None).connect(connection.fileno(), nowhere, len(nowhere))
 
 
-def reset_some(channel: SideChannel, ranks: Iterable[int] | None = None) -> None:
-    """The connections to these neighbours, or to all."""
-    for rank, connection in list(channel.links.connections.items()):
-        if (ranks is None or rank in ranks) and connection.socket.fileno() >= 0:
-            reset(connection.socket)
+def reset_some(exchange: Exchange, ranks: Iterable[int] | None = None) -> None:
+    """The connections to these ranks, or to all."""
+    for link in list(exchange._all_links):
+        if (ranks is None or link.rank in ranks) and not link.is_lost:
+            reset(link.socket)
 
 
 # What a process has.

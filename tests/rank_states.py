@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nemo_patches.channel.survey import Silent
-from nemo_patches.stall.found import Found
-from nemo_patches.stall.rank_state import RankState, answer_of, groups_of, merged
+from nemo_patches.channel.answers import NOT_COME, Answers, Silence
+from nemo_patches.stall.found import Found, found_of
+from nemo_patches.stall.rank_state import RankState
 
 
 def state(rank: int, where: str = "", collective: str = "", **changes: Any) -> RankState:
@@ -15,9 +15,18 @@ def state(rank: int, where: str = "", collective: str = "", **changes: Any) -> R
     return RankState(*about, **{"rounds": {}, **facts}, where=where, collective=collective)
 
 
+def answers_of(*states: RankState) -> Answers:
+    answers = Answers()
+    for one in states:
+        answers.add(one.key(), {one.rank}, one.to_json(), one.still)
+    return answers
+
+
 def found(*states: RankState, size: int = 0, silent: dict[int, str] | None = None) -> Found:
+    """silent: by rank, how; the others have not come."""
     size = size or len(states) + len(silent or {})
-    reasons = {rank: Silent(rank, how, 2.0, []) for rank, how in (silent or {}).items()}
-    known = {one.rank for one in states} | reasons.keys()
-    absent = frozenset(range(size)) - known
-    return Found(size, groups_of(merged(map(answer_of, states)), size), reasons, absent=absent)
+    answers = answers_of(*states)
+    for rank, how in (silent or {}).items():
+        answers.add_silent([rank], Silence(how, 2.0))
+    answers.add_silent(range(size), Silence(NOT_COME))
+    return found_of(answers, size, (), "")

@@ -164,16 +164,16 @@ def _rank(
 
 def _say_what_is_left() -> None:
     """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet, and
-    the side channel that this rank leaves."""
+    the exchange that this rank leaves."""
     try:
         from nemo_patches.stall import stall_monitor
     except ModuleNotFoundError:  # a vendored NeMo with the core alone
         pass
     else:
         stall_monitor._at_exit()
-    from nemo_patches.channel import side_channel
+    from nemo_patches.channel import exchange
 
-    side_channel._at_exit()
+    exchange._at_exit()
 
 
 def join_group(rank: int, size: int, port: int, seconds: float = 60.0, host: str = "127.0.0.1") -> None:
@@ -202,7 +202,7 @@ def all_have_come() -> bool:
     except ModuleNotFoundError:  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.channel.is_whole and monitor.roll_call.is_done
+    return monitor is not None and monitor.exchange.is_whole and monitor.roll_call.is_done
 
 
 def stall_monitor() -> Any:

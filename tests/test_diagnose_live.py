@@ -72,7 +72,7 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
             (here / f"{name}.done").touch()
 
     nemo_patches.apply(timeout=120.0, stall_timeout=120.0)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
     dist.barrier()
     wait_until(lambda: len(list(here.glob(f"nemo_patches-*/*/rank_*{ENDING}"))) == size)
     (job,) = here.glob("nemo_patches-*/*")

@@ -24,7 +24,7 @@ from ranks import CONNECTING_S, come_in, forget_incidents, run_ranks, wait_until
 from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_gil, stopper
 
 import nemo_patches
-from nemo_patches.channel.store import JobStore
+from nemo_patches.channel import meeting
 from nemo_patches.stall.job_folder import private_folder
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
@@ -192,9 +192,8 @@ def copy_of_hang(place: Place) -> None:
     wait_until(lambda: hang_is_recorded(place))
     shutil.copytree(place.folder, place.folder.with_suffix(".hang"))
     if place.folder.name in ASKED:
-        server = JobStore(dist.distributed_c10d._get_default_store(), place.rank).server
-        assert server is not None
-        asked = live.diagnose_job(private_folder(server[1])).findings[0]
+        port = meeting.port_of(dist.distributed_c10d._get_default_store())
+        asked = live.diagnose_job(private_folder(port)).findings[0]
         place.folder.with_suffix(".asked").write_text(json.dumps([asked.id, asked.ranks]))
     first = once(place.folder)[1].findings[0]
     place.folder.with_suffix(".live").write_text(json.dumps([first.id, first.ranks]))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ranks import Said
 from torch.utils.data import DataLoader, IterableDataset
 
+from nemo_patches.channel.exchange import Latest, RoundFailed
 from nemo_patches.channel.extremes import packed, unpacked
-from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.options import even_loader
 from nemo_patches.options.agreement import Agreement, Position, StopTogetherError
 from nemo_patches.options.even_loader import EvenLoader
@@ -29,7 +29,7 @@ LIMIT_S = 60.0
 
 
 class Job:
-    """All ranks' rounds. A rank that ends ends the rounds, as the side channel's does."""
+    """All ranks' rounds. A rank that ends ends the rounds, as the exchange's does."""
 
     def __init__(self, size: int) -> None:
         self.size, self.ended = size, ""
@@ -40,7 +40,8 @@ class Job:
 class MemoryRounds:
     def __init__(self, job: Job, rank: int, key: str) -> None:
         self.job, self.rank, self.key = job, rank, key
-        self.done = self.issued = 0
+        self.latest = Latest()
+        self.issued = 0
         self.over = ""
 
     def close(self, why: str) -> None:
@@ -48,7 +49,7 @@ class MemoryRounds:
 
     def issue(self, value: int) -> None:
         with self.job.changed:
-            self.issued = self.done + 1
+            self.issued = self.latest.number + 1
             self.job.values.setdefault((self.key, self.issued), {})[self.rank] = value
             self.job.changed.notify_all()
 
@@ -58,13 +59,13 @@ class MemoryRounds:
             assert self.job.changed.wait_for(lambda: len(arrived) == self.job.size or self.job.ended, LIMIT_S)
         if len(arrived) < self.job.size:
             raise RoundFailed(self.job.ended)
-        self.done = self.issued
-        return max(arrived.values())
+        self.latest = Latest(self.issued, max(arrived.values()))
+        return self.latest.result
 
 
 def rank_of(job: Job, rank: int) -> Any:
-    channel = SimpleNamespace(rank=rank, rounds=lambda key: MemoryRounds(job, rank, key))
-    return SimpleNamespace(channel=channel, group=None, begin=lambda: None)
+    exchange = SimpleNamespace(rank=rank, rounds=lambda key: MemoryRounds(job, rank, key))
+    return SimpleNamespace(exchange=exchange, group=None, begin=lambda: None)
 
 
 class Source:

@@ -64,7 +64,7 @@ EXPECTED = {
         r"no rank moves: ranks 0-1: read_audio \(tests/watched_jobs.py:\d+\)", verdict=(ids.NO_RANK_MOVES, ())
     ),
     "the store's host is gone": Expected(
-        r"rank 0 .*has no heartbeat: its process has gone",
+        r"rank 0 .*: its process has gone",
         mute=(0,),
         codes=((0, -signal.SIGKILL),),
         verdict=(ids.KILLED, (0,)),
@@ -72,13 +72,13 @@ EXPECTED = {
     "ports are blocked": Expected(READS),
     "ports are blocked, and the store goes": Expected(READS),
     "the root is stopped": Expected(
-        r"rank 0 \(.*\) has no heartbeat: stopped",
+        r"rank 0 \(.*\) answers nothing, its connection stands: stopped",
         mute=(0,),
         codes=((0, -signal.SIGKILL),),
         verdict=(ids.SILENT, (0,)),
     ),
     "an inner rank is stopped": Expected(
-        r"rank 1 \(.*\) has no heartbeat: stopped",
+        r"rank 1 \(.*\) answers nothing, its connection stands: stopped",
         mute=(1,),
         codes=((1, -signal.SIGKILL),),
         verdict=(ids.SILENT, (1,)),

@@ -1,4 +1,4 @@
-"""The side channel among hundreds of light ranks: not beside tests that wait, which so many processes hold up."""
+"""The exchange among hundreds of light ranks: not beside tests that wait, which so many processes hold up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from light_ranks import LONG, Rank, open_files, run
 
-from nemo_patches.channel.side_channel import RoundFailed
+from nemo_patches.channel.exchange import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
 
@@ -25,7 +25,7 @@ INNER, ROOT = 1, 0
 class Figures:
     """Of one of many ranks."""
 
-    files: int  # that the side channel keeps open
+    files: int  # that the exchange keeps open
     told_s: float  # from the last round until it knew of the death
 
 
@@ -46,13 +46,13 @@ def many_ranks(rank: Rank, late: int, victim: int) -> Figures:
     if rank.number == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(RoundFailed, match=f"rank {victim} has gone"):
+    with pytest.raises(RoundFailed, match=f"rank {victim} has ended"):
         rank.rounds.issue(rank.number)
         rank.rounds.wait(LONG)
     return Figures(files, time.monotonic() - began)
 
 
-MANY, MIB_PER_RANK = 256, 12  # benchmarks/side_channel.py measures 1,024
+MANY, MIB_PER_RANK = 256, 12  # benchmarks/rounds.py measures 1,024
 
 
 @pytest.mark.parametrize("victim", [INNER, ROOT])

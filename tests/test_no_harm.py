@@ -126,7 +126,7 @@ def stock_and_watched(rank: int, size: int, programs: list[tuple[str, ...]]) -> 
     stock = [recorded(main, rank) for main in mains]
     rank_log.logger.setLevel(logging.CRITICAL)  # a line at every step
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
     dist.barrier()
     looks: list[float] = []
     progress = stall_monitor().progress

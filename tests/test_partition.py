@@ -85,15 +85,17 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tm
         _, _, missing, unknown = result.value
         assert missing == [(2, "no heartbeat", HOSTS[1])]
         assert unknown == ""
-        assert result.lines("Missing: rank 2 of 3 | rank 2 (nemo-patches-b, pid ")
+        assert result.lines("Missing: rank 2 of 3 | all ranks of nemo-patches-b (2): its connection was lost ")
     _, _, missing, unknown = results[2].value
     assert missing == [(0, "no heartbeat", HOSTS[0]), (1, "no heartbeat", HOSTS[0])]
     assert unknown == ""
-    assert results[2].lines("not every rank's length came", "Missing: ranks 0-1 of 3 | rank 0 (nemo-patches-a, pid ")
-    for result, apart in zip(results, (r"rank 2 \(", r"rank 2 \(", r"ranks 0-1: "), strict=True):
+    of_a = "all ranks of nemo-patches-a (0-1): their connections were lost "
+    assert results[2].lines("not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}")
+    of_b = "all ranks of nemo-patches-b (2): its connection was lost "
+    for result, apart in zip(results, (of_b, of_b, of_a), strict=True):
         (line, *_) = result.lines("WARNING", "no encoder call for ")  # before, who has only just begun it goes on
         groups = line.partition(" s. ")[2].split(" | ")
-        assert re.match(apart + ".*no heartbeat", groups[0])
+        assert re.fullmatch(re.escape(apart) + r"\d+ s ago: the host or the network", groups[0])
         assert ": monitored_barrier, in parted (test_partition.py:" in groups[1]
 
 
@@ -129,7 +131,8 @@ def test_a_store_whose_host_has_vanished_holds_up_no_report(hosts: None, tmp_pat
     assert report < TIMEOUT + REPORT_S
     assert missing == [(0, "no heartbeat"), (1, "elsewhere")]
     assert unknown == ""
-    assert results[2].lines("not every rank's length came", "Missing: ranks 0-1 of 3 | rank 0 (nemo-patches-a, pid ")
+    of_a = "all ranks of nemo-patches-a (0): its connection was lost "
+    assert results[2].lines("not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}")
     (line, *_) = results[2].lines("no encoder call for ")
-    assert "rank 0 (nemo-patches-a, pid " in line and " has no heartbeat: " in line
+    assert f". {of_a}" in line and " s ago: the host or the network | " in line
     assert "rank 1 (nemo-patches-b, pid " in line and "meet (" in line

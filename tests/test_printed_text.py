@@ -16,14 +16,15 @@ import pytest
 import torch.distributed as dist
 from interpreters import CHECKOUT, environment, run
 from rank_states import state
+from ranks import wait_until
 from simulated_traces import Setup, file_name, header
 
-from nemo_patches.channel import keys
-from nemo_patches.channel.side_channel import RoundFailed, SideChannel
-from nemo_patches.channel.store import JobStore
+from nemo_patches.channel import meeting
+from nemo_patches.channel.exchange import Exchange, RoundFailed
+from nemo_patches.channel.link import REGISTER, Link
 from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
-from nemo_patches.stall.rank_state import answer_of, groups_of
+from nemo_patches.stall.rank_state import RankState
 from nemo_patches.sync import rank_log
 from nemo_patches.text import first_line, safe
 from nemo_patches.tools.doctor import exchange, ranks
@@ -76,25 +77,35 @@ def test_a_log_line_is_one_line_whatever_it_is_made_of(text: str, said: list[str
 
 @evil
 def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -> None:
-    store = dist.HashStore()
-    channel = SideChannel(JobStore(store, 0), 0, 2, lambda _: None)
-    rounds = channel.rounds("encoder")
+    """Rank 1 tells rank 0 its host and its trouble: both end up in lines of all ranks."""
+    store, said = dist.HashStore(), list[str]()
+    exchange = Exchange(lambda: store, 0, 2, said.append)
+    rounds = exchange.rounds("encoder")
     rounds.issue(5)
-    part = dist.PrefixStore("0", dist.PrefixStore(keys.PREFIX, store))
-    part.set(keys.PLACE.format(rank=1), json.dumps(["host", "rank 1 cannot take part: " + text, 1, 1]))
-    with pytest.raises(RoundFailed) as caught:
-        rounds.wait(timedelta(seconds=60))
-    channel.join(timedelta(seconds=10))
-    assert str(caught.value).startswith("rank 1 cannot take part: ")
+    wait_until(lambda: store.check([meeting.ROOT_KEY]))
+    found = meeting.find_root(store)
+    assert found is not None
+    root, token = found
+    link = Link.opened(root.address, root.port, 1, 0, token)
+    try:
+        link.tell(REGISTER, {"member": [text[:200], "127.0.0.1", 1, 1, f"out of order: {text[:200]}"]})
+        wait_until(lambda: exchange.over or link.flush())  # once it is connected
+        with pytest.raises(RoundFailed) as caught:
+            rounds.wait(timedelta(seconds=60))
+    finally:
+        exchange.end()
+        link.socket.close()
+    assert str(caught.value).startswith("rank 1 cannot take part: out of order: ")
     assert is_harmless(str(caught.value))
+    assert all(map(is_harmless, said))
 
 
 @evil
 def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
-    (entry,) = answer_of(state(3))
     fields = ("host", "versions", "settings", "encoder", "where", "caller", "hook", "batch", "collective")
-    entry["state"] |= {**dict.fromkeys(fields, text), "rounds": {text: 1}, "apart": {text: text}}
-    ((_, told),) = groups_of(json.loads(json.dumps([entry])), 4)
+    content = {**state(3).to_json(), **dict.fromkeys(fields, text), "rounds": {text: 1}, "apart": {text: text}}
+    told = RankState.from_json(json.loads(json.dumps(content)))
+    assert told is not None
     missing = MissingRank(3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch)
     assert is_harmless(Answer((missing,) * 4, safe(text)).text(8))
     assert all(map(is_harmless, (*(getattr(told, field) for field in fields), *told.rounds, *told.apart.values())))

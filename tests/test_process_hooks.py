@@ -54,7 +54,7 @@ def test_the_orders_hold_and_one_error_keeps_no_other_from_running() -> None:
     ended = interpreters.python("-c", ORDERS, path=(PACKAGE.parent,))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
-        "InForkedChild.SIDE_CHANNELS",
+        "InForkedChild.EXCHANGES",
         "fails",
         "InForkedChild.STALL_MONITORS",
         "InForkedChild.STALL_SUBSCRIBER",
@@ -62,7 +62,7 @@ def test_the_orders_hold_and_one_error_keeps_no_other_from_running() -> None:
         "forked",
         "theirs, from after our import",
         "fails",
-        "AtExit.SIDE_CHANNELS",
+        "AtExit.EXCHANGES",
         "at last",
     ]
     assert ended.stderr.count("an error of one step") == 2

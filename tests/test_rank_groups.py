@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from rank_states import found, state
 from ranks import wait_until
 
-from nemo_patches.channel.links import LEFT as HAS_LEFT
-from nemo_patches.channel.links import VANISHED
-from nemo_patches.channel.survey import HELD_UP, NO_SURVEYS
-from nemo_patches.channel.survey import SILENT as NO_ANSWER
+from nemo_patches.channel.answers import ENDED, HELD_UP, NO_ANSWER, NO_WATCH, NOT_HEARD
+from nemo_patches.channel.answers import LEFT as HAS_LEFT
 from nemo_patches.stall import stacks
 from nemo_patches.stall.occupation import Occupation
 from nemo_patches.stall.rank_groups import grouped
@@ -62,8 +60,8 @@ def test_the_smallest_group_comes_first() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (NO_ANSWER, "rank 1 has no heartbeat: stopped, killed, "),
-        (VANISHED, "rank 1 has no heartbeat: its process has gone | "),
+        (NO_ANSWER, "rank 1 answers nothing, its connection stands: stopped, or Python's lock (GIL) is held | "),
+        (ENDED, "rank 1: its process has gone | "),
         (HAS_LEFT, "rank 1 has left: "),
     ],
 )
@@ -73,7 +71,7 @@ def test_a_rank_that_is_silent_or_has_left_is_waited_for(how: str, text: str) ->
     assert seen.text().startswith(text)
 
 
-@pytest.mark.parametrize("how", [HELD_UP, NO_SURVEYS])
+@pytest.mark.parametrize("how", [HELD_UP, NO_WATCH, NOT_HEARD])
 def test_a_rank_of_which_nothing_is_known_is_not_accused(how: str) -> None:
     seen = verdict(*waiting(0, 2), silent={1: how})
     assert (seen.level, named(seen)) == (logging.WARNING, [])

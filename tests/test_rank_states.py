@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from dataclasses import replace
@@ -10,14 +11,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_states import found, state
+from rank_states import answers_of, found, state
 
-from nemo_patches.channel.links import VANISHED
-from nemo_patches.channel.survey import HELD_UP, SILENT, Silent
-from nemo_patches.channel.tree import Resident
+from nemo_patches.channel.answers import (
+    ENDED,
+    HELD_UP,
+    LONGEST_STATE,
+    LOST,
+    NO_ANSWER,
+    NOT_HEARD,
+    Answers,
+    Silence,
+)
+from nemo_patches.channel.meeting import Member
 from nemo_patches.stall.answer import Question, answered
-from nemo_patches.stall.found import Found
-from nemo_patches.stall.rank_state import LONGEST_STATE, answer_of, decoded, encoded, groups_of, merged
+from nemo_patches.stall.found import Found, found_of
+from nemo_patches.stall.rank_state import RankState
 
 pytestmark = pytest.mark.one_nemo
 QUESTION = Question("key", 5, None)
@@ -27,30 +36,59 @@ anything = st.recursive(
 )
 
 
+def all_merged(answers: list[Answers]) -> Answers:
+    merged = Answers()
+    for one in answers:
+        merged.add_json(json.loads(json.dumps(one.to_json())))
+    return merged
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 1 << 30))
 def test_it_does_not_matter_in_what_order_answers_are_merged(places: list[int], seed: int) -> None:
-    answers = [answer_of(state(rank, f"at (a.py:{place})")) for rank, place in enumerate(places)]
-    at_once = groups_of(merged(answers), len(places))
+    size = len(places)
+    answers = [answers_of(state(rank, f"at (a.py:{place})")) for rank, place in enumerate(places)]
+    at_once = found_of(all_merged(answers), size, (), "").states
     random.Random(seed).shuffle(answers)
     while len(answers) > 1:  # as up a tree; some come by two ways
-        answers.append(merged([answers.pop(0), answers.pop(0), answers[0] if answers else []]))
-    in_steps = groups_of(json.loads(json.dumps(answers[0])), len(places))
-    assert sorted(in_steps, key=lambda one: one.ranks) == sorted(at_once, key=lambda one: one.ranks)
-    assert sorted(rank for group in at_once for rank in group.ranks) == list(range(len(places)))
+        answers.append(all_merged([answers.pop(0), answers.pop(0), *answers[:1]]))
+    in_steps = found_of(all_merged(answers), size, (), "").states
+    assert in_steps == at_once
+    assert sorted(at_once) == list(range(size))
 
 
 def test_of_many_places_all_ranks_are_kept_and_the_size_is_bounded() -> None:
-    answers = [answer_of(state(rank, f"at {'x' * 500} (a.py:{rank})", rounds={"key": rank % 3})) for rank in range(999)]
-    answer = merged(answers)
-    assert len(json.dumps(answer)) < 40 * LONGEST_STATE
-    groups = groups_of(answer, 999)
-    assert sorted(rank for group in groups for rank in group.ranks) == list(range(999))
-    assert all(group.state.rounds["key"] == rank % 3 for group in groups for rank in group.ranks)
+    states = [state(rank, f"at {'x' * 500} (a.py:{rank})", rounds={"key": rank % 3}) for rank in range(999)]
+    merged = all_merged([answers_of(one) for one in states])
+    assert len(json.dumps(merged.to_json())) < 64 * LONGEST_STATE
+    seen = found_of(all_merged([merged]), 999, (), "").states
+    assert sorted(seen) == list(range(999))
+    assert all(one.rounds["key"] == rank % 3 for rank, one in seen.items())
+
+
+def test_where_ranks_are_alone_at_many_places_the_ones_that_wait_together_stay_together() -> None:
+    """Those that wait are merged by what they wait in, whatever the others' places are."""
+    alone = [state(rank, f"at (a.py:{rank})") for rank in range(100)]
+    wait = [state(rank, f"at (b.py:{rank % 2})", "all_reduce") for rank in range(100, 999)]
+    merged = all_merged([answers_of(one) for one in (*alone, *wait)])
+    seen = found_of(all_merged([merged]), 999, (), "").states
+    assert {one.collective for rank, one in seen.items() if rank >= 100} == {"all_reduce"}
+    assert {one.collective for rank, one in seen.items() if rank < 100} == {""}
+
+
+def test_of_more_kinds_than_fit_nothing_is_known_and_nobody_is_accused() -> None:
+    kinds = [state(rank, "at (a.py:1)", rounds={f"key {rank}": 1}) for rank in range(200)]
+    merged = all_merged([answers_of(one) for one in kinds])
+    seen = found_of(all_merged([merged]), 200, (), "")
+    assert sorted({*seen.states, *seen.silent}) == list(range(200))
+    assert {one.how for one in seen.silent.values()} == {NOT_HEARD}
+    assert all(f"key {rank}" in one.rounds for rank, one in seen.states.items())
 
 
 def test_a_group_was_seen_to_move_when_any_of_it_was() -> None:
-    (group,) = groups_of(merged(answer_of(state(rank, still=60.0 + rank)) for rank in (2, 0, 1)), 3)
-    assert (group.state.rank, group.state.still) == (0, 60.0)
+    merged = all_merged([answers_of(state(rank, still=60.0 + rank)) for rank in (2, 0, 1)])
+    (group,) = merged.groups.values()
+    assert (group.state["rank"], group.still) == (0, 60.0)
+    assert {one.still for one in found_of(merged, 3, (), "").states.values()} == {60.0}
 
 
 def test_a_state_is_of_bounded_size_and_says_what_is_missing_from_it() -> None:
@@ -60,26 +98,32 @@ def test_a_state_is_of_bounded_size_and_says_what_is_missing_from_it() -> None:
         worker_states=("y" * 600,) * 30,
         settings="z" * 3000,
     )
-    ((ranks, told),) = groups_of(json.loads(json.dumps(answer_of(large))), 4)
-    assert len(json.dumps(answer_of(large))) <= LONGEST_STATE + 200
-    assert (ranks, told.whole) == ((1,), False)
+    content = large.to_json()
+    told = RankState.from_json(json.loads(json.dumps(content)))
+    assert len(json.dumps(content)) <= LONGEST_STATE
+    assert told is not None
+    assert (told.rank, told.whole) == (1, False)
     assert told.has_come("one that has no room", 1) is None
 
 
 @given(anything)
-def test_what_is_no_answer_is_left_out(content: Any) -> None:
-    good = answer_of(state(2))
-    others = [{**good[0], "ranks": content}], [{**good[0], "id": "other", "state": content}]
-    mixed = merged([content, [content], *others, good])
-    groups = groups_of(mixed, 4)
-    assert (2,) in [group.ranks for group in groups]
-    assert groups_of([{**good[0], "state": {**good[0]["state"], "calls": "many"}}], 4) == ()
-    assert groups_of(decoded(encoded(good).encode()), 4) == groups_of(good, 4)
+def test_what_is_no_answer_is_refused(content: Any) -> None:
+    """As a whole: the connection to a rank that sends it is closed."""
+    good = answers_of(state(2)).to_json()
+    (key, _, still, told), *_ = good["groups"]
+    answers = Answers()
+    answers.add_json(good)
+    for other in (content, {"groups": content, "silent": []}, {"groups": [[key, content, still, told]], "silent": []}):
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            answers.add_json(other)
+    assert 2 in found_of(answers, 4, (), "").states
+    assert RankState.from_json({**told, "calls": "many"}) is None
+    assert RankState.from_json(content) is None
 
 
 def test_ranks_that_do_not_exist_are_not_taken() -> None:
-    assert groups_of(answer_of(state(8)), 9)
-    assert groups_of(answer_of(state(8)), 8) == ()
+    assert found(state(8), size=9).states
+    assert not found(state(8), size=8).states
 
 
 # Who is missing from round 5.
@@ -94,15 +138,15 @@ def missing(answer: Any) -> list[tuple[int, str]]:
 
 
 def test_who_has_not_come_is_missing_and_who_does_not_answer() -> None:
-    seen = found(*at_round(5, 0, 3), *at_round(4, 1), silent={2: SILENT})
+    seen = found(*at_round(5, 0, 3), *at_round(4, 1), silent={2: NO_ANSWER})
     assert missing(answered(QUESTION, seen, None)) == [(1, "elsewhere"), (2, "no heartbeat")]
 
 
 def test_who_had_come_before_it_fell_silent_is_not_while_another_has_not() -> None:
     before = found(*at_round(5, 0, 2, 3), *at_round(4, 1))
-    seen = found(*at_round(5, 0, 3), *at_round(4, 1), silent={2: SILENT})
+    seen = found(*at_round(5, 0, 3), *at_round(4, 1), silent={2: NO_ANSWER})
     assert missing(answered(QUESTION, seen, before)) == [(1, "elsewhere")]
-    seen = found(*at_round(5, 0, 1, 3), silent={2: VANISHED})
+    seen = found(*at_round(5, 0, 1, 3), silent={2: ENDED})
     assert missing(answered(QUESTION, seen, before)) == [(2, "no heartbeat")]
 
 
@@ -123,9 +167,37 @@ def test_who_came_only_just_is_named_with_where_it_was() -> None:
     assert answer.text(3) == "none, every rank has come to this call by now"
 
 
+def of_hosts(hosts: str, lost: dict[int, float]) -> Found:
+    """Rank 0 has come; these are lost, since when."""
+    members = [Member(f"node-{host}", "127.0.0.1", 1, 100 + rank) for rank, host in enumerate(hosts)]
+    states = {rank: state(rank, rounds={"key": 5}) for rank in range(len(hosts)) if rank not in lost}
+    silent = {rank: Silence(LOST, seconds) for rank, seconds in lost.items()}
+    return Found(len(hosts), states, silent, members)
+
+
 def test_a_silent_rank_has_the_host_and_pid_that_it_joined_with() -> None:
-    groups = found(*at_round(5, 0)).groups
-    residents = (Resident("a", 1, 1), Resident("b", 2, 1))
-    seen = Found(2, groups, {1: Silent(1, SILENT, 3.0, [])}, residents=residents)
+    seen = replace(of_hosts("ab", {1: 3.0}), silent={1: Silence(NO_ANSWER)})
     (one,) = answered(QUESTION, seen, None).missing
-    assert str(one).startswith("rank 1 (b, pid 2) has no heartbeat: stopped, ")
+    assert str(one) == (
+        "rank 1 (node-b, pid 101) answers nothing, its connection stands: stopped, or Python's lock (GIL) is held"
+    )
+
+
+def test_a_host_that_is_lost_with_all_its_ranks_is_named() -> None:
+    answer = answered(QUESTION, of_hosts("aabb", {2: 24.0, 3: -1.0}), None)
+    assert [(one.rank, one.kind, one.host) for one in answer.missing] == [
+        (2, "no heartbeat", "node-b"),
+        (3, "no heartbeat", "node-b"),
+    ]
+    assert answer.text(4) == (
+        "ranks 2-3 of 4 | all ranks of node-b (2-3): their connections were lost 24 s ago: the host or the network"
+    )
+    (one,) = answered(QUESTION, of_hosts("ab", {1: 24.4}), None).missing
+    assert str(one) == "all ranks of node-b (1): its connection was lost 24 s ago: the host or the network"
+
+
+def test_where_others_of_a_host_are_heard_it_is_the_network() -> None:
+    (one,) = answered(QUESTION, of_hosts("abb", {2: 7.0}), None).missing
+    assert str(one) == (
+        "rank 2 (node-b, pid 102): its connection was lost 7 s ago: the network; node-b answers otherwise"
+    )

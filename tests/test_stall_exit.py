@@ -33,7 +33,7 @@ from store_proxy import proxy as proxy
 from torch.nn.parallel import DistributedDataParallel
 
 import nemo_patches
-from nemo_patches.channel import tree
+from nemo_patches.channel import meeting
 from nemo_patches.stall import job_stall
 from nemo_patches.stall.job_stall import EXIT_CODE
 
@@ -349,14 +349,15 @@ def _is_alive(process: int) -> bool:
     return False
 
 
-def no_address(server: Any) -> Any:
-    raise ValueError("GLOO_SOCKET_IFNAME='none' has no address here")
+def no_root(*_: Any) -> Any:
+    raise ConnectionError("as where the store does not answer")
 
 
 def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    tree.here_and_store = no_address  # else the ranks could ask each other over the side channel
+    meeting.find_root = no_root  # else the ranks could ask each other
+    meeting.leave_root = no_root
     job = Job(rank, size, 0, is_connected=False)
     job.encode()
     if rank == CULPRIT:

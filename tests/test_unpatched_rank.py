@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from ranks import CONNECTING_S, REPORT_S, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
-from nemo_patches.stall import subscriber
-from nemo_patches.stall.rank_survey import RankSurvey
+from nemo_patches.stall import encoder_watch, subscriber
+from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.roll_call import RollCall
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -63,13 +63,13 @@ def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
 
 
 def no_report_knows(rank: int, size: int) -> None:
-    """The reports' own questions to the store go unanswered, as on a busy machine; the roll call's do not."""
+    """The reports' own looks find nothing, as on a busy machine; the roll call's do."""
     encoder = encoders.conformer()
     wait_for_others("ready", size)
     if rank == 1:
         wait_for_others("named", size)
         return
-    RankSurvey._leave_note = RankSurvey._read_notes = lambda *_: None  # type: ignore[method-assign, assignment]
+    encoder_watch.answered = lambda *_: Answer(unknown="nothing is heard")
     nemo_patches.apply(timeout=TIMEOUT)
     said = Said()
     encoders.sync(encoder, 100)
@@ -188,6 +188,7 @@ def one_has_no_stall_reports(rank: int, size: int) -> list[str] | None:
         encoders.sync(encoder, 300)
         return None
     wait_until(lambda: rank == 2 or said.lines)
+    wait_for_others("said", 2)
     wait_until(lambda: not nemo_patches.status().unannounced)
     nemo_patches.apply(timeout=TIMEOUT)
     encoders.sync(encoder, 300)
@@ -223,4 +224,4 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
 def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(goes_on: bool) -> None:
     lines = run_ranks(store_goes, 2, goes_on, dies=(0,))[1].lines("WARNING", "every rank is patched")
     assert len(lines) == goes_on
-    assert all("cannot see whether every rank is patched: the job's store, which all ranks" in line for line in lines)
+    assert all("cannot see whether every rank is patched: this rank is not connected to" in line for line in lines)

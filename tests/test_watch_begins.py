@@ -120,7 +120,7 @@ from nemo_patches.stall import subscriber
 def rank(number):
     dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=number, world_size=2)
     end = time.monotonic() + 100
-    while time.monotonic() < end and not ((own := subscriber.monitor()) and own.channel.is_whole):
+    while time.monotonic() < end and not ((own := subscriber.monitor()) and own.exchange.is_whole):
         time.sleep(0.01)
     dist.barrier()
     os._exit(0 if time.monotonic() < end else 1)
@@ -197,7 +197,7 @@ def stays_quiet(rank: int, size: int, port: int, counter: str) -> tuple[float, i
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     nemo_patches.apply()
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
     dist.barrier()  # over Gloo's own connections
     (thread,) = (one for one in threading.enumerate() if one.name == THREAD)
     time.sleep(1.0)  # requests that were under way

@@ -21,6 +21,7 @@ from interpreters import CHECKOUT, python
 from simulated_traces import Setup, header
 
 from nemo_patches.stall.rank_groups import RankGroup
+from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING, GONE
 from nemo_patches.stall.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
@@ -34,6 +35,7 @@ from nemo_patches.tools.diagnose.findings import (
     NOT_ENOUGH,
     OUT_OF_MEMORY,
     OUT_OF_STEP,
+    SILENT,
     SIZES,
     SKIPPED,
     WAITED_IN_VAIN,
@@ -626,8 +628,15 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     )
     first = report_on(tmp_path, ours + call + missing + "began 12.0 s ago").findings[0]
     assert (first.id, first.ranks) == (MISSING_RANK, (5,)) and "read (data.py:41)" in first.text
-    silent = f"{ours}{call}Missing: rank 5 of 8 | rank 5 (node8, pid 7) has no heartbeat: stopped, killed, its host"
-    assert report_on(tmp_path, silent).findings[0].ranks == (5,)
+    for evidence in (
+        f"rank 5 (node8, pid 7) {ANSWERS_NOTHING}",
+        "all ranks of node8 (5): its connection was lost 24 s ago: the host or the network",
+        "rank 5 (node8, pid 7): its connection was lost 24 s ago: the network; node8 answers otherwise",
+        f"rank 5 (node8, pid 7): {GONE}; its last encoder call, 71, began 12.0 s ago",
+    ):
+        report = report_on(tmp_path, f"{ours}{call}Missing: rank 5 of 8 | {evidence}")
+        assert report.findings[0].ranks == (5,)
+        assert report.findings[0].id == (KILLED if GONE in evidence else SILENT)
     # It came late, and nobody waits any more.
     late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
     assert not any(one.ranks for one in late.findings)
@@ -670,7 +679,7 @@ def stalls(draw: st.DrawFn) -> tuple[tuple[RankGroup, ...], int]:
             4000 + ranks[0],
             7,
             61.0,
-            what if kind in ("elsewhere", "moving") else "",
+            {"elsewhere": what, "moving": what, "no heartbeat": ANSWERS_NOTHING}.get(kind, ""),
             what if kind == "waiting" else "",
             draw(st.sampled_from(["", "run (train.py:88)", "file_exists (nemo_model_checkpoint.py:540)"]))
             if kind == "waiting"

@@ -196,9 +196,9 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     if name.startswith("ports are blocked"):
-        from nemo_patches.channel import tree
+        from nemo_patches.channel import meeting
 
-        tree.here_and_store = no_address
+        meeting.own_addresses = no_address
     if name.endswith("and the store goes") and rank == CULPRIT:
         from nemo_patches.stall import subscriber
 

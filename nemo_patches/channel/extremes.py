@@ -10,7 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
-from .side_channel import CLOSED, SideChannel
+from .exchange import CLOSED, Exchange
 
 _RANK_BITS, VALUE_BITS = 20, 43  # a rank and a value are one int64, and never a negative one
 _RANKS, VALUES = 1 << _RANK_BITS, 1 << VALUE_BITS
@@ -42,10 +42,11 @@ def unpacked(highest: int, lowest: int) -> Extremes:
 class ExtremesRounds:
     """At most one outstanding: `issue`, then `wait` until it gives the result. Both raise RoundFailed."""
 
-    def __init__(self, channel: SideChannel, key: str) -> None:
+    def __init__(self, exchange: Exchange, key: str) -> None:
         """key: the same on all ranks."""
-        self._rank, self.last = channel.rank, channel.rounds(f"{key} lowest")
-        self._first = channel.rounds(f"{key} highest")
+        self._rank = exchange.rank
+        self._first = exchange.rounds(f"{key} highest")
+        self.last = exchange.rounds(f"{key} lowest")
 
     def issue(self, value: int) -> None:
         highest, lowest = packed(value, self._rank)

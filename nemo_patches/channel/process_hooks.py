@@ -20,13 +20,13 @@ class AtExit(Enum):
     """
 
     STALL_MONITORS = auto()  # they report a last time, over the side channels, for the trace
-    SIDE_CHANNELS = auto()  # they tell the other ranks that this one leaves
+    EXCHANGES = auto()  # they tell the other ranks that this one leaves
 
 
 class InForkedChild(Enum):
     """In the child, whose threads and connections are its parent's: the first of these first."""
 
-    SIDE_CHANNELS = auto()
+    EXCHANGES = auto()
     LENGTH_SYNC = auto()  # who comes after it asks it for a process group of the child's own
     STALL_MONITORS = auto()
     STALL_SUBSCRIBER = auto()

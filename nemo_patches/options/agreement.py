@@ -7,8 +7,8 @@ import weakref
 from collections import Counter
 from typing import NamedTuple
 
+from nemo_patches.channel.exchange import RoundFailed
 from nemo_patches.channel.extremes import VALUES, Extremes
-from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.sync.length_sync import GroupSyncs, process
 from nemo_patches.sync.patient_rounds import PatientRounds
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from nemo_patches.channel.exchange import RoundFailed
 from nemo_patches.channel.extremes import VALUE_BITS, VALUES, Extremes
-from nemo_patches.channel.side_channel import RoundFailed
 from nemo_patches.sync.length_sync import GroupSyncs, current, process
 from nemo_patches.sync.patient_rounds import PatientRounds
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
@@ -49,7 +49,7 @@ class RankZero:
 
     def __init__(self, group_syncs: GroupSyncs) -> None:
         self.group_syncs = weakref.ref(group_syncs)
-        self._channel = group_syncs.channel
+        self._exchange = group_syncs.exchange
         self._is_rank_zero = group_syncs.group.rank == 0
         self._rounds = PatientRounds(
             owner=self,
@@ -61,7 +61,7 @@ class RankZero:
         )
         self._step = 0
         self._ended = False  # each rank decides for itself
-        self._begin = group_syncs.channel.rounds("checkpoints begin")
+        self._begin = group_syncs.exchange.rounds("checkpoints begin")
         try:
             self._begin.issue(0)
         except RoundFailed as error:
@@ -96,7 +96,7 @@ class RankZero:
                 return True
             self._end("not every rank takes part: one is not patched, or has checkpoints=stock, or is out of reach")
         except RoundFailed as error:
-            if self._channel.ended_by is not None:
+            if self._exchange.ended:
                 raise self._error(str(error)) from None
             self._end(str(error))
         return False

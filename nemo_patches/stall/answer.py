@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..channel.links import VANISHED
 from ..sync.protocol import APART
 from ..text import named
 from .found import KINDS_OF_SILENT, Found
 from .missing_rank import MissingRank, described
-from .rank_kinds import ELSEWHERE, EVALUATED, GONE, LATE, LENGTH_SYNC, ROUNDS_OF, UNANNOUNCED, is_guess
+from .rank_kinds import ELSEWHERE, EVALUATED, LATE, LENGTH_SYNC, ROUNDS_OF, UNANNOUNCED, is_guess
 from .rank_state import RankState
 
 
@@ -105,12 +104,11 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
 
 def ended(found: Found) -> dict[int, MissingRank]:
     """By rank: the ranks that have ended, or do not answer."""
+    kinds = {rank: KINDS_OF_SILENT.get(silence.how) for rank, silence in found.silent.items()}
     return {
-        rank: MissingRank(
-            rank, KINDS_OF_SILENT[silent.how], *found.process_of(rank), where=GONE if silent.how == VANISHED else ""
-        )
-        for rank, silent in found.silent.items()
-        if silent.how in KINDS_OF_SILENT
+        rank: MissingRank(rank, kind, *found.process_of(rank), where=found.evidence(rank))
+        for rank, kind in kinds.items()
+        if kind not in (None, UNANNOUNCED)
     }
 
 

@@ -15,9 +15,9 @@ from ..text import named
 from .answer import Answer, Question, answered
 from .found import Found
 from .log_line import report
+from .looks import Look
 from .missing_rank import MissingRank, Stall, StallReported
 from .rank_kinds import LATE
-from .rank_survey import Look
 
 _PATIENCE_S, _PATIENCE_PER_RANK_S = 2.6, 0.002  # for a look that is not done when its report is due
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
@@ -135,7 +135,6 @@ class EncoderWatch:
             # Whatever else is not known: it is the other one.
             answer = replace(answer, missing=(MissingRank(1 - self._rank, LATE),))
         late.answer = answer
-        late.said_at = self._said_at = now  # after the answer: `stall` may be looking
         waited_s = (round_.gave_up_at or late.came_at or now) - round_.issued_at
         still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
         missing = answer.text(self._size)
@@ -143,9 +142,11 @@ class EncoderWatch:
         _keep(late.promise(), Report(text, answer.missing))
         if answer.is_allowed:
             self._say_uneven(round_, answer)
-            return
-        bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
-        report(logging.WARNING, text)
+        else:
+            bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
+            report(logging.WARNING, text)
+        late.said_at = now  # after the line: `stall` may be looking
+        self._said_at = now
 
     def _say_uneven(self, round_: Round, answer: Answer) -> None:
         """Log it once: a rank without batches is not missing, and every evaluation may end like this."""

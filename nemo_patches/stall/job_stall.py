@@ -19,17 +19,17 @@ from typing import Any, NamedTuple
 
 import torch.distributed
 
+from ..channel.answers import NOT_COME, NOT_HEARD
 from ..channel.daemon import Daemon
-from ..channel.survey import NOT_THERE
 from ..sync.events import bus
 from ..text import named
 from . import on_stall
 from .found import Found
 from .log_line import report
+from .looks import Look
 from .missing_rank import MissingRank, Stall
 from .progress import Progress
 from .rank_groups import grouped
-from .rank_survey import Look
 from .report_file import ReportFile
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
@@ -214,8 +214,9 @@ class JobStallWatch:
         self._have_waited |= verdict.waiting_for_sure
         for rank, state in found.states.items():
             self._moved_at[rank] = now - max(state.still, 0.0)
-        for rank in found.silent:
-            self._moved_at.setdefault(rank, now)
+        for rank, silence in found.silent.items():
+            if silence.how not in (NOT_COME, NOT_HEARD):
+                self._moved_at.setdefault(rank, now)
         return verdict
 
     def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings, is_due: bool) -> None:
@@ -298,7 +299,7 @@ class JobStallWatch:
             return
         evidence = self._evidence(found, verdict)
         is_alone = self._is_alone(found)
-        may_wait = not is_alone or bool(verdict.waiting_for_sure) or found.store_is_unreachable
+        may_wait = not is_alone or bool(verdict.waiting_for_sure)
         if not evidence and (not may_wait or stood_still_s < max(_LONG_FACTOR * limit_s, exit_s) - slack_s):
             self._exit_look_at = now + max(_LONG_FACTOR * limit_s - stood_still_s, limit_s / 4)
             return
@@ -313,7 +314,8 @@ class JobStallWatch:
 
     def _is_alone(self, found: Found) -> bool:
         """Whether no other rank can be asked."""
-        return found.heard == {self._rank} and all(silent.how == NOT_THERE for silent in found.silent.values())
+        silences = {silence.how for silence in found.silent.values()}
+        return found.heard == {self._rank} and silences <= {NOT_COME, NOT_HEARD}
 
     def _evidence(self, found: Found, verdict: Verdict) -> str:
         """Why the wait will not end by itself; empty if it may."""
@@ -327,8 +329,6 @@ class JobStallWatch:
             return "no rank moves" if verdict.lead else "some wait in a collective"
         # stall_exit may have ended them a moment ago: the rank that they waited for must end, too.
         gone = self._have_waited & found.have_ended
-        if found.store_is_unreachable:
-            gone |= self._have_waited & found.behind
         is_slow = verdict.is_busy or not self._progress.has_started
         return "" if is_slow or not gone else f"{named(sorted(gone))} waited in a collective, and is gone now"
 

@@ -24,7 +24,7 @@ class LateReturn:
         self._said: dict[str, int] = {}  # by encoder: the last round
 
     def heard(self, found: Found) -> None:
-        """A survey reports ranks that have given up a round: did they wait for this one?"""
+        """A question has found ranks that have given up a round: did they wait for this one?"""
         now, own = time.monotonic(), found.states.get(self._group.rank)
         for key, (number, gave_up_at) in _given_up(found, now).items():
             if own is None or number <= self._said.get(key, 0):
@@ -67,9 +67,9 @@ def _round_of(sync: WatchedRounds, number: int) -> Round | None:
 def _given_up(found: Found, now: float) -> dict[str, tuple[int, float]]:
     """By encoder: the round that others have given up, and when the first of them had."""
     rounds: dict[str, tuple[int, float]] = {}
-    for group in found.groups:
-        for key, seconds in group.state.given_up.items():
-            number, at = group.state.rounds.get(key, 0), now - seconds
+    for state in found.states.values():
+        for key, seconds in state.given_up.items():
+            number, at = state.rounds.get(key, 0), now - seconds
             before = rounds.get(key, (0, at))
             rounds[key] = (number, min(at, before[1])) if number >= before[0] else before
     return rounds

@@ -9,8 +9,19 @@ from typing import NamedTuple
 
 from ..sync.protocol import APART, FLAG_IS_OFF
 from ..text import named
-from .rank_kinds import ELSEWHERE, EVALUATED, KINDS, LATE, LEFT, SILENT, UNANNOUNCED
+from .rank_kinds import (
+    ALL_RANKS_OF,
+    ANSWERS_NOTHING,
+    ELSEWHERE,
+    EVALUATED,
+    KINDS,
+    LATE,
+    LEFT,
+    SILENT,
+    UNANNOUNCED,
+)
 
+NOT_ANNOUNCED = "not patched, or not started, or it cannot connect, which its stderr says"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 
 UNPATCHED = (
@@ -27,7 +38,8 @@ class MissingRank:
     kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had fewer batches than
     the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length sync. The rest is what
     it last reported: empty, 0 and -1 if it reported nothing, or if too many ranks are missing to describe each.
-    idle: seconds since its last encoder call began. where: what its training thread does, only if it answers.
+    idle: seconds since its last encoder call began. where: what its training thread does, if it answers; else what
+    shows why it does not.
     workers: process ids of its data loader's workers. collective: the collective in which it waits itself; empty: in
     no known one. batch: its current or last batch: "1041: cuts a, b, +30".
     """
@@ -51,12 +63,13 @@ class MissingRank:
         last += f"; last batch {self.batch}" if self.batch else ""
         workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
         if self.kind == UNANNOUNCED:
-            return f"{who} has not announced itself: not patched, or not started"
+            return f"{who} has not announced itself: {NOT_ANNOUNCED}"
         if self.kind == LEFT:
             return f"{who} has left: it ended, or destroyed its process group{last}"
         if self.kind == SILENT:
-            meaning = "stopped, killed, its host unreachable, or something in it holds Python's lock (GIL)"
-            return f"{who} has no heartbeat: {self.where or meaning}{last}"
+            if self.where.startswith(ALL_RANKS_OF):
+                return self.where
+            return f"{who}{' ' if self.where == ANSWERS_NOTHING else ': '}{self.where}{last}"
         if self.kind in APART:
             why = f"its encoder's {self.kind}" if self.kind == FLAG_IS_OFF else f"{self.kind} there"
             return f"{who}: {why}: it takes no part in the length sync{last}"
@@ -98,7 +111,7 @@ class StallReported(NamedTuple):
 
 def described(missing: tuple[MissingRank, ...], size: int) -> str:
     """The missing ranks, at least one, of `size` in all: all named, and what the first DETAILED do."""
-    lines = [str(rank) for rank in missing[:DETAILED]]
+    lines = list(dict.fromkeys(str(rank) for rank in missing[:DETAILED]))  # a host's ranks have one
     rest = missing[DETAILED:]
     for kind in KINDS:
         ranks = [missing_rank.rank for missing_rank in rest if missing_rank.kind == kind]

@@ -5,12 +5,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from ..channel.links import VANISHED
-from ..channel.survey import HELD_UP, NO_SURVEYS, NOT_THERE
+from ..channel.answers import HELD_UP, NO_WATCH
 from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
-from .missing_rank import MissingRank
-from .rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, ELSEWHERE, EXPORT, GONE, LEFT, SILENT, UNANNOUNCED, is_guess
+from .missing_rank import NOT_ANNOUNCED, MissingRank
+from .rank_kinds import (
+    ALL_RANKS_OF,
+    ANSWERS_NOTHING,
+    CHECKPOINT,
+    COMPILATION,
+    DEBUGGER,
+    ELSEWHERE,
+    EXPORT,
+    GONE,
+    LEFT,
+    SILENT,
+    UNANNOUNCED,
+    is_guess,
+)
 from .rank_state import CALLING, COMPUTING, MOVING, RankState
 
 WAITING = "waiting"  # in a collective
@@ -21,12 +33,14 @@ _DOES = {
     COMPILATION: " compiles",
     EXPORT: " exports a model",
 }
+_NO_WAY = "the way there is lost, or there is none yet"
 _WHY = {
-    VANISHED: GONE,
-    HELD_UP: "its stall monitor does not answer, while its side channel does",
-    NO_SURVEYS: "there are no stall reports there; stderr there says why",
-    NOT_THERE: "its side channel has not connected",
-    "": "the way there is lost, or there is none yet",
+    HELD_UP: "its stall monitor does not answer, while its exchange does",
+    NO_WATCH: "there are no stall reports there; stderr there says why",
+}
+_OF_SEVERAL = {
+    ANSWERS_NOTHING: "answer nothing, their connections stand: stopped, or Python's lock (GIL) is held",
+    GONE: "their processes have gone",
 }
 
 
@@ -98,7 +112,7 @@ class RankGroup:
 
     def text(self, with_calls: bool = False) -> str:
         """The text for a log line. with_calls: add the number of encoder calls of ranks that wait."""
-        if self.size == 1 and self.kind in (SILENT, LEFT, UNANNOUNCED):
+        if self.kind in (SILENT, LEFT, UNANNOUNCED) and (self.size == 1 or self.where.startswith(ALL_RANKS_OF)):
             return str(self.missing()[0])
         ranks = named(self.ranks)
         if self.size == 1 and self.host:
@@ -116,8 +130,8 @@ class RankGroup:
             return f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a step{at}{self._workers()}"
         if self.kind == UNHEARD:
             return f"{ranks}: not heard: {self.where}"
-        if self.kind == SILENT and self.where:
-            return f"{ranks}: no heartbeat: {self.where}"
+        if self.kind == SILENT:
+            return f"{ranks}: {_OF_SEVERAL.get(self.where, self.where)}"
         if self.kind != ELSEWHERE:
             return f"{ranks}: {_MEANINGS[self.kind]}"
         if self.request and not is_guess(self.request):
@@ -138,9 +152,8 @@ class RankGroup:
 
 
 _MEANINGS = {
-    SILENT: "no heartbeat: stopped, killed, host unreachable, or Python's lock (GIL) held",
     LEFT: "have left: they ended, or destroyed their process group",
-    UNANNOUNCED: "have not announced themselves: not patched, or not started",
+    UNANNOUNCED: f"have not announced themselves: {NOT_ANNOUNCED}",
 }
 
 
@@ -150,10 +163,7 @@ _OF_STATE = {one.name for one in fields(RankGroup)} & {one.name for one in field
 def grouped(found: Found) -> tuple[RankGroup, ...]:
     """The groups of all ranks: the suspects first, the smallest group of these before the others."""
     single = [_of_state(rank, state) for rank, state in found.states.items()]
-    for rank, silent in found.silent.items():
-        single.append(_of_silent(rank, silent.how, found))
-    single += [_of_silent(rank, "", found) for rank in found.behind]
-    single += [RankGroup(((rank, rank),), UNANNOUNCED) for rank in found.absent]
+    single += [_of_silent(rank, silence.how, found) for rank, silence in found.silent.items()]
     by_place: dict[tuple[str, ...], list[RankGroup]] = {}
     for group in sorted(single, key=lambda one: one.runs):
         by_place.setdefault(group.place, []).append(group)
@@ -178,5 +188,5 @@ def _of_state(rank: int, state: RankState) -> RankGroup:
 
 def _of_silent(rank: int, how: str, found: Found) -> RankGroup:
     kind = KINDS_OF_SILENT.get(how, UNHEARD)
-    where = _WHY.get(how, "") if kind in (UNHEARD, SILENT) else ""
+    where = _WHY.get(how, _NO_WAY) if kind == UNHEARD else found.evidence(rank)
     return RankGroup(((rank, rank),), kind, *found.process_of(rank), where=where)

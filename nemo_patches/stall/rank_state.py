@@ -1,4 +1,4 @@
-"""A rank's state, as its answer to a survey, and how the answers of many ranks are merged; JSON of bounded size.
+"""A rank's state, as its answer to a question: JSON of bounded size.
 
 What another rank has sent is data: its types are checked, its size is bounded, it is printed without control
 characters, and nothing of it is evaluated. Needs no torch.
@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..channel.survey import ranks_of, runs_of
+from ..channel.answers import LONGEST_STATE
 from ..text import safe
 
 CALLING = "calling"  # it goes on with encoder calls
 MOVING = "moving"  # it goes on with collectives
 COMPUTING = "computing"  # it takes no step, and its training thread, or what this waits for, takes a core
-LONGEST_STATE = 8192  # bytes
 _MOST_ENCODERS = 64
 _MOST_WORKERS = 32
-_MOST_PLACES, _MOST_KINDS = 40, 64  # in an answer: groups by place; beyond that, groups by rounds
 
 
 @dataclass(frozen=True)
@@ -65,124 +63,39 @@ class RankState:
             return None
         return self.rounds.get(encoder_key, 0) >= round_number > 0
 
-    def _kind(self) -> list[Any]:
-        """The key by which ranks are grouped, without their place."""
-        what = (self.versions, self.settings, self.encoder, self.clock, self.training, self.rounds, self.whole)
-        does = (self.goes_on, self.collective, self.activity, self.request, self.waits_for_child, self.sleeps)
-        return [*what, sorted(self.given_up), self.apart, *does, self.calls > 0]
+    def key(self) -> str:
+        """Equal for ranks that the exchange merges: that of the kind, a space, that of the place."""
+        what = [self.versions, self.settings, self.encoder, self.clock, self.training, self.rounds, self.whole]
+        does = [self.goes_on, self.collective, self.activity, self.request, self.waits_for_child, self.sleeps]
+        kind = [*what, sorted(self.given_up), self.apart, *does, self.calls > 0]
+        place: list[str] = []
+        if not self.goes_on:  # ranks that move are elsewhere at every look
+            place = [self.caller, self.hook, "" if self.collective else self.where]
+        return f"{_digest(kind)} {_digest([*kind, *place])}"
 
-    def _place(self) -> list[str]:
-        """The place; not for ranks that move, which are elsewhere at every look."""
-        return [] if self.goes_on else [self.caller, self.hook, "" if self.collective else self.where]
+    def of_another(self, rank: int) -> RankState:
+        """This state as far as it applies to another rank with the same key."""
+        return replace(self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch="")
 
+    def to_json(self) -> dict[str, Any]:
+        """Of at most LONGEST_STATE bytes: the least important parts are dropped first."""
+        return asdict(_bounded(self))
 
-class StateGroup(NamedTuple):
-    """Ranks, in rising order, at one place, that have come to the same rounds; and the state of the first one."""
+    @classmethod
+    def from_json(cls, content: Any, has_place: bool = True) -> RankState | None:
+        """Parse a state in which every field has the right type; None if one has not.
 
-    ranks: tuple[int, ...]
-    state: RankState
-
-    def of(self, rank: int) -> RankState:
-        """The state of one of them, as far as the first one's applies to all."""
-        if rank == self.state.rank:
-            return self.state
-        return replace(self.state, rank=rank, host="", pid=0, workers=(), worker_states=(), batch="")
-
-
-def answer_of(state: RankState) -> list[dict[str, Any]]:
-    """One rank's answer to a survey, or its note in the store."""
-    short = _bounded(state)
-    kind = short._kind()
-    ids = {"id": _digest([*kind, *short._place()]), "kind": _digest(kind)}
-    return [{**ids, "ranks": [[state.rank, state.rank]], "still": state.still, "state": asdict(short)}]
-
-
-def merged(answers: Iterable[Any]) -> list[dict[str, Any]]:
-    """Merge answers, in any order. Malformed ones are left out. A rank may be in two of them."""
-    found: dict[str, _Entry] = {}
-    for entry in _entries(answers):
-        entry.join(found, entry.id)
-    if len(found) <= _MOST_PLACES:
-        return [entry.told() for entry in found.values()]
-    # Ranks that are alone at a place come first.
-    by_size = sorted(found.values(), key=lambda one: (len(one.ranks), min(one.ranks)))
-    kept, kinds = by_size[: _MOST_PLACES - 1], dict[str, _Entry]()
-    for entry in by_size[_MOST_PLACES - 1 :]:
-        kind = entry.kind if entry.kind in kinds or len(kinds) < _MOST_KINDS else ""
-        entry.without_place(kind).join(kinds, kind)
-    return [entry.told() for entry in (*kept, *kinds.values())]
-
-
-def groups_of(answer: Any, size: int) -> tuple[StateGroup, ...]:
-    """The groups in an answer, of `size` ranks in all; malformed ones are left out."""
-    found = []
-    for entry in _entries([answer]):
-        state = _checked(entry.state)
-        ranks = tuple(sorted(rank for rank in entry.ranks if rank < size))
-        if state is not None and ranks:
-            found.append(StateGroup(ranks, replace(state, still=entry.still)))
-    return tuple(found)
-
-
-def encoded(answer: list[dict[str, Any]]) -> str:
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace").decode()
-
-
-def decoded(data: bytes) -> Any:
-    """None if it is not JSON, or too long."""
-    try:
-        return json.loads(data) if len(data) <= 2 * LONGEST_STATE else None
-    except (ValueError, RecursionError):
-        return None
-
-
-@dataclass
-class _Entry:
-    """A group in an answer. state: the first rank's, not parsed."""
-
-    id: str
-    kind: str
-    ranks: set[int]
-    still: float
-    state: dict[str, Any]
-
-    def join(self, others: dict[str, _Entry], key: str) -> None:
-        if (before := others.get(key)) is None:
-            others[key] = self
-            return
-        if min(self.ranks) < min(before.ranks):
-            before.state = self.state
-        before.ranks |= self.ranks
-        before.still = min((one for one in (before.still, self.still) if one >= 0), default=-1.0)
-
-    def without_place(self, kind: str) -> _Entry:
-        blank = {"where": "", "caller": "", "hook": "", "workers": [], "worker_states": [], "batch": ""}
-        unlike = {"rounds": {}, "whole": False, "given_up": {}, "apart": {}, "collective": "", "request": ""}
-        if kind:
-            unlike = {}
-        return _Entry(f"many {kind}", kind, self.ranks, self.still, {**self.state, **blank, **unlike})
-
-    def told(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "ranks": runs_of(self.ranks),
-            "still": self.still,
-            "state": self.state,
-        }
-
-
-def _entries(answers: Iterable[Any]) -> list[_Entry]:
-    found = []
-    for answer in answers:
-        for one in answer if isinstance(answer, list) else ():
-            try:
-                ranks, state = ranks_of(one["ranks"]), one["state"]
-                if ranks and isinstance(state, dict):
-                    found.append(_Entry(_text(one["id"]), _text(one["kind"]), ranks, _seconds(one["still"]), state))
-            except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
-                continue
-    return found
+        has_place: whether its rank's place is that of all ranks whose states were merged with it.
+        What a rank with an older nemo_patches does not say is as by default; what a newer one says is passed over.
+        """
+        checks = {one.name: _CHECKS[str(one.type)] for one in fields(cls)}
+        try:
+            state = cls(**{name: checks[name](value) for name, value in content.items() if name in checks})
+        except (TypeError, ValueError, AttributeError, OverflowError):
+            return None
+        if has_place:
+            return state
+        return replace(state, where="", caller="", hook="", workers=(), worker_states=(), batch="")
 
 
 def _bounded(state: RankState) -> RankState:
@@ -203,18 +116,6 @@ def _bounded(state: RankState) -> RankState:
 
 def _digest(content: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def _checked(content: Any) -> RankState | None:
-    """Parse a state in which every field has the right type; None if one has not.
-
-    What a rank with an older nemo_patches does not say is as by default; what a newer one says is passed over.
-    """
-    checks = {one.name: _CHECKS[str(one.type)] for one in fields(RankState)}
-    try:
-        return RankState(**{name: checks[name](value) for name, value in content.items() if name in checks})
-    except (TypeError, ValueError, AttributeError, OverflowError):
-        return None
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,6 @@
 """The watch of one process group: notices that this rank waits, or is waited for, and reports the missing ranks.
 
-The thread itself never calls the job's store, because an answer may take minutes where a network is cut, and so may
-what has no answer: requests run in short-lived threads (channel/store_client.py), and what is not answered in time is
+The thread itself waits for no other rank: it hands its questions to the exchange, and what is not answered in time is
 reported without it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -9,7 +8,6 @@ reported without it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import select
@@ -21,22 +19,20 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..channel import process_hooks
+from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
-from ..channel.side_channel import SideChannel
-from ..channel.store_client import StoreClient
 from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
 from ..text import first_line
 from .encoder_watch import EncoderWatch
-from .found import Found
 from .job_socket import JobSocket
 from .job_stall import JobStallWatch
 from .late_return import LateReturn
 from .log_line import report
+from .looks import Look, Looks
 from .missing_rank import Stall
 from .own_state import OwnState
 from .progress import Progress
-from .rank_survey import Look, RankSurvey
 from .report_file import ReportFile, as_json
 from .roll_call import RollCall
 from .settings import StallSettings
@@ -46,6 +42,7 @@ from .training_notes import TrainingNotes
 
 SUBSCRIBER = "the stall monitor"
 _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
+_EXIT_S = 0.8  # at exit, for the last report
 
 
 class StallMonitor:
@@ -53,34 +50,32 @@ class StallMonitor:
     the fields."""
 
     def __init__(
-        self, group: Group, channel: SideChannel, notes: TrainingNotes, settings: Callable[[], StallSettings]
+        self, group: Group, exchange: Exchange, notes: TrainingNotes, settings: Callable[[], StallSettings]
     ) -> None:
-        self.group, self.channel = group, channel
-        self._notes, self._settings = notes, settings
-        self.client = StoreClient(group.store, functools.partial(report, logging.WARNING))
+        self.group = group
+        self.exchange = exchange
+        self._notes = notes
+        self._settings = settings
         self.progress = Progress(notes)
         self._own_state = OwnState(group, notes, self.progress, settings)
-        rank, size, look = group.rank, group.size, self._begin_look
         self._late_return = LateReturn(group, notes)
-        self.survey = RankSurvey(
-            group, channel, self.progress, self.client, self._own_state.make, self._wake, self._heard
-        )
-        self.roll_call = RollCall(group, channel, self.client, notes, look, self._has_late_round, self.stalls)
+        self.looks = Looks(exchange, self._own_state.make, self._wake, self._late_return.heard)
+        look = self.looks.begin
+        self.roll_call = RollCall(group, exchange, notes, look, self._has_late_round, self.stalls)
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
-        self._end_report = SyncEndReport(channel, size, look, notes.end_promises)
-        server = group.store.server
-        self._store_port = server[1] if server is not None else 0
-        report_file = ReportFile(rank, self._store_port)
-        self.job_stall = JobStallWatch(notes, rank, size, self.progress, look, report_file)
+        self._end_report = SyncEndReport(exchange, group.size, look, notes.end_promises)
+        report_file = ReportFile(group.rank, group.store_port)
+        self.job_stall = JobStallWatch(notes, group.rank, group.size, self.progress, look, report_file)
         self._socket: JobSocket | None = None
         self._visitors: list[tuple[socket.socket, Look, FlightRecording]] = []
         self._wakes = -1  # a file that wakes the thread
         self._wakes_lock = threading.Lock()  # so that none writes to a file that has this one's number next
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            channel.take_surveys(self.survey)  # here, because the training thread may be about to issue its first round
         except OSError as error:
-            report(logging.WARNING, f"this rank's stall reports know little of the others: {first_line(error)}")
+            report(logging.WARNING, f"this rank's stall reports are slow: {first_line(error)}")
+        exchange.watch = self.looks
+        exchange.start()
         self._exiting = False  # written at exit, and in a forked child
         self._thread: threading.Thread | None = None  # that runs this
         _monitors.add(self)
@@ -100,8 +95,10 @@ class StallMonitor:
         self._wake()
 
     def join(self, limit: timedelta) -> None:
-        """At exit: wait for the threads' ends, for a short while."""
-        self.client.join([self._thread] if self._thread is not None else [], limit)
+        """At exit: wait for the thread's end, for a short while."""
+        with contextlib.suppress(RuntimeError):  # it is the calling one
+            if self._thread is not None:
+                self._thread.join(limit.total_seconds())
 
     def forget(self) -> None:
         """In a forked child: close its copies of the parent's files."""
@@ -141,12 +138,12 @@ class StallMonitor:
             bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
             report(logging.ERROR, f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}")
         finally:
-            self.survey.cancel()
+            self.looks.cancel()
             self._end()
 
     def _begin(self) -> None:
         try:
-            self._socket = JobSocket(self.group.rank, self._store_port)
+            self._socket = JobSocket(self.group.rank, self.group.store_port)
         except Exception as error:  # not an OSError where others' class is in the place of Python's socket
             report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
 
@@ -174,7 +171,7 @@ class StallMonitor:
     def _pause_s(self) -> float:
         timeout = current().timeout
         shortest = min(timeout, self._settings().stall_timeout or timeout).total_seconds()
-        is_busy = self._has_late_round() or self.survey.is_busy
+        is_busy = self._has_late_round() or self.looks.is_busy
         return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
@@ -184,7 +181,7 @@ class StallMonitor:
         is_over = is_last or self._notes.is_reverted
         if not is_over:
             self.job_stall.look_at_this_rank(now, settings)  # before anything tells of it
-        self.survey.tick(now)
+        self.looks.tick(now)
         self._late_return.look()
         self._watch_encoders(now, timeout_s, is_last)
         if not is_last:
@@ -193,18 +190,12 @@ class StallMonitor:
         self.job_stall.look(time.monotonic(), settings, is_over)
         self._answer_visitors()
 
-    def _begin_look(self) -> Look:
-        return self.survey.look()
-
-    def _heard(self, found: Found) -> None:
-        self._late_return.heard(found)
-
     def _watch_encoders(self, now: float, timeout_s: float, is_last: bool) -> None:
         known = self._notes.syncs(self.group)
         for sync in known:
             if sync not in self._watches:
                 uneven = self._notes.allows_uneven
-                self._watches[sync] = EncoderWatch(sync, self.group.rank, self.group.size, self._begin_look, uneven)
+                self._watches[sync] = EncoderWatch(sync, self.group.rank, self.group.size, self.looks.begin, uneven)
         forgotten = set(self._watches).difference(known)
         for sync, watch in list(self._watches.items()):
             if sync.has_failed() and not is_last:
@@ -217,7 +208,7 @@ class StallMonitor:
         if self._socket is None:
             return
         for visitor in self._socket.visitors():
-            self._visitors.append((visitor, self.survey.look(), FlightRecording()))
+            self._visitors.append((visitor, self.looks.begin(), FlightRecording()))
         for visitor, look, recording in [one for one in self._visitors if one[1].is_done and one[2].is_done]:
             answer = self.job_stall.answer(look.found, time.monotonic())
             self._socket.answer(visitor, as_json(answer, recording.wait()))
@@ -228,12 +219,12 @@ _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    # If another rank ended first, this one's collective has failed because of that.
+    # If another rank ended first, this one's collective has failed because of that: which one, its report says.
     leaving = [monitor for monitor in list(_monitors) if monitor.job_stall.leaves]
     for monitor in list(_monitors):
         monitor.stop()
     for monitor in list(_monitors):
-        monitor.join(timedelta(seconds=0.6))
+        monitor.join(timedelta(seconds=_EXIT_S))
     for monitor in leaving:
         monitor.job_stall.leave()
 

@@ -102,7 +102,7 @@ class StallSubscriber:
             self._start()
 
     def _group_began(self, event: GroupBegan) -> None:
-        self._monitor = StallMonitor(event.group, event.channel, self._notes, self.settings_in_force)
+        self._monitor = StallMonitor(event.group, event.exchange, self._notes, self.settings_in_force)
         self._start()
 
     def _start(self) -> None:
@@ -140,7 +140,7 @@ class StallSubscriber:
         """Publishes a new one. After revert(), no group is watched."""
         group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
         if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
-            self._group_began(GroupBegan(group_syncs.group, group_syncs.channel))  # from before `subscribe`
+            self._group_began(GroupBegan(group_syncs.group, group_syncs.exchange))  # from before `subscribe`
 
     def _is_not_needed(self) -> bool:
         """Whether this is probably not a rank: then the thread ends, and an encoder's call starts another."""

@@ -1,39 +1,47 @@
-"""Reports, once for a process group, which ranks have died when a round has failed."""
+"""Reports, once for a process group, which ranks have ended: when a round has failed, or one ended without a word."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import logging
 import queue
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 
-from ..channel.side_channel import SideChannel
-from ..channel.survey import Silent
+from ..channel.answers import ENDED, LEFT
+from ..channel.exchange import Exchange
 from ..sync.events import Report, WatchedRounds, bus
 from .answer import Answer, ended
 from .found import Found
 from .log_line import report
+from .looks import Look
 from .missing_rank import Stall, StallReported
-from .rank_survey import Look
 
-PATIENCE_S = 2.6  # for a look that is not done when its report is due
+_JOB = "this job"  # in place of an encoder
+_PATIENCE_S = 2.6  # for a look that is not done when its report is due
+_AT_EXIT_S = 0.4  # for the exchange to learn which rank has ended, where an exception ends this process
+_PAUSE_S = 0.02
 
 
 class SyncEndReport:
-    """The stall monitor's thread calls `ended` and `look`, and alone writes the fields; any thread may read `stall`."""
+    """The stall monitor's thread calls the methods, and alone writes the fields; any thread may read `stall`."""
 
     def __init__(
         self,
-        channel: SideChannel,
+        exchange: Exchange,
         size: int,
         begin_look: Callable[[], Look],
         promises: queue.SimpleQueue[Future[Report]],
     ) -> None:
         """promises: for the exceptions that wait for the answer (on_timeout="raise")."""
-        self._channel, self._size, self._begin_look, self._promises = channel, size, begin_look, promises
+        self._exchange = exchange
+        self._size = size
+        self._begin_look = begin_look
+        self._promises = promises
         self._title = ""  # of the encoder whose sync ended first
         self._look: Look | None = None
         self._answer: Answer | None = None  # once it is said
@@ -52,24 +60,38 @@ class SyncEndReport:
             self._look = self._begin_look()
 
     def look(self, now: float, is_last: bool) -> None:
+        if is_last and self._answer is None and hasattr(sys, "last_value"):
+            self._wait_for_an_end()
+        if self._look is None and self._have_died():
+            self._title = _JOB
+            self._look = self._begin_look()
         look = self._look
         if look is not None and self._answer is None:
             has_promised = not self._promises.empty()  # the training thread waits
-            known = has_promised and self._channel.ended_by is not None
-            if known or look.is_done or is_last or now - look.began > PATIENCE_S:
+            known = has_promised and bool(self._exchange.ended)
+            if known or look.is_done or is_last or now - look.began > _PATIENCE_S:
                 self._say(self._answer_of(look.found), is_last)
         if self._answer is not None:
             while not self._promises.empty():
                 self._promises.get().set_result(Report(missing=self._answer.missing))
 
+    def _have_died(self) -> bool:
+        """Whether a rank has ended without a word: it was killed, or has crashed."""
+        return any(silence.how == ENDED for silence in self._exchange.ended.values())
+
+    def _wait_for_an_end(self) -> None:
+        """An exception ends this process: maybe because another rank has ended, of which this one hears at once."""
+        ends_at = time.monotonic() + _AT_EXIT_S
+        while self._exchange.is_joined and not self._have_died() and time.monotonic() < ends_at:
+            time.sleep(_PAUSE_S)
+
     def _answer_of(self, found: Found) -> Answer:
-        silent = dict(found.silent)
-        if (ended_by := self._channel.ended_by) is not None:  # as announced by the rank itself, or by its neighbour
-            rank, how = ended_by
-            silent[rank] = Silent(rank, how, 0.0, [])
-        seen = Found(found.size, found.groups, silent, residents=tuple(self._channel.residents))
-        gone = ended(seen)
-        return Answer(tuple(gone[rank] for rank in sorted(gone)), "" if gone else self._channel.error)
+        """Ranks that have died are named before those that have left: these may have left because of that."""
+        silent = {**found.silent, **self._exchange.ended}
+        gone = ended(replace(found, states={}, silent=silent))
+        if self._have_died():
+            gone = {rank: one for rank, one in gone.items() if silent[rank].how != LEFT}
+        return Answer(tuple(gone[rank] for rank in sorted(gone)), "" if gone else self._exchange.over)
 
     def _say(self, answer: Answer, is_last: bool) -> None:
         self._answer = answer

@@ -16,18 +16,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..channel.side_channel import CLOSED, Rounds, SideChannel
-from ..channel.store import JobStore
+from ..channel.exchange import CLOSED, Exchange, Rounds
 from .rank_log import raised_by_signal_handler, report
 
 _ROUNDS_KEPT = 16  # per encoder: more than a rank comes to between two looks of a subscriber
 
 
 class Group:
-    """One default process group, as seen by this rank. closed: it was destroyed, or replaced by another."""
+    """One default process group, as seen by this rank.
 
-    def __init__(self, rank: int, size: int, store: JobStore) -> None:
-        self.rank, self.size, self.store, self.closed = rank, size, store, False
+    store_port: of the job's store's server; 0 where it has none. closed: the group was destroyed, or replaced by
+    another.
+    """
+
+    def __init__(self, rank: int, size: int, store_port: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.store_port = store_port
+        self.closed = False
 
 
 class Round:
@@ -68,13 +74,13 @@ class WatchedRounds:
 
     def has_come(self, round_: Round) -> bool:
         """Whether this round has completed, even if the training thread has not looked yet."""
-        return self.rounds.done >= round_.number
+        return self.rounds.latest.number >= round_.number
 
     def has_failed(self) -> bool:
         """Whether a round has failed, even if the training thread has not looked yet: there will be no more."""
         if self.rounds.over:
             return bool(self.ended)
-        return bool(self.rounds.channel.error) and not self.rounds.has_come()
+        return bool(self.rounds.exchange.over) and not self.rounds.has_come()
 
     def is_over(self, round_: Round) -> bool:
         """Whether this round has completed, or never will."""
@@ -135,11 +141,11 @@ class Report(NamedTuple):
 class GroupBegan(NamedTuple):
     """This process has a new default process group of several ranks; published on the thread that saw it first.
 
-    channel: nothing is sent over it yet.
+    exchange: nothing is sent over it yet.
     """
 
     group: Group
-    channel: SideChannel
+    exchange: Exchange
 
 
 class CallBegan(NamedTuple):

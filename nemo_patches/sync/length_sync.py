@@ -25,10 +25,9 @@ from typing import Any
 
 import torch
 
-from ..channel import process_hooks
+from ..channel import meeting, process_hooks
+from ..channel.exchange import Exchange, RoundFailed, Rounds
 from ..channel.process_hooks import InForkedChild
-from ..channel.side_channel import RoundFailed, Rounds, SideChannel
-from ..channel.store import JobStore
 from ..text import first_line
 from . import events
 from .events import Group, Report, Round, WatchedRounds, bus
@@ -136,7 +135,7 @@ class ProcessSync:
             before = self.group_syncs
             group_syncs = self._of_present_group()
             if group_syncs is not None and group_syncs is not before:
-                bus.publish(events.GroupBegan(group_syncs.group, group_syncs.channel))
+                bus.publish(events.GroupBegan(group_syncs.group, group_syncs.exchange))
             return group_syncs
 
     def forget(self) -> None:
@@ -144,7 +143,7 @@ class ProcessSync:
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
             group_syncs.turn = Turn()
-            group_syncs.channel.forget()
+            group_syncs.exchange.forget()
 
     def _of_present_group(self) -> GroupSyncs | None:
         default_group = torch.distributed.group.WORLD if is_distributed() else None
@@ -221,7 +220,7 @@ class Sequence:
         if self.latest is not None:
             sync, round_ = self.latest
             sync.has_arrived(round_, in_time)
-            took_s = self.rounds.came_at - round_.issued_at
+            took_s = self.rounds.latest.came_at - round_.issued_at
             if took_s <= settings.timeout.total_seconds():
                 self.protocol.took(took_s)
 
@@ -238,13 +237,13 @@ class GroupSyncs:
             weakref.finalize(owner, self.close).atexit = False  # not in a dying interpreter
         rank = torch.distributed.get_rank()
         size = torch.distributed.get_world_size()
-        store = JobStore(default_store, rank)
-        self.group = Group(rank, size, store)
+        self.group = Group(rank, size, meeting.port_of(default_store))
         # "fake" is torch's, for one process that tries out what a rank of many would do.
         self.has_others = size > 1 and torch.distributed.get_backend() != "fake"
-        self.channel = SideChannel(store, rank, size, functools.partial(report, logging.WARNING))
+        # Weak: a strong reference would keep rank 0's server, and its port, after the group's end.
+        self.exchange = Exchange(weakref.ref(default_store), rank, size, functools.partial(report, logging.WARNING))
         if why := _no_sockets():
-            self.channel.stop(why)
+            self.exchange.close(why)
         self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()
         self.turn = Turn()
         self.end_said = False
@@ -262,15 +261,14 @@ class GroupSyncs:
 
     def sequence(self, key: str) -> Sequence:
         if key not in self._sequences:
-            self._sequences[key] = Sequence(self.channel.rounds(key))
+            self._sequences[key] = Sequence(self.exchange.rounds(key))
         return self._sequences[key]
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
         self.group.closed = True
-        for rounds in list(self.channel.by_key.values()):
-            rounds.close()
-        self.channel.stop("the process group was destroyed", leaves=True)
+        self.exchange.close_rounds()
+        self.exchange.close()
 
 
 class EncoderSync(WatchedRounds):
@@ -365,8 +363,9 @@ class EncoderSync(WatchedRounds):
         round_ = Round(before + 1, self._calls, training, length, self.in_time_at)
         try:
             self.rounds.issue(protocol.value())
-        finally:  # also where a signal handler has raised: its number is the channel's
+        finally:  # also where a signal handler has raised: its number is the exchange's
             if self.rounds.issued > before:
+                round_.number = self.rounds.issued
                 self._issued += 1
                 self.sequence.latest = (self, round_)
                 self.was_issued(round_)
@@ -423,7 +422,7 @@ def _no_sockets() -> str:
         with socket.socket():
             return ""
     except OSError:
-        return ""  # no file is left: the channel says so, and tries again
+        return ""  # no file is left: the exchange says so, and tries again
     except Exception as error:
         return f"{socket.socket!r} is in the place of Python's socket.socket: {first_line(error)}"
 

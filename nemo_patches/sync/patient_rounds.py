@@ -28,7 +28,7 @@ class PatientRounds(WatchedRounds):
         place: Callable[[int], str],
     ) -> None:
         """owner: closes the rounds when it is deleted. key, late_text: as in WatchedRounds. place: names a call."""
-        self._extremes = ExtremesRounds(group_syncs.channel, key)
+        self._extremes = ExtremesRounds(group_syncs.exchange, key)
         super().__init__(title, key, group_syncs.group, self._extremes.last, late_text)
         self._place = place
         self._outstanding: Round | None = None
@@ -44,7 +44,8 @@ class PatientRounds(WatchedRounds):
         return f"{self.title}: {self._place(round_.call)}"
 
     def issue(self, value: int, call: int) -> None:
-        round_ = Round(self.rounds.done + 1, call, training=True, length=0, in_time_at=self.in_time_at)
+        number = self.rounds.latest.number + 1
+        round_ = Round(number, call, training=True, length=0, in_time_at=self.in_time_at)
         self._extremes.issue(value)
         self._outstanding = round_
         self.was_issued(round_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from nemo_patches.stall.missing_rank import UNPATCHED
-from nemo_patches.stall.rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, GONE, LENGTH_SYNC
+from nemo_patches.stall.rank_kinds import ALL_RANKS_OF, CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, GONE, LENGTH_SYNC
 from nemo_patches.stall.rank_kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.sync.protocol import APART
 from nemo_patches.tools.diagnose import fates
@@ -18,6 +18,7 @@ _IDLE = re.compile(r"^no (?:encoder call|step) for (\d{1,9}) s\. (?:no rank move
 _MISSING = re.compile(r"^(\S.{0,200}?): (?:training|evaluation) call \d{1,12}: .*?Missing: (.*)")
 _ENDED_SYNC = re.compile(r"^(\S.{0,200}?): gone: (.*)")
 _GROUP = re.compile(r"^ranks? (\d{1,7}(?:(?:-|, )\d{1,7}){0,400})(?: \(([^)]{1,255})\))?(.*)$")
+_OF_A_HOST = re.compile(rf"^{ALL_RANKS_OF}(.{{1,255}}) \(([\d, -]{{1,2000}})\): (.*)$")
 _PID = re.compile(r"(?:(.*), )?pid (\d{1,9})$")
 _WAITS_ITSELF = re.compile(r"^ waits itself, in (.{1,200}?): (.*)$")
 _EVALUATED = re.compile(r"^ has ended this evaluation, .{0,40} and waits in (.{1,200}?)(?:;|$)")
@@ -37,6 +38,9 @@ _LEFT = Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
 _FATES = (
     *(("has left", _LEFT), ("have left", _LEFT)),
     ("not announced", Fate(fates.UNSEEN, "not patched, or not started")),
+    *((gone, Fate(fates.GONE, GONE)) for gone in (GONE, "their processes have gone")),
+    *((words, Fate(fates.SILENT, NO_HEARTBEAT)) for words in ("answers nothing", "answer nothing")),
+    *((words, Fate(fates.SILENT, NO_HEARTBEAT)) for words in ("connection was lost", "connections were lost")),
 )
 # A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)")
@@ -100,12 +104,17 @@ class StallLines:
 
     def _take_group(self, text: str, line: Line, is_stall: bool = True) -> None:
         """is_stall: else the ranks go on, or will by themselves, and their earlier places are over."""
-        if (group := _GROUP.match(text.strip())) is None:
+        group = _GROUP.match(text.strip())
+        of_host = _OF_A_HOST.match(text.strip())
+        if group is not None:
+            ranks, rest = ranks_in(group[1]), _LAST_CALL.sub("", group[3])
+            process = _PID.match(group[2] or "")
+        elif of_host is not None:
+            ranks, rest, process = ranks_in(of_host[2]), of_host[3], None
+        else:
             return
-        ranks, rest = ranks_in(group[1]), _LAST_CALL.sub("", group[3])
         if not ranks:
             return
-        process = _PID.match(group[2] or "")
         value = _value_of(rest)
         for rank in ranks:
             if process is not None:
@@ -132,8 +141,6 @@ def _value_of(text: str) -> Place | Motion | Fate | None:
     lowered = text.lower()
     if "not heard" in lowered:
         return None
-    if "no heartbeat" in lowered:
-        return Fate(fates.GONE, GONE) if GONE in text else Fate(fates.SILENT, NO_HEARTBEAT)
     return next((fate for words, fate in _FATES if words in lowered), None) or _place_in(text)
 
 

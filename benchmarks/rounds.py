@@ -1,7 +1,7 @@
-"""Measures the side channel's rounds beside a Gloo ring's, on this machine, and prints tables as markdown.
+"""Measures the exchange's rounds beside a Gloo ring's, on this machine, and prints tables as markdown.
 
 Every rank is a process with torch.distributed and without NeMo. Rounds of both kinds run in short blocks that
-alternate. `python benchmarks/side_channel.py` takes some five minutes on two cores.
+alternate. `python benchmarks/rounds.py` takes some five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up a name for 
 import torch
 import torch.distributed as dist
 
-from nemo_patches.channel.side_channel import Rounds, SideChannel
-from nemo_patches.channel.store import JobStore
+from nemo_patches.channel.exchange import Exchange, Rounds
 
 LIMIT = timedelta(seconds=300)  # for whatever ranks wait for
 GLOO_RANKS = 64  # of a full mesh, at most
@@ -45,7 +44,7 @@ requests: Counter[str] = Counter()  # of this process, to the store
 
 
 class CountedStore(dist.PrefixStore):
-    """Every request of the side channel's passes through one of these."""
+    """Every request of the exchange's passes through one of these."""
 
 
 def counted(name: str) -> Callable[..., Any]:
@@ -69,7 +68,8 @@ class Rank:
     store: dist.TCPStore
 
     def rounds(self) -> Rounds:
-        return SideChannel(JobStore(self.store, self.number), self.number, self.size, print).rounds("encoder")
+        store = CountedStore("group", self.store)
+        return Exchange(lambda: store, self.number, self.size, print).rounds("encoder")
 
     def meet(self, event: str) -> None:
         if self.store.add(f"{event} came", 1) == self.size:
@@ -239,7 +239,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd")) - 1
 
 
-# 3. What the channel's thread takes from Python's other threads
+# 3. What the exchange's thread takes from Python's other threads
 
 
 def print_gil_holds() -> None:
@@ -276,13 +276,13 @@ class Gaps:
 def measure_gaps(rank: Rank) -> list[Gaps]:
     rounds, found = rank.rounds(), []
     one_tree_round(rounds, rank, 0)
-    (thread,) = (one.native_id for one in threading.enumerate() if "side channel" in one.name)
+    (thread,) = (one.native_id for one in threading.enumerate() if "exchange" in one.name)
     for block in range(2 * GIL_BLOCKS):
         rank.meet(f"block {block}")
         with_rounds = block % 2 == 1
         end = time.perf_counter() + GIL_BLOCK_S
         if rank.number == 0:
-            before, count, gaps = thread_cpu_s(thread), rounds.done, []
+            before, count, gaps = thread_cpu_s(thread), rounds.latest.number, []
             is_last = False
             last = time.perf_counter()
             while not is_last or rounds.poll() is None:
@@ -295,7 +295,7 @@ def measure_gaps(rank: Rank) -> list[Gaps]:
                     now = time.perf_counter()
                 is_last = is_last or (not with_rounds and now >= end)
                 last = now
-            found.append(Gaps(gaps, rounds.done - count, thread_cpu_s(thread) - before))
+            found.append(Gaps(gaps, rounds.latest.number - count, thread_cpu_s(thread) - before))
         while rank.number and with_rounds:
             rounds.issue(0)
             if rounds.wait(LIMIT) == 1:
@@ -363,7 +363,6 @@ def run_rank(function: Callable[[Rank], Any], number: int, size: int, port: int,
     """Does not return."""
     try:
         torch.set_num_threads(1)
-        dist.PrefixStore = CountedStore  # type: ignore[misc]
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT)
         rank = Rank(number, size, store)
         value = function(rank)

@@ -1,0 +1,160 @@
+"""What a question has found: the ranks' states, equal ones merged, and why some ranks have none."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..text import ranges
+
+LONGEST_STATE = 8192  # bytes of JSON
+_LONGEST_TEXT = 200  # characters
+_MOST_GROUPS = 64
+_MOST_ALONE = 32  # of these: those with the fewest ranks; the others are merged by kind
+_MOST_RANKS = 1 << 20
+_LONGEST_S = 1e9
+OTHERS = "others"  # the key of the states that do not fit
+
+# Why nothing is heard of a rank.
+NOT_COME = "not come"  # it has not registered: not started yet, or without nemo_patches
+LEFT = "left"  # it has said so: it ends, or has destroyed its process group
+ENDED = "ended"  # its port refuses: its process has ended, or a firewall is in the way
+LOST = "lost"  # its connection was lost, and no other can be made
+NO_ANSWER = "no answer"  # its connection stands, and it says nothing
+HELD_UP = "held up"  # its exchange answers, its watch does not
+NO_WATCH = "no watch"  # its exchange answers, and there is no watch
+NOT_HEARD = "not heard"  # a rank between has said nothing, or there is no way to it yet
+SILENCES = (NOT_COME, LEFT, ENDED, LOST, NO_ANSWER, HELD_UP, NO_WATCH, NOT_HEARD)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Why nothing is heard of a rank. seconds: since it left, ended or was lost; -1: not known."""
+
+    how: str  # one of SILENCES
+    seconds: float = -1.0
+
+
+@dataclass
+class Group:
+    """Ranks whose states have the same key, and the state of the lowest of them.
+
+    still: seconds since the one that has moved last has moved; -1: not known.
+    """
+
+    ranks: set[int]
+    state: Any
+    still: float = -1.0
+
+    def join(self, other: Group) -> None:
+        if min(other.ranks) < min(self.ranks):
+            self.state = other.state
+        self.ranks |= other.ranks
+        known = [one for one in (self.still, other.still) if one >= 0]
+        self.still = min(known, default=-1.0)
+
+
+class Answers:
+    """The answers of one question at this rank."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self.silent: dict[int, Silence] = {}
+        self.heard: set[int] = set()
+
+    def add(self, key: str, ranks: set[int], state: Any, still: float = -1.0) -> None:
+        """Ranks that give this state. What a rank has said first counts.
+
+        key: that of the kind of state, and after a space that of the place, if there is one.
+        """
+        ranks = ranks - self.heard
+        if not ranks:
+            return
+        self.heard |= ranks
+        for rank in ranks & self.silent.keys():
+            del self.silent[rank]
+        _join(self.groups, key, Group(ranks, state, still))
+
+    def add_silent(self, ranks: Iterable[int], silence: Silence) -> None:
+        """Ranks of which nothing is heard, unless something is. The first reason counts."""
+        for rank in set(ranks) - self.heard:
+            self.silent.setdefault(rank, silence)
+
+    def to_json(self) -> dict[str, Any]:
+        """Of bounded size."""
+        groups = [[key, runs_of(group.ranks), group.still, group.state] for key, group in self._kept()]
+        by_silence: dict[tuple[str, float], list[int]] = {}
+        for rank, silence in self.silent.items():
+            by_silence.setdefault((silence.how, round(silence.seconds)), []).append(rank)
+        silent = [[how, seconds, runs_of(ranks)] for (how, seconds), ranks in by_silence.items()]
+        return {"groups": groups, "silent": silent}
+
+    def _kept(self) -> list[tuple[str, Group]]:
+        """Ranks that are nearly alone in their state as they are, the others without their place.
+
+        A state of more kinds than fit is of OTHERS.
+        """
+        by_size = sorted(self.groups.items(), key=lambda item: (len(item[1].ranks), min(item[1].ranks)))
+        if len(by_size) <= _MOST_GROUPS:
+            return by_size
+        kinds: dict[str, Group] = {}
+        for key, group in by_size[_MOST_ALONE:]:
+            kind = key.partition(" ")[0]
+            if kind not in kinds and len(kinds) >= _MOST_GROUPS - _MOST_ALONE - 1:
+                kind = OTHERS
+            _join(kinds, kind, Group(set(group.ranks), group.state, group.still))
+        return [*by_size[:_MOST_ALONE], *kinds.items()]
+
+    def add_json(self, told: dict[str, Any]) -> None:
+        """Another rank's. Raises ValueError, TypeError or KeyError if it is not of this format."""
+        groups = [
+            (text_of(key), ranks_of(runs), state_of(state), float(still)) for key, runs, still, state in told["groups"]
+        ]
+        silent = [(Silence(text_of(how), float(seconds)), ranks_of(runs)) for how, seconds, runs in told["silent"]]
+        for silence, _ in silent:
+            if silence.how not in SILENCES or not -1 <= silence.seconds < _LONGEST_S:
+                raise ValueError("not a silence")
+        for key, ranks, state, still in groups:
+            self.add(key, ranks, state, still)
+        for silence, ranks in silent:
+            self.add_silent(ranks, silence)
+
+
+def _join(groups: dict[str, Group], key: str, group: Group) -> None:
+    if key in groups:
+        groups[key].join(group)
+    else:
+        groups[key] = group
+
+
+def text_of(value: Any) -> str:
+    """At most so many characters of a text. Raises TypeError if it is none."""
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value[:_LONGEST_TEXT]
+
+
+def state_of(state: Any) -> Any:
+    """The state, or that it is too long to be sent. Raises TypeError or ValueError if not JSON."""
+    length = len(json.dumps(state))
+    if length > LONGEST_STATE:
+        return {"too_long": length}
+    return state
+
+
+def runs_of(ranks: Iterable[int]) -> list[list[int]]:
+    """Ranks as [first, last] of each run."""
+    return [list(run) for run in ranges(sorted(ranks))]
+
+
+def ranks_of(runs: Any) -> set[int]:
+    """Raises ValueError or TypeError if these cannot be ranks of a job."""
+    found = set[int]()
+    for first, last in runs:
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last < _MOST_RANKS:
+            raise ValueError("no ranks")
+        found.update(range(first, last + 1))
+    return found

@@ -1,0 +1,756 @@
+"""One exchange for a process group: rounds (the largest number of all ranks), and questions.
+
+One daemon thread owns all sockets; it waits for no rank. Other threads hand it calls, and read
+what it has left. Each rank listens for as long as the group lives, and knows where the others do.
+Rounds run on a tree of connections: numbers go up, the largest comes down. A lost connection is
+made anew, and both ends say again how far they are. A rank that refuses a new connection has
+ended: then there are no more rounds.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import queue
+import random
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from ..text import first_line
+from . import meeting, process_hooks
+from .answers import ENDED, LEFT, LOST, NO_ANSWER, NOT_COME, NOT_HEARD, Silence
+from .daemon import Daemon
+from .link import (
+    ANSWER,
+    ASK,
+    DOWN,
+    HERE,
+    OVER,
+    QUESTION,
+    RANKS,
+    REGISTER,
+    UP,
+    VERDICT,
+    WELCOME,
+    Link,
+    Message,
+)
+from .meeting import Member
+from .process_hooks import AtExit, InForkedChild
+from .questions import Questions, Watch
+
+CLOSED = "closed"  # this rank needs no more of these rounds
+_DESTROYED = "the process group was destroyed"
+_QUESTION_KINDS = {ASK, HERE, QUESTION, ANSWER, VERDICT}
+_HOW = (LEFT, ENDED)  # a rank has ended; with OVER: their numbers
+_HOW_TEXTS = {
+    LEFT: "has left: it ended, or destroyed its process group",
+    ENDED: "has ended: its port is closed",
+}
+_CONNECT_S = 2.0  # for a connection to be made; longer where there are many ranks
+_IDLE_S = 5.0  # then a connection that no round needs is closed
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 2.0
+_LONGEST_TROUBLE_S = 60.0  # between two requests to a store that answers with errors
+_PAUSE_PER_RANK_S = 0.002  # many ranks ask the one store less often
+_NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
+_MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
+_SIGNAL_S = 0.5  # a signal's handler runs at most so late during a wait
+_EXIT_S = 0.1
+_STORE_EXIT_S = 1.0  # c10d writes a stack to the log first
+
+
+class RoundFailed(Exception):
+    """There are no more rounds: a rank has ended or left, or cannot take part."""
+
+
+class Latest(NamedTuple):
+    """The last round that came. came_at: time.monotonic()."""
+
+    number: int = 0
+    result: int = 0
+    came_at: float = 0.0
+
+
+class Rounds:
+    """The rounds of one name, at most one outstanding: `issue`, then `wait` or `poll`.
+
+    For the training thread. It takes no lock that the exchange's thread takes: a signal handler may
+    raise anywhere.
+    """
+
+    def __init__(self, exchange: Exchange, key: int) -> None:
+        self.issued = 0
+        self.over = ""  # why this rank issues no more: CLOSED, or how a round has failed
+        self.latest = Latest()  # the exchange's thread replaces it as a whole
+        self.arrived: dict[int, int] = {}  # the exchange's thread: by rank, of the next round
+        self.key = key
+        self.exchange = exchange
+        self._came = queue.SimpleQueue[None]()
+
+    def issue(self, value: int) -> None:
+        """Send an int64 for the next round, if none is outstanding. Raises RoundFailed."""
+        self.exchange.check()
+        number = self.latest.number + 1
+        if self.issued < number:
+            own = self.exchange.rank
+            self.exchange.post(functools.partial(self.exchange.arrive, self, number, value, own))
+            self.issued = number
+
+    def wait(self, limit: timedelta) -> int | None:
+        """The outstanding round's result; None if it does not come in time. Raises RoundFailed."""
+        end = time.monotonic() + limit.total_seconds()
+        while (result := self.poll()) is None:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return None
+            with contextlib.suppress(queue.Empty):
+                self._came.get(timeout=min(left_s, _SIGNAL_S))
+        return result
+
+    def poll(self) -> int | None:
+        """The same, without waiting."""
+        latest = self.latest
+        if latest.number >= self.issued:
+            return latest.result
+        self.exchange.check()
+        return None
+
+    def has_come(self) -> bool:
+        """Whether the outstanding round has a result; any thread may ask."""
+        return self.latest.number >= self.issued
+
+    def close(self, why: str = CLOSED) -> None:
+        """This rank issues no more; the first reason stays. The garbage collector may call this."""
+        self.over = self.over or why
+
+    def wake(self) -> None:
+        """The exchange's thread: a result has come, or there are no more."""
+        if self._came.empty():
+            self._came.put(None)
+
+
+class Exchange:
+    """This rank's part, from its making until `close`. Its thread begins with `start`."""
+
+    def __init__(self, store: Callable[[], Any], rank: int, size: int, say: Callable[[str], None]) -> None:
+        """store: gives this process group's part of the job's store; None once it is gone.
+
+        say: logs a trouble.
+        """
+        self.rank = rank
+        self.size = size
+        self.watch: Watch | None = None  # who answers questions
+        self.over = ""  # why there are no more rounds
+        self.is_joined = False
+        self.trouble = ""  # the last that was said about a connection or the store
+        self.members: list[Member | None] = [None] * size
+        self._store = store
+        self._say = say
+        self._said: set[str] = set()
+        self._is_closing = False
+        self._token = b""
+        self._here = Member("", "", 0, 0)
+        self._store_address = ""
+        self._listener: socket.socket | None = None
+        self._listener_rests_until = 0.0
+        self._parents = [0] * size  # until all have come, all are below rank 0
+        self._parents[0] = -1
+        self._children: list[int] = []
+        self.whom_to_ask = [0]  # whom this rank asks, in this order, until one is there
+        self._rounds: dict[int, Rounds] = {}
+        self._links: dict[int, Link] = {}  # by rank: the newest
+        self._all_links: set[Link] = set()  # also older ones, and those of strangers
+        self._strangers: deque[Link] = deque()
+        # By rank: when to connect again, and the pause after that.
+        self._tries: dict[int, tuple[float, float]] = {}
+        self._ended: dict[int, tuple[str, float]] = {}  # by rank: how, and time.monotonic()
+        self._lost_at: dict[int, float] = {}  # by rank: since when there is no connection any more
+        self._questions = Questions(self)
+        self._mend_at = 0.0
+        self._trouble_pause_s = _FIRST_PAUSE_S
+        self._connect_s = _CONNECT_S + size * _PAUSE_PER_RANK_S
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._chance = random.Random()  # training's random numbers stay as they are
+        self._selector = selectors.PollSelector()  # needs no file
+        self._wakes = -1  # a file that wakes the thread; without, it looks twice a second
+        self._close_wakes: Callable[[], object] = lambda: None
+        with contextlib.suppress(OSError):  # no file is left
+            self._have_wakes()
+        _exchanges.add(self)
+        self._thread: Daemon | None = None
+        self._starting = threading.Lock()
+
+    # Any thread.
+
+    def start(self) -> None:
+        """Have the thread, if there is none; why there can be none is `over`."""
+        with self._starting:
+            if self._thread is not None or self._is_closing:
+                return
+            if multiprocessing.parent_process() is not None:  # its child may end without atexit
+                process_hooks.at_last(_at_exit)
+            self._thread = Daemon("exchange", self._run)
+            why = self._thread.begin()
+        if why:
+            self._is_closing = True
+            self.over = f"this rank cannot take part: {why}"
+
+    def rounds(self, name: str) -> Rounds:
+        """The rounds of a name, which is the same on all ranks."""
+        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        return self._rounds.setdefault(key, Rounds(self, key))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks have come, and this one is connected to its living neighbours."""
+        return self.is_joined and self._neighbours() <= self._links.keys()
+
+    def ask(self) -> None:
+        """Have a verdict on every rank: `watch.told` gets it on all ranks."""
+        self.post_question(self._questions.want)
+
+    def post_question(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Have this done by the exchange's thread. An error ends no rounds."""
+        self.post(functools.partial(self._of_questions, step, *arguments))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank's part has ended, and nobody can be asked any more."""
+        return self._is_closing
+
+    @property
+    def ended(self) -> dict[int, Silence]:
+        """The ranks that have left or ended, as far as this one has heard, in this order."""
+        now = time.monotonic()
+        return {rank: Silence(how, now - at) for rank, (how, at) in list(self._ended.items())}
+
+    def check(self) -> None:
+        """Raise RoundFailed if there are no more rounds."""
+        if self.over:
+            raise RoundFailed(self.over)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Have this done by the exchange's thread."""
+        if not self._is_closing:
+            self._inbox.append(call)
+            self._wake()
+            if self._thread is None:
+                self.start()
+
+    def close(self, why: str = _DESTROYED) -> None:
+        """End this rank's part, and say so to the others. The garbage collector may call this."""
+        if not self._is_closing:
+            self._is_closing = True
+            self.over = self.over or why
+            self._wake()
+
+    def close_rounds(self) -> None:
+        """This rank issues no more of any name. The garbage collector may call this."""
+        for rounds in list(self._rounds.values()):
+            rounds.close()
+
+    def end(self) -> None:
+        """At exit."""
+        self.close()
+        thread = self._thread
+        if thread is None or thread.ident is None:  # None: interrupted before it started
+            return
+        thread.join(_EXIT_S)
+        store = self._store()
+        if thread.is_alive() and store is not None:
+            meeting.end_requests(store)
+            thread.join(_STORE_EXIT_S)
+
+    def forget(self) -> None:
+        """In a forked child: the sockets are its parent's."""
+        self._is_closing = True
+        self.over = "this process was forked from the rank's own"
+        self._wakes = -1
+        self._close_wakes()
+        for link in self._all_links:
+            link.socket.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _wake(self) -> None:
+        if self._wakes >= 0:
+            os.eventfd_write(self._wakes, 1)
+
+    def _have_wakes(self) -> None:
+        """Raises OSError."""
+        wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Not before the end of this object: any thread may write to it.
+        closes = weakref.finalize(self, os.close, wakes)
+        closes.atexit = False
+        self._close_wakes = closes
+        self._selector.register(wakes, selectors.EVENT_READ)
+        self._wakes = wakes
+
+    # What follows runs in the exchange's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._step()
+        except Exception as error:
+            self._say(f"the exchange has ended by an error of its own, please report it: {error!r}")
+            self.over = self.over or first_line(error)
+        self._leave()
+
+    def _step(self) -> None:
+        while self._inbox:
+            call = self._inbox.popleft()
+            call()
+        now = time.monotonic()
+        if now >= self._mend_at:
+            self._mend_at = now + self._mend(now)
+        until = min(self._mend_at, self._of_questions(self._questions.tick))
+        for link in self._all_links:
+            if link.waits != link.is_watched_for_room:
+                self._watch(link)
+        pause_s = None if until == math.inf else max(until - time.monotonic(), 0.0)
+        for entry, _ in self._selector.select(pause_s):
+            if entry.data is not None:
+                self._read(entry.data)
+            elif entry.fileobj is self._listener and self._listener is not None:
+                self._accept(self._listener)
+            else:
+                os.eventfd_read(self._wakes)
+
+    def _watch(self, link: Link) -> None:
+        """Wait until something comes, and for room if something is still to be sent."""
+        link.is_watched_for_room = link.waits
+        events = selectors.EVENT_READ
+        if link.waits:
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+        if link in self._all_links:
+            self._selector.modify(link.socket, events, link)
+            return
+        self._all_links.add(link)
+        self._selector.register(link.socket, events, link)
+        self._mend_at = min(self._mend_at, time.monotonic() + self._connect_s)
+
+    def _mend(self, now: float) -> float:
+        """Do what the tree, and the way to it, still need; return after what time to look again."""
+        pauses = [math.inf]
+        try:
+            if self._wakes < 0:
+                pauses.append(_NO_FILE_S)
+                self._have_wakes()
+            if self._listener is None:
+                self._listen()
+            elif self._listener_rests_until:
+                pauses.append(self._let_listener_rest(now))
+            if not self.is_joined:
+                pauses.append(self._join(now))
+        except Exception as error:  # torch has no common class for what its stores raise
+            # c10d may log a stack for each request to a server that has died.
+            self._trouble_pause_s = min(2 * self._trouble_pause_s, _LONGEST_TROUBLE_S)
+            pauses.append(self._trouble_pause_s)
+            if not self._is_closing:
+                why = first_line(error)
+                self._trouble(f"this rank is not connected to the others yet, and tries again: {why}")
+        if self.is_joined:
+            missing = self._neighbours() - self._links.keys()
+            pauses.extend(self._reconnect(rank, now) for rank in missing)
+        pauses.extend(self._check_age(link, now) for link in list(self._all_links))
+        return min(pauses)
+
+    def _trouble(self, text: str) -> None:
+        self.trouble = text
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+    def _listen(self) -> None:
+        meeting.make_room(self.size if self.rank == 0 else 4 * meeting.FAN_OUT)
+        trouble = ""
+        try:
+            address, self._store_address = meeting.own_addresses(self._present_store())
+        except ValueError as error:
+            trouble = str(error)
+            address = "127.0.0.1"
+        self._listener = meeting.listen(address)
+        port = self._listener.getsockname()[1]
+        self._here = Member(socket.gethostname(), address, port, os.getpid(), trouble)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _present_store(self) -> Any:
+        """Raises ConnectionError if it is gone."""
+        store = self._store()
+        if store is None:
+            raise ConnectionError(_DESTROYED)
+        return store
+
+    def _join(self, now: float) -> float:
+        """Rank 0 says where it is; the others register with it, and it tells all where all are."""
+        if self.rank == 0:
+            if not self._token:
+                self._token = meeting.leave_root(self._present_store(), self._here)
+                self._registered(0, self._here)
+            return math.inf
+        if 0 in self._links or any(link.is_ours for link in self._all_links):
+            return math.inf
+        at, pause_s = self._tries.get(0, (0.0, _FIRST_PAUSE_S))
+        if now < at:
+            return at - now
+        longest_s = 0.25 + self.size * _PAUSE_PER_RANK_S
+        self._tries[0] = (now + pause_s, min(1.5 * pause_s, longest_s))
+        root = meeting.find_root(self._present_store())
+        if root is not None:
+            self.members[0], self._token = root
+            link = self._open(0)
+            if link is not None:
+                link.tell(REGISTER, {"member": self._here.to_json()})
+        return pause_s
+
+    def _registered(self, rank: int, member: Member) -> None:
+        """As rank 0."""
+        before = self.members[rank]
+        if not self.is_joined:
+            self.members[rank] = member
+            if None not in self.members:
+                self._joined()
+                body = self._ranks()
+                for link in self._links.values():
+                    link.send(RANKS, body=body)
+        elif before == member:  # it had lost its connection
+            self._links[rank].send(RANKS, body=self._ranks())
+        else:
+            raise ValueError("its process group is another one")
+
+    def _ranks(self) -> bytes:
+        members = [member.to_json() for member in self.members if member is not None]
+        return json.dumps({"members": members}).encode()
+
+    def _joined(self) -> None:
+        members = [member for member in self.members if member is not None]
+        hosts = [member.host for member in members]
+        self._parents = meeting.parents_of(hosts)
+        self._children = self.children_of(self.rank)
+        above = self._above()
+        self.whom_to_ask = above + [one for one in meeting.succession_of(hosts) if one not in above]
+        self._store = lambda: None
+        self.trouble = ""
+        self.is_joined = True
+        later = time.monotonic() + self._connect_s  # at first the children come by themselves
+        absent = [child for child in self._children if child not in self._links]
+        self._tries = dict.fromkeys(absent, (later, _FIRST_PAUSE_S))
+        self._mend_at = 0.0
+        for rank, member in enumerate(members):
+            if member.trouble:
+                self._end(f"rank {rank} cannot take part: {member.trouble}")
+        for rank in self._neighbours() & self._links.keys():
+            self._repeat(self._links[rank])
+        for rounds in list(self._rounds.values()):
+            self._pass_on(rounds)
+
+    def _neighbours(self) -> set[int]:
+        """In the tree: those that have not ended."""
+        neighbours = set(self._children)
+        if self.rank > 0:
+            neighbours.add(self._parents[self.rank])
+        return neighbours - self._ended.keys()
+
+    # Connections.
+
+    def link_to(self, rank: int) -> Link | None:
+        """A connection that may still be made; None: there can be none."""
+        if rank in self._ended:
+            return None
+        link = self._links.get(rank)
+        if link is not None and not link.is_suspect:
+            return link
+        return self._open(rank)
+
+    def _open(self, rank: int) -> Link | None:
+        member = self.members[rank]
+        if member is None:
+            return None
+        address = member.reached_from(self._here, self._store_address)
+        try:
+            link = Link.opened(address, member.port, self.rank, rank, self._token)
+        except OSError as error:
+            self._trouble(f"no connection to {self._address_text(rank)}: {first_line(error)}")
+            return None
+        self._watch(link)
+        return link
+
+    def _address_text(self, rank: int) -> str:
+        member = self.members[rank]
+        if member is None:
+            return f"rank {rank}"
+        address = member.reached_from(self._here, self._store_address)
+        return f"rank {rank} ({member.host}, {address}, port {member.port})"
+
+    def _reconnect(self, rank: int, now: float) -> float:
+        """Both ends try: a process that has ended refuses."""
+        if any(link.rank == rank and link.is_ours for link in self._all_links):
+            return self._connect_s
+        at, pause_s = self._tries.get(rank, (0.0, _FIRST_PAUSE_S))
+        if now < at:
+            return at - now
+        self._tries[rank] = (now + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S))
+        self._open(rank)
+        return pause_s * self._chance.uniform(0.5, 1.0)
+
+    def _check_age(self, link: Link, now: float) -> float:
+        """A connection that is not made in time, or that nobody needs, is closed."""
+        if not link.is_ready:
+            left_s = link.opened_at + self._connect_s - now
+        elif link.is_ours and self.is_joined and link.rank not in self._neighbours():
+            left_s = link.used_at + _IDLE_S - now
+        else:
+            return math.inf
+        if left_s <= 0:
+            if not self.is_joined and link.is_ours:
+                self._trouble(f"no connection to {self._address_text(link.rank)}: no answer")
+            self._lost(link)
+            return 0.0
+        return left_s
+
+    def _let_listener_rest(self, now: float) -> float:
+        if now >= self._listener_rests_until and self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._listener_rests_until = 0.0
+            return math.inf
+        return self._listener_rests_until - now
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(meeting.FAN_OUT):  # then others have their turn
+            try:
+                visitor, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._trouble("no file is left to accept a connection with")
+                    self._selector.unregister(listener)
+                    self._listener_rests_until = time.monotonic() + _NO_FILE_S
+                    self._mend_at = 0.0
+                return
+            link = Link(visitor, -1, is_ours=False)
+            self._strangers.append(link)
+            self._watch(link)
+            self._read(link)
+        while len(self._strangers) > _MOST_STRANGERS:
+            self._lost(self._strangers[0])
+
+    def _read(self, link: Link) -> None:
+        link.flush()
+        if link.rank < 0:
+            if not self._token or not link.welcome(self.rank, self.size, self._token):
+                self._lost(link)
+            elif link.is_ready:
+                self._strangers.remove(link)
+                self._is_ready(link)
+            return
+        messages = link.receive()
+        try:
+            for message in messages or ():
+                self._hear(link, message)
+        except (ValueError, TypeError, KeyError):  # no rank of this format sends it
+            messages = None
+        if messages is None:
+            self._lost(link)
+
+    def _is_ready(self, link: Link) -> None:
+        self._links[link.rank] = link
+        self.trouble = ""
+        self._tries.pop(link.rank, None)
+        self._lost_at.pop(link.rank, None)
+        if link.rank in self._neighbours():
+            self._repeat(link)
+
+    def _lost(self, link: Link) -> None:
+        if link.is_lost:
+            return
+        self._all_links.discard(link)
+        self._selector.unregister(link.socket)
+        link.socket.close()
+        if not self.is_joined or link.rank in self._neighbours():
+            self._mend_at = 0.0
+        if link.rank < 0:
+            self._strangers.remove(link)
+            return
+        if self._links.get(link.rank) is link:
+            del self._links[link.rank]
+            others = [one for one in self._all_links if one.rank == link.rank and one.is_ready]
+            for other in others[:1]:
+                self._is_ready(other)  # what went over the lost one may not have come
+            if link.rank not in self._links and (link.error or not link.is_ours):
+                self._lost_at[link.rank] = time.monotonic()
+        if not self.is_joined:
+            if link.error and link.is_ours:  # not said yet: rank 0's key may be an earlier group's
+                why = os.strerror(link.error)
+                self.trouble = f"no connection to {self._address_text(link.rank)}: {why}"
+        elif link.error == errno.ECONNREFUSED and link.rank in self._neighbours():
+            self._has_ended(link.rank, ENDED)
+        self._of_questions(self._questions.lost, link)
+
+    def _hear(self, link: Link, message: Message) -> None:
+        if not link.is_ready:
+            if message.kind != WELCOME or not link.welcomed(self.rank, self._token, message.body):
+                raise ValueError("not a rank of this job")
+            self._is_ready(link)
+        elif message.kind == UP:
+            self.arrive(self._of(message.key), message.number, message.value, link.rank)
+        elif message.kind == DOWN and link.rank == self._parents[self.rank]:
+            self._deliver(self._of(message.key), message.number, message.value)
+        elif message.kind == OVER and self.is_joined:
+            self._has_ended(message.number, _HOW[message.value])
+        elif message.kind == REGISTER and self.rank == 0:
+            self._registered(link.rank, Member.from_json(message.content()["member"]))
+        elif message.kind == RANKS and link.rank == 0 and not self.is_joined:
+            members = [Member.from_json(one) for one in message.content()["members"]]
+            if len(members) == self.size and members[self.rank] == self._here:
+                self.members = list(members)
+                self._joined()
+        elif message.kind in _QUESTION_KINDS:
+            self._of_questions(self._questions.heard, link, message)
+
+    # Rounds.
+
+    def _of(self, key: int) -> Rounds:
+        return self._rounds.get(key) or self._rounds.setdefault(key, Rounds(self, key))
+
+    def arrive(self, rounds: Rounds, number: int, value: int, source: int) -> None:
+        """A value for a round: this rank's, or a child's for all below it. It may come twice."""
+        if number == rounds.latest.number + 1:
+            rounds.arrived[source] = max(value, rounds.arrived.get(source, value))
+            self._pass_on(rounds)
+
+    def _is_complete(self, rounds: Rounds) -> bool:
+        needed = {self.rank, *self._children}
+        return self.is_joined and needed <= rounds.arrived.keys()
+
+    def _pass_on(self, rounds: Rounds) -> None:
+        if not self._is_complete(rounds):
+            return
+        number = rounds.latest.number + 1
+        value = max(rounds.arrived.values())
+        if self.rank == 0:
+            self._deliver(rounds, number, value)
+        elif self._parents[self.rank] in self._links:
+            self._links[self._parents[self.rank]].send(UP, rounds.key, number, value)
+
+    def _deliver(self, rounds: Rounds, number: int, value: int) -> None:
+        if number != rounds.latest.number + 1:
+            return
+        rounds.arrived.clear()
+        rounds.latest = Latest(number, value, time.monotonic())
+        for child in self._children:
+            if child in self._links:
+                self._links[child].send(DOWN, rounds.key, number, value)
+        rounds.wake()
+
+    def _repeat(self, link: Link) -> None:
+        """What the other end may have missed. It is at most one round of a key behind."""
+        for rank, (how, _) in self._ended.items():
+            link.send(OVER, number=rank, value=_HOW.index(how))
+        for rounds in list(self._rounds.values()):
+            number, value, _ = rounds.latest
+            if link.rank in self._children:
+                if number:
+                    link.send(DOWN, rounds.key, number, value)
+            elif self._is_complete(rounds):
+                self._pass_on(rounds)
+
+    def _has_ended(self, rank: int, how: str) -> None:
+        if rank in self._ended or not 0 <= rank < self.size:
+            return
+        self._ended[rank] = (how, time.monotonic())
+        for neighbour in self._neighbours() & self._links.keys():
+            self._links[neighbour].send(OVER, number=rank, value=_HOW.index(how))
+        self._end(f"rank {rank} {_HOW_TEXTS[how]}")
+
+    def _end(self, why: str) -> None:
+        self.over = self.over or why
+        for rounds in list(self._rounds.values()):
+            rounds.wake()
+
+    def _leave(self) -> None:
+        for link in self._all_links:
+            if link.is_ready and link.rank in self._neighbours():
+                link.send(OVER, number=self.rank, value=_HOW.index(LEFT))
+            link.socket.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+        self._end(_DESTROYED)
+
+    # Questions.
+
+    def _above(self) -> list[int]:
+        """The ranks above this one: its parent first."""
+        above = []
+        rank = self._parents[self.rank]
+        while rank >= 0:
+            above.append(rank)
+            rank = self._parents[rank]
+        return above
+
+    def children_of(self, rank: int) -> list[int]:
+        """The ranks below a rank; until all have come, those that have registered, below rank 0."""
+        below = [one for one, parent in enumerate(self._parents) if parent == rank]
+        return [one for one in below if self.members[one] is not None]
+
+    def why_unreachable(self, rank: int) -> Silence | None:
+        """Why a rank cannot be asked; None if it can."""
+        if self.members[rank] is None:  # only rank 0 knows who has registered
+            return Silence(NOT_COME if 0 in (rank, self.rank) else NOT_HEARD)
+        if rank in self._ended:
+            how, at = self._ended[rank]
+            return Silence(how, time.monotonic() - at)
+        return None
+
+    def silence_of(self, rank: int, link: Link | None) -> Silence:
+        """Of a rank that was asked over this connection, and has said nothing."""
+        if rank in self._lost_at:
+            return Silence(LOST, time.monotonic() - self._lost_at[rank])
+        if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
+            return Silence(ENDED)
+        unacknowledged = (one.unacknowledged_s for one in self._all_links if one.rank == rank)
+        cut_s = max(unacknowledged, default=-1.0)
+        if cut_s < 0 and link is not None and link.is_connected:
+            return Silence(NO_ANSWER)
+        return Silence(LOST if self.is_joined else NOT_HEARD, cut_s)
+
+    def _of_questions(self, step: Callable[..., float | None], *arguments: Any) -> float:
+        """What `step` gives. An error, also the watch's or another rank's, ends no rounds."""
+        try:
+            due = step(*arguments)
+        except Exception as error:
+            self._trouble(f"an error in a question, please report it: {error!r}")
+            due = None
+        return math.inf if due is None else due
+
+
+def _at_exit() -> None:
+    for exchange in list(_exchanges):
+        exchange.end()
+
+
+def _in_forked_child() -> None:
+    for exchange in list(_exchanges):
+        exchange.forget()
+
+
+_exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+process_hooks.run(AtExit.EXCHANGES, _at_exit)
+process_hooks.run(InForkedChild.EXCHANGES, _in_forked_child)

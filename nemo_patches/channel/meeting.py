@@ -1,0 +1,208 @@
+"""Where the ranks of a process group meet, and the shape of their tree.
+
+Rank 0 leaves its address in the job's store, and the others register with it. The store is used for
+this one key, before there are any rounds.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import json
+import os
+import resource
+import secrets
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..text import safe
+
+FAN_OUT = 16  # connections of a rank to those below it, at most
+ROOT_KEY = "nemo_patches/root"
+_FORMAT = 1
+_BACKLOG = 1024
+_SILENT_S = 5  # the kernel holds back a client that says nothing for so long: it costs no file
+_ASK_FOR_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
+_LONGEST_TEXT = 256  # characters of a host's name, an address or a trouble
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank, as all others know it. trouble: why it cannot take part."""
+
+    host: str
+    address: str
+    port: int
+    pid: int
+    trouble: str = ""
+
+    def to_json(self) -> list[Any]:
+        return [self.host, self.address, self.port, self.pid, self.trouble]
+
+    @classmethod
+    def from_json(cls, told: Any) -> Member:
+        """Raises ValueError if no rank of this format has sent it."""
+        host, address, port, pid, trouble = told
+        texts = (host, address, trouble)
+        if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts):
+            raise ValueError("not a member")
+        if type(port) is not int or type(pid) is not int or not 0 <= port < 1 << 16:
+            raise ValueError("not a member")
+        return cls(safe(host), address, port, pid, safe(trouble))
+
+    def reached_from(self, here: Member, store_address: str) -> str:
+        """Its address for a rank: another host's loopback address means the store's host."""
+        if self.host != here.host and ipaddress.ip_address(self.address).is_loopback:
+            return store_address
+        return self.address
+
+
+def leave_root(store: Any, root: Member) -> bytes:
+    """As rank 0: returns a new token, so that no rank of another group is taken for ours."""
+    token = secrets.token_bytes(16)
+    store.set(ROOT_KEY, json.dumps([_FORMAT, token.hex(), root.to_json()]))
+    return token
+
+
+def find_root(store: Any) -> tuple[Member, bytes] | None:
+    """Where rank 0 is, and the token; None: it has not come. Two requests, which wait for nobody.
+
+    Raises ValueError if rank 0 has another format, and the store's errors.
+    """
+    if not store.check([ROOT_KEY]):
+        return None
+    told = json.loads(store.get(ROOT_KEY))
+    if told[0] != _FORMAT:
+        raise ValueError(f"rank 0 has another version of nemo_patches: format {told[0]!r}, here {_FORMAT}")
+    return Member.from_json(told[2]), bytes.fromhex(told[1])
+
+
+def end_requests(store: Any) -> None:
+    """At exit: end a request now, in an error.
+
+    It must not return into an interpreter that ends, where C++ aborts the process.
+    """
+    port = port_of(store)
+    for name in os.listdir("/proc/self/fd") if port else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.getpeername()[1] == port:
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def port_of(store: Any) -> int:
+    """The port of the store's server; 0 where it has none."""
+    return _server_of(store)[1]
+
+
+def _server_of(store: Any) -> tuple[str, int]:
+    """Its host and port; loopback and 0 where it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "host"):
+        return store.host, store.port
+    return "127.0.0.1", 0
+
+
+def own_addresses(store: Any) -> tuple[str, str]:
+    """This host's address on the way to the store's server, and the server's. No packet is sent.
+
+    GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may name the interface. Raises OSError, and ValueError
+    where Gloo's interface has no address.
+    """
+    host, port = _server_of(store)
+    family, _, _, _, way = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(way)
+        here = str(probe.getsockname()[0])
+        there = str(probe.getpeername()[0])
+    gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if nccl.startswith("^"):  # any but these
+        nccl = ""
+    for interface in f"{gloo},{nccl.removeprefix('=')}".split(","):
+        address = _address_of(interface)
+        if address:
+            return address, there
+    if gloo:
+        raise ValueError(f"GLOO_SOCKET_IFNAME={gloo!r} has no address here")
+    return here, there
+
+
+def _address_of(interface: str) -> str:
+    """Its IPv4 address, or else its global IPv6 address; empty without."""
+    if not interface:
+        return ""
+    request = struct.pack("256s", interface.encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        reply = fcntl.ioctl(probe.fileno(), _ASK_FOR_ADDRESS, request)
+        return socket.inet_ntoa(reply[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope == "00":
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    return ""
+
+
+def listen(address: str) -> socket.socket:
+    """A port at this address.
+
+    At a loopback address other than 127.0.0.1 (Debian's 127.0.1.1) it listens on all: other hosts
+    come by the name that this host has for them.
+    """
+    family = family_of(address)
+    if address.startswith("127.") and address != "127.0.0.1":
+        address = ""
+    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+    return listener
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def make_room(files: int) -> None:
+    """Raise the soft limit on open files, up to the hard one, if it leaves no room for so many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + files
+    if soft < wanted and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+
+
+def parents_of(hosts: list[str]) -> list[int]:
+    """Each rank's parent; -1 for rank 0.
+
+    A host's first rank is below another host's first; the host's others are below it.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    within = FAN_OUT if len(members) == 1 else FAN_OUT // 2
+    firsts = [ranks[0] for ranks in members.values()]
+    parents = [-1] * len(hosts)
+    for index, rank in enumerate(firsts[1:]):
+        parents[rank] = firsts[index // (FAN_OUT // 2)]
+    for ranks in members.values():
+        for index, rank in enumerate(ranks[1:]):
+            parents[rank] = ranks[index // within]
+    return parents
+
+
+def succession_of(hosts: list[str]) -> list[int]:
+    """Which ranks judge, in this order: the first of each host, then the second of each.
+
+    So a silent host costs one try.
+    """
+    seen: dict[str, int] = {}
+    places = []
+    for rank, host in enumerate(hosts):
+        seen[host] = seen.get(host, -1) + 1
+        places.append((seen[host], rank))
+    return [rank for _, rank in sorted(places)]

@@ -1,0 +1,136 @@
+"""A host that is gone, and a rank that was killed: named by what shows it, and no living rank with them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import encoders
+import pytest
+from hosts import CABLE, THREE, address_of, move_to, three_hosts, unplug
+from ranks import REPORT_S, SLACK_S, Said, free_port, in_step, join_group, run_ranks, wait_until
+
+import nemo_patches
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
+TIMEOUT = 2.0
+STALL_TIMEOUT = 4.0
+LOST_S = 26  # by then the kernel has given up the connections
+HOST_OF = (THREE[0], THREE[0], THREE[1], THREE[2])  # by rank
+LIMIT_S = 200
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    with three_hosts():
+        yield
+
+
+def meet(folder: str, event: str, rank: int, ranks: range) -> None:
+    """Over the file system, which the hosts share."""
+    Path(folder, f"{event}-{rank}").touch()
+    wait_until(lambda: all(Path(folder, f"{event}-{one}").exists() for one in ranks), 180)
+
+
+def loses_power(rank: int, size: int, port: int, folder: str) -> Any:
+    """The host of ranks 0 and 1, with the job's store, is gone; ranks 2 and 3 are on hosts of their own."""
+    move_to(HOST_OF[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = CABLE
+    join_group(rank, size, port, host=address_of(THREE[0]))
+    encoder = in_step(timeout=TIMEOUT)
+    meet(folder, "before", rank, range(size))
+    if rank < 2:
+        if rank == 0:
+            unplug(THREE[0])
+            Path(folder, "unplugged").touch()
+        wait_until(Path(folder, "unplugged").exists)
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_until(Path(folder, "unplugged").exists)
+    began = time.monotonic()
+    call = encoders.sync(encoder, 200 + rank)
+    wait_until(lambda: nemo_patches.status().stalls)
+    report = time.monotonic() - began
+    (stall,) = nemo_patches.status().stalls
+    said = Said()
+    nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL_TIMEOUT)
+
+    def idle_s() -> list[int]:
+        return [int(seconds) for line in said.lines for seconds in re.findall(r"no encoder call for (\d+) s", line)]
+
+    wait_until(lambda: max(idle_s(), default=0) >= LOST_S, 120)
+    meet(folder, "told", rank, range(2, size))
+    return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
+
+
+def test_a_host_without_power_is_named_and_no_living_rank_with_it(hosts: None, tmp_path: Path) -> None:
+    results = run_ranks(loses_power, 4, free_port(), str(tmp_path), group=False, dies=(0, 1))
+    of_a = r"all ranks of nemo-patches-a \(0-1\): their connections were lost \d+ s ago: the host or the network"
+    for result in results[2:]:
+        call, report, missing, unknown = result.value
+        assert call < TIMEOUT + SLACK_S
+        assert report < TIMEOUT + REPORT_S
+        assert missing == [(0, "no heartbeat", THREE[0]), (1, "no heartbeat", THREE[0])]
+        assert unknown == ""
+        (line,) = result.lines("not every rank's length came within")
+        assert re.search(rf"Missing: ranks 0-1 of 4 \| {of_a}$", line), line
+        for line in result.lines("no encoder call for "):
+            first, *others = line.partition(" s. ")[2].split(" | ")
+            assert re.fullmatch(of_a, first), line
+            assert any(other.startswith("ranks 2-3: ") for other in others), line
+
+
+PROGRAM = """
+import os, signal, sys, time
+rank, port, folder = int(sys.argv[1]), *sys.argv[2:]
+sys.path.insert(0, folder)
+from hosts import CABLE, THREE, address_of, move_to
+move_to(THREE[rank])
+os.environ.update(RANK=str(rank), WORLD_SIZE="3", GLOO_SOCKET_IFNAME=CABLE)
+import torch, torch.distributed as dist
+store = f"tcp://{address_of(THREE[0])}:{port}"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
+from nemo_patches.stall import subscriber
+
+subscriber.subscribe()
+while not (subscriber.monitor() and subscriber.monitor().exchange.is_whole):
+    time.sleep(0.01)
+for step in range(100):
+    dist.all_reduce(torch.ones(1))
+    if step == 50 and rank == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_killed_rank_is_named_before_the_error_that_follows_ends_the_others(
+    killed: int, hosts: None, tmp_path: Path
+) -> None:
+    port = str(free_port())
+    logs = [tmp_path / f"{rank}.log" for rank in range(3)]
+    processes = []
+    try:
+        for rank, log in enumerate(logs):
+            program = PROGRAM.replace("KILLED", str(killed))
+            command = [sys.executable, "-c", program, str(rank), port, str(Path(__file__).parent)]
+            with log.open("w") as stderr:
+                processes.append(subprocess.Popen(command, stderr=stderr))
+        codes = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert codes[killed] == -signal.SIGKILL
+    for rank in {0, 1, 2} - {killed}:
+        stderr = logs[rank].read_text()
+        assert codes[rank] == 1, stderr  # Gloo's error
+        (line,) = [line for line in stderr.splitlines() if " nemo_patches WARNING " in line]
+        who = re.escape(f"rank {killed} of 3 | rank {killed} ({THREE[killed]}, pid {processes[killed].pid})")
+        assert re.search(rf"this job: gone: {who}: its process has gone$", line), line
