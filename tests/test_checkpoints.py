@@ -337,7 +337,7 @@ def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises(tmp_path: Pat
     results = run_ranks(late_and_dead, 3, str(tmp_path), dies=(1,))
     for result in (results[0], results[2]):
         text, _ = result.value
-        assert text.startswith("checkpoints: step 1: the ranks cannot agree any more: rank 1 has gone"), text
+        assert text.startswith("checkpoints: step 1: the ranks cannot agree any more: rank 1 has ended"), text
         assert text.endswith("Go on from the last checkpoint")
     (line,) = (line for line in results[0].value[1] if "checkpoints: step 2: not every rank" in line)
     assert "Missing: rank 1 of 3" in line

@@ -95,7 +95,7 @@ def interrupted(rank: int, size: int, function: str) -> tuple[int, list[str]]:
     return sync.round.number, [line for line in said.lines if "Missing: " in line]
 
 
-@pytest.mark.parametrize("function", ["value", "issue", "arrive", "_pass_on"])
+@pytest.mark.parametrize("function", ["value", "issue", "post", "_wake"])
 def test_an_interrupted_call_leaves_the_numbers_of_the_rounds_alone(function: str) -> None:
     results = run_ranks(interrupted, 3, function)
     assert len({number for number, _ in (result.value for result in results)}) == 1

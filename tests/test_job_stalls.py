@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 import nemo_patches
 from nemo_patches.stall.job_stall import EXIT_CODE
 from nemo_patches.stall.log_line import LogLines
+from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING
 from nemo_patches.sync import rank_log
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
@@ -142,8 +143,8 @@ WAYS: dict[str, tuple[Callable[[Trainer], None], str]] = {
     "a file lock": (take_the_lock, "take_the_lock (tests/test_job_stalls.py:"),
     "a loader's worker": (next_batch, "next_batch (tests/test_job_stalls.py:"),
     "a checkpoint": (save_checkpoint, "save_checkpoint (tests/test_job_stalls.py:"),
-    "holds the GIL": (hold_the_gil, "no heartbeat"),
-    "stopped": (be_stopped, "no heartbeat"),
+    "holds the GIL": (hold_the_gil, ANSWERS_NOTHING),
+    "stopped": (be_stopped, ANSWERS_NOTHING),
 }
 
 
@@ -186,7 +187,7 @@ def test_the_rank_that_is_waited_for_is_named_on_every_rank(ways: tuple[bool, li
     _, results = ways
     for rank, result in enumerate(results):
         stalls = result.value[way]
-        if rank == CULPRIT and WAYS[way][1] == "no heartbeat":
+        if rank == CULPRIT and WAYS[way][1] == ANSWERS_NOTHING:
             continue  # it can say nothing meanwhile
         level, text = stalls[0]
         assert level == (logging.INFO if way == "a checkpoint" else logging.WARNING)
@@ -275,7 +276,7 @@ DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
     ),
     "uneven batches": (end_of_the_epoch, EXIT_CODE, r"rank 1 \(.*\): monitored_barrier, in end_of_the_epoch"),
     "an exception": (an_exception_in_backward, EXIT_CODE, r"rank 1 \(.*\): write_a_report \(tests/test_job_stalls.py"),
-    "killed": (be_killed, -signal.SIGKILL, r"rank 1 \(.*\) has no heartbeat|rank 1 has not announced"),
+    "killed": (be_killed, -signal.SIGKILL, r"rank 1 \(.*\): its process has gone|rank 1 has not announced"),
     "ended": (end, 0, r"rank 1 \(.*\) has left"),
 }
 

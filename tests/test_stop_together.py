@@ -521,7 +521,7 @@ def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises() -> None:
     results = run_ranks(late_and_dead, 4, dies=(2,))
     for result in (*results[:2], results[3]):
         text, _ = result.value
-        assert "data loader 1 (iter_again): the ranks cannot end together any more: rank 2 has gone" in text
+        assert "data loader 1 (iter_again): the ranks cannot end together any more: rank 2 has ended" in text
         assert re.search(
             r"lost; seen at batch [3-5] of pass 1, \d\d:\d\d:\d\d\. .*go on from the last checkpoint", text
         )

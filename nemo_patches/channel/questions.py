@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .answers import (
     HELD_UP,
@@ -34,9 +34,6 @@ from .answers import (
     text_of,
 )
 from .link import ANSWER, ASK, HERE, QUESTION, VERDICT, Link, Message
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
 
 _HERE_S = 0.8  # for a rank to say that it is there
 _OWN_S = 1.0  # for this rank's own state, which another thread gives
@@ -61,6 +58,25 @@ class Watch(Protocol):
         """The verdict on a question; another rank may have asked it."""
 
 
+class Owner(Protocol):
+    """What questions need of the exchange."""
+
+    rank: int
+    size: int
+    watch: Watch | None
+    whom_to_ask: list[int]
+
+    def post_question(self, step: Callable[..., None], *arguments: Any) -> None: ...
+
+    def link_to(self, rank: int) -> Link | None: ...
+
+    def children_of(self, rank: int) -> list[int]: ...
+
+    def why_unreachable(self, rank: int) -> Silence | None: ...
+
+    def silence_of(self, rank: int, link: Link | None) -> Silence: ...
+
+
 @dataclass
 class Question:
     """A question at this rank. origin: the connection for the answer; None: this rank judges."""
@@ -80,7 +96,7 @@ class Question:
 class Questions:
     """This rank's part in all questions. Only the exchange's thread uses it."""
 
-    def __init__(self, owner: Exchange) -> None:
+    def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._open: list[Question] = []
         self._told: deque[str] = deque(maxlen=16)  # the questions of the last verdicts

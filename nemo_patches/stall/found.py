@@ -46,11 +46,6 @@ class Found:
         """The ranks that have not registered."""
         return {rank for rank, silence in self.silent.items() if silence.how == NOT_COME}
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank is heard, or has certainly ended."""
-        return len(self.heard | self.have_ended) == self.size
-
     def process_of(self, rank: int) -> tuple[str, int]:
         """Its host and pid; empty and 0 if not known."""
         member = self.members[rank] if rank < len(self.members) else None
