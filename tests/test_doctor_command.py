@@ -427,6 +427,29 @@ def test_what_is_written_leaves_the_exit_code_of_what_is_left(
     assert fix(capfd, path, write=True)[0] == 1  # nothing to write
 
 
+def test_the_options_of_a_training_command_may_be_pasted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    path = write(tmp_path / "conf", STOCK)
+    monkeypatch.chdir(tmp_path)
+    for given in (
+        {"config_path": "conf", "config_name": "nest"},
+        {"config_path": str(path.parent), "config_name": "nest.yaml"},
+        {"config_path": "elsewhere", "config_dir": "conf", "config_name": "nest"},
+    ):
+        code, out, _ = doctor(capfd, "trainer.devices=8", **given)
+        assert (code, "NP102 warning" in out, "8 ranks" in out) == (1, True, True)
+    for given in ({"config_path": "../conf", "config_name": "nest"}, {"config_path": "conf"}, {"config_name": "nest"}):
+        code, out, err = doctor(capfd, "trainer.devices=8", **given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "--config-name" in err
+    command_line = ["--config-path=conf", "--config-name", "nest", "trainer.devices=1"]
+    for options in (command_line, ["-cp", "conf", "-cn=nest", "trainer.devices=1"]):
+        done = python("-m", "nemo_patches", "doctor", *options, path=(CHECKOUT,))
+        assert done.returncode == 0, done
+
+
 def test_the_hook_of_pre_commit_runs_as_it_says(tmp_path: Path) -> None:
     import yaml
 

@@ -1,4 +1,4 @@
-"""NP004: suppressions in comments, and what they leave of the findings."""
+"""NP004: suppressions, in a config's comments and in the project's file, and what they leave of the findings."""
 
 from __future__ import annotations
 
@@ -81,3 +81,35 @@ def test_code_has_suppressions_in_its_comments(
             assert said in doctor(capfd, write(tmp_path, text, "model.py"))[1]
     write(tmp_path, lines.format("", ""), "model.py")
     assert doctor(capfd, "model.py")[0] == 1
+    write(tmp_path, "ignore: [{rule: NP401, files: '*.py', reason: x is the same on all ranks}]", ".nemo-patches.yaml")
+    assert doctor(capfd, "model.py")[0] == 0
+
+
+def test_the_projects_file_suppresses_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, STOCK, "a.yaml")
+    project = "ignore:\n- rule: NP102\n  files: '{}'\n  reason: no clip is longer than 40 s\n"
+    write(tmp_path, project.format("*.yaml"), ".nemo-patches.yaml")
+    code, out, _ = doctor(capfd, "a.yaml")
+    assert code == 0
+    assert "1 suppressed" in out
+    write(tmp_path, CLEAN, "a.yaml")
+    code, out, _ = doctor(capfd, "a.yaml")
+    assert code == 0
+    assert ".nemo-patches.yaml:2: NP004 note" in out
+    write(tmp_path, project.format("other/*.yaml"), ".nemo-patches.yaml")
+    _, out, _ = doctor(capfd, "a.yaml")
+    assert "NP004" not in out
+    for text, said in (
+        ("ignores: []\n", "allowed is a list, ignore, of rule, files, reason"),
+        ("ignore: [NP102]\n", "allowed: rule, files, reason, all texts"),
+        ("ignore:\n- rule: NP102\n", "rule NP102 without a reason"),
+        ("ignore:\n- {rule: NP102, reason: x, file: y}\n", "found file; allowed: rule, files, reason"),
+        ("ignore: [1\n", "not YAML"),
+    ):
+        write(tmp_path, text, ".nemo-patches.yaml")
+        code, _, err = doctor(capfd, "a.yaml")
+        assert code == 2
+        assert said in err

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report
+from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Examination
@@ -42,6 +42,7 @@ def _carry_out(request: Request) -> int:
     severity = _one_of("--severity", request.severity, SEVERITIES)
     _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
+    configs += config_files.of_hydra(request.config_path, request.config_name, request.config_dir)
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
     _refuse(request, paths, overrides)
@@ -53,7 +54,7 @@ def _carry_out(request: Request) -> int:
     if passed_over and not request.quiet:
         _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
     if written:  # what is left counts
-        reports = [_from(each, severity) for each in run.examined()]
+        reports = [_from(each, severity) for each in run.examined(suppressions.of_project())]
         left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
         _complain(f"{counted(left, 'finding')} left" if left else "nothing but notes left")
     return max(each.exit_code for each in reports)
@@ -88,18 +89,21 @@ class _Run:
     def reports(self) -> list[Examination]:
         if not self.paths:
             return [examination.examine_machine(self.rules)]
-        reports = self.examined()
+        project = suppressions.of_project()
+        reports = self.examined(project)
         if self.request.against is not None:
             other = against.reference(self.request.against)
             reports = [_compared(each, self.request.against, other) for each in reports]
+        if not self.overrides and not self.request.patched and (unused := examination.of_project(project, reports)):
+            reports.append(unused)
         return reports
 
-    def examined(self) -> list[Examination]:
+    def examined(self, project: Sequence[suppressions.Suppression]) -> list[Examination]:
         patched = examination.as_patched() if self.request.patched else None
         return [
-            examination.examine_code(path, self.rules)
+            examination.examine_code(path, self.rules, project)
             if path.suffix == ".py"
-            else examination.examine(path, self.overrides, self.rules, patched)
+            else examination.examine(path, self.overrides, self.rules, patched=patched, project=project)
             for path in self.paths
         ]
 

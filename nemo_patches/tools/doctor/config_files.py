@@ -36,6 +36,29 @@ def found(arguments: Iterable[str]) -> tuple[list[Path], int]:
     return list(dict.fromkeys(paths)), passed_over
 
 
+def of_hydra(config_path: str | None, config_name: str | None, config_dir: str | None) -> list[str]:
+    """The config that a training script's own options name, as they are pasted from its command. Raises DoctorError.
+
+    Hydra takes --config-path relative to the training script, which the doctor does not know: to it, it is relative to
+    the folder in which it was started.
+    """
+    if config_name is None:
+        for option, value in (("--config-path", config_path), ("--config-dir", config_dir)):
+            if value is not None:
+                raise DoctorError(f"found {option} {value} without --config-name; expected both, or the config's path")
+        return []
+    name = config_name if config_name.endswith(_ENDINGS) else f"{config_name}.yaml"
+    folders = [folder for folder in (config_path, config_dir) if folder is not None] or ["."]
+    for folder in folders:
+        if os.path.isfile(path := os.path.join(folder, name)):
+            return [path]
+    looked_in = " or ".join(os.path.abspath(folder) for folder in folders)
+    raise DoctorError(
+        f"--config-name {config_name}: no {name} in {looked_in}; Hydra takes --config-path relative to the training "
+        "script, the doctor relative to this folder: give the config's own path"
+    )
+
+
 def read(path: Path) -> YamlText:
     if path != STANDARD_INPUT:
         return yaml_text.read(path)

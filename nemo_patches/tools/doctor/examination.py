@@ -29,7 +29,7 @@ class Examination:
 
     headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
     details: for programs.
-    suppressed: how many findings a suppression answered.
+    used: the suppressions that answered findings. suppressed: how many.
     unchecked: the rules that need a NeMo that is not here.
     """
 
@@ -40,6 +40,7 @@ class Examination:
     config: Config | None = None
     lines: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    used: frozenset[Suppression] = frozenset()
     suppressed: int = 0
     unchecked: tuple[str, ...] = ()
 
@@ -101,6 +102,7 @@ def examine(
     overrides: Sequence[str],
     rules: Sequence[Rule],
     patched: settings.Settings | None = None,
+    project: Sequence[Suppression] = (),
 ) -> Examination:
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
@@ -113,10 +115,10 @@ def examine(
     # With overrides or as patched, other suppressions may be needed.
     complete = not overrides and patched is None and set(rules) == set(all_rules())
     own = suppressions.in_lines(enumerate(config.source.text.splitlines(), 1))
-    return _answered(report, own, complete=complete)
+    return _answered(report, own, project, complete=complete)
 
 
-def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:
+def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
     """Check every rule on a model's own code, which is not run."""
     try:
         found = code.read(path)
@@ -126,18 +128,28 @@ def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:
     unchecked = () if found.nemo else tuple(of_nemo)
     report = Examination(str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked)
     complete = not unchecked and set(rules) == set(all_rules())
-    return _answered(report, suppressions.in_lines(found.comments.items()), complete=complete)
+    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete=complete)
 
 
-def _answered(report: Examination, own: Sequence[Suppression], *, complete: bool) -> Examination:
+def _answered(
+    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], *, complete: bool
+) -> Examination:
     """Drop the findings that suppressions answer; if complete, add what is wrong with the suppressions."""
-    left, used = suppressions.applied(own, report.findings)
+    left, used = suppressions.applied(Path(report.name), (*own, *project), report.findings)
     suppressed = len(report.findings) - len(left)
     if complete:
         known = {rule.identifier for rule in all_rules()}
         faults = [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, used, known)]
         left = in_order([*left, *faults])
-    return replace(report, findings=left, suppressed=suppressed)
+    return replace(report, findings=left, used=used, suppressed=suppressed)
+
+
+def of_project(project: Sequence[Suppression], reports: Sequence[Examination]) -> Examination | None:
+    """A report on the project's unused suppressions; None if there are none."""
+    paths = [Path(each.name) for each in reports if not each.error]
+    used = frozenset[Suppression]().union(*(each.used for each in reports))
+    unused = [(named(suppressions.RULE), finding) for finding in suppressions.unused(project, used, paths)]
+    return Examination(suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)) if unused else None
 
 
 def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:

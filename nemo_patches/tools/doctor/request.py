@@ -15,6 +15,7 @@ SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "json", "github", "sarif")
 
 _CONFIGS = "Configs (files, folders, patterns, - for standard input), and Hydra's overrides for all of them."
+_HERE = "As pasted from a training command; relative to the current folder, not to the script."
 
 
 def _given(option: Any, default: Any = None) -> Any:
@@ -55,6 +56,13 @@ class Request:
         with_value(
             metavar="CONFIG", help_="Also show differences from NeMo's own config (nest, canary, ...) or a file."
         )
+    )
+    config_path: str | None = _given(with_value("--config-path", "-cp", metavar="DIR", help_=_HERE))
+    config_name: str | None = _given(
+        with_value("--config-name", "-cn", metavar="NAME", help_="As pasted: the config in that folder.")
+    )
+    config_dir: str | None = _given(
+        with_value("--config-dir", "-cd", metavar="DIR", help_="As pasted: another folder to look in.")
     )
 
 
