@@ -1,6 +1,4 @@
-"""What torch knows of this rank at a stall: its latest collectives, by the Flight Recorder, and its
-GPU's memory.
-"""
+"""What torch knows of this rank at a stall: its latest collectives, and its GPU's memory."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
