@@ -1,6 +1,4 @@
-"""How the length sync gets into NeMo. Every process under auto-apply loads this file: see
-start_up.py.
-"""
+"""How the length sync gets into NeMo. Every process under auto-apply loads this: see start_up.py."""
 
 import os
 import sys

@@ -1,6 +1,4 @@
-"""The log lines about patching in this process, each once: what is patched, with which settings,
-and what is not.
-"""
+"""The log lines about patching, each once: what is patched, with which settings, and what is not."""
 
 from __future__ import annotations
 

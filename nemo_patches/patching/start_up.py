@@ -1,5 +1,4 @@
-"""What runs when Python starts under auto-apply: the import hook, and the sitecustomize that ours
-shadows.
+"""What runs when Python starts under auto-apply: the import hook, and the shadowed sitecustomize.
 
 Every Python process there pays for this, whatever it is for. So nothing is imported that the
 interpreter has not loaded already (contextlib, for one), and the syntax is that of Python 3.6. What

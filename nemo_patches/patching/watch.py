@@ -1,5 +1,4 @@
-"""Begins the watch of a job without NeMo, or before it: in one of several ranks, once torch is
-imported.
+"""Begins the watch of a job without NeMo, in one of several ranks, once torch is imported.
 
 Of ours it imports what watches, and not what patches: that imports half of torch.
 """

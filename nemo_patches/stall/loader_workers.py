@@ -1,6 +1,4 @@
-"""A data loader's workers, and what the kernel reveals about each without extra rights: state, open
-files.
-"""
+"""A data loader's workers, and what the kernel reveals of each: its state, its open files."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations

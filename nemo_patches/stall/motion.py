@@ -1,5 +1,4 @@
-"""Whether a thread computes, by its CPU time as Linux counts it, and whether it gets on in its code
-meanwhile.
+"""Whether a thread computes, by its CPU time as Linux counts it, and whether its code gets on.
 
 A loop that polls sleeps, and does not compute, whatever it counts. An empty loop and one call of C
 or C++ that never returns compute and do not get on: so does a rank that waits for its GPU, which

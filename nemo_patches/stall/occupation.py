@@ -1,5 +1,4 @@
-"""What a thread is doing, from its stack: what it waits for, or that it is in something that ends
-by itself.
+"""What a thread is doing, from its stack: what it waits for, or what it does that ends by itself.
 
 A collective is told by the innermost frames only, so that user code which a collective's library
 calls back is itself.

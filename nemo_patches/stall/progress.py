@@ -19,6 +19,8 @@ from .loader_workers import WorkerMotion
 from .log_line import report
 from .motion import ThreadMotion
 from .occupation import occupation
+from .rank_kinds import is_guess
+from .torch_knows import has_gpu
 from .training_notes import TrainingNotes
 
 NOT_COUNTED = -1
@@ -109,6 +111,8 @@ class Progress:
             self._motion = ThreadMotion(thread.native, self._window_s)
         self._motion.look(frames)
         waits_in = occupation(frames, kernel_call(thread.native)).collective
+        if is_guess(waits_in) and not has_gpu():
+            waits_in = ""  # such a call computes there
         waits = any(frame.code.co_filename == subprocess.__file__ for frame in frames)
         has_busy_workers = self._workers.moved(now, waits_for_process=waits)
         if self._motion.moves or (has_busy_workers and not waits_in):

@@ -1,6 +1,4 @@
-"""What torch knows of this rank at a stall: its latest collectives, by the Flight Recorder, and its
-GPU's memory.
-"""
+"""What torch knows of this rank at a stall: its latest collectives, and its GPU's memory."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -67,15 +65,21 @@ def _bounded(content: dict[str, Any]) -> dict[str, Any] | None:
     return {"error": f"one entry has more than {LONGEST} bytes"}
 
 
+def has_gpu() -> bool:
+    """Whether this process uses one."""
+    cuda = sys.modules.get("torch.cuda")
+    return cuda is not None and bool(cuda.is_initialized())
+
+
 def out_of_memory_errors() -> dict[str, int]:
     """How often each GPU's allocator has raised one in this process, as "cuda:0", where it has.
 
     Where the process lives, its code has caught them. The allocator's lock may be held by a thread
     that waits for its GPU, and this one then waits with Python's lock: read it when all is said.
     """
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
+    if not has_gpu():
         return {}
+    cuda: Any = sys.modules["torch.cuda"]
     counts: dict[str, int] = {}
     for device in range(cuda.device_count()):
         if count := cuda.memory_stats(device).get("num_ooms", 0):

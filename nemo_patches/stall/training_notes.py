@@ -1,6 +1,4 @@
-"""What the training thread does, noted from the sync's events on that thread, and read by the stall
-monitor's.
-"""
+"""What the training thread does: noted there from the sync's events, read by the stall monitor."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations

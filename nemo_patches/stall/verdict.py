@@ -1,5 +1,4 @@
-"""Which ranks the others wait for, as far as all places show: the verdict on a job that makes no
-progress.
+"""The verdict on a job that makes no progress: which ranks the others wait for, by all places.
 
 Steps decide. A rank that waits in a collective is never blamed for it, nor one that goes on, nor
 one of which nothing is known. Where the evidence does not decide, the verdict says so. Needs no
