@@ -24,7 +24,7 @@ import torch.distributed as dist
 from exchange_job import LIMIT_S, Job, Rank, heard, silences
 
 from nemo_patches.channel import link, meeting
-from nemo_patches.channel.answers import ENDED, HELD_UP, LEFT, NO_ANSWER, NOT_COME
+from nemo_patches.channel.answers import ENDED, HELD_UP, LEFT, NO_ANSWER, NOT_COME, NOT_HEARD
 from nemo_patches.channel.exchange import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
@@ -678,6 +678,20 @@ def a_host_that_takes_no_connection() -> Iterator[int]:
         finally:
             for one in taken:
                 one.close()
+
+
+def test_blocked_ports_are_said_once_with_peer_address_and_port() -> None:
+    """And the rank that cannot connect knows only of itself; it accuses nobody."""
+    with a_host_that_takes_no_connection() as port, Job(2, joins=False) as job:
+        job.do([0], leave_a_stale_key, port)
+        job.do([1], Rank.join)
+        wait_for(lambda: job.do([1], what_was_said)[0])
+        _, verdict = job.do([1], Rank.ask)[0]
+        assert heard(verdict) == {1}
+        assert silences(verdict) == {0: NOT_HEARD}
+        time.sleep(1.0)  # it tries again meanwhile
+        (line,) = job.do([1], what_was_said)[0]
+        assert line == f"no connection to rank 0 (elsewhere, 127.0.0.1, port {port}): no answer"
 
 
 def has_moved(rank: Rank, other: int, port: int) -> None:

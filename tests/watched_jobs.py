@@ -181,7 +181,7 @@ JOBS: dict[str, tuple[Callable[[Job], None], int]] = {
 
 
 def no_address(server: Any) -> Any:
-    """In place of a firewall, which not everybody may set up: the ranks' side channel finds no way to the others."""
+    """As with a wrong GLOO_SOCKET_IFNAME: no rank takes part in rounds, and questions find their way on this host."""
     raise ValueError("blocked by the test")
 
 
