@@ -60,7 +60,9 @@ def files_below(folder: Path) -> set[str]:
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Without what pip, or a test's import, has compiled."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def metadata(built: Built) -> PathDistribution:

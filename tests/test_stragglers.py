@@ -79,9 +79,8 @@ def first_call(**settings: Any) -> torch.nn.Module:
 
 
 @pytest.mark.names_ranks
-@pytest.mark.parametrize(
-    "late_step", [pytest.param(0, marks=pytest.mark.one_nemo), pytest.param(3, marks=pytest.mark.matrix)]
-)
+@pytest.mark.one_nemo
+@pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_rank_ten_seconds_late(late_step: int) -> None:
     results = run_ranks(late_once, 3, late_step, 10.0)
     calls_before = 2 if late_step else 0  # in_step's

@@ -28,6 +28,7 @@ from nemo_patches.tools.demo.jobs import (
     RunOutcome,
 )
 
+pytestmark = pytest.mark.one_nemo
 LIMIT = 800  # seconds, for what takes 15 to 30 and an import of NeMo
 DEVICES = 2
 EVALUATIONS = TRAINING_STEPS // VALIDATE_EVERY

@@ -44,6 +44,12 @@ class RankProcess:
                     event = None
                 self.stands = event
 
+    def hold(self) -> None:
+        """Stop it where it is: when another rank is killed, it would move."""
+        if self.is_running and (pid := self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
     def end(self) -> str:
         """Kill it and its workers if they still run, and say how it ended, or where it stood."""
         was_running = self.is_running

@@ -117,6 +117,8 @@ class _Run:
         return next((line for line in stall_lines(rank.rank.log) if re.search(self._hang.named, line.text)), None)
 
     def result(self, ending: str) -> Result:
+        for rank in self._ranks:
+            rank.hold()
         ends = tuple(rank.end() for rank in self._ranks)
         lines = [self._named(rank) for rank in self._ranks] if self._patched else []
         named = tuple(line for line in lines if line is not None)

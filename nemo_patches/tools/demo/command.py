@@ -30,7 +30,7 @@ from nemo_patches.tools.demo.jobs import (
 _PICTURE_WIDTH = 118  # columns
 _NEXT = """
 Next, for your own job:
-  nemo-patches doctor my_config.yaml           what in it can hang, corrupt or slow a run
+  nemo-patches doctor my_config.yaml           what in it can hang a run
   nemo-patches run -- torchrun ... train.py    the job with nemo_patches, without editing it"""
 
 
