@@ -173,8 +173,8 @@ JOBS: dict[str, tuple[Callable[[Job], None], int]] = {
     "a checkpoint on a dead mount": (a_checkpoint_on_a_dead_mount, 2),
     "all ranks read": (all_ranks_read, 2),
     "the store's host is gone": (store_host_gone, 3),
-    "ports are blocked": (flag_is_false, 2),
-    "ports are blocked, and the store goes": (flag_is_false, 2),
+    "the interface is wrong": (flag_is_false, 2),
+    "the interface is wrong, and the store goes": (flag_is_false, 2),
     "the root is stopped": (root_stopped, 4),
     "an inner rank is stopped": (inner_rank_stopped, 4),
 }
@@ -195,7 +195,7 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    if name.startswith("ports are blocked"):
+    if name.startswith("the interface is wrong"):
         from nemo_patches.channel import meeting
 
         meeting.own_addresses = no_address
