@@ -69,8 +69,8 @@ EXPECTED = {
         codes=((0, -signal.SIGKILL),),
         verdict=(ids.KILLED, (0,)),
     ),
-    "ports are blocked": Expected(READS),
-    "ports are blocked, and the store goes": Expected(READS),
+    "the interface is wrong": Expected(READS),
+    "the interface is wrong, and the store goes": Expected(READS),
     "the root is stopped": Expected(
         r"rank 0 \(.*\) answers nothing, its connection stands: stopped",
         mute=(0,),

@@ -523,7 +523,7 @@ def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises() -> None:
         text, _ = result.value
         assert "data loader 1 (iter_again): the ranks cannot end together any more: rank 2 has ended" in text
         assert re.search(
-            r"lost; seen at batch [3-5] of pass 1, \d\d:\d\d:\d\d\. .*go on from the last checkpoint", text
+            r"closed; seen at batch [3-5] of pass 1, \d\d:\d\d:\d\d\. .*go on from the last checkpoint", text
         )
     lines = results[0].value[1]
     (line,) = (line for line in lines if "batch 3: not every rank" in line)

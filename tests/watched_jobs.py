@@ -173,15 +173,15 @@ JOBS: dict[str, tuple[Callable[[Job], None], int]] = {
     "a checkpoint on a dead mount": (a_checkpoint_on_a_dead_mount, 2),
     "all ranks read": (all_ranks_read, 2),
     "the store's host is gone": (store_host_gone, 3),
-    "ports are blocked": (flag_is_false, 2),
-    "ports are blocked, and the store goes": (flag_is_false, 2),
+    "the interface is wrong": (flag_is_false, 2),
+    "the interface is wrong, and the store goes": (flag_is_false, 2),
     "the root is stopped": (root_stopped, 4),
     "an inner rank is stopped": (inner_rank_stopped, 4),
 }
 
 
 def no_address(server: Any) -> Any:
-    """In place of a firewall, which not everybody may set up: the ranks' side channel finds no way to the others."""
+    """As with a wrong GLOO_SOCKET_IFNAME: no rank takes part in rounds, and questions find their way on this host."""
     raise ValueError("blocked by the test")
 
 
@@ -195,7 +195,7 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
-    if name.startswith("ports are blocked"):
+    if name.startswith("the interface is wrong"):
         from nemo_patches.channel import meeting
 
         meeting.own_addresses = no_address

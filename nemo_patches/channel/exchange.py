@@ -70,7 +70,8 @@ _PAUSE_PER_RANK_S = 0.002  # many ranks ask the one store less often
 _NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
 _MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
 _SIGNAL_S = 0.5  # a signal's handler runs at most so late during a wait
-_EXIT_S = 0.1
+_LEAVE_S = 0.4
+_EXIT_S = 0.5
 _STORE_EXIT_S = 1.0  # c10d writes a stack to the log first
 
 
@@ -182,6 +183,7 @@ class Exchange:
         self._lost_at: dict[int, float] = {}  # by rank: since when there is no connection any more
         self._questions = Questions(self)
         self._mend_at = 0.0
+        self._leaves_at = math.inf
         self._trouble_pause_s = _FIRST_PAUSE_S
         self._connect_s = _CONNECT_S + size * _PAUSE_PER_RANK_S
         self._inbox: deque[Callable[[], object]] = deque()
@@ -307,6 +309,9 @@ class Exchange:
         try:
             while not self._is_closing:
                 self._step()
+            self._leaves_at = time.monotonic() + _LEAVE_S
+            while self.is_joined and not self.is_whole and time.monotonic() < self._leaves_at:
+                self._step()  # a connection that was lost just now comes back: say there, too, that this rank leaves
         except Exception as error:
             self._say(f"the exchange has ended by an error of its own, please report it: {error!r}")
             self.over = self.over or first_line(error)
@@ -319,7 +324,7 @@ class Exchange:
         now = time.monotonic()
         if now >= self._mend_at:
             self._mend_at = now + self._mend(now)
-        until = min(self._mend_at, self._of_questions(self._questions.tick))
+        until = min(self._mend_at, self._leaves_at, self._of_questions(self._questions.tick))
         for link in self._all_links:
             if link.waits != link.is_watched_for_room:
                 self._watch(link)

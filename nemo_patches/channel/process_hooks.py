@@ -19,7 +19,7 @@ class AtExit(Enum):
     None of them runs where os._exit ends the process, or a signal does.
     """
 
-    STALL_MONITORS = auto()  # they report a last time, over the side channels, for the trace
+    STALL_MONITORS = auto()  # they report a last time, over the exchanges, for the trace
     EXCHANGES = auto()  # they tell the other ranks that this one leaves
 
 

@@ -1,4 +1,4 @@
-"""NeMo's checkpoint callback under several ranks: every rank takes rank 0's view, over the side channel.
+"""NeMo's checkpoint callback under several ranks: every rank takes rank 0's view, over the exchange.
 
 NeMoModelCheckpoint (nemo/utils/callbacks/nemo_model_checkpoint.py) and Lightning's ModelCheckpoint under it branch
 between collectives on what a rank sees: its own metrics, paths that have these in their names, whether a file exists.
