@@ -278,7 +278,7 @@ def ends_beside_a_wake(rank: int, size: int, port: int) -> list[str]:
     """Another thread is about to write to the monitor's file when the monitor closes it."""
     nemo_patches.apply()
     join_group(rank, size, port)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
     monitor = stall_monitor()
     order: list[str] = []
     writes, may_write, write, close = threading.Event(), threading.Event(), os.eventfd_write, os.close
@@ -321,7 +321,7 @@ def forks_while_the_lock_is_held(rank: int, size: int, port: int) -> int:
     """The exit code of a child of this rank that ends as any interpreter does."""
     nemo_patches.apply()
     join_group(rank, size, port)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().channel.is_whole)
+    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
     with stall_monitor()._wakes_lock:
         child = os.fork()
         if child == 0:
