@@ -20,12 +20,13 @@ def main() -> None:
 
         cli.main()
     except ModuleNotFoundError as error:
-        package = NAMES.get(error.name or "", error.name or "")
+        module = (error.name or "").partition(".")[0]
+        package = NAMES.get(module, module)
         advice = f": `pip install {package}`"
         if package in NEEDED.split():
             _without_packages(sys.argv[1:])
             advice = f"; the commands need: {NEEDED}"
-        print(f"nemo-patches: {error.name} is not installed for {sys.executable}{advice}", file=sys.stderr)
+        print(f"nemo-patches: {module} is not installed for {sys.executable}{advice}", file=sys.stderr)
         sys.exit(2)
 
 
