@@ -8,11 +8,9 @@ this one key, before there are any rounds.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import json
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -21,6 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ..text import safe
+
+try:
+    import fcntl
+    import resource
+except ModuleNotFoundError:  # not Unix: no rank runs there, but `nemo-patches diagnose` reads files there
+    pass
 
 FAN_OUT = 16  # connections of a rank to those below it, at most
 ROOT_KEY = "nemo_patches/root"
