@@ -1,10 +1,16 @@
-"""`nemo-patches` and `python -m nemo_patches`. What is not installed is one line; the exit code is 2."""
+"""`nemo-patches` and `python -m nemo_patches`. What is not installed is one line; the exit code is 2.
+
+--version, `run -- COMMAND` and `stacks --json` need only the standard library: a job's container may lack the rest.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
-from nemo_patches.tools import NEEDED
+from nemo_patches.tools import NAMES, NEEDED
+
+_OPTIONS_OF_STACKS = ("--json", "--job", "--pids")
 
 
 def main() -> None:
@@ -14,9 +20,42 @@ def main() -> None:
 
         cli.main()
     except ModuleNotFoundError as error:
-        lacks = f"{error.name} is not installed for {sys.executable}"
-        print(f"nemo-patches: {lacks}; the commands need: {NEEDED}", file=sys.stderr)
+        module = (error.name or "").partition(".")[0]
+        package = NAMES.get(module, module)
+        advice = f": `pip install {package}`"
+        if package in NEEDED.split():
+            _without_packages(sys.argv[1:])
+            advice = f"; the commands need: {NEEDED}"
+        print(f"nemo-patches: {module} is not installed for {sys.executable}{advice}", file=sys.stderr)
         sys.exit(2)
+
+
+def _without_packages(given: list[str]) -> None:
+    """Do what needs none of the packages that the commands need; return if that is not wanted."""
+    if given == ["--version"]:
+        import nemo_patches
+
+        print(f"nemo-patches {nemo_patches.__version__}")
+        sys.exit(0)
+    if given[:2] == ["run", "--"] and len(given) > 2:
+        _run(given[2:])
+    options = [one.partition("=")[0] for one in given[1:] if one.startswith("-")]
+    if given[:1] == ["stacks"] and "--json" in options and set(options) <= set(_OPTIONS_OF_STACKS):
+        from nemo_patches.tools.diagnose.collect import host_jobs
+
+        sys.argv = ["nemo-patches stacks", *(one for one in given[1:] if one != "--json")]
+        host_jobs.main()
+        sys.exit(0)
+
+
+def _run(command: list[str]) -> None:
+    from nemo_patches.tools import launch
+
+    try:
+        launch.become(command, launch.with_auto_apply(os.environ))
+    except OSError as error:
+        print(f"nemo-patches run: {command[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import io
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from inspect import Parameter
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -295,6 +296,22 @@ def _text_of(error: Any) -> str:
     return f"{where}: {text.rstrip('.')}{hint}"
 
 
+def _code_of_app() -> Any:
+    """The exit code of the command. Raises BrokenPipeError, of which click makes an exit code that means a finding."""
+    try:
+        return app(standalone_mode=False)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            raise end.__context__ from None
+        raise
+
+
+def _leave_closed_pipe() -> NoReturn:
+    """Whoever read the output (`head`) has gone: end as other programs do, with the exit code of SIGPIPE."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again at exit to write the rest
+    sys.exit(128 + signal.SIGPIPE)
+
+
 def main() -> None:
     """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
     if sys.stdout is None:  # it is closed, and not all code that prints can do without
@@ -303,7 +320,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(standalone_mode=False)
+        code = _code_of_app()
         sys.stdout.flush()
         sys.exit(code)
     except _UsageError as error:
@@ -314,6 +331,8 @@ def main() -> None:
         raise
     except ImportError as error:  # what is installed cannot be loaded: this machine lacks a library
         typer.echo(f"nemo-patches: {error}", err=True)
+    except BrokenPipeError:
+        _leave_closed_pipe()
     except OSError as error:  # above all a full disk: with Python's own exit code, 1, it would look like a finding
         typer.echo(f"nemo-patches: {error}", err=True)
         sys.stdout = None  # else Python tries again at exit to write the rest, and prints another error

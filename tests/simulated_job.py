@@ -36,8 +36,6 @@ class Call(NamedTuple):
     stuck: str = ""
     dies: bool = False  # there, by SIGKILL
     raises: str = ""
-    features: int = 80
-    batch: int = 8
     encoder: int = 0
 
 

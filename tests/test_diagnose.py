@@ -17,6 +17,7 @@ from interpreters import python
 from simulated_job import (
     PHASES,
     Call,
+    Collective,
     DdpForward,
     Event,
     Exit,
@@ -240,26 +241,6 @@ SCENARIOS = {
         setups={3: Setup(flag=False)},
     ),
     "sync=local on one": Scenario([steps(20)] * 4, ids.DIFFERENT_SYNC, (1,), setups={1: Setup(sync="local")}),
-    "versions differ": Scenario(
-        [steps(20) + OUT] * 4,
-        ids.DIFFERENT,
-        (3,),
-        setups={3: Setup(torch="2.12.0")},
-    ),
-    "inputs differ": Scenario(
-        [[Call(features=64 if rank == 0 else 80), Gradients()] * 9 + OUT for rank in range(4)],
-        ids.DIFFERENT,
-        (0,),
-    ),
-    "another batch size": Scenario(
-        [
-            [event for step in range(30) for event in (Call(batch=4 if rank == 2 and step < 29 else 8), Gradients())]
-            + OUT
-            for rank in range(4)
-        ],
-        ids.DIFFERENT,
-        (2,),
-    ),
     "chronic straggler": Scenario(
         [steps(100, pause=0.15 if rank == 2 else 0.1) + OUT for rank in range(4)],
         ids.STRAGGLER,
@@ -340,14 +321,6 @@ HEALTHY: dict[str, Scenario] = {
     ),
     "no rank syncs": Scenario([steps(50) + OUT] * 4, "", (), setups={rank: Setup(flag=False) for rank in range(4)}),
     "evaluation only": Scenario([evaluation(80) + OUT] * 4, "", ()),
-    "batch sizes vary": Scenario(
-        [
-            [event for step in range(20) for event in (Call(batch=4 + step * (rank + 3) % 9), Gradients())] + OUT
-            for rank in range(4)
-        ],
-        "",
-        (),
-    ),
     "one rank": Scenario([steps(50) + OUT], "", ()),
 }
 
@@ -465,21 +438,6 @@ def test_who_ended_early_comes_before_who_has_no_end(tmp_path: Path) -> None:
     schedules = [steps(9) + last for last in ([*OUT], [Call(), CLOSED], [Call()], [Call()])]
     report = diagnose(Folder(write(tmp_path, schedules, reports=False)).read())
     assert (report.findings[0].id, report.findings[0].ranks) == (ids.ENDED, (0,)), report
-
-
-def test_settings_that_differ_between_ranks_are_named_and_older_headers_have_none(tmp_path: Path) -> None:
-    write(tmp_path, [steps(9) + OUT] * 3)
-    assert diagnose(Folder(tmp_path).read()).findings == ()
-    for rank, file in enumerate(sorted(tmp_path.iterdir())):
-        chosen = {"metrics": "deferred" if rank == 1 else "stock", "stop_together": "none" if rank == 2 else "training"}
-        first, *rest = file.read_bytes().splitlines(True)
-        head = json.loads(first)
-        head["settings"] |= chosen
-        file.write_bytes(b"".join([json.dumps(head).encode() + b"\n", *rest]))
-    metrics, together = diagnose(Folder(tmp_path).read()).findings
-    assert (metrics.id, metrics.ranks, together.id, together.ranks) == (ids.DIFFERENT, (1,), ids.DIFFERENT, (2,))
-    assert "deferred on rank 1, stock on" in metrics.text
-    assert "none on rank 2, training on" in together.text
 
 
 def test_the_table_tells_for_whom_ranks_waited_only_where_they_did(tmp_path: Path) -> None:
@@ -627,7 +585,7 @@ def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     other = records.encode(header(1, 8, 1e9, Setup())).replace(b'"format":2', b'"format":1')
     (tmp_path / "other.jsonl").write_bytes(other)
     report = diagnose(Folder(tmp_path).read())
-    assert (report.findings[0].id, report.findings[0].ranks, len(report.findings)) == (ids.MISSING_RANK, (5,), 2)
+    assert (report.findings[0].id, report.findings[0].ranks, len(report.findings)) == (ids.MISSING_RANK, (5,), 1)
     told = "\n".join(report.problems)
     for said in (
         "notes.txt: not a trace",
@@ -743,8 +701,19 @@ def test_ranks_that_come_last_together_are_not_called_stragglers(tmp_path: Path)
     """DDP on Gloo has rank 0 wait for a late rank 1 in its broadcast, before the encoder."""
     late = [steps(100, pause=0.22 if rank < 2 else 0.1) + OUT for rank in range(4)]
     report = report_on(Scenario(late, "", ()), tmp_path)
-    assert [(one.id, one.ranks) for one in report.findings] == [(ids.STRAGGLER, ())]
-    assert report.verdict.startswith("Ranks 0-1 ") and "120 ms" in report.verdict
+    assert report.findings == ()
+    assert all((one.lag or 0.0) > 0.1 for one in report.ranks[:2])
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_of_a_rank_that_went_on_alone_nobody_else_is_accused(reports: bool, tmp_path: Path) -> None:
+    """It left a backward out. All wait by the stall reports; without them rather one went on than three are held up."""
+    ahead = [Call(), Call(), Gradients(), Collective("its own")]
+    others = [Call(), Gradients(), Collective("theirs")]
+    last = [[Call(), Call()], [Call()]] if not reports else [ahead, others]
+    first = report_on(Scenario(four(steps(9), *last), "", (), reports=reports), tmp_path).findings[0]
+    assert (first.id, first.ranks, first.call) == (ids.SKIPPED, (), 11), first
+    assert "Rank 2 is at training call 11 of ConformerEncoder, ranks 0-1, 3 at call 10" in first.text
 
 
 def test_a_rank_that_did_not_start_again_is_not_diagnosed_by_its_earlier_start(tmp_path: Path) -> None:
@@ -796,7 +765,7 @@ def test_traces_that_contradict_each_other_are_no_verdict(tmp_path: Path) -> Non
     made_up = [json.dumps({**one, "t": last}).encode() for one in theirs]
     files[2].write_bytes(mine + b"\n".join(made_up) + b"\n")
     report = diagnose(Folder(tmp_path).read())
-    assert {one.id for one in report.findings} == {ids.NOT_ENOUGH, ids.TIMEOUTS}
+    assert [one.id for one in report.findings] == [ids.NOT_ENOUGH]
     assert "contradict each other" in report.verdict
 
 
@@ -1019,6 +988,7 @@ def test_ranks_that_all_report_each_other_missing_beside_more_without_a_trace(tm
     report_ = diagnose(Folder(tmp_path).read())
     first = report_.findings[0]
     assert first.ranks == (2, 3, 4) and "which ranks 0-1 went through" in first.text, first
+    assert "not entered" not in first.text  # they may have made that call: they have no trace
 
 
 def test_who_has_gone_beside_a_rank_that_raised_is_not_accused(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_lines_that_are_lost_from_the_middle(name: str, rank: int, seed: int, sh
 
 
 def last_of_a_call(data: bytes) -> bytes:
-    return next((line for line in reversed(data.splitlines()) if b'"n":' in line and b'"missing"' not in line), b"")
+    return next((line for line in reversed(data.splitlines()) if b'"n":' in line and b'"stalled"' not in line), b"")
 
 
 @damage

@@ -30,9 +30,9 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank(folder: Path, odd: int, moment: str, at: int, after_s: float) -> None:
-    """One rank under the agent, which hides no signal from it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def rank(folder: Path, odd: int, moment: str, at: int, after_s: float, heeds: bool) -> None:
+    """One rank under the agent. heeds: SIGTERM ends it; else the closed connection does."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if heeds else signal.SIG_IGN)
     torch.set_num_threads(1)
     nemo_patches.apply(trace=folder)
     dist.init_process_group("gloo")
@@ -85,12 +85,25 @@ def agent(_: int, __: int, size: int, *args: object) -> None:
         elastic_launch(config, rank)(*args)
 
 
+def told_their_ends(folder: Path, odd: int) -> bool:
+    """Whether the traces of all other ranks tell how these ended."""
+    others = [file.read_bytes() for file in folder.glob("rank-*") if not file.name.startswith(f"rank-{odd:05}.")]
+    return all(b'"k":"raised"' in text or b'"k":"end"' in text for text in others)
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_nobody_is_accused_but_the_rank_that_was_killed(moment: str, tmp_path: Path) -> None:
-    """It is not always named: torchrun ends the others by SIGTERM, which leaves nothing in a trace either."""
-    for size in (2, 3):
+def test_who_was_killed_is_named_and_nobody_else(moment: str, tmp_path: Path) -> None:
+    """Not always, where SIGTERM, which torchrun sends to the others, ends them: that leaves nothing in a trace."""
+    for size, heeds in ((2, False), (3, False), (3, True)):
         draw = random.Random(f"{moment} {size}")
-        odd, folder = draw.randrange(size), tmp_path / str(size)
-        run_ranks(agent, 1, size, folder, odd, moment, draw.randrange(1, 30), draw.uniform(0.1, 0.4), group=False)
+        odd, folder = draw.randrange(size), tmp_path / f"{size}{heeds}"
+        at, after_s = draw.randrange(1, 30), draw.uniform(0.1, 0.4)
+        run_ranks(agent, 1, size, folder, odd, moment, at, after_s, heeds, group=False)
         report = diagnosed(folder)
-        assert {rank for one in critical(report) for rank in one.ranks} <= {odd}, report
+        accused = {rank for one in critical(report) for rank in one.ranks}
+        if heeds and not told_their_ends(folder, odd):
+            assert accused <= {odd}, report
+            continue
+        first = report.findings[0]
+        assert (first.id, first.ranks, first.severity) == ("killed", (odd,), "critical"), report
+        assert accused == {odd}, report

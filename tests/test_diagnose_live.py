@@ -144,10 +144,9 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_place(answers: dict
     report = answers["waits"]
     assert [(one["id"], one["ranks"]) for one in report["findings"]] == [(ids.MISSING_RANK, [2])]
     assert "< read_audio (tests/test_diagnose_live.py:" in report["verdict"]
-    place = (
-        r"Rank 2 has not entered barrier of wait_for_the_reader \(test_diagnose_live.py:\d+\), which ranks 0-1 have "
-    )
-    assert re.match(place, report["verdict"])
+    assert report["verdict"].startswith("Rank 2: it is in ")
+    place = r"It has not entered barrier of wait_for_the_reader \(test_diagnose_live.py:\d+\), which ranks 0-1 have "
+    assert re.search(place, report["verdict"])
     assert re.search(r"ranks 0-1: barrier, in wait_for_the_reader \(test_diagnose_live.py:\d+\)", report["summary"][0])
     assert (report["world_size"], report["exit_code"]) == (3, 1)
 
@@ -280,8 +279,8 @@ def test_a_running_job_has_the_ids_and_texts_of_every_other_source(folders: Path
     stuck = told(folders, "WARNING", group([1], ELSEWHERE, 60.0, where="read (data.py:41)"), waiting)
     assert (stuck.findings[0].id, stuck.findings[0].ranks) == (ids.MISSING_RANK, (1,))
     assert stuck.verdict == (
-        "Rank 1 has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 50 s: "
-        "it is in read (data.py:41)."
+        "Rank 1: it is in read (data.py:41). "
+        "It has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 50 s."
     )
     for kind, where, id_ in ((SILENT, "", ids.SILENT), (SILENT, GONE, ids.KILLED), (LEFT, "", ids.ENDED)):
         report = told(folders, "WARNING", group([1], kind, where=where), waiting)

@@ -113,7 +113,7 @@ def test_the_commands_as_a_user_types_them(job: tuple[Path, list[int]], tmp_path
     for arguments in (given, ["--job", str(folder)], [str(tmp_path)]):
         done = run([*nemo_patches, "diagnose", *arguments], environment(), LIMIT_S)
         assert done.returncode == 1, done
-        assert done.stdout.startswith("Rank 1 "), done.stdout
+        assert done.stdout.startswith("Rank 1: it is in "), done.stdout
         assert "in read_audio (job.py:7) < " in done.stdout
     nobody = run([*nemo_patches, "diagnose", "--pids", "999999999"], environment(), LIMIT_S)
     assert nobody.returncode == 2 and "999999999" in nobody.stderr

@@ -67,12 +67,34 @@ def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,), NO_COLOR="1")
     assert done.returncode == 1, done
     assert done.stderr == ""
-    head, found, *why, folded, last = done.stdout.splitlines()
+    head, found, *why, synced, last = done.stdout.splitlines()
     assert head.startswith(f"{path}: ")
     assert found.startswith(f"{path}:16: NP102 warning: ")
     assert [line.partition(": ")[0].strip() for line in why] == ["read", "instead", "why"]
-    assert folded.startswith(f"{path}: NP101: ")
+    assert synced.startswith(f"{path}:13: NP101 note: ")
     assert last == f"{path}: 1 warning, 1 note"
+
+
+def test_as_stock_the_length_sync_is_printed_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is this project's own hang, and the command that mends it is in its lines."""
+    text = CLEAN.replace("    sync_max_audio_length: ???\n", "")
+    code, out, _ = doctor(capfd, write(tmp_path, text))
+    assert code == 0
+    (at,) = (number for number, line in enumerate(out.splitlines()) if "NP101 note: " in line)
+    read, instead, why = out.splitlines()[at + 1 : at + 4]
+    assert read.startswith("    read: ")
+    assert instead.startswith("    instead: `nemo-patches run -- COMMAND`")
+    assert why.startswith("    why: ")
+    _, out, _ = doctor(capfd, write(tmp_path, text), patched=True)
+    assert "instead: " not in out
+
+
+def test_severity_is_the_lowest_that_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, STOCK)
+    by_default, note, warning = (doctor(capfd, path, severity=each)[1] for each in (None, "note", "warning"))
+    assert by_default == note
+    assert "NP101 note" in note
+    assert "NP101" not in warning
 
 
 def test_an_override_may_be_longer_than_the_name_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +283,10 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     assert out.count("    why: ") == 1
     assert "2 warnings, 2 notes" in out
     code, out, _ = doctor(capfd, *paths, quiet=True)
-    assert [line.split(": ")[:2] for line in out.splitlines()] == [[f"{path}:16", "NP102 warning"] for path in paths]
+    said = [line.split(": ")[:2] for line in out.splitlines()]
+    assert said == [
+        [f"{path}:{rule}", word] for path in paths for rule, word in ((16, "NP102 warning"), (13, "NP101 note"))
+    ]
     assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2  # what cannot be read is no finding
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
@@ -327,6 +352,26 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
             assert (rule.identifier in said) is expected, rule.identifier
             assert expected or not said, rule.identifier  # what is mended has no other finding
             assert text.splitlines()[0] in doctor(capfd, explain=rule.identifier)[1]
+
+
+def test_each_rule_on_code_has_an_example_that_it_finds_and_one_mended(tmp_path: Path) -> None:
+    rules = [rule for rule in all_rules() if rule.about == "code"]
+    for rule in rules:
+        for text, expected in ((rule.bad, True), (rule.good, False)):
+            done = examination.examine_code(write(tmp_path, text, "code.py"), rules)
+            said = {found.identifier for found, _ in done.findings}
+            assert said == ({rule.identifier} if expected and rule.identifier not in done.unchecked else set()), rule
+
+
+def test_a_check_that_needs_nemo_is_none_without_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "x = 1\n", "code.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, out, _ = doctor(capfd, path)
+    assert code == 0
+    assert out.splitlines()[-1] == f"{path}: nothing, not checked without NeMo: NP403 and NP408"
+    assert json.loads(doctor(capfd, path, json=True)[1])[0]["unchecked"] == ["NP403", "NP408"]
 
 
 def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -146,3 +146,153 @@ def test_the_doctor_stops_what_nemo_stops(tmp_path: Path, monkeypatch: Any) -> N
         if bool(said) != stops:
             wrong.append((config, said))
     assert wrong == []
+
+
+# --- what NeMo asks the length of a training set for
+
+SETS_OF_LHOTSE: list[dict[str, Any]] = [{}, {"force_iterable_dataset": True}]
+SCHEDULES: list[dict[str, Any]] = [{"t_limit_train_batches": 1.0}, {"t_limit_train_batches": 9}, {"max_steps": 9}]
+FLAGS: list[dict[str, Any]] = [{}, {"is_tarred": True}]
+MODELS = {"EncDecCTCModel": [], "EncDecMultiTaskModel": ["+model.transf_decoder={}"]}
+LIMITS = (1.0, 100)
+
+
+def has_no_length(_rank: int, _size: int, folder: str) -> tuple[list[bool], list[bool]]:
+    """Whether NeMo's scheduler, and then its models, stop with each of these, as a set of Lhotse has no len()."""
+    import os
+    from types import SimpleNamespace
+
+    import torch
+    from nemo.collections.asr import models
+    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
+    from nemo.core.optim.lr_scheduler import prepare_lr_scheduler
+
+    os.chdir(folder)
+
+    def stops(call: Any) -> bool:
+        try:
+            call()
+        except TypeError as error:
+            assert "has no len()" in str(error)
+            return True
+        return False
+
+    def loader(given: dict[str, Any]) -> Any:
+        config = OmegaConf.create({**WHOLE, "manifest_filepath": "manifest.json", **TWO, **given})
+        return get_lhotse_dataloader_from_config(config, 0, 1, torch.utils.data.Dataset())
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    usual = {"name": "CosineAnnealing", "t_max_epochs": 2, "t_accumulate_grad_batches": 1, "t_num_workers": 1}
+    schedules = [
+        stops(lambda given=given, more=more: prepare_lr_scheduler(optimizer, {**usual, **more}, loader(given)))
+        for given in SETS_OF_LHOTSE
+        for more in SCHEDULES
+    ]
+    asking = []
+    for name in MODELS:
+        for given in SETS_OF_LHOTSE:
+            for flag in FLAGS:
+                for limit in LIMITS:
+                    model = SimpleNamespace(
+                        _setup_dataloader_from_config=lambda config: loader(config),
+                        _update_dataset_config=lambda **_: None,
+                        _trainer=SimpleNamespace(limit_train_batches=limit),
+                        _train_dl=None,
+                        world_size=1,
+                    )
+                    setup = getattr(models, name).setup_training_data
+                    asking.append(
+                        stops(
+                            lambda given=given, flag=flag, model=model, setup=setup: setup(
+                                model, OmegaConf.create({**given, **flag, **TWO})
+                            )
+                        )
+                    )
+    return schedules, asking
+
+
+def test_the_doctor_knows_who_asks_for_a_length(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    (rank,) = run_ranks(has_no_length, 1, str(tmp_path), group=False)
+    by_nemo_schedules, by_nemo_models = rank.value
+    encoder = {"_target_": "nemo.collections.asr.modules.ConformerEncoder"}
+
+    def said(rule: str, given: dict[str, Any], trainer: dict[str, Any], *overrides: str) -> bool:
+        train = {**WHOLE, "manifest_filepath": "manifest.json", **TWO, **given}
+        config = {"model": {"encoder": encoder, "train_ds": train}, "trainer": trainer}
+        source = yaml_text.parse(Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create(config)))
+        job = Job(reading.with_overrides(source, overrides))
+        found = examination.checked(job, examination.chosen([rule]))
+        return any("stops at its start" in finding.what for _, finding in found)
+
+    schedule = "+model.optim={sched: {name: CosineAnnealing}}"
+    by_doctor = [
+        said(
+            "NP133",
+            given,
+            {"limit_train_batches": more.get("t_limit_train_batches", 1.0), "max_steps": more.get("max_steps", -1)},
+            schedule,
+        )
+        for given in SETS_OF_LHOTSE
+        for more in SCHEDULES
+    ]
+    assert by_doctor == by_nemo_schedules
+    by_doctor = [
+        said("NP104", {**given, **flag}, {"limit_train_batches": limit}, *of_model)
+        for of_model in MODELS.values()
+        for given in [{}, {"shar_path": "shar", "manifest_filepath": None}]  # a stream that has no end
+        for flag in FLAGS
+        for limit in LIMITS
+    ]
+    assert by_doctor == by_nemo_models
+
+
+def is_validated(_rank: int, _size: int) -> list[bool]:
+    """Whether Lightning comes to validation, with 8 batches, and without a length as Lhotse's sets are."""
+    import lightning.pytorch as pl
+    import torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Batches(Dataset[Any]):
+        def __getitem__(self, _index: int) -> Any:
+            return torch.ones(4)
+
+    class Sampler:
+        def __iter__(self) -> Any:
+            return iter(range(8))
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.validated = 0
+
+        def training_step(self, batch: Any, _index: int) -> Any:
+            return self.layer(batch).sum()
+
+        def validation_step(self, _batch: Any, _index: int) -> None:
+            self.validated += 1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    validated = []
+    for trainer in (
+        {"limit_train_batches": 20},
+        {"limit_train_batches": 8},
+        {"limit_train_batches": 20, "val_check_interval": 0.4},
+        {"limit_train_batches": 20, "val_check_interval": 15, "check_val_every_n_epoch": None},
+    ):
+        model = Model()
+        loaders = [DataLoader(Batches(), sampler=Sampler(), batch_size=None) for _ in range(2)]  # type: ignore[arg-type]
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        given: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0, "enable_model_summary": False, **trainer}
+        pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **given).fit(model, *loaders)
+        validated.append(model.validated > 0)
+    return validated
+
+
+def test_an_epoch_shorter_than_its_limit_is_never_validated() -> None:
+    """NP135."""
+    (rank,) = run_ranks(is_validated, 1, group=False)
+    assert rank.value == [False, True, True, True]

@@ -91,6 +91,18 @@ def test_the_rank_that_has_not_entered_is_named_with_what_it_did_last(as_json: b
     assert first.evidence[0].startswith("rank 2 [nccl_trace_rank_2]")
 
 
+@pytest.mark.parametrize("name", ["rank{}_step42.pickle", "dump-rank{}.pkl.1", "fr_{}.pickle"])
+def test_dumps_with_other_names_and_of_nccl2(name: str, tmp_path: Path) -> None:
+    """nccl2 is torch 2.15's default backend."""
+    done = [entry(number, "nccl2:all_reduce") for number in range(1, 7)]
+    going = [*done, entry(7, "nccl2:all_reduce", state="started")]
+    folder = write(tmp_path / "dumps", {0: going, 1: going, 2: done, 3: going})
+    for rank in range(RANKS):
+        (folder / f"nccl_trace_rank_{rank}").rename(folder / name.format(rank))
+    first = diagnose_dumps(folder).findings[0]
+    assert (first.id, first.ranks) == (ids.MISSING_RANK, (2,)), first
+
+
 @pytest.mark.parametrize(
     ("odd", "finding"),
     [

@@ -142,8 +142,8 @@ def test_the_reports_of_all_ranks_name_the_missing_one_and_its_place(tmp_path: P
     report = diagnosed(tmp_path)
     assert [(one.id, one.ranks) for one in report.findings] == [("missing-rank", (1,))]
     assert report.verdict == (
-        "Rank 1 has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 55 s: "
-        "it is in read (data.py:41)."
+        "Rank 1: it is in read (data.py:41). "
+        "It has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 55 s."
     )
     assert any("rank 1's stall report" in line for line in report.findings[0].evidence)
     assert [one.rank for one in report.ranks] == [0, 1, 2]

@@ -457,7 +457,7 @@ def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
         as_json = command("--pids", str(pid), "--json")
     assert done.returncode == 0, done.stderr
     first, second, *_ = done.stdout.splitlines()
-    assert first == f"job node1:29500 on {socket.gethostname()}: 1 ranks, found by torchrun"
+    assert first == f"job node1:29500 on {socket.gethostname()}: 1 rank, found by torchrun"
     assert second.startswith(f"  rank 3 (pid {pid}): in train (program.py:")
     assert "moved: i of train (program.py) went from " in second
     file = tmp_path / "node1.json"

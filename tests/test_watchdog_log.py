@@ -1067,7 +1067,8 @@ def test_the_rank_that_a_dump_signal_comes_from_waited(tmp_path: Path) -> None:
     report = report_on(tmp_path, signal(0, " rank 3", 21, 21), signal(1, " rank 3", 21, 21), START)
     assert not any(3 in one.ranks for one in report.findings), report
     fates = [fact for fact in facts_of(tmp_path, signal(0, " rank 3", 21, 21)) if isinstance(fact.value, Fate)]
-    assert [(fact.rank, fact.value.kind, fact.own) for fact in fates] == [(3, "waited", False)]
+    told = [(fact.rank, fact.value.kind, fact.own) for fact in fates]
+    assert told == [(3, "waited", False), (0, "heard", True)]
 
 
 def test_start_up_is_no_stall_of_the_length_sync(tmp_path: Path) -> None:

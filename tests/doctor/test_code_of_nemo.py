@@ -14,7 +14,7 @@ from nemo_patches.tools.doctor.finding import Severity
 pytestmark = beside_nemo
 
 FOLDERS = ("collections/asr/models", "collections/asr/modules", "collections/speechlm2/models", "core/classes")
-NOTES = 12  # of NP405 to NP409: evaluations without a batch, wer.compute in a sub-batch (NP116), looks for NaN
+NOTES = 12  # of NP405 to NP407: evaluations without a batch, wer.compute in a sub-batch (NP116)
 
 
 @pytest.fixture(scope="module")

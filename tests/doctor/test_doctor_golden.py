@@ -18,7 +18,7 @@ from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-BESIDE_NEMO = {"NP402", "NP403", "NP404", "NP408"}  # which compare code with the installed NeMo
+BESIDE_NEMO = {"NP403", "NP408"}  # which compare code with the installed NeMo
 
 
 def _show(about: str, subject: Any) -> None:

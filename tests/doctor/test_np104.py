@@ -97,3 +97,13 @@ def test_types_that_are_repeated_without_tar_files_and_what_ends_them(tmp_path: 
     assert said("{type: my_own, paths: x}") == 0
     beside = "+model.train_ds.cuts_path=x", "+model.train_ds.tarred_audio_filepaths=x"
     assert found(tmp_path, "NP104", LHOTSE, *beside) == []  # NeMo reads the cuts
+
+
+@pytest.mark.parametrize("model", ["transf_decoder={}", "initialize_prompt_feature=true"])
+def test_models_that_go_by_is_tarred_ask_any_set_of_lhotse(tmp_path: Path, model: str) -> None:
+    given = (f"+model.{model}", "+model.train_ds.is_tarred=true")
+    (finding,) = found(tmp_path, "NP104", LHOTSE, *given, "trainer.devices=1")
+    assert "has is_tarred" in finding.what
+    assert found(tmp_path, "NP104", LHOTSE, *given, "+trainer.limit_train_batches=100") == []
+    assert found(tmp_path, "NP104", LHOTSE, given[0]) == []
+    assert found(tmp_path, "NP104", LHOTSE, given[1]) == []  # other models go by the loader

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from configs import LHOTSE, NEST, WARNING, found
 
+from nemo_patches.patching.targets import TARGETS
 from nemo_patches.tools.doctor import against, known_keys
+from nemo_patches.tools.doctor.encoders import FLAG
 
 pytestmark = pytest.mark.one_nemo
 
@@ -77,11 +79,22 @@ def test_the_known_keys_are_those_of_the_installed_nemo_and_lightning() -> None:
     """Read from the sources, so that a new release shows here and nothing is imported for it."""
     nemo, lightning = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("nemo", "lightning"))  # type: ignore[union-attr]
     asr = nemo / "collections" / "asr" / "modules"
-    for name, known in known_keys.ENCODERS.items():
+    for name, entry in known_keys.ENCODERS.items():
         for path in (asr / "conformer_encoder.py", asr / "squeezeformer_encoder.py", asr / "conv_asr.py"):
-            assert parameters(path, name) <= known, name
+            for own in (name, f"{name}Adapter"):
+                assert parameters(path, own) <= set(entry["keys"]), own
     assert parameters(lightning / "pytorch" / "trainer" / "trainer.py", "Trainer") <= known_keys.TRAINER
     assert fields(nemo / "utils" / "exp_manager.py", "ExpManagerConfig") <= known_keys.EXP_MANAGER
+
+
+def test_the_encoders_are_those_that_are_patched() -> None:
+    """A new target needs its entry in known_keys.yaml, with the keys that its class takes."""
+    patched = [target for target in TARGETS if target.module.startswith("nemo.collections.asr.modules.")]
+    assert {target.owner for target in patched} == set(known_keys.ENCODERS)
+    for target in patched:
+        with_flag = any(FLAG in reads for reads in target.reads)
+        assert with_flag is (FLAG in known_keys.ENCODERS[target.owner]["keys"])
+        assert bool(target.setter) is ("pos_emb_max_len" in known_keys.ENCODERS[target.owner]["keys"])
 
 
 def body(path: Path, name: str) -> list[ast.stmt]:

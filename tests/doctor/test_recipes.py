@@ -145,6 +145,7 @@ model:
 {TRAINER}  strategy: ddp
 {EXP}""",
 }
+OF_NEARLY_ALL = ("NP005", "NP101", "NP115", "NP118")  # notes that nearly every config gets
 W, E = "warning", "error"
 DDP = "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy,"
 
@@ -487,7 +488,7 @@ def said(name: str, overrides: list[str]) -> list[str]:
 def test_recipes_are_clean_with_few_notes(name: str) -> None:
     assert said(name, []) == []
     findings = examination.checked(Job(reading.with_overrides(SOURCES[name])), examination.chosen())
-    assert len([rule for rule, _ in findings if not rule.folded]) <= 1, findings
+    assert len([rule for rule, _ in findings if rule.identifier not in OF_NEARLY_ALL]) <= 1, findings
 
 
 def test_one_changed_key_is_what_an_expert_says() -> None:

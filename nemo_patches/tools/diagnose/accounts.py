@@ -9,17 +9,18 @@ from typing import TypeVar
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Evidence, Fact, Fate, Member, Motion, Place
 
-CAUSES = frozenset({fates.RAISED, fates.KILLED})
-CONSEQUENCES = frozenset({fates.WAITED, fates.CUT})
+CAUSES = frozenset({fates.RAISED, fates.KILLED, fates.NODE})
+CONSEQUENCES = frozenset({fates.WAITED, fates.CUT, fates.PASSED_ON})
 HELD = (fates.STOPPED, fates.TRACED)
 GONE_FATES = CAUSES | CONSEQUENCES | {fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.ABORTED}
 _THERE = frozenset({fates.RUNS, fates.STOPPED, fates.TRACED})
 _NOT_HEARD = frozenset({fates.SILENT, fates.UNSEEN, fates.MISSING, fates.GONE})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
-    *(fates.RAISED, fates.KILLED, fates.STOPPED, fates.TRACED, fates.WAITED, fates.CUT, fates.STUCK),
+    *(fates.RAISED, fates.KILLED, fates.NODE, fates.STOPPED, fates.TRACED, fates.WAITED, fates.CUT),
+    *(fates.PASSED_ON, fates.STUCK),
     *(fates.ABORTED, fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.SILENT, fates.MISSING),
-    *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.RUNS),
+    *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.UNRESOLVED, fates.HEARD, fates.RUNS),
 )
 
 

@@ -19,8 +19,7 @@ Floats32 = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int32]
 
-_KNOTS = 64  # moments at which two clocks are compared; between them drift is taken to be linear
-_ROUNDS_AT_A_KNOT = 16
+_LAST_ROUNDS = 64  # by which two clocks are compared: what happened at the end counts
 
 
 @dataclass(frozen=True)
@@ -41,74 +40,50 @@ class Rounds:
 
 
 @dataclass(frozen=True)
-class _RoundsInTime:
-    """One rank's rounds, as in Rounds."""
-
-    number: Whole
-    index: Indices
-    at: Floats
-    waited: Floats32
-
-
-@dataclass(frozen=True)
 class Clocks:
-    """The traces' clocks on the reference rank's scale, without the ranks that share no round with it."""
+    """What to add to each trace's times for the reference rank's; without ranks that share no round with it."""
 
     reference: int
-    knots: dict[int, tuple[Floats, Floats]]  # by rank: own time, and what to add to it
+    offsets: dict[int, float]
 
     def common(self, rank: int, at: float) -> float | None:
         """Seconds of a rank's own trace on the common scale; None where that cannot be told."""
-        return float(self.all_common(rank, np.array(at))) if rank in self.knots else None
-
-    def all_common(self, rank: int, at: Floats) -> Floats:
-        """Likewise of many moments of a rank that is on the scale."""
-        common: Floats = at + np.interp(at, *self.knots[rank])
-        return common
+        return at + self.offsets[rank] if rank in self.offsets else None
 
     def common_or_own(self, rank: int, at: float) -> float:
-        common = self.common(rank, at)
-        return at if common is None else common
+        return at + self.offsets.get(rank, 0.0)
 
 
 def shared_rounds(tracks: dict[int, Track]) -> Rounds:
-    in_time = {rank: _in_time(track) for rank, track in tracks.items()}
-    ranks = tuple(sorted(in_time))
-    if not ranks:
-        empty = np.zeros((0, 0), np.float32)
-        return Rounds((), np.zeros(0, np.int64), empty.astype(np.int32), empty.astype(np.float64), empty)
-    number = reduce(_in_both, (in_time[rank].number for rank in ranks))
-    rows = []
-    for rank in ranks:  # one rank's arrays after the other: of a million calls, all take 60 MiB
-        one = in_time.pop(rank)
-        where = np.searchsorted(one.number, number)
-        rows.append((one.index[where], one.at[where], one.waited[where]))
-    return Rounds(ranks, number, *map(np.stack, zip(*rows, strict=True)))
+    ranks = tuple(sorted(tracks))
+    in_time = [_in_time(tracks[rank]) for rank in ranks]
+    number = reduce(_in_both, (one.number for one in in_time)) if in_time else np.zeros(0, np.int64)
+    where = [np.searchsorted(one.number, number) for one in in_time]
+    shape = (len(ranks), len(number))
+    return Rounds(
+        ranks,
+        number,
+        np.array([one.index[0][at] for one, at in zip(in_time, where, strict=True)], np.int32).reshape(shape),
+        np.array([one.at[0][at] for one, at in zip(in_time, where, strict=True)], np.float64).reshape(shape),
+        np.array([one.waited[0][at] for one, at in zip(in_time, where, strict=True)], np.float32).reshape(shape),
+    )
 
 
 def clocks(tracks: dict[int, Track]) -> Clocks:
-    """The clocks of the given ranks, by the rounds that each shares with the rank that has the most."""
-    in_time = {rank: _in_time(track) for rank, track in tracks.items()}
+    """The clocks of the given ranks, by the last rounds that each shares with the rank that has the most."""
+    in_time = {rank: _in_time(track) for rank, track in sorted(tracks.items())}
     if not in_time:
         return Clocks(-1, {})
-    reference = max(sorted(in_time), key=lambda rank: len(in_time[rank].number))
+    reference = max(in_time, key=lambda rank: len(in_time[rank].number))
     theirs = in_time[reference]
-    knots = {reference: (np.zeros(1), np.zeros(1))}
+    offsets = {reference: 0.0}
     for rank, ours in in_time.items():
-        if rank == reference:
-            continue
-        shared = _in_both(ours.number, theirs.number)
-        mine, other = np.searchsorted(ours.number, shared), np.searchsorted(theirs.number, shared)
-        if not len(mine):
-            continue
-        own = ours.at[mine]
-        offsets = theirs.at[other] - own
-        pieces = np.array_split(np.arange(len(own)), max(1, min(_KNOTS, len(own) // _ROUNDS_AT_A_KNOT)))
-        knots[rank] = (
-            np.array([np.median(own[piece]) for piece in pieces]),
-            np.array([np.median(offsets[piece]) for piece in pieces]),
-        )
-    return Clocks(reference, knots)
+        shared = _in_both(ours.number, theirs.number)[-_LAST_ROUNDS:]
+        if len(shared):
+            own = ours.at[0][np.searchsorted(ours.number, shared)]
+            other = theirs.at[0][np.searchsorted(theirs.number, shared)]
+            offsets[rank] = float(np.median(other - own))
+    return Clocks(reference, offsets)
 
 
 def _in_both(left: Whole, right: Whole) -> Whole:
@@ -116,15 +91,11 @@ def _in_both(left: Whole, right: Whole) -> Whole:
     return left if np.array_equal(left, right) else np.intersect1d(left, right, True)
 
 
-def _in_time(track: Track) -> _RoundsInTime:
+def _in_time(track: Track) -> Rounds:
+    """One rank's rounds; of a round that several calls have, the first."""
     calls = track.calls
-    index = np.flatnonzero(np.array(calls.outcome) == CAME).astype(np.int32)
-    number = np.array(calls.round)[index]
-    synced = np.array(calls.synced, dtype=np.float64)[index]
-    entered = np.array(calls.entered)
-    at: Floats = entered[index] + synced
-    waited = np.array(calls.waited)[index]
-    if (np.diff(number) > 0).all():
-        return _RoundsInTime(number, index, at, waited)
-    number, first = np.unique(number, return_index=True)
-    return _RoundsInTime(number, index[first], at[first], waited[first])
+    index = np.flatnonzero(np.array(calls.outcome) == CAME)
+    number, first = np.unique(np.array(calls.round)[index], return_index=True)
+    index = index[first]
+    at: Floats = np.array(calls.entered)[index] + np.array(calls.synced)[index]
+    return Rounds((), number, index[None, :].astype(np.int32), at[None, :], np.array(calls.waited)[index][None, :])

@@ -21,11 +21,7 @@ from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
 
 OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse nobody
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
-_PHASES = {
-    ids.LENGTH_SYNC: "in the length sync",
-    ids.LAYERS: "after the length sync",
-}
-_PHASE_ORDER = list(_PHASES)
+_PHASES = {ids.LENGTH_SYNC: "in the length sync", ids.LAYERS: "after the length sync"}
 _KNOWN_ENDS = (fates.RAISED, *CONSEQUENCES, fates.TERMINATED, fates.ENDED)
 
 
@@ -134,6 +130,8 @@ def _of_encoder(ranks: _Ranks, encoder: str) -> list[Finding]:
     for look in (_left_in_a_collective, _waited_for_in_vain, _gone):
         if suspects := look(ranks, known):
             others = _at_top([one for one in ranks.sure if one not in suspects])
+            if look is _waited_for_in_vain and 2 * len(suspects) > len(ranks.all):
+                return [_not_level(others, suspects)]  # rather one that went on than so many that are held up
             return _grouped(ranks, suspects, others or suspects)
     if ranks.explained or ranks.hearing.evidence.moving:
         return []
@@ -294,6 +292,9 @@ def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
         text += doings([one.account for one in some]) or "stuck there, or killed"
     elif kind == ids.SOME_INSIDE or (first.ending.position >= usual.ending.position and not first.ending.unsure):
         text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
+    elif first.ending.unsure and not any(one.ending.phase for one in others):
+        text = f"{who} {is_} not where {theirs} {waits}, after {usual.call.title}, which {theirs} {_went(others)}: "
+        text += it_does
     else:
         there, here = usual.ending.call, first.ending.call + 1
         number = f" (call {there} there, {here} here)" if there != here and not first.ending.unsure else ""
@@ -319,6 +320,8 @@ def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
         inside = f"inside {first.call.title}, {_PHASES[first.ending.phase]}"
         return f"{inside}; {told}" if told else inside
     if kind == ids.KILLED:
+        if first.kind == fates.FAILED:
+            return f"{'it' if is_one else 'they'} failed {_where(first)}: {first.account.fate.text}"
         they_were, their_end = ("it was", "its end") if is_one else ("they were", "their ends")
         return f"{they_were} killed or crashed {_where(first)}: no record tells of {their_end}"
     if kind == ids.SILENT:
@@ -376,22 +379,34 @@ def _level(ranks: _Ranks) -> list[Finding]:
         return _grouped(ranks, behind, at_top)
     if inside and outside and not reported:
         return [_absent(ranks, ids.SOME_INSIDE, inside, outside)]
-    if all(one.ending.in_vain for one in at_top):
+    if not behind and all(one.ending.in_vain for one in at_top):
         return []  # the last rank to reach a round does not wait in vain: some trace is incomplete
     return [_of_equals(ranks, at_top[0].call.title, inside, outside, behind)]
+
+
+def _not_level(ahead: _Some, behind: _Some) -> Finding:
+    """All wait as far as is known, and some are calls ahead."""
+    who, others = named([one.rank for one in ahead]), named([one.rank for one in behind])
+    is_ = "is" if len(ahead) == 1 else "are"
+    text = f"{who} {is_} at {_usual(ahead).call.title}, {others} at call {_usual(behind).ending.call}: {who} went on "
+    text += "without a collective that the others wait in (a skipped backward, a swallowed exception, one batch more), "
+    text += "or the others are held up. No record says which."
+    return replace(_finding(ids.SKIPPED, text, ahead, [*ahead[:2], *behind[:2]]), ranks=(), phase="")
 
 
 def _of_equals(ranks: _Ranks, call: str, inside: _Some, outside: _Some, behind: _Some) -> Finding:
     everyone = f"All {len(ranks.sure)} ranks"
     if inside and not outside and not behind:
-        phase = min((one.ending.phase for one in inside), key=_PHASE_ORDER.index)
-        there = [one for one in inside if one.ending.phase == phase]
-        which = named([one.rank for one in there])
-        which = _PHASES[phase] if len(there) == len(inside) else f"{which} {_PHASES[phase]}"
+        there = [one for one in inside if one.ending.phase == ids.LENGTH_SYNC] or inside
+        which = _PHASES[there[0].ending.phase]
+        if len(there) < len(inside):
+            which = f"{named([one.rank for one in there])} {which}"
         text = f"{everyone} are inside {call}, {which}, and none has come out."
         return _finding(ids.ALL_INSIDE, text, there, there)
-    if inside or behind:
-        text = f"{everyone} wait, some in {call} and some before it, and no record says for whom."
+    if behind:
+        return _not_level([one for one in ranks.sure if one not in behind], behind)
+    if inside:
+        text = f"{everyone} wait, some in {call} and some after it, and no record says for whom."
         return replace(_finding(ids.OUTSIDE, text, ranks.sure, ranks.sure), phase="")
     text = f"{everyone} have come out of {call}, and none has entered another: if they hang, it is outside the encoder."
     # A job that decodes or writes for long, and calls no encoder, looks the same, unless a rank was seen to wait.

@@ -47,17 +47,26 @@ def by_ends(hearing: Hearing) -> Ruling:
     if all(one.fate.text.startswith(fates.AT_START) for one in (*waited, *cut)):
         return Ruling((_start_up([*waited, *cut], evidence, hearing), *by_launcher(hearing, of_ranks_that_waited=True)))
     what, step = _collective_of(waited, hearing)
+    peers = [one.fate.text.partition("its peer: ")[2] for one in cut]
+    peer = next((f" by {peer}" for peer in peers if peer), "")
     ends = "; ".join(
         f"{who(one.rank for one in some)} {how}"
-        for some, how in ((waited, f"waited {what} until a time limit"), (cut, "had a connection closed"))
+        for some, how in ((waited, f"waited {what} until a time limit"), (cut, f"had a connection closed{peer}"))
         if some
     )
     unseen = _unseen_text(hearing)
-    text = f"{ends}: another rank did not come, or had gone before. Which one, this does not tell{unseen}."
+    text = f"{ends}: {_why(waited, hearing)}{unseen}."
     if len(places := _places_of(waited)) > 1:
         told = "; ".join(f"{named(ranks)} in {place}" for place, ranks in places.items())
         text = f"{ends}, at different places: {told}. One of them may have made a collective more or fewer{unseen}."
         step = step or step_of(ids.OUT_OF_STEP)
+    by_title = _by_title(waited)
+    if len(by_title) > 1:
+        told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
+        text = (
+            f"Ranks waited in collectives of several groups until a time limit, perhaps for each other: {told}{unseen}."
+        )
+        step = "Look for what makes these ranks part: more batches on some, a collective that only some ranks call."
     seats_of = [cited(fact, title_of(fact.seat)) for one in waited for fact in one.seats if fact.seat]
     lines = [*seats_of[:8], *evidence]
     found = [finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)]
@@ -81,6 +90,33 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     return (replace(found[0], text=text, severity=CRITICAL, evidence=evidence),)
 
 
+def _why(waited: list[Account], hearing: Hearing) -> str:
+    """Why they waited in vain, as far as is known: if nobody is missing of those that are heard, nobody may be."""
+    there = {(fact.seat.group, fact.seat.number) for one in waited for fact in one.seats if fact.seat}
+    heard = {one.rank for one in hearing.having(fates.HEARD)}
+    sizes = parties((fact.seat.size, one.rank) for one in waited for fact in one.seats if fact.seat and fact.seat.size)
+    unlike = "; ".join(f"{size} on {named(ranks)}" for size, ranks in sizes.items()) if len(sizes) > 1 else ""
+    more = f". Their sizes differ: {unlike}" if unlike and len(there) == 1 else ""
+    is_whole = hearing.world_size == len(waited) > 1 and not hearing.unseen
+    if is_whole and len(there) == 1:
+        return f"all ranks had enqueued it, so that the transfer failed, or hangs on one of them{more}"
+    text = "another rank did not come, or had gone before, or the transfer failed. Which, this does not tell"
+    if not waited:
+        text = "another rank had gone before, or the network failed. Which, this does not tell"
+    if heard:
+        is_ = "was" if len(heard) == 1 else "were"
+        text += f"; {named(sorted(heard))} {is_} told of it, and had no time-out"
+    return text + more
+
+
+def _by_title(waited: list[Account]) -> dict[str, list[int]]:
+    """Ranks by the collective in which each timed out, where these are of several groups."""
+    seats_of = [(fact.seat, one.rank) for one in waited for fact in one.seats if fact.seat and fact.seat.kind]
+    if len({seat.group for seat, _ in seats_of}) < 2:
+        return {}
+    return parties((title_of(seat), rank) for seat, rank in seats_of)
+
+
 def _unseen_text(hearing: Hearing) -> str:
     logged = [one.rank for one in hearing.having(fates.LOGGED) if one.rank != NOT_TOLD]
     text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
@@ -91,7 +127,10 @@ def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> F
     ranks, told = who(one.rank for one in waited), waited[0].fate.text.removeprefix(f"{fates.AT_START}: ")
     text = f"The job did not start: {ranks} waited for the process group in vain, and training had not begun. "
     rank = "It" if len(waited) == 1 else who([waited[0].rank])
-    return finding(ids.START_UP, f"{text}{capital(rank)} says: {told}{_unseen_text(hearing)}.", evidence=evidence)
+    text += f"{capital(rank)} says: {told}{_unseen_text(hearing)}."
+    if unresolved := hearing.told(fates.UNRESOLVED):
+        text += f" An address could not be resolved: {unresolved[0].fate_text} [{unresolved[0].cite}]."
+    return finding(ids.START_UP, text, evidence=evidence)
 
 
 def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
@@ -159,8 +198,24 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
     outside = [fact for fact in facts if fact.fate_text == fates.FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
+    step = "Look who ended it: the scheduler's log."
+    heard = [one.rank for one in hearing.having(fates.HEARD)]
+    before = "no record tells of a failure before"
+    if heard:
+        before = f"before that {who(heard)} had been told of another rank's time-out: it hung"
     if of_job:
-        text = f"The job was ended ({first.fate_text}) [{first.cite}], and no record tells of a failure before."
+        text = f"The job was ended ({first.fate_text}) [{first.cite}], and {before}."
+        if first.fate_text.startswith(fates.TIME_LIMIT):
+            text = f"The job reached its time limit ({first.fate_text.partition('; ')[2]}) [{first.cite}]"
+            text += f"; {before}." if heard else ": that is no hang by itself."
+            step = (
+                "Ask for more time (`--time`), or go on from the last checkpoint; was it slower than planned, a trace "
+            )
+            step += "(NEMO_PATCHES_TRACE) tells who was late."
+        elif first.fate_text.startswith(fates.PREEMPTED):
+            text = f"The job was preempted ({first.fate_text.partition('; ')[2]}) [{first.cite}]"
+            text += f"; {before}." if heard else "."
+            step = "Go on from the last checkpoint; `--requeue` lets Slurm start it again."
     elif outside:
         text = f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that torchrun had not sent "
         text += f"[{first.cite}]: a user, the scheduler, or another program sent it."
@@ -168,4 +223,4 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
         text = f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like [{first.cite}], and no record tells "
         text += "of a failure before: a user, the scheduler, or another host's launcher ended the job."
     lines = [cited(fact, fact.fate_text) for fact in (*of_job, *outside, *facts)[:8]]
-    return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step="Look who ended it: the scheduler's log."),)
+    return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step=step),)

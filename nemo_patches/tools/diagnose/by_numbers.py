@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from nemo_patches.stall.judge import Judgement, Seat
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
-from nemo_patches.tools.diagnose.facts import Fact
+from nemo_patches.tools.diagnose.facts import OF_MODEL, Fact
 from nemo_patches.tools.diagnose.findings import Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     Wait,
@@ -24,6 +26,8 @@ from nemo_patches.tools.diagnose.verdicts import (
     same_kind,
     title_of,
 )
+
+_MOST_OF_BUFFERS = 1 << 26  # elements
 
 
 def by_numbers(hearing: Hearing) -> Ruling:
@@ -66,7 +70,19 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
         return [out_of_step(_by_title(there), evidence)]
     if one.id == seats.SIZES:
         told = "; ".join(f"{title} on {named(ranks)}" for title, ranks in _by_title(there).items())
-        return [finding(ids.SIZES, f"The ranks give the same collective different sizes: {told}.", evidence=evidence)]
+        if one.seat.group == OF_MODEL:
+            step = "Make the model the same on all ranks before DDP wraps it: parameters that only some ranks add or "
+            step += "freeze, another config or checkpoint."
+            text = f"The ranks have different models: {told.replace('a collective ', '')}."
+            return [finding(ids.SIZES, text, evidence=evidence, next_step=step)]
+        step = ""
+        if "broadcast" in one.seat.kind.lower() and all(_is_small(fact.seat) for fact in there if fact.seat):
+            step = "With sync_max_audio_length=false, DDP's buffer broadcast meets positional encodings of different "
+            step += (
+                "sizes: nemo_patches keeps their shapes equal. Else look for a buffer whose size depends on the rank."
+            )
+        text = f"The ranks give the same collective different sizes: {told}."
+        return [finding(ids.SIZES, text, evidence=evidence, next_step=step)]
     if one.id == seats.CROSSED:
         have = "has" if len(one.absent) == 1 else "have"
         text = (
@@ -83,6 +99,12 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
     came = f"{named(one.absent)} came to it after {'its' if len(one.absent) == 1 else 'their'} own"
     text = f"The records were not made at one time: {title} was completed, so {came}."
     return [finding(ids.NOT_ENOUGH, text, next_step="Take the dumps of all ranks while the job hangs.")]
+
+
+def _is_small(seat: Seat) -> bool:
+    """Whether it may be a model's buffers."""
+    numbers = [int(number[:18]) for number in re.findall(r"\d+", seat.size)]
+    return math.prod(numbers) <= _MOST_OF_BUFFERS
 
 
 def _last_entered(account: Account) -> str:

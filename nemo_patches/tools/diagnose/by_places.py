@@ -11,13 +11,28 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import CAUSES, CONSEQUENCES, GONE_FATES, HELD, Account, Hearing
+from nemo_patches.tools.diagnose.facts import NOT_TOLD
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
-from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent, evidence_of, finding, out_of_step, parties
+from nemo_patches.tools.diagnose.verdicts import (
+    ENDING,
+    Wait,
+    all_absent,
+    evidence_of,
+    finding,
+    in_no_collective,
+    out_of_step,
+    parties,
+    step_of,
+)
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 _OUT = (*HELD, fates.GONE, fates.ENDED, fates.KILLED, fates.RAISED, fates.SILENT, fates.MISSING, fates.UNSEEN)
 
+_START = "init_process_group"
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+
+
+HAS_ENDED = "The job has ended: none of its processes is there any more."
 
 
 def by_places(hearing: Hearing) -> Ruling:
@@ -28,13 +43,13 @@ def by_places(hearing: Hearing) -> Ruling:
         return Ruling()
     over = all(one.fate_kind in (fates.GONE, fates.ENDED) for one in accounts.values())
     if over and not any(one.place.where for one in seen) and not hearing.unseen:
-        return Ruling(text="The job has ended: none of its processes is there any more.", goes_on=True)
+        return Ruling(text=HAS_ENDED, goes_on=True)
     moving = [one for one in seen if one.moved]
     # A rank at the end of its script is missing where others wait; else it waits itself, with a collective pending.
     others_wait = [one for one in waiting if one.place.activity != ENDING]
     waiting = others_wait or waiting
     unreadable = [one for one in seen if one.fate_kind == fates.UNREADABLE]
-    if len(unreadable) == len(seen):
+    if len(unreadable) == len(seen) and not waiting:
         text = f"None of {len(seen)} ranks could be read: {unreadable[0].fate.text}"
         step = "Then run this again; what is known of each process without its stack is below."
         return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence_of(seen), next_step=step),))
@@ -61,7 +76,7 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
     not_known = [f"nothing is known of {named(unseen)}, whose hosts may not be collected yet"] if unseen else []
     if one is not None and one.id == seats.MISSING:
         accused = [hearing[rank] for rank in one.accused]
-        if unreadable := [each for each in accused if each.fate_kind == fates.UNREADABLE]:
+        if unreadable := [one for one in accused if one.fate_kind == fates.UNREADABLE and one.reported is None]:
             text = f"{named([each.rank for each in unreadable])} could not be read: {unreadable[0].fate.text}"
             return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence),))
         accused = [each for each in accused if not _waited_by_its_end(hearing, each, waiting[0])]
@@ -78,7 +93,7 @@ def _of_places(one: Judgement | None, hearing: Hearing, waiting: list[Account], 
         return Ruling((finding(ids.NOT_SEEN, text, evidence=evidence),))
     if one is not None and one.id == seats.OUT_OF_STEP:
         return Ruling((_different(waiting, evidence),))
-    return Ruling((_all_in(waiting, evidence),))
+    return Ruling((_all_in(waiting, evidence, hearing),))
 
 
 def _different(waiting: list[Account], evidence: list[str]) -> Finding:
@@ -89,8 +104,23 @@ def _different(waiting: list[Account], evidence: list[str]) -> Finding:
     return out_of_step(by_title, evidence, why.text, why.id or ids.OUT_OF_STEP)
 
 
-def _all_in(waiting: list[Account], evidence: list[str]) -> Finding:
+def _not_started(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
+    """All wait for the process group, of which each may be at another line."""
+    text = "The job has not started: every rank waits in init_process_group"
+    unresolved = hearing.told(fates.UNRESOLVED)
+    if unresolved:
+        ranks, first = named(sorted({fact.rank for fact in unresolved if fact.rank != NOT_TOLD})), unresolved[0]
+        text += f", and {ranks or 'one of them'} cannot resolve the address at which they meet "
+        text += f"({first.fate_text}) [{first.cite}]"
+    elif ways := parting(waiting):
+        text += f"; {ways}"
+    return finding(ids.START_UP, f"{text}.", evidence=evidence)
+
+
+def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
     """All wait, in the same collective as far as their stacks show."""
+    if all(one.place.collective == _START for one in waiting):
+        return _not_started(waiting, evidence, hearing)
     seat = next((one.place.seat for one in waiting if not is_guess(one.place.collective)), "")
     if steps := apart(waiting):
         text = f"Every rank waits, and they are not at the same step: {steps}."
@@ -149,6 +179,16 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         return Ruling(tuple(all_absent(stuck, None, evidence)))
     if moving:
         return _goes_on(moving)
+    looked_at = [one for one in here if one.was_looked_at_twice and one.place_fact]
+    if stuck and hearing.unseen:
+        least = min(one.still_s or 0.0 for one in stuck)
+        text = f"{in_no_collective(stuck)}, and has not moved for {least:.0f} s"
+        text = text if len(stuck) == 1 else text.replace("and has not", "and have not")
+        text += f"; {named(hearing.unseen)} {'was' if len(hearing.unseen) == 1 else 'were'} not seen."
+        return Ruling((finding(ids.NOT_ENOUGH, text, evidence=evidence, next_step=step_of(ids.NOT_SEEN)),))
+    if looked_at and len(looked_at) == len(here):
+        text = f"So far no hang: {in_no_collective(looked_at)}. Look again if it lasts."
+        return Ruling(text=text, goes_on=True, is_too_early=True)
     return Ruling()
 
 

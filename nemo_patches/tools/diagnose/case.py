@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
 from nemo_patches.stall.rank_kinds import LEFT
-from nemo_patches.text import named, safe
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings
 from nemo_patches.tools.diagnose.folder import TracedJob
@@ -48,10 +47,6 @@ class Case:
         """Seconds by which a rank's last record is older than the newest one; None if clocks cannot be compared."""
         own = self._last_records.get(rank)
         return max(self._last_records.values()) - own if own is not None and len(self._last_records) > 1 else None
-
-    @property
-    def newest(self) -> float:
-        return max(self._last_records.values(), default=0.0)
 
     @cached_property
     def _last_records(self) -> dict[int, float]:
@@ -117,66 +112,71 @@ def outcomes_of(cases: list[Case]) -> set[int]:
     return {code for case in cases for track in case.tracks.values() for code in track.calls.outcome}
 
 
+@dataclass(frozen=True)
+class Told:
+    """What one rank's stall report says of another rank. by: the reporter; t: when, by its trace.
+
+    is_past: the reporter has ended in good order since, so it has left that stall.
+    """
+
+    rank: int
+    by: int
+    t: float
+    kind: str
+    where: str
+    collective: str
+    is_past: bool
+
+
 @dataclass
 class StallReports:
     """What the stall monitors reported of the stall that the traces end in.
 
-    kinds, where, by: of each rank that others wait for its kind, its place if told, and who reports it. waits: ranks
-    that wait themselves: in what, and who reports it. texts: by reporter, where all ranks were. past: ranks reported
-    only by those that have ended in good order since. saw_a_wait: some rank waited in a collective, as the monitors of
-    ranks that have not ended saw it.
+    missing, waiting: by rank what is told of it: that others wait for it, or that it waits itself. texts: by reporter,
+    where all ranks were. saw_a_wait: some rank waited in a collective. Both as ranks that have not ended saw it.
     """
 
-    kinds: dict[int, str] = field(default_factory=dict)
-    where: dict[int, str] = field(default_factory=dict)
-    by: dict[int, int] = field(default_factory=dict)
-    waits: dict[int, tuple[str, int]] = field(default_factory=dict)
+    missing: dict[int, list[Told]] = field(default_factory=dict)
+    waiting: dict[int, list[Told]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
-    past: set[int] = field(default_factory=set)
     saw_a_wait: bool = False
 
 
 def _stall_reports(case: Case) -> StallReports:
-    """The latest reports of each rank, if they are about the stall that the rank is in now.
-
-    Reports about a rank that has been recorded elsewhere since are left out. A rank that has ended in good order has
-    left the stall that it reported.
-    """
-    found, present = StallReports(), set[int]()
-    for rank, trace in case.job.traces.items():
-        if trace.mixed:
-            continue
-        reports = [
-            *(report for report in trace.missing[-1:] if _is_of_now(case, rank, report)),
-            *(report for report in trace.stalled[-1:] if report.t > last_entered(case.job, rank)),
-        ]
-        is_past = case.has_gone_on(rank)
-        for report in reversed(reports):  # the job's stall report looks at every rank
-            for missing, kind, place, collective in _told_of_others(case, rank, report):
-                if collective:
-                    found.waits.setdefault(missing, (safe(collective), rank))
-                    continue
-                found.kinds.setdefault(missing, safe(kind))
-                found.by.setdefault(missing, rank)
-                present.update(() if is_past else {missing})
-                if place:
-                    found.where.setdefault(missing, safe(place))
-            if not report.e and not is_past:
-                found.texts[rank] = safe(report.text)
-                found.saw_a_wait |= report.waited
-    found.past.update(found.kinds.keys() - present)
+    """The latest reports of each rank, if they are about the stall that the rank is in now."""
+    found = StallReports()
+    traces = {rank: trace for rank, trace in case.job.traces.items() if not trace.mixed}
+    of_job = {
+        rank: trace.stalled[-1]
+        for rank, trace in traces.items()
+        if trace.stalled and trace.stalled[-1].t > last_entered(case.job, rank)
+    }
+    # By its own report, which is later than that of a call.
+    waits = {rank for rank, report in of_job.items() if report.waited and rank not in report.ranks}
+    for rank, trace in traces.items():
+        told = _told_of_others(case, rank, of_job[rank]) if rank in of_job else []  # it looks at every rank
+        for report in trace.missing[-1:]:
+            if _is_of_now(case, rank, report):
+                told += [one for one in _told_of_others(case, rank, report) if one.rank not in waits or one.collective]
+        for one in told:
+            (found.waiting if one.collective else found.missing).setdefault(one.rank, []).append(one)
+        if rank in of_job and not case.has_gone_on(rank):
+            found.texts[rank] = safe(of_job[rank].text)
+            found.saw_a_wait |= of_job[rank].waited
     return found
 
 
-def _told_of_others(case: Case, rank: int, report: Stalled) -> Iterator[tuple[int, str, str, str]]:
-    """The ranks that a report names and that have not come since, each with its kind, place and collective."""
+def _told_of_others(case: Case, rank: int, report: Stalled) -> list[Told]:
+    """Of the ranks that a report names, and that have not come since."""
     collectives = chain(report.collectives if report.e else [], repeat(""))
-    named_ranks = zip(report.ranks, report.kinds, report.where, collectives, strict=False)
-    for missing, kind, place, collective in named_ranks:
-        has_ended = kind != LEFT and missing in case.endings and case.endings[missing].in_good_order
-        is_rank = 0 <= missing < case.job.world_size and missing != rank
-        if is_rank and not has_ended and not _has_come_since(case, rank, report, missing):
-            yield missing, kind, place, collective
+    is_past = case.has_gone_on(rank)
+    told = []
+    for other, kind, place, collective in zip(report.ranks, report.kinds, report.where, collectives, strict=False):
+        has_ended = kind != LEFT and other in case.endings and case.endings[other].in_good_order
+        is_rank = 0 <= other < case.job.world_size and other != rank
+        if is_rank and not has_ended and not _has_come_since(case, rank, report, other):
+            told.append(Told(other, rank, report.t, safe(kind), safe(place), safe(collective), is_past))
+    return told
 
 
 def last_entered(job: TracedJob, rank: int) -> float:
@@ -210,8 +210,3 @@ def _has_come_since(case: Case, rank: int, report: Stalled, missing: int) -> boo
 
 def _index(track: Track, n: int) -> int:
     return max(0, len(track.calls.n) - 1 - max(0, track.last - n))
-
-
-def whom(ranks: list[int] | tuple[int, ...], verb: str, verbs: str) -> str:
-    """ "rank 3 has", "ranks 3, 5 have"."""
-    return f"{named(sorted(ranks))} {verb if len(ranks) == 1 else verbs}"

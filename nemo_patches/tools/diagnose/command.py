@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass, replace
 from json import dumps
 from pathlib import Path
@@ -19,6 +21,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     jobs_here,
     pids_in,
 )
+from nemo_patches.tools.diagnose.facts import Evidence, Member
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
@@ -30,6 +33,7 @@ from nemo_patches.tools.diagnose.watch import once
 JSON_FORMAT = 2  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
 _NARROWEST = 80  # columns, of a table that can be read
+_LONG_BYTES = 32_000_000  # some seconds' reading
 _LONGEST_TEXT = 4000  # characters of anything that is printed
 
 
@@ -49,6 +53,8 @@ def run(paths: list[Path], *, json: bool, plot: Path | None = None, job: str | N
         return _ask(job, pids, json)
     except (UnreadableError, NothingToLookAtError) as error:
         raise DiagnoseError(safe(str(error))) from error
+    except BrokenPipeError:  # cli.py has the answer
+        raise
     except OSError as error:
         raise DiagnoseError(f"{safe(str(error.filename or ''))}: {error.strerror or error}") from error
     except KeyboardInterrupt:
@@ -59,6 +65,7 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     found = reading.find(paths) if plot is None or all(map(os.path.isdir, paths)) else reading.Found()
     if plot is not None and not found.traces:
         raise DiagnoseError(f"{safe(str(paths[0]))} is no folder of traces: --plot needs one")
+    _say_size(found)
     jobs = [once(folder) for folder in found.traces]
     if plot is not None:
         job, report = jobs[0]
@@ -73,7 +80,23 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     source = ", ".join(safe(str(path)) for path in paths[:4])
     # A rank that reports a stall has waited for stall_timeout.
     stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
-    return _print(judge(evidence, source, stuck_after_s), json)
+    reports = [judge(evidence, source, stuck_after_s)]
+    for name, facts in evidence.other_jobs.items():
+        size = max((fact.value.world_size for fact in facts if isinstance(fact.value, Member)), default=0)
+        reports.append(judge(Evidence(facts, world_size=size), f"job {name}", stuck_after_s))
+    return _print_all(reports, json, len(reports))
+
+
+def _say_size(found: reading.Found) -> None:
+    """On a terminal, before what takes seconds."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return
+    with contextlib.suppress(OSError):  # the readers say what cannot be read
+        files = {file for files in found.by_reader.values() for file in files}
+        files |= {file for folder in found.traces for file in folder.iterdir()}
+        size = sum(file.stat().st_size for file in files)
+        if size >= _LONG_BYTES:
+            print(f"reading {size / 1e6:.0f} MB in {len(files)} files ...", file=sys.stderr, flush=True)
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:
@@ -87,12 +110,16 @@ def _ask(job: str | None, pids: str, json: bool) -> int:
             jobs = jobs_here(job or "")
         except NothingToLookAtError:
             raise error from None
+    return _print_all(map(running.diagnose, jobs), json, len(jobs))
+
+
+def _print_all(reports: Iterable[Diagnosis], json: bool, count: int) -> int:
+    """Of several jobs: as JSON one a line. The exit code of a job with a finding counts first."""
     codes = set()
-    for ranks in jobs:
-        report = running.diagnose(ranks)
-        if len(jobs) > 1 and not json:
+    for report in reports:
+        if count > 1 and not json:
             print(f"--- {report.folder}")
-        codes.add(_print(report, json, one_line=len(jobs) > 1))
+        codes.add(_print(report, json, one_line=count > 1))
     return 1 if 1 in codes else max(codes)
 
 

@@ -9,12 +9,7 @@ import numpy as np
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.case import Case, cases
-from nemo_patches.tools.diagnose.differences import (
-    different_batches,
-    different_ranks,
-    different_sync,
-    untraced_ranks,
-)
+from nemo_patches.tools.diagnose.differences import different_sync, untraced_ranks
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.faults import caught_exceptions
@@ -29,12 +24,13 @@ from nemo_patches.tools.diagnose.uneven_calls import UnevenRow, uneven_calls, un
 _FALLBACKS = (TIMEOUT, UNWAITED, ENDED)
 _MOST_SUMMARIES = 8
 _LEAST_WAITING = 0.01  # share of the time; for whom less waiting is, is chance
-_SYMPTOMS = frozenset({ids.LATE, ids.TIMEOUTS})
+_SYMPTOMS = frozenset({ids.LATE})
 # Decided by judge.py, over the facts of all sources.
 JUDGED = frozenset(
     {
         *(ids.EXCEPTION, ids.START_UP, ids.KILLED, ids.ENDED, ids.MISSING_RANK, ids.SILENT, ids.SOME_INSIDE),
         *(ids.ALL_INSIDE, ids.OUTSIDE, ids.STOPPED_AT_ONCE, ids.ALL_IN, ids.NOT_SEEN, ids.WAITED_IN_VAIN),
+        ids.SKIPPED,
     }
 )
 _HANGS = JUDGED | {ids.DIFFERENT_SYNC}
@@ -48,7 +44,6 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     evidence = Evidence() if evidence is None else evidence
     encoders = cases(job)
     findings = different_sync(job, encoders)
-    without_sync = any(finding.id == ids.DIFFERENT_SYNC for finding in findings)
     behind: dict[str, set[int]] = {}
     for case in encoders:
         of_encoder, behind[case.name] = _of_encoder(case)
@@ -60,8 +55,6 @@ def diagnose(job: TracedJob, evidence: Evidence | None = None) -> Diagnosis:
     findings += [replace(one, because="") for one in rule(evidence).findings]  # see _ordered()
     findings += untraced_ranks(job, encoders, {fact.rank for fact in evidence.facts})
     findings += straggler(encoders[0]) if encoders else []
-    findings += different_ranks(job, encoders, without_sync)
-    findings += different_batches(encoders)
     findings += _not_enough(job, encoders, findings)
     if encoders and all(case.ended_well for case in encoders):  # what held ranks up is worth knowing, and is over
         findings = [replace(one, severity=WARNING) if one.id in _OVER_AT_THE_END else one for one in findings]
@@ -165,7 +158,7 @@ def _ordered(findings: list[Finding]) -> tuple[Finding, ...]:
     root = next((f for f in ordered if f.severity == CRITICAL), None)
     if root is None:
         return tuple(ordered)
-    explained = {ids.TIMEOUTS, ids.WAITED_IN_VAIN}
+    explained = {ids.WAITED_IN_VAIN}
     if root.id in (ids.EXCEPTION, ids.KILLED, ids.DIFFERENT_SYNC):
         explained |= _HANGS - {root.id}
     rest = [replace(f, because=root.id) if f.id in explained else f for f in ordered if f is not root]

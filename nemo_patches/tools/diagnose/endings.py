@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nemo_patches.tools.diagnose.alignment import Whole, shared_rounds
+from nemo_patches.tools.diagnose.alignment import Whole
 from nemo_patches.tools.diagnose.findings import LAYERS, LENGTH_SYNC
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, ProcessEnd, error_of, process_end
 from nemo_patches.tools.diagnose.rank_trace import (
@@ -76,12 +76,10 @@ class Ending:
 def endings(traces: dict[int, RankTrace], tracks: dict[int, Track], moving: bool) -> dict[int, Ending]:
     """The ending of every rank with a trace, also if it has not called this encoder."""
     has_syncs = any((np.array(track.calls.outcome) != UNSYNCED).any() for track in tracks.values())
-    starts = anchors(tracks)
     # If only some traces were stopped, those ranks made calls that are not recorded; if all were, the job is over.
     over = all(trace.is_over for trace in traces.values())
     by_rank = {
-        rank: _ending(trace, tracks.get(rank), has_syncs, anchor=starts.get(rank), moving=moving, over=over)
-        for rank, trace in traces.items()
+        rank: _ending(trace, tracks.get(rank), has_syncs, moving=moving, over=over) for rank, trace in traces.items()
     }
     # All had issued a round that came on one, by whichever of their encoders: a trace that lacks it is incomplete.
     proven = max((_latest_that_came(track) for track in tracks.values()), default=0)
@@ -105,9 +103,7 @@ def _latest_that_came(track: Track) -> int:
     return int(track.calls.round[came[-1]]) if len(came) else 0
 
 
-def _ending(
-    trace: RankTrace, track: Track | None, has_syncs: bool, *, anchor: int | None, moving: bool, over: bool
-) -> Ending:
+def _ending(trace: RankTrace, track: Track | None, has_syncs: bool, *, moving: bool, over: bool) -> Ending:
     """has_syncs: some call of this encoder has a length sync, on any rank."""
     ended, process = trace.ended is not None or over, process_end(trace)
     unsure = _why_unsure(trace, moving, over)
@@ -119,9 +115,11 @@ def _ending(
     if not process.error:
         process = _ended_in_call(trace, track, process)
     unsure = unsure or _why_its_call_is_unsure(trace, track, ended and not process.error)
-    position, training = _position(track, anchor)
+    training = None if calls.training[-1] == UNKNOWN else bool(calls.training[-1])
+    position = _position(track)
     if position is None:
-        position, unsure = (0, calls.n[-1]), unsure or "which of its calls are training calls is not known"
+        position = (0, track.last)
+        unsure = unsure or "which of its calls are training calls is not known"
     return Ending(
         rank=trace.rank,
         call=calls.n[-1],
@@ -177,54 +175,19 @@ def _phase(track: Track, has_syncs: bool) -> str:
     return LENGTH_SYNC if has_syncs and track.calls.outcome[-1] == UNSYNCED else LAYERS
 
 
-def anchors(tracks: dict[int, Track]) -> dict[int, int | None]:
-    """By rank, the index of the call from which calls are counted: the first, or one that all share if calls are lost.
-
-    None if they share none, and for a rank whose trace is damaged at its end.
-    """
-    if all(not track.calls.n or (track.calls.n[0] == 1 and track.damaged_at < 0) for track in tracks.values()):
-        return dict.fromkeys(tracks, 0)
-    reliable = {rank: track for rank, track in tracks.items() if track.calls.n and not damaged_at_the_end(track)}
-    unknown: dict[int, int | None] = dict.fromkeys(tracks)
-    rounds = shared_rounds(reliable)
-    if not rounds.number.size:
-        return unknown
-    fit = np.ones(rounds.number.size, dtype=bool)
-    kinds = []
-    for row, rank in enumerate(rounds.ranks):
-        calls = tracks[rank].calls
-        fit &= np.array(calls.n)[rounds.index[row]] > tracks[rank].damaged_at + 1
-        kinds.append(np.array(calls.training)[rounds.index[row]])
-    fit &= (np.stack(kinds) == kinds[0]).all(axis=0) & (kinds[0] != UNKNOWN)
-    # In evaluation late ranks may be calls apart, in training they are not.
-    for candidates in (np.flatnonzero(fit & (kinds[0] == 1)), np.flatnonzero(fit)):
-        if len(candidates):
-            return unknown | {rank: int(rounds.index[row, candidates[0]]) for row, rank in enumerate(rounds.ranks)}
-    return unknown
-
-
 def damaged_at_the_end(track: Track) -> bool:
     return track.damaged_at >= track.last - 1
 
 
-def _position(track: Track, anchor: int | None) -> tuple[Position | None, bool | None]:
-    """The last call's position, and whether it is a training call; each None if not known."""
-    kinds, _ = weighted_kinds(track)
-    last = None if kinds[-1] == UNKNOWN else bool(kinds[-1] == 1)
-    if anchor is None:
-        return ((0, track.last), last) if len(set(kinds.tolist())) == 1 else (None, last)
-    training, evaluation = positions(track, anchor)
-    return (int(training[-1]), int(evaluation[-1])), last
-
-
-def positions(track: Track, anchor: int) -> tuple[Whole, Whole]:
-    """Training calls, and evaluation calls since the last of them, at each call from the anchor on; 0 before it."""
+def _position(track: Track) -> Position | None:
+    """Of the last call; None where it is not known which of the calls are training calls."""
     kinds, weights = weighted_kinds(track)
-    weights[:anchor] = 0
-    weights[anchor] = 1
-    training = np.cumsum(np.where(kinds == 1, weights, 0))
-    evaluation = np.cumsum(np.where(kinds == 1, 0, weights))
-    return training, evaluation - np.maximum.accumulate(np.where(kinds == 1, evaluation, 0))
+    is_whole = (weights == 1).all() and UNKNOWN not in track.calls.training
+    if not is_whole and len(set(kinds.tolist())) > 1:
+        return None
+    is_training = kinds == 1
+    since = np.flatnonzero(is_training)[-1] + 1 if is_training.any() else 0
+    return int(weights[is_training].sum()), int(weights[since:].sum())
 
 
 def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
@@ -233,5 +196,4 @@ def weighted_kinds(track: Track) -> tuple[Whole, Whole]:
     known = np.flatnonzero(kinds != UNKNOWN)
     if 0 < len(known) < len(kinds):  # a call whose beginning was not read gets its neighbour's kind
         kinds = kinds[known[np.clip(np.searchsorted(known, np.arange(len(kinds)), "right") - 1, 0, None)]]
-    numbers = np.array(track.calls.n)
-    return kinds, np.diff(numbers, prepend=numbers[0] - 1)
+    return kinds, np.diff(np.array(track.calls.n), prepend=0)

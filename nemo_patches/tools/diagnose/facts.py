@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."  # a summary of logs
+OF_MODEL = "the model"  # in place of a Seat's group: what DDP's construction compares
 NOT_TOLD = -1  # the rank of a Fact, or the number of a Seat, that its source does not name
 
 
@@ -136,7 +137,7 @@ class Evidence:
     perhaps_missing: ranks reported missing only by ranks that have ended in good order since. traces_alone: there is
     no other source, and the calls decide what rounds and places would. explained: by encoder, the ranks that are behind
     for a reason that a finding gives; not empty where ranks are not at the same step, so that reaching a round shows
-    nothing.
+    nothing. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -157,3 +158,4 @@ class Evidence:
     looked_for: list[str] = field(default_factory=list)
     moving: bool = False
     runs: bool = False
+    other_jobs: dict[str, list[Fact]] = field(default_factory=dict)

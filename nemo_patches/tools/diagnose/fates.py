@@ -19,10 +19,16 @@ TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
 MISSING = "missing"  # another rank's report, or torch's own, says that it has not come; text: to what
 STUCK = "stuck"  # its NCCL watchdog does not get on: a CUDA or NCCL call does not return; perhaps it waits
 LOGGED = "logged"  # its log has a traceback, and nothing tells whether that ended it: it may have been caught
+PASSED_ON = "passed on"  # it ended by an exception that another rank had raised, and all were told
+NODE = "node"  # its node failed, says the scheduler or the launcher
+UNRESOLVED = "unresolved"  # it cannot resolve the address at which the ranks meet; harmless if it starts all the same
+HEARD = "heard"  # it was told of another rank's time-out, and had none itself
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
 
 AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there was no process group yet
 SYNC_ENDED = "its length sync has ended"  # likewise of a CUT rank whose process has no end
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
+TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler begins
+PREEMPTED = "preemption"  # likewise
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins

@@ -50,6 +50,6 @@ def _tail(traceback: str) -> list[str]:
 
 def _first(faults: list[tuple[float, Raised, int]], scale: Clocks) -> tuple[Raised, int]:
     """The first of (time, record, rank) by time; by call and rank where the ranks' clocks cannot be compared."""
-    comparable = all(rank in scale.knots for _, _, rank in faults)
+    comparable = all(rank in scale.offsets for _, _, rank in faults)
     _, record, rank = min(faults, key=lambda fault: (fault[0], fault[1].n) if comparable else (fault[1].n, fault[2]))
     return record, rank

@@ -25,17 +25,19 @@ from nemo_patches.tools.diagnose.accounts import (
 from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
-from nemo_patches.tools.diagnose.by_places import by_places
+from nemo_patches.tools.diagnose.by_places import HAS_ENDED, by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.facts import ALL_WELL, Evidence, Fact, Fate, Member, Motion
+from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence, Fact, Fate, Member, Motion
 from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
     evidence_of,
     finding,
+    in_no_collective,
     inner,
     is_for_memory,
     killed,
+    node_failed,
     raised,
     who,
 )
@@ -89,16 +91,23 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         if causes[0].severity == CRITICAL:
             rest = [replace(one, because=causes[0].id) for one in rest]
         return Ruling((*causes, *rest))
-    if hang.findings or hang.goes_on:
+    if hang.findings or (hang.goes_on and hang.text != HAS_ENDED):
         return _with_contradictions(hang, hearing)
     ends = by_ends(hearing)
     return _with_contradictions(ends if ends.findings else hang, hearing)
 
 
 def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
-    if not hearing.contradictions or not ruling.findings:
+    """With what the logs have on a thread of the accused rank, too: a thread that died may be what it waits for."""
+    if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
+    for fact in hearing.told(fates.LOGGED):
+        if ", in its thread " in fact.fate_text and (fact.rank in first.ranks or fact.rank == NOT_TOLD):
+            first = replace(first, text=f"{first.text} Its log has {fact.fate_text} [{fact.cite}].")
+            break
+    if not hearing.contradictions:
+        return replace(ruling, findings=(first, *rest))
     first = replace(first, evidence=(*hearing.contradictions[:4], *first.evidence))
     return replace(ruling, findings=(first, *rest))
 
@@ -126,6 +135,10 @@ def _not_enough(evidence: Evidence) -> Finding:
     unseen = sorted(set(range(min(evidence.world_size, _MOST_RANKS))) - told)
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
     text = f"Of {who(told)} something is told, and nothing that decides{of_others}."
+    placed = [one for one in accounts_of(evidence).values() if one.place.where and not one.place.collective]
+    if placed:
+        text = f"{in_no_collective(placed)}: one look at each tells no more{of_others}."
+        looked_for = ""
     for fact in evidence.facts:
         if isinstance(fact.value, Motion) and fact.value.moved:
             text = (
@@ -154,7 +167,7 @@ def _causes(hearing: Hearing) -> list[Finding]:
     reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
     firsts = _first_by_calls(first_of(reported or facts), hearing)
     others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
-    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts)]
+    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts), *_nodes(hearing)]
 
 
 def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
@@ -174,6 +187,13 @@ def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
             others = [one for one in hearing.accounts.values() if one.fate_fact not in some]
             yield killed([hearing[fact.rank] for fact in some], some, others[:4])
+
+
+def _nodes(hearing: Hearing) -> Iterator[Finding]:
+    facts = hearing.told(fates.NODE)
+    if facts:
+        others = [one for one in hearing.accounts.values() if one.fate_kind not in ("", fates.NODE)]
+        yield node_failed(facts, others[:4])
 
 
 def _is_behind(one: Account, hearing: Hearing) -> bool:

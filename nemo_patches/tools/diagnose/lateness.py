@@ -1,8 +1,8 @@
-"""Lateness: a chronic straggler, single incidents that recovered, and unexplained time-outs."""
+"""Lateness: for which ranks the others waited, the one that they always wait for, and late ones that recovered."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.alignment import Floats, Rounds
 from nemo_patches.tools.diagnose.case import Case
-from nemo_patches.tools.diagnose.findings import NOTE, WARNING, Finding
+from nemo_patches.tools.diagnose.findings import WARNING, Finding
 from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
 
 _LEAST_ROUNDS = 48  # fewer show no habit
@@ -48,49 +48,34 @@ def waiting(rounds: Rounds) -> Waiting:
 
 
 def straggler(case: Case) -> list[Finding]:
-    """The rank that the others wait for again and again, if there is one."""
+    """The rank that the others wait for again and again, if there is one.
+
+    None where several come last together: each may have waited for the other before the encoder, as in DDP's broadcast
+    of buffers.
+    """
     rounds = case.rounds
-    size = len(rounds.ranks)
-    if size < 2 or rounds.number.size < _LEAST_ROUNDS:
+    if len(rounds.ranks) < 2 or rounds.number.size < _LEAST_ROUNDS:
         return []
-    last = rounds.waited.argmin(axis=0)
-    row = int(np.bincount(last, minlength=size).argmax())
-    rank = rounds.ranks[row]
     times = waiting(rounds)
-    lag = times.lag[rank]
-    rows = [at for at, of_rank in enumerate(rounds.ranks) if at == row or times.lag[of_rank] > lag / 2]
-    if len(rows) == size:
-        return []
-    share = sum(times.caused[rounds.ranks[at]] for at in rows)
-    others = np.delete(rounds.waited, rows, axis=0)
+    rank = max(times.caused, key=times.caused.__getitem__)
+    lag, share = times.lag[rank], times.caused[rank]
+    row = rounds.ranks.index(rank)
+    others = np.delete(rounds.waited, row, axis=0)
     span = float(rounds.at[0][-1] - rounds.at[0][0])
     waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
-    after_all_others = rounds.waited[rows].max(axis=0) < others.min(axis=0)
-    always = all(piece.mean() > 0.5 for piece in np.array_split(after_all_others, _PIECES))
-    if share < _LEAST_SHARE + 0.5 / size or waits < _LEAST_WAITING or lag < _LEAST_LAG_S or not always:
+    is_last = rounds.waited[row] < others.min(axis=0)
+    is_alone = all(lag >= 2 * of_other for other, of_other in times.lag.items() if other != rank)
+    always = all(piece.mean() > 0.5 for piece in np.array_split(is_last, _PIECES))
+    is_much = share >= _LEAST_SHARE + 0.5 / len(rounds.ranks) and waits >= _LEAST_WAITING and lag >= _LEAST_LAG_S
+    if not (is_alone and always and is_much):
         return []
-    if len(rows) > 1:
-        return [_together(case, [rounds.ranks[at] for at in rows], lag, waits)]
     host = safe(case.job.traces[rank].header.host)
-    latest = sorted(times.lag.items(), key=lambda item: -item[1])[:4]
     text = f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the first "
     text += f"(median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time."
     next_step = f"Compare {host} with the others: its disk and network, the processors left to its data loader, the "
     next_step += "GPU's clock; and its share of the data (longer files?)."
-    evidence = (
-        f"{rounds.number.size} rounds; last in {(last == row).mean():.0%} of them",
-        *(f"rank {late}: median lag {seconds * 1000:.1f} ms" for late, seconds in latest),
-    )
+    evidence = (f"{rounds.number.size} rounds; last in {is_last.mean():.0%} of them",)
     return [Finding(ids.STRAGGLER, WARNING, (rank,), text, next_step, case.name, evidence=evidence)]
-
-
-def _together(case: Case, ranks: list[int], lag: float, waits: float) -> Finding:
-    why = "One of them may be late, and the others wait for it before the encoder, in DDP's broadcast of buffers."
-    next_step = "Run a while with broadcast_buffers=False, if the model allows that: then the rounds tell which one."
-    text = f"{named(ranks)} come last to most rounds together, {lag * 1000:.0f} ms after the first (median); the "
-    text += f"others wait {waits:.0%} of the time. {why}"
-    evidence = tuple(f"rank {rank}: last with the others" for rank in ranks[:4])
-    return Finding(ids.STRAGGLER, WARNING, (), text, next_step, case.name, evidence=evidence)
 
 
 @dataclass(frozen=True)
@@ -141,45 +126,30 @@ def late_calls(case: Case) -> dict[int, list[int]]:
 
 
 def incidents(case: Case) -> list[Finding]:
-    """Rounds that some ranks gave up and others came to late; and timeouts that no trace explains."""
+    """Rounds that some ranks gave up, and others came to late."""
     given_up = _given_up(case)
-    gave_up, came = given_up.gave_up, given_up.came
-    late: Counter[int] = Counter(rank for ranks in came.values() for rank in ranks)
-    findings = [_late(case, rank, times, given_up) for rank, times in sorted(late.items())][:_MOST_FINDINGS]
-    unexplained = [number for number in gave_up if number not in came]
-    if unexplained and (not findings or len(unexplained) > 1):
-        first = min(unexplained)
-        ranks = tuple(sorted({rank for number in unexplained for rank in gave_up[number]}))
-        text = f"{named(ranks)} gave up waiting in {len(unexplained)} {_rounds(len(unexplained))} and went on with "
-        text += "their own lengths; no trace has the rank that came to it after."
-        next_step = "Look at the stall reports on stderr of these ranks: they name the missing rank."
-        call = next(iter(gave_up[first].values()))
-        findings.append(Finding(ids.TIMEOUTS, NOTE, ranks, text, next_step, case.name, call))
-    return findings
+    late = sorted({rank for ranks in given_up.came.values() for rank in ranks})
+    return [_late(case, rank, given_up) for rank in late[:_MOST_FINDINGS]]
 
 
-def _rounds(count: int) -> str:
-    return "round" if count == 1 else "rounds"
-
-
-def _late(case: Case, rank: int, times: int, given_up: _GivenUp) -> Finding:
-    first = min(number for number, ranks in given_up.came.items() if rank in ranks)
-    waited = given_up.gave_up[first]
-    others, call = sorted(waited), given_up.came[first][rank]
-    where = next(
-        (
-            safe(place)
-            for other in others
-            for report in case.job.traces[other].missing
-            for missing, place in zip(report.ranks, report.where, strict=False)
-            if missing == rank and place and report.n == waited[other]
-        ),
-        "",
-    )
-    doing = f"; it was in {where}" if where else ""
-    text = f"Rank {rank} came too late to {times} {_rounds(times)}, first to call {call} of {case.name}; "
+def _late(case: Case, rank: int, given_up: _GivenUp) -> Finding:
+    numbers = sorted(number for number, ranks in given_up.came.items() if rank in ranks)
+    waited = given_up.gave_up[numbers[0]]
+    others = sorted(waited)
+    call = given_up.came[numbers[0]][rank]
+    places = [
+        safe(place)
+        for other in others
+        for report in case.job.traces[other].missing
+        for missing, place in zip(report.ranks, report.where, strict=False)
+        if missing == rank and place and report.n == waited[other]
+    ]
+    doing = f"; it was in {places[0]}" if places else ""
+    rounds = "1 round" if len(numbers) == 1 else f"{len(numbers)} rounds, first"
+    text = f"Rank {rank} came too late to {rounds}, to call {call} of {case.name}; "
     text += f"{named(others)} went on without it, and it recovered{doing}."
     next_step = "Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
     next_step += "rank writes. No number of the model was changed by it."
-    evidence = (f"round {first}: gave up: {named(others)}; came later: {named(sorted(given_up.came[first]))}",)
+    came = named(sorted(given_up.came[numbers[0]]))
+    evidence = (f"round {numbers[0]}: gave up: {named(others)}; came later: {came}",)
     return Finding(ids.LATE, WARNING, (rank,), text, next_step, case.name, call, evidence=evidence)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from typing import Protocol
 
 from nemo_patches.stall import waits
 from nemo_patches.stall.rank_kinds import LENGTH_SYNC
 from nemo_patches.stall.waits import Call
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import frame_text
 from nemo_patches.tools.diagnose.collect.samples import Frame
 from nemo_patches.tools.diagnose.facts import Place
@@ -46,11 +48,16 @@ _STDLIB_WAITS = ("threading.py", "selectors.py", "queue.py", "multiprocessing/",
 # Wrappers: the caller of a collective is the first frame outside them.
 _PASSES_ON = re.compile(
     r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/)|torchmetrics/|"
-    r"lightning_utilities/|accelerate/|deepspeed/comm/|wrapt/|functools\.py|contextlib\.py"
+    r"lightning_utilities/|accelerate/|deepspeed/(?:comm|utils)/|wrapt/|functools\.py|contextlib\.py"
 )
 _CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}  # of NeMo's, by their functions
 _OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
 _MOST_PLACES = 3  # of the user's own, that `where` tells
+_SERVICE_THREADS = (
+    *("QueueFeederThread", "pin_memory", "tqdm", "MsgRouter", "monitor", "Thread-monitor", "asyncio", "pt_"),
+)
+# Code of threads that are no part of the user's program: this package may be a checkout.
+_SERVICE_FILES = re.compile(r"(^|/)(tqdm|nemo_patches)/")
 
 
 def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = False, has_gpu: bool = True) -> Place:
@@ -184,3 +191,46 @@ def waits_for_work(frames: Sequence[Frame]) -> bool:
         _in_torch(frame).startswith(_WORKER_FILES) or any(part in frame.file for part in _STDLIB_WAITS)
         for frame in frames
     )
+
+
+def of_autograd(main: Sequence[Frame], others: Sequence[Sequence[Frame]]) -> int | None:
+    """Which of the other threads runs hooks for a main thread that is in backward, if one does.
+
+    On CUDA, autograd runs the hooks of FSDP, DeepSpeed and recomputation in threads of its own, which Python did not
+    start.
+    """
+    innermost = next((frame for frame in main if not is_native(frame)), None)
+    if innermost is None or not _in_torch(innermost).startswith("autograd/"):
+        return None
+    hooks = [
+        number
+        for number, frames in enumerate(others)
+        if any(not is_native(frame) for frame in frames)
+        and not any(_base(frame) == "threading.py" and _function(frame).startswith("_bootstrap") for frame in frames)
+    ]
+    waits_there = (number for number in hooks if place(others[number]).collective)
+    return next(waits_there, hooks[0] if hooks else None)
+
+
+def is_users(name: str, frames: Sequence[Frame]) -> bool:
+    """Whether a thread stands in the user's code."""
+    if name.startswith(_SERVICE_THREADS):
+        return False
+    return any(not is_library(frame) and not _SERVICE_FILES.search(frame.file) for frame in frames)
+
+
+class Looked(Protocol):
+    """A thread at one look."""
+
+    @property
+    def frames(self) -> Sequence[Frame]: ...
+
+    @property
+    def counters(self) -> Mapping[str, int]: ...
+
+
+def went_on(before: Looked, now: Looked) -> str:
+    for name in sorted(before.counters.keys() & now.counters.keys()):
+        if before.counters[name] != now.counters[name]:
+            return f"{safe(name, 100)} went from {before.counters[name]} to {now.counters[name]}"
+    return "another place" if trunk(before.frames) != trunk(now.frames) else ""

@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.decoder import structs
@@ -28,7 +28,6 @@ CUT = "its last line is not whole"
 MOST_CALLS = 1 << 21  # of one encoder; older ones are dropped
 MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions and stall reports each: the first ones and the last
-_MOST_INPUTS, _MOST_BATCH_SIZES = 16, 256
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
 _KEPT = defaultdict(lambda: slice(_LONGEST_KEPT), traceback=slice(-_LONGEST_KEPT, None))
 _BACKWARDS_S = 1.0  # a record may be so much older than the one before, as several threads write
@@ -72,25 +71,12 @@ class Calls:
         self.ended.append(OPEN)
 
 
-class Input(NamedTuple):
-    """The properties of a call's input that should be the same on all ranks, except for the device's number."""
-
-    features: int
-    dtype: str
-    device: str
-
-    def __str__(self) -> str:
-        return f"{self.features} features, {self.dtype}, {self.device.partition(':')[0]}"
-
-
 @dataclass
 class Track:
     """One encoder of one rank."""
 
     name: str
     calls: Calls = field(default_factory=Calls)
-    inputs: dict[Input, int] = field(default_factory=dict)  # how many calls had it
-    batches: dict[int, int] = field(default_factory=dict)  # how many training calls had a batch of that size
     leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
     damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
 
@@ -102,14 +88,6 @@ class Track:
     @property
     def is_open(self) -> bool:
         return bool(self.calls.n) and self.calls.ended[-1] == OPEN
-
-    def enter(self, record: Any) -> None:
-        self.calls.begin(record.n, record.training, record.t)
-        shape = record.shape
-        given = Input(shape[1] if len(shape) > 1 else -1, record.dtype[:40], record.device[:40])
-        _count(self.inputs, given, _MOST_INPUTS)
-        if record.training and shape:
-            _count(self.batches, shape[0], _MOST_BATCH_SIZES)
 
 
 @dataclass
@@ -202,7 +180,7 @@ class RankTrace:
     def _of_call(self, track: Track, record: Any) -> None:
         is_next = record.n == track.last + 1 and not track.is_open
         if type(record) is _Enter and is_next:
-            track.enter(record)
+            track.calls.begin(record.n, record.training, record.t)
         elif type(record) is not _Enter and track.is_open and record.n == track.last:
             self._within(track, record, record.t - track.calls.entered[-1])
         else:
@@ -269,7 +247,7 @@ class RankTrace:
             track.leapt_to = n  # a single leap is not believed
             return
         if type(record) is _Enter:
-            track.enter(record)
+            track.calls.begin(record.n, record.training, record.t)
         else:
             calls.begin(n, UNKNOWN, record.t)
             self._within(track, record, 0.0)
@@ -287,11 +265,6 @@ class RankTrace:
     def _damage_all(self) -> None:
         for track in self.tracks.values():
             track.damaged_at = track.last
-
-
-def _count(counts: dict[Any, int], value: Any, most: int) -> None:
-    if value in counts or len(counts) < most:
-        counts[value] = counts.get(value, 0) + 1
 
 
 def _keep(kept: list[_Kept], record: _Kept) -> None:

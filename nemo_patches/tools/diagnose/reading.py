@@ -189,6 +189,7 @@ def joined(
         whole.patched |= part.patched
         whole.moving |= part.moving
         whole.runs |= part.runs
+        whole.other_jobs |= part.other_jobs
     return whole
 
 

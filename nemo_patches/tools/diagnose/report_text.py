@@ -10,9 +10,10 @@ from nemo_patches.text import ranges
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Diagnosis, Finding, RankSummary
 
 _MOST_RANKS = 32  # rows of the table
+_WIDEST_HOST = 12  # characters: the table has to fit a terminal of 80
 _LEGEND = (
-    "waited: in length syncs, also in vain; causes: the share of all waiting that is for this rank; lag: how much "
-    "later than the first it came, the median; last: since its last record, until {now}."
+    "waited: seconds in length syncs, also in vain; causes: share of all waiting that this rank caused; lag: by how "
+    "many milliseconds it came after the first, the median; last: seconds from its last record until {now}."
 )
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
@@ -56,13 +57,14 @@ def _show_ranks(report: Diagnosis, console: Console) -> None:
     concerned_first = sorted(report.ranks, key=lambda summary: (summary.rank not in concerned, summary.rank))
     shown = sorted(concerned_first[:_MOST_RANKS], key=lambda summary: summary.rank)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "host", "pid"):
-        table.add_column(name)
-    for name in ("calls", "waited, s", "causes", "lag, ms", "last, s ago"):
-        table.add_column(name, justify="right")
+    has_hosts = len({summary.host for summary in report.ranks}) > 1
+    for name in ("rank", "host", "pid") if has_hosts else ("rank", "pid"):
+        table.add_column(name, max_width=_WIDEST_HOST, no_wrap=True, overflow="ellipsis")
+    for name in ("calls", "waited", "causes", "lag", "last"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("at the end")
     for summary in shown:
-        table.add_row(*map(Text, _row(summary)), style="bold" if summary.rank in concerned else None)
+        table.add_row(*map(Text, _row(summary, has_hosts)), style="bold" if summary.rank in concerned else None)
     console.print(table)
     left_out = sorted({summary.rank for summary in report.ranks} - {summary.rank for summary in shown})
     if left_out:
@@ -70,10 +72,10 @@ def _show_ranks(report: Diagnosis, console: Console) -> None:
         console.print(f"and ranks {runs}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _row(summary: RankSummary) -> list[str]:
+def _row(summary: RankSummary, has_hosts: bool) -> list[str]:
     return [
         str(summary.rank),
-        summary.host,
+        *([summary.host] if has_hosts else []),
         str(summary.pid),
         str(summary.calls),
         f"{summary.waited:.1f}" if summary.waited is not None else "-",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES
+from nemo_patches.tools.diagnose.collect import gpus
 from nemo_patches.tools.diagnose.collect.belongings import Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import Evidence, Fate, Place
+from nemo_patches.tools.diagnose.facts import Evidence, Fate, Motion, Place
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge, rule
@@ -23,7 +25,14 @@ _MOST_SHOWN = 6
 
 def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
     """Look until the ranks move, or have waited for longer than this; then read the job's files."""
-    job = look(ranks, lambda seen: is_told(seen, stuck_after_s), at_most_s=stuck_after_s + LONGER_S)
+    say = _Progress(len(ranks), stuck_after_s)
+
+    def is_enough(seen: HostJob) -> bool:
+        say.age(seen)
+        return is_told(seen, stuck_after_s)
+
+    job = look(ranks, is_enough, at_most_s=stuck_after_s + LONGER_S)
+    say.end()
     problems: list[str] = []
     seen = _seen(job)
     beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
@@ -31,6 +40,32 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
     evidence.summary += _how(job)
     evidence.runs = True
     return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)
+
+
+class _Progress:
+    """One line on a terminal, while a job is looked at."""
+
+    def __init__(self, ranks: int, until_s: float) -> None:
+        self._ranks = ranks
+        self._until_s = until_s
+        self._is_wanted = sys.stderr is not None and sys.stderr.isatty()
+        self._say("looking")
+
+    def age(self, seen: HostJob) -> None:
+        if not self._is_wanted:
+            return
+        ages = [fact.value.still_s for fact in stacks.of_samples(seen) if isinstance(fact.value, Motion)]
+        known = [age for age in ages if age is not None]
+        self._say(f"the wait is {min(known):.0f} s old; looking until {self._until_s:.0f} s" if known else "looking")
+
+    def _say(self, text: str) -> None:
+        if self._is_wanted:
+            found = f"{self._ranks} {'rank' if self._ranks == 1 else 'ranks'} found"
+            print(f"\r\x1b[K{found}; {text} (Ctrl-C: judge now)", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._is_wanted:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
@@ -77,7 +112,9 @@ def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[
 
 def _how(job: HostJob) -> list[str]:
     by = ", ".join(sorted({one.rank.found_by for one in job.ranks}))
-    lines = [f"2 looks at {len(job.ranks)} ranks on {job.host}; ranks found by {by}."]
+    ranks = "1 rank" if len(job.ranks) == 1 else f"{len(job.ranks)} ranks"
+    lines = [f"{ranks} on {job.host}, looked at twice; found by {by}."]
+    lines += map(safe, gpus.of_ranks(one.rank for one in job.ranks))
     if job.belongings:
         also = "; ".join(f"{one.kind} {safe(one.path)}" for one in job.belongings[:_MOST_SHOWN])
         lines.append(f"Also there: {also}.")

@@ -40,12 +40,14 @@ class UnevenRow:
 
 def uneven_rows(case: Case) -> list[UnevenRow]:
     """Of ranks whose traces are whole, up to the first uneven row of training calls: later rows are unlike."""
-    rows = {
-        rank: _rows_of(track)
+    whole = {
+        rank: track
         for rank, track in case.tracks.items()
         if track.calls.n and track.calls.n[0] == 1 and track.damaged_at < 0 and not case.job.traces[rank].damage
     }
-    if len(rows) < 2:
+    rows = {rank: _rows_of(track) for rank, track in whole.items()}
+    # Traces that begin while a job trains may not begin at the same call.
+    if len({track.calls.round[0] for track in whole.values()}) != 1:
         return []
     all_ended = len(case.endings) == case.job.world_size and all(map(_came_to_its_end, case.endings.values()))
     uneven: list[UnevenRow] = []

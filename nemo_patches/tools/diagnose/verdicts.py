@@ -25,6 +25,7 @@ _Key = TypeVar("_Key")
 _Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
+_MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES = 3  # that a sentence tells
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
@@ -44,6 +45,8 @@ _NEXT_STEPS = {
     ids.TRACED: "Detach the debugger from process {pid} on {host}.",
     ids.KILLED: "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at the end of this rank's "
     "stderr; the job cannot go on without it.",
+    ids.NODE_FAILED: "Look at that node (`scontrol show node`, its console, `dmesg`), leave it out (`--exclude`), and "
+    "start the job again from its last checkpoint; the code is not the reason.",
     ids.OUT_OF_MEMORY: "Give the job more host memory, or use less: data loader workers, caches, pinned memory. Which "
     "process was killed, the host's `dmesg` shows; ranks that time out after it waited for it.",
     ids.ENDED: "Look at the end of this rank's stderr for an error; if there is none, it had fewer batches: make their "
@@ -59,8 +62,8 @@ _NEXT_STEPS = {
     "fewer in an evaluation, a collective that only some ranks call.",
     ids.FEWER_BATCHES: "Make the number of batches equal on all ranks (drop_last, DistributedSampler, a limit); "
     "nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training, NEMO_PATCHES_METRICS=deferred.",
-    ids.SIZES: "Look for a tensor whose size depends on the rank. With sync_max_audio_length=false, DDP's buffer "
-    "broadcast meets positional encodings of different sizes: nemo_patches keeps their shapes equal.",
+    ids.SIZES: "Look for a tensor whose size depends on the rank: modules that run in another order or only on some "
+    "ranks, unlike parameters, or unused ones.",
     ids.CROSSED: "Look for the ranks without any evidence here, and for code that runs collectives of several groups "
     "in an order that depends on the rank.",
     ids.SOME_INSIDE: "Look at what these ranks do (while they run, `py-spy dump --native --pid {pid}` on {host}); on a "
@@ -78,8 +81,9 @@ _NEXT_STEPS = {
     ids.NO_RANK_MOVES: "They wait for something outside: a server, a file, a lock. Look at the place.",
     ids.NOT_SEEN: "Collect on every host of the job (`nemo-patches stacks --json > $(hostname).json`), and give the "
     "folder; a rank that was stopped or killed leaves nothing: look at its stderr.",
-    ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; a trace "
-    "(NEMO_PATCHES_TRACE), or `nemo-patches diagnose` while it hangs, names the rank.",
+    ids.WAITED_IN_VAIN: "Look for the rank without such an error, and for the first error of any rank; "
+    "`nemo-patches diagnose` on each host while it hangs names the rank, and so does a trace (NEMO_PATCHES_TRACE) of a "
+    "NeMo job.",
     ids.START_UP: "Look at the ranks without any evidence here, and their stderr: a process that was not started, "
     "one that ended at once, another MASTER_ADDR or MASTER_PORT, or a firewall.",
     ids.STUCK_WATCHDOG: "Look at the stacks of all ranks (`py-spy dump --native`); with NEMO_PATCHES_TRACE the next "
@@ -209,16 +213,20 @@ def all_absent(accused: Sequence[Account], wait: Wait | None, evidence: Iterable
 def _absent(kind: str, accounts: Sequence[Account], wait: Wait | None, evidence: Iterable[str]) -> Finding:
     """Ranks of one kind that are not where the others wait; or, where nobody waits, that hold the job up."""
     ranks = [account.rank for account in accounts]
-    text = who(ranks)
-    if wait is not None and is_guess(wait.title):
-        is_ = "is" if len(ranks) == 1 else "are"
-        text = f"{capital(who(wait.ranks))} {_waits_for(wait)}, and {text} {is_} not there"
-    elif wait is not None:
-        have = "has" if len(ranks) == 1 else "have"
-        text += f" {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}"
+    absent = who(ranks)
     told = doings(accounts)
+    text = f"{absent}: {told}." if told else ""
+    if wait is not None:
+        it = ("It" if len(ranks) == 1 else "They") if told else absent
+        have = "has" if len(ranks) == 1 else "have"
+        is_ = "is" if len(ranks) == 1 else "are"
+        entered = f"{it} {have} not entered {wait.title}, which {who(wait.ranks)} {_are_in(wait)}."
+        if is_guess(wait.title):
+            there = it.lower() if told else absent
+            entered = f"{capital(who(wait.ranks))} {_waits_for(wait)}, and {there} {is_} not there."
+        text = f"{text} {entered}".strip()
     step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "") if kind == ids.MISSING_RANK else ""
-    text += f": {told}." if told else "."
+    text = text or f"{absent}."
     return finding(kind, text, ranks, [*evidence_of(accounts), *evidence], accounts[0], next_step=step)
 
 
@@ -232,6 +240,13 @@ def doings(accounts: Sequence[Account]) -> str:
     if len(told) < 2 and len(ranks) in (0, len(accounts)):
         return _plural(text) if len(accounts) > 1 else text
     return "; ".join(f"{named(ranks)}: {text}" for text, ranks in list(told.items())[:_MOST_PLACES])
+
+
+def in_no_collective(accounts: Sequence[Account]) -> str:
+    """ "rank 1 is in no collective: it waits for its data loader: select (selectors.py:415)"."""
+    is_ = "is" if len(accounts) == 1 else "are"
+    told = doings(accounts)
+    return f"{who(account.rank for account in accounts)} {is_} in no collective" + (f": {told}" if told else "")
 
 
 def doing(account: Account) -> str:
@@ -277,6 +292,9 @@ _FATES = {
     **_ENDS,
     fates.WAITED: "a time-out: a consequence, it waited",
     fates.CUT: "a connection closed: a consequence, another rank had gone",
+    fates.PASSED_ON: "a consequence: it passed on",
+    fates.UNRESOLVED: "it cannot resolve the address at which the ranks meet",
+    fates.HEARD: "it was told of another rank's time-out, and had none itself",
     fates.GONE: "no record tells of its end",
     fates.LOGGED: "a traceback, which may have been caught",
 }
@@ -320,6 +338,15 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 
 
+def node_failed(facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
+    """The job ended because a node did. The fact that names the node comes first."""
+    ordered = sorted(facts, key=lambda fact: " node " not in fact.fate_text)
+    first = ordered[0]
+    text = f"A node of the job failed ({first.fate_text}) [{first.cite}]."
+    evidence = [*(cited(fact, fact.fate_text) for fact in ordered), *evidence_of(others)]
+    return finding(ids.NODE_FAILED, text, evidence=evidence)
+
+
 def is_for_memory(fact: Fact) -> bool:
     return fact.fate_text.startswith(fates.FOR_MEMORY)
 
@@ -333,6 +360,16 @@ _CURES = (
     (
         "shared memory",
         "Give the container more shared memory (`docker run --shm-size`, /dev/shm), or the data loader fewer workers.",
+    ),
+    (
+        "killed by signal: Killed",
+        "A worker of its data loader was killed, most likely for want of memory: `dmesg` on its host tells. Use fewer "
+        "workers, a smaller prefetch_factor, or give the job more host memory.",
+    ),
+    (
+        "find_unused_parameters",
+        "Some parameters got no gradient on these ranks: make each step use all of them, or pass "
+        "find_unused_parameters=True to DDP; the lines below number them.",
     ),
     ("Bus error", "A full /dev/shm ends a process so: give the container more (`docker run --shm-size`)."),
     ("Duplicate GPU", "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK), CUDA_VISIBLE_DEVICES."),
@@ -412,7 +449,14 @@ def _of_group(group: list[Account]) -> Iterable[str]:
         yield f"{ranks} [{first.fate_fact.cite}{others}]: {_FATES[first.fate_kind]}{text}"
     if first.place_fact is not None:
         yield f"{ranks} [{first.place_fact.cite}{others}]: {_where(first, len(group))}{_when(first)}"
-        yield from (f"  {detail}" for account in group[:4] for detail in account.place.details)
+        yield from _details(group)
+
+
+def _details(group: Sequence[Account]) -> Iterable[str]:
+    """What explains the ranks' place; with the ranks, where it is not told of all of them."""
+    of_detail = [(detail, account.rank) for account in group[:_MOST_DETAILED] for detail in account.place.details]
+    for detail, ranks in parties(of_detail).items():
+        yield f"  {detail}" if len(set(ranks)) == len(group) else f"  {who(ranks)}: {detail}"
 
 
 def _where(account: Account, ranks: int) -> str:

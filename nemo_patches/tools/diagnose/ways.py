@@ -71,8 +71,9 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
     theirs, mine = first[0].place, last[0].place
     counters = {name: value for name, value in mine.counters.items() if _of(name) in inner}
     for name, value in counters.items():
-        came_to, begins = theirs.counters.get(name, -1), mine.loops.get(name, 0)
-        if begins == NO_LOOP and name in theirs.counters:
+        came_to = theirs.counters.get(name, -1)
+        begins = mine.loops.get(name, NO_LOOP)
+        if begins == NO_LOOP:  # an argument, or its source is not known: how far a loop is, it does not tell
             continue
         if came_to == value and theirs.loops.get(name, begins) < begins:
             text = f"At the same step ({name} = {value}) {place}: {ahead} came to the loop's end, after as many steps, "
@@ -84,7 +85,8 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
                 return Reason(ids.FEWER_BATCHES, f"{text}, where {ahead} came to {came_to}: {ahead} had fewer batches.")
             # It has left that function, so how far it came there is not known.
             kind = ids.FEWER_BATCHES if value else ids.SKIPPED
-            return Reason(kind, f"{text}: {ahead} had fewer batches, or left this call out in one of them.")
+            why = f"{ahead} had fewer batches, or left this call out in one of them, or never came to this loop"
+            return Reason(kind, f"{text}: {why}.")
     # The innermost loop decides: batches within an epoch. A counter that no loop sets may be an argument.
     same = [name for name, value in counters.items() if theirs.counters.get(name) == value]
     if not same:

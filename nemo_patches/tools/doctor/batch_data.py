@@ -18,6 +18,7 @@ from nemo_patches.tools.doctor.syntax import (
     last_part,
     nodes,
     own_nodes,
+    text_of,
     words,
 )
 
@@ -60,25 +61,44 @@ _READ_OFF = words(
     """
 )
 _OF_FILES = words("exists is_dir is_file isdir isfile listdir")  # other hosts may have others
-_OF_PROCESS = ("perf_counter", "monotonic", "time.time", "random.random", "random.uniform", "torch.rand")
+_OF_PROCESS = (
+    "datetime.now",
+    "monotonic",
+    "perf_counter",
+    "random.random",
+    "random.uniform",
+    "time.time",
+    "torch.rand",
+)
 _STRUCTURE = words("callable dim getattr hasattr id is_floating_point isinstance issubclass type")
-_STRUCTURE_ATTRIBUTES = words("device dtype is_cuda ndim requires_grad training layout")
+_STRUCTURE_ATTRIBUTES = words(
+    "device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim requires_grad training"
+)
 _AGREED = words(
     """
     agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
     gather gathered ranks reduce reduced sync synced synchronize world
     """
 )
-_OF_MODEL = words("grad gradient gradients grads model module norm parameters params")
+_OF_MODEL = words(
+    """
+    bias buf buffer buffers grad gradient gradients grads model module norm optimizer p param
+    parameters params state weights
+    """
+)
+_OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
+_ADDING = (".append", ".extend", ".add")
 _PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
+_OF_MAPPING = words("items keys values")
 _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 
 
 @dataclass
 class DataFlow:
     """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether it is one of a helper
-    that decides by its arguments; accumulated: attributes that batches are added to.
+    that decides by its arguments; accumulated: attributes that batches are added to; on_several: the tests that are
+    decided where there are several ranks.
 
     tests: those that depend on this rank's data, and the branch or the loop of each.
     """
@@ -86,11 +106,15 @@ class DataFlow:
     agrees: Callable[[ast.Call], bool]
     decides: Callable[[ast.Call], bool] = lambda call: False
     accumulated: frozenset[str] = frozenset()
+    on_several: Mapping[int, bool | str] = field(default_factory=dict)
     tests: list[Test] = field(default_factory=list)
     named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)  # calls, with what of the batch is in the name
     _levels: dict[str, Level] = field(default_factory=dict)
     _agreed: set[str] = field(default_factory=set)
     _optional: set[str] = field(default_factory=set)  # arguments that may be None
+    _turns_of: dict[str, Level] = field(default_factory=dict)  # lists whose length is known better than what is in them
+    _gradients: set[str] = field(default_factory=set)  # names of what a parameter has for a gradient
+    _chosen: bool = False  # whether this rank's data decide if a statement is run
 
     def walk(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> None:
         """Collect the tests of a function, or of a module's own statements."""
@@ -132,15 +156,16 @@ class DataFlow:
                 before = self.level(statement.target) if isinstance(statement, ast.AugAssign) else Level.SHARED
                 self._set(statement.target, max(before, self.level(statement.value)))
         elif isinstance(statement, ast.If):
-            self._test(statement, statement.test)
-            self._branches([statement.body, statement.orelse])
+            self._if(statement)
         elif isinstance(statement, (ast.While, ast.For, ast.AsyncFor)):
             if isinstance(statement, ast.While):
                 self._test(statement, statement.test)
             else:
                 self._expression(statement.iter)
                 self._loop(statement, statement.target, statement.iter)
+            outer = self._chosen
             self._branches([statement.body, []])
+            self._chosen = outer
             self._block(statement.orelse)
         elif isinstance(statement, TRIES):
             self._block(statement.body)
@@ -159,16 +184,34 @@ class DataFlow:
                 if isinstance(child, ast.expr):
                     self._expression(child, alone=isinstance(statement, ast.Expr))
 
-    def _branches(self, blocks: Iterable[Iterable[ast.stmt]]) -> None:
+    def _if(self, statement: ast.If) -> None:
+        decided = self.on_several.get(id(statement))
+        if isinstance(decided, bool):
+            self._expression(statement.test)
+            return self._block(statement.body if decided else statement.orelse)
+        self._test(statement, statement.test)
+        outer = self._chosen
+        self._chosen = outer or self.is_data(statement.test)
+        at_times = any(nodes(statement.test, ast.Mod))  # every n steps: then they have not agreed on the others
+        self._branches([statement.body, statement.orelse], agreeing=not at_times)
+        left = any(isinstance(each, (ast.Continue, ast.Break)) for each in statement.body)
+        if not left:  # or else what follows in this turn is chosen, too
+            self._chosen = outer
+        return None
+
+    def _branches(self, blocks: Iterable[Iterable[ast.stmt]], *, agreeing: bool = True) -> None:
+        """agreeing: whether what ranks agree on in a block is agreed on behind it."""
         before = self._levels
         agreed = self._agreed
         after = dict[str, Level]()
-        agreed_after = set[str]()
+        agreed_after = set(agreed)
         for block in blocks:
             self._levels = dict(before)
             self._agreed = set(agreed)
             self._block(block)
-            agreed_after |= self._agreed
+            made = {name for name, level in self._levels.items() if level < before.get(name, Level.SHARED)}
+            if agreeing and self._agreed - agreed:
+                agreed_after |= self._agreed | made
             for name, level in self._levels.items():
                 after[name] = max(level, after.get(name, Level.SHARED))
         # What a process group has agreed on is the same on all ranks; without a group there are no others.
@@ -183,6 +226,12 @@ class DataFlow:
                 self._assign(inner, its)
             return
         level = self.level(value)
+        if isinstance(target, ast.Name):
+            if self._is_gradient(value):
+                self._gradients.add(target.id)
+            self._turns_of.pop(target.id, None)
+            if isinstance(value, (ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
+                self._turns_of[target.id] = turns
         drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
         if drawn and _sounds_like_data(dotted(target)):
             level = Level.DATA
@@ -217,8 +266,11 @@ class DataFlow:
                 self._set(value, self.level(iterated))
             return None
         level = self.level(iterated)
-        if level < Level.DATA and _words(ast.unparse(iterated)) & _LOADER_WORDS:
+        text = _words(text_of(iterated))
+        if level < Level.DATA and is_loader(iterated):
             level = Level.DATA
+        elif level == Level.UNKNOWN and text & _OF_MODEL:
+            level = Level.SHARED
         if isinstance(iterated, ast.Call) and dotted(iterated.func) == "range":
             level = Level.SHARED
         for each in nodes(target, ast.Name):
@@ -229,10 +281,15 @@ class DataFlow:
         """How surely ranks differ in how often they go round."""
         if isinstance(iterated, (ast.Tuple, ast.List, ast.Constant, ast.Dict)):
             return Level.SHARED
+        if isinstance(iterated, ast.Name) and iterated.id in self._turns_of:
+            return self._turns_of[iterated.id]
+        if isinstance(iterated, ast.ListComp) and not any(each.ifs for each in iterated.generators):
+            return max(self._turns(each.iter) for each in iterated.generators)
         if isinstance(iterated, ast.Call):
             name = last_part(dotted(iterated.func))
             if name in _SAME_COUNT:
-                return Level.SHARED
+                chosen = name in _OF_MAPPING and self.level(iterated) == Level.READ_OFF
+                return Level.READ_OFF if chosen else Level.SHARED
             if name == "zip":
                 return min(map(self._turns, iterated.args), default=Level.SHARED)
             if name in _PASSED_ON and iterated.args:
@@ -258,6 +315,8 @@ class DataFlow:
             elif isinstance(inner, ast.Call) and (self.agrees(inner) or (alone and _sounds_agreed(inner))):
                 for argument in inner.args:
                     self._agree(argument)
+            elif self._chosen and isinstance(inner, ast.Call) and dotted(inner.func).endswith(_ADDING):
+                self._levels[dotted(inner.func).rpartition(".")[0]] = Level.READ_OFF
 
     def _agree(self, node: ast.expr) -> None:
         for name in map(dotted, nodes(node, ast.Name, ast.Attribute)):
@@ -273,29 +332,36 @@ class DataFlow:
             if name in self.accumulated:
                 return Level.DATA
             if isinstance(node, ast.Attribute) and name.rpartition(".")[0] != "self":
-                if node.attr in _STRUCTURE_ATTRIBUTES:
+                if node.attr in _STRUCTURE_ATTRIBUTES or node.attr in _OF_PARAMETER:
                     return Level.SHARED
                 inner = self.level(node.value)
                 return Level.READ_OFF if node.attr == "shape" and inner else inner
             return Level.SHARED
         if isinstance(node, ast.Call):
             return self._call(node)
+        if isinstance(node, ast.DictComp) and any(self.is_data(test) for each in node.generators for test in each.ifs):
+            return Level.READ_OFF
         if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):  # which keys a batch has is the data set's
             return Level.SHARED
         if isinstance(node, ast.Compare):
             presence = all(isinstance(each, _PRESENCE) for each in node.ops)
-            if presence and not self._asks_for_batch(node):
+            if presence and not self._asks_for_batch(node) and not self._asks_for_gradient(node):
                 return Level.SHARED
             return Level.READ_OFF if self.is_data(node) else max(map(self.level, (node.left, *node.comparators)))
         if isinstance(node, ast.Subscript):
-            return self.level(node.value)
+            of_model = isinstance(node.slice, ast.Constant) and _words(str(node.slice.value)) & _OF_MODEL
+            return Level.SHARED if of_model else self.level(node.value)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
             levels = [self.level(each.iter) for each in node.generators]
             for each in node.generators:
                 self._draw(each.target, each.iter)
-            chosen = any(each.ifs for each in node.generators) and max(levels) >= Level.DATA
+            tests = [test for each in node.generators for test in each.ifs]
+            chosen = (tests and max(levels) >= Level.DATA) or any(map(self.is_data, tests))
             return Level.READ_OFF if chosen else max(*levels, self.level(node.elt))
         if isinstance(node, ast.IfExp):
+            decided = self.on_several.get(id(node))
+            if isinstance(decided, bool):
+                return self.level(node.body if decided else node.orelse)
             return max(self.level(node.body), self.level(node.orelse))
         children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
         return max(map(self.level, children), default=Level.SHARED)
@@ -306,6 +372,8 @@ class DataFlow:
         if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & {"grad", "gradient"}:
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
+            return Level.READ_OFF
+        if name == "filter" and isinstance(node.args[0], ast.Lambda) and self.is_data(node.args[0].body):
             return Level.READ_OFF
         if last == "len" and node.args and last_part(dotted(node.args[0])) == "shape":
             return Level.SHARED  # the number of dimensions
@@ -318,7 +386,7 @@ class DataFlow:
 
     def _test(self, node: ast.If | ast.While | ast.IfExp, test: ast.expr) -> None:
         self._expression(test)
-        if self.is_data(test):
+        if self.is_data(test) and not isinstance(self.on_several.get(id(node)), bool):
             self.tests.append((test, node))
 
     def is_data(self, test: ast.expr) -> bool:
@@ -352,8 +420,17 @@ class DataFlow:
         presence = isinstance(test.ops[0], IDENTITIES) and _is_text(test.comparators[0])
         return batch and presence and self.level(test.left) >= Level.DATA
 
+    def _is_gradient(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
+            return any(isinstance(each, ast.Constant) and each.value == "grad" for each in node.args)
+        return dotted(node).endswith(".grad") or (isinstance(node, ast.Name) and node.id in self._gradients)
+
+    def _asks_for_gradient(self, test: ast.Compare) -> bool:
+        """Whether it asks if a parameter has a gradient: without one is what a rank's batch does not use."""
+        return self._is_gradient(test.left) and isinstance(test.ops[0], IDENTITIES) and _is_text(test.comparators[0])
+
     def _compares_data(self, test: ast.Compare) -> bool:
-        if self._asks_for_batch(test):
+        if self._asks_for_batch(test) or self._asks_for_gradient(test):
             return True
         if any(isinstance(each, _PRESENCE) for each in test.ops):
             return False
@@ -370,7 +447,11 @@ class DataFlow:
 
 def _words(name: str) -> set[str]:
     name = name.lower()
-    return {*re.split(r"[._()]", name), *name.split(".")}
+    return {*re.split(r"[\W_]+", name), *name.split(".")}
+
+
+def is_loader(node: ast.expr) -> bool:
+    return bool(_words(text_of(node)) & _LOADER_WORDS)
 
 
 def _sounds_like_data(name: str) -> bool:

@@ -12,9 +12,8 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
-from nemo_patches.tools.doctor.collectives import BACKWARD, COMPUTE, ENCODER, LOG, Names, Surroundings
+from nemo_patches.patching.targets import TARGETS
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
-from nemo_patches.tools.doctor.encoders import ENCODERS
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import counted
 from nemo_patches.tools.doctor.syntax import last_part, nodes, words
@@ -30,48 +29,20 @@ _OF_ANY_MODULE = words(
 _FEWEST_COPIED = 2  # methods that no other class has
 
 
+_ENCODERS = [target for target in TARGETS if target.module.startswith("nemo.collections.asr.modules.")]
+
+
 @dataclass(frozen=True)
 class Method:
-    """A method of a class. surroundings: what its calls are judged by."""
+    """A method of a class."""
 
     name: str
     node: ast.FunctionDef
-    surroundings: Surroundings
 
     @cached_property
     def calls(self) -> list[str]:
-        """The name of every call in it, as written, in the order of the text."""
-        return [ast.unparse(call.func) for call in self._calls]
-
-    @property
-    def collectives(self) -> list[str]:
-        """The names of its collectives, without their owners; not of what most steps have."""
-        found = map(self.surroundings.collective, self._calls)
-        return [
-            each.pairs_with
-            for each in found
-            if each and not each.guess and each.pairs_with not in (BACKWARD, COMPUTE, ENCODER, LOG)
-        ]
-
-    @cached_property
-    def _calls(self) -> list[ast.Call]:
-        return list(_calls(self.node))
-
-    @property
-    def decorators(self) -> list[str]:
-        """As they are written, without arguments."""
-        nodes = [node.func if isinstance(node, ast.Call) else node for node in self.node.decorator_list]
-        return [ast.unparse(node) for node in nodes]
-
-    @property
-    def arguments(self) -> list[str]:
-        """The names of its arguments, but for stars."""
-        given = self.node.args
-        return [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-
-    def same_as(self, other: Method) -> bool:
-        """Whether it has the same code: comments, spaces and docstrings do not count."""
-        return _code_of(self.node) == _code_of(other.node)
+        """The name of every call in it, as written."""
+        return [ast.unparse(call.func) for call in nodes(self.node, ast.Call)]
 
 
 @dataclass(frozen=True)
@@ -100,6 +71,7 @@ class Code:
     """One Python file. comments: by line, each with the text before it on that line."""
 
     path: Path
+    tree: ast.Module
     classes: tuple[Class, ...]
     divergences: tuple[Divergence, ...]
     nemo: Path | None
@@ -121,10 +93,10 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     content = _content(path)
     tree = _tree(path, content)
     try:
-        names = Names(tree)
         return Code(
             path=path,
-            classes=tuple(_class(node, names, nemo, in_nemo=_in_nemo(path)) for node in nodes(tree, ast.ClassDef)),
+            tree=tree,
+            classes=tuple(_class(node, tree, nemo, in_nemo=_in_nemo(path)) for node in nodes(tree, ast.ClassDef)),
             divergences=divergences(tree),
             nemo=nemo,
             comments=_comments(path, content),
@@ -170,13 +142,13 @@ def _module(path: Path) -> ast.Module:
     return _tree(path, _content(path))
 
 
-def _class(node: ast.ClassDef, names: Names, nemo: Path | None, *, in_nemo: bool) -> Class:
-    bases = list(_bases_in_nemo(node, names.tree, nemo)) if nemo else []
+def _class(node: ast.ClassDef, tree: ast.Module, nemo: Path | None, *, in_nemo: bool) -> Class:
+    bases = list(_bases_in_nemo(node, tree, nemo)) if nemo else []
     of_nemo: dict[str, Method] = {}
-    for _, base, module in bases:
-        of_nemo = {**_methods(base, Names(module)), **of_nemo}
-    methods = _methods(node, names)
-    is_encoder = any(target.owner == name for target in ENCODERS for name, _, _ in bases)
+    for _, base in bases:
+        of_nemo = {**_methods(base), **of_nemo}
+    methods = _methods(node)
+    is_encoder = any(target.owner == name for target in _ENCODERS for name, _ in bases)
     copy = _copied(node.name, methods, nemo) if nemo and not is_encoder and not in_nemo else None
     return Class(
         name=node.name,
@@ -188,9 +160,8 @@ def _class(node: ast.ClassDef, names: Names, nemo: Path | None, *, in_nemo: bool
     )
 
 
-def _methods(node: ast.ClassDef, names: Names) -> dict[str, Method]:
-    surroundings = Surroundings(names, node)
-    return {each.name: Method(each.name, each, surroundings) for each in node.body if isinstance(each, ast.FunctionDef)}
+def _methods(node: ast.ClassDef) -> dict[str, Method]:
+    return {each.name: Method(each.name, each) for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
 def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None:
@@ -200,10 +171,10 @@ def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None
     most = 0
     if "forward" not in methods or len(own) < _FEWEST_COPIED:
         return None
-    for target in ENCODERS:
+    for target in _ENCODERS:
         path = nemo.joinpath(*target.module.split(".")[1:]).with_suffix(".py")
         found = _defined(target.owner, _module(path), nemo) if path.is_file() else None
-        theirs = _methods(found[0], Names(found[1])) if found else {}
+        theirs = _methods(found[0]) if found else {}
         specific = theirs.keys() - _OF_ANY_MODULE
         shared = len(own & specific)
         named_after = name == target.owner or target.method in own & specific
@@ -214,8 +185,8 @@ def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None
     return best
 
 
-def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef, ast.Module]]:
-    """NeMo's classes that it inherits from, nearest first, and the module of each."""
+def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef]]:
+    """NeMo's classes that it inherits from, nearest first."""
     waiting = [(node, tree)]
     seen = {node.name}
     while waiting and len(seen) < _MOST_BASES:
@@ -228,7 +199,7 @@ def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator
             found = _defined(name, where, nemo)
             if found:
                 if found[1] is not tree:
-                    yield name, *found
+                    yield name, found[0]
                 waiting.append(found)
 
 
@@ -246,15 +217,3 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
             if path.is_file():
                 return _defined(str(original), _module(path), nemo, steps=steps + 1)
     return None
-
-
-def _calls(node: ast.AST) -> Iterator[ast.Call]:
-    if isinstance(node, ast.Call):
-        yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _calls(child)
-
-
-def _code_of(node: ast.FunctionDef) -> str:
-    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    return ast.dump(node.args) + "".join(map(ast.dump, body))

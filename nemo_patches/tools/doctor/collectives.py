@@ -6,16 +6,37 @@ import ast
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from nemo_patches.tools.doctor.syntax import dotted, last_part, nodes, words
+from nemo_patches.tools.doctor.batch_data import assignments
+from nemo_patches.tools.doctor.syntax import COMPREHENSIONS, LOOPS, dotted, last_part, nodes, text_of, words
 
 _OF_TORCH = words(
     """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
-    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list gather
-    gather_object monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast
+    broadcast_object_list gather gather_object
+    monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
     scatter_object_list
     """
 )
+_OF_CHECKPOINT = words(
+    """
+    async_save get_model_state_dict get_optimizer_state_dict get_state_dict load load_state_dict
+    save save_state_dict set_model_state_dict set_optimizer_state_dict set_state_dict
+    """
+)
+_CHECKPOINT = "torch.distributed.checkpoint"
+_OF_SHARDS = words(
+    """
+    GatheredParameters full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load
+    scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params
+    """
+)
+_SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
+_WRAPPING = {
+    **dict.fromkeys(_SHARDING, True),
+    **dict.fromkeys(("DistributedDataParallel", "DDP", "initialize"), False),
+}
+_CONTAINERS = words("ModuleDict ModuleList Sequential dict list tuple")
 _MODULES = ("torch.distributed", "deepspeed.comm")
 _USUAL_NAMES = ("dist", "distributed", "torch.distributed")  # for code that imports them elsewhere
 _STRATEGIES = ("strategy", "training_type_plugin")
@@ -39,7 +60,9 @@ _LIGHTNING_METHODS = words("training_step configure_optimizers validation_step")
 BACKWARD = "backward"
 COMPUTE = "compute"
 ENCODER = "encoder"
+FORWARD = "forward"
 LOG = "log"
+UNUSED = "forward, and no backward"
 
 
 @dataclass(frozen=True)
@@ -85,21 +108,71 @@ class Names:
         return ".".join(filter(None, (self._origins.get(first, first), rest)))
 
     @cached_property
+    def assigned(self) -> dict[str, list[ast.expr]]:
+        """What the module's own names are assigned."""
+        return {name: values for name, values in assignments(self.tree).items() if values}
+
+    @cached_property
     def in_parallel(self) -> bool:
         """Whether the file wraps a model for several ranks, so that its backward pass is a collective."""
         mentioned = {node.attr for node in nodes(self.tree, ast.Attribute)}
         mentioned |= {part for origin in self._origins.values() for part in origin.split(".")}
         imported = (alias for node in nodes(self.tree, ast.Import) for alias in node.names)
         mentioned |= {alias.name.partition(".")[0] for alias in imported}
-        return not _IN_PARALLEL.isdisjoint(mentioned | self._mentioned)
+        return not _IN_PARALLEL.isdisjoint(mentioned | self.mentioned)
 
     @cached_property
     def sharded(self) -> bool:
         """Whether the file shards parameters, so that a state_dict gathers them."""
-        return not self._mentioned.isdisjoint(("FullyShardedDataParallel", "FSDP", "fully_shard"))
+        return not self.mentioned.isdisjoint(_SHARDING)
 
     @cached_property
-    def _mentioned(self) -> set[str]:
+    def wrapped(self) -> dict[str, bool]:
+        """The modules that it wraps for several ranks, by the last part of their names; whether they are sharded."""
+        found: dict[str, bool] = {}
+        inner = list(ast.walk(self.tree))
+        for node in inner:
+            if isinstance(node, ast.Assign) and (kind := self._wraps(node.value)) is not None:
+                found.update({name: kind for target in node.targets for name in _names_in(target)[:1]})
+            elif (argument := _sharded(node)) is not None:
+                found[last_part(dotted(argument))] = True
+            elif isinstance(node, ast.Call) and dotted(node.func).endswith("engine.backward"):
+                found.setdefault(dotted(node.func).split(".")[-2], False)
+        loops = [node for node in inner if isinstance(node, LOOPS)]
+        for loop in loops:  # for layer in layers: fully_shard(layer)
+            if any(found.get(name) for name in _names_in(loop.target)):
+                found.update(dict.fromkeys(_names_in(loop.iter)[-1:], True))
+        for loop in loops:
+            kinds = [found[name] for name in _names_in(loop.iter) if name in found]
+            if kinds:
+                found.update(dict.fromkeys(_names_in(loop.target)[-1:], kinds[0]))
+        return found
+
+    @cached_property
+    def perhaps_sharded(self) -> frozenset[str]:
+        """Those of `wrapped` that a test decides on."""
+        inner = [node for branch in nodes(self.tree, ast.If) for node in ast.walk(branch)]
+        assigned = (target for node in inner if isinstance(node, ast.Assign) for target in node.targets)
+        given = filter(None, map(_sharded, inner))
+        return frozenset(name for node in (*assigned, *given) for name in _names_in(node)[-1:])
+
+    def _wraps(self, node: ast.expr) -> bool | None:
+        """Whether an expression makes sharded modules, or (False) others that reduce gradients; None for any other."""
+        if isinstance(node, ast.Call):
+            name = last_part(self.origin(node.func))
+            if name in _WRAPPING:
+                return _WRAPPING[name] if name != "initialize" or "deepspeed" in self.origin(node.func) else None
+            if name in ("auto_wrap", "wrap") and "fsdp" in self.origin(node.func):
+                return True
+            if name not in _CONTAINERS:
+                return None
+        elif not isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.IfExp, *COMPREHENSIONS)):
+            return None
+        parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+        return next((kind for kind in map(self._wraps, parts) if kind is not None), None)
+
+    @cached_property
+    def mentioned(self) -> set[str]:
         return {node.id for node in nodes(self.tree, ast.Name)}
 
 
@@ -169,6 +242,13 @@ class Surroundings:
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
         if of_torch and last_part(origin) in _OF_TORCH:
             return None if _of_a_group(call) else replace(made, pairs_with=last_part(origin))
+        if origin.startswith(_CHECKPOINT) and last_part(origin) in _OF_CHECKPOINT:
+            alone = any(keyword.arg == "no_dist" for keyword in call.keywords)
+            return None if alone or _of_a_group(call) else replace(made, why="in which all ranks take part")
+        if last_part(origin) in _OF_SHARDS and "." in origin:
+            return replace(made, why="which gathers sharded parameters")
+        if holder == "accelerator" and last in ("get_state_dict", "save_state"):
+            return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         if last in _OF_HOLDER.get(holder, ()):
             return None if holder in _STRATEGIES and _of_a_group(call) else made
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
@@ -186,13 +266,33 @@ class Surroundings:
             guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
             return replace(made, why="which gathers the metric from all ranks", guess=guess)
         if last == "state_dict" and holder.endswith("model") and self.names.sharded:
-            return replace(made, why="which gathers sharded parameters", guess="the model is wrapped in FSDP")
+            guess = "" if self.names.wrapped.get(holder) else "the model is wrapped in FSDP"
+            return replace(made, why="which gathers sharded parameters", guess=guess)
         runs_backward = last == "backward" and (self.lightning or self.names.in_parallel)
         if made.name == "self.manual_backward" or runs_backward:
             return replace(made, pairs_with=BACKWARD, why="which reduces the gradients")
         if last in _ENCODERS and made.name.startswith("self."):
             return replace(made, pairs_with=ENCODER)
-        return None
+        return self._forward(call)
+
+    def _forward(self, call: ast.Call) -> Collective | None:
+        """The call of a module that is wrapped for several ranks."""
+        module = call.func.value if isinstance(call.func, ast.Subscript) else call.func
+        sharded = self.names.wrapped.get(last_part(dotted(module)))
+        if sharded is None:
+            return None
+        made = Collective(text_of(call.func), pairs_with=FORWARD, line=call.lineno)
+        if sharded:
+            perhaps = last_part(dotted(module)) in self.names.perhaps_sharded
+            guess = "the module is sharded, which a test decides" if perhaps else ""
+            return replace(made, why="which gathers sharded parameters", guess=guess)
+        part = self.node is not None and dotted(module).startswith("self.") and "forward" in self._methods
+        guess = "" if part else "the model has buffers, which are broadcast at each call"
+        return replace(made, why="whose gradients are reduced", guess=guess)
+
+    @cached_property
+    def _methods(self) -> frozenset[str]:
+        return frozenset(each.name for each in self._inner if isinstance(each, ast.FunctionDef))
 
     def property_read(self, node: ast.Attribute) -> Collective | None:
         """Which collective it is to read a property of Lightning's; None if it is none."""
@@ -220,6 +320,22 @@ class Surroundings:
         if any(dotted(value) in self.metrics for value in values):
             return replace(made, pairs_with=LOG, why="which gathers a metric from all ranks", on_step=False)
         return None
+
+
+def _sharded(node: ast.AST) -> ast.expr | None:
+    """The module that fully_shard is called with."""
+    called = isinstance(node, ast.Call) and last_part(dotted(node.func)) == "fully_shard" and node.args
+    return node.args[0] if called else None  # type: ignore[attr-defined]
+
+
+def _names_in(node: ast.AST) -> list[str]:
+    """The last parts of the names in an expression, without those of what is called."""
+    if isinstance(node, ast.Call):
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return [name for each in (*([owner] if owner else []), *node.args) for name in _names_in(each)]
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return [last_part(dotted(node))]
+    return [name for child in ast.iter_child_nodes(node) for name in _names_in(child)]
 
 
 def _sounds_like_metric(name: str) -> bool:

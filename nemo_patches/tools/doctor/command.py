@@ -183,7 +183,7 @@ def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rul
     else:
         # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints nothing.
         console = Console(width=80)
-        report.show(reports, console, quiet=request.quiet, fold=request.severity is None)
+        report.show(reports, console, quiet=request.quiet)
     return False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -250,8 +250,18 @@ def found_in(config: Config) -> Iterator[Dataset]:
             for name, inner in section.items():
                 if isinstance(inner, dict) and name != "sampler_weights":
                     yield Dataset(config, (*keys, name), role=role, outer=keys)
+        elif _is_lhotse_inside(section):
+            yield Dataset(config, (*keys, "dataset"), role=role, outer=keys)
         else:
             yield Dataset(config, keys, role)
+
+
+def _is_lhotse_inside(section: Mapping[str, Any]) -> bool:
+    """Whether the set is in a section of its own, as TTS models have it."""
+    inner = section.get("dataset")
+    if not isinstance(inner, dict) or "_target_" in inner:
+        return False
+    return bool(section.get("use_lhotse") or inner.get("use_lhotse") or inner.keys() & set(_OF_LHOTSE_ALONE))
 
 
 def _smallest(limits: list[Value]) -> float | None:

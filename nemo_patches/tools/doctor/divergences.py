@@ -18,12 +18,22 @@ from itertools import islice
 
 from nemo_patches.tools.doctor import batch_data
 from nemo_patches.tools.doctor.batch_data import Branching, DataFlow, Test
-from nemo_patches.tools.doctor.collectives import BACKWARD, ENCODER, LOG, Collective, Names, Surroundings
+from nemo_patches.tools.doctor.collectives import (
+    BACKWARD,
+    ENCODER,
+    FORWARD,
+    LOG,
+    UNUSED,
+    Collective,
+    Names,
+    Surroundings,
+)
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import Finding, Severity, at
-from nemo_patches.tools.doctor.rank_tests import RANKS, RankTests
+from nemo_patches.tools.doctor.rank_tests import FIRST, Member, RankTests
 from nemo_patches.tools.doctor.syntax import (
     LOOPS,
+    TESTED,
     Function,
     dotted,
     last_part,
@@ -37,12 +47,16 @@ from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressi
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
 _NO_BATCH = re.compile(r"\bis (not )?None\b")
+_NO_GRADIENT = re.compile(r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None")
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 _GUESSES = {
+    _NO_GRADIENT.pattern: "a rank's batches leave parameters without a gradient",
     r"\brandom\.|\brand\(": "the ranks draw other random numbers, as they do without a seed",
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
     r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
 }
+_OF_A_MESH = ("full_tensor",)  # whose ranks may have the same batch
+_WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
 _MOST_TESTS = 100  # of one function on the rank, and as many on its data; NeMo's largest has 20
@@ -62,7 +76,8 @@ class Divergence:
     """Collectives that one rank of a function makes and another does not.
 
     cause: the test, the exception or the decorator, as it is written, and its line. exit_line: of the early exit.
-    by_rank: whether the rank decides. reordered: whether both make them, in another order.
+    by_rank: whether the rank decides. reordered: whether both make them, in another order. trains: whether the
+    function is a step of training. origin: what the names in the cause are assigned.
     """
 
     function: str
@@ -74,6 +89,8 @@ class Divergence:
     exit: str = ""
     exit_line: int = 0
     reordered: bool = False
+    trains: bool = False
+    origin: str = ""
 
     @property
     def names(self) -> str:
@@ -100,8 +117,11 @@ class Divergence:
         """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
         guesses = [each.guess for each in self.collectives]
         expected = self.function.endswith("_step") or self.exit == End.CONTINUE.value  # that a batch may be None
-        if not self.by_rank and not (expected and _NO_BATCH.search(self.cause)):
-            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, self.cause)] or guesses
+        said = f"{self.cause} {self.origin}"
+        if _NO_GRADIENT.search(said):
+            expected = self.trains
+        if not self.by_rank and not (expected and _NO_BATCH.search(said)):
+            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, said)] or guesses
         return f". A guess: {guesses[0]}" if all(guesses) else ""
 
     @property
@@ -180,7 +200,7 @@ class _Scope:
 
     def agrees(self, call: ast.Call) -> bool:
         """Whether a call gives all ranks the same: a collective, or a helper that makes one."""
-        return any(each.pairs_with not in (ENCODER, BACKWARD, LOG) for each in self.made_by(call))
+        return any(each.pairs_with not in (ENCODER, BACKWARD, FORWARD, LOG, UNUSED) for each in self.made_by(call))
 
     def decides(self, call: ast.Call) -> bool:
         """Whether a call is one of a helper that decides by what it is given."""
@@ -230,7 +250,12 @@ class _Function:
 
     @cached_property
     def _flow(self) -> DataFlow:
-        flow = DataFlow(self.scope.agrees, self.scope.decides, self.scope.surroundings.accumulated)
+        flow = DataFlow(
+            self.scope.agrees,
+            self.scope.decides,
+            self.scope.surroundings.accumulated,
+            self._on_several,
+        )
         flow.walk(self.node)
         return flow
 
@@ -244,25 +269,37 @@ class _Function:
         """Those that it makes as a helper, on the first rank where ranks differ."""
         if _first_rank_only(self.node, self.scope.surroundings) or any(nodes(self.node, ast.Yield, ast.YieldFrom)):
             return ()
-        events = self.follow(self.of_rank(RANKS[0])).events
+        events = self.follow(self.of_rank(FIRST)).events
         return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
 
     @cached_property
     def _ranks(self) -> RankTests:
-        return RankTests(self.scope.surroundings.names, batch_data.assignments(self.node))
+        names = self.scope.surroundings.names
+        given = {each.arg for each in nodes(self.node.args, ast.arg)} if isinstance(self.node, Function) else set()
+        outer = {name: values for name, values in names.assigned.items() if name not in given}
+        return RankTests(names, {**outer, **self._assigned})
+
+    @cached_property
+    def _on_several(self) -> Decisions:
+        """The tests that it decides whether there are several ranks: where there is one, there is nobody to wait."""
+        found: dict[int, bool | str] = {}
+        for node in own_nodes(self.node):
+            if isinstance(node, TESTED):
+                decided = self._ranks.decided_on_several(_test(node))
+                if decided != text_of(_test(node)):
+                    found[id(node)] = decided
+        return found
 
     @cached_property
     def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
         found = [
-            node
-            for node in own_nodes(self.node)
-            if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.BoolOp)) and self._ranks.about_rank(_test(node))
+            node for node in own_nodes(self.node) if isinstance(node, TESTED) and self._ranks.about_rank(_test(node))
         ]
         return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
-    def of_rank(self, rank: int) -> Decisions:
+    def of_rank(self, member: Member) -> Decisions:
         """How each test on the rank is decided on this one."""
-        return {id(node): self._ranks.decided(_test(node), rank) for node in self.rank_tests}
+        return {id(node): self._ranks.decided(_test(node), member) for node in self.rank_tests}
 
     def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
         way = Way(
@@ -270,8 +307,9 @@ class _Function:
             name=self.name,
             surroundings=self.scope.surroundings,
             made_by=self.scope.made_by,
-            decisions=decisions,
+            decisions={**self._on_several, **decisions},
             silent=self._silent,
+            whole=not decisions,
             caught=caught,
         )
         way.walk()
@@ -292,7 +330,21 @@ class _Function:
                 left = tuple(one for one in each.collectives if (loop, one.name, one.line) not in said)
                 said |= {(loop, one.name, one.line) for one in left}
             if left:
-                yield replace(each, collectives=left)
+                yield replace(each, collectives=left, trains=self._trains, origin=self._origin(each))
+
+    def _origin(self, each: Divergence) -> str:
+        named = re.findall(r"\w+", each.cause) if not each.by_rank else []
+        return " ".join(text_of(value) for name in named for value in self._assigned.get(name, ()))
+
+    @cached_property
+    def _assigned(self) -> Mapping[str, list[ast.expr]]:
+        return batch_data.assignments(self.node)
+
+    @cached_property
+    def _trains(self) -> bool:
+        """Whether it is a step, or runs the backward pass itself."""
+        backward = any(dotted(each.func).endswith(".backward") for each in nodes(self.node, ast.Call))
+        return self.name.endswith("_step") or backward
 
     @cached_property
     def _silent(self) -> set[int]:
@@ -306,12 +358,13 @@ class _Function:
         yield from self._on_first_rank()
         yield from self._by_rank()
         yield from self._by_data()
+        yield from self._by_loader()
         yield from self._by_error()
         yield from self._by_name()
 
     def _on_first_rank(self) -> Iterator[Divergence]:
         cause = _first_rank_only(self.node, self.scope.surroundings)
-        events = self.follow(self.of_rank(0)).events if cause else []
+        events = self.follow(self.of_rank(FIRST)).events if cause else []
         if events:
             line = self.node.lineno if isinstance(self.node, Function) else 1
             yield Divergence(
@@ -326,10 +379,14 @@ class _Function:
     def _by_rank(self) -> Iterator[Divergence]:
         if not self.rank_tests or _first_rank_only(self.node, self.scope.surroundings):
             return
-        ways = [self.follow(self.of_rank(rank)) for rank in RANKS]
+        ways = [self.follow(self.of_rank(member)) for member in self._members]
         for other in ways[1:]:
             yield from self._compared(ways[0], other, nodes=self.rank_tests, by_rank=True)
         yield from self._decided_either_way(self._open_rank_tests, by_rank=True)
+
+    @cached_property
+    def _members(self) -> list[Member]:
+        return self._ranks.members(map(_test, self.rank_tests))
 
     @property
     def _open_rank_tests(self) -> list[Test]:
@@ -337,7 +394,7 @@ class _Function:
         return [
             (_test(node), node)
             for node in self.rank_tests
-            if all(isinstance(self._ranks.decided(_test(node), rank), str) for rank in RANKS)
+            if all(isinstance(self._ranks.decided(_test(node), member), str) for member in self._members)
         ]
 
     def _by_data(self) -> Iterator[Divergence]:
@@ -345,6 +402,23 @@ class _Function:
             left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
             if left:
                 yield replace(each, collectives=left)
+
+    def _by_loader(self) -> Iterator[Divergence]:
+        """An evaluation of a sharded model until each rank's own loader ends, where nothing shares the batches out."""
+        if not self._evaluates or "DistributedSampler" in self.scope.surroundings.names.mentioned:
+            return
+        loops = [(node.iter, node) for node in own_nodes(self.node) if isinstance(node, ast.For)]
+        over_loaders = [each for each in loops if batch_data.is_loader(each[0])]
+        for each in self._decided_either_way(over_loaders, by_rank=False):
+            sharded = [one for one in each.collectives if one.pairs_with in (FORWARD, UNUSED) and not one.guess]
+            if sharded and each.kind is Kind.LOOP:
+                guess = "the ranks' loaders have unlike numbers of batches, as those of streams do"
+                yield replace(each, collectives=tuple(replace(one, guess=guess) for one in sharded))
+
+    @cached_property
+    def _evaluates(self) -> bool:
+        """Whether it runs a model without gradients."""
+        return any(last_part(dotted(each)) in _WITHOUT_GRADIENTS for each in nodes(self.node, ast.Name, ast.Attribute))
 
     def _decided_either_way(self, tests: Iterable[Test], by_rank: bool) -> Iterator[Divergence]:
         """The same test in several places is decided the same way."""
@@ -359,7 +433,11 @@ class _Function:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
         agreed = any(each.line < divergence.line for each in self._agreements)
         loop = divergence.kind is Kind.LOOP
-        return (loop and (agreed or collective.pairs_with == LOG)) or (not loop and bool(collective.guess))
+        if collective.pairs_with in _OF_A_MESH:
+            return True
+        if loop:
+            return agreed or collective.pairs_with == LOG
+        return bool(collective.guess) and not collective.guess.startswith("the module is sharded")
 
     def _guessed(self, collective: Collective) -> Collective:
         """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a guess."""
@@ -471,16 +549,26 @@ _HARMLESS = ("float", "getattr", "int", "len")
 
 
 def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
-    """The events that one way has more often than the other, by line."""
-    left = []
-    for one, two in ((events, others), (others, events)):
-        too_many = Counter(each.key for each in one) - Counter(each.key for each in two)
-        for each in reversed(one):  # the last of several is the one too many
-            if too_many[each.key]:
-                too_many[each.key] -= 1
-                left.append(each)
+    """The events that one way has more often than the other, by line.
+
+    A call that both make is the same one; what is left pairs with another call of its kind.
+    """
+    left = [*_surplus(events, others), *_surplus(others, events)]
     unique = {(each.collective.name, each.collective.line): each for each in left}
     return sorted(unique.values(), key=lambda each: each.collective.line)
+
+
+def _surplus(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
+    both = Counter(each.call for each in events) & Counter(each.call for each in others)
+    too_many = Counter(each.key for each in events) - Counter(each.key for each in others)
+    left = []
+    for each in reversed(events):  # the last of several is the one too many
+        if both[each.call]:
+            both[each.call] -= 1
+        elif too_many[each.key]:
+            too_many[each.key] -= 1
+            left.append(each)
+    return left
 
 
 def _reordered(events: Sequence[Event], others: Sequence[Event]) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_patches.patching.targets import TARGETS, Target
+from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
@@ -16,15 +16,15 @@ FLAG = "sync_max_audio_length"
 
 @dataclass(frozen=True)
 class EncoderClass:
-    """A class of NeMo with the length sync of a target."""
+    """A class of NeMo with a length sync. keys: what the class takes that the sync is of."""
 
     name: str
-    target: Target
+    keys: frozenset[str]
 
     @property
     def has_flag(self) -> bool:
         """Whether it takes sync_max_audio_length."""
-        return any(FLAG in reads for reads in self.target.reads)
+        return FLAG in self.keys
 
     @property
     def positional(self) -> bool:
@@ -32,33 +32,16 @@ class EncoderClass:
 
         ConvASREncoder has none, and as it always syncs, its other buffer grows alike everywhere.
         """
-        return bool(self.target.setter)
+        return "pos_emb_max_len" in self.keys
 
 
-ENCODERS = tuple(target for target in TARGETS if target.module.startswith("nemo.collections.asr.modules."))
-# Those that inherit a length sync, or hand their keywords to an encoder that has it.
-_SAME_AS = {
-    "ConformerEncoderAdapter": "ConformerEncoder",
-    "ConformerEncoderUNet": "ConformerEncoder",
-    "SpectrogramConformer": "ConformerEncoder",
-    "SpectrogramConformerUNet": "ConformerEncoder",
-    "SqueezeformerEncoderAdapter": "SqueezeformerEncoder",
-    "ConvASREncoderAdapter": "ConvASREncoder",
+_CLASSES = {
+    name: EncoderClass(name, frozenset(entry["keys"]))
+    for base, entry in known_keys.ENCODERS.items()
+    for name in (base, *entry["also"])
 }
-_CLASSES = {target.owner: EncoderClass(target.owner, target) for target in ENCODERS}
-_CLASSES |= {name: EncoderClass(name, _CLASSES[same].target) for name, same in _SAME_AS.items()}
 CLASS_NAMES = tuple(_CLASSES)
 
-# Encoders without one; any other class in an encoder's place is one that the doctor does not know.
-_WITHOUT = [
-    "AudioToSpectrogram",
-    "ConvFeatureEncoder",
-    "ECAPAEncoder",
-    "ParallelConvASREncoder",
-    "RNNEncoder",
-    "TransformerEncoder",
-    "Wav2VecTransformerEncoder",
-]
 _PLACES = ("encoder", "pre_encoder", "teacher")
 
 # Other classes of the same name, without a length sync.
@@ -179,7 +162,7 @@ def unknown_in(config: Config) -> Iterator[Value]:
     """The _target_ of every section in an encoder's place whose class is not known, with a length sync or without."""
     for keys, section in config.mappings():
         target = section.get("_target_")
-        known = class_of(target) is not None or _class_name(target) in _WITHOUT
+        known = class_of(target) is not None or _class_name(target) in known_keys.WITHOUT_SYNC
         if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
             yield config.get((*keys, "_target_"))
 

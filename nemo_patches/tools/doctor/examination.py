@@ -30,6 +30,7 @@ class Examination:
     headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
     details: for programs.
     used: the suppressions that answered findings. suppressed: how many.
+    unchecked: the rules that need a NeMo that is not here.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Examination:
     details: Mapping[str, Any] = field(default_factory=dict)
     used: frozenset[Suppression] = frozenset()
     suppressed: int = 0
+    unchecked: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -122,8 +124,10 @@ def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppressio
         found = code.read(path)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
-    report = Examination(str(path), found.headline, checked(found, rules, "code"))
-    complete = found.nemo is not None and set(rules) == set(all_rules())  # without NeMo some rules find nothing
+    of_nemo = [rule.identifier for rule in rules if rule.about == "code" and rule.needs_nemo]
+    unchecked = () if found.nemo else tuple(of_nemo)
+    report = Examination(str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked)
+    complete = not unchecked and set(rules) == set(all_rules())
     return _answered(report, suppressions.in_lines(found.comments.items()), project, complete=complete)
 
 

@@ -123,8 +123,13 @@ class Rule:
         return check(subject) if check else ()
 
     @property
-    def folded(self) -> bool:
-        return getattr(self._module, "FOLDED", False)
+    def whole(self) -> bool:
+        return getattr(self._module, "WHOLE", False)
+
+    @property
+    def needs_nemo(self) -> bool:
+        """Whether it compares with the installed NeMo, so that it finds nothing without one."""
+        return getattr(self._module, "NEEDS_NEMO", False)
 
     @property
     def bad(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Config, Value
 
 
@@ -35,27 +36,7 @@ class DataType:
 
 
 DATA_TYPES = {
-    "txt": DataType(Reads.STREAM, "2.1"),
-    "txt_pair": DataType(Reads.STREAM, "2.1"),
-    "nemo_sft_jsonl": DataType(Reads.STREAM, "2.2"),
-    "multimodal_conversation": DataType(Reads.STREAM, "2.2"),
-    "share_gpt": DataType(Reads.STREAM, "2.5"),
-    "share_gpt_webdataset": DataType(Reads.STREAM, "3.0"),
-    "txt_jsonl": DataType(Reads.STREAM, "3.0"),
-    "parquet": DataType(Reads.STREAM, "3.0"),
-    "nemo": DataType(Reads.TARRED, "2.1"),
-    "nemo_tarred": DataType(Reads.TARRED, "2.1"),
-    "nemo_tarred_to_duplex": DataType(Reads.TARRED, "3.0"),
-    "lhotse": DataType(Reads.SHAR, "2.1"),
-    "lhotse_shar": DataType(Reads.SHAR, "2.1"),
-    "lhotse_as_conversation": DataType(Reads.AS_SET, "2.4"),
-    "s2s_as_conversation": DataType(Reads.AS_SET, "2.5"),
-    "sqa_as_conversation": DataType(Reads.AS_SET, "3.0"),
-    "s2s_duplex_overlap_as_s2s_duplex": DataType(Reads.AS_SET, "2.7"),
-    "s2s_duplex_reverse_role": DataType(Reads.AS_SET, "3.0"),
-    "lhotse_magpietts_data_as_continuation": DataType(Reads.AS_SET, "2.7"),
-    "group": DataType(Reads.GROUP, "2.1"),
-    "multi_speaker_simulator": DataType(Reads.SIMULATED, "2.6"),
+    name: DataType(Reads[reads], since) for name, (reads, since) in known_keys.TABLE["types_of_inputs"].items()
 }
 
 

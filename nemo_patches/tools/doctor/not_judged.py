@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_patches.tools.doctor import encoders
+from nemo_patches.tools.doctor import encoders, known_keys
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.finding import NOTE, Findings, note, warning
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
@@ -25,41 +25,8 @@ _NOT_ASSUMED = ("NP0", "NP101", "NP120")  # on reading, on each encoder there is
 _MOST = 100  # assumptions
 _MOST_NAMED = 3  # manifests
 
-_MANIFEST = {"manifest_filepath": "a.json"}
-_SHARED_OUT = [{"type": "nemo", **_MANIFEST}]
-_STREAM = [{"type": "nemo_tarred", **_MANIFEST, "tarred_audio_filepaths": "a.tar"}]
-_SWITCH = (True, False)
-# What an unknown value may be, by its key, in every section that NeMo reads.
-_MAY_BE: dict[str, tuple[Any, ...]] = {
-    # of a set, or an entry of its input_cfg
-    "batch_duration": (100.0, None),
-    "batch_size": (16, None),
-    "drop_last": _SWITCH,
-    "force_finite": _SWITCH,
-    "force_iterable_dataset": _SWITCH,
-    "force_map_dataset": _SWITCH,
-    "input_cfg": (_STREAM, _SHARED_OUT, [*_STREAM, *_SHARED_OUT]),
-    "is_tarred": _SWITCH,
-    "manifest_filepath": (["a.json", "b.json"],),
-    "num_workers": (0, 1),
-    "shar_path": ("a", None),
-    "shard_seed": (0, "trng"),
-    "shuffle": _SWITCH,
-    "tarred_audio_filepaths": ("a.tar", None),
-    "use_lhotse": _SWITCH,
-    # of the trainer
-    "accelerator": ("gpu", "cpu"),
-    "broadcast_buffers": (True,),
-    "limit_train_batches": (1.0, 0.5, 1000),
-    "limit_val_batches": (1.0, 0.5, 10),
-    "strategy": ("ddp",),
-    "sync_batchnorm": _SWITCH,
-    "use_distributed_sampler": _SWITCH,
-    "val_check_interval": (1.0, 0.5, 100),
-    # of the model
-    "fuse_loss_wer": (True,),
-    "pos_emb_max_len": (5000,),
-}
+_MAY_BE: dict[str, list[Any]] = known_keys.TABLE["may_be"]
+_STREAM, _SHARED_OUT, _ = _MAY_BE["input_cfg"]
 _PATHS = ("manifest_filepath", "tarred_audio_filepaths", "shar_path")  # one that a variable gives is there
 _ENCODER = "nemo.collections.asr.modules.ConformerEncoder"
 

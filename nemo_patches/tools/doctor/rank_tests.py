@@ -1,17 +1,15 @@
-"""What a test in Python says on one rank: true, false, or the part of it that is not about the rank."""
+"""What a test in Python says on one rank of several: true, false, or the part of it that something else decides."""
 
 from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_patches.tools.doctor.collectives import Names
-from nemo_patches.tools.doctor.syntax import IDENTITIES, dotted, last_part, words
-
-RANKS = (0, 1, 7)  # that are tried: the first, one beside it, and one of another node
+from nemo_patches.tools.doctor.syntax import IDENTITIES, dotted, last_part, nodes, text_of, words
 
 _NUMBERS = words(
     """
@@ -25,12 +23,28 @@ _FIRST = words(
     is_master_process is_rank_zero is_world_process_zero main_process master_process
     """
 )
+_SIZES = words(
+    """
+    get_num_processes get_world_size n_procs nprocs num_processes num_replicas world_size ddp_world_size
+    """
+)
+_SEVERAL = words(
+    """
+    ddp distributed is_ddp is_dist is_dist_avail_and_initialized is_dist_initialized is_distributed
+    is_distributed_initialized is_torch_distributed use_ddp use_dist use_distributed using_ddp
+    """
+)
+_READY = words("is_available is_initialized")  # of torch.distributed
 _VARIABLES = words("RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK")
-_UNKNOWN: Any = object()
+_SIZE_VARIABLES = words("WORLD_SIZE SLURM_NTASKS OMPI_COMM_WORLD_SIZE")
+UNKNOWN: Any = object()
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Not: operator.not_,
     ast.USub: operator.neg,
-    ast.Mod: lambda left, right: left % right if isinstance(left, int) else _UNKNOWN,
+    ast.Mod: lambda left, right: left % right if isinstance(left, int) else UNKNOWN,
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.FloorDiv: operator.floordiv,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.In: lambda left, right: left in right,
@@ -44,29 +58,58 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Set: lambda *parts: parts,
 }
 _MOST_STEPS = 8
+_MOST_MEMBERS = 16
+_FEW = 2
+_MANY = 1024  # ranks, of which no test names the last by its number
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a job with that many."""
+
+    rank: int
+    ranks: int = _MANY
+
+
+FIRST = Member(0)
+_PROBES = (*map(Member, range(9)), Member(_MANY - 1))  # in which a test on the rank shows
+_TRIED = (0, 1, _MANY - 1)  # beside the ranks that a test names
 
 
 @dataclass(frozen=True)
 class RankTests:
-    """Reads tests on the rank. assigned: for local variables, what they are assigned; empty where that is not known."""
+    """Reads tests on the rank, and on whether there are several.
+
+    assigned: for variables, what they are assigned; empty where that is not known.
+    """
 
     names: Names
     assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
 
-    def decided(self, test: ast.expr, rank: int) -> bool | str:
+    def decided(self, test: ast.expr, member: Member) -> bool | str:
         """Whether a test holds on a rank, or the text of what else it depends on."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.decided(test.operand, rank)
+            inner = self.decided(test.operand, member)
             return f"not ({inner})" if isinstance(inner, str) else not inner
         if isinstance(test, ast.BoolOp):
             ends = isinstance(test.op, ast.Or)
-            parts = [self.decided(each, rank) for each in test.values]
+            parts = [self.decided(each, member) for each in test.values]
             if any(part is ends for part in parts):
                 return ends
             texts = [part for part in parts if isinstance(part, str)]
             return (" or " if ends else " and ").join(texts) if texts else not ends
-        value = self._value(test, rank)
-        return ast.unparse(test) if value is _UNKNOWN else bool(value)
+        value = self._value(test, member)
+        return ast.unparse(test) if value is UNKNOWN else bool(value)
+
+    def decided_on_several(self, test: ast.expr) -> bool | str:
+        """What a test says on all ranks wherever there are several, whatever their number."""
+        answer = self.decided(test, FIRST)
+        if answer == text_of(test):
+            return answer
+        sizes = {_FEW, _MANY, *(number for number in self._numbers([test]) if number > _FEW)}
+        members = (*self.members([test]), *(Member(0, size) for size in sizes))
+        alike = all(self.decided(test, each) == answer for each in members)
+        return answer if alike else text_of(test)
 
     def about_rank(self, test: ast.expr) -> bool:
         """Whether a test is one on the rank, in part at least."""
@@ -77,79 +120,131 @@ class RankTests:
         if isinstance(test, ast.Compare):
             presence = any(isinstance(each, IDENTITIES) for each in test.ops)
             return not presence and any(self._is_rank(each) for each in (test.left, *test.comparators))
-        return self._is_rank(test) and not isinstance(self._value(test, 0), str)  # a variable that is set
+        return self._is_rank(test) and not isinstance(self._value(test, FIRST), str)  # a variable that is set
+
+    def members(self, tests: Iterable[ast.expr]) -> list[Member]:
+        """The ranks on which some tests may differ: those that they name, and ranks that they do not name."""
+        ranks = {*_TRIED, *self._numbers(tests)}
+        return [Member(rank) for rank in sorted(ranks)[:_MOST_MEMBERS] if rank < _MANY]
+
+    def _numbers(self, tests: Iterable[ast.expr]) -> set[int]:
+        """The numbers in some tests, and in what their variables are assigned, each with the next one."""
+        numbers = set[int]()
+        waiting = list(tests)
+        followed = set[str]()
+        while waiting:
+            for node in nodes(waiting.pop(), ast.Constant, ast.Name):
+                if isinstance(node, ast.Constant) and str(node.value).isdecimal():
+                    number = int(str(node.value))
+                    numbers |= {number, number + 1}
+                elif isinstance(node, ast.Name) and node.id not in followed:
+                    followed.add(node.id)
+                    waiting += self.assigned.get(node.id, ())
+        return numbers
 
     def _is_rank(self, node: ast.expr, steps: int = 0) -> bool:
         """Whether an expression differs between ranks, and by the rank alone."""
-        values = [self._value(node, rank, steps) for rank in RANKS]
-        return not any(each is _UNKNOWN for each in values) and any(each != values[0] for each in values)
+        return self._differs(node, _PROBES, steps)
 
-    def _value(self, node: ast.expr, rank: int, steps: int = 0) -> Any:
-        """The value of an expression on a rank; _UNKNOWN if the rank alone does not decide it."""
+    def _differs(self, node: ast.expr, members: Sequence[Member], steps: int) -> bool:
+        values = [self._value(node, each, steps) for each in members]
+        return UNKNOWN not in values and any(each != values[0] for each in values)
+
+    def _value(self, node: ast.expr, member: Member, steps: int = 0) -> Any:
+        """The value of an expression on a rank; UNKNOWN if something else than the ranks decides it."""
         if steps > _MOST_STEPS:
-            return _UNKNOWN
+            return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self.assigned:
-            return self._assigned(node.id, rank, steps)
+            value = self._assigned(node.id, member, steps)
+            unknown_size = value is UNKNOWN and self.assigned[node.id] and node.id in _SIZES
+            return member.ranks if unknown_size else value
         if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
-            return self._named(node, rank, steps)
+            return self._named(node, member, steps)
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
-            return self._of_rank((node.body, node.orelse), rank, steps)
-        operation, operands = _parts(node)
-        values = [self._value(each, rank, steps + 1) for each in operands]
-        if any(each is _UNKNOWN for each in values):
-            return _UNKNOWN
-        try:
-            return _OPERATIONS[type(operation)](*values)
-        except (KeyError, TypeError, ZeroDivisionError):  # `is`; a text with a number
-            return _UNKNOWN
+            decided = self.decided_on_several(node.test)
+            if isinstance(decided, bool):
+                return self._value(node.body if decided else node.orelse, member, steps + 1)
+            return self._of_rank((node.body, node.orelse), member, steps)
+        if isinstance(node, ast.BoolOp):
+            decided = self.decided(node, member)
+            return UNKNOWN if isinstance(decided, str) else decided
+        return applied(node, lambda each: self._value(each, member, steps + 1))
 
-    def _of_rank(self, given: Sequence[ast.expr], rank: int, steps: int, only: ast.expr | None = None) -> Any:
-        """The value of that alternative which depends on the rank; otherwise of `only`."""
-        own = next((each for each in given if self._is_rank(each, steps + 1)), only)
-        return _UNKNOWN if own is None else self._value(own, rank, steps + 1)
+    def _of_rank(self, given: Sequence[ast.expr], member: Member, steps: int, only: ast.expr | None = None) -> Any:
+        """The value of that alternative which depends on the rank, or on their number; otherwise of `only`."""
+        members = (*_PROBES, Member(0, _FEW))
+        own = next((each for each in given if self._differs(each, members, steps + 1)), only)
+        return UNKNOWN if own is None else self._value(own, member, steps + 1)
 
-    def _assigned(self, name: str, rank: int, steps: int) -> Any:
+    def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
         given = self.assigned[name]
         inner = RankTests(self.names, {other: values for other, values in self.assigned.items() if other != name})
-        return inner._of_rank(given, rank, steps, only=given[0] if len(given) == 1 else None)
+        return inner._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
 
-    def _named(self, node: ast.expr, rank: int, steps: int) -> Any:
+    def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
         if isinstance(node, ast.Subscript):
-            return _of_environment(dotted(node.value), node.slice, rank)
+            return _of_environment(dotted(node.value), node.slice, member)
         if not isinstance(node, ast.Call):
-            return self._by_name(node, rank)
+            return self._by_name(node, member)
         name = dotted(node.func)
-        if name == "int" and node.args:
-            value = self._value(node.args[0], rank, steps + 1)
-            return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else _UNKNOWN
+        if name in ("bool", "int") and node.args:
+            value = self._value(node.args[0], member, steps + 1)
+            return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else value
         if name in ("os.environ.get", "os.getenv") and node.args:
-            return _of_environment("os.environ", node.args[0], rank)
+            return _of_environment("os.environ", node.args[0], member)
         of_a_group = node.args or node.keywords
-        return _UNKNOWN if of_a_group else self._by_name(node.func, rank)
+        return UNKNOWN if of_a_group and last_part(name) not in _SIZES else self._by_name(node.func, member)
 
-    def _by_name(self, node: ast.expr, rank: int) -> Any:
-        name = last_part(self.names.origin(node))
+    def _by_name(self, node: ast.expr, member: Member) -> Any:
+        origin = self.names.origin(node)
+        name = last_part(origin)
         if name in _NUMBERS:
-            return rank
-        return rank == 0 if name in _FIRST else _UNKNOWN
+            return member.rank
+        if name in _FIRST:
+            return member.rank == 0
+        if name in _SIZES:
+            return member.ranks
+        of_torch = name in _READY and origin.rpartition(".")[0].endswith(("dist", "distributed", "comm"))
+        return True if of_torch or name in _SEVERAL else UNKNOWN
 
 
-def _of_environment(owner: str, key: ast.expr, rank: int) -> Any:
-    known = owner.endswith("environ") and isinstance(key, ast.Constant) and key.value in _VARIABLES
-    return str(rank) if known else _UNKNOWN
+def applied(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
+    """The value of an operation, by those of its operands."""
+    operations, operands = _parts(node)
+    values = [value(each) for each in operands]
+    if UNKNOWN in values:
+        return UNKNOWN
+    try:
+        if isinstance(node, ast.Compare):
+            return all(map(_compared, operations, values, values[1:]))
+        return _OPERATIONS[type(operations[0])](*values)
+    except (KeyError, TypeError, ZeroDivisionError):  # `is`; a text with a number
+        return UNKNOWN
 
 
-def _parts(node: ast.expr) -> tuple[ast.AST, list[ast.expr]]:
+def _compared(operation: ast.cmpop, left: Any, right: Any) -> bool:
+    return bool(_OPERATIONS[type(operation)](left, right))
+
+
+def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
+    if not owner.endswith("environ") or not isinstance(key, ast.Constant):
+        return UNKNOWN
+    if key.value in _SIZE_VARIABLES:
+        return str(member.ranks)
+    return str(member.rank) if key.value in _VARIABLES else UNKNOWN
+
+
+def _parts(node: ast.expr) -> tuple[list[Any], list[ast.expr]]:
     """What an expression does, and with which others."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        return node, node.elts
+        return [node], node.elts
     if isinstance(node, ast.UnaryOp):
-        return node.op, [node.operand]
+        return [node.op], [node.operand]
     if isinstance(node, ast.BinOp):
-        return node.op, [node.left, node.right]
-    if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return node.ops[0], [node.left, *node.comparators]
-    return node, []
+        return [node.op], [node.left, node.right]
+    if isinstance(node, ast.Compare):
+        return list(node.ops), [node.left, *node.comparators]
+    return [node], []

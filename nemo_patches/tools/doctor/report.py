@@ -20,26 +20,20 @@ from nemo_patches.tools.doctor.suppressions import Pair
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
-def show(reports: Sequence[Examination], console: Console, *, quiet: bool = False, fold: bool = True) -> None:
+def show(reports: Sequence[Examination], console: Console, *, quiet: bool = False) -> None:
     """Print the reports; a note takes one line, any other finding all of its lines, why each matters said once.
 
-    quiet: a line for each finding, and nothing else. fold: notes that nearly every config gets take one line together.
+    quiet: a line for each finding, and nothing else.
     """
     explained: set[str] = set()
     readable = [report for report in reports if not report.error]
     for report in readable:
-        folded = [pair for pair in report.findings if fold and pair[0].folded and pair[1].severity is Severity.NOTE]
         if not quiet:
             _print(console, f"{report.name}: {report.headline}")
             for line in report.lines:
                 _print(console, line)
         for pair in report.findings:
-            if pair not in folded:
-                _show(console, report.name, pair, explained=None if quiet else explained)
-        if folded and not quiet:
-            rules = Counter(rule.identifier for rule, _ in folded)
-            names = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in sorted(rules.items()))
-            _print(console, f"{report.name}: {names}: notes that nearly every config gets; --severity note shows them")
+            _show(console, report.name, pair, explained=None if quiet else explained)
         if not quiet:
             _print(console, f"{report.name}: {_counts([report])}")
     if len(reports) > 1 and not quiet:
@@ -53,7 +47,7 @@ def _show(console: Console, name: str, pair: Pair, *, explained: set[str] | None
     where = f"{name}:{finding.line}" if finding.line else name
     head = f"{rule.identifier} {finding.severity}"
     _print(console, f"{where}: {head}: {finding.what}", styled=head, style=_STYLES[finding.severity])
-    if explained is None or finding.severity is Severity.NOTE:
+    if explained is None or (finding.severity is Severity.NOTE and not (rule.whole and finding.instead)):
         return
     if finding.read:
         _print(console, f"    read: {'; '.join(map(str, finding.read))}")
@@ -70,6 +64,7 @@ def as_json(report: Examination) -> dict[str, Any]:
         "config": report.name,
         "error": report.error or None,
         "suppressed": report.suppressed,
+        "unchecked": list(report.unchecked),
         "findings": [
             {
                 "rule": rule.identifier,
@@ -127,6 +122,9 @@ def _counts(reports: Sequence[Examination]) -> str:
     suppressed = sum(report.suppressed for report in reports)
     if suppressed:
         parts.append(f"{suppressed} suppressed")
+    unchecked = sorted({name for report in reports for name in report.unchecked})
+    if unchecked:
+        parts.append(f"not checked without NeMo: {' and '.join(unchecked)}")
     return ", ".join(parts)
 
 

@@ -12,6 +12,7 @@ LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
 IDENTITIES = (ast.Is, ast.IsNot)
+TESTED = (ast.If, ast.While, ast.IfExp, ast.BoolOp)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
-from nemo_patches.tools.doctor.collectives import BACKWARD, Collective, Surroundings
+from nemo_patches.tools.doctor.collectives import BACKWARD, FORWARD, UNUSED, Collective, Surroundings
 from nemo_patches.tools.doctor.syntax import (
     COMPREHENSIONS,
     DEFINITIONS,
@@ -43,6 +44,17 @@ class Event:
     def key(self) -> tuple[object, ...]:
         return self.collective.pairs_with, self.guards, self.after
 
+    def without_backward(self) -> Event:
+        if self.collective.pairs_with != FORWARD:
+            return self
+        why = "whose result is not used, so that no gradients are reduced"
+        return replace(self, collective=replace(self.collective, pairs_with=UNUSED, why=why, guess=""))
+
+    @property
+    def call(self) -> tuple[object, ...]:
+        """The key of this call alone, and of none beside it."""
+        return self.collective, *self.key
+
 
 class End(Enum):
     RETURN = "return"
@@ -72,6 +84,7 @@ class Way:
     decisions: Decisions
     silent: set[int]  # expressions, by id, in which an open way has found no collective
     caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None
+    whole: bool = False  # whether only what is alike on all ranks is decided
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     raised: bool = False
@@ -131,12 +144,29 @@ class Way:
             return end
         if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _ends_process(node.value)):
             return End.RAISE
+        first = len(self.events)
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self._expression(child)
+        if self._thrown_away(node):
+            self.events[first:] = [each.without_backward() for each in self.events[first:]]
         if isinstance(node, ast.Assign):
             self._set(node)
         return None
+
+    def _thrown_away(self, node: ast.stmt) -> bool:
+        """Whether nothing uses the value of a statement, so that no backward pass begins at it."""
+        if isinstance(node, ast.Assign):
+            return all(isinstance(each, ast.Name) and each.id not in self._read for each in node.targets)
+        inner = node.value if isinstance(node, ast.Expr) else None
+        while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
+            inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
+        made = self.surroundings.collective(inner) if isinstance(inner, ast.Call) else None
+        return made is not None and made.pairs_with == FORWARD
+
+    @cached_property
+    def _read(self) -> set[str]:
+        return {each.id for each in nodes(self.node, ast.Name) if isinstance(each.ctx, ast.Load)}
 
     def _set(self, node: ast.Assign) -> None:
         """Keep in mind which names of a training_step hold nothing that a backward pass could begin at."""
@@ -302,7 +332,7 @@ class Way:
             return
         before = len(self.events)
         self._calls_in(node)
-        if len(self.events) == before and not self.decisions and self.caught is None:
+        if len(self.events) == before and self.whole and self.caught is None:
             self.silent.add(id(node))
 
     def _calls_in(self, node: ast.AST) -> None:

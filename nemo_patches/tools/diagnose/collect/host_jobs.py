@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -97,16 +97,27 @@ def look(
     between_s: float = _BETWEEN_LOOKS_S,
     at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
-    """Look at the ranks of a job twice, and again until `is_enough`, or for at_most_s."""
-    began, host = time.monotonic(), socket.gethostname()
-    first = last = take(ranks)
-    while True:
-        time.sleep(between_s)
-        last = take(ranks, last)
-        sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
-        job = HostJob(host, time.time(), _in_order_of_spawn(sampled))
-        if is_enough(job) or time.monotonic() - began > at_most_s:
-            return replace(job, belongings=belongings(one.rank for one in job.ranks))
+    """Look at the ranks of a job twice, and again until `is_enough`, for at_most_s, or until Ctrl-C."""
+    began = time.monotonic()
+    here = belongings(ranks)  # of a rank that ends meanwhile nothing would be found
+    first = take(ranks)
+    last = first
+    is_over = False
+    while not is_over:
+        try:
+            time.sleep(between_s)
+            last = take(ranks, last)
+            is_over = is_enough(_job(ranks, first, last)) or time.monotonic() - began > at_most_s
+        except KeyboardInterrupt:
+            is_over = True
+    job = _job(ranks, first, last)
+    later = belongings(one.rank for one in job.ranks)
+    return replace(job, belongings=tuple(dict.fromkeys((*here, *later))))
+
+
+def _job(ranks: Sequence[HostRank], first: Mapping[int, Sample], last: Mapping[int, Sample]) -> HostJob:
+    sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
+    return HostJob(socket.gethostname(), time.time(), _in_order_of_spawn(sampled))
 
 
 def has_settled(job: HostJob) -> bool:

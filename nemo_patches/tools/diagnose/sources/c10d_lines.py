@@ -14,9 +14,10 @@ from typing import TypeAlias
 from nemo_patches.stall.judge import Seat
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates, frame_text
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence, Fate, Place
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, OF_MODEL, Evidence, Fate, Place
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, MOST_RANKS, LaunchFacts, Line, shown
 
+_MOST_FRAMES = 64  # of a failed collective's stack
 _MOST_APART = 200  # collectives between the ranks of one group: what is enqueued is bounded
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _CHECKED = "collectives checked by torch"  # the group of fingerprints, which have numbers of their own
@@ -25,13 +26,14 @@ _CHECKED = "collectives checked by torch"  # the group of fingerprints, which ha
 _WORDS = (
     *("NCCL", "nccl", "ollective", "arrier", "atchdog", "gloo", "pair closure", "imed out", "imeout", "store"),
     *("Duplicate GPU", "sizes: ", "group info", "Culprit", "ranks", "last enqueued", "remote p"),
+    *("dump signal", "due to timeout", "inconsistent", "gai error"),
 )
 _RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
 TIMEOUT = re.compile(
     r"(?:Watchdog ?caught ?collective ?operation ?timeout:|Caught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\("
     r"(?:SeqNum=(\d{1,18}), ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?"
 )
-_GROUP = re.compile(r"\[PG ?(?:ID ?)?(\w{1,40})(?: ?PG ?GUID ?(\w{1,40}))?")
+_GROUP = re.compile(r"\[PG ?(?:ID ?)?(\w{1,40})(?: ?PG ?GUID ?(\w{1,40}))?(?:\((\w{1,40})\))?")
 _STATUS = re.compile(
     r"(?:at ?work|NCCL ?work|work ?sequence ?id): ?(\d{1,18}).{0,40}?"
     r"last ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?work: ?(-?\d{1,18})"
@@ -49,6 +51,14 @@ _SIGNAL = re.compile(
     r"dump ?signal ?due ?to ?a ?collective ?timeout ?from {0,3}(?:(this ?local)|rank ?(\d{1,7}))?.{0,120}?"
     r"Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work: ?(-?\d{1,18})"
 )
+_OBSERVED = re.compile(r"Observed flight recorder dump signal from (?:another rank|rank ?(\d{1,7}))")
+# torch 2.15's nccl2 says no more than this.
+_NCCL2 = re.compile(r"\[rank=(\d{1,7})\](?:\[name=([^\]]{1,40})\])? ?Aborting process on rank \d{1,7} due to timeout")
+# DDP's check of its parameters, on each rank against another one.
+_PARAMETERS = re.compile(
+    r"DDP expects same model across all ranks, but Rank (\d{1,7}) has (\d{1,9}) params, "
+    r"while rank (\d{1,7}) has inconsistent (\d{1,9}) params"
+)
 STUCK_WATCHDOG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
 GLOO = re.compile(
     r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
@@ -65,6 +75,7 @@ _CUDA_ERROR = re.compile(
 _NCCL_GONE = re.compile(
     r"ncclRemoteError|remote process exited or there was a network error|Connection closed by remote peer"
 )
+_PEER = re.compile(r"(?:remote peer|[Pp]eer|from) ([\w.:\-]{1,200}<\d{1,6}>)")
 # At start-up: a rank waits for others at the store.
 BARRIER = re.compile(
     r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?rank:? ?(\d{1,7}),.{0,20}"
@@ -74,6 +85,10 @@ _DEFAULT_BARRIERS = (":1", ":0", ":default_pg")
 _BARRIER_PASSED = re.compile(r"Rank (\d{1,7}): Completed store-based barrier for (?:key:)?(\S{1,80})? ?with (\d{1,7})")
 _CLIENTS = re.compile(r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\. (\d{1,7})/(\d{1,7}) ")
 CONNECTING = re.compile(r"client socket has timed out after \d{1,12} ?m?s while trying to connect to \(?([^)]{1,200})")
+_UNRESOLVED = re.compile(
+    r"(?:network addresses of \(?([^,)]{1,200})[^)]{0,40}\)? cannot be retrieved )?"
+    r"\(?gai error: (-?\d{1,4}[^)\]]{0,80})"
+)
 UNIQUE_ID = re.compile(
     r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from \[(\d{1,7})\]"
 )
@@ -141,12 +156,12 @@ class C10dLines:
         self._joined: dict[int, Line] = {}  # ranks that had come, by these reports
         self._lagging: dict[int, tuple[str, Line]] = {}
         self._barriers: dict[str, tuple[int, int, set[int], Line]] = {}  # by key: size, came, who waits, the last line
-        self._stack_of = NOT_TOLD  # the rank whose failed collective's stack is being written
-        self._stack: list[str] = []
+        self._stack_of: Line | None = None  # whose rank's failed collective's stack is being written
+        self._stack: list[tuple[str, str, str]] = []
 
     def take(self, line: Line) -> None:
         text = line.text
-        if self._stack_of < 0 and not any(words in text for words in _WORDS):
+        if self._stack_of is None and not any(words in text for words in _WORDS):
             return
         self._read(_REPORTS, line)
         if any(words in text for words in _OF_ANALYSIS):
@@ -168,7 +183,11 @@ class C10dLines:
         if "CUDA error" in text and (error := _CUDA_ERROR.search(text)) and not self._found.is_over:
             fate = Fate(fates.RAISED, f"CUDA error: {shown(error[2].partition(': ')[2])}")
         elif "emote" in text and _NCCL_GONE.search(text) and "NCCL INFO" not in text:
-            fate = Fate(fates.CUT, "remote process exited, or a network error")
+            peer = _PEER.search(text)
+            told = f"; its peer: {shown(peer[1])}" if peer else ""
+            if peer:  # lines before did not name it
+                self._found.facts.pop((line.rank, Fate, fates.CUT, ""), None)
+            fate = Fate(fates.CUT, f"remote process exited, or a network error{told}")
         elif any(words in text for words in _FAILED_COLLECTIVE):
             fate = Fate(fates.WAITED, "its NCCL operations failed, or timed out")
         else:
@@ -223,12 +242,32 @@ class C10dLines:
             )
         if signal[1]:
             self._found.add(line.rank, Fate(fates.WAITED, "a collective timed out"), line)
+        elif enqueued <= completed:
+            self._take_observed(signal, line)
         elif enqueued > completed >= 0:
             what = f"in number {completed + 1}, when another rank's collective timed out"
             self._found.add(line.rank, Fate(fates.WAITED, what), line)
         if signal[1] and enqueued > completed >= 0 and len(self._groups) < 4 * MOST_KEPT:
             self._groups.setdefault((line.rank, completed + 1), name)
             self._without_name.setdefault(line.rank, _TimedOut(line.rank, completed + 1, "", "", line))
+
+    def _take_unresolved(self, found: re.Match[str], line: Line) -> None:
+        address = f"{shown(found[1])}: " if found[1] else ""
+        self._found.add(line.rank, Fate(fates.UNRESOLVED, f"{address}{shown(found[2])}"), line)
+
+    def _take_observed(self, _: re.Match[str], line: Line) -> None:
+        self._found.add(line.rank, Fate(fates.HEARD), line)
+
+    def _take_nccl2(self, found: re.Match[str], line: Line) -> None:
+        group = f" of group {safe(found[2])}" if found[2] else ""
+        self._found.add(int(found[1]), Fate(fates.WAITED, f"a collective{group} timed out"), line)
+
+    def _take_parameters(self, found: re.Match[str], line: Line) -> None:
+        """Which rank is the odd one, only all ranks' messages tell: each compares itself with one other."""
+        for rank, count in ((int(found[1]), found[2]), (int(found[3]), found[4])):
+            seat = Seat(rank, OF_MODEL, 0, "", f"{count} parameters")
+            self._found.add(rank, seat, line, own=rank == int(found[1]))
+            self._found.add(rank, Fate(fates.WAITED, "DDP found unlike models"), line, own=False)
 
     def _take_fingerprints(self, first: re.Match[str], line: Line) -> None:
         """Ranks that torch's debug wrapper found in different collectives: each waits for the others."""
@@ -348,21 +387,28 @@ class C10dLines:
 
     def _take_stack(self, line: Line) -> None:
         """The caller of the failed collective: "#2 all_reduce from /a/distributed_c10d.py:2501"."""
+        frame = _FRAME_OF_FAILED.match(line.text.strip()) if self._stack_of is not None else None
+        if frame is not None and len(self._stack) < _MOST_FRAMES:
+            self._stack.append((frame[2], frame[3], frame[1]))
+        elif frame is None:
+            self._end_stack()
         if "Stack trace of the failed collective" in line.text and "not found" not in line.text:
-            self._stack_of, self._stack = line.rank, []
-        elif self._stack_of >= 0:
-            if (frame := _FRAME_OF_FAILED.match(line.text.strip())) is None:
-                self._stack_of = NOT_TOLD
-            elif len(self._stack) < 3 and not frame_text.is_library(frame[2]):
-                self._stack.append(safe(frame_text.shown(frame[1], frame[2], frame[3]), 1000))
-                self._found.add(
-                    self._stack_of, Place(collective="a collective that timed out", caller=self._stack[0]), line
-                )
+            self._stack_of = line
+
+    def _end_stack(self) -> None:
+        """It explains the rank's time-out, and is no look at the rank."""
+        line = self._stack_of
+        if line is not None and self._stack and line.rank >= 0:
+            where = frame_text.where(self._stack)
+            self._found.add(line.rank, Fate(fates.WAITED, "a collective timed out", where), line)
+        self._stack_of = None
+        self._stack = []
 
     # At the end of a launch.
 
     def finish(self, evidence: Evidence, by_file: list[set[int]]) -> None:
         """by_file: for each file, the ranks that its lines are from."""
+        self._end_stack()
         self._finish_reports()
         self._finish_barriers()
         timeouts = list((self._timeouts or self._without_name).values())
@@ -458,6 +504,8 @@ _LineReader: TypeAlias = tuple[str, re.Pattern[str], Callable[[C10dLines, re.Mat
 # monitored_barrier.
 _REPORTS: tuple[_LineReader, ...] = (
     ("CollectiveFingerPrint", _FINGERPRINT, C10dLines._take_fingerprints),
+    ("due to timeout", _NCCL2, C10dLines._take_nccl2),
+    ("inconsistent", _PARAMETERS, C10dLines._take_parameters),
     ("lagging ranks", _NEVER_JOINED, lambda own, by, line: own._name_missing(ranks_in(by[1]), "any collective", line)),
     (
         "finished collective",
@@ -469,6 +517,7 @@ _REPORTS: tuple[_LineReader, ...] = (
     ("monitoredBarrier", _REACHED, lambda own, by, line: own._note_joined([int(by[1])], line)),
 )
 _OF_ANY_LINE: tuple[_LineReader, ...] = (
+    ("gai error", _UNRESOLVED, C10dLines._take_unresolved),
     ("Duplicate GPU", _DUPLICATE, C10dLines._take_duplicate),
     ("loo", GLOO, C10dLines._take_gloo),
     ("pair closure", GLOO, C10dLines._take_gloo),
@@ -479,6 +528,7 @@ _OF_A_RANKS_LINE: tuple[_LineReader, ...] = (
     ("WorkNCCL", TIMEOUT, C10dLines._take_work),
     ("enqueued", _STATUS, C10dLines._take_status),
     ("dump", _SIGNAL, C10dLines._take_signal),
+    ("dump signal", _OBSERVED, C10dLines._take_observed),
 )
 
 
@@ -493,7 +543,11 @@ def rank_in(text: str) -> int | None:
 
 def _group_of(text: str) -> str:
     group = _GROUP.search(text)
-    return safe(group[2] or group[1]) if group else ""
+    if group is None:
+        return ""
+    number = safe(group[2] or group[1])
+    is_named = group[3] and number not in DEFAULT_GROUPS
+    return f"{number} ({safe(group[3])})" if is_named else number
 
 
 def ranks_in(text: str) -> list[int]:

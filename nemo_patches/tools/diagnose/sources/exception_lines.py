@@ -6,29 +6,38 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates, frame_text
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fate
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
-_SHOWN_FRAMES = 3
 _STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
-_PREFIX = re.compile(r"\[rank\d{1,7}\]: ?")
+_PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
 _CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
 _LAST_ERROR = "Last error:"
-_BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
-_FRAME = re.compile(r'^\s{0,8}File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
+_BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")  # rich draws a frame
+# torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
+_OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
+_PASSED_ON = "CheckpointException"
+_OF_RANKS = re.compile(r"CheckpointException ranks: ?dict_keys\(\[([\d, ]{1,2000})\]\)")
+_FRAME = re.compile(r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
+_RICH_FRAME = re.compile(r"^(\S.{0,999}):(\d{1,9}) in (\S{1,200})$")
+# The process that an exception ended, in a line before its traceback.
+_PROCESS = re.compile(r"Unhandled exception .{0,200}\bproc(?:ess)? ?(\d{1,9})")
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before the last of them.
 _ERROR = re.compile(r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$")
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
 # Words before the error that ends a program, without a rank's prefix: Hydra and torch.multiprocessing catch all.
-_FATAL = re.compile(r"Error executing job with overrides|-- Process \d{1,7} terminated with the following error")
+_FATAL = re.compile(r"Error executing job with overrides|-- Process (\d{1,7}) terminated with the following error")
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
-_IGNORED = re.compile(r"Exception ignored in|Exception in thread")
+_OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
+_IGNORED = re.compile(r"Exception ignored in")
+_IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")  # which ends that thread, and not its process
 # Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
@@ -36,7 +45,7 @@ _OF_LAUNCHERS = re.compile(
 )
 # Caused by other ranks, or by SIGTERM, which torchrun and schedulers send to all remaining ranks.
 _BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
-_MISMATCH = "Detected mismatch"  # of collectives
+_MISMATCHES = ("Detected mismatch", "DDP expects same model")  # that ranks found in one another
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
     r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
@@ -76,10 +85,7 @@ class _Error:
 
     @property
     def where(self) -> str:
-        """The innermost frame, and the user's own that led to it."""
-        own = [frame for frame in self.frames[1:] if not frame_text.is_library(frame[0])]
-        chosen = (*self.frames[:1], *own[: _SHOWN_FRAMES - 1])
-        return " < ".join(shown(frame_text.shown(function, file, number)) for file, number, function in chosen)
+        return frame_text.where(self.frames)
 
 
 @dataclass
@@ -93,6 +99,8 @@ class _Writing:
     in_traceback: bool = False  # without a prefix, so its lines have none of logs.py's needles
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
+    thread: str = ""  # that it ended, if it is not the main one
+    of: int = NOT_TOLD  # the rank that has raised it, where another one passes it on
 
 
 class ExceptionLines:
@@ -104,6 +112,8 @@ class ExceptionLines:
         self._stray: dict[int, _Writing] = {}  # by rank, the last that was written without a prefix
         self._fatal: dict[int, int] = {}  # by writer, the rank that what is being written without a prefix ended
         self._skips = 0  # lines
+        self._spawned = ""  # which process it was that torch.multiprocessing had started
+        self._raised_elsewhere: dict[int, _Error] = {}  # by rank, what others say that it has raised
 
     @property
     def is_reading(self) -> bool:
@@ -120,9 +130,14 @@ class ExceptionLines:
 
     def _take_without_prefix(self, line: Line) -> None:
         text, key = line.text, line.rank if line.rank >= 0 else _STRAY
-        if _FATAL.search(text):
+        if fatal := _FATAL.search(text):
             self._end(key)
             self._fatal[key] = line.rank
+            self._spawned = f", in spawned process {fatal[1]}" if fatal[1] else ""  # its rank on one host
+            return
+        if process := _PROCESS.search(text):
+            self._end(key)
+            self._fatal[key] = self._found.rank_of_pid.get(int(process[1]), line.rank)
             return
         if _IGNORED.search(text):
             self._skips = 60
@@ -146,7 +161,23 @@ class ExceptionLines:
     def _take(self, key: int, line: Line, text: str) -> None:
         """One line of a rank, without its prefix."""
         writing = self._writing.get(key)
-        if _BEGINS.search(text):
+        if text.startswith(("│", "|")):
+            text = text.strip("│| ")
+        if thread := _IN_THREAD.search(text):
+            self._end(key)
+            if (of_thread := self._anew(key)) is not None:
+                of_thread.thread = shown(thread[1])
+                of_thread.in_traceback = not line.has_prefix
+            return
+        if _OF_LOGGER.match(text):  # another thread's line, such as the watchdog's: no part of a message
+            self._end(key)
+            return
+        if of_rank := _OF_RANK.search(text):
+            self._end(key)
+            if (passed_on := self._anew(key)) is not None:
+                passed_on.of = int(of_rank[1])
+                passed_on.in_traceback = not line.has_prefix
+        elif _BEGINS.search(text):
             self._begin(key, line, text)
         elif writing is not None:
             self._go_on(writing, line, text)
@@ -173,7 +204,7 @@ class ExceptionLines:
                 writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
-        if frame := _FRAME.match(text):
+        if frame := _FRAME.match(text) or _RICH_FRAME.match(text):
             writing.frames.append((frame[1], frame[2], frame[3]))
             writing.has_frames = True
         elif _CAUSED in text or _MEANWHILE in text:
@@ -201,6 +232,10 @@ class ExceptionLines:
         writing = self._writing.pop(key, None)
         if writing is None or writing.root is None:
             return
+        if writing.thread:
+            text = f"{writing.root.text}, in its thread {writing.thread}"
+            self._found.add(max(key, NOT_TOLD), Fate(fates.LOGGED, text, writing.root.where), writing.root.line)
+            return
         if key >= 0 and writing.root.line.has_prefix:
             self._tell(key, writing)
             return
@@ -212,6 +247,9 @@ class ExceptionLines:
 
     def _tell(self, rank: int, writing: _Writing) -> None:
         error = writing.root
+        if error is not None and error.type.endswith(_PASSED_ON):
+            self._pass_on(rank, error)
+            return
         if error is None or _OF_LAUNCHERS.search(error.type):
             if error is not None and _BY_OTHERS.search(error.type) and rank >= 0:
                 self._found.add(rank, Fate(fates.TERMINATED, error.text), error.line)
@@ -221,20 +259,43 @@ class ExceptionLines:
         is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
-        elif error.is_of_a_collective or _MISMATCH in error.words:
+        elif error.is_of_a_collective or any(words in error.words for words in _MISMATCHES):
             kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
             start = f"{fates.AT_START}: " if error.as_error.is_of_the_start else ""
             fate = Fate(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
             fate = Fate(fates.FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
         else:
-            fate = Fate(fates.RAISED, error.text, error.where, details)
-        self._found.add(rank, fate, error.line)
+            fate = Fate(fates.RAISED, error.text + self._spawned, error.where, details)
+        self._spawned = ""
+        if writing.of != NOT_TOLD:
+            self._found.keep(Fact(writing.of, fate, error.line.cite, own=writing.of == rank))
+        else:
+            self._found.add(rank, fate, error.line)
+
+    def _pass_on(self, rank: int, error: _Error) -> None:
+        """A rank reports what others have raised in a checkpoint that all ranks write."""
+        if (raised := _OF_RANKS.search(error.words)) is None:
+            return
+        others = [int(one) for one in raised[1].split(",") if one.strip().isdigit()]
+        text = f"what {named(others)} raised, in a checkpoint of all ranks"
+        for other in others[:MOST_KEPT]:
+            self._raised_elsewhere.setdefault(other, error)
+        if rank not in others:
+            self._found.add(rank, Fate(fates.PASSED_ON, text), error.line)
+
+    def _finish_passed_on(self) -> None:
+        """Of a rank whose own exception no line shows."""
+        for rank, error in self._raised_elsewhere.items():
+            if not self._found.has(rank, fates.RAISED):
+                fate = Fate(fates.RAISED, "an exception in a checkpoint of all ranks", error.where)
+                self._found.keep(Fact(rank, fate, error.line.cite, own=False))
 
     def finish(self) -> None:
         """Call after the launcher's: an exception without a prefix ended a rank only if the launcher saw that fail."""
         for key in list(self._writing):
             self._end(key)
+        self._finish_passed_on()
         for key, writing in self._stray.items():
             rank = max(key, NOT_TOLD)
             if self._may_have_ended(rank):

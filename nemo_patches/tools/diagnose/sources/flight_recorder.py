@@ -1,6 +1,6 @@
 """Reader of torch's Flight Recorder dumps: which collectives of which groups each rank has entered, and from where.
 
-Dumps are pickles or JSON, one a rank, whose number is the end of the file's name.
+Dumps are pickles or JSON, one a rank, whose number follows "rank" in the file's name, or is its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
 from nemo_patches.tools.diagnose.frame_text import is_library, shown
 
 LOOKED_FOR = 'Flight Recorder dumps: pickles, or JSON with "entries" or "pg_config"'
-_RANK_IN_NAME = re.compile(r"(\d{1,7})(?:\.\w{1,10})?$")
+_RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,7})(?!\d)|(\d{1,7})(?:\.\w{1,10})?$", re.IGNORECASE)
 _MOST_FILES, _MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 10_000, 1_000_000, 64, 4096
 _OWN_FRAMES = 3
 _P2P = re.compile(r"\w+:(?:send|recv)\b")  # torch 2.3 has no is_p2p
@@ -101,9 +101,9 @@ def _groups(dumps: dict[int, _Dump]) -> list[tuple[str, list[int]]]:
 
 
 def _read(file: Path) -> _Dump:
-    in_name = _RANK_IN_NAME.search(file.name)
+    in_name = _RANK_IN_NAME.search(file.name)  # the first one: "rank2_step42.pickle" is rank 2's
     if in_name is None:
-        raise ValueError("its name does not end in a rank")
+        raise ValueError("its name has no rank, as nccl_trace_rank_3 has")
     if file.stat().st_size > plain_pickle.LARGEST_BYTES:
         raise ValueError("too large")
     data = file.read_bytes()
@@ -113,7 +113,8 @@ def _read(file: Path) -> _Dump:
         raise ValueError("nested too deep") from error
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError("no Flight Recorder dump")
-    rank, entries = int(in_name[1]), content["entries"]
+    rank = int(in_name[1] or in_name[2])
+    entries = content["entries"]
     seats: dict[str, list[tuple[Seat, float]]] = defaultdict(list)
     for entry in entries[-_MOST_ENTRIES:]:
         if (seat := _seat(rank, entry)) is not None:

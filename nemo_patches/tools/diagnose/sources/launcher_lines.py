@@ -17,7 +17,8 @@ from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts
 # Each line that this reader understands, but for torchrun's table, has one of these.
 _WORDS = (
     *("emory", "oom_kill", "oom-kill", "bus error", "killed by", "return", "srun: ", "on signal"),
-    *("with signal", "died", "CANCELLED", " Killed ", "terminated with code"),
+    *("with signal", "died", "CANCELLED", " Killed ", "terminated with code", "Node failure", "with PID"),
+    *("lost communication", "Remote daemon"),
 )
 CLOCK = "launchers"  # in place of a host: times in their tables are to the second, so hosts' clocks are taken to agree
 _TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
@@ -39,10 +40,23 @@ _SRUN = re.compile(
     r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code (\d{1,3}))"
 )
 _CANCELLED = re.compile(r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S{1,80} ON \S{1,80} (CANCELLED AT .{1,120}?) ?\*\*\*")
+_NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S{1,200})")
+# Of what Slurm gives as its reason: how the job ended, and what to do.
+_REASONS = (("TIME LIMIT", fates.TIME_LIMIT), ("PREEMPTION", fates.PREEMPTED))
+# Open MPI's, PRRTE's: the node is in a line after it.
+_LOST_NODE = re.compile(r"(?:PRTE|ORTE|PMIX|mpirun) has lost communication with a remote daemon")
+_REMOTE_DAEMON = re.compile(r"Remote daemon: .{1,200} on node (\S{1,200})")
 _SHELL = re.compile(r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S")  # bash, of a process in its script
-_MPIRUN = re.compile(r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) exited on signal (\d{1,3})")
+MPIRUN = re.compile(
+    r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) (?:exited on ?signal (\d{1,3})|exiting ?improperly)"
+)
 _LIGHTNING = re.compile(r"\[rank: (\d{1,7})\] Child process with PID (\d{1,9}) terminated with code (-?\d{1,3})\.")
 _SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
+# What programs write when training has come to its end, in good order.
+_FINISHED = re.compile(
+    r"[Rr]eturning from train|[Tt]raining (?:has |is )?(?:finished|completed?|done)|[Ff]inished training|"
+    r"`Trainer\.fit` stopped: `max_"
+)
 # Of Slurm, the kernel and Ray; each has words of its own, and none tells the rank.
 _OUT_OF_MEMORY = re.compile(
     r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
@@ -51,9 +65,7 @@ _OUT_OF_MEMORY = re.compile(
 )
 _SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
 _WORKER_KILLED = re.compile(r"DataLoader worker \(pid[^)]{1,80}\) is killed by signal: (?!Terminated).{0,200}")
-_RAY_DIED = re.compile(
-    r"(?:ActorDiedError|RayActorError): (The actor died .{0,80})|\(raylet\) A worker died or was killed"
-)
+_RAY_DIED = re.compile(r"(?:ActorDiedError|RayActorError): (The actor died .{0,80})|A worker died or was killed")
 _RAY_PID = re.compile(r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})")
 _RAY_REASON = re.compile(r"Worker exit type: (\w{1,40})")
 _BY_DESIGN = ("INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT", "USER_ERROR")
@@ -88,6 +100,8 @@ class LauncherLines:
         self._at, self._host, self._rank = 0.0, "", NOT_TOLD
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_lines = 0
+        self._lost_node: Line | None = None  # a lost daemon whose node may follow
+        self._finished: Line | None = None  # the last that tells of an end in good order
 
     def take(self, line: Line) -> None:
         text = line.text
@@ -96,6 +110,8 @@ class LauncherLines:
         for words, pattern, note in _NOTED:
             if words in text and (found := pattern.search(text)):
                 note(self, found, line)
+        if _FINISHED.search(text):
+            self._finished = line
         if self._ray is not None or any(words in text for words in _WORDS):
             self._take_end(line)
             self._take_ray(line)
@@ -111,7 +127,26 @@ class LauncherLines:
 
     def _note_cancelled(self, found: re.Match[str], line: Line) -> None:
         self._cancelled.add(line.file)
-        self._found.add(NOT_TOLD, Fate(fates.TERMINATED, f"Slurm: {shown(found[1])}"), line, own=False)
+        text = f"Slurm: {shown(found[1])}"
+        if "NODE FAIL" in found[1]:
+            self._found.add(NOT_TOLD, Fate(fates.NODE, text), line, own=False)
+            return
+        reason = next((reason for words, reason in _REASONS if words in found[1]), "")
+        self._found.add(NOT_TOLD, Fate(fates.TERMINATED, f"{reason}; {text}" if reason else text), line, own=False)
+
+    def _note_node(self, found: re.Match[str], line: Line) -> None:
+        self._found.add(NOT_TOLD, Fate(fates.NODE, f"Slurm: node failure on {shown(found[1])}"), line, own=False)
+
+    def _note_daemon(self, found: re.Match[str], line: Line) -> None:
+        if self._lost_node is not None:
+            text = f"mpirun lost the connection to node {shown(found[1])}"
+            self._found.add(NOT_TOLD, Fate(fates.NODE, text), self._lost_node, own=False)
+            self._lost_node = None
+
+    def _of_mpirun(self, found: re.Match[str], line: Line) -> None:
+        who = f"mpirun, of node {shown(found[2])}"
+        fate = Fate(fates.FAILED, f"it exited improperly, says {who}")
+        self._tell(_fate_of(-int(found[3]), who) if found[3] else fate, line, int(found[1]))
 
     def _take_end(self, line: Line) -> None:
         """The end of a process that one line tells. The first pattern that matches counts."""
@@ -156,6 +191,11 @@ class LauncherLines:
             self._at, self._host, self._rank = 0.0, "", NOT_TOLD
 
     def _tell(self, fate: Fate | None, line: Line, rank: int = NOT_TOLD, at: float = 0.0) -> None:
+        """Of a process that ended after training had, an end is no cause."""
+        finished = self._finished
+        if fate is not None and finished is not None and finished.file == line.file and not self._found.is_over:
+            text = f"{fate.text}, after training had come to its end [{finished.cite}]"
+            fate = Fate(fates.FAILED, text, fate.where, fate.details, fate.exit_code)
         if fate is not None:
             self._found.keep(Fact(rank, fate, line.cite, at, CLOCK if at else "", own=False), line.local_rank)
 
@@ -245,6 +285,9 @@ _NOTED: tuple[tuple[str, re.Pattern[str], _Reader], ...] = (
     ("closing", _SENT, lambda own, by, line: _keep(own._sent, (line.file, int(by[1])))),
     ("death signal", _DEATH, LauncherLines._note_death),
     ("CANCELLED", _CANCELLED, LauncherLines._note_cancelled),
+    ("Node failure", _NODE_FAILURE, LauncherLines._note_node),
+    ("lost communication", _LOST_NODE, lambda own, _, line: setattr(own, "_lost_node", line)),
+    ("Remote daemon", _REMOTE_DAEMON, LauncherLines._note_daemon),
 )
 _BUS_ERROR = "a data loader's worker: bus error, as for want of shared memory (/dev/shm)"
 _ENDS: tuple[tuple[re.Pattern[str], _Reader], ...] = (
@@ -257,7 +300,7 @@ _ENDS: tuple[tuple[re.Pattern[str], _Reader], ...] = (
     (DEEPSPEED, lambda own, by, line: own._tell(_fate_of(_signed(by[1]), "DeepSpeed's launcher"), line)),
     (_SRUN, LauncherLines._of_srun),
     (_SHELL, lambda own, by, line: own._tell(Fate(fates.KILLED, f"SIGKILL of process {by[1]}, says the shell"), line)),
-    (_MPIRUN, lambda own, by, line: own._tell(_fate_of(-int(by[3]), "mpirun"), line, int(by[1]))),
+    (MPIRUN, LauncherLines._of_mpirun),
     (_LIGHTNING, LauncherLines._of_lightning),
     (_SPAWNED, lambda own, by, line: own._tell(Fate(fates.KILLED, f"torch.multiprocessing: {by[1]}"), line)),
 )

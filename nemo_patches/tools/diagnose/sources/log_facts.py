@@ -17,7 +17,8 @@ _MOST_NOT_TOLD = 8  # fates of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
 _LONGEST_TEXT = 300
 _PID_AND_RANK = re.compile(
-    r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\] pid=(\d{1,9})"
+    r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\] pid=(\d{1,9})|"
+    r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size )?(\d{1,7}))?"
 )
 
 
@@ -110,10 +111,17 @@ class LaunchFacts:
     def has_size(self, size: str | int) -> None:
         self.world_size = max(self.world_size, min(int(size), MOST_RANKS))
 
+    def leave_out_lines_of_ranks(self) -> None:
+        """A line without a rank's prefix may be of an exception whose rank other lines tell."""
+        told = {fact.cite for fact in self.facts.values() if fact.rank != NOT_TOLD and isinstance(fact.value, Fate)}
+        self.facts = {key: fact for key, fact in self.facts.items() if fact.rank != NOT_TOLD or fact.cite not in told}
+
     def note_pid(self, text: str) -> None:
-        """Ray writes a worker's process id before each of its lines."""
-        if "pid=" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
-            self.rank_of_pid[int(both[1] or both[4])] = int(both[2] or both[3])
+        """Ray writes a worker's process id before each of its lines; a job may log it at its start."""
+        if "pid" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
+            self.rank_of_pid[int(both[1] or both[4] or both[5])] = int(both[2] or both[3] or both[6])
+            if both[7]:
+                self.has_size(both[7])
 
     def note_reports(self, folder: str) -> None:
         if len(self.reports) < _MOST_REPORTS:

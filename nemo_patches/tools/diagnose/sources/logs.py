@@ -28,7 +28,7 @@ from nemo_patches.tools.diagnose.sources.c10d_lines import (
     rank_in,
 )
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
-from nemo_patches.tools.diagnose.sources.launcher_lines import DEEPSPEED, FAILED_LINE, LauncherLines
+from nemo_patches.tools.diagnose.sources.launcher_lines import DEEPSPEED, FAILED_LINE, MPIRUN, LauncherLines
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
@@ -55,13 +55,16 @@ _NEEDLES = (
     *(b"[rank", b"NCCL", b"ollective", b"nemo_patches ", b"Starting with ", b"gloo", b"arrier", b"imed out"),
     *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed "),
     *(b"ut of memory", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died", b"Error"),
-    *(b"Fatal Python", b"Traceback (most"),
+    *(b"Fatal Python", b"Traceback (most", b"pid ", b"due to timeout", b"dump signal", b"lost communication"),
+    *(b"Node failure", b"with PID", b"Remote daemon", b"inconsistent", b"eturning from train", b"raining finished"),
+    *(b"raining complete", b"raining done", b"gai error", b"inished training", b"Trainer.fit` stopped"),
 )
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|"
     r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^(?:slurmstepd|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d[ T]\d\d:"
     r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
@@ -134,6 +137,7 @@ class _Launch:
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
         self.exceptions.finish()
+        self.found.leave_out_lines_of_ranks()
         self.c10d.finish(evidence, self.by_file)
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():
@@ -292,7 +296,7 @@ def _pieces(line: bytes) -> Iterator[str]:
 _BEGINNINGS = (
     *("ProcessGroupNCCL", "Watchdog caught", "last enqueued", "gloo/", "failed (exitcode"),
     *("Detected mismatch", "watchdog thread", "store based barrier", "client socket has timed"),
-    *("is setting up NCCL", "sigkill_handler] ["),
+    *("is setting up NCCL", "sigkill_handler] [", "with PID"),
 )
 _LONG = ("Watchdog caught", "Detected mismatch", "dump signal", "is setting up NCCL", "sigkill_handler] [")
 _ENDS = ("before timing out", "timing out", "ng out.")
@@ -303,7 +307,7 @@ _WHOLE_MISMATCH = re.compile(
 _COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
 
 
-_WHOLE_ONES = (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, BARRIER, CONNECTING, FAILED_LINE, DEEPSPEED)
+_WHOLE_ONES = (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, BARRIER, CONNECTING, FAILED_LINE, DEEPSPEED, MPIRUN)
 _KEYS = re.compile(r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout")
 
 

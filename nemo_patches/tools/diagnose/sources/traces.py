@@ -67,7 +67,7 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
         ending=ending,
         since_s=since,
         behind_since=behind_since(case, rank),
-        reported=rank in case.stall_reports.kinds,
+        reported=rank in case.stall_reports.missing,
         last=case.last_record(rank),
     )
 
@@ -144,24 +144,25 @@ def _after(case: Case, ending: Ending) -> str:
 
 
 def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
-    """The latest reports on the stall that the traces end in, and the ranks that wait in the backward."""
+    """The latest reports on the stall that the traces end in."""
     reports = case.stall_reports
     evidence.saw_a_wait |= reports.saw_a_wait
-    evidence.perhaps_missing |= reports.past
     for rank in sorted(reports.texts):
-        trace = case.job.traces[rank]
-        still_s = trace.stalled[-1].t - last_entered(case.job, rank)
-        yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), trace.stalled[-1].t)
-    for rank, kind in sorted(reports.kinds.items()):
-        by, where = reports.by[rank], reports.where.get(rank, "")
-        trace = case.job.traces[by]
-        t = max((*(one.t for one in trace.missing[-1:]), *(one.t for one in trace.stalled[-1:])), default=trace.last)
-        fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(kind)
-        yield _fact(case, by, Place(where) if fate is None else Fate(fate), t, rank, "stall report")
-    for rank, (collective, by) in sorted(reports.waits.items()):
-        yield _fact(case, by, Place(reports.where.get(rank, ""), collective), of=rank, said="stall report")
-    for by in sorted(reports.texts) if reports.saw_a_wait and reports.kinds else ():
-        if by not in reports.kinds and by not in reports.waits:
+        at = case.job.traces[rank].stalled[-1].t
+        still_s = at - last_entered(case.job, rank)
+        yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), at)
+    for rank, told in sorted(reports.missing.items()):
+        if all(one.is_past for one in told):
+            evidence.perhaps_missing.add(rank)
+        where = next((one.where for one in told if one.where), "")
+        fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(told[0].kind)
+        yield _fact(
+            case, told[0].by, Place(where) if fate is None else Fate(fate), told[0].t, of=rank, said="stall report"
+        )
+    for rank, told in sorted(reports.waiting.items()):
+        yield _fact(case, told[0].by, Place(told[0].where, told[0].collective), of=rank, said="stall report")
+    for by in sorted(reports.texts) if reports.saw_a_wait else ():
+        if by not in reports.missing and by not in reports.waiting:
             yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
 
 

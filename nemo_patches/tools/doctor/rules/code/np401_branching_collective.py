@@ -15,6 +15,15 @@ from nemo_patches.tools.doctor.divergences import Divergence, Kind
 from nemo_patches.tools.doctor.finding import WARNING, Findings
 
 WORST = WARNING
+BAD = """\
+import torch.distributed as dist
+
+def save(model, path):
+    if dist.get_rank() == 0:
+        model.save(path)
+        dist.barrier()
+"""
+GOOD = BAD.replace("        dist", "    dist")
 
 
 def check(code: Code) -> Findings:

@@ -12,6 +12,15 @@ from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
 from nemo_patches.tools.doctor.syntax import last_part
 
 WORST = WARNING
+NEEDS_NEMO = True
+BAD = """\
+from nemo.collections.asr.modules import ConformerEncoder
+
+class Mine(ConformerEncoder):
+    def update_max_seq_length(self, seq_length, device):
+        self.max_audio_length = seq_length
+"""
+GOOD = BAD.replace("self.max_audio_length = seq_length", "super().update_max_seq_length(seq_length, device)")
 
 _CALLS = ("is_initialized", "all_reduce", "set_max_audio_length", "extend_pe")
 _METHODS = ("update_max_seq_length", "update_max_sequence_length", "set_max_audio_length")

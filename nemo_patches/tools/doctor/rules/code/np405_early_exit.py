@@ -16,6 +16,18 @@ from nemo_patches.tools.doctor.divergences import Divergence, Kind
 from nemo_patches.tools.doctor.finding import NOTE, WARNING, Findings, Severity, at
 
 WORST = WARNING
+BAD = """\
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def train(model: DistributedDataParallel, loader):
+    for batch in loader:
+        bad = torch.isnan(batch).any()
+        if bad:
+            continue
+        model(batch).backward()
+"""
+GOOD = BAD.replace("        if", "        torch.distributed.all_reduce(bad)\n        if")
 
 _EMPTY = re.compile(r"not [\w.]+\b|len\([\w.]+\)")
 

@@ -13,6 +13,17 @@ from nemo_patches.tools.doctor.divergences import Kind
 from nemo_patches.tools.doctor.finding import WARNING, Findings, at
 
 WORST = WARNING
+BAD = """\
+from torch.nn.parallel import DistributedDataParallel
+
+def step(model: DistributedDataParallel, batch):
+    try:
+        loss = model(batch)
+        loss.backward()
+    except RuntimeError:
+        model.zero_grad()
+"""
+GOOD = BAD.replace("model.zero_grad()", "raise")
 
 
 def check(code: Code) -> Findings:

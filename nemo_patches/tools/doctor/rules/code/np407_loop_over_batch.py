@@ -13,6 +13,12 @@ from nemo_patches.tools.doctor.divergences import Kind
 from nemo_patches.tools.doctor.finding import NOTE, WARNING, Findings
 
 WORST = WARNING
+BAD = """\
+class Long:
+    def forward(self, audio):
+        return [self.encoder(part) for part in audio.split(1600, dim=1)]
+"""
+GOOD = BAD.replace("split(1600", "chunk(8")
 
 
 def check(code: Code) -> Findings:
@@ -22,7 +28,7 @@ def check(code: Code) -> Findings:
         if each.kind is Kind.LOOP:
             what = f"{each.function}: {each.names} {each.are} made in each turn of a loop over `{each.cause}`"
             what += ": ranks whose batches give another number of turns wait for each other"
-            only_backward = all(one.pairs_with == BACKWARD for one in each.collectives)
+            only_backward = all(one.pairs_with == BACKWARD or one.guess for one in each.collectives)
             severity = NOTE if only_backward or each.function.endswith("_end") else each.severity
             instead = "as many turns on all ranks: all_reduce their number with MAX, and fill up with padding"
             yield each.finding(what, each.places, instead, severity=severity)

@@ -12,7 +12,7 @@ from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, 
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
-FOLDED = True
+WHOLE = True
 BAD = """\
 trainer: {devices: 4}
 model:
@@ -88,4 +88,5 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
     what = f"{encoder.where} ({encoder.name}): {value}; every call, in validation too, waits for {job.all_ranks}, "
     what += f"until the process group's timeout ({limit:g} min)"
-    return note(what, read, "nemo_patches, which bounds that wait, and says which rank is missing")
+    instead = "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is missing"
+    return note(what, read, instead)

@@ -11,7 +11,6 @@ from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
 
 WORST = NOTE
-FOLDED = True
 BAD = """\
 trainer: {devices: 4}
 exp_manager: {exp_dir: out}

@@ -38,8 +38,8 @@ def check(job: Job) -> Findings:
         elif keys == ("exp_manager",):
             yield from _close(job, keys, known_keys.EXP_MANAGER)
         cls = class_of(section.get("_target_"))
-        if cls is not None and cls.name in known_keys.ENCODERS:
-            yield from _close(job, keys, known_keys.ENCODERS[cls.name])
+        if cls is not None and cls.name.removesuffix("Adapter") in known_keys.ENCODERS:
+            yield from _close(job, keys, cls.keys)
         elif cls is None and "_target_" in section:
             yield from _close_class(job.get((*keys, "_target_")))
 

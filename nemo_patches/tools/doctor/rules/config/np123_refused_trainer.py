@@ -12,7 +12,15 @@ import re
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
-from nemo_patches.tools.doctor.known_keys import ACCELERATORS, CLIPPING, PRECISIONS, PROFILERS, STRATEGIES, closest
+from nemo_patches.tools.doctor.known_keys import (
+    ACCELERATORS,
+    CLIPPING,
+    PRECISIONS,
+    PROFILERS,
+    STRATEGIES,
+    TABLE,
+    closest,
+)
 
 WORST = WARNING
 BAD = """\
@@ -74,15 +82,14 @@ def _numbers(job: Job) -> Findings:
             lightning = "Lightning before 2.6" if is_time and "val_check" in limit.key else "Lightning"
             instead = "a share from 0.0 to 1.0, or a whole number of batches"
             yield _refused(f"{limit.key} is {limit.text}", limit, instead, lightning=lightning)
-    steps = job.trainer("max_steps", -1)
-    if steps.number is None or steps.number < -1:
-        yield from _is(steps, "a whole number, or -1 for no limit")
-    epochs = job.trainer("max_epochs")
-    if epochs.value is not None and (epochs.number is None or epochs.number < -1):
-        yield from _is(epochs, "a whole number, or -1 for no limit")
-    nodes = job.trainer("num_nodes", 1)
-    if not isinstance(nodes.value, int) or nodes.value < 1:
-        yield from _is(nodes, "a whole number, 1 or more")
+    for key, taken in TABLE["numbers_of_trainer"].items():
+        value = job.trainer(key)
+        number = value.value if isinstance(value.value, int) and taken["whole"] else value.number
+        enough = number is not None and number >= taken["least"]
+        whole = isinstance(value.value, int) or not taken["whole"]
+        none = value.value is None and taken["none"]
+        if value.given and not none and not (enough and whole):
+            yield from _is(value, taken["instead"])
     on_cpu = job.accelerator.value == "cpu" and job.devices.value in (None, -1, "-1")
     if not isinstance(job.devices.value, bool) and (job.devices.value in (0, "0", []) or on_cpu):
         yield from _is(job.devices, "how many devices to use", job.accelerator)
@@ -95,9 +102,6 @@ def _numbers(job: Job) -> Findings:
     time = job.trainer("max_time")
     if isinstance(time.value, (int, float, str)) and not _TIME.fullmatch(str(time.value).strip()):
         yield from _is(time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
-    reload_ = job.trainer("reload_dataloaders_every_n_epochs", 0)
-    if not isinstance(reload_.value, int) or reload_.value < 0:
-        yield from _is(reload_, "a whole number, 0 for never")
 
 
 def _is(value: Value, instead: str, *more: Value) -> Findings:

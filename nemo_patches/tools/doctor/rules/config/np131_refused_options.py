@@ -10,6 +10,7 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.datasets import ROLES, Dataset
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 WORST = WARNING
 BAD = """\
@@ -19,11 +20,6 @@ model:
 GOOD = BAD.replace("shard_seed: random", "shard_seed: randomized")
 
 _SEEDS = ("trng", "randomized")
-_WORDS = {
-    "pad_direction": ("left", "right", "both", "random"),
-    "truncate_offset_type": ("start", "end", "random"),
-}
-_USED_WITH = {"pad_direction": "pad_min_duration", "truncate_offset_type": "truncate_duration"}
 _FUSIONS = ("zip", "round_robin", "randomized_round_robin")
 
 
@@ -45,9 +41,10 @@ def _of(dataset: Dataset) -> Findings:
         seed = dataset.get(key, "trng")
         if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
             yield stops(f"{seed.key} is {seed.text}", seed, f"{key}: a whole number, {' or '.join(_SEEDS)}")
-    for key, words in _WORDS.items():
+    for key, taken in TABLE["words_of_options"].items():
+        words = taken["words"]
         word = dataset.get(key, words[0])
-        used = dataset.get(_USED_WITH[key])
+        used = dataset.get(taken["used_with"])
         if word.known and word.value not in words and used.value is not None:
             yield stops(f"{word.key} is {word.text}", (word, used), f"{key}: one of {', '.join(words)}")
     to_map = dataset.get("force_map_dataset", False)

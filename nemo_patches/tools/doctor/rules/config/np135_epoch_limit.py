@@ -1,0 +1,56 @@
+"""limit_train_batches above the batches that each rank has: validation never runs.
+
+Lhotse shares a set out, so each rank has the batches of all ranks divided by their number. Lightning cannot know that,
+as Lhotse's set has no length, and validates only after limit_train_batches, which an epoch then never reaches.
+Link: https://github.com/NVIDIA-NeMo/Speech/issues/14390
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.job import Job, as_limit
+
+WORST = WARNING
+BAD = """\
+trainer: {devices: 4, use_distributed_sampler: false, limit_train_batches: 7179}
+model:
+  train_ds: {use_lhotse: true, cuts_path: a.jsonl.gz, batch_size: 8, shard_seed: 0}
+  validation_ds: {use_lhotse: true, cuts_path: b.jsonl.gz, batch_size: 8, shard_seed: 0}
+"""
+GOOD = BAD.replace(", limit_train_batches: 7179", "")
+
+
+def check(job: Job) -> Findings:
+    """A note where the entries cannot be counted on this machine; not of what is repeated for ever."""
+    limit = job.limit("training")
+    interval = job.trainer("val_check_interval", 1.0)
+    share = as_limit(interval)
+    epochs = job.trainer("check_val_every_n_epoch", 1)
+    if not job.several or not isinstance(limit.batches, int) or share is None or not epochs.value:
+        return
+    batches = share if isinstance(share, int) else int(limit.batches * share)
+    if not batches or all(dataset.role != "validation" for dataset in job.datasets):
+        return
+    for dataset in job.datasets:
+        if not dataset.training or not dataset.lhotse or dataset.tarred is not False or dataset.endless is not False:
+            continue
+        read = (limit.read, interval, job.devices, dataset.get("batch_size"))
+        instead = "trainer.limit_train_batches: no more than entries / batch_size / ranks, or not set"
+        has = _batches(job, dataset, batches)
+        what = f"validation comes after {batches} batches of each of {job.ranks_text} (limit_train_batches)"
+        if has is None:
+            yield note(f"{what}: never, if the share of {dataset.where} that a rank has is smaller", read, instead)
+        elif has < batches:
+            yield warning(f"{what}: never, as a rank's share of {dataset.where} has {has}", read, instead)
+
+
+def _batches(job: Job, dataset: Dataset, at_most: int) -> int | None:
+    """A rank's own number of batches, counted up to a number; None where that cannot be counted here."""
+    size = dataset.get("batch_size").number
+    if not size or dataset.dynamic or not job.ranks:
+        return None
+    entries = dataset.entries(int(at_most * size * job.ranks))
+    return None if entries is None else ceil(ceil(entries / size) / job.ranks)

@@ -1,0 +1,28 @@
+"""NP136: ranks without a data loader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from configs import NOTE, found
+
+pytestmark = pytest.mark.one_nemo
+
+TEXT = """\
+trainer: {devices: 8, strategy: {_target_: nemo.collections.speechlm2.parts.parallel.AutomodelParallelStrategy}}
+data: {train_ds: {cuts_path: a, batch_size: 8, shard_seed: 0}}
+"""
+
+
+@pytest.mark.parametrize("key", ["tp_size", "cp_size", "tensor_parallel_size"])
+def test_where_one_rank_reads_for_others(tmp_path: Path, key: str) -> None:
+    (finding,) = found(tmp_path, "NP136", TEXT, f"+trainer.strategy.{key}=4")
+    assert finding.severity is NOTE
+    assert finding.what.startswith("one of 4 ranks")
+
+
+def test_not_where_each_reads_its_own(tmp_path: Path) -> None:
+    assert found(tmp_path, "NP136", TEXT) == []
+    assert found(tmp_path, "NP136", TEXT, "+trainer.strategy.tp_size=1") == []
+    assert found(tmp_path, "NP136", TEXT.replace("data:", "model:"), "+trainer.strategy.tp_size=4") == []

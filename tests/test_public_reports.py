@@ -1,0 +1,522 @@
+"""Logs and stacks of the kinds that people put into public reports: who is named, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from test_watchdog_log import diagnose_logs
+
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.sources import logs
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+
+GLOO = (
+    "RuntimeError: [/p/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to "
+    "complete"
+)
+C10D = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@dataclass(frozen=True)
+class Report:
+    """files: their texts by name. ranks: those accused by the first finding. said, unsaid: parts of the verdict."""
+
+    files: dict[str, str]
+    id: str
+    ranks: tuple[int, ...] = ()
+    said: tuple[str, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    exit_code: int = 1
+    step: str = ""
+    never: tuple[int, ...] = field(default=())  # in any finding
+
+
+def log(*lines: str) -> dict[str, str]:
+    return {"train.log": "\n".join(lines) + "\n"}
+
+
+def timed_out(rank: int, number: int, kind: str, numel: int, group: str) -> tuple[str, str]:
+    prefix = f"[rank{rank}]:[E901 07:00:00.{rank}00000000 ProcessGroupNCCL.cpp"
+    work = f"WorkNCCL(SeqNum={number}, OpType={kind}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000)"
+    return (
+        f"{prefix}:688] [Rank {rank}] Watchdog caught collective operation timeout: {work} ran for 600011 "
+        "milliseconds before timing out.",
+        f"{prefix}:2271] [PG ID {group} Rank {rank}]  failure detected by watchdog at work sequence id: {number} PG "
+        f"status: last enqueued work: {number}, last completed work: {number - 1}",
+    )
+
+
+def heard(rank: int) -> str:
+    return (
+        f"[rank{rank}]:[E901 07:00:01.000000000 ProcessGroupNCCL.cpp:1849] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+        "Observed flight recorder dump signal from another rank via TCPStore."
+    )
+
+
+def prefixed(rank: int, *lines: str, times: int = 1) -> tuple[str, ...]:
+    return tuple(f"[rank{rank}]:" * times + f" {line}" for line in lines)
+
+
+def in_checkpoint(rank: int) -> tuple[str, ...]:
+    return prefixed(
+        rank,
+        "Traceback (most recent call last):",
+        '  File "/job/train.py", line 70, in main',
+        "    save(step)",
+        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])",
+        "Traceback (most recent call last): (RANK 1)",
+        '  File "/job/writer.py", line 12, in write',
+        "    file.flush()",
+        "OSError: [Errno 28] No space left on device",
+        times=2,
+    )
+
+
+RICH = (
+    "╭──────────── Traceback (most recent call last) ────────────╮",
+    "│ /job/train.py:80 in main                                  │",
+    "│                                                           │",
+    "│ ❱ 80 │   fit(model)                                       │",
+    "│ /job/data.py:41 in read                                   │",
+    "│ ❱ 41 │   raise ValueError(name)                           │",
+    "╰───────────────────────────────────────────────────────────╯",
+    "ValueError: a.wav is empty",
+)
+LOGURU = (
+    "Traceback (most recent call last):",
+    "",
+    '  File "/job/train.py", line 80, in main',
+    "    fit(model)",
+    "    │   └ <Model>",
+    '> File "/job/data.py", line 41, in read',
+    "    raise ValueError(name)",
+    "                     └ 'a.wav'",
+    "",
+    "ValueError: a.wav is empty",
+)
+IN_PACKAGE = (
+    "Traceback (most recent call last):",
+    '  File "/venv/lib/python3.11/site-packages/my_recipes/finetune.py", line 745, in write_state',
+    "    torch.distributed.barrier()",
+    '  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81, in wrapper',
+    "    return func(*args, **kwargs)",
+    f'  File "{C10D}", line 4556, in barrier',
+    "    work.wait()",
+    GLOO,
+)
+SLURM = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO "
+FAILED = "E0901 07:00:05.000000 71 api.py:869] failed (exitcode: 1) local_rank: 0 (pid: 81) of binary: /venv/bin/python"
+STARTS = tuple(f"INFO started: pid {100 + rank}, rank {rank} / size 3" for rank in range(3))
+
+
+def unhandled(pid: int) -> tuple[str, ...]:
+    return (
+        f"Unhandled exception <class 'RuntimeError'> in thread <_MainThread>, proc {pid}.",
+        "Traceback (most recent call last):",
+        '  File "/job/engine.py", line 291, in one_epoch',
+        f'  File "{C10D}", line 1707, in all_reduce',
+        GLOO,
+    )
+
+
+LOGS = {
+    "a prefix twice, and what a checkpoint of all ranks passes on": Report(
+        log(*in_checkpoint(0), *in_checkpoint(1), *in_checkpoint(2), FAILED),
+        ids.EXCEPTION,
+        (1,),
+        ("No space left", "write (writer.py:12)"),
+        never=(0, 2),
+    ),
+    "a checkpoint's exception without the other rank's traceback": Report(
+        log(*in_checkpoint(0)[:4]), ids.EXCEPTION, (1,), ("Rank 1",), never=(0,)
+    ),
+    "rich": Report(log(*prefixed(1, *RICH), FAILED), ids.EXCEPTION, (1,), ("a.wav is empty", "read (data.py:41)")),
+    "loguru": Report(log(*prefixed(1, *LOGURU), FAILED), ids.EXCEPTION, (1,), ("a.wav is empty", "read (data.py:41)")),
+    "a rank that was told of the time-out is known": Report(
+        log(
+            *timed_out(0, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
+            *timed_out(2, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
+            heard(1),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("rank 1 was told of it",),
+        ("nothing is known",),
+    ),
+    "the recorder's stack explains, and is no look at the rank": Report(
+        log(
+            *timed_out(5, 40, "ALLTOALL_BASE", 1 << 22, "7 PG GUID 31(experts)"),
+            "[rank5]:[E901 07:00:00.500000001 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: ",
+            f"#0 all_to_all_single from {C10D}:4561",
+            "#1 route from /job/moe.py:212",
+            heard(0),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("ALLTOALL_BASE", "number 40 of group 31 (experts)"),
+        ("moment", "look again"),
+    ),
+    "collectives of two groups": Report(
+        log(
+            *timed_out(0, 3, "ALLREDUCE", 1, "2 PG GUID 3(dp)"),
+            *timed_out(1, 60, "_ALLGATHER_BASE", 99, "1 PG GUID 1(fsdp)"),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("rank 0 in ALLREDUCE of 1, number 3 of group 3 (dp)", "rank 1 in _ALLGATHER_BASE"),
+        ("another rank did not come",),
+    ),
+    "all have enqueued it": Report(
+        log(
+            "INFO: Starting with 2 processes",
+            *timed_out(0, 8, "ALLTOALL_BASE", 56320, "4 PG GUID 9"),
+            *timed_out(1, 8, "ALLTOALL_BASE", 76800, "4 PG GUID 9"),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("all ranks had enqueued it", "56320 on rank 0", "76800 on rank 1"),
+        ("did not come",),
+    ),
+    "sizes that no buffer of a model has": Report(
+        log(*timed_out(0, 8, "ALLREDUCE", 400_000_000, "0"), *timed_out(1, 8, "ALLREDUCE", 250_000_000, "0")),
+        ids.SIZES,
+        (),
+        ("different sizes", "400000000 on rank 0"),
+        ("positional encodings",),
+        step="tensor whose size depends on the rank",
+    ),
+    "unlike models": Report(
+        log(
+            *prefixed(0, "Traceback (most recent call last):", '  File "/job/train.py", line 9, in main'),
+            *prefixed(
+                0,
+                "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 1 has "
+                "inconsistent 14 params.",
+            ),
+        ),
+        ids.SIZES,
+        (),
+        ("14 parameters on rank 1", "12 parameters on rank 0"),
+        step="Make the model the same",
+    ),
+    "nccl2": Report(
+        log("E0901 07:00:00 [TC][rank=3][name=dp] Aborting process on rank 3 due to timeout - watchdog"),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("Rank 3",),
+    ),
+    "a node that failed": Report(
+        log(f"{SLURM}NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***", "srun: error: Node failure on n9"),
+        ids.NODE_FAILED,
+        (),
+        ("node failure on n9",),
+        ("Look who", "no record"),
+    ),
+    "a node that mpirun has lost": Report(
+        log(
+            "PRTE has lost communication with a remote daemon.",
+            "  HNP daemon   : [prterun-a-1@0,0] on node n1",
+            "  Remote daemon: [prterun-a-1@0,3] on node n4",
+            "prterun has exited due to process rank 6 with PID 77 on node n4 exiting",
+            "improperly. There are three reasons this could occur:",
+        ),
+        ids.NODE_FAILED,
+        (),
+        ("node n4",),
+    ),
+    "a process that ended improperly": Report(
+        log("mpirun has exited due to process rank 6 with PID 77 on node n4 exiting", "improperly. There are"),
+        ids.FIRST_FAILURE,
+        (6,),
+        ("n4",),
+    ),
+    "the time limit": Report(
+        log(f"{SLURM}TIME LIMIT ***"), ids.FIRST_FAILURE, (), ("time limit", "no hang"), ("no record",), step="--time"
+    ),
+    "the time limit of a job that hung": Report(
+        log(heard(5), f"{SLURM}TIME LIMIT ***"), ids.FIRST_FAILURE, (), ("time limit", "it hung"), ("no record",)
+    ),
+    "preemption": Report(
+        log(f"{SLURM}PREEMPTION ***"), ids.FIRST_FAILURE, (), ("preempted",), ("no record",), step="checkpoint"
+    ),
+    "a loader's worker that was killed": Report(
+        log(
+            *prefixed(
+                2,
+                "Traceback (most recent call last):",
+                '  File "/job/train.py", line 9, in main',
+                "RuntimeError: DataLoader worker (pid 31) is killed by signal: Killed. ",
+            )
+        ),
+        ids.EXCEPTION,
+        (2,),
+        step="dmesg",
+    ),
+    "a spawned process": Report(
+        log(
+            "-- Process 3 terminated with the following error:",
+            "Traceback (most recent call last):",
+            '  File "/job/train.py", line 9, in main',
+            "KeyError: 'lr'",
+        ),
+        ids.EXCEPTION,
+        (),
+        ("spawned process 3", "KeyError"),
+    ),
+    "a worker that died after training had ended": Report(
+        log(
+            "(RayTrainWorker pid=31, ip=10.0.0.1) INFO Training finished after 3 epochs",
+            "ray.exceptions.RayActorError: The actor died unexpectedly before finishing this task.",
+            "\tpid: 31",
+        ),
+        ids.FIRST_FAILURE,
+        (),
+        ("pid 31", "after training had come to its end"),
+        ("cannot go on",),
+    ),
+    "processes whose ranks the log tells at its start": Report(
+        log(*STARTS, *unhandled(102), *unhandled(101)),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("Ranks 1-2 waited", "one_epoch (engine.py:291)", "nothing is known of rank 0"),
+        ("which, is not told",),
+    ),
+    "a thread that died, and the watchdog's lines behind its traceback": Report(
+        log(
+            *prefixed(
+                1,
+                "Exception in thread Thread-4 (_pin_memory_loop):",
+                "Traceback (most recent call last):",
+                '  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/pin_memory.py", line 61, in step',
+                "RuntimeError: CUDA error: out of pages",
+            ),
+            f"{heard(1)[:62]}1743] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump signal due to a "
+            "collective timeout from  rank 0 and more. Last enqueued NCCL work: 884, last completed NCCL work: 884.",
+            *timed_out(0, 885, "ALLREDUCE", 1, "0 PG GUID 0(default_pg)"),
+        ),
+        ids.MISSING_RANK,
+        (1,),
+        ("number 885", "CUDA error: out of pages, in its thread Thread-4"),
+        never=(0,),
+    ),
+    "parameters without a gradient": Report(
+        log(
+            *prefixed(
+                1,
+                "Traceback (most recent call last):",
+                '  File "/job/train.py", line 9, in main',
+                "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
+                "Pass `find_unused_parameters=True`.",
+            )
+        ),
+        ids.EXCEPTION,
+        (1,),
+        step="got no gradient",
+    ),
+    "the peer that NCCL lost": Report(
+        log(
+            *prefixed(
+                0,
+                "socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
+            )
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("closed by gpu-14.cluster<51234>", "another rank had gone before"),
+    ),
+    "a start-up without the address": Report(
+        log(
+            "[W socket.cpp:697] The IPv6 network addresses of (head, 29500) cannot be retrieved (gai error: -2 - no)",
+            "[E socket.cpp:957] The client socket has timed out after 600s while trying to connect to (head, 29500).",
+        ),
+        ids.START_UP,
+        (),
+        ("could not be resolved: head: -2",),
+    ),
+    "code that is installed as a package": Report(
+        log(*prefixed(1, *IN_PACKAGE), *prefixed(2, *IN_PACKAGE)),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("write_state (finetune.py:745)",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_log(name: str, tmp_path: Path) -> None:
+    check(LOGS[name], tmp_path)
+
+
+def check(report: Report, folder: Path) -> None:
+    for file, text in report.files.items():
+        (folder / file).write_text(text)
+    found = diagnose_logs([folder / file for file in report.files])
+    first = found.findings[0]
+    assert (first.id, first.ranks, found.exit_code) == (report.id, report.ranks, report.exit_code), found
+    for words in report.said:
+        assert words in found.verdict, found
+    for words in report.unsaid:
+        assert words not in found.verdict + found.next_step, found
+    assert report.step in found.next_step, found
+    assert not {rank for one in found.findings for rank in one.ranks} & set(report.never), found
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_lines_that_decide_pass_the_filter_before_the_patterns(name: str, tmp_path: Path) -> None:
+    """Lines are filtered by words before any pattern sees them, some at a time: far from each other all must pass."""
+    padding = "\n" + "step 1 of 2, loss 0.5\n" * 2000
+    [(file, text)] = LOGS[name].files.items()
+    begins = (
+        "[rank",
+        "E0901",
+        "slurmstepd",
+        "srun",
+        "-- Process",
+        "Unhandled",
+        "INFO",
+        "(Ray",
+        "mpirun",
+        "PRTE",
+        "ray.",
+    )
+    parts = text.splitlines(keepends=True)
+    apart = "".join(
+        (padding if part.startswith(begins) and not part.startswith("[rank") else "") + part for part in parts
+    )
+    assert logs.recognises(file, apart.encode())
+    check(Report({file: apart}, *[getattr(LOGS[name], one) for one in ("id", "ranks", "said", "unsaid")]), tmp_path)
+
+
+def py_spy(pid: int, *threads: str, command: str = "python train.py") -> str:
+    return f"Process {pid}: {command}\nPython v3.11.7 (/usr/bin/python3.11)\n\n" + "\n".join(threads) + "\n"
+
+
+def main_thread(pid: int, *frames: str) -> str:
+    return "\n".join([f'Thread {pid} (idle): "MainThread"', *(f"    {one}" for one in (*frames, "main (train.py:80)"))])
+
+
+def hook(*frames: str) -> str:
+    return "\n".join(["Thread 9001 (active)", *(f"    {one}" for one in frames)])
+
+
+BACKWARD = ("_engine_run_backward (torch/autograd/graph.py:768)", "backward (torch/_tensor.py:522)")
+GATHER = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:2709)"
+SCATTER = "reduce_scatter_tensor (torch/distributed/distributed_c10d.py:3100)"
+READS = "read_table (my_hooks.py:7)"
+ALL_REDUCE = "all_reduce (torch/distributed/distributed_c10d.py:2501)"
+LOADER = (
+    "select (selectors.py:415)",
+    "get (multiprocessing/queues.py:107)",
+    "_try_get_data (torch/utils/data/dataloader.py:990)",
+    "__next__ (torch/utils/data/dataloader.py:521)",
+)
+
+
+def in_backward(pid: int, *frames: str) -> str:
+    return py_spy(pid, main_thread(pid, *BACKWARD), hook(*frames, "unshard (my_hooks.py:41)"))
+
+
+def loop(*frames: tuple[str, int, str, str]) -> str:
+    """As a loop over sys._current_frames() prints it."""
+    lines = [f'File: "{file}", line {line}, in {function}\n  {text}' for file, line, function, text in frames]
+    return "\n".join(["# Thread: MainThread(140)", *lines, ""])
+
+
+SPY = "dump-1.txt"
+STACKS = {
+    "unlike collectives in autograd's threads": Report(
+        {f"rank{rank}.txt": in_backward(50 + rank, SCATTER if rank == 1 else GATHER) for rank in range(3)},
+        ids.OUT_OF_STEP,
+        (),
+        ("rank 1 in reduce_scatter_tensor", "ranks 0, 2 in all_gather_into_tensor"),
+        ("No rank is missing",),
+    ),
+    "one that reads a file in autograd's thread": Report(
+        {f"rank{rank}.txt": in_backward(50 + rank, READS if rank == 1 else GATHER) for rank in range(3)},
+        ids.MISSING_RANK,
+        (1,),
+        ("read_table (my_hooks.py:7)",),
+        never=(0, 2),
+    ),
+    "several processes in one file": Report(
+        {"hang_0924.txt": in_backward(50, GATHER) + in_backward(51, READS) + in_backward(52, GATHER)},
+        ids.MISSING_RANK,
+        (1,),
+    ),
+    "several processes in a file with a small number": Report(
+        {SPY: in_backward(50, READS) + in_backward(51, GATHER)}, ids.MISSING_RANK, (0,)
+    ),
+    "two files with looks at the same processes": Report(
+        {f"dump-{look}.txt": in_backward(50, READS) + in_backward(51, GATHER) for look in (1, 2)},
+        ids.MISSING_RANK,
+        (0,),
+        never=(1, 2, 3),
+    ),
+    "the local rank in the command": Report(
+        {
+            "all.txt": "".join(
+                py_spy(
+                    60 + rank,
+                    main_thread(60 + rank, READS if rank == 1 else ALL_REDUCE),
+                    command=f"python a.py --local_rank={rank}",
+                )
+                for rank in (1, 2, 0)
+            )
+        },
+        ids.MISSING_RANK,
+        (1,),
+    ),
+    "a launcher and a loader's worker in the file are no ranks": Report(
+        {
+            "hang.txt": py_spy(40, main_thread(40, "_invoke_run (torch/distributed/elastic/agent/server/api.py:868)"))
+            + py_spy(50, main_thread(50, *LOADER))
+            + py_spy(
+                70, main_thread(70, "open_slowly (corpus.py:9)", "_worker_loop (torch/utils/data/_utils/worker.py:349)")
+            )
+            + py_spy(51, main_thread(51, ALL_REDUCE))
+        },
+        ids.MISSING_RANK,
+        (0,),
+        ("a worker (pid 70) is in open_slowly (corpus.py:9)",),
+        never=(1, 2, 3),
+    ),
+    "nobody in a collective": Report(
+        {
+            "rank0.txt": py_spy(50, main_thread(50, *LOADER)),
+            "rank1.txt": py_spy(51, main_thread(51, "backward (torch/autograd/__init__.py:197)")),
+        },
+        ids.NOT_ENOUGH,
+        (),
+        ("rank 0: it waits for its data loader",),
+        ("nothing that decides",),
+        exit_code=2,
+    ),
+    "a loop over all threads' frames": Report(
+        {
+            "rank0.txt": loop(("/job/train.py", 80, "main", "go()"), (C10D, 9, "barrier", "work.wait()")),
+            "rank1.txt": loop(("/job/train.py", 81, "main", "dist.all_reduce(done)")),
+        },
+        ids.OUT_OF_STEP,
+        (),
+        ("rank 0 in barrier", "rank 1 in all_reduce"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks(name: str, tmp_path: Path) -> None:
+    check(STACKS[name], tmp_path)
+
+
+def test_a_thread_is_told_of_the_rank_that_has_it(tmp_path: Path) -> None:
+    """And of no other one that stands at the same place."""
+    watcher = '\nThread 9 (idle): "watcher"\n    poll (my_watch.py:3)\n    _bootstrap (threading.py:973)'
+    for rank in range(3):
+        threads = main_thread(50 + rank, "compute (train.py:9)") + (watcher if rank == 2 else "")
+        (tmp_path / f"rank{rank}.txt").write_text(py_spy(50 + rank, threads))
+    evidence = diagnose_logs(sorted(tmp_path.iterdir())).findings[0].evidence
+    [told] = [line for line in evidence if "watcher" in line]
+    assert "rank 2" in told
