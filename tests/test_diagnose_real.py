@@ -38,7 +38,6 @@ STALL = 2.0
 STALLED = ("pre_encode", "layers", "all", "outside")  # hangs in which no rank waits in the length sync
 ASKED = ("loader", "outside")  # hangs in which the ranks are asked, too, as by --job
 PATIENT = ("straggler", "healthy")  # runs in which nobody gives up, on a busy machine either
-SKIP_TIMEOUT = 6.0  # seconds: a busy machine alone is not late, and only the last call waits so long
 LAG, STRAGGLES = 0.15, 50  # the lag: well above what a busy machine makes of a step
 
 
@@ -212,8 +211,7 @@ def go_wrong(rank: int, size: int, folder: str) -> None:
         for _ in range(2):
             place.run()
             come_in(place.encoder)
-        timeout = CONNECTING_S if name in PATIENT else SKIP_TIMEOUT if name == "skip" else TIMEOUT
-        nemo_patches.apply(timeout=timeout, **settings)
+        nemo_patches.apply(timeout=CONNECTING_S if name in PATIENT else TIMEOUT, **settings)
         dist.barrier()
         if name in HANGS and rank == 2:
             scenario_then_copy(place, scenario)
