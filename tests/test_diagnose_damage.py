@@ -24,12 +24,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_job import Call, Event, Exit, Gradients, Killed, evaluation, steps
-from simulated_traces import write
+from simulated_traces import Setup, file_name, header, write
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import Folder, UnreadableError
+from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
 
@@ -229,3 +230,29 @@ def test_whatever_bytes_are_in_the_folder(data: list[bytes], name: str, seed: in
     for number, one in enumerate(data):
         content[draw.choice([f"{number}.jsonl", f"rank-0000{number}.20200101T000000.1.jsonl"])] = one
     check(TRUTHS[name], content)
+
+
+def skipped(rank: int) -> bytes:
+    """The trace of a rank; all end in good order. Rank 1 makes five calls, and is in a barrier while the others wait
+    for its sixth."""
+    name = "ConformerEncoder"
+    lines: list[records.Record] = [header(rank, 3, 1.7e9, Setup())]
+    calls = 5 if rank == 1 else 6
+    for n in range(1, calls + 1):
+        came = n < 6
+        at = n * 0.1 if came else 2.1
+        lines += [
+            records.Enter(n * 0.1 - 0.05, name, n, True, [2, 16, 100], "float32", "cpu"),
+            records.Sync(at, name, n, records.CAME if came else "timeout", n, 0.001 if came else 1.5, 100, 100),
+            records.Leave(at + 0.01, name, n, [2, 16, 13]),
+        ]
+    if rank != 1:
+        lines.append(records.Stalled(2.2, name, 6, [1], ["late"], ["main (train.py:9)"], ["barrier"]))
+    lines.append(records.End(2.3, "revert(), or apply() with another trace"))
+    return b"".join(map(records.encode, lines))
+
+
+def test_where_a_rank_was_at_a_report_is_no_excuse_once_it_has_ended() -> None:
+    report = report_on({file_name(rank, 1.7e9): skipped(rank) for rank in range(3)})
+    assert report is not None
+    assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.ENDED, (1,))], report

@@ -171,7 +171,8 @@ def _is_excused(account: Account, ranks: _Ranks) -> bool:
 
 
 def _waits(one: _Standing) -> bool:
-    return one.account.moved or bool(one.account.place.collective)
+    """Not any more once it has ended in good order: what it was in was at the moment of a report."""
+    return not one.in_good_order and (one.account.moved or bool(one.account.place.collective))
 
 
 def _top(some: Iterable[_Standing]) -> tuple[int, int]:
