@@ -54,8 +54,9 @@ def _run(command: list[str]) -> None:
     try:
         launch.become(command, launch.with_auto_apply(os.environ))
     except OSError as error:
-        print(f"nemo-patches run: {command[0]}: {error.strerror}", file=sys.stderr)
-        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
+        line, code = launch.cannot_start(command, error)
+        print(line, file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

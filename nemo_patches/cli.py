@@ -145,9 +145,10 @@ def run(
         launch.become(command, launch.with_auto_apply({**os.environ, **chosen}))
     except SettingsError as error:
         raise _refused("run", error) from None
-    except OSError as error:  # the exit codes are those of a shell
-        typer.echo(f"nemo-patches run: {command[0]}: {error.strerror}", err=True)
-        raise typer.Exit(127 if isinstance(error, FileNotFoundError) else 126) from None
+    except OSError as error:
+        line, code = launch.cannot_start(command, error)
+        typer.echo(line, err=True)
+        raise typer.Exit(code) from None
 
 
 @app.command()

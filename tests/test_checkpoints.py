@@ -227,7 +227,6 @@ def stock_hangs(rank: int, size: int, folder: str, case: str) -> None:
     torch.distributed.barrier()
 
 
-@pytest.mark.apply_only
 @pytest.mark.one_nemo
 def test_stock_hangs(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
@@ -243,7 +242,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     return run_ranks(scenarios, 2, str(tmp_path_factory.mktemp("checkpoints")), limit=300)
 
 
-@pytest.mark.apply_only
 @pytest.mark.parametrize("name", STOCKS)
 def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(name: str, results: list[Result]) -> None:
     for result in results:
@@ -252,7 +250,6 @@ def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(name: s
         assert any(file.endswith(".ckpt") for file in ours)
 
 
-@pytest.mark.apply_only
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_end_with_rank_0s_names(name: str, results: list[Result]) -> None:
     first, second = (result.value[name] for result in results)
@@ -261,20 +258,17 @@ def test_all_ranks_end_with_rank_0s_names(name: str, results: list[Result]) -> N
     assert all_exist, (paths, files)
 
 
-@pytest.mark.apply_only
 def test_ranks_that_find_other_files_take_rank_0s(results: list[Result]) -> None:
     for result in results:
         assert result.value["best not seen"]
 
 
-@pytest.mark.apply_only
 def test_rank_0_decides_which_checkpoints_are_kept(results: list[Result]) -> None:
     """In stock a model is among the best where it is so on all ranks, each by its own score."""
     for result in results:
         assert result.value["rank 0 decides"] == {"epoch=1.ckpt": 2.0, "epoch=2.ckpt": 1.0}
 
 
-@pytest.mark.apply_only
 def test_the_status_tells_and_stock_leaves_nemos_function(results: list[Result]) -> None:
     for result in results:
         assert result.value["stock leaves NeMo's"] and result.value["reverted"]
@@ -332,7 +326,6 @@ def named(said: Said) -> bool:
     return any("checkpoints: step 2: not every rank" in line for line in said.lines)
 
 
-@pytest.mark.names_ranks
 def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises(tmp_path: Path) -> None:
     results = run_ranks(late_and_dead, 3, str(tmp_path), dies=(1,))
     for result in (results[0], results[2]):
@@ -363,7 +356,6 @@ def only_one_agrees(rank: int, size: int, folder: str) -> None:
     fit(Path(folder), (1.0, 2.0), always_save_nemo=True)
 
 
-@pytest.mark.apply_only
 def test_beside_a_rank_that_takes_no_part_all_is_as_stock_and_says_so(tmp_path: Path) -> None:
     first, _ = run_ranks(only_one_agrees, 2, str(tmp_path))
     assert len(first.lines("each rank decides for itself, as in stock NeMo: not every rank takes part")) == 1
@@ -377,7 +369,6 @@ def one_cannot_import(rank: int, size: int, folder: str) -> None:
     fit(Path(folder), (1.0, 2.0), always_save_nemo=True)
 
 
-@pytest.mark.apply_only
 def test_where_our_part_cannot_be_imported_all_is_as_stock_and_that_is_said_once(tmp_path: Path) -> None:
     first, second = run_ranks(one_cannot_import, 2, str(tmp_path))
     (line,) = second.lines("each rank decides about checkpoints, as in stock", "cannot import its part")
@@ -405,7 +396,6 @@ def drifted(rank: int, size: int) -> tuple[str, bool]:
     return str(refused.value), vars(nemos_callback())["on_save_checkpoint"] is on_save_checkpoint
 
 
-@pytest.mark.apply_only
 def test_a_callback_that_has_drifted_is_refused_and_said() -> None:
     (result,) = run_ranks(drifted, 1, group=False)
     problem = "NeMoModelCheckpoint.on_save_checkpoint: expected code that reads"

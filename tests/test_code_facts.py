@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torchmetrics
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
+pytestmark = pytest.mark.one_nemo
 
 COLLECTIVE = {
     "self.log(sync_dist=True)",

@@ -149,7 +149,6 @@ def seconds_of_a_call(encoder: torch.nn.Module) -> float:
     return (time.perf_counter() - began) / 200
 
 
-@pytest.mark.apply_only
 @pytest.mark.one_nemo
 def test_growth_beside_threads_and_casts_and_after_its_process_group() -> None:
     for result in run_ranks(growth, 2):

@@ -21,7 +21,7 @@ from interpreters import CHECKOUT, LAUNCHER, environment, run
 from ranks import free_port
 from test_trainer_callbacks import entry_point as entry_point
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
+pytestmark = pytest.mark.one_nemo
 APP = CHECKOUT / "tests" / "hydra_app.py"
 RUNS = int(os.environ.get("HYDRA_RUNS", "0"))
 RANKS = 3

@@ -14,7 +14,7 @@ from ranks import Result, run_ranks
 
 import nemo_patches
 
-pytestmark = [pytest.mark.apply_only, pytest.mark.one_nemo]
+pytestmark = pytest.mark.one_nemo
 STEPS = 20
 
 

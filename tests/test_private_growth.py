@@ -149,7 +149,6 @@ def both_corrupt(rank: int, size: int) -> tuple[int, list[torch.Tensor]]:
     return stock_corrupts(rank, size), plain_attribute_beside_stock(rank, size)
 
 
-@pytest.mark.apply_only
 def test_stock_does_corrupt_in_this_very_setting() -> None:
     """And so would, beside a rank of stock, a table that is no buffer: why the runtime is not as patches/upstream."""
     first, second = run_ranks(both_corrupt, 2)
@@ -235,7 +234,6 @@ def moves(rank: int, size: int) -> list[str]:
     return problems
 
 
-@pytest.mark.apply_only
 def test_grown_tensors_follow_the_model_as_in_stock() -> None:
     for result in run_ranks(moves, 2):
         assert result.value == []
@@ -271,7 +269,6 @@ def revert_midway(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.apply_only
 def test_revert_in_the_middle_of_training_leaves_a_model_that_stock_continues() -> None:
     for result in run_ranks(revert_midway, 2):
         assert all(value == (True, True) for value in result.value.values()), result.value
@@ -504,7 +501,6 @@ def after_revert(rank: int, size: int) -> bool:
     return bool(encoder.pos_enc.pe.is_inference())
 
 
-@pytest.mark.apply_only
 def test_after_revert_it_is_as_in_stock() -> None:
     assert [result.value for result in run_ranks(after_revert, 1, group=False)] == [True]
 
@@ -603,7 +599,6 @@ def rotary_growth(rank: int, size: int) -> None:
     assert encoder.pos_enc._buffers["cos"].shape == (2 * length, 8)
 
 
-@pytest.mark.apply_only
 @pytest.mark.one_nemo
 def test_buffers_grow_privately_by_their_shape_whatever_their_name() -> None:
     run_ranks(rotary_growth, 2)

@@ -78,7 +78,6 @@ def first_call(**settings: Any) -> torch.nn.Module:
     return encoder
 
 
-@pytest.mark.names_ranks
 @pytest.mark.one_nemo
 @pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
 def test_a_rank_ten_seconds_late(late_step: int) -> None:
@@ -207,7 +206,6 @@ def local(rank: int, size: int) -> tuple[list[Step], Any]:
     return steps, nemo_patches.status().encoders[-1]
 
 
-@pytest.mark.apply_only
 @pytest.mark.one_nemo
 def test_local_never_waits() -> None:
     for rank, result in enumerate(run_ranks(local, 2)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from interpreters import CHECKOUT, environment, run
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.apply_only]
+pytestmark = pytest.mark.one_nemo
 
 CHOSEN = """
 import pathlib, sys

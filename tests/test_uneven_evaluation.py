@@ -95,19 +95,17 @@ def test_the_runs_differ_only_in_the_extra_batch(outcomes: dict[str, RunOutcome]
         assert (len(with_extra) > len(without)) == (rank == UNEVEN_RANK)
 
 
-@pytest.mark.parametrize("version", [pytest.param("stock", marks=pytest.mark.apply_only), "patched"])
+@pytest.mark.parametrize("version", ["stock", "patched"])
 def test_it_completes_where_the_evaluation_is_even(outcomes: dict[str, RunOutcome], version: str) -> None:
     run = outcomes[f"{version}, even"]
     assert run.completed, run
     assert [rank.validation_batches for rank in run.ranks] == [VALIDATION_BATCHES * EVALUATIONS] * DEVICES
 
 
-@pytest.mark.apply_only
 def test_where_it_is_even_the_losses_are_stocks(outcomes: dict[str, RunOutcome]) -> None:
     assert losses(outcomes["patched, even"]) == losses(outcomes["stock, even"])
 
 
-@pytest.mark.apply_only
 def test_stock_dies_where_it_is_uneven(outcomes: dict[str, RunOutcome]) -> None:
     run = outcomes["stock, uneven"]
     assert not run.completed, run

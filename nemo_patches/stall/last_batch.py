@@ -57,7 +57,7 @@ def _fields(batch: object) -> Iterable[object]:
     return [inspect.getattr_static(batch, name, None) for name in _ID_FIELDS]
 
 
-def _ids(field: object) -> tuple[str, Sequence[Any], int]:
+def _ids(field: Any) -> tuple[str, Sequence[Any], int]:
     """What they are of, the first of them, and how many there are."""
     if (cuts := _cuts(field)) is not None:
         first = islice(cuts.values() if isinstance(cuts, dict) else cuts, _SHOWN)

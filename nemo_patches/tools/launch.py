@@ -30,3 +30,9 @@ def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     for name in _IGNORED_BY_PYTHON:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     os.execvpe(command[0], list(command), dict(environment))
+
+
+def cannot_start(command: Sequence[str], error: OSError) -> tuple[str, int]:
+    """The line on a command that could not be started, and a shell's exit code for it."""
+    code = 127 if isinstance(error, FileNotFoundError) else 126
+    return f"nemo-patches run: {command[0]}: {error.strerror}", code

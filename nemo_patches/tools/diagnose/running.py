@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_patches.text import safe
+from nemo_patches.tools import counted
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES
 from nemo_patches.tools.diagnose.collect import gpus
@@ -60,7 +61,7 @@ class _Progress:
 
     def _say(self, text: str) -> None:
         if self._is_wanted:
-            found = f"{self._ranks} {'rank' if self._ranks == 1 else 'ranks'} found"
+            found = f"{counted(self._ranks, 'rank')} found"
             print(f"\r\x1b[K{found}; {text} (Ctrl-C: judge now)", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
@@ -112,7 +113,7 @@ def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[
 
 def _how(job: HostJob) -> list[str]:
     by = ", ".join(sorted({one.rank.found_by for one in job.ranks}))
-    ranks = "1 rank" if len(job.ranks) == 1 else f"{len(job.ranks)} ranks"
+    ranks = counted(len(job.ranks), "rank")
     lines = [f"{ranks} on {job.host}, looked at twice; found by {by}."]
     lines += map(safe, gpus.of_ranks(one.rank for one in job.ranks))
     if job.belongings:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_patches.text import safe
+from nemo_patches.tools import counted
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.accounts import Account, accounts_of
 from nemo_patches.tools.diagnose.collect import gpus
@@ -38,7 +39,7 @@ def run(json: bool, pids: str, folder: Path | None) -> int:
 def _lines(job: HostJob) -> Iterator[str]:
     by = job.ranks[0].rank.found_by
     name = f" {safe(job.name, 100)}" if job.name else ""
-    ranks = "1 rank" if len(job.ranks) == 1 else f"{len(job.ranks)} ranks"
+    ranks = counted(len(job.ranks), "rank")
     yield f"job{name} on {safe(job.host, 100)}: {ranks}, found by {by}"
     facts = of_samples(job)
     accounts = accounts_of(Evidence(facts))

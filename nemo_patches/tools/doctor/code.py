@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import counted
 from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20

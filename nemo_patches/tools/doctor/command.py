@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
+from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report, suppressions
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import Rule, Severity, counted
+from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
 

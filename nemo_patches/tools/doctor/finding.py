@@ -62,11 +62,6 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def counted(number: int, noun: str, plural: str = "s") -> str:
-    """For sentences: "1 rank", "2 ranks"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
 def _finding(
     severity: Severity,
     what: str,

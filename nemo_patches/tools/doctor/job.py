@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Any
 
 from nemo_patches.sync.settings import Settings
+from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import datasets, encoders
 from nemo_patches.tools.doctor.config import Config, Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
-from nemo_patches.tools.doctor.finding import counted
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import counted
 
 OFF = ("0", "n", "no", "false", "f")  # as torch reads a switch, in lower case
 _PACKAGES = ("nemo_toolkit", "torch", "lightning", "pytorch-lightning")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nemo_patches.text import named, safe
-from nemo_patches.tools.doctor.finding import counted
+from nemo_patches.tools import counted
 
 
 @dataclass(frozen=True)

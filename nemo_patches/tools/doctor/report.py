@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import Rule, Severity, counted
+from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.suppressions import Pair
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, counted, stops
+from nemo_patches.tools import counted
+from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING

@@ -7,8 +7,9 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 
 from __future__ import annotations
 
+from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, counted, warning
+from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
 WORST = WARNING
