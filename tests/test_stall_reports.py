@@ -491,11 +491,9 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
 
 
 @pytest.mark.parametrize(("waited_s", "level"), [(0.05, logging.INFO), (10.0, logging.WARNING)])
-def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(
-    waited_s: float, level: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(waited_s: float, level: int) -> None:
     """As after an incident, on a busy machine: all ranks are there, and nobody is missing."""
-    caplog.set_level(logging.INFO, "nemo_patches")
+    said = Said(logging.INFO)
     rounds = Exchange(lambda: None, 0, 3, print).rounds("an encoder")
     rounds.issued = 1
     sync = WatchedRounds("Encoder", "an encoder", Group(0, 3, 0), rounds, "late after {waited:.2f} s with {length}")
@@ -509,9 +507,9 @@ def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(
     rounds.latest = Latest(1)
     watch.look(time.monotonic(), 10.0, is_last=False)
     text = f"Encoder: training call 1: late after {waited_s:.2f} s with 7. Missing: none, every rank has come to this"
-    assert [record.levelno for record in caplog.records] == [level, level]
-    assert text in caplog.records[0].getMessage()
-    assert "Encoder: recovered: the missing length came " in caplog.records[1].getMessage()
+    assert said.levels == [level, level]
+    assert text in said.lines[0]
+    assert "Encoder: recovered: the missing length came " in said.lines[1]
 
 
 def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None:
