@@ -481,7 +481,7 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, Found(2)))
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
-    round_.gave_up_at = time.monotonic()
+    round_.gave_up_at = round_.issued_at
     sync.timed_out = WaitTimedOut(sync, round_, None)
     rounds.issued = round_.number
     rounds.latest = Latest(round_.number)
