@@ -76,7 +76,7 @@ _STRUCTURE_ATTRIBUTES = words(
 )
 _AGREED = words(
     """
-    agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
+    across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
     gather gathered ranks reduce reduced sync synced synchronize world
     """
 )
@@ -230,7 +230,7 @@ class DataFlow:
             if self._is_gradient(value):
                 self._gradients.add(target.id)
             self._turns_of.pop(target.id, None)
-            if isinstance(value, (ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
+            if isinstance(value, (ast.List, ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
                 self._turns_of[target.id] = turns
         drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
         if drawn and _sounds_like_data(dotted(target)):
@@ -316,7 +316,9 @@ class DataFlow:
                 for argument in inner.args:
                     self._agree(argument)
             elif self._chosen and isinstance(inner, ast.Call) and dotted(inner.func).endswith(_ADDING):
-                self._levels[dotted(inner.func).rpartition(".")[0]] = Level.READ_OFF
+                owner = dotted(inner.func).rpartition(".")[0]
+                self._levels[owner] = Level.READ_OFF
+                self._turns_of.pop(owner, None)
 
     def _agree(self, node: ast.expr) -> None:
         for name in map(dotted, nodes(node, ast.Name, ast.Attribute)):
@@ -421,6 +423,8 @@ class DataFlow:
         return batch and presence and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.NamedExpr):
+            return self._is_gradient(node.value)
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
             return any(isinstance(each, ast.Constant) and each.value == "grad" for each in node.args)
         return dotted(node).endswith(".grad") or (isinstance(node, ast.Name) and node.id in self._gradients)
@@ -492,7 +496,7 @@ def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and isinstance(node.target, ast.Name) and node.value:
             found.setdefault(node.target.id, []).append(node.value)
         elif isinstance(node, LOOPS):
             found |= {each.id: [] for each in nodes(node.target, ast.Name)}

@@ -40,6 +40,7 @@ from nemo_patches.tools.doctor.syntax import (
     nodes,
     own_nodes,
     text_of,
+    with_matches_as_ifs,
     words,
 )
 from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressing
@@ -55,6 +56,9 @@ _GUESSES = {
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
     r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
 }
+_OF_ONE_RANK = words(
+    "main_process_only master_only on_last_process on_local_main_process on_main_process rank_zero_only"
+)
 _OF_A_MESH = ("full_tensor",)  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
@@ -135,6 +139,7 @@ class Divergence:
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """The divergences of all functions of a file, and of its module-level code."""
+    tree = with_matches_as_ifs(tree)
     names = Names(tree)
     found: list[Divergence] = []
     module = _Scope(Surroundings(names), {each.name: each for each in tree.body if isinstance(each, Function)})
@@ -234,10 +239,24 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
     if not isinstance(function, Function):
         return ""
     for node in function.decorator_list:
-        if last_part(surroundings.names.origin(node)) == "rank_zero_only":
+        name = surroundings.names.origin(node.func if isinstance(node, ast.Call) else node)
+        if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(name, surroundings.names):
             return f"@{ast.unparse(node)}"
     prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
+
+
+def _calls_on_some_ranks(name: str, names: Names) -> bool:
+    """Whether a decorator of this file calls what it is given only under a test on the rank."""
+    for decorator in names.tree.body:
+        if isinstance(decorator, ast.FunctionDef) and decorator.name == name and decorator.args.args:
+            given = decorator.args.args[0].arg
+            calls = {call for call in nodes(decorator, ast.Call) if dotted(call.func) == given}
+            tests = RankTests(names, names.assigned)
+            branches = [branch for branch in nodes(decorator, ast.If) if tests.about_rank(branch.test)]
+            inside = {call for branch in branches for each in branch.body for call in nodes(each, ast.Call)}
+            return bool(calls) and calls <= inside
+    return False
 
 
 @dataclass(frozen=True)
