@@ -13,7 +13,6 @@ from nemo_patches.tools.doctor.syntax import (
     DEFINITIONS,
     IDENTITIES,
     LOOPS,
-    TRIES,
     dotted,
     last_part,
     nodes,
@@ -22,7 +21,7 @@ from nemo_patches.tools.doctor.syntax import (
     words,
 )
 
-Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.AsyncFor | ast.comprehension | ast.BoolOp
+Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.comprehension | ast.BoolOp
 Test = tuple[ast.expr, Branching]  # what decides, and the branch or the loop
 _PRESENCE = (*IDENTITIES, ast.In, ast.NotIn)
 
@@ -116,7 +115,7 @@ class DataFlow:
     _gradients: set[str] = field(default_factory=set)  # names of what a parameter has for a gradient
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
-    def walk(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> None:
+    def walk(self, function: ast.FunctionDef | ast.Module) -> None:
         """Collect the tests of a function, or of a module's own statements."""
         if not isinstance(function, ast.Module):
             self._arguments(function.args)
@@ -150,14 +149,12 @@ class DataFlow:
             self._expression(statement.value)
             for target in statement.targets:
                 self._assign(target, statement.value)
-        elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
-            if statement.value is not None:
-                self._expression(statement.value)
-                before = self.level(statement.target) if isinstance(statement, ast.AugAssign) else Level.SHARED
-                self._set(statement.target, max(before, self.level(statement.value)))
+        elif isinstance(statement, ast.AugAssign):
+            self._expression(statement.value)
+            self._set(statement.target, max(self.level(statement.target), self.level(statement.value)))
         elif isinstance(statement, ast.If):
             self._if(statement)
-        elif isinstance(statement, (ast.While, ast.For, ast.AsyncFor)):
+        elif isinstance(statement, (ast.While, ast.For)):
             if isinstance(statement, ast.While):
                 self._test(statement, statement.test)
             else:
@@ -167,18 +164,15 @@ class DataFlow:
             self._branches([statement.body, []])
             self._chosen = outer
             self._block(statement.orelse)
-        elif isinstance(statement, TRIES):
+        elif isinstance(statement, ast.Try):
             self._block(statement.body)
             self._block(statement.orelse)
             self._branches([*(handler.body for handler in statement.handlers), []])
             self._block(statement.finalbody)
-        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        elif isinstance(statement, ast.With):
             for item in statement.items:
                 self._expression(item.context_expr)
             self._block(statement.body)
-        elif isinstance(statement, ast.Match):
-            self._expression(statement.subject)
-            self._branches([case.body for case in statement.cases])
         else:
             for child in ast.iter_child_nodes(statement):
                 if isinstance(child, ast.expr):
@@ -496,7 +490,7 @@ def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
-        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and isinstance(node.target, ast.Name) and node.value:
+        elif isinstance(node, ast.NamedExpr):
             found.setdefault(node.target.id, []).append(node.value)
         elif isinstance(node, LOOPS):
             found |= {each.id: [] for each in nodes(node.target, ast.Name)}

@@ -40,10 +40,9 @@ from nemo_patches.tools.doctor.syntax import (
     nodes,
     own_nodes,
     text_of,
-    with_matches_as_ifs,
     words,
 )
-from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressing
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
@@ -139,7 +138,6 @@ class Divergence:
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """The divergences of all functions of a file, and of its module-level code."""
-    tree = with_matches_as_ifs(tree)
     names = Names(tree)
     found: list[Divergence] = []
     module = _Scope(Surroundings(names), {each.name: each for each in tree.body if isinstance(each, Function)})
@@ -249,7 +247,7 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
 def _calls_on_some_ranks(name: str, names: Names) -> bool:
     """Whether a decorator of this file calls what it is given only under a test on the rank."""
     for decorator in names.tree.body:
-        if isinstance(decorator, ast.FunctionDef) and decorator.name == name and decorator.args.args:
+        if isinstance(decorator, Function) and decorator.name == name and decorator.args.args:
             given = decorator.args.args[0].arg
             calls = {call for call in nodes(decorator, ast.Call) if dotted(call.func) == given}
             tests = RankTests(names, names.assigned)
@@ -515,9 +513,8 @@ class _Function:
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
-        for inner in own_nodes(self.node):
-            node = inner if isinstance(inner, ast.Try) else suppressing(inner)
-            if node is None or _only_collectives(node.body, self.scope):
+        for node in own_nodes(self.node):
+            if not isinstance(node, ast.Try) or _only_collectives(node.body, self.scope):
                 continue
             for handler in node.handlers:
                 if not _of_one_rank(handler):
