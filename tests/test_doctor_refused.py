@@ -1,4 +1,4 @@
-"""What NP111, NP125, NP130 and NP131 say of a data set, beside what NeMo's own Lhotse loader does with it."""
+"""What NP111, NP125, NP130, NP131 and NP134 say of a data set, beside what NeMo's own Lhotse loader does with it."""
 
 from __future__ import annotations
 
@@ -146,6 +146,62 @@ def test_the_doctor_stops_what_nemo_stops(tmp_path: Path, monkeypatch: Any) -> N
         if bool(said) != stops:
             wrong.append((config, said))
     assert wrong == []
+
+
+# --- a very long entry in batches by duration
+
+LONG_S = 100.0
+BINS = {"use_bucketing": True, "bucket_duration_bins": [1.7, 3.0]}
+BY_DURATION: list[tuple[dict[str, Any], bool]] = [
+    ({"batch_duration": 10}, True),
+    ({"batch_duration": 10, "quadratic_duration": 15}, True),
+    ({"batch_duration": 10, **BINS}, True),
+    ({"batch_duration": 10, "max_duration": 20}, False),
+    ({"batch_duration": 10, "truncate_duration": 10}, False),
+    ({"bucket_batch_size": [4, 2], **BINS}, False),
+    ({"bucket_batch_size": [4, 2], "batch_duration": 10, **BINS}, False),
+]
+
+
+def longest_batches(_rank: int, _size: int, folder: str) -> list[list[float]]:
+    """Of each of these, how many seconds the longest batch of each of two ranks has."""
+    import os
+
+    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
+    from torch.utils.data import Dataset
+
+    class Seconds(Dataset[float]):
+        def __getitem__(self, cuts: Any) -> float:
+            return sum(cut.duration for cut in cuts)
+
+    os.chdir(folder)
+    small = {**WHOLE, "manifest_filepath": "manifest.json", "bucket_buffer_size": 100, "concurrent_bucketing": False}
+    return [
+        [max(get_lhotse_dataloader_from_config(OmegaConf.create({**small, **given}), rank, 2, Seconds()))
+         for rank in (0, 1)]
+        for given, _ in BY_DURATION
+    ]  # fmt: skip
+
+
+def test_one_rank_alone_gets_a_very_long_entry(tmp_path: Path) -> None:
+    """NP134."""
+    write_data(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    entries = manifest.read_text().splitlines() * 3
+    path = tmp_path / "long.wav"
+    long = {**json.loads(entries[0]), "audio_filepath": str(path), "duration": LONG_S}
+    manifest.write_text("\n".join([*entries, json.dumps(long)]))
+    with wave.open(str(path), "wb") as audio:
+        audio.setparams((1, 2, 16000, 0, "NONE", ""))
+        audio.writeframes(b"\0\0" * int(16000 * LONG_S))
+    (rank,) = run_ranks(longest_batches, 1, str(tmp_path), group=False)
+    ranks_with_it = [sum(seconds >= LONG_S for seconds in ranks) for ranks in rank.value]
+    assert ranks_with_it == [int(alone) for _, alone in BY_DURATION], rank.value
+    for given, alone in BY_DURATION:
+        config = {"trainer": {"devices": 2}, "model": {"train_ds": {**WHOLE, "shar_path": "a", **given}}}
+        source = yaml_text.parse(Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create(config)))
+        found = examination.checked(Job(reading.with_overrides(source)), examination.chosen(["NP134"]))
+        assert [rule.identifier for rule, _ in found].count("NP134") == alone, given
 
 
 # --- what NeMo asks the length of a training set for

@@ -13,7 +13,6 @@ from nemo_patches.tools.doctor.syntax import (
     DEFINITIONS,
     IDENTITIES,
     LOOPS,
-    TRIES,
     dotted,
     last_part,
     nodes,
@@ -22,7 +21,7 @@ from nemo_patches.tools.doctor.syntax import (
     words,
 )
 
-Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.AsyncFor | ast.comprehension | ast.BoolOp
+Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.comprehension | ast.BoolOp
 Test = tuple[ast.expr, Branching]  # what decides, and the branch or the loop
 _PRESENCE = (*IDENTITIES, ast.In, ast.NotIn)
 
@@ -76,7 +75,7 @@ _STRUCTURE_ATTRIBUTES = words(
 )
 _AGREED = words(
     """
-    agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
+    across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
     gather gathered ranks reduce reduced sync synced synchronize world
     """
 )
@@ -116,7 +115,7 @@ class DataFlow:
     _gradients: set[str] = field(default_factory=set)  # names of what a parameter has for a gradient
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
-    def walk(self, function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Module) -> None:
+    def walk(self, function: ast.FunctionDef | ast.Module) -> None:
         """Collect the tests of a function, or of a module's own statements."""
         if not isinstance(function, ast.Module):
             self._arguments(function.args)
@@ -150,14 +149,12 @@ class DataFlow:
             self._expression(statement.value)
             for target in statement.targets:
                 self._assign(target, statement.value)
-        elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
-            if statement.value is not None:
-                self._expression(statement.value)
-                before = self.level(statement.target) if isinstance(statement, ast.AugAssign) else Level.SHARED
-                self._set(statement.target, max(before, self.level(statement.value)))
+        elif isinstance(statement, ast.AugAssign):
+            self._expression(statement.value)
+            self._set(statement.target, max(self.level(statement.target), self.level(statement.value)))
         elif isinstance(statement, ast.If):
             self._if(statement)
-        elif isinstance(statement, (ast.While, ast.For, ast.AsyncFor)):
+        elif isinstance(statement, (ast.While, ast.For)):
             if isinstance(statement, ast.While):
                 self._test(statement, statement.test)
             else:
@@ -167,18 +164,15 @@ class DataFlow:
             self._branches([statement.body, []])
             self._chosen = outer
             self._block(statement.orelse)
-        elif isinstance(statement, TRIES):
+        elif isinstance(statement, ast.Try):
             self._block(statement.body)
             self._block(statement.orelse)
             self._branches([*(handler.body for handler in statement.handlers), []])
             self._block(statement.finalbody)
-        elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        elif isinstance(statement, ast.With):
             for item in statement.items:
                 self._expression(item.context_expr)
             self._block(statement.body)
-        elif isinstance(statement, ast.Match):
-            self._expression(statement.subject)
-            self._branches([case.body for case in statement.cases])
         else:
             for child in ast.iter_child_nodes(statement):
                 if isinstance(child, ast.expr):
@@ -230,7 +224,7 @@ class DataFlow:
             if self._is_gradient(value):
                 self._gradients.add(target.id)
             self._turns_of.pop(target.id, None)
-            if isinstance(value, (ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
+            if isinstance(value, (ast.List, ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
                 self._turns_of[target.id] = turns
         drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
         if drawn and _sounds_like_data(dotted(target)):
@@ -316,7 +310,9 @@ class DataFlow:
                 for argument in inner.args:
                     self._agree(argument)
             elif self._chosen and isinstance(inner, ast.Call) and dotted(inner.func).endswith(_ADDING):
-                self._levels[dotted(inner.func).rpartition(".")[0]] = Level.READ_OFF
+                owner = dotted(inner.func).rpartition(".")[0]
+                self._levels[owner] = Level.READ_OFF
+                self._turns_of.pop(owner, None)
 
     def _agree(self, node: ast.expr) -> None:
         for name in map(dotted, nodes(node, ast.Name, ast.Attribute)):
@@ -421,6 +417,8 @@ class DataFlow:
         return batch and presence and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.NamedExpr):
+            return self._is_gradient(node.value)
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
             return any(isinstance(each, ast.Constant) and each.value == "grad" for each in node.args)
         return dotted(node).endswith(".grad") or (isinstance(node, ast.Name) and node.id in self._gradients)
@@ -492,7 +490,7 @@ def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
             for target in node.targets:
                 if isinstance(target, ast.Name):
                     found.setdefault(target.id, []).append(node.value)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        elif isinstance(node, ast.NamedExpr):
             found.setdefault(node.target.id, []).append(node.value)
         elif isinstance(node, LOOPS):
             found |= {each.id: [] for each in nodes(node.target, ast.Name)}

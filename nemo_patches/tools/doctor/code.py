@@ -16,6 +16,7 @@ from nemo_patches.patching.targets import TARGETS
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.plain_syntax import plain
 from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20
@@ -91,7 +92,7 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     if nemo is None and (found := importlib.util.find_spec("nemo")) and found.origin:
         nemo = Path(found.origin).parent  # a top-level package is found without running it
     content = _content(path)
-    tree = _tree(path, content)
+    tree = plain(_tree(path, content))
     try:
         return Code(
             path=path,

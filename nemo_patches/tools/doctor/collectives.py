@@ -24,6 +24,7 @@ _OF_CHECKPOINT = words(
     save save_state_dict set_model_state_dict set_optimizer_state_dict set_state_dict
     """
 )
+_GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OF_SHARDS = words(
     """
@@ -111,6 +112,29 @@ class Names:
     def assigned(self) -> dict[str, list[ast.expr]]:
         """What the module's own names are assigned."""
         return {name: values for name, values in assignments(self.tree).items() if values}
+
+    @cached_property
+    def returned(self) -> dict[str, ast.expr]:
+        """The one expression that a function of the file returns, or that `self.name` is, by the name."""
+        found: dict[str, list[ast.expr]] = {}
+        methods = {each for owner in nodes(self.tree, ast.ClassDef) for each in owner.body}
+        for node in nodes(self.tree, ast.FunctionDef):
+            last = node.body[-1]
+            alone = len(node.body) == 1 or (len(node.body) == 2 and isinstance(node.body[0], ast.Expr))
+            if alone and isinstance(last, ast.Return) and last.value is not None:
+                found.setdefault(f"self.{node.name}" if node in methods else node.name, []).append(last.value)
+        for assign in nodes(self.tree, ast.Assign):
+            for target in assign.targets:
+                if isinstance(target, ast.Attribute) and dotted(target) == f"self.{target.attr}":
+                    found.setdefault(dotted(target), []).append(assign.value)
+        return {name: values[0] for name, values in found.items() if len(values) == 1}
+
+    @cached_property
+    def groups(self) -> frozenset[str]:
+        """The names of groups that the file makes."""
+        made = (each for each in nodes(self.tree, ast.Assign) if isinstance(each.value, ast.Call))
+        named = (each for each in made if dotted(each.value.func).endswith(_GROUPS))  # type: ignore[attr-defined]
+        return frozenset(dotted(name) for each in named for target in each.targets for name in ast.walk(target))
 
     @cached_property
     def in_parallel(self) -> bool:
@@ -241,18 +265,18 @@ class Surroundings:
         made = Collective(name, pairs_with=last, line=call.lineno)
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
         if of_torch and last_part(origin) in _OF_TORCH:
-            return None if _of_a_group(call) else replace(made, pairs_with=last_part(origin))
+            return None if self._of_a_group(call) else replace(made, pairs_with=last_part(origin))
         if origin.startswith(_CHECKPOINT) and last_part(origin) in _OF_CHECKPOINT:
             alone = any(keyword.arg == "no_dist" for keyword in call.keywords)
-            return None if alone or _of_a_group(call) else replace(made, why="in which all ranks take part")
+            return None if alone or self._of_a_group(call) else replace(made, why="in which all ranks take part")
         if last_part(origin) in _OF_SHARDS and "." in origin:
             return replace(made, why="which gathers sharded parameters")
         if holder == "accelerator" and last in ("get_state_dict", "save_state"):
             return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         if last in _OF_HOLDER.get(holder, ()):
-            return None if holder in _STRATEGIES and _of_a_group(call) else made
+            return None if holder in _STRATEGIES and self._of_a_group(call) else made
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
-            return None if _of_a_group(call) else made
+            return None if self._of_a_group(call) else made
         if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
             return replace(made, why="which waits for all ranks")
         if last == "save_checkpoint" and "engine" in holder and self.names.in_parallel:
@@ -289,6 +313,15 @@ class Surroundings:
         part = self.node is not None and dotted(module).startswith("self.") and "forward" in self._methods
         guess = "" if part else "the model has buffers, which are broadcast at each call"
         return replace(made, why="whose gradients are reduced", guess=guess)
+
+    def _of_a_group(self, call: ast.Call) -> bool:
+        """Whether it is given another group than that of all ranks."""
+        given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg not in ("src", "dst"))]
+        texts = [dotted(name) for each in given for name in nodes(each, ast.Name, ast.Attribute)]
+        texts = [text for text in texts if not text.endswith("WORLD")]
+        groups = [text for text in texts if "group" in text.lower() or "mesh" in text.lower()]
+        by_name = any(text not in ("dist.group", "torch.distributed.group") for text in groups)
+        return by_name or not self.names.groups.isdisjoint(texts)
 
     @cached_property
     def _methods(self) -> frozenset[str]:
@@ -348,10 +381,3 @@ def _is_step(name: str) -> bool:
 
 def _is(node: ast.expr | None, value: bool) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
-
-
-def _of_a_group(call: ast.Call) -> bool:
-    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg not in ("src", "dst"))]
-    texts = [dotted(name) for each in given for name in nodes(each, ast.Name, ast.Attribute)]
-    groups = [text for text in texts if "group" in text.lower() or "mesh" in text.lower()]
-    return any(not text.endswith("WORLD") and text not in ("dist.group", "torch.distributed.group") for text in groups)

@@ -42,7 +42,7 @@ from nemo_patches.tools.doctor.syntax import (
     text_of,
     words,
 )
-from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way, suppressing
+from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
@@ -55,6 +55,9 @@ _GUESSES = {
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
     r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
 }
+_OF_ONE_RANK = words(
+    "main_process_only master_only on_last_process on_local_main_process on_main_process rank_zero_only"
+)
 _OF_A_MESH = ("full_tensor",)  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
@@ -234,10 +237,24 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
     if not isinstance(function, Function):
         return ""
     for node in function.decorator_list:
-        if last_part(surroundings.names.origin(node)) == "rank_zero_only":
+        name = surroundings.names.origin(node.func if isinstance(node, ast.Call) else node)
+        if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(name, surroundings.names):
             return f"@{ast.unparse(node)}"
     prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
+
+
+def _calls_on_some_ranks(name: str, names: Names) -> bool:
+    """Whether a decorator of this file calls what it is given only under a test on the rank."""
+    for decorator in names.tree.body:
+        if isinstance(decorator, Function) and decorator.name == name and decorator.args.args:
+            given = decorator.args.args[0].arg
+            calls = {call for call in nodes(decorator, ast.Call) if dotted(call.func) == given}
+            tests = RankTests(names, names.assigned)
+            branches = [branch for branch in nodes(decorator, ast.If) if tests.about_rank(branch.test)]
+            inside = {call for branch in branches for each in branch.body for call in nodes(each, ast.Call)}
+            return bool(calls) and calls <= inside
+    return False
 
 
 @dataclass(frozen=True)
@@ -496,9 +513,8 @@ class _Function:
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
-        for inner in own_nodes(self.node):
-            node = inner if isinstance(inner, ast.Try) else suppressing(inner)
-            if node is None or _only_collectives(node.body, self.scope):
+        for node in own_nodes(self.node):
+            if not isinstance(node, ast.Try) or _only_collectives(node.body, self.scope):
                 continue
             for handler in node.handlers:
                 if not _of_one_rank(handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +20,9 @@ _NUMBERS = words(
 )
 _FIRST = words(
     """
-    is_global_rank_zero is_global_zero is_local_main_process is_main_process is_master
-    is_master_process is_rank_zero is_world_process_zero main_process master_process
+    is_first_rank is_global_rank_zero is_global_zero is_local_main_process is_local_process_zero
+    is_main is_main_process is_main_rank is_master is_master_process is_master_rank is_rank0
+    is_rank_0 is_rank_zero is_world_process_zero main_process master_process
     """
 )
 _SIZES = words(
@@ -57,6 +59,7 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Tuple: lambda *parts: parts,
     ast.Set: lambda *parts: parts,
 }
+_SOUNDS_LIKE_RANK = re.compile("rank|proc|ordinal", re.IGNORECASE)
 _MOST_STEPS = 8
 _MOST_MEMBERS = 16
 _FEW = 2
@@ -160,8 +163,10 @@ class RankTests:
             value = self._assigned(node.id, member, steps)
             unknown_size = value is UNKNOWN and self.assigned[node.id] and node.id in _SIZES
             return member.ranks if unknown_size else value
+        if isinstance(node, ast.NamedExpr):
+            return self._value(node.value, member, steps + 1)
         if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
-            return self._named(node, member, steps)
+            return self._own(node, member, steps)
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
             decided = self.decided_on_several(node.test)
             if isinstance(decided, bool):
@@ -183,6 +188,17 @@ class RankTests:
         given = self.assigned[name]
         inner = RankTests(self.names, {other: values for other, values in self.assigned.items() if other != name})
         return inner._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
+
+    def _own(self, node: ast.expr, member: Member, steps: int) -> Any:
+        """Of a function of this file, or an attribute that it sets, which stands for one expression."""
+        called = node.func if isinstance(node, ast.Call) and not node.args and not node.keywords else node
+        given = self.names.returned.get(dotted(called))
+        if given is not None:
+            own = RankTests(self.names, self.names.assigned)._value(given, member, steps + 1)
+            of_a_matrix = dotted(called).endswith(".rank") and not _SOUNDS_LIKE_RANK.search(text_of(given))
+            if own is not UNKNOWN or of_a_matrix:
+                return own
+        return self._named(node, member, steps)
 
     def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
         if isinstance(node, ast.Subscript):

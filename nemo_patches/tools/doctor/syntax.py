@@ -1,4 +1,4 @@
-"""Shorthands for Python's syntax trees."""
+"""Shorthands for Python's syntax trees, as plain_syntax.py makes them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeVar
 
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
+LOOPS = (ast.For, ast.comprehension)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-TRIES = (ast.Try, getattr(ast, "TryStar", ast.Try))  # Python 3.10 has no except*
 IDENTITIES = (ast.Is, ast.IsNot)
 TESTED = (ast.If, ast.While, ast.IfExp, ast.BoolOp)
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+Function = ast.FunctionDef
 Node = TypeVar("Node", bound=ast.AST)
 
 

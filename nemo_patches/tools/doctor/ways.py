@@ -13,8 +13,6 @@ from nemo_patches.tools.doctor.collectives import BACKWARD, FORWARD, UNUSED, Col
 from nemo_patches.tools.doctor.syntax import (
     COMPREHENSIONS,
     DEFINITIONS,
-    TRIES,
-    Function,
     dotted,
     last_part,
     nodes,
@@ -77,7 +75,7 @@ class Way:
     """One way through a function, with some tests decided. caught: an error that a handler takes, and whether it comes
     before the collectives of the block that it is raised in."""
 
-    node: Function | ast.Module
+    node: ast.FunctionDef | ast.Module
     name: str
     surroundings: Surroundings
     made_by: Callable[[ast.Call], tuple[Collective, ...]]
@@ -113,29 +111,22 @@ class Way:
         if isinstance(node, ast.If):
             self._expression(node.test)
             return self._either(node, node.test, node.body, node.orelse)
-        if isinstance(node, (ast.For, ast.AsyncFor)):
+        if isinstance(node, ast.For):
             self._expression(node.iter)
             return self._loop(f"for {text_of(node.iter)}", node)
         if isinstance(node, ast.While):
             self._expression(node.test)
             return self._loop(f"while {text_of(node.test)}", node)
-        if isinstance(node, TRIES):
+        if isinstance(node, ast.Try):
             return self._try(node)
-        if isinstance(node, (ast.With, ast.AsyncWith)):
+        if isinstance(node, ast.With):
             for item in node.items:
                 self._expression(item.context_expr)
-            suppressed = suppressing(node)
-            if suppressed is not None:
-                return self._try(suppressed)
             unsynced = any(_calls(item.context_expr, "no_sync") for item in node.items)
             self._unsynced += unsynced
             end = self._block(node.body)
             self._unsynced -= unsynced
             return end
-        if isinstance(node, ast.Match):
-            self._expression(node.subject)
-            ends = [self._branch(case.body, text_of(case.pattern)) for case in node.cases]
-            return ends[-1] if ends and all(ends) and ends[-1] is not None else None
         if isinstance(node, ast.Return):
             return self._return(node, node.value)
         if isinstance(node, (ast.Break, ast.Continue)):
@@ -229,7 +220,7 @@ class Way:
         yield
         self._guards = outer
 
-    def _loop(self, text: str, loop: ast.For | ast.AsyncFor | ast.While) -> End | None:
+    def _loop(self, text: str, loop: ast.For | ast.While) -> End | None:
         if self.decisions.get(id(loop)) is False:
             return self._block(loop.orelse)
         first = len(self.events)
@@ -250,7 +241,7 @@ class Way:
         return self._block(loop.orelse)
 
     def _try(self, node: ast.Try) -> End | None:
-        if self.caught is not None and self.caught[0].body is node.body:
+        if self.caught is not None and self.caught[0] is node:
             end = self._error(node, *self.caught[1:])
         else:
             end = self._block(node.body)
@@ -283,15 +274,6 @@ class Way:
         return end
 
     def _return(self, node: ast.Return, value: ast.expr | None) -> End:
-        if isinstance(value, ast.IfExp) and self._runs_backward:
-            self._expression(value.test)
-            decided = self._decided(value, value.test)
-            if isinstance(decided, bool):
-                return self._return(node, value.body if decided else value.orelse)
-            with self._under(decided):
-                self._return(node, value.body)
-            with self._under(f"not ({decided})"):
-                return self._return(node, value.orelse)
         if value is not None:
             self._expression(value)
         nothing = value is None or self._without_gradient(value)
@@ -386,24 +368,11 @@ class Way:
 def _first_call(body: list[ast.stmt]) -> int:
     """The last line of the first statement that calls something: what comes after it may not have been come to."""
     for statement in body:
-        if isinstance(statement, (ast.With, ast.AsyncWith)):
+        if isinstance(statement, ast.With):
             return _first_call(statement.body)
         if any(nodes(statement, ast.Call)):
             return statement.end_lineno or statement.lineno
     return 0
-
-
-def suppressing(node: ast.AST) -> ast.Try | None:
-    """`with suppress(RuntimeError):` as the try that it is."""
-    if not isinstance(node, ast.With):
-        return None
-    calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-    errors = [each for call in calls if dotted(call.func).endswith("suppress") for each in call.args]
-    if not errors:
-        return None
-    handler = ast.ExceptHandler(ast.Tuple(errors, ast.Load()) if len(errors) > 1 else errors[0], None, [ast.Pass()])
-    handler.lineno = node.lineno
-    return ast.Try(node.body, [handler], [], [])
 
 
 def _asks_for(test: ast.expr, name: str) -> bool:

@@ -16,7 +16,7 @@ from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
 from nemo_patches.tools.doctor.rank_tests import UNKNOWN, applied
-from nemo_patches.tools.doctor.syntax import Function, dotted, last_part, nodes, own_nodes, text_of
+from nemo_patches.tools.doctor.syntax import dotted, last_part, nodes, own_nodes, text_of
 
 WORST = WARNING
 BAD = """\
@@ -44,14 +44,14 @@ class _Condition:
 
 def check(code: Code) -> Findings:
     """By trying both tests for the first batches; not where they count by other names."""
-    for function in nodes(code.tree, ast.FunctionDef, ast.AsyncFunctionDef, ast.Module):
+    for function in nodes(code.tree, ast.FunctionDef, ast.Module):
         names = {name: given[0] for name, given in assignments(function).items() if len(given) == 1}
         steps = [each for each in own_nodes(function) if isinstance(each, ast.If) and _steps(each)]
         for condition in _conditions(function) if steps else ():
             for step in steps:
                 if _meet(_resolved(condition.test, names), condition.holds, _resolved(step.test, names)):
                     unsynced = text_of(condition.test) if condition.holds else f"not ({text_of(condition.test)})"
-                    where = f"{function.name}: " if isinstance(function, Function) else ""
+                    where = f"{function.name}: " if isinstance(function, ast.FunctionDef) else ""
                     what = f"{where}the step at `{text_of(step.test)}` comes after a batch whose gradients were not "
                     what += f"reduced, by `{unsynced}`: the ranks' parameters part"
                     read = (at(text_of(condition.test), condition.test.lineno), at("step", step.lineno))
@@ -83,7 +83,7 @@ def _conditions(function: ast.AST) -> Iterator[_Condition]:
 
 
 def _items(body: list[ast.stmt]) -> list[ast.withitem]:
-    return [item for each in body if isinstance(each, (ast.With, ast.AsyncWith)) for item in each.items]
+    return [item for each in body if isinstance(each, ast.With) for item in each.items]
 
 
 def _is_no_sync(node: ast.expr) -> bool:
