@@ -56,10 +56,10 @@ class Group(msgspec.Struct):
 
     @property
     def place(self) -> Place:
-        workers = [f"its data loader's {text}" for text in self.worker_states]
+        worker, *others = [f"its data loader's {text}" for text in self.worker_states] or [""]
         batch = [f"last batch {self.batch}"] if self.batch else []
         caller = f"{self.caller}, in {self.hook}" if self.hook else self.caller
-        return Place(self.where, self.collective, caller, self.activity, details=(*workers, *batch))
+        return Place(self.where, self.collective, caller, self.activity, worker, details=(*others, *batch))
 
     @property
     def is_unsettled(self) -> bool:
