@@ -430,8 +430,8 @@ LOGS = {
     ),
     "a watchdog without a heartbeat": Report(
         log(
-            "[rank0]:[F318 10:00:00.0 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 0] Terminating the "
-            "process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
+            "[rank0]:[F318 10:00:00.0 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 0] Terminating "
+            "the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
         ),
         ids.STUCK_WATCHDOG,
     ),
@@ -452,8 +452,8 @@ LOGS = {
     ),
     "an address that cannot be resolved, and nothing after it": Report(
         log(
-            "[W1126 10:00:00.000 socket.cpp:767] [c10d] The IPv6 network addresses of (head, 29400) cannot be retrieved "
-            "(gai error: -3 - Temporary failure in name resolution)."
+            "[W1126 10:00:00.000 socket.cpp:767] [c10d] The IPv6 network addresses of (head, 29400) cannot be "
+            "retrieved (gai error: -3 - Temporary failure in name resolution)."
         ),
         ids.NOT_ENOUGH,
         (),

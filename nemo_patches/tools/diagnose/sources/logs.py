@@ -56,30 +56,12 @@ _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 # Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
     *(b"[rank", b"NCCL", b"ollective", b"nemo_patches ", b"Starting with ", b"gloo", b"arrier", b"imed out"),
-    *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed "),
-    *(
-        b"TERM_",
-        b"PBS: job killed",
-        b"memory limit",
-        b"ut of memory",
-        b"bus error",
-        b"killed ",
-        b"srun: error",
-        b"terminated with ",
-        b"died",
-        b"Error",
-    ),
+    *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed ", b"TERM_"),
+    *(b"ut of memory", b"memory limit", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died"),
     *(b"Fatal Python", b"Traceback (most", b"pid ", b"due to timeout", b"dump signal", b"lost communication"),
-    *(
-        b"Node failure",
-        b"with PID",
-        b"Remote daemon",
-        b"Process name:",
-        b"inconsistent",
-        b"eturning from train",
-        b"raining finished",
-    ),
-    *(b"raining complete", b"raining done", b"gai error", b"inished training", b"Trainer.fit` stopped"),
+    *(b"Node failure", b"with PID", b"Remote daemon", b"Process name: ", b"inconsistent", b"Error", b"gai error"),
+    *(b"eturning from train", b"raining finished", b"raining complete", b"raining done", b"inished training"),
+    *(b"Trainer.fit` stopped", b"PBS: job killed"),
 )
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
