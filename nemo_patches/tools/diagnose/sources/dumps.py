@@ -38,8 +38,6 @@ _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<
 _HEADING = re.compile(
     r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ =:_]{0,2}(\d{1,7}):?\s*$)", re.IGNORECASE
 )
-    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ =:_]{0,2}(\d{1,7}):?\s*$)", re.I
-)
 _NEW_PROCESS = re.compile(r"Process (\d+): (.*)")
 _LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,5})\b")
 _IS_RANK = re.compile(r"(?:rank|\br)[-_. ]?\d{1,7}(?!\d)", re.IGNORECASE)  # in a name; other numbers may be anything
