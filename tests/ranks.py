@@ -295,13 +295,15 @@ def wait_for_others(event: str, count: int) -> None:
 class Said(logging.Handler):
     """This process's own warnings, as they come."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+    def __init__(self, level: int = logging.WARNING) -> None:
+        super().__init__(level)
         self.lines: list[str] = []
+        self.levels: list[int] = []
         from nemo_patches.sync import rank_log as reporting
 
         reporting.enable()  # first: a handler of the user's own would take the lines away from stderr
         logging.getLogger("nemo_patches").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.levels.append(record.levelno)
         self.lines.append(record.getMessage())

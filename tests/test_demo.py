@@ -112,7 +112,7 @@ def test_stock_waits_for_a_rank_that_stays_away_until_the_demo_ends_it(output: s
     assert re.fullmatch(r"2 of 6 batches; .*; still waiting after 6 s, ended by the demo", stock)
     assert re.fullmatch(r"6 of 6 batches; longest encoder call \d+\.\d s; completed", patched)
     said = logged(output, 1)
-    assert "evaluation call 3: not every rank's length came within 2.00 s" in said
+    assert re.search(r"evaluation call 3: not every rank's length came within [2-9]\.\d\d s", said)
     assert "Missing: rank 1 of 2" in said
     assert "read_a_file_that_never_comes (demo/rank.py:" in said
 

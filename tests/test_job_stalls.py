@@ -90,8 +90,10 @@ def take_the_lock(trainer: Trainer) -> None:
 
 
 class Shards(Dataset[int]):
-    def __init__(self, trainer_folder: Path, size: int) -> None:
-        self.folder, self.size = trainer_folder, size
+    """As from a mount that does not answer: its worker waits in the kernel until go_on can be read."""
+
+    def __init__(self, folder: Path, go_on: int) -> None:
+        self.folder, self.go_on = folder, go_on
 
     def __len__(self) -> int:
         return 4
@@ -100,13 +102,16 @@ class Shards(Dataset[int]):
         shard = self.folder / "shard_17.tar"
         shard.touch()
         with shard.open():
-            wait_until(lambda: len(list(self.folder.glob("said.*"))) >= self.size, 120)
+            os.read(self.go_on, 1)
         return 0
 
 
 def next_batch(trainer: Trainer) -> None:
-    loader = DataLoader(Shards(trainer.folder, trainer.size), num_workers=1, multiprocessing_context="fork")
-    next(iter(loader))
+    go_on, told = os.pipe()
+    loader = DataLoader(Shards(trainer.folder, go_on), num_workers=1, multiprocessing_context="fork")
+    batches = iter(loader)  # the worker is there
+    threading.Thread(target=lambda: (trainer.others_have_said_it(), os.write(told, bytes(8)))).start()
+    next(batches)
 
 
 class SlowDisk(io.BytesIO):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 import encoders
 import pytest
+import rank_states
 import torch
 import torch.distributed as dist
 from ranks import (
@@ -479,13 +481,35 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, Found(2)))
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
-    round_.gave_up_at = time.monotonic()
+    round_.gave_up_at = round_.issued_at
     sync.timed_out = WaitTimedOut(sync, round_, None)
     rounds.issued = round_.number
     rounds.latest = Latest(round_.number)
     assert sync.has_come(round_)
     watch.look(look_began_at, 10.0, is_last=True)
     assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
+
+
+@pytest.mark.parametrize(("waited_s", "level"), [(0.05, logging.INFO), (10.0, logging.WARNING)])
+def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(waited_s: float, level: int) -> None:
+    """As after an incident, on a busy machine: all ranks are there, and nobody is missing."""
+    said = Said(logging.INFO)
+    rounds = Exchange(lambda: None, 0, 3, print).rounds("an encoder")
+    rounds.issued = 1
+    sync = WatchedRounds("Encoder", "an encoder", Group(0, 3, 0), rounds, "late after {waited:.2f} s with {length}")
+    sync.round = round_ = Round(number=1, call=1, training=True, length=7)
+    round_.issued_at -= waited_s
+    round_.gave_up_at = round_.issued_at + waited_s
+    sync.timed_out = WaitTimedOut(sync, round_, None)
+    all_there = rank_states.found(*(rank_states.state(rank, rounds={"an encoder": 1}) for rank in range(3)))
+    watch = EncoderWatch(sync, 0, 3, lambda: Look(time.monotonic(), 0.0, all_there, is_done=True))
+    watch.look(time.monotonic(), 10.0, is_last=False)
+    rounds.latest = Latest(1)
+    watch.look(time.monotonic(), 10.0, is_last=False)
+    text = f"Encoder: training call 1: late after {waited_s:.2f} s with 7. Missing: none, every rank has come to this"
+    assert said.levels == [level, level]
+    assert text in said.lines[0]
+    assert "Encoder: recovered: the missing length came " in said.lines[1]
 
 
 def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None:

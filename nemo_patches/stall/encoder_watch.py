@@ -114,7 +114,7 @@ class EncoderWatch:
         if due and not late.said_at:
             patience_s = _RAISE_PATIENCE_S if late.promise() is not None else self._patience_s
             if late.look is None or late.look.is_done or now - late.look.began >= patience_s or is_last:
-                self._say(late, now)
+                self._say(late, now, timeout_s)
         if late.said_at and over:
             if came and not late.answer.is_allowed:
                 self._say_recovered(late)
@@ -124,9 +124,9 @@ class EncoderWatch:
                 late.look = self._begin_look()
             elif late.look.is_done or now - late.look.began >= self._patience_s:
                 late.repeats += 1
-                self._say(late, now)
+                self._say(late, now, timeout_s)
 
-    def _say(self, late: _LateRound, now: float) -> None:
+    def _say(self, late: _LateRound, now: float, timeout_s: float) -> None:
         round_, early = late.round, late.early.found if late.early is not None else None
         answer = Answer(unknown="this process ends")
         if (found := late.found()) is not None:
@@ -144,7 +144,9 @@ class EncoderWatch:
             self._say_uneven(round_, answer)
         else:
             bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
-            report(logging.WARNING, text)
+            if waited_s < timeout_s and not answer.missing and not answer.unknown:
+                late.level = logging.INFO  # a wait that earlier ones have shortened, on a busy machine
+            report(late.level, text)
         late.said_at = now  # after the line: `stall` may be looking
         self._said_at = now
 
@@ -164,7 +166,7 @@ class EncoderWatch:
         who = named(rank.rank for rank in missing) if missing else "the missing length"
         been = "".join(f"; rank {rank.rank} had been in {rank.where}" for rank in missing if rank.where)
         late_s = (late.came_at or time.monotonic()) - late.round.issued_at
-        report(logging.WARNING, f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}")
+        report(late.level, f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}")
 
 
 @dataclass(eq=False)
@@ -181,6 +183,7 @@ class _LateRound:
     came_at: float = 0.0  # as soon as the monitor or the training thread has seen it
     said_at: float = 0.0
     repeats: int = 0
+    level: int = logging.WARNING  # of its lines
 
     def promise(self) -> Future[Report] | None:
         """For the exception of on_timeout="raise"."""

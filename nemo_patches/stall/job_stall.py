@@ -44,7 +44,7 @@ _HELD_UP_S = 2.0  # after such a pause counting starts again, or after this part
 _HELD_UP_PART = 1 / 4
 _SLACK_PART = 1 / 8  # of stall_exit: ranks are not asked all at the same moment
 _MOST_SLACK_S = 1.0
-_TOGETHER_S = 2.0  # for the others to reach the same decision: the first rank to end breaks their connections
+_TOGETHER_S = 5.0  # for the others to reach the same decision: the first rank to end breaks their connections
 _EXIT_LIMIT_S = 5.0  # for on_stall to end, where stall_exit ends the process
 _FLUSH_LIMIT_S = 1.0  # for the streams
 

@@ -7,11 +7,8 @@ import logging
 import time
 
 from ..sync.events import Group, Round, WatchedRounds
-from .answer import Question
 from .found import Found
 from .log_line import report
-from .rank_kinds import ELSEWHERE
-from .rank_state import RankState
 from .training_notes import TrainingNotes
 
 
@@ -31,7 +28,7 @@ class LateReturn:
                 continue
             sync = self._sync_of(key)
             round_ = _round_of(sync, number) if sync is not None else None
-            if own.rounds.get(key, 0) < number and self._is_missing(key, number, own):
+            if own.rounds.get(key, 0) < number and not own.apart.get(key):
                 self._waited_for.setdefault(key, (number, own.where))
             elif round_ is not None and round_.issued_at > gave_up_at:
                 self._waited_for.setdefault(key, (number, ""))
@@ -47,11 +44,6 @@ class LateReturn:
             been = f"; it had been in {where}" if where else ""
             call = sync.call_title(_round_of(sync, number) or latest)
             report(logging.WARNING, f"other ranks waited for this one, and gave up ({call}){been}")
-
-    def _is_missing(self, key: str, number: int, own: RankState) -> bool:
-        """Not if it has ended an evaluation in which the user allows it fewer batches, or takes no part."""
-        evaluation = own.clock[0] if self._notes.may_be_uneven and own.clock else None
-        return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE
 
     def _sync_of(self, key: str) -> WatchedRounds | None:
         """The one with the latest round: encoders have their rounds together."""

@@ -62,7 +62,7 @@ class OwnState:
         in_sync = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
         if last.sync is not None and last.sync.in_call:
             in_sync = LENGTH_SYNC
-        rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
+        rounds, given_up = _rounds(syncs, now, timeout.total_seconds(), self._notes.may_be_uneven)
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
         settings_text = f"{current()}, {settings}"
         for text in (self._notes.other_settings, self._notes.encoder_flag):
@@ -112,16 +112,20 @@ class OwnState:
         return goes_on, max(*left.values(), 0.0)
 
 
-def _rounds(syncs: list[WatchedRounds], now: float, timeout_s: float) -> tuple[dict[str, int], dict[str, float]]:
+def _rounds(
+    syncs: list[WatchedRounds], now: float, timeout_s: float, may_be_uneven: bool
+) -> tuple[dict[str, int], dict[str, float]]:
     """By key: the latest round, the open ones last; and since when this rank no longer waits for
-    it, if so.
+    it, if so. may_be_uneven: in an evaluation it then waits for nobody who might owe it that.
     """
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
     in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
     given_up = {
         sync.key: now - (round_.gave_up_at or round_.issued_at + timeout_s)
         for sync, round_ in rounds
-        if not sync.has_come(round_) and (round_.gave_up_at or now - round_.issued_at >= timeout_s)
+        if (round_.training or not may_be_uneven)
+        and not sync.has_come(round_)
+        and (round_.gave_up_at or now - round_.issued_at >= timeout_s)
     }
     return {sync.key: sync.rounds.issued for sync, _ in in_order}, given_up
 

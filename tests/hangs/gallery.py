@@ -133,7 +133,7 @@ _ALL = (
         "loaders",
         (*_torch(87995), "facebookresearch/fairseq#4816"),
         NAMED,
-        r"worker 0 \(pid \d+\) has \S+shard_17.tar open",
+        r"worker 0 \(pid \d+\) is in open\(\) of \S*audio_0.wav, has \S+shard_17.tar open",
     ),
     Hang("forked-lock", "loaders", _torch(130610), NAMED, _of(1, "forked_lock")),
     Hang("remote-audio", "loaders", _speech(15612), NAMED, _of(1, "download")),
