@@ -77,8 +77,20 @@ def opens_a_fifo(folder: Path) -> None:
     next(iter(torch.utils.data.DataLoader(Audio(), num_workers=1)))
 
 
+def skips_a_collective(folder: Path) -> None:
+    """All ranks come here."""
+    import torch
+    import torch.distributed as dist
+
+    says_when(folder)
+    if int(os.environ["RANK"]) != CULPRIT:
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+
+
 WAYS: dict[str, Callable[[Path], None]] = {
-    way.__name__: way for way in (retries, sleeps, fetches_ahead, makes_no_group, computes, opens_a_fifo)
+    way.__name__: way
+    for way in (retries, sleeps, fetches_ahead, makes_no_group, computes, opens_a_fifo, skips_a_collective)
 }
 
 
@@ -88,7 +100,7 @@ def batches(way: str, folder: Path) -> Iterator[int]:
     for number in range(STEPS):
         time.sleep(STEP_S)
         yield number
-    if int(os.environ["RANK"]) == CULPRIT:
+    if int(os.environ["RANK"]) == CULPRIT or way == "skips_a_collective":
         WAYS[way](folder)
     elif way == "makes_no_group":
         import torch.distributed as dist

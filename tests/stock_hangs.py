@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -114,14 +115,15 @@ def encode(encoder: Any, i: int) -> Any:
     return encoders.run(encoder, 100 + i)
 
 
-def train(rank: Rank, at_step: Callable[[], object], only: int = 1) -> None:
-    """Of the encoder; one rank does something before a step."""
+def train(rank: Rank, at_step: Callable[[], object], only: int = 1, reaches: bool = True) -> None:
+    """Of the encoder; one rank does something before a step. reaches: then it has reached it; else it says so."""
     import encoders
 
     encoder = encoders.conformer()
     for i in range(STEPS):
         if i == STEP and rank.number == only:
-            rank.reached()
+            if reaches:
+                rank.reached()
             at_step()
         encode(encoder, i)
 
@@ -173,6 +175,43 @@ def worker_in_fifo(rank: Rank) -> None:
     encoder = encoders.conformer()
     for i in DataLoader(Recordings(rank, missing_on=2), batch_size=None, num_workers=1, multiprocessing_context="fork"):
         encode(encoder, i)
+
+
+class Unreadable(Recordings):
+    """A dataset of which one file on one rank is decoded for ever."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == STEP and self.rank.number == self.missing_on:
+            self.rank.reached()
+            spin()
+        return index
+
+
+def worker_spins(rank: Rank) -> None:
+    import encoders
+    from torch.utils.data import DataLoader
+
+    encoder = encoders.conformer()
+    for i in DataLoader(Unreadable(rank, missing_on=2), batch_size=None, num_workers=1, multiprocessing_context="fork"):
+        encode(encoder, i)
+
+
+def child_of_a_pool_is_killed(rank: Rank) -> None:
+    """As the kernel does for want of memory: multiprocessing.Pool starts another one, and its task is lost."""
+
+    def at_step() -> None:
+        with multiprocessing.get_context("fork").Pool(2) as processes:
+            lost = processes.map_async(killed_while_it_decodes, [rank.folder / "decodes"])
+            ranks.wait_until((rank.folder / "decodes").exists, 60)
+            rank.reached()
+            lost.get()
+
+    train(rank, at_step, reaches=False)
+
+
+def killed_while_it_decodes(begun: Path) -> None:
+    begun.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def keeps_gil(rank: Rank) -> None:

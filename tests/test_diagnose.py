@@ -894,7 +894,7 @@ def test_the_command_prints_plain_text_and_gives_the_exit_code(tmp_path: Path) -
     write(tmp_path / "well", HEALTHY["ended in good order"].schedules)
     done = run(str(tmp_path / "hangs"))
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("Rank 5 ")
+    assert done.stdout.startswith("Rank 5: ")
     assert "\x1b" not in done.stdout and "--pid 4005" in done.stdout
     assert run(str(tmp_path / "well")).returncode == 0
     found = run(str(tmp_path / "hangs"), "--json")

@@ -200,6 +200,21 @@ def test_ctrl_c_judges_what_was_seen_and_a_terminal_shows_what_it_waits_for(tmp_
         os.close(master)
 
 
+def test_long_reading_says_how_much_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal only."""
+    (tmp_path / "train.log").write_text("[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: bad\n")
+    monkeypatch.setattr(command, "_LONG_BYTES", 50)
+
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, said in ((Terminal(), "reading 0 MB in 1 file ...\n"), (StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert command.run([tmp_path], json=True) == 1
+        assert stream.getvalue() == said
+
+
 def test_stacks_that_could_read_nothing_say_so_by_the_exit_code(tmp_path: Path) -> None:
     """No py-spy: nothing but the kernel's facts."""
     rank = start(tmp_path)

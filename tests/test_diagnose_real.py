@@ -363,8 +363,8 @@ def end_when_these_have(others: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("way", "broadcast_buffers", "finding", "said"),
     [
-        ("late", True, ids.MISSING_RANK, "Rank 1 "),  # who waits in DDP's broadcast, and who is past it, may differ
-        ("late", False, ids.MISSING_RANK, "Rank 1 has not entered training call 4"),
+        ("late", True, ids.MISSING_RANK, "Rank 1: "),  # who waits in DDP's broadcast, and who is past it, may differ
+        ("late", False, ids.MISSING_RANK, "It has not entered training call 4"),
         ("killed", True, ids.KILLED, "it was killed or crashed after training call 3"),
         ("killed", False, ids.KILLED, "it was killed or crashed after training call 3"),
         ("raised", True, ids.EXCEPTION, ", outside the encoder, after call 3"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interpreters import CHECKOUT, environment
+from interpreters import CHECKOUT, environment, run
 from ranks import free_port, wait_until
 
 from nemo_patches.stall.job_socket import near
+from nemo_patches.tools.diagnose import findings as ids
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 2, 6
@@ -31,14 +33,16 @@ LONG_S = 120.0  # for what must come, on a busy machine
 class Job:
     """Its two ranks, and what they have written."""
 
-    def __init__(self, script: str, way: str, folder: Path, *, by_run: bool, stall_timeout: int) -> None:
+    def __init__(
+        self, script: str, way: str, folder: Path, *, by_run: bool, stall_timeout: int, stall_exit: int
+    ) -> None:
         self.folder = folder
         work = [sys.executable, "-u", str(Path(__file__).parent / "plain_job.py"), script, way, str(folder)]
         command = [sys.executable, "-m", "nemo_patches", "run", "--", *work] if by_run else work
         port = str(free_port())
         settings = {
             "NEMO_PATCHES_STALL_TIMEOUT": str(stall_timeout),
-            "NEMO_PATCHES_STALL_EXIT": str(STALL_EXIT),
+            "NEMO_PATCHES_STALL_EXIT": str(stall_exit),
             "NEMO_PATCHES_ON_STALL": f"tee {folder / 'page'}",
             "TMPDIR": str(folder),
         }
@@ -71,9 +75,15 @@ class Job:
 
 @contextmanager
 def running(
-    script: str, way: str, folder: Path, *, by_run: bool = False, stall_timeout: int = STALL_TIMEOUT
+    script: str,
+    way: str,
+    folder: Path,
+    *,
+    by_run: bool = False,
+    stall_timeout: int = STALL_TIMEOUT,
+    stall_exit: int = STALL_EXIT,
 ) -> Iterator[Job]:
-    job = Job(script, way, folder, by_run=by_run, stall_timeout=stall_timeout)
+    job = Job(script, way, folder, by_run=by_run, stall_timeout=stall_timeout, stall_exit=stall_exit)
     try:
         wait_until((folder / "hangs").exists, LONG_S)
         yield job
@@ -151,3 +161,17 @@ def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(tmp_pat
         wait_until(lambda: job.stalls(0), LONG_S)
         wait_until(lambda: "its data loader's worker 0 (pid " in job.stalls(0)[-1], LONG_S)
         assert f"is in open() of {tmp_path / 'audio'}"[-60:] in job.stalls(0)[-1]
+
+
+def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_outside(tmp_path: Path) -> None:
+    """Its own words cannot tell which of two is wrong; their stacks show which is further on."""
+    with running("ddp", "skips_a_collective", tmp_path, stall_exit=0) as job:
+        wait_until(lambda: "WARNING" in job.levels(0), LONG_S)
+        assert "the ranks wait in different collectives; which of them is wrong cannot be told" in job.stalls(0)[-1]
+        (folder,) = tmp_path.glob("nemo_patches-*/*")
+        command = [sys.executable, "-m", "nemo_patches", "diagnose", "--job", str(folder), "--json"]
+        done = run(command, environment(CHECKOUT, TMPDIR=str(tmp_path)), limit=LONG_S)
+        report = json.loads(done.stdout)
+        assert report["findings"][0]["id"] == ids.OUT_OF_STEP
+        lines = r"Further on: in skips_a_collective \(plain_job.py\) rank 1 is at line \d+, rank 0 at line \d+"
+        assert re.search(lines, report["verdict"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +122,43 @@ def unhandled(pid: int) -> tuple[str, ...]:
     )
 
 
+def table(*codes: int) -> list[str]:
+    """torchrun's, of ranks that failed in one second. Local ranks have the pids from 100 on."""
+    lines = []
+    for rank, code in enumerate(codes):
+        lines += [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {100 + rank})"]
+        lines[-2:-2] = ["  time      : 2026-09-01_07:00:05", "  host      : node1"]
+    return lines
+
+
+CLOSING = "W0901 07:00:04.000000 71 api.py:897] Sending process 101 closing signal SIGTERM"
+ALL_BUT_ONE = [line for rank in (0, 2, 3) for line in timed_out(rank, 57, "ALLREDUCE", 4096, "0 PG GUID 0(default_pg)")]
+
+READ_TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "/job/data.py", line 41, in read',
+    "ValueError: a.wav is empty",
+)
+
+
+def labelled(form: str, ranks: tuple[int, ...], *lines: str) -> tuple[str, ...]:
+    return tuple(form.format(rank) + line for rank in ranks for line in lines)
+
+
 LOGS = {
+    "all but one timed out, and the launcher ended that one": Report(
+        log(*ALL_BUT_ONE, CLOSING, *table(-6, -15, -6, -6)),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("rank 1 alone had no time-out, and somebody else ended it: most likely it had not come",),
+    ),
+    "one that did not heed SIGTERM": Report(
+        log(*ALL_BUT_ONE, CLOSING, *table(-6, -9, -6, -6)),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("rank 1 alone had no time-out",),
+        ("was killed",),
+    ),
     "a prefix twice, and what a checkpoint of all ranks passes on": Report(
         log(*in_checkpoint(0), *in_checkpoint(1), *in_checkpoint(2), FAILED),
         ids.EXCEPTION,
@@ -336,6 +372,94 @@ LOGS = {
         (),
         ("could not be resolved: head: -2",),
     ),
+    "ranks as srun -l writes them": Report(
+        log(
+            *labelled("{}: ", (0, 9), *READ_TRACEBACK),
+            "srun: error: n1: task 0: Exited with exit code 1",
+            "srun: error: n2: task 9: Exited with exit code 1",
+        ),
+        ids.EXCEPTION,
+        (0, 9),
+        ("a.wav is empty",),
+    ),
+    "a rank as mpirun writes it": Report(
+        log(
+            *labelled("[1,2]<stderr>:", (2,), *READ_TRACEBACK),
+            "mpirun detected that one or more processes exited with non-zero status, thus causing",
+            "the job to be terminated. The first process to do so was:",
+            "",
+            "  Process name: [[15,1],2]",
+            "  Exit code:    1",
+        ),
+        ids.EXCEPTION,
+        (2,),
+        ("a.wav is empty",),
+    ),
+    "prte's first process": Report(
+        log("  Process name: [prterun-head-1@1,3]", "  Exit code:    139"), ids.FIRST_FAILURE, (3,), ("SIGSEGV",)
+    ),
+    "the launcher's kills on other nodes follow from a node's failure": Report(
+        log("srun: error: Node failure on gpu05", "srun: error: gpu04: task 0: Killed"),
+        ids.NODE_FAILED,
+        (),
+        ("node failure on gpu05",),
+    ),
+    "another form of Slurm's line": Report(
+        log("slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***"),
+        ids.FIRST_FAILURE,
+        (),
+        ("reached its time limit",),
+    ),
+    "LSF's time limit": Report(
+        log("TERM_RUNLIMIT: job killed after reaching LSF run time limit."), ids.FIRST_FAILURE, (), ("its time limit",)
+    ),
+    "PBS's time limit": Report(
+        log("=>> PBS: job killed: walltime 3615 exceeded limit 3600"), ids.FIRST_FAILURE, (), ("its time limit",)
+    ),
+    "Slurm's limit of memory": Report(
+        log("slurmstepd: error: Step 7.0 exceeded memory limit (66322 > 65536), being killed"), ids.OUT_OF_MEMORY
+    ),
+    "srun's abort after the end of training": Report(
+        log("Training done", "srun: error: n1: task 0: Aborted"), ids.FIRST_FAILURE, (), ("after training had come",)
+    ),
+    "a spawned process that ended with an exit code": Report(
+        log("torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with exit code 1"),
+        ids.FIRST_FAILURE,
+        (),
+        ("process 2 terminated with exit code 1",),
+    ),
+    "a watchdog without a heartbeat": Report(
+        log(
+            "[rank0]:[F318 10:00:00.0 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 0] Terminating "
+            "the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
+        ),
+        ids.STUCK_WATCHDOG,
+    ),
+    "a network interface that NCCL does not find is the rank's own fault": Report(
+        log(
+            *prefixed(
+                1,
+                "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317, internal error",
+                "ncclInternalError: Internal check failed.",
+                "Last error:",
+                "Bootstrap : no socket interface found",
+            )
+        ),
+        ids.EXCEPTION,
+        (1,),
+        ("no socket interface found",),
+        ("connection closed",),
+    ),
+    "an address that cannot be resolved, and nothing after it": Report(
+        log(
+            "[W1126 10:00:00.000 socket.cpp:767] [c10d] The IPv6 network addresses of (head, 29400) cannot be "
+            "retrieved (gai error: -3 - Temporary failure in name resolution)."
+        ),
+        ids.NOT_ENOUGH,
+        (),
+        ("cannot resolve the address at which the ranks meet (head: -3",),
+        exit_code=2,
+    ),
     "code that is installed as a package": Report(
         log(*prefixed(1, *IN_PACKAGE), *prefixed(2, *IN_PACKAGE)),
         ids.WAITED_IN_VAIN,
@@ -387,7 +511,7 @@ def test_the_lines_that_decide_pass_the_filter_before_the_patterns(name: str, tm
         (padding if part.startswith(begins) and not part.startswith("[rank") else "") + part for part in parts
     )
     assert logs.recognises(file, apart.encode())
-    check(Report({file: apart}, *[getattr(LOGS[name], one) for one in ("id", "ranks", "said", "unsaid")]), tmp_path)
+    check(replace(LOGS[name], files={file: apart}, step="", never=()), tmp_path)
 
 
 def py_spy(pid: int, *threads: str, command: str = "python train.py") -> str:
@@ -448,6 +572,17 @@ STACKS = {
     ),
     "several processes in a file with a small number": Report(
         {SPY: in_backward(50, READS) + in_backward(51, GATHER)}, ids.MISSING_RANK, (0,)
+    ),
+    "headings between the stacks, in another order": Report(
+        {
+            "all.txt": "".join(
+                f"{mark} {rank}\n" + in_backward(50 + rank, READS if rank == 2 else GATHER)
+                for mark, rank in (("##### Rank", 2), ("--- rank", 0), ("rank", 1))
+            )
+        },
+        ids.MISSING_RANK,
+        (2,),
+        never=(0, 1),
     ),
     "two files with looks at the same processes": Report(
         {f"dump-{look}.txt": in_backward(50, READS) + in_backward(51, GATHER) for look in (1, 2)},

@@ -72,6 +72,20 @@ HANGS = [
         words=("it waits for its data loader", "__getitem__ (stock_hangs.py:", f"/{jobs.FIFO}"),
     ),
     Hang(
+        jobs.worker_spins,
+        {0: LENGTH_SYNC, 1: LENGTH_SYNC},
+        {2: "worker_spins"},
+        activity=LOADER,
+        words=("it waits for its data loader: its worker (pid", "spin (stock_hangs.py:", ", computing"),
+    ),
+    Hang(
+        jobs.child_of_a_pool_is_killed,
+        LATE,
+        {1: "at_step"},
+        activity=CHILD,
+        words=("its multiprocessing.Pool has nothing to do: the child that had the task was killed",),
+    ),
+    Hang(
         jobs.keeps_gil,
         LATE,
         {1: "decode_with_c_extension"},

@@ -525,3 +525,22 @@ def test_the_worker_that_a_rank_waits_for(frames: Any, state: str, told: str) ->
     assert bool(place.worker) == bool(told)
     assert ("stopped (state T)" in place.worker) == (state == "T")
     assert of(job, Motion) == Motion(False, still_s=52.0)  # its workers' time: it looks for dead ones every few seconds
+
+
+@pytest.mark.parametrize(
+    ("state", "channel", "told"),
+    [
+        ("D", "mem_cgroup_oom_synchronize", "its cgroup is out of memory, and the kernel holds it until some is free"),
+        ("D", "__refrigerator", "its cgroup is frozen (cgroup.freeze)"),
+        ("S", "do_freezer_trap", "in state S (do_freezer_trap): its cgroup is frozen (cgroup.freeze)"),
+        ("D", "rpc_wait_bit_killable", "(rpc_wait_bit_killable): a disk or a network file system"),
+        ("D", "0", "an uninterruptible system call: a disk or a network file system"),
+        ("S", "futex_wait_queue", ""),
+    ],
+)
+def test_what_the_kernel_holds_a_rank_in(state: str, channel: str, told: str) -> None:
+    main = samples.Thread(tid=100, frames=READS[:1])
+    two = tuple(samples.Sample(100, state, at, wait_channel=channel, threads=(main,)) for at in (10.0, 12.0))
+    details = "; ".join(of(HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),)), Place).details)
+    assert told in details
+    assert bool(told) == ("in state" in details)

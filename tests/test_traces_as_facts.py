@@ -10,13 +10,14 @@ from simulated_job import Away, Call, Event, Exit, Gradients, Killed, evaluation
 from simulated_traces import Setup, write
 
 from nemo_patches.stall.judge import Seat
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import fates, reading
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.facts import Evidence, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis, Finding
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.tools.diagnose.judge import rule
+from nemo_patches.tools.diagnose.judge import judge, rule
+from nemo_patches.tracing.records import Stalled, encode
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -59,6 +60,51 @@ def test_a_stall_is_told_by_rounds_and_by_hearsay_of_who_is_missing(tmp_path: Pa
     ruling = rule(evidence)
     assert [(one.id, one.ranks) for one in ruling.findings] == [(ids.MISSING_RANK, (2,))]
     assert "read_audio" in ruling.findings[0].text
+
+
+STALL = (
+    "no step for 60 s. rank 1 (node0, pid 4001): read (data.py:41) < main (train.py:80); its data loader's worker 3 "
+    "(pid 81) has /data/shard_07.tar open; last batch 5 from a.wav | ranks 0, 2: barrier, in save_best (train.py:99)"
+)
+
+
+def test_a_trace_tells_the_worker_and_the_caller_as_its_stall_report_did(tmp_path: Path) -> None:
+    write(tmp_path, [steps(9) for _ in range(3)], reports=False)
+    for file in tmp_path.iterdir():
+        if file.name.startswith("rank-00002"):
+            where = ["read (data.py:41) < main (train.py:80)"]
+            told = Stalled(100.0, "", 0, [1], ["elsewhere"], where, text=STALL, waited=True)
+            file.write_bytes(file.read_bytes() + encode(told))
+    _, evidence = read(tmp_path)
+    told_of = {one.rank: one.value for one in evidence.facts if isinstance(one.value, Place) and not one.own}
+    assert told_of[1].worker == "its data loader's worker 3 (pid 81) has /data/shard_07.tar open"
+    assert told_of[1].details == ("last batch 5 from a.wav",)
+    assert told_of[2].seat == "barrier of save_best (train.py:99)"
+
+
+def test_a_traceback_in_the_log_may_be_the_end_of_a_rank_without_one(tmp_path: Path) -> None:
+    write(tmp_path, [[*steps(9), Call(), CLOSED], [*steps(9), Killed()], [*steps(9), Call(), CLOSED]])
+    (tmp_path / "train.log").write_text(
+        'Traceback (most recent call last):\n  File "/job/data.py", line 41, in read\nValueError: a.wav is empty\n'
+    )
+    parts = [*reading.read(reading.find([tmp_path])), ("traces", reading.of_traces(Folder(tmp_path).read()))]
+    first = judge(reading.joined(parts)).findings[0]
+    assert (first.id, first.ranks) == (ids.KILLED, (1,))
+    assert "Or it ended by ValueError: a.wav is empty [train.log:3]" in first.text
+
+
+def test_a_rank_without_a_trace_may_have_made_the_call_that_others_are_in(tmp_path: Path) -> None:
+    """It is in no round that they wait for: they are behind the length sync of that call."""
+    write(tmp_path, [[*steps(7), Call(stuck="layers")] for _ in range(3)])
+    for file in tmp_path.iterdir():
+        if file.name.startswith("rank-00001"):
+            file.unlink()
+        else:
+            told = Stalled(100.0, "", 0, [1], ["elsewhere"], ["read (data.py:41)"], [""], waited=True)
+            file.write_bytes(file.read_bytes() + encode(told))
+    _, evidence = read(tmp_path)
+    first = rule(evidence).findings[0]
+    assert first.ranks == (1,) and "read (data.py:41)" in first.text and "not entered" not in first.text, first.text
 
 
 def test_ranks_that_are_at_unlike_calls_show_no_wait(tmp_path: Path) -> None:

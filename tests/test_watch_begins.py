@@ -6,6 +6,8 @@ import atexit
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from interpreters import CHECKOUT, python
+from interpreters import CHECKOUT, environment, python
 from ranks import Said, free_port, join_group, run_ranks, stall_monitor, wait_until
 from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
 
@@ -109,6 +111,44 @@ def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> 
     program = THREADS.format("import lightning.pytorch, nemo.collections.asr")
     done = python("-c", program, path=(CHECKOUT,), NEMO_PATCHES_STALL_TIMEOUT="soon", **OF_TORCHRUN)
     assert len([line for line in done.stderr.splitlines() if "NEMO_PATCHES_STALL_TIMEOUT='soon'" in line]) == 1
+
+
+UNTRACED = """
+import os, sys, time
+import torch.distributed as dist
+import torch
+
+def rank(number):
+    os.environ["RANK"] = str(number)
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=number, world_size=2)
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.05)
+    os._exit(0)
+
+children = [os.fork() or rank(number) for number in range(2)]
+for child in children:
+    os.waitpid(child, 0)
+"""
+
+
+def test_a_trace_of_a_job_without_nemo_says_on_each_rank_that_there_is_none(tmp_path: Path) -> None:
+    folder, over, log = tmp_path / "traces", tmp_path / "over", tmp_path / "log"
+    with log.open("w") as stderr:
+        job = subprocess.Popen(
+            [sys.executable, "-c", UNTRACED, str(tmp_path / "store"), str(over)],
+            env=environment(CHECKOUT, **OF_TORCHRUN, NEMO_PATCHES_TRACE=str(folder)),
+            stderr=stderr,
+        )
+    try:
+        wait_until(lambda: log.read_text().count("nothing is traced: ") == 2, 120)
+        over.touch()
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+        job.wait()
+    said = [line for line in log.read_text().splitlines() if "nothing is traced: " in line]
+    assert sorted(line.partition("[rank ")[2][:3] for line in said) == ["0/2", "1/2"], said
+    assert not folder.exists()
 
 
 FORKED = f"""

@@ -5,12 +5,15 @@ Of ours it imports what watches, and not what patches: that imports half of torc
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import replace
 
-from nemo_patches.patching import admission
+from nemo_patches.patching import COLLECTION, TARGET_MODULES, admission
 from nemo_patches.patching.features import BEFORE_PATCHES
 from nemo_patches.patching.settings import AllSettings, OptionSettings
 from nemo_patches.stall import subscriber
+from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import SettingsError
 
 
@@ -33,3 +36,22 @@ def begin() -> None:
     settings = replace(settings, options=OptionSettings())
     for feature in BEFORE_PATCHES:
         feature.start(settings)
+    if settings.trace.folder:
+        subscriber.at_group(_NothingTraced())
+
+
+class _NothingTraced:
+    """Says once that a trace of this rank is not there, which the user has asked for, and why."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self) -> None:
+        if self._said or any(name in sys.modules for name in (COLLECTION, *TARGET_MODULES)):
+            return
+        self._said = True
+        report(
+            logging.WARNING,
+            "nothing is traced: a trace has NeMo's encoder calls, and NeMo's ASR collection is not imported; "
+            "stall reports watch the job, and `nemo-patches diagnose` on its hosts needs no trace",
+        )

@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import threading
 import time
+from collections.abc import Callable
 
 from ..channel import process_hooks
 from ..channel.daemon import Daemon
@@ -36,6 +37,7 @@ class StallSubscriber:
         self._monitor: StallMonitor | None = None
         self._thread: threading.Thread | None = None
         self._settings: StallSettings | None = None
+        self._say_at_group: Callable[[], None] | None = None
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
@@ -52,6 +54,10 @@ class StallSubscriber:
         self._settings = settings
         self._notes.other_settings = others
         self._notes.may_be_uneven = may_be_uneven
+
+    def at_group(self, say: Callable[[], None]) -> None:
+        """Call this when a process group begins, on the monitor's thread."""
+        self._say_at_group = say
 
     def has_settings(self) -> bool:
         """Whether any have been in force, also before a revert()."""
@@ -102,6 +108,8 @@ class StallSubscriber:
             self._start()
 
     def _group_began(self, event: GroupBegan) -> None:
+        if self._say_at_group is not None:
+            self._say_at_group()
         self._monitor = StallMonitor(event.group, event.exchange, self._notes, self.settings_in_force)
         self._start()
 
@@ -154,6 +162,7 @@ class StallSubscriber:
 process = StallSubscriber()
 subscribe = process.subscribe
 use = process.use
+at_group = process.at_group
 has_settings = process.has_settings
 settings_in_force = process.settings_in_force
 other_settings = process.other_settings

@@ -17,7 +17,7 @@ from nemo_patches.tools.diagnose.accounts import CONSEQUENCES, Account, Hearing
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Call
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
-from nemo_patches.tools.diagnose.verdicts import doings, evidence_of, finding
+from nemo_patches.tools.diagnose.verdicts import capital, doings, evidence_of, finding
 
 OF_ALL = (ids.OUTSIDE, ids.ALL_INSIDE, ids.STOPPED_AT_ONCE)  # ids that accuse nobody
 LONG_S = 10.0  # in a call: longer than healthy ranks wait for each other
@@ -285,22 +285,22 @@ def _usual(some: _Some) -> _Standing:
 def _absent(ranks: _Ranks, kind: str, some: _Some, others: _Some) -> Finding:
     first, usual = some[0], _usual(others)
     who, theirs = named([one.rank for one in some]), named([one.rank for one in others])
-    is_, have = ("is", "has") if len(some) == 1 else ("are", "have")
+    it_is, it_has = ("It is", "It has") if len(some) == 1 else ("They are", "They have")
     waits = "waits" if len(others) == 1 else "wait"
-    it_does = _doing(kind, some, ranks)
-    if kind == ids.SOME_INSIDE and not any(one.ending.phase for one in others):
-        text = f"{who} {is_} inside {first.call.title}, {_PHASES[first.ending.phase]}, and {theirs} came out of it: "
-        text += doings([one.account for one in some]) or "stuck there, or killed"
-    elif kind == ids.SOME_INSIDE or (first.ending.position >= usual.ending.position and not first.ending.unsure):
-        text = f"{who} {is_} not in the collective that {theirs} {waits} in: {it_does}"
-    elif first.ending.unsure and not any(one.ending.phase for one in others):
-        text = f"{who} {is_} not where {theirs} {waits}, after {usual.call.title}, which {theirs} {_went(others)}: "
-        text += it_does
+    went = f"{usual.call.title}, which {theirs} {_went(others)}"
+    is_inside = kind == ids.SOME_INSIDE
+    if is_inside and not any(one.ending.phase for one in others):
+        why = f"{capital(theirs)} came out of it"
+    elif is_inside or (first.ending.position >= usual.ending.position and not first.ending.unsure):
+        why = f"{it_is} not in the collective that {theirs} {waits} in"
+    elif first.ending.unsure and not any(one.ending.phase == ids.LENGTH_SYNC for one in others):
+        why = f"{it_is} not where {theirs} {waits}, after {went}"
     else:
         there, here = usual.ending.call, first.ending.call + 1
         number = f" (call {there} there, {here} here)" if there != here and not first.ending.unsure else ""
-        text = f"{who} {have} not entered {usual.call.title}, which {theirs} {_went(others)}{number}: {it_does}"
-    found = _finding(kind, text + ".", some, [*some, *others[:2]])
+        why = f"{it_has} not entered {went}{number}"
+    text = f"{who}: {_doing(kind, some, ranks)}. {why}."
+    found = _finding(kind, text, some, [*some, *others[:2]])
     if first.ending.unsure:
         return replace(found, call=usual.ending.call)
     # Report the call that these ranks have not entered.
@@ -318,8 +318,8 @@ def _doing(kind: str, some: _Some, ranks: _Ranks) -> str:
     told = doings([one.account for one in some])
     at = ""
     if kind == ids.SOME_INSIDE:
-        inside = f"inside {first.call.title}, {_PHASES[first.ending.phase]}"
-        return f"{inside}; {told}" if told else inside
+        told = told or "stuck there, or killed"
+        return f"inside {first.call.title}, {_PHASES[first.ending.phase]}; {told}"
     if kind == ids.KILLED:
         if first.kind == fates.FAILED:
             return f"{'it' if is_one else 'they'} failed {_where(first)}: {first.account.fate.text}"

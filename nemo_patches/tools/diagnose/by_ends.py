@@ -94,6 +94,7 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     """Why they waited in vain, as far as is known: if nobody is missing of those that are heard, nobody may be."""
     there = {(fact.seat.group, fact.seat.number) for one in waited for fact in one.seats if fact.seat}
     heard = {one.rank for one in hearing.having(fates.HEARD)}
+    ended = [one.rank for one in hearing.having(fates.TERMINATED) if one.rank != NOT_TOLD]
     sizes = parties((fact.seat.size, one.rank) for one in waited for fact in one.seats if fact.seat and fact.seat.size)
     unlike = "; ".join(f"{size} on {named(ranks)}" for size, ranks in sizes.items()) if len(sizes) > 1 else ""
     more = f". Their sizes differ: {unlike}" if unlike and len(there) == 1 else ""
@@ -103,6 +104,8 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     text = "another rank did not come, or had gone before, or the transfer failed. Which, this does not tell"
     if not waited:
         text = "another rank had gone before, or the network failed. Which, this does not tell"
+    if len(ended) == 1 and len(waited) > 1 and hearing.world_size == len(waited) + 1:
+        text = f"{named(ended)} alone had no time-out, and somebody else ended it: most likely it had not come"
     if heard:
         is_ = "was" if len(heard) == 1 else "were"
         text += f"; {named(sorted(heard))} {is_} told of it, and had no time-out"

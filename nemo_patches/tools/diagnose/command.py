@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from nemo_patches.text import safe
+from nemo_patches.tools import counted
 from nemo_patches.tools.diagnose import reading, running
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     STUCK_AFTER_S,
@@ -96,7 +97,7 @@ def _say_size(found: reading.Found) -> None:
         files |= {file for folder in found.traces for file in folder.iterdir()}
         size = sum(file.stat().st_size for file in files)
         if size >= _LONG_BYTES:
-            print(f"reading {size / 1e6:.0f} MB in {len(files)} files ...", file=sys.stderr, flush=True)
+            print(f"reading {size / 1e6:.0f} MB in {counted(len(files), 'file')} ...", file=sys.stderr, flush=True)
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:

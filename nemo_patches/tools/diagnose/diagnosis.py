@@ -103,7 +103,8 @@ def _summary(case: Case) -> str:
     given_up = sum(int(np.isin(np.array(of_rank.outcome), _FALLBACKS).sum()) for of_rank in calls)
     waited = [np.array(of_rank.waited, dtype=np.float64) for of_rank in calls]
     longest = max((float(of_rank.max()) for of_rank in waited), default=0.0)
-    span = sum(of_rank.entered[-1] - of_rank.entered[0] for of_rank in calls)
+    first = ((rank, track.calls.entered[0]) for rank, track in case.tracks.items() if track.calls.n)
+    span = sum(case.job.traces[rank].last - entered for rank, entered in first)
     cost = f"; the length sync cost this run {sum(map(np.sum, waited)) / span:.1%}" if span > 0 else ""
     most = max((len(of_rank.n) for of_rank in calls), default=0)
     return f"{case.name}: {most} calls, {given_up} fallbacks on all ranks, longest wait {longest:.2f} s{cost}."

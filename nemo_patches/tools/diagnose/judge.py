@@ -98,13 +98,19 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
 
 
 def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
-    """With what the logs have on a thread of the accused rank, too: a thread that died may be what it waits for."""
+    """With what the logs have on the accused rank, too: a thread that died, or a traceback that may be its end."""
     if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
     for fact in hearing.told(fates.LOGGED):
-        if ", in its thread " in fact.fate_text and (fact.rank in first.ranks or fact.rank == NOT_TOLD):
+        if fact.rank not in (*first.ranks, NOT_TOLD):
+            continue
+        if ", in its thread " in fact.fate_text:
             first = replace(first, text=f"{first.text} Its log has {fact.fate_text} [{fact.cite}].")
+            break
+        if first.id == ids.KILLED:
+            text = f"{first.text} Or it ended by {fact.fate_text} [{fact.cite}], which no line ties to a rank."
+            first = replace(first, text=text)
             break
     if not hearing.contradictions:
         return replace(ruling, findings=(first, *rest))
@@ -144,6 +150,10 @@ def _not_enough(evidence: Evidence) -> Finding:
             text = (
                 f"{capital(who([fact.rank]))} went on ({fact.value.by}) [{fact.cite}], and nothing is told after that."
             )
+        if fact.fate_kind == fates.UNRESOLVED and not placed:
+            text = f"{capital(who([fact.rank]))} cannot resolve the address at which the ranks meet ({fact.fate_text}) "
+            text += f"[{fact.cite}]: if nothing came after that, the job hangs at its start."
+            looked_for = ""
         if isinstance(fact.value, Fate) and fact.value.kind == fates.LOGGED:
             at = f" in {inner(fact.value.where)}" if fact.value.where else ""
             text = f"The log of {who([fact.rank])} has a traceback, {fact.value.text}{at} [{fact.cite}], "
@@ -167,6 +177,8 @@ def _causes(hearing: Hearing) -> list[Finding]:
     reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
     firsts = _first_by_calls(first_of(reported or facts), hearing)
     others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
+    if hearing.told(fates.NODE):  # the launcher kills what runs on the other nodes
+        firsts = [fact for fact in firsts if fact.fate_kind != fates.KILLED or is_for_memory(fact)]
     return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts), *_nodes(hearing)]
 
 

@@ -9,12 +9,16 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_patches.stall.job_folder import private_folders
 from nemo_patches.stall.job_socket import ENDING, near, process_of
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose import running
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
-from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.sources import stall_reports
 
@@ -28,18 +32,43 @@ class NoSocketError(UnreadableError):
 
 
 def diagnose_job(folder: Path) -> Diagnosis:
-    """folder: the job's own, or one that its processes work in. Raises UnreadableError."""
+    """folder: the job's own, or one that its processes work in. Raises UnreadableError.
+
+    Where the job knows of a hang and of no rank that it is for, the ranks on this host are looked at from outside, too.
+    """
     sockets = _sockets(folder)
     problems: list[str] = []
     for file in sockets:
         try:
             answer = stall_reports.decode(_ask(file))
-            return stall_reports.diagnose_answer(answer, str(folder), tuple(problems))
+            report = stall_reports.diagnose_answer(answer, str(folder), tuple(problems))
+            return report if _is_enough(report, answer) else _seen_from_outside(report, answer, sockets)
         except OSError as error:
             problems.append(f"{file.name}: {error.strerror or error}")
         except (ValueError, RecursionError):
             problems.append(f"{file.name}: what it says cannot be read")
     raise UnreadableError(f"--job={folder}: no rank of the job answers here: {'; '.join(problems)}")
+
+
+def _is_enough(report: Diagnosis, answer: stall_reports.Answer) -> bool:
+    """Whether the job's own words tell which rank the others wait for, or that there is no hang, or none yet.
+
+    Which rank is out of step they tell by how many there are; stacks show who is further on.
+    """
+    if answer.goes_on or not report.findings:
+        return True
+    return any(one.ranks and one.id != ids.OUT_OF_STEP for one in report.findings)
+
+
+def _seen_from_outside(report: Diagnosis, answer: stall_reports.Answer, sockets: Sequence[Path]) -> Diagnosis:
+    """With the stacks of the ranks on this host, unless these show no hang."""
+    ranks = [
+        HostRank(_rank_of(file), process_of(file), answer.world_size, 0, found_by="their sockets")
+        for file in sockets
+        if stat_fields(f"/proc/{process_of(file)}/stat")
+    ]
+    seen = running.diagnose(ranks, stuck_after_s=0.0, also=[("the job's answer", stall_reports.evidence_of(answer))])
+    return seen if any(one.severity == CRITICAL for one in seen.findings) else report
 
 
 def _sockets(folder: Path) -> list[Path]:

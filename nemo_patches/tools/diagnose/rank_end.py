@@ -29,7 +29,7 @@ _OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Soc
 _OWN_FAULT = re.compile(
     r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
     r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use|ncclUnhandledCudaError|"
-    r"unhandled cuda error|Error while (?:creating|attaching to) shared memory"
+    r"unhandled cuda error|no socket interface found|Error while (?:creating|attaching to) shared memory"
 )
 _CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": a message of torch that the end of a log cuts off
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)

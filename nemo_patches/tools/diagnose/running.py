@@ -24,8 +24,13 @@ from nemo_patches.tools.diagnose.watch import once
 _MOST_SHOWN = 6
 
 
-def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
-    """Look until the ranks move, or have waited for longer than this; then read the job's files."""
+def diagnose(
+    ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S, also: Sequence[tuple[str, Evidence]] = ()
+) -> Diagnosis:
+    """Look until the ranks move, or have waited for longer than this; then read the job's files.
+
+    also: what is known from elsewhere, by source.
+    """
     say = _Progress(len(ranks), stuck_after_s)
 
     def is_enough(seen: HostJob) -> bool:
@@ -37,7 +42,7 @@ def diagnose(ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S) ->
     problems: list[str] = []
     seen = _seen(job)
     beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
-    evidence = reading.joined([("stacks", seen), *beside], problems)
+    evidence = reading.joined([("stacks", seen), *also, *beside], problems)
     evidence.summary += _how(job)
     evidence.runs = True
     return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)

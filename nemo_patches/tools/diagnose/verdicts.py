@@ -98,7 +98,8 @@ _NEXT_STEPS_AT = {
     "with C frames: `py-spy dump --native --pid PID` of its worker.",
     LOCK: "Look at its threads' places: which of them holds what the others want. On {host}, with C frames: "
     "`py-spy dump --native --pid {pid}`.",
-    CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`.",
+    CHILD: "Look at that process on {host}, and at the file or server that it waits for: `ls -l /proc/PID/fd`; for one "
+    "that was killed, at `dmesg` (memory).",
     LAST_THREADS: "Find out why its script ended before the others': an error at the end of its stderr, fewer batches. "
     "Then at what that thread waits for.",
     CHECKPOINT: "Let it finish if the file grows (`ls -l`); otherwise look at that file system on {host}.",
@@ -265,7 +266,7 @@ def doing(account: Account) -> str:
     if place.activity in _DOES:
         text = _DOES[place.activity] + (f": {spot}" if spot and place.activity != ENDING else "")
     else:
-        text = f"it is in {spot}" if spot else ""
+        text = place.worker or (f"it is in {spot}" if spot else "")
     told = "worker" if place.worker else text  # what the sentence has already
     details = [detail for detail in place.details if detail not in text and told not in detail]
     return "; ".join([*([text] if text else []), *details[:3]])

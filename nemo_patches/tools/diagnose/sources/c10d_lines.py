@@ -59,7 +59,9 @@ _PARAMETERS = re.compile(
     r"DDP expects same model across all ranks, but Rank (\d{1,7}) has (\d{1,9}) params, "
     r"while rank (\d{1,7}) has inconsistent (\d{1,9}) params"
 )
-STUCK_WATCHDOG = re.compile(r"watchdog got stuck for (\d{1,9}) seconds|(Heartbeat monitor timed out)")
+STUCK_WATCHDOG = re.compile(
+    r"watchdog got stuck for (\d{1,9}) seconds|Heartbeat monitor timed out|no heartbeat of its watchdog|watchdog hang"
+)
 GLOO = re.compile(
     r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
     r"(Timed ?out ?waiting ?\d+ ?ms[\w ]{0,60}|Connection ?closed ?by ?peer|Connection ?reset ?by ?peer)|"
@@ -524,7 +526,7 @@ _OF_ANY_LINE: tuple[_LineReader, ...] = (
 )
 _OF_A_RANKS_LINE: tuple[_LineReader, ...] = (
     ("got stuck", STUCK_WATCHDOG, C10dLines._take_stuck),
-    ("Heartbeat", STUCK_WATCHDOG, C10dLines._take_stuck),
+    *((words, STUCK_WATCHDOG, C10dLines._take_stuck) for words in ("Heartbeat", "no heartbeat", "watchdog hang")),
     ("WorkNCCL", TIMEOUT, C10dLines._take_work),
     ("enqueued", _STATUS, C10dLines._take_status),
     ("dump", _SIGNAL, C10dLines._take_signal),

@@ -34,7 +34,10 @@ _RANK_IN_NAME = re.compile(
 )
 _NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # a number of something else: slurm-4711.out
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
-_HEADING = re.compile(r"=+ ?Rank (\d{1,7})\b")  # of torch.distributed.debug: === Rank 3: host:port ===
+# "=== Rank 3: host:port ===" of torch.distributed.debug, and what people write between stacks.
+_HEADING = re.compile(
+    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ =:_]{0,2}(\d{1,7}):?\s*$)", re.IGNORECASE
+)
 _NEW_PROCESS = re.compile(r"Process (\d+): (.*)")
 _LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,5})\b")
 _IS_RANK = re.compile(r"(?:rank|\br)[-_. ]?\d{1,7}(?!\d)", re.IGNORECASE)  # in a name; other numbers may be anything
@@ -221,7 +224,7 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
         if len(line) > _LONGEST_LINE:
             continue
         if found := _HEADING.match(line):
-            heading = int(found[1])
+            heading = int(found[1] or found[2])
             writers.pop(heading, None)
             continue
         prefix = _PREFIX.match(line)

@@ -16,8 +16,8 @@ from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts
 
 # Each line that this reader understands, but for torchrun's table, has one of these.
 _WORDS = (
-    *("emory", "oom_kill", "oom-kill", "bus error", "killed by", "return", "srun: ", "on signal"),
-    *("with signal", "died", "CANCELLED", " Killed ", "terminated with code", "Node failure", "with PID"),
+    *("emory", "MEMLIMIT", "oom_kill", "oom-kill", "bus error", "killed by", "return", "srun: ", "on signal"),
+    *("with signal", "died", "CANCELLED", " Killed ", "terminated with", "Node failure", "with PID"),
     *("lost communication", "Remote daemon"),
 )
 CLOCK = "launchers"  # in place of a host: times in their tables are to the second, so hosts' clocks are taken to agree
@@ -30,19 +30,26 @@ FAILED_LINE = re.compile(
 )  # a terminal may have wrapped it at a blank
 _SENT = re.compile(r"[Ss]ending process (\d{1,9}) closing signal ")
 _DEATH = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal, shutting down workers")
-_FORCED = re.compile(r"(?:process|Process) (\d{1,9}) via (?:Signals\.)?SIGTERM, forcefully exiting")
+_FORCED = re.compile(r"[Pp]rocess (\d{1,9}) via (?:(?:Signals\.)?SIGTERM|15), forcefully exiting")  # 15: Python 3.11
 _SIGNALS = {9: "SIGKILL", 6: "SIGABRT", 7: "SIGBUS", 11: "SIGSEGV", 15: "SIGTERM", 2: "SIGINT", 1: "SIGHUP"}
 _BY_OTHERS = frozenset({15, 2, 1})
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(-?\d{1,9})")
 _SRUN = re.compile(
     r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): "
-    r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code (\d{1,3}))"
+    r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code (\d{1,3})|(Aborted|Terminated))"
 )
-_CANCELLED = re.compile(r"slurmstepd: error: \*\*\* (?:STEP|JOB) \S{1,80} ON \S{1,80} (CANCELLED AT .{1,120}?) ?\*\*\*")
+# How a scheduler ends a job; each group is named as that.
+_CANCELLED = re.compile(
+    r"error: \*\*\* (?:STEP|JOB) \S{1,80} ON \S{1,80} (?P<Slurm>CANCELLED AT .{1,120}?) ?\*\*\*|"
+    r"^(?P<LSF>TERM_(?:RUNLIMIT|PREEMPT|OWNER)\b.{0,120})|(?P<PBS>PBS: job killed: walltime .{1,80})"
+)
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S{1,200})")
-# Of what Slurm gives as its reason: how the job ended, and what to do.
-_REASONS = (("TIME LIMIT", fates.TIME_LIMIT), ("PREEMPTION", fates.PREEMPTED))
+# Of what it gives as its reason: how the job ended.
+_REASONS = (
+    *((words, fates.TIME_LIMIT) for words in ("TIME LIMIT", "RUNLIMIT", "walltime")),
+    ("PREEMPT", fates.PREEMPTED),
+)
 # Open MPI's, PRRTE's: the node is in a line after it.
 _LOST_NODE = re.compile(r"(?:PRTE|ORTE|PMIX|mpirun) has lost communication with a remote daemon")
 _REMOTE_DAEMON = re.compile(r"Remote daemon: .{1,200} on node (\S{1,200})")
@@ -50,8 +57,13 @@ _SHELL = re.compile(r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S")  # bash, 
 MPIRUN = re.compile(
     r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) (?:exited on ?signal (\d{1,3})|exiting ?improperly)"
 )
+# mpirun's on the first process that failed, in two lines.
+_MPI_PROCESS = re.compile(r"Process name: \[(?:\[\d{1,9},\d{1,9}\]|[\w.@\-]{1,200}),(\d{1,7})\]")
+_MPI_CODE = re.compile(r"^\s{1,8}Exit code: {1,8}(\d{1,3})$")
 _LIGHTNING = re.compile(r"\[rank: (\d{1,7})\] Child process with PID (\d{1,9}) terminated with code (-?\d{1,3})\.")
-_SPAWNED = re.compile(r"ProcessExitedException: (process \d{1,7} terminated with signal (?:SIGKILL|SIGBUS|SIGSEGV))")
+_SPAWNED = re.compile(
+    r"ProcessExitedException: (process \d{1,7} terminated with (?:(signal SIG(?:KILL|BUS|SEGV))|exit code \d{1,3}))"
+)
 # What programs write when training has come to its end, in good order.
 _FINISHED = re.compile(
     r"[Rr]eturning from train|[Tt]raining (?:has |is )?(?:finished|completed?|done)|[Ff]inished training|"
@@ -61,6 +73,7 @@ _FINISHED = re.compile(
 _OUT_OF_MEMORY = re.compile(
     r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
     r"Out of memory: Killed process \d+|"
+    r"exceeded (?:job )?memory limit|^TERM_MEMLIMIT|"
     r"Memory cgroup out of memory|worker was killed due to the node running low on memory|killed due to memory pressure"
 )
 _SHARED_MEMORY = re.compile(r"Unexpected bus error encountered in worker\. This might be caused by insufficient")
@@ -101,6 +114,7 @@ class LauncherLines:
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_lines = 0
         self._lost_node: Line | None = None  # a lost daemon whose node may follow
+        self._mpi_rank = NOT_TOLD  # whose exit code may follow
         self._finished: Line | None = None  # the last that tells of an end in good order
 
     def take(self, line: Line) -> None:
@@ -127,11 +141,13 @@ class LauncherLines:
 
     def _note_cancelled(self, found: re.Match[str], line: Line) -> None:
         self._cancelled.add(line.file)
-        text = f"Slurm: {shown(found[1])}"
-        if "NODE FAIL" in found[1]:
+        scheduler = found.lastgroup or ""
+        why = found[scheduler].removeprefix("PBS: ")
+        text = f"{scheduler}: {shown(why)}"
+        if "NODE FAIL" in why:
             self._found.add(NOT_TOLD, Fate(fates.NODE, text), line, own=False)
             return
-        reason = next((reason for words, reason in _REASONS if words in found[1]), "")
+        reason = next((reason for words, reason in _REASONS if words in why), "")
         self._found.add(NOT_TOLD, Fate(fates.TERMINATED, f"{reason}; {text}" if reason else text), line, own=False)
 
     def _note_node(self, found: re.Match[str], line: Line) -> None:
@@ -148,6 +164,14 @@ class LauncherLines:
         fate = Fate(fates.FAILED, f"it exited improperly, says {who}")
         self._tell(_fate_of(-int(found[3]), who) if found[3] else fate, line, int(found[1]))
 
+    def _note_mpi_process(self, found: re.Match[str], line: Line) -> None:
+        self._mpi_rank = int(found[1])
+
+    def _note_mpi_code(self, found: re.Match[str], line: Line) -> None:
+        if self._mpi_rank != NOT_TOLD:
+            self._tell(_fate_of(_signed(found[1]), "mpirun"), line, self._mpi_rank)
+            self._mpi_rank = NOT_TOLD
+
     def _take_end(self, line: Line) -> None:
         """The end of a process that one line tells. The first pattern that matches counts."""
         for pattern, tell in _ENDS:
@@ -162,16 +186,17 @@ class LauncherLines:
     def _of_srun(self, found: re.Match[str], line: Line) -> None:
         if line.file not in self._cancelled:
             task, how = f"task {found[2]} on {shown(found[1])}", found[3]
-            fate = (
-                Fate(fates.KILLED, f"Slurm's {task}: {how}")
-                if how
-                else _fate_of(_signed(found[4]), f"Slurm, of {task}")
-            )
-            self._tell(fate, line)
+            code = {"Aborted": -6, "Terminated": -15}.get(found[5] or "") or _signed(found[4] or "0")
+            told = Fate(fates.KILLED, f"Slurm's {task}: {how}") if how else _fate_of(code, f"Slurm, of {task}")
+            self._tell(told, line)
 
     def _of_lightning(self, found: re.Match[str], line: Line) -> None:
         fate = _fate_of(_signed(found[3]), f"Lightning, of local rank {found[1]} (pid {found[2]})")
         self._tell(fate, line, self._rank_of(int(found[2])))
+
+    def _of_spawn(self, found: re.Match[str], line: Line) -> None:
+        kind = fates.KILLED if found[2] else fates.FAILED
+        self._tell(Fate(kind, f"torch.multiprocessing: {found[1]}"), line)
 
     def _rank_of(self, pid: int) -> int:
         return self._found.rank_of_pid.get(pid, NOT_TOLD)
@@ -239,9 +264,9 @@ class LauncherLines:
 
     def _of_table(self, one: _Failure, first: float) -> Fate | None:
         later = one.at > first + _PATIENCE_S
-        if one.code == -9 and (one.pid in self._forced or later):
-            return Fate(fates.TERMINATED, "SIGKILL by its launcher, as others had failed")
         of_others = {pid for file, pid in self._sent if file == one.line.file}
+        if one.code == -9 and (one.pid in self._forced | of_others or later):
+            return Fate(fates.TERMINATED, "SIGKILL by its launcher, as others had failed")
         if one.code == -15 and of_others and one.pid not in of_others:
             return Fate(fates.TERMINATED, fates.FROM_OUTSIDE)
         return _fate_of(one.code, "torchrun")
@@ -285,9 +310,13 @@ _NOTED: tuple[tuple[str, re.Pattern[str], _Reader], ...] = (
     ("closing", _SENT, lambda own, by, line: _keep(own._sent, (line.file, int(by[1])))),
     ("death signal", _DEATH, LauncherLines._note_death),
     ("CANCELLED", _CANCELLED, LauncherLines._note_cancelled),
+    ("TERM_", _CANCELLED, LauncherLines._note_cancelled),
+    ("PBS: ", _CANCELLED, LauncherLines._note_cancelled),
     ("Node failure", _NODE_FAILURE, LauncherLines._note_node),
     ("lost communication", _LOST_NODE, lambda own, _, line: setattr(own, "_lost_node", line)),
     ("Remote daemon", _REMOTE_DAEMON, LauncherLines._note_daemon),
+    ("Process name", _MPI_PROCESS, LauncherLines._note_mpi_process),
+    ("Exit code: ", _MPI_CODE, LauncherLines._note_mpi_code),
 )
 _BUS_ERROR = "a data loader's worker: bus error, as for want of shared memory (/dev/shm)"
 _ENDS: tuple[tuple[re.Pattern[str], _Reader], ...] = (
@@ -302,5 +331,5 @@ _ENDS: tuple[tuple[re.Pattern[str], _Reader], ...] = (
     (_SHELL, lambda own, by, line: own._tell(Fate(fates.KILLED, f"SIGKILL of process {by[1]}, says the shell"), line)),
     (MPIRUN, LauncherLines._of_mpirun),
     (_LIGHTNING, LauncherLines._of_lightning),
-    (_SPAWNED, lambda own, by, line: own._tell(Fate(fates.KILLED, f"torch.multiprocessing: {by[1]}"), line)),
+    (_SPAWNED, LauncherLines._of_spawn),
 )

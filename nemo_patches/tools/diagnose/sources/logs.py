@@ -47,17 +47,21 @@ _OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\
 _NAMES = re.compile(
     r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
 )
-_TEE = re.compile(r"\[default(\d{1,6})\]:")  # of torchrun --tee: the local rank
+# What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun -l the job's.
+_TEE = re.compile(r"\[default(\d{1,6})\]: ?|\[\d{1,9},(\d{1,6})\]<std(?:err|out)>: ?")
+_SRUN_LABEL = re.compile(r"(\d{1,6}): ")
+_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")  # from such a line on
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
     *(b"[rank", b"NCCL", b"ollective", b"nemo_patches ", b"Starting with ", b"gloo", b"arrier", b"imed out"),
-    *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed "),
-    *(b"ut of memory", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died", b"Error"),
+    *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed ", b"TERM_"),
+    *(b"ut of memory", b"memory limit", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died"),
     *(b"Fatal Python", b"Traceback (most", b"pid ", b"due to timeout", b"dump signal", b"lost communication"),
-    *(b"Node failure", b"with PID", b"Remote daemon", b"inconsistent", b"eturning from train", b"raining finished"),
-    *(b"raining complete", b"raining done", b"gai error", b"inished training", b"Trainer.fit` stopped"),
+    *(b"Node failure", b"with PID", b"Remote daemon", b"Process name: ", b"inconsistent", b"Error", b"gai error"),
+    *(b"eturning from train", b"raining finished", b"raining complete", b"raining done", b"inished training"),
+    *(b"Trainer.fit` stopped", b"PBS: job killed"),
 )
 _PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -170,12 +174,14 @@ class _Reading:
                     raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
                 if start.startswith(_OTHER_FORMATS):
                     raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
+                labels = _TEE
                 packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
                 for number, message in _messages(self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))):
                     if alone and _PROCESSES.search(message):
                         self._begin_launch()
-                    prefixed, tee = rank_in(message), _TEE.match(message)
-                    local_rank = int(tee[1]) if tee else rank
+                    labels = _SRUN_LABEL if _LABELLED.match(message) else labels
+                    prefixed, tee = rank_in(message), labels.match(message)
+                    local_rank = int(tee[tee.lastindex or 1]) if tee else rank
                     line_rank = local_rank if prefixed is None else prefixed
                     message = message[tee.end() :] if tee else message
                     if alone and (_RESTARTS in message or prefixed in self._launch.launcher.ended):

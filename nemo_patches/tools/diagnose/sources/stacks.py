@@ -16,7 +16,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile
 from nemo_patches.tools.diagnose.collect.samples import GONE as NO_PROCESS
 from nemo_patches.tools.diagnose.collect.samples import ZOMBIE, Frame, Sample, Thread
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.places import is_library, is_users, of_autograd, place, waits_for_work, went_on
+from nemo_patches.tools.diagnose.places import is_users, of_autograd, place, waits_for_work, went_on
 from nemo_patches.tools.diagnose.sources import dumps
 from nemo_patches.tools.diagnose.sources.dumps import MOST_DETAILS, Dump
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
@@ -169,17 +169,15 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     found = replace(found, counters=dict(main.counters), loops=dict(main.loops))
     details, worker = _holds(samples, found, motion), ""
     if found.activity == LOADER:
-        worker, more = _workers(last)
+        worker, more = _workers(samples)
         details += more
-    elif not found.collective and (of_children := _children(last)):
+    elif not found.collective and (of_children := _children(samples)):
         found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
         details += of_children
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
-    share = _share_of_core(samples)
-    runs = all(sample.state == "R" for sample in samples)  # on a busy machine its share may be small
-    if not found.collective and share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE):
-        details.append(f"it computes ({100 * share:.0f} % of a core)")
+    if not found.collective and _computes(samples):
+        details.append(f"it computes ({100 * (_share_of_core(samples) or 0.0):.0f} % of a core)")
     return replace(found, worker=worker, details=tuple(details[:MOST_DETAILS]))
 
 
@@ -222,12 +220,13 @@ def _held(sample: Sample) -> str:
     """What holds a process in state T or D; empty in other states."""
     if sample.state in ("T", "t"):
         return "stopped (state T)"
-    if sample.state != "D":
-        return ""
     channel = sample.wait_channel
-    why = next((why for words, why in _KERNEL_WAITS if words in channel), "a disk or a network file system")
+    why = next((why for words, why in _KERNEL_WAITS if words in channel), "")
+    if sample.state != "D" and not why:  # cgroup 2 freezes processes in state S
+        return ""
+    state = "state D, an uninterruptible system call" if sample.state == "D" else f"state {safe(sample.state, 1)}"
     at = f" ({safe(channel, 60)})" if channel.strip("0") else ""
-    return f"in state D, an uninterruptible system call{at}: {why}"
+    return f"in {state}{at}: {why or 'a disk or a network file system'}"
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:
@@ -240,22 +239,66 @@ def _in_collective_of_thread(found: Place, last: Sample) -> Place:
     return found
 
 
-def _children(last: Sample) -> list[str]:
+def _children(samples: Sequence[Sample]) -> list[str]:
     """Where the child processes are that a process waits for."""
-    told = list[str]()
+    last, told = samples[-1], list[str]()
+    if _has_idle_pool(samples):
+        return ["its multiprocessing.Pool has nothing to do: the child that had the task was killed, most likely"]
     for sample in last.workers:
-        frames = sample.main.frames if sample.main is not None else ()
-        if _inside_worker(frames) is not None or (frames and all(map(is_library, frames))):
-            continue  # a data loader's worker, or multiprocessing's own process
+        frames = _own_frames(sample)
+        if frames and (_is_loaders(frames) or all(map(_is_multiprocessings, frames))):
+            continue
         name = f"{safe(sample.name, 30)} (pid {sample.pid})"
         if sample.state in (NO_PROCESS, ZOMBIE):
             told.append(f"its child {name} has ended")
             continue
         where = f"in {place(frames).where}" if frames else ""
         at = f"at {safe(sample.file, 200)}" if sample.file else ""
-        text = ", ".join(filter(None, (where, at, _held(sample))))
+        text = ", ".join(filter(None, (where, at, _held(sample), _computing(sample, samples[0]))))
         told.append(f"its child {name} {f'is {text}' if text else 'runs'}")
     return told
+
+
+def _is_multiprocessings(frame: Frame) -> bool:
+    return frame.file.startswith("<") or "multiprocessing/" in frame.file
+
+
+def _has_idle_pool(samples: Sequence[Sample]) -> bool:
+    """Whether it waits for a result of multiprocessing.Pool while all children of that wait for a task, at both looks.
+
+    A Pool starts another child for one that was killed, whose task is lost. Not where a thread of the rank is in the
+    user's code, which may make the next task.
+    """
+    for sample in samples:
+        main = sample.main
+        children = [frames for each in sample.workers if (frames := _own_frames(each)) and _is_pools(frames)]
+        if main is None or not children or not _is_pools(main.frames) or _other_threads(sample):
+            return False
+        if not all(_waits_for_a_task(frames) for frames in children):
+            return False
+    return len(samples) > 1
+
+
+def _is_pools(frames: Sequence[Frame]) -> bool:
+    return any("multiprocessing/pool.py" in frame.file for frame in frames)
+
+
+def _waits_for_a_task(frames: Sequence[Frame]) -> bool:
+    is_in_queue = any(frame.file.endswith("multiprocessing/queues.py") for frame in frames)
+    return is_in_queue and all(map(_is_multiprocessings, frames))
+
+
+def _computes(samples: Sequence[Sample]) -> bool:
+    """On a busy machine the share of a thread that runs may be small."""
+    share = _share_of_core(samples)
+    runs = all(sample.state == "R" for sample in samples)
+    return share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE)
+
+
+def _computing(child: Sample, before: Sample) -> str:
+    """Of a child process, at the last look. before: its parent's first look."""
+    earlier = next((one for one in before.workers if one.pid == child.pid), None)
+    return "computing" if earlier is not None and _computes((earlier, child)) else ""
 
 
 def _share_of_core(samples: Sequence[Sample]) -> float | None:
@@ -271,33 +314,41 @@ def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
     return holders[-1] if len(known) == len(samples) > 1 and len(set(known)) == 1 else None
 
 
-def _workers(last: Sample) -> tuple[str, list[str]]:
+def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
     """Where the workers are of a rank that waits for its data loader: the first one's text, and the others'."""
+    last = samples[-1]
     pids_by_text: dict[str, list[int]] = {}
     died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
     for sample in last.workers:
-        frames = sample.main.frames if sample.main is not None else ()
-        inside = _inside_worker(frames)
+        frames = _own_frames(sample)
+        is_loaders = _is_loaders(frames)
         held = _held(sample)
-        if not held and (inside is None or waits_for_work(inside)):
+        if not held and (not is_loaders or waits_for_work(frames)):
             continue
         at = f", at {safe(sample.file, 200)}" if sample.file else ""
-        at += "".join(f"; {child}" for child in _children(sample)[:1])
-        text = f"in {place(inside).where}{at}" if inside else ""
-        pids_by_text.setdefault(", ".join(filter(None, (text, held))), []).append(sample.pid)
-    told = [f"its worker (pid {pid}) has died" for pid in died]
+        at += "".join(f"; {child}" for child in _children([sample])[:1])
+        text = f"in {place(frames).where}{at}" if is_loaders else ""
+        told = ", ".join(filter(None, (text, held, _computing(sample, samples[0]))))
+        pids_by_text.setdefault(told, []).append(sample.pid)
+    told_of = [f"its worker (pid {pid}) has died" for pid in died]
     for text, pids in pids_by_text.items():
         many = f"s (pids {', '.join(map(str, pids[:4]))}) are" if len(pids) > 1 else f" (pid {pids[0]}) is"
-        told.append(f"its worker{many} {text}")
-    return told[0] if told else "", told[1:]
+        told_of.append(f"its worker{many} {text}")
+    return told_of[0] if told_of else "", told_of[1:]
 
 
-def _inside_worker(frames: Sequence[Frame]) -> tuple[Frame, ...] | None:
-    """A worker's frames up to its loop: a forked worker has its parent's frames, too. None if it is no worker."""
+def _own_frames(sample: Sample) -> tuple[Frame, ...]:
+    """A child's frames up to the function that it began with: a forked process has its parent's frames, too."""
+    frames = sample.main.frames if sample.main is not None else ()
     for number, frame in enumerate(frames):
-        if frame.name.rpartition(".")[2] == "_worker_loop":
-            return tuple(frames[: number + 1])
-    return None
+        name = frame.name.rpartition(".")[2]
+        if name == "_worker_loop" or (name == "_bootstrap" and frame.file.endswith("multiprocessing/process.py")):
+            return frames[: number + 1]
+    return frames
+
+
+def _is_loaders(frames: Sequence[Frame]) -> bool:
+    return any(frame.name.rpartition(".")[2] == "_worker_loop" for frame in frames)
 
 
 def _other_threads(last: Sample) -> list[str]:

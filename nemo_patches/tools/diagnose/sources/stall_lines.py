@@ -104,18 +104,7 @@ class StallLines:
 
     def _take_group(self, text: str, line: Line, is_stall: bool = True) -> None:
         """is_stall: else the ranks go on, or will by themselves, and their earlier places are over."""
-        group = _GROUP.match(text.strip())
-        of_host = _OF_A_HOST.match(text.strip())
-        if group is not None:
-            ranks, rest = ranks_in(group[1]), _LAST_CALL.sub("", group[3])
-            process = _PID.match(group[2] or "")
-        elif of_host is not None:
-            ranks, rest, process = ranks_in(of_host[2]), of_host[3], None
-        else:
-            return
-        if not ranks:
-            return
-        value = _value_of(rest)
+        ranks, process, value = _group_in(text)
         for rank in ranks:
             if process is not None:
                 self._found.facts.pop((rank, Member), None)
@@ -131,6 +120,26 @@ class StallLines:
                 self._found.facts.pop((rank, Motion), None)
                 self._found.facts.pop((rank, Fate, fates.UNSEEN, ""), None)
             self._found.add(rank, value, line, own=False)
+
+
+def places_in(text: str) -> dict[int, Place]:
+    """By rank, where ranks are by the text of a stall report."""
+    found: dict[int, Place] = {}
+    if idle := _IDLE.search(text):
+        for part in idle[2].split(" | "):
+            ranks, _, value = _group_in(part)
+            if isinstance(value, Place):
+                found |= dict.fromkeys(ranks, value)
+    return found
+
+
+def _group_in(text: str) -> tuple[list[int], re.Match[str] | None, Place | Motion | Fate | None]:
+    """The ranks of a group, the process of one alone, and what is told of them."""
+    if (group := _GROUP.match(text.strip())) is not None:
+        return ranks_in(group[1]), _PID.match(group[2] or ""), _value_of(_LAST_CALL.sub("", group[3]))
+    if (of_host := _OF_A_HOST.match(text.strip())) is not None:
+        return ranks_in(of_host[2]), None, _value_of(of_host[3])
+    return [], None, None
 
 
 def _value_of(text: str) -> Place | Motion | Fate | None:

@@ -56,10 +56,10 @@ class Group(msgspec.Struct):
 
     @property
     def place(self) -> Place:
-        workers = [f"its data loader's {text}" for text in self.worker_states]
+        worker, *others = [f"its data loader's {text}" for text in self.worker_states] or [""]
         batch = [f"last batch {self.batch}"] if self.batch else []
         caller = f"{self.caller}, in {self.hook}" if self.hook else self.caller
-        return Place(self.where, self.collective, caller, self.activity, details=(*workers, *batch))
+        return Place(self.where, self.collective, caller, self.activity, worker, details=(*others, *batch))
 
     @property
     def is_unsettled(self) -> bool:
@@ -83,6 +83,11 @@ class Answer(msgspec.Struct):
     idle_s: float = 0.0
 
     @property
+    def goes_on(self) -> bool:
+        """Whether some rank does."""
+        return any(group.kind in _GOES_ON for group in self.groups)
+
+    @property
     def by_rank(self) -> list[tuple[int, Group]]:
         pairs = ((rank, group) for group in self.groups for rank in group.ranks)
         return sorted(pairs, key=lambda one: one[0])
@@ -95,9 +100,7 @@ def decode(data: bytes) -> Answer:
 
 def diagnose_answer(answer: Answer, source: str, problems: tuple[str, ...]) -> Diagnosis:
     """The report on what a running job has just answered."""
-    evidence = Evidence(world_size=answer.world_size, runs=True)
-    evidence.facts += _facts(answer)
-    report = judge(evidence, safe(source), stuck_after_s=0.0)
+    report = judge(evidence_of(answer), safe(source), stuck_after_s=0.0)
     findings = _findings(answer, report.findings)
     who = named(range(answer.world_size)) if answer.world_size else "the ranks"
     fine = f"Nothing found: of {who} none is known to wait for another. {answer.text}"
@@ -112,6 +115,11 @@ def diagnose_answer(answer: Answer, source: str, problems: tuple[str, ...]) -> D
         moving=any(group.kind == CALLING for group in answer.groups),
         runs=True,
     )
+
+
+def evidence_of(answer: Answer) -> Evidence:
+    """What a running job has just answered."""
+    return Evidence(list(_facts(answer)), world_size=answer.world_size, runs=True)
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -157,7 +165,7 @@ def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...
     unsettled = [group for group in answer.groups if group.is_unsettled]
     if unsettled:
         return (_too_early(unsettled),)
-    if kinds & set(_GOES_ON):
+    if answer.goes_on:
         return ()
     if WAITING not in kinds:
         return (_no_call(answer),)

@@ -5,7 +5,7 @@ A rank's stall reports are about other ranks, and hearsay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nemo_patches.stall.judge import Seat
 from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
@@ -23,6 +23,7 @@ from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_in, error_of
 from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
+from nemo_patches.tools.diagnose.sources.stall_lines import places_in
 
 _KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
 _MOST_DETAILS = 4
@@ -151,19 +152,28 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         at = case.job.traces[rank].stalled[-1].t
         still_s = at - last_entered(case.job, rank)
         yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), at)
+    places = {rank: place for text in reports.texts.values() for rank, place in places_in(text).items()}
     for rank, told in sorted(reports.missing.items()):
         if all(one.is_past for one in told):
             evidence.perhaps_missing.add(rank)
         where = next((one.where for one in told if one.where), "")
         fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(told[0].kind)
-        yield _fact(
-            case, told[0].by, Place(where) if fate is None else Fate(fate), told[0].t, of=rank, said="stall report"
-        )
+        place = _as_in(places, rank, Place(where))
+        yield _fact(case, told[0].by, place if fate is None else Fate(fate), told[0].t, of=rank, said="stall report")
     for rank, told in sorted(reports.waiting.items()):
-        yield _fact(case, told[0].by, Place(told[0].where, told[0].collective), of=rank, said="stall report")
+        place = _as_in(places, rank, Place(told[0].where, told[0].collective))
+        yield _fact(case, told[0].by, place, of=rank, said="stall report")
     for by in sorted(reports.texts) if reports.saw_a_wait else ():
         if by not in reports.missing and by not in reports.waiting:
-            yield _fact(case, by, Place("", "a collective"), of=by, said="stall report")
+            place = places.get(by, Place())
+            place = place if place.collective else Place("", "a collective")
+            yield _fact(case, by, place, of=by, said="stall report")
+
+
+def _as_in(places: Mapping[int, Place], rank: int, place: Place) -> Place:
+    """The place as a report's text has it, with the caller or the worker, unless that is of another moment."""
+    told = places.get(rank, place)
+    return told if told.collective == place.collective and told.where in ("", place.where) else place
 
 
 def _add_seats(case: Case, evidence: Evidence) -> None:
