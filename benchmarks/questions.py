@@ -24,14 +24,14 @@ from typing import Any
 from light_ranks import LONG, Rank, run  # of tests/
 
 from nemo_patches.channel.answers import Answers
-from nemo_patches.stall.rank_state import RankState
+from nemo_patches.facts import RankFacts
 
 REPEATS = 3
 QUIET_S = 6.0  # the first connections close after 5 s
 PAUSE_S = 1.0
 PER_HOST = 8
 FAN_OUT = 16  # as in jobs
-STATE = RankState(
+STATE = RankFacts(
     *(0, "node1", 4711, "nemo_patches 0, nemo 3.0.0", "sync=bounded, timeout=10 s"),
     *("ConformerEncoder", 41, (41, 0), 60.0, {"lengths": 41}),
     collective="DDP's buffer broadcast",

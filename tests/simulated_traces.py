@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simulated_job import STALL_S, Call, Event, Job, Listener, Rank, Sync, run
 
-from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
+from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.tracing import records
 
 RANKS_OF_A_HOST = 4

@@ -24,12 +24,12 @@ from typer.testing import CliRunner
 
 import nemo_patches
 from nemo_patches.cli import app
+from nemo_patches.facts import CALLING, MOVING
+from nemo_patches.judging.kinds import ELSEWHERE, GONE, LEFT, SILENT
+from nemo_patches.judging.rank_groups import WAITING
 from nemo_patches.stall import subscriber
 from nemo_patches.stall.job_folder import private_folder
 from nemo_patches.stall.job_socket import ENDING, near
-from nemo_patches.stall.rank_groups import WAITING
-from nemo_patches.stall.rank_kinds import ELSEWHERE, GONE, LEFT, SILENT
-from nemo_patches.stall.rank_state import CALLING, MOVING
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
 from nemo_patches.tools.diagnose.findings import Diagnosis

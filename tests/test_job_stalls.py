@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.stall.job_stall import EXIT_CODE
+from nemo_patches.judging.kinds import ANSWERS_NOTHING
+from nemo_patches.stall.events import EXIT_CODE
 from nemo_patches.stall.log_line import LogLines
-from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING
 from nemo_patches.sync import rank_log
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import nemo_patches
 from nemo_patches.stall import stacks
-from nemo_patches.stall.job_stall import EXIT_CODE
+from nemo_patches.stall.events import EXIT_CODE
 from nemo_patches.stall.kernel_call import KernelCall
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]

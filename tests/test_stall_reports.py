@@ -40,11 +40,11 @@ from torch.utils.data import DataLoader, Dataset
 import nemo_patches
 from nemo_patches.channel.answers import NOT_COME, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
+from nemo_patches.judging.found import Found
+from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
+from nemo_patches.judging.missing_rank import MissingRank, Stall
 from nemo_patches.stall.encoder_watch import EncoderWatch
-from nemo_patches.stall.found import Found
 from nemo_patches.stall.looks import Look
-from nemo_patches.stall.missing_rank import MissingRank, Stall
-from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.stall.roll_call import RollCall
 from nemo_patches.stall.training_notes import LastCall, TrainingNotes
 from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from ranks import CONNECTING_S, REPORT_S, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
+from nemo_patches.judging.answer import Answer
 from nemo_patches.stall import encoder_watch, subscriber
-from nemo_patches.stall.answer import Answer
 from nemo_patches.stall.roll_call import RollCall
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]

@@ -10,14 +10,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from ..judging.answer import Answer, Question, answered
+from ..judging.found import Found
+from ..judging.kinds import LATE
+from ..judging.missing_rank import MissingRank, Stall
 from ..sync.events import Report, Round, WaitTimedOut, WatchedRounds, bus
 from ..text import named
-from .answer import Answer, Question, answered
-from .found import Found
+from .events import StallReported
 from .log_line import report
 from .looks import Look
-from .missing_rank import MissingRank, Stall, StallReported
-from .rank_kinds import LATE
 
 _PATIENCE_S, _PATIENCE_PER_RANK_S = 2.6, 0.002  # for a look that is not done when its report is due
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")

@@ -15,27 +15,27 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed
 
 from ..channel.answers import NOT_COME, NOT_HEARD
 from ..channel.daemon import Daemon
+from ..judging.found import Found
+from ..judging.missing_rank import Stall
+from ..judging.rank_groups import grouped
+from ..judging.verdict import Verdict, judged
 from ..sync.events import bus
 from ..text import named
 from . import on_stall
-from .found import Found
+from .events import EXIT_CODE, JobStalled, StallExits
 from .log_line import report
 from .looks import Look
-from .missing_rank import MissingRank, Stall
 from .progress import Progress
-from .rank_groups import grouped
 from .report_file import ReportFile
 from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
-from .verdict import Verdict, judged
 
-EXIT_CODE = 83  # of a process that stall_exit has ended
 _LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, or are only guesses
 _FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)  # times stall_timeout, while the job has not begun its steps
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
@@ -47,23 +47,6 @@ _MOST_SLACK_S = 1.0
 _TOGETHER_S = 2.0  # for the others to reach the same decision: the first rank to end breaks their connections
 _EXIT_LIMIT_S = 5.0  # for on_stall to end, where stall_exit ends the process
 _FLUSH_LIMIT_S = 1.0  # for the streams
-
-
-class JobStalled(NamedTuple):
-    """An event: this rank has logged where all ranks are. missing: the ranks that others wait for, as far as known.
-
-    level: logging.WARNING where somebody waits for what is not known to end by itself, else logging.INFO. since:
-    time.monotonic() of the last encoder call's begin, or of the last collective's: the same for all reports of a stall.
-    """
-
-    since: float
-    level: int
-    text: str
-    missing: tuple[MissingRank, ...]
-
-
-class StallExits(NamedTuple):
-    """An event: stall_exit ends this process as soon as this is handled."""
 
 
 class JobStallWatch:

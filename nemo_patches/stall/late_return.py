@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 import time
 
+from ..facts import RankFacts
+from ..judging.answer import Question
+from ..judging.found import Found
+from ..judging.kinds import ELSEWHERE
 from ..sync.events import Group, Round, WatchedRounds
-from .answer import Question
-from .found import Found
 from .log_line import report
-from .rank_kinds import ELSEWHERE
-from .rank_state import RankState
 from .training_notes import TrainingNotes
 
 
@@ -48,7 +48,7 @@ class LateReturn:
             call = sync.call_title(_round_of(sync, number) or latest)
             report(logging.WARNING, f"other ranks waited for this one, and gave up ({call}){been}")
 
-    def _is_missing(self, key: str, number: int, own: RankState) -> bool:
+    def _is_missing(self, key: str, number: int, own: RankFacts) -> bool:
         """Not if it has ended an evaluation in which the user allows it fewer batches, or takes no part."""
         evaluation = own.clock[0] if self._notes.may_be_uneven and own.clock else None
         return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..channel.answers import Answers
 from ..channel.exchange import Exchange
-from .found import Found, found_of
-from .rank_state import RankState
+from ..facts import RankFacts
+from ..judging.found import Found, found_of
 
 _LIMIT_S = 5.0  # a look takes no longer
 _LIMIT_PER_RANK_S = 0.002
@@ -36,7 +36,7 @@ class Looks:
     def __init__(
         self,
         exchange: Exchange,
-        make_state: Callable[[], RankState],
+        make_state: Callable[[], RankFacts],
         wake: Callable[[], None],
         heard: Callable[[Found], None],
     ) -> None:

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..judging.kinds import CHECKPOINT
+from ..judging.waits import Call, activity, collective, of_names
 from .kernel_call import KernelCall
 from .libraries import PYTHON, origin
-from .rank_kinds import CHECKPOINT
 from .requests import request
-from .waits import Call, activity, collective, of_names
 
 _TORCH = os.path.dirname(torch.__file__).replace(os.sep, "/") + "/"
 SAVING = "saving a checkpoint"

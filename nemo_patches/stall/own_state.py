@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
+from ..facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING, ROUNDS_OF, RankFacts
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
@@ -19,8 +20,6 @@ from .kernel_call import waits_for_any_child
 from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .progress import Progress
-from .rank_kinds import LENGTH_SYNC, ROUNDS_OF
-from .rank_state import CALLING, COMPUTING, MOVING, RankState
 from .settings import StallSettings
 from .training_notes import TrainingNotes
 
@@ -40,7 +39,7 @@ class OwnState:
         self._progress = progress
         self._settings = settings
 
-    def make(self) -> RankState:
+    def make(self) -> RankFacts:
         """As of now."""
         now = time.monotonic()
         settings = self._settings()
@@ -69,7 +68,7 @@ class OwnState:
             if text:
                 settings_text += f"; {text}"
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
-        return RankState(
+        return RankFacts(
             rank=self._group.rank,
             host=safe(socket.gethostname()),
             pid=os.getpid(),

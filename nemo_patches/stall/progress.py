@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed
 
+from ..judging.kinds import is_guess
 from ..text import first_line
 from . import stacks
 from .kernel_call import kernel_call
@@ -19,7 +20,6 @@ from .loader_workers import WorkerMotion
 from .log_line import report
 from .motion import ThreadMotion
 from .occupation import occupation
-from .rank_kinds import is_guess
 from .torch_knows import has_gpu
 from .training_notes import TrainingNotes
 

@@ -10,10 +10,10 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 
+from ..judging.kinds import PERHAPS
+from ..judging.waits import Call
 from .kernel_call import KernelCall
 from .libraries import PYTHON, origin
-from .rank_kinds import PERHAPS, is_guess
-from .waits import Call
 
 STANDARD_INPUT = "input()"
 _LOADERS = ("/torch/utils/data/", "/loops/fetchers.py")
@@ -34,16 +34,6 @@ _WAITS = {
     ("socketserver.py", "serve_forever"): "serve_forever()",
 }
 _SELECTS = {"epoll", "poll", "select"}
-# Collectives in which all ranks wait for what one of them has: so a server's ranks wait for its requests.
-_FROM_ONE = {
-    "broadcast",
-    "broadcast_object_list",
-    "irecv",
-    "recv",
-    "recv_object_list",
-    "scatter",
-    "scatter_object_list",
-}
 
 
 def request(calls: Sequence[Call], names: Collection[str], kernel: KernelCall) -> str:
@@ -66,9 +56,3 @@ def request(calls: Sequence[Call], names: Collection[str], kernel: KernelCall) -
         return PERHAPS + "select()" if kernel.waits_for_files and _SELECTS.intersection(names) else ""
     called = inside[-1]
     return _WAITS.get((os.path.basename(called.file), called.function), "")
-
-
-def is_waited_for(request: str, collectives: Collection[str]) -> bool:
-    """Whether ranks that wait in these collectives wait for this rank's request. If none waits: whether it is certain
-    that this rank does."""
-    return not is_guess(request) or (bool(collectives) and _FROM_ONE.issuperset(collectives))

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from ..channel.answers import NO_WATCH
 from ..channel.exchange import Exchange
+from ..judging.found import Found
+from ..judging.kinds import UNANNOUNCED
+from ..judging.missing_rank import NOT_ANNOUNCED, UNPATCHED, Stall
 from ..sync.events import Group, bus
 from ..sync.length_sync import current
 from ..text import named
-from .found import Found
 from .log_line import report
 from .looks import Look
-from .missing_rank import NOT_ANNOUNCED, UNPATCHED, Stall
-from .rank_kinds import UNANNOUNCED
 from .training_notes import TrainingNotes
 
 _LONGEST_PAUSE_S = 60.0  # between two looks

@@ -21,6 +21,7 @@ from datetime import timedelta
 from ..channel import process_hooks
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
+from ..judging.missing_rank import Stall
 from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
 from ..text import first_line
@@ -30,7 +31,6 @@ from .job_stall import JobStallWatch
 from .late_return import LateReturn
 from .log_line import report
 from .looks import Look, Looks
-from .missing_rank import Stall
 from .own_state import OwnState
 from .progress import Progress
 from .report_file import ReportFile, as_json

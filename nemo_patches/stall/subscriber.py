@@ -15,11 +15,11 @@ import time
 from ..channel import process_hooks
 from ..channel.daemon import Daemon
 from ..channel.process_hooks import InForkedChild
+from ..judging.missing_rank import Stall
 from ..sync import length_sync
 from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
 from ..sync.settings import SettingsError
-from .missing_rank import Stall
 from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes

@@ -14,12 +14,13 @@ from datetime import timedelta
 
 from ..channel.answers import ENDED, LEFT
 from ..channel.exchange import Exchange
+from ..judging.answer import Answer, ended
+from ..judging.found import Found
+from ..judging.missing_rank import Stall
 from ..sync.events import Report, WatchedRounds, bus
-from .answer import Answer, ended
-from .found import Found
+from .events import StallReported
 from .log_line import report
 from .looks import Look
-from .missing_rank import Stall, StallReported
 
 _JOB = "this job"  # in place of an encoder
 _PATIENCE_S = 2.6  # for a look that is not done when its report is due

@@ -18,9 +18,9 @@ import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
+from nemo_patches.judging.missing_rank import MissingRank
 from nemo_patches.patching.settings import TraceSettings
-from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
-from nemo_patches.stall.missing_rank import MissingRank, StallReported
+from nemo_patches.stall.events import EXIT_CODE, JobStalled, StallExits, StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report

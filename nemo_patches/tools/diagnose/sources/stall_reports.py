@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from nemo_patches.stall.rank_groups import WAITING
-from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED, is_guess
-from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
-from nemo_patches.stall.rank_state import CALLING, COMPUTING, MOVING
+from nemo_patches.facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING
+from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, is_guess
+from nemo_patches.judging.kinds import GONE as PROCESS_GONE
+from nemo_patches.judging.rank_groups import WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
@@ -35,7 +35,7 @@ _GOES_ON = (CALLING, MOVING, COMPUTING)
 
 
 class Group(msgspec.Struct):
-    """Ranks at one place, as stall/rank_groups.py tells of them. Older versions leave out what has a default."""
+    """Ranks at one place, as judging/rank_groups.py tells of them. Older versions leave out what has a default."""
 
     ranks: tuple[int, ...]
     kind: str

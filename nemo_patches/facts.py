@@ -1,4 +1,4 @@
-"""A rank's state, as its answer to a question: JSON of bounded size.
+"""What one rank says of itself when it is asked: one dataclass, JSON both ways.
 
 What another rank has sent is data: its types are checked, its size is bounded, it is printed without control
 characters, and nothing of it is evaluated. Needs no torch.
@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from ..channel.answers import LONGEST_STATE
-from ..text import safe
+from .channel.answers import LONGEST_STATE
+from .text import safe
 
+LENGTH_SYNC = "length sync"  # what a rank may wait in, as any collective
+ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
 CALLING = "calling"  # it goes on with encoder calls
 MOVING = "moving"  # it goes on with collectives
 COMPUTING = "computing"  # it takes no step, and its training thread, or what this waits for, takes a core
@@ -24,7 +26,7 @@ _MOST_WORKERS = 32
 
 
 @dataclass(frozen=True)
-class RankState:
+class RankFacts:
     """The state of one rank. Times are ages in seconds, when it was asked; -1: never, or not known."""
 
     rank: int
@@ -73,7 +75,7 @@ class RankState:
             place = [self.caller, self.hook, "" if self.collective else self.where]
         return f"{_digest(kind)} {_digest([*kind, *place])}"
 
-    def of_another(self, rank: int) -> RankState:
+    def of_another(self, rank: int) -> RankFacts:
         """This state as far as it applies to another rank with the same key."""
         return replace(self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch="")
 
@@ -82,7 +84,7 @@ class RankState:
         return asdict(_bounded(self))
 
     @classmethod
-    def from_json(cls, content: Any, has_place: bool = True) -> RankState | None:
+    def from_json(cls, content: Any, has_place: bool = True) -> RankFacts | None:
         """Parse a state in which every field has the right type; None if one has not.
 
         has_place: whether its rank's place is that of all ranks whose states were merged with it.
@@ -98,7 +100,7 @@ class RankState:
         return replace(state, where="", caller="", hook="", workers=(), worker_states=(), batch="")
 
 
-def _bounded(state: RankState) -> RankState:
+def _bounded(state: RankFacts) -> RankFacts:
     """Shorten to LONGEST_STATE bytes: the least important parts are dropped first."""
     rounds = dict(list(state.rounds.items())[-_MOST_ENCODERS:])
     apart = dict(list(state.apart.items())[-_MOST_ENCODERS:])

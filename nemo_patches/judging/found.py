@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from ..channel.answers import ENDED, LEFT, LOST, NO_ANSWER, NOT_COME, NOT_HEARD, OTHERS, Answers, Silence
-from ..channel.meeting import Member
+from ..facts import RankFacts
 from ..text import named
-from .rank_kinds import ALL_RANKS_OF, ANSWERS_NOTHING, GONE, SILENT, UNANNOUNCED
-from .rank_kinds import LEFT as HAS_LEFT
-from .rank_state import RankState
+from .kinds import ALL_RANKS_OF, ANSWERS_NOTHING, GONE, SILENT, UNANNOUNCED
+from .kinds import LEFT as HAS_LEFT
+
+if TYPE_CHECKING:
+    from ..channel.meeting import Member
 
 # Of a rank of which nothing is heard, by why: those that are named for it.
 KINDS_OF_SILENT = {LEFT: HAS_LEFT, ENDED: SILENT, NO_ANSWER: SILENT, LOST: SILENT, NOT_COME: UNANNOUNCED}
@@ -27,7 +30,7 @@ class Found:
     """
 
     size: int
-    states: Mapping[int, RankState] = field(default_factory=dict)
+    states: Mapping[int, RankFacts] = field(default_factory=dict)
     silent: Mapping[int, Silence] = field(default_factory=dict)
     members: Sequence[Member | None] = ()
     trouble: str = ""
@@ -75,9 +78,9 @@ class Found:
 
 def found_of(answers: Answers, size: int, members: Sequence[Member | None], trouble: str) -> Found:
     """What a question's answers say of `size` ranks in all; malformed states are left out."""
-    states: dict[int, RankState] = {}
+    states: dict[int, RankFacts] = {}
     for key, group in answers.groups.items():
-        state = RankState.from_json(group.state, has_place=" " in key) if key != OTHERS else None
+        state = RankFacts.from_json(group.state, has_place=" " in key) if key != OTHERS else None
         if state is None:
             continue
         state = replace(state, still=group.still if group.still >= 0 else -1.0)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from ..channel.answers import HELD_UP, NO_WATCH
+from ..facts import CALLING, COMPUTING, MOVING, RankFacts
 from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
-from .missing_rank import NOT_ANNOUNCED, MissingRank
-from .rank_kinds import (
+from .kinds import (
     ALL_RANKS_OF,
     ANSWERS_NOTHING,
     CHECKPOINT,
@@ -23,7 +23,7 @@ from .rank_kinds import (
     UNANNOUNCED,
     is_guess,
 )
-from .rank_state import CALLING, COMPUTING, MOVING, RankState
+from .missing_rank import NOT_ANNOUNCED, MissingRank
 
 WAITING = "waiting"  # in a collective
 UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that
@@ -157,7 +157,7 @@ _MEANINGS = {
 }
 
 
-_OF_STATE = {one.name for one in fields(RankGroup)} & {one.name for one in fields(RankState)}
+_OF_STATE = {one.name for one in fields(RankGroup)} & {one.name for one in fields(RankFacts)}
 
 
 def grouped(found: Found) -> tuple[RankGroup, ...]:
@@ -181,7 +181,7 @@ def grouped(found: Found) -> tuple[RankGroup, ...]:
     return tuple(sorted(joined, key=lambda group: (order.get(group.kind, 0), group.size, group.runs)))
 
 
-def _of_state(rank: int, state: RankState) -> RankGroup:
+def _of_state(rank: int, state: RankFacts) -> RankGroup:
     kind = state.goes_on or (WAITING if state.collective else ELSEWHERE)
     return RankGroup(((rank, rank),), kind, **{name: getattr(state, name) for name in _OF_STATE})
 

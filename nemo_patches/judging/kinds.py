@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from ..sync.protocol import APART
-
 ELSEWHERE = "elsewhere"  # it is alive, and not in the others' call
 SILENT = "no heartbeat"  # it does not answer, or has ended without a word
 # What shows why it does not answer:
@@ -18,8 +16,10 @@ EVALUATED = "evaluation ended"  # it had fewer batches than the others, which ne
 # Activities that end by themselves, or may:
 CHECKPOINT, DEBUGGER, COMPILATION, EXPORT = "a checkpoint", "a debugger", "a compilation", "an export"
 PERHAPS = "perhaps "  # how a guess begins
-LENGTH_SYNC = "length sync"  # what a rank may wait in, as any collective
-ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
+# Why an encoder takes no part in the length sync, in the words of sync/protocol.py.
+FLAG_IS_OFF = "sync_max_audio_length is false"
+IS_LOCAL = "sync=local"
+APART = (FLAG_IS_OFF, IS_LOCAL)
 KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE, EVALUATED, *APART)
 
 

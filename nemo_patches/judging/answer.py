@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..sync.protocol import APART
+from ..facts import LENGTH_SYNC, ROUNDS_OF, RankFacts
 from ..text import named
 from .found import KINDS_OF_SILENT, Found
+from .kinds import APART, ELSEWHERE, EVALUATED, LATE, UNANNOUNCED, is_guess
 from .missing_rank import MissingRank, described
-from .rank_kinds import ELSEWHERE, EVALUATED, LATE, LENGTH_SYNC, ROUNDS_OF, UNANNOUNCED, is_guess
-from .rank_state import RankState
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Question:
     clock: tuple[int, ...] | None
     evaluation: int | None = None
 
-    def came(self, state: RankState) -> bool:
+    def came(self, state: RankFacts) -> bool:
         """Also if its state does not say: a rank is not missing because it has more encoders than its state lists.
 
         After a wait in vain a call may issue no round. Whose rank has made that call, and waits in a collective itself,
@@ -36,20 +35,20 @@ class Question:
         made = self.clock is not None and state.calls > 0 and state.clock >= self.clock
         return state.has_come(self.key, self.round_number) is not False or (made and bool(state.collective))
 
-    def kind_of(self, state: RankState) -> str:
+    def kind_of(self, state: RankFacts) -> str:
         """The kind of a rank that has not come, by its own state."""
         if (apart := state.apart.get(self.key, "")) in APART:
             return apart
         return EVALUATED if self._has_ended_evaluation(state) else ELSEWHERE
 
-    def _has_ended_evaluation(self, state: RankState) -> bool:
+    def _has_ended_evaluation(self, state: RankFacts) -> bool:
         """Whether its last call was of the same evaluation, and it waits for the others in a collective after that."""
         if state.training or not state.calls or state.clock[:1] != (self.evaluation,):
             return False
         own_rounds = state.collective.startswith((LENGTH_SYNC, ROUNDS_OF))
         return bool(state.collective) and not own_rounds and not is_guess(state.collective)
 
-    def unsaid(self, states: Iterable[RankState]) -> str:
+    def unsaid(self, states: Iterable[RankFacts]) -> str:
         """Why it is not known that all have come; empty if it is known."""
         ranks = [one.rank for one in states if one.has_come(self.key, self.round_number) is None]
         return f"{named(sorted(ranks))}: more encoders than a rank tells of" if ranks else ""
@@ -112,7 +111,7 @@ def ended(found: Found) -> dict[int, MissingRank]:
     }
 
 
-def _of_state(state: RankState, kind: str) -> MissingRank:
+def _of_state(state: RankFacts, kind: str) -> MissingRank:
     place = (state.host, state.pid, state.calls, state.idle)
     return MissingRank(state.rank, kind, *place, state.where, state.workers, state.collective, state.batch)
 

@@ -9,20 +9,30 @@ torch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from ..facts import CALLING, COMPUTING, MOVING
 from ..text import named
 from .judge import OUT_OF_STEP, Judgement, Seat, judge
+from .kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
-from .rank_kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
-from .rank_state import CALLING, COMPUTING, MOVING
-from .requests import is_waited_for
 
 _NO_RANK_MOVES = "no rank moves: "
 _ALL_IN = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
 _MAY_WAIT = "who waits may wait for a rank that goes on"
 _JOB = "job"  # the group in which all ranks are
+# Collectives in which all ranks wait for what one of them has: so a server's ranks wait for its requests.
+_FROM_ONE = {
+    "broadcast",
+    "broadcast_object_list",
+    "irecv",
+    "recv",
+    "recv_object_list",
+    "scatter",
+    "scatter_object_list",
+}
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,14 @@ def _wait_for_requests(groups: tuple[RankGroup, ...], suspects: list[RankGroup])
     none of these.
     """
     collectives = {group.collective for group in groups if group.kind == WAITING}
-    return all(group.request and is_waited_for(group.request, collectives) for group in suspects)
+    return all(group.request and _is_waited_for(group.request, collectives) for group in suspects)
+
+
+def _is_waited_for(request: str, collectives: Collection[str]) -> bool:
+    """Whether ranks that wait in these collectives wait for this rank's request. If none waits:
+    whether it is certain that this rank does.
+    """
+    return not is_guess(request) or (bool(collectives) and _FROM_ONE.issuperset(collectives))
 
 
 def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
+from .kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
 
 # What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
 _C10D = "distributed/distributed_c10d.py"
