@@ -202,7 +202,7 @@ def all_have_come() -> bool:
     except ModuleNotFoundError:  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.exchange.is_whole and monitor.roll_call.is_done
+    return monitor is not None and monitor.exchange.is_whole and monitor.all_ranks.is_done
 
 
 def stall_monitor() -> Any:

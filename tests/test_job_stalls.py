@@ -169,7 +169,7 @@ def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: 
         found[way] = stalls
         logging.getLogger("nemo_patches").removeHandler(trainer.lines)
     nemo_patches.revert()
-    wait_until(lambda: stall_monitor()._own_state.make().idle == -1)  # calls that are not seen are no stall
+    wait_until(lambda: stall_monitor()._own_facts.make().idle == -1)  # calls that are not seen are no stall
     dist.barrier()
     return found
 

@@ -31,7 +31,9 @@ LONG_S = 120.0  # for what must come, on a busy machine
 class Job:
     """Its two ranks, and what they have written."""
 
-    def __init__(self, script: str, way: str, folder: Path, *, by_run: bool, stall_timeout: int) -> None:
+    def __init__(
+        self, script: str, way: str, folder: Path, *, by_run: bool, stall_timeout: int, checkout: Path
+    ) -> None:
         self.folder = folder
         work = [sys.executable, "-u", str(Path(__file__).parent / "plain_job.py"), script, way, str(folder)]
         command = [sys.executable, "-m", "nemo_patches", "run", "--", *work] if by_run else work
@@ -46,12 +48,12 @@ class Job:
         for rank in range(2):
             named = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
             meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = environment(CHECKOUT, **settings, **named, **meets)
+            variables = environment(checkout, **settings, **named, **meets)
             with (folder / f"stderr.{rank}").open("w") as log:
                 process = subprocess.Popen(
                     command,
                     env=variables,
-                    cwd=CHECKOUT,
+                    cwd=checkout,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -71,9 +73,16 @@ class Job:
 
 @contextmanager
 def running(
-    script: str, way: str, folder: Path, *, by_run: bool = False, stall_timeout: int = STALL_TIMEOUT
+    script: str,
+    way: str,
+    folder: Path,
+    *,
+    by_run: bool = False,
+    stall_timeout: int = STALL_TIMEOUT,
+    checkout: Path = CHECKOUT,
 ) -> Iterator[Job]:
-    job = Job(script, way, folder, by_run=by_run, stall_timeout=stall_timeout)
+    """checkout: where ours is, which its processes use."""
+    job = Job(script, way, folder, by_run=by_run, stall_timeout=stall_timeout, checkout=checkout)
     try:
         wait_until((folder / "hangs").exists, LONG_S)
         yield job

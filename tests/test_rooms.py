@@ -14,6 +14,7 @@ import nemo_patches.sync
 from nemo_patches.judging import kinds
 from nemo_patches.patching import TARGET_MODULES
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.stall import late_modules
 from nemo_patches.sync import protocol
 
 pytestmark = pytest.mark.one_nemo
@@ -41,6 +42,7 @@ LOADERS = {  # the files of the layer that import such a package: by setting
 }
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
 TORCH_ONLY = ("growth", "channel", "sync", "stall")  # what a rank always imports needs torch and the standard library
+LAYER = {"", "text", "facts", "growth", "channel", "sync", "stall", "patching"}  # what a rank imports by default
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
@@ -68,10 +70,14 @@ def home(path: Path) -> str:
     return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
 
 
-def imports(path: Path) -> set[str]:
-    """The full names that a file imports, wherever in it: in functions and for type checkers, too."""
+def imports(path: Path, at_once: bool = False) -> set[str]:
+    """The full names that a file imports, wherever in it: in functions and for type checkers, too.
+
+    at_once: only those that are imported with it.
+    """
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -104,6 +110,18 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
 def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
     at_once = {ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body}
     assert not [line for line in at_once if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line]
+
+
+@each_file
+def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone(path: Path) -> None:
+    """By files that a rank always imports."""
+    if room(path) in LAYER and module(path) not in late_modules.NAMES:
+        assert not {modules_of(name) for name in imports(path, at_once=True)}.intersection(late_modules.NAMES)
+
+
+def test_a_watch_reads_all_of_judging() -> None:
+    assert {name for name in MODULES if name.startswith("nemo_patches.judging")} <= set(late_modules.NAMES)
+    assert set(late_modules.NAMES) <= MODULES
 
 
 def test_judging_needs_the_standard_library_alone() -> None:

@@ -42,7 +42,9 @@ class Question:
         return EVALUATED if self._has_ended_evaluation(state) else ELSEWHERE
 
     def _has_ended_evaluation(self, state: RankFacts) -> bool:
-        """Whether its last call was of the same evaluation, and it waits for the others in a collective after that."""
+        """Whether its last call was of the same evaluation, and it waits for the others in a
+        collective after that.
+        """
         if state.training or not state.calls or state.clock[:1] != (self.evaluation,):
             return False
         own_rounds = state.collective.startswith((LENGTH_SYNC, ROUNDS_OF))
@@ -63,7 +65,9 @@ class Answer:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether all missing ranks have ended an evaluation in which the user allows them fewer batches."""
+        """Whether all missing ranks have ended an evaluation in which the user allows them fewer
+        batches.
+        """
         return bool(self.missing) and not self.unknown and all(rank.kind == EVALUATED for rank in self.missing)
 
     def text(self, size: int) -> str:

@@ -8,17 +8,34 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..channel.answers import ENDED, LEFT, LOST, NO_ANSWER, NOT_COME, NOT_HEARD, OTHERS, Answers, Silence
+from ..channel.answers import (
+    ENDED,
+    LEFT,
+    LOST,
+    NO_ANSWER,
+    NOT_COME,
+    NOT_HEARD,
+    OTHERS,
+    Answers,
+    Silence,
+)
 from ..facts import RankFacts
 from ..text import named
 from .kinds import ALL_RANKS_OF, ANSWERS_NOTHING, GONE, SILENT, UNANNOUNCED
 from .kinds import LEFT as HAS_LEFT
+from .read_facts import read_facts
 
 if TYPE_CHECKING:
     from ..channel.meeting import Member
 
 # Of a rank of which nothing is heard, by why: those that are named for it.
-KINDS_OF_SILENT = {LEFT: HAS_LEFT, ENDED: SILENT, NO_ANSWER: SILENT, LOST: SILENT, NOT_COME: UNANNOUNCED}
+KINDS_OF_SILENT = {
+    LEFT: HAS_LEFT,
+    ENDED: SILENT,
+    NO_ANSWER: SILENT,
+    LOST: SILENT,
+    NOT_COME: UNANNOUNCED,
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +81,9 @@ class Found:
         return self._lost(rank) if silence.how == LOST else ""
 
     def _lost(self, rank: int) -> str:
-        """The host or the network, if all ranks of its host are lost; the network, if others are heard."""
+        """The host or the network, if all ranks of its host are lost; the network, if others are
+        heard.
+        """
         host = self.process_of(rank)[0]
         of_host = [one for one in range(self.size) if self.process_of(one)[0] == host] if host else [rank]
         lost = [one for one in of_host if one in self.silent and self.silent[one].how == LOST]
@@ -80,7 +99,7 @@ def found_of(answers: Answers, size: int, members: Sequence[Member | None], trou
     """What a question's answers say of `size` ranks in all; malformed states are left out."""
     states: dict[int, RankFacts] = {}
     for key, group in answers.groups.items():
-        state = RankFacts.from_json(group.state, has_place=" " in key) if key != OTHERS else None
+        state = read_facts(group.state, has_place=" " in key) if key != OTHERS else None
         if state is None:
             continue
         state = replace(state, still=group.still if group.still >= 0 else -1.0)

@@ -20,7 +20,14 @@ ALL_IN = "all-in"  # all are in the same one, and none has come out
 OLDER = "older"  # the records are of different times: some rank has come out of it
 _IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # a rank cannot come out of such a collective
 
-_ANY_SIZE = ("coalesced", "alltoall", "gather", "scatter", "send", "recv")  # as kinds begin of unlike sizes
+_ANY_SIZE = (
+    "coalesced",
+    "alltoall",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+)  # as kinds begin of unlike sizes
 
 
 class Seat(NamedTuple):
@@ -57,7 +64,9 @@ class Judgement(NamedTuple):
 
 
 def judge(
-    seats: Iterable[Seat], members: Mapping[str, Iterable[int]], begins: Mapping[tuple[str, int], int] | None = None
+    seats: Iterable[Seat],
+    members: Mapping[str, Iterable[int]],
+    begins: Mapping[tuple[str, int], int] | None = None,
 ) -> list[Judgement]:
     """For each group, the first collective in which its ranks differ; groups in the order of their names.
 

@@ -14,7 +14,10 @@ UNANNOUNCED = "unannounced"  # it has not registered
 LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
 EVALUATED = "evaluation ended"  # it had fewer batches than the others, which need not wait for it
 # Activities that end by themselves, or may:
-CHECKPOINT, DEBUGGER, COMPILATION, EXPORT = "a checkpoint", "a debugger", "a compilation", "an export"
+CHECKPOINT = "a checkpoint"
+DEBUGGER = "a debugger"
+COMPILATION = "a compilation"
+EXPORT = "an export"
 PERHAPS = "perhaps "  # how a guess begins
 # Why an encoder takes no part in the length sync, in the words of sync/protocol.py.
 FLAG_IS_OFF = "sync_max_audio_length is false"

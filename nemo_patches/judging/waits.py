@@ -11,9 +11,17 @@ from .kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
 # What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
 _C10D = "distributed/distributed_c10d.py"
 _WAITS = (
-    ("nn/parallel/distributed.py", ("_distributed_broadcast_coalesced", "_sync_"), "DDP's buffer broadcast"),
+    (
+        "nn/parallel/distributed.py",
+        ("_distributed_broadcast_coalesced", "_sync_"),
+        "DDP's buffer broadcast",
+    ),
     ("nn/parallel/distributed.py", ("__init__", "_ddp_init_helper"), "DDP's construction"),
-    ("nn/parallel/distributed.py", ("_pre_forward",), "DDP's second step, which makes its buckets anew"),
+    (
+        "nn/parallel/distributed.py",
+        ("_pre_forward",),
+        "DDP's second step, which makes its buckets anew",
+    ),
     ("distributed/utils.py", ("_sync_module_states", "_verify_param_shape"), "DDP's construction"),
     ("autograd/graph.py", ("_engine_run_backward",), "backward, which reduces the gradients"),
     ("distributed/_functional_collectives.py", ("",), "a functional collective"),
@@ -22,7 +30,11 @@ _WAITS = (
     ("cuda/", ("synchronize",), PERHAPS + "the GPU"),
 )
 _SET_UP = ("init_process_group", "destroy_process_group")
-_NO_COLLECTIVES = {"wrapper", "_wrapper", *_SET_UP}  # new_group is one: all ranks make a group together
+_NO_COLLECTIVES = {
+    "wrapper",
+    "_wrapper",
+    *_SET_UP,
+}  # new_group is one: all ranks make a group together
 _DEVICE_WAITS = {
     *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
     *("nonzero", "masked_select", "unique", "repeat_interleave"),
@@ -33,8 +45,16 @@ _CHECKPOINT_FILES = ("serialization.py", "distributed/checkpoint/")
 # By torch's file, and by how the names of its functions begin. A function that has been compiled runs without them.
 _ACTIVITIES = (
     ("_dynamo/convert_frame.py", ("",), COMPILATION),
-    ("_inductor/compile_fx.py", ("compile_fx", "_compile_fx", "fx_codegen", "fw_compiler", "bw_compiler"), COMPILATION),
-    ("_inductor/runtime/triton_heuristics.py", ("precompile", "autotune", "benchmark", "coordinate"), COMPILATION),
+    (
+        "_inductor/compile_fx.py",
+        ("compile_fx", "_compile_fx", "fx_codegen", "fw_compiler", "bw_compiler"),
+        COMPILATION,
+    ),
+    (
+        "_inductor/runtime/triton_heuristics.py",
+        ("precompile", "autotune", "benchmark", "coordinate"),
+        COMPILATION,
+    ),
     ("onnx/", ("export", "_export"), EXPORT),
     ("export/", ("export", "_export", "draft_export"), EXPORT),
     ("jit/_trace.py", ("trace", "_trace"), EXPORT),

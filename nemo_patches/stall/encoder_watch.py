@@ -20,13 +20,16 @@ from .events import StallReported
 from .log_line import report
 from .looks import Look
 
-_PATIENCE_S, _PATIENCE_PER_RANK_S = 2.6, 0.002  # for a look that is not done when its report is due
+_PATIENCE_S = 2.6  # for a look that is not done when its report is due
+_PATIENCE_PER_RANK_S = 0.002
 _RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
 FIRST_REPEAT_S = 60.0
 
 
 class EncoderWatch:
-    """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
+    """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read
+    `stall`.
+    """
 
     def __init__(
         self,
@@ -37,14 +40,19 @@ class EncoderWatch:
         may_be_uneven: Callable[[], bool] = lambda: False,
     ) -> None:
         """may_be_uneven: whether the user allows ranks fewer batches of an evaluation."""
-        self._sync, self._rank, self._size = sync, rank, size
-        self._begin_look, self._may_be_uneven = begin_look, may_be_uneven
+        self._sync = sync
+        self._rank = rank
+        self._size = size
+        self._begin_look = begin_look
+        self._may_be_uneven = may_be_uneven
         self._patience_s = _PATIENCE_S + size * _PATIENCE_PER_RANK_S
         self._late: _LateRound | None = None
         self._said_at = 0.0  # time.monotonic() of the last report
         self._seen: WaitTimedOut | None = None  # the timeout that was taken last
-        self._pending: WaitTimedOut | None = None  # taken, but its round is not the one being reported
-        self._said_uneven = False  # logged that ranks had fewer batches of an evaluation, as the user allows
+        # Taken, but its round is not the one being reported.
+        self._pending: WaitTimedOut | None = None
+        # Logged that ranks had fewer batches of an evaluation, as the user allows.
+        self._said_uneven = False
 
     @property
     def busy(self) -> bool:
@@ -61,7 +69,9 @@ class EncoderWatch:
         return Stall(self._sync.title, late.round.call, since, answer.missing, self._size, answer.unknown)
 
     def look(self, now: float, timeout_s: float, is_last: bool) -> None:
-        """is_last: this process or its process group ends: report what is due, without asking other ranks."""
+        """is_last: this process or its process group ends: report what is due, without asking other
+        ranks.
+        """
         self._take_timeout()
         late, pending = self._late, self._pending
         if late is None:
@@ -76,7 +86,8 @@ class EncoderWatch:
             if not is_last and now < late.due_at(timeout_s):
                 late.early = self._begin_look()
         if pending is not None and pending.round is late.round:
-            late.timed_out, self._pending = pending, None
+            late.timed_out = pending
+            self._pending = None
         self._step(late, time.monotonic(), timeout_s, is_last)
 
     def _take_timeout(self) -> None:
@@ -90,7 +101,9 @@ class EncoderWatch:
             self._pending = timed_out
 
     def _incident_open(self, round_: Round) -> bool:
-        """Whether the last report is of later than the last round that came in time before this one."""
+        """Whether the last report is of later than the last round that came in time before this
+        one.
+        """
         return self._said_at > round_.in_time_at
 
     def _question(self, round_: Round) -> Question:
@@ -105,13 +118,15 @@ class EncoderWatch:
             late.came_at = late.round.came_at or now
         over = self._sync.is_over(late.round)
         due_at = late.due_at(timeout_s)
-        is_anybodys = came or not over or late.timed_out is not None  # else its failure is reported by itself
+        # Else its failure is reported by itself.
+        is_anybodys = came or not over or late.timed_out is not None
         due = is_anybodys and due_at <= (late.came_at or now)
         if over and not due:
             self._late = None
             return
         if due and late.look is None and not is_last:
-            late.look = self._begin_look()  # look again: ranks that were missing at the early look may have come
+            # Look again: ranks that were missing at the early look may have come.
+            late.look = self._begin_look()
         if due and not late.said_at:
             patience_s = _RAISE_PATIENCE_S if late.promise() is not None else self._patience_s
             if late.look is None or late.look.is_done or now - late.look.began >= patience_s or is_last:
@@ -128,7 +143,8 @@ class EncoderWatch:
                 self._say(late, now)
 
     def _say(self, late: _LateRound, now: float) -> None:
-        round_, early = late.round, late.early.found if late.early is not None else None
+        round_ = late.round
+        early = late.early.found if late.early is not None else None
         answer = Answer(unknown="this process ends")
         if (found := late.found()) is not None:
             answer = answered(late.question, found, early)
@@ -150,15 +166,15 @@ class EncoderWatch:
         self._said_at = now
 
     def _say_uneven(self, round_: Round, answer: Answer) -> None:
-        """Log it once: a rank without batches is not missing, and every evaluation may end like this."""
+        """Log it once: a rank without batches is not missing, and every evaluation may end like
+        this.
+        """
         if not self._said_uneven:
             self._said_uneven = True
-            have, they = ("has", "it") if len(answer.missing) == 1 else ("have", "they")
-            report(
-                logging.INFO,
-                f"{self._sync.call_title(round_)}: {named(rank.rank for rank in answer.missing)} {have} ended this "
-                f"evaluation, {they} had fewer batches; the others go on with their own lengths (metrics=deferred)",
-            )
+            who = named(rank.rank for rank in answer.missing)
+            ended = "has ended this evaluation, it" if len(answer.missing) == 1 else "have ended this evaluation, they"
+            others = "the others go on with their own lengths (metrics=deferred)"
+            report(logging.INFO, f"{self._sync.call_title(round_)}: {who} {ended} had fewer batches; {others}")
 
     def _say_recovered(self, late: _LateRound) -> None:
         missing = late.answer.missing
@@ -173,7 +189,8 @@ class _LateRound:
     """A round that is late, from half the timeout on, or from a wait that timed out."""
 
     round: Round
-    heeds_wait: bool  # whether a wait that timed out makes it one to report, or only the whole timeout
+    # Whether a wait that timed out makes it one to report, or only the whole timeout.
+    heeds_wait: bool
     question: Question
     timed_out: WaitTimedOut | None = None  # its wait, as soon as it has timed out
     early: Look | None = None  # at half the timeout

@@ -11,13 +11,10 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
-
-import torch.distributed
 
 from ..channel.answers import NOT_COME, NOT_HEARD
 from ..channel.daemon import Daemon
@@ -25,7 +22,7 @@ from ..judging.found import Found
 from ..judging.missing_rank import Stall
 from ..judging.rank_groups import grouped
 from ..judging.verdict import Verdict, judged
-from ..sync.events import bus
+from ..sync.events import Group, bus
 from ..text import named
 from . import on_stall
 from .events import EXIT_CODE, JobStalled, StallExits
@@ -37,53 +34,60 @@ from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 
 _LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, or are only guesses
-_FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)  # times stall_timeout, while the job has not begun its steps
+_FIRST_LOOKS = (
+    1,
+    2,
+    4,
+    8,
+    _LONG_FACTOR,
+)  # times stall_timeout, while the job has not begun its steps
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
 _LEAD_S = 0.3  # a rank begins to look this long before its report is due
-_HELD_UP_S = 2.0  # after such a pause counting starts again, or after this part of stall_timeout: the longer one
-_HELD_UP_PART = 1 / 4
 _SLACK_PART = 1 / 8  # of stall_exit: ranks are not asked all at the same moment
 _MOST_SLACK_S = 1.0
-_TOGETHER_S = 2.0  # for the others to reach the same decision: the first rank to end breaks their connections
+# For the others to reach the same decision: the first rank to end breaks their connections.
+_TOGETHER_S = 2.0
 _EXIT_LIMIT_S = 5.0  # for on_stall to end, where stall_exit ends the process
 _FLUSH_LIMIT_S = 1.0  # for the streams
 
 
 class JobStallWatch:
-    """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read `stall`."""
+    """The stall monitor's thread calls `look`, and alone writes the fields; any thread may read
+    `stall`.
+    """
 
     def __init__(
         self,
         notes: TrainingNotes,
-        rank: int,
-        size: int,
+        group: Group,
         progress: Progress,
         begin_look: Callable[[], Look],
         report_file: ReportFile,
     ) -> None:
         self._notes = notes
-        self._rank = rank
-        self._size = size
+        self._rank = group.rank
+        self._size = group.size
         self._progress = progress
-        world = torch.distributed.group.WORLD  # outlives its destruction in a DDP module; None: destroyed just now
-        self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
         self._begin_look = begin_look
         self._report_file = report_file
-        self._last = LastCall()  # the one that the fields below are of
+        last = notes.last
+        is_of_group = last.sync is not None and last.sync.group is group
+        self._last = last if is_of_group else LastCall()  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
         self._look: Look | None = None  # the one under way
         self._verdict: Verdict | None = None  # the last that was found
         self._told: tuple[int, str] | None = None  # the last line
         self._looks = 0  # finished reports
         self._infos = 0  # INFO lines
-        self._idle_outline: list[tuple[object, ...]] = []  # of the last verdict that was idle: said once, not per stall
+        # Of the last verdict that was idle: said once, not per stall.
+        self._idle_outline: list[tuple[object, ...]] = []
         self._exit_look_at = 0.0  # the next look, if later than stall_exit says
-        self._moved_at: dict[int, float] = {}  # by rank: when it was last seen to move, or first seen silent
+        # By rank: when it was last seen to move, or first seen silent.
+        self._moved_at: dict[int, float] = {}
         self._have_waited: set[int] = set()  # ranks that were seen in a collective
         self._is_paged = False
         self._command: threading.Thread | None = None  # of this stall
-        self._looked_at = math.inf
-        self._anew_at = 0.0  # when this thread continued after a pause
+        self._anew_at = progress.anew_at  # the same
         self._leaves_at = 0.0  # the process ends then
         self._leaves_since = 0.0  # decided when this rank had last moved
 
@@ -101,19 +105,8 @@ class JobStallWatch:
         """Whether stall_exit has decided to end this process."""
         return self._leaves_at > 0
 
-    def look_at_this_rank(self, now: float, settings: StallSettings) -> None:
-        """Call it before `look`, and before this rank answers others."""
-        limit_s = settings.stall_timeout.total_seconds()
-        if not limit_s:
-            return
-        if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
-            self._begin_anew(now)  # it was stopped and continued, with or without the job, or lacked Python's lock
-        self._looked_at = now
-        self._progress.look(now, limit_s)
-
     def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
         """is_last: this process or its process group ends, and so does any stall."""
-        is_last = is_last or torch.distributed.group.WORLD is not self._world()
         limit_s = settings.stall_timeout.total_seconds()
         progress = self._progress
         last = self._notes.last
@@ -122,6 +115,10 @@ class JobStallWatch:
             return
         if progress.stepped_at != self._stepped_at:
             self._forget(now, last)
+        # And so were the others, perhaps: earlier observations are no evidence.
+        if progress.anew_at != self._anew_at:
+            self._anew_at = progress.anew_at
+            self._forget_looks()
         if self.leaves:
             self._leave_or_stay(now)
             return
@@ -169,12 +166,6 @@ class JobStallWatch:
         self._is_paged = False
         self._forget_looks()
 
-    def _begin_anew(self, now: float) -> None:
-        """This thread was held up, and maybe the others too: earlier observations are no evidence."""
-        self._forget_looks()
-        self._anew_at = now
-        self._progress.begin_anew(now)
-
     def _forget_looks(self) -> None:
         self._look = None
         self._verdict = None
@@ -203,7 +194,9 @@ class JobStallWatch:
         return verdict
 
     def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings, is_due: bool) -> None:
-        """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit alone."""
+        """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit
+        alone.
+        """
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:
             return
@@ -235,7 +228,9 @@ class JobStallWatch:
         self._report_file.write(content, is_first)
 
     def _page(self, found: Found, command: str, text: str) -> None:
-        """The first rank that is heard runs the command, but for those whose os.wait() might get what starts it."""
+        """The first rank that is heard runs the command, but for those whose os.wait() might get
+        what starts it.
+        """
         can = [rank for rank, state in found.states.items() if not state.waits_for_child]
         if self._rank == min(can, default=-1):
             self._command = on_stall.start(command, text)
@@ -335,5 +330,6 @@ class JobStallWatch:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or its disk is full: it cannot be reported anywhere
+        # Closed, or its disk is full: it cannot be reported anywhere.
+        with contextlib.suppress(Exception):
             stream.flush()

@@ -49,7 +49,10 @@ def _fields(batch: object) -> Iterable[object]:
     if type(batch) is dict:
         return [batch.get(name) for name in _ID_FIELDS]
     if type(batch) is tuple or type(batch) is list:
-        return [*(field for field in batch if _cuts(field) is not None), *batch[_SAMPLE_IDS : _SAMPLE_IDS + 1]]
+        return [
+            *(field for field in batch if _cuts(field) is not None),
+            *batch[_SAMPLE_IDS : _SAMPLE_IDS + 1],
+        ]
     names = inspect.getattr_static(type(batch), "_fields", None)
     if issubclass(type(batch), tuple) and type(names) is tuple and _plain(names):
         named: dict[str, object] = dict(zip(names, tuple.__iter__(batch), strict=False))  # type: ignore[arg-type]

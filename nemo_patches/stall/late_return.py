@@ -19,13 +19,16 @@ class LateReturn:
     """The stall monitor's thread calls `heard` and `look`, and alone writes the fields."""
 
     def __init__(self, group: Group, notes: TrainingNotes) -> None:
-        self._group, self._notes = group, notes
-        self._waited_for: dict[str, tuple[int, str]] = {}  # by encoder: a round, and where this rank was then
+        self._group = group
+        self._notes = notes
+        # By encoder: a round, and where this rank was then.
+        self._waited_for: dict[str, tuple[int, str]] = {}
         self._said: dict[str, int] = {}  # by encoder: the last round
 
     def heard(self, found: Found) -> None:
         """A question has found ranks that have given up a round: did they wait for this one?"""
-        now, own = time.monotonic(), found.states.get(self._group.rank)
+        now = time.monotonic()
+        own = found.states.get(self._group.rank)
         for key, (number, gave_up_at) in _given_up(found, now).items():
             if own is None or number <= self._said.get(key, 0):
                 continue
@@ -49,7 +52,9 @@ class LateReturn:
             report(logging.WARNING, f"other ranks waited for this one, and gave up ({call}){been}")
 
     def _is_missing(self, key: str, number: int, own: RankFacts) -> bool:
-        """Not if it has ended an evaluation in which the user allows it fewer batches, or takes no part."""
+        """Not if it has ended an evaluation in which the user allows it fewer batches, or takes no
+        part.
+        """
         evaluation = own.clock[0] if self._notes.may_be_uneven and own.clock else None
         return Question(key, number, None, evaluation).kind_of(own) == ELSEWHERE
 

@@ -8,7 +8,8 @@ import threading
 from ..channel.daemon import Daemon
 from ..sync import rank_log
 
-_WRITE_LIMIT_S, _MOST_BLOCKED = 0.5, 64
+_WRITE_LIMIT_S = 0.5
+_MOST_BLOCKED = 64
 
 
 class LogLines:
@@ -26,8 +27,10 @@ class LogLines:
             if len(self._blocked) >= _MOST_BLOCKED:
                 self._lost += 1  # which the next one says
                 return
-            text += f" | {self._lost} lines before this one are lost: nobody took them" if self._lost else ""
-            self._lost, limit_s = 0, 0.0 if self._blocked else _WRITE_LIMIT_S
+            if self._lost:
+                text += f" | {self._lost} lines before this one are lost: nobody took them"
+            self._lost = 0
+            limit_s = 0.0 if self._blocked else _WRITE_LIMIT_S
         line = Daemon("line", rank_log.report, level, text)
         if line.begin():
             rank_log.report(level, text)

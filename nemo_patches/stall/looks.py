@@ -6,18 +6,46 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..channel.answers import Answers
 from ..channel.exchange import Exchange
+from ..channel.meeting import Member
 from ..facts import RankFacts
-from ..judging.found import Found, found_of
+
+if TYPE_CHECKING:
+    from ..judging.found import Found
 
 _LIMIT_S = 5.0  # a look takes no longer
 _LIMIT_PER_RANK_S = 0.002
 _QUESTIONS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a question has found, not judged yet.
+
+    members: each rank's host and process. trouble: why this rank is not connected to the others.
+    """
+
+    answers: Answers
+    size: int
+    members: Sequence[Member | None] = ()
+    trouble: str = ""
+
+    @property
+    def says_that_ranks_waited(self) -> bool:
+        """Whether some rank has given up a round."""
+        states = (group.state for group in self.answers.groups.values())
+        return any(isinstance(state, dict) and state.get("given_up") for state in states)
+
+    def found(self) -> Found:
+        """After LateModules.run()."""
+        from ..judging.found import found_of
+
+        return found_of(self.answers, self.size, self.members, self.trouble)
 
 
 @dataclass(eq=False)
@@ -26,19 +54,26 @@ class Look:
 
     began: float
     ends_at: float
-    found: Found
+    heard: Heard
     is_done: bool = False
+
+    @property
+    def found(self) -> Found:
+        """After LateModules.run()."""
+        return self.heard.found()
 
 
 class Looks:
-    """The stall monitor's thread writes the fields; the exchange's thread calls `asked`, `judge` and `told`."""
+    """The stall monitor's thread writes the fields; the exchange's thread calls `asked`, `judge`
+    and `told`.
+    """
 
     def __init__(
         self,
         exchange: Exchange,
         make_state: Callable[[], RankFacts],
         wake: Callable[[], None],
-        heard: Callable[[Found], None],
+        heard: Callable[[Heard], None],
     ) -> None:
         """heard: gets what every question has found, including those that other ranks asked."""
         self._exchange = exchange
@@ -75,7 +110,7 @@ class Looks:
     def begin(self) -> Look:
         """Begin a look."""
         now = time.monotonic()
-        look = Look(now, now + self._limit_s, self._found(Answers()))
+        look = Look(now, now + self._limit_s, self._heard_of(Answers()))
         if self._exchange.is_over:
             look.is_done = True
             return look
@@ -114,22 +149,22 @@ class Looks:
             answers.add_json(verdict.get("not judged", verdict))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # no rank of this format sends it
-        found = self._found(answers)
+        heard = self._heard_of(answers)
         asked_at = dict(self._asked_at).get(id_, 0.0)
         is_old = False
         for look in self._looks:
             if asked_at >= look.began:
-                look.found = found
+                look.heard = heard
                 look.is_done = True
             else:
                 is_old = True
-        self._heard(found)
+        self._heard(heard)
         if is_old:  # its answers may be older than the look
             self._exchange.ask()
 
-    def _found(self, answers: Answers) -> Found:
+    def _heard_of(self, answers: Answers) -> Heard:
         exchange = self._exchange
         if exchange.rank not in answers.heard:
             state = self._make_state()
             answers.add(state.key(), {exchange.rank}, state.to_json(), state.still)
-        return found_of(answers, exchange.size, exchange.members, exchange.trouble)
+        return Heard(answers, exchange.size, tuple(exchange.members), exchange.trouble)

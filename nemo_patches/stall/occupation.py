@@ -95,7 +95,10 @@ def _caller(frames: Sequence[Frame]) -> str:
     (nemo_model_checkpoint.py:540)".
     """
     others = [frame for frame in frames if frame.package not in _NOT_CALLERS]
-    best = next((frame for frame in others if frame.package not in _FRAMEWORKS), others[0] if others else None)
+    best = next(
+        (frame for frame in others if frame.package not in _FRAMEWORKS),
+        others[0] if others else None,
+    )
     if best is None:
         return ""
     return f"{best.code.co_name} ({os.path.basename(best.code.co_filename)}:{best.line})"

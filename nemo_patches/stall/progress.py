@@ -6,22 +6,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import subprocess
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from ..judging.kinds import is_guess
 from ..text import first_line
-from . import stacks
-from .kernel_call import kernel_call
-from .loader_workers import WorkerMotion
+from .late_modules import LateModules
 from .log_line import report
-from .motion import ThreadMotion
-from .occupation import occupation
-from .torch_knows import has_gpu
 from .training_notes import TrainingNotes
+
+if TYPE_CHECKING:
+    from .thread_at_work import ThreadAtWork
 
 NOT_COUNTED = -1
 _FIRST_CALLS = 2  # of encoders
@@ -29,7 +25,9 @@ _FIRST_RISES = 10  # looks at which more collectives had begun
 _BETWEEN_LOOKS_S = 0.2
 _DEAD_PART = 1 / 4  # of stall_timeout
 _AT_WORK_PART = 1 / 4  # of stall_timeout, after a step: nobody asks then
-_WINDOW_PART = 1 / 4  # of stall_timeout
+_WINDOW_PART = 1 / 4  # of stall_timeout: in which it is measured whether the thread computes
+_HELD_UP_S = 2.0  # after such a pause counting begins again, or after this part of stall_timeout: the longer one
+_HELD_UP_PART = 1 / 4
 
 
 class Progress:
@@ -44,8 +42,9 @@ class Progress:
     `look` and `begin_anew`, and alone writes the fields; any thread may read.
     """
 
-    def __init__(self, notes: TrainingNotes) -> None:
+    def __init__(self, notes: TrainingNotes, late: LateModules) -> None:
         now = time.monotonic()
+        self.anew_at = 0.0  # when counting has begun again, after a pause of the thread that looks
         self.begun = NOT_COUNTED  # operations that this rank has begun, in all its process groups
         self.stepped_at = now
         self.moved_at = now
@@ -54,10 +53,10 @@ class Progress:
         self.sleeps = False
         self._rises = 0
         self._notes = notes
-        self._motion: ThreadMotion | None = None
-        self._workers = WorkerMotion()
-        self._looked_at = 0.0  # at the stack
-        self._window_s = 0.0  # in which it is measured whether the thread computes
+        self._late = late
+        self._at_work: ThreadAtWork | None = None
+        self._looked_at = math.inf
+        self._looked_at_thread = 0.0
         self._ran_at = now  # when the training thread last ran, however briefly
         self._uncounted = ""  # why the operations cannot be counted
 
@@ -70,25 +69,28 @@ class Progress:
         """The data loader's workers that compute, and the processes that its training thread waits
         for.
         """
-        return self._workers.busy
+        return self._at_work.busy_processes if self._at_work is not None else frozenset()
 
     def look(self, now: float, limit_s: float) -> None:
+        """limit_s: stall_timeout. Call it before this rank answers others."""
+        if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
+            self.begin_anew(now)  # it was stopped and continued, or lacked Python's lock
+        self._looked_at = now
         self._count_steps(now, limit_s)
-        self._window_s = _WINDOW_PART * limit_s
-        if limit_s <= 0 or now - self.stepped_at < _AT_WORK_PART * limit_s:
-            self._motion = None
+        if now - self.stepped_at < _AT_WORK_PART * limit_s:
+            self._at_work = None
             self._ran_at = now
             self.sleeps = False
-        elif now - self._looked_at >= min(_BETWEEN_LOOKS_S, limit_s / 8):
-            self._looked_at = now
-            self._look_at_the_thread(now)
+        elif now - self._looked_at_thread >= min(_BETWEEN_LOOKS_S, limit_s / 8):
+            self._looked_at_thread = now
+            self._look_at_the_thread(now, limit_s)
             self.sleeps = now - self._ran_at >= _DEAD_PART * limit_s
 
     def begin_anew(self, now: float) -> None:
         """There was no look for long: it is not known what this rank did meanwhile."""
+        self.anew_at = now
         self.moved_at = now
-        self._motion = None
-        self._workers = WorkerMotion()
+        self._at_work = None
 
     def _count_steps(self, now: float, limit_s: float) -> None:
         last = self._notes.last
@@ -103,24 +105,19 @@ class Progress:
         if last.calls >= _FIRST_CALLS or self._rises >= _FIRST_RISES:
             self.has_started = True
 
-    def _look_at_the_thread(self, now: float) -> None:
-        last = self._notes.last
-        thread = stacks.training_thread(last.thread, last.native_thread)
-        frames = stacks.seen(thread.ident)
-        if self._motion is None or self._motion.native_thread != thread.native:
-            self._motion = ThreadMotion(thread.native, self._window_s)
-        self._motion.look(frames)
-        waits_in = occupation(frames, kernel_call(thread.native)).collective
-        if is_guess(waits_in) and not has_gpu():
-            waits_in = ""  # such a call computes there
-        waits = any(frame.code.co_filename == subprocess.__file__ for frame in frames)
-        has_busy_workers = self._workers.moved(now, waits_for_process=waits)
-        if self._motion.moves or (has_busy_workers and not waits_in):
+    def _look_at_the_thread(self, now: float, limit_s: float) -> None:
+        if self._late.run():
+            return  # it is not known whether it computes
+        from .thread_at_work import ThreadAtWork
+
+        if self._at_work is None:
+            self._at_work = ThreadAtWork(self._notes, _WINDOW_PART * limit_s)
+        self._at_work.look(now)
+        if self._at_work.moves:
             self.moved_at = now
+        if self._at_work.computes:
             self.computed_at = now
-        elif self._motion.computes and not waits_in:  # such a wait may take a core
-            self.computed_at = now
-        if self._motion.has_run:
+        if self._at_work.has_run:
             self._ran_at = now
 
     def _count(self, is_wanted: bool) -> int:

@@ -11,37 +11,42 @@ import contextlib
 import logging
 import os
 import select
-import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed
 
 from ..channel import process_hooks
+from ..channel.answers import ENDED
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
-from ..judging.missing_rank import Stall
 from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
 from ..text import first_line
-from .encoder_watch import EncoderWatch
+from .all_ranks import AllRanks
 from .job_socket import JobSocket
-from .job_stall import JobStallWatch
-from .late_return import LateReturn
+from .late_modules import LateModules
 from .log_line import report
-from .looks import Look, Looks
-from .own_state import OwnState
+from .looks import Heard, Looks
+from .own_facts import OwnFacts
 from .progress import Progress
-from .report_file import ReportFile, as_json
-from .roll_call import RollCall
 from .settings import StallSettings
-from .sync_end_report import SyncEndReport
-from .torch_knows import FlightRecording
 from .training_notes import TrainingNotes
+from .unjudged import Unjudged
+
+if TYPE_CHECKING:
+    from ..judging.missing_rank import Stall
+    from .reports import Reports
 
 SUBSCRIBER = "the stall monitor"
-_TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
+_TICK_S = 0.25
+_TICK_IN_A_STALL_S = 0.05
+_SHORTEST_TICK_S = 0.02
 _EXIT_S = 0.8  # at exit, for the last report
 
 
@@ -50,26 +55,31 @@ class StallMonitor:
     the fields."""
 
     def __init__(
-        self, group: Group, exchange: Exchange, notes: TrainingNotes, settings: Callable[[], StallSettings]
+        self,
+        group: Group,
+        exchange: Exchange,
+        notes: TrainingNotes,
+        settings: Callable[[], StallSettings],
+        late: LateModules,
     ) -> None:
         self.group = group
         self.exchange = exchange
         self._notes = notes
         self._settings = settings
-        self.progress = Progress(notes)
-        self._own_state = OwnState(group, notes, self.progress, settings)
-        self._late_return = LateReturn(group, notes)
-        self.looks = Looks(exchange, self._own_state.make, self._wake, self._late_return.heard)
-        look = self.looks.begin
-        self.roll_call = RollCall(group, exchange, notes, look, self._has_late_round, self.stalls)
-        self._watches: dict[WatchedRounds, EncoderWatch] = {}
-        self._end_report = SyncEndReport(exchange, group.size, look, notes.end_promises)
-        report_file = ReportFile(group.rank, group.store_port)
-        self.job_stall = JobStallWatch(notes, group.rank, group.size, self.progress, look, report_file)
+        self._late = late
+        self.progress = Progress(notes, late)
+        self._own_facts = OwnFacts(group, notes, self.progress, settings, late)
+        self.looks = Looks(exchange, self._own_facts.make, self._wake, self._heard)
+        self.all_ranks = AllRanks(group, exchange, notes, self.looks.begin)
+        self.reports: Reports | None = None  # until there is something to judge
+        self._unjudged = Unjudged(self.progress, self.looks.begin)
+        # Outlives its destruction in a DDP module; None: destroyed just now.
+        world = torch.distributed.group.WORLD
+        self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
         self._socket: JobSocket | None = None
-        self._visitors: list[tuple[socket.socket, Look, FlightRecording]] = []
         self._wakes = -1  # a file that wakes the thread
-        self._wakes_lock = threading.Lock()  # so that none writes to a file that has this one's number next
+        # So that none writes to a file that has this one's number next.
+        self._wakes_lock = threading.Lock()
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError as error:
@@ -81,13 +91,10 @@ class StallMonitor:
         _monitors.add(self)
 
     def stalls(self) -> tuple[Stall, ...]:
-        """The reported rounds that have not completed; the ranks that have died, if one failed; a stall of the job."""
-        reports = [
-            self._end_report.stall(),
-            self.job_stall.stall(),
-            *(watch.stall() for watch in list(self._watches.values())),
-        ]
-        return tuple(stall for stall in reports if stall is not None)
+        return self.reports.stalls() if self.reports is not None else ()
+
+    def unannounced(self) -> tuple[int, ...]:
+        return self.reports.roll_call.missing if self.reports is not None else ()
 
     def stop(self) -> None:
         """End the thread at its next look."""
@@ -119,10 +126,6 @@ class StallMonitor:
     def _stopped(self) -> bool:
         return self._exiting or self.group.closed
 
-    def _has_late_round(self) -> bool:
-        """Whether a round is late enough to be looked into."""
-        return any(watch.busy for watch in list(self._watches.values()))
-
     # What follows runs in the monitor's thread.
 
     def run(self) -> None:
@@ -136,20 +139,27 @@ class StallMonitor:
             self._tick(is_last=True)
         except Exception as error:
             bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
-            report(logging.ERROR, f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}")
+            report(
+                logging.ERROR,
+                f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}",
+            )
         finally:
             self.looks.cancel()
             self._end()
 
     def _begin(self) -> None:
+        self._late.read()
         try:
             self._socket = JobSocket(self.group.rank, self.group.store_port)
         except Exception as error:  # not an OSError where others' class is in the place of Python's socket
-            report(logging.INFO, f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}")
+            report(
+                logging.INFO,
+                f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}",
+            )
 
     def _end(self) -> None:
-        for visitor, _, _ in self._visitors:
-            visitor.close()
+        if self.reports is not None:
+            self.reports.close()
         if self._socket is not None:
             self._socket.close()
         with self._wakes_lock:
@@ -171,48 +181,69 @@ class StallMonitor:
     def _pause_s(self) -> float:
         timeout = current().timeout
         shortest = min(timeout, self._settings().stall_timeout or timeout).total_seconds()
-        is_busy = self._has_late_round() or self.looks.is_busy
+        is_busy = self.looks.is_busy or (self.reports is not None and self.reports.has_late_round())
         return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
 
     def _tick(self, is_last: bool = False) -> None:
         now = time.monotonic()
         settings = self._settings()
-        timeout_s = current().timeout.total_seconds()
-        is_over = is_last or self._notes.is_reverted
-        if not is_over:
-            self.job_stall.look_at_this_rank(now, settings)  # before anything tells of it
+        limit_s = settings.stall_timeout.total_seconds()
+        is_over = is_last or self._notes.is_reverted or torch.distributed.group.WORLD is not self._world()
+        if limit_s and not is_over:
+            self.progress.look(now, limit_s)
         self.looks.tick(now)
-        self._late_return.look()
-        self._watch_encoders(now, timeout_s, is_last)
-        if not is_last:
-            self.roll_call.look(now)  # after the rounds: a late one is reported with the same ranks
-        self._end_report.look(now, is_last)
-        self.job_stall.look(time.monotonic(), settings, is_over)
-        self._answer_visitors()
+        if self.reports is None and self._is_to_judge(now, limit_s, is_last):
+            self._make_reports(now, limit_s)
+        if self.reports is not None:
+            self.reports.look(settings, self.all_ranks, is_last=is_last, is_over=is_over)
+            if self._socket is not None:
+                self.reports.answer(self._socket.listener)
+        if is_last:
+            self.all_ranks.end()
+        else:
+            self.all_ranks.look(now)
 
-    def _watch_encoders(self, now: float, timeout_s: float, is_last: bool) -> None:
-        known = self._notes.syncs(self.group)
-        for sync in known:
-            if sync not in self._watches:
-                uneven = self._notes.allows_uneven
-                self._watches[sync] = EncoderWatch(sync, self.group.rank, self.group.size, self.looks.begin, uneven)
-        forgotten = set(self._watches).difference(known)
-        for sync, watch in list(self._watches.items()):
-            if sync.has_failed() and not is_last:
-                self._end_report.ended(sync)
-            watch.look(now, timeout_s, is_last)
-            if sync in forgotten and not watch.busy:
-                del self._watches[sync]
+    def _is_to_judge(self, now: float, limit_s: float, is_last: bool) -> bool:
+        """Whether there may be something to say, or somebody asks."""
+        timeout_s = current().timeout.total_seconds()
+        first_call_at = self.all_ranks.first_call_at
+        return (
+            (limit_s > 0 and now - self.progress.stepped_at >= limit_s / 4)
+            or any(_is_late(sync, now, timeout_s) for sync in self._notes.syncs(self.group))
+            or (first_call_at > 0 and now - first_call_at >= timeout_s / 2 and not self.exchange.is_joined)
+            or any(silence.how == ENDED for silence in list(self.exchange.ended.values()))
+            or (self._socket is not None and self._socket.has_visitors())
+            or (is_last and hasattr(sys, "last_value"))
+        )
 
-    def _answer_visitors(self) -> None:
-        if self._socket is None:
+    def _make_reports(self, now: float, limit_s: float) -> None:
+        if why := self._late.run():
+            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            if self._socket is not None:  # nobody can answer
+                self._socket.close()
+                self._socket = None
+            self._unjudged.look(now, limit_s, why)
             return
-        for visitor in self._socket.visitors():
-            self._visitors.append((visitor, self.looks.begin(), FlightRecording()))
-        for visitor, look, recording in [one for one in self._visitors if one[1].is_done and one[2].is_done]:
-            answer = self.job_stall.answer(look.found, time.monotonic())
-            self._socket.answer(visitor, as_json(answer, recording.wait()))
-            self._visitors.remove((visitor, look, recording))
+        from .reports import Reports
+
+        self.reports = Reports(self.group, self.exchange, self._notes, self.progress, self.looks)
+
+    def _heard(self, heard: Heard) -> None:
+        """A question's answers, also of one that another rank has asked."""
+        if self.reports is None and heard.says_that_ranks_waited:
+            self._make_reports(time.monotonic(), 0.0)
+        if self.reports is not None:
+            self.reports.heard(heard.found())
+
+
+def _is_late(sync: WatchedRounds, now: float, timeout_s: float) -> bool:
+    """Whether a round of it is late enough to be looked into, has been waited for in vain, or has
+    failed.
+    """
+    if sync.timed_out is not None or sync.has_failed():
+        return True
+    round_ = sync.round
+    return round_ is not None and not sync.is_over(round_) and now - round_.issued_at >= timeout_s / 2
 
 
 _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
@@ -220,13 +251,14 @@ _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 def _at_exit() -> None:
     # If another rank ended first, this one's collective has failed because of that: which one, its report says.
-    leaving = [monitor for monitor in list(_monitors) if monitor.job_stall.leaves]
+    made = [monitor.reports for monitor in list(_monitors) if monitor.reports is not None]
+    leaving = [reports for reports in made if reports.job_stall.leaves]
     for monitor in list(_monitors):
         monitor.stop()
     for monitor in list(_monitors):
         monitor.join(timedelta(seconds=_EXIT_S))
-    for monitor in leaving:
-        monitor.job_stall.leave()
+    for reports in leaving:
+        reports.job_stall.leave()
 
 
 def _in_forked_child() -> None:

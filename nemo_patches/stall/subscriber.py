@@ -11,18 +11,22 @@ import logging
 import multiprocessing
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from ..channel import process_hooks
 from ..channel.daemon import Daemon
 from ..channel.process_hooks import InForkedChild
-from ..judging.missing_rank import Stall
 from ..sync import length_sync
 from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
 from ..sync.settings import SettingsError
+from .late_modules import LateModules
 from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
+
+if TYPE_CHECKING:
+    from ..judging.missing_rank import Stall
 
 _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
@@ -37,6 +41,7 @@ class StallSubscriber:
         self._thread: threading.Thread | None = None
         self._settings: StallSettings | None = None
         self._notes = TrainingNotes()
+        self._late = LateModules()
 
     def subscribe(self) -> None:
         """Report stalls from now on; a second call does nothing."""
@@ -90,19 +95,20 @@ class StallSubscriber:
 
     def unannounced(self) -> tuple[int, ...]:
         """The ranks that have not announced themselves under that process group: unpatched, or not here yet."""
-        return () if self._monitor is None else self._monitor.roll_call.missing
+        return () if self._monitor is None else self._monitor.unannounced()
 
     def in_forked_child(self) -> None:
         """There is no thread. The child may become a rank, unless its parent is one."""
         has_subscribed = self._thread is not None
         self._lock = threading.Lock()
+        self._late.in_forked_child()
         self._thread = None
         self._monitor = None
         if has_subscribed and length_sync.process.present_group() is None:
             self._start()
 
     def _group_began(self, event: GroupBegan) -> None:
-        self._monitor = StallMonitor(event.group, event.exchange, self._notes, self.settings_in_force)
+        self._monitor = StallMonitor(event.group, event.exchange, self._notes, self.settings_in_force, self._late)
         self._start()
 
     def _start(self) -> None:
@@ -112,7 +118,10 @@ class StallSubscriber:
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
                 bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
-                report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {why}")
+                report(
+                    logging.WARNING,
+                    f"there are no stall reports of this rank, training goes on: {why}",
+                )
             else:
                 self._thread = thread
 
@@ -127,7 +136,10 @@ class StallSubscriber:
             except Exception as error:  # maybe the process group is being made or destroyed at this moment
                 failures += 1
                 if failures == _MOST_FAILURES:
-                    report(logging.ERROR, f"there are no stall reports of this rank, training goes on: {error!r}")
+                    report(
+                        logging.ERROR,
+                        f"there are no stall reports of this rank, training goes on: {error!r}",
+                    )
             if (monitor := self._monitor) is not None and monitor is not watched:
                 watched = monitor
                 monitor.run()

@@ -24,12 +24,15 @@ from .looks import Look
 
 _JOB = "this job"  # in place of an encoder
 _PATIENCE_S = 2.6  # for a look that is not done when its report is due
-_AT_EXIT_S = 0.4  # for the exchange to learn which rank has ended, where an exception ends this process
+# For the exchange to learn which rank has ended, where an exception ends this process.
+_AT_EXIT_S = 0.4
 _PAUSE_S = 0.02
 
 
 class SyncEndReport:
-    """The stall monitor's thread calls the methods, and alone writes the fields; any thread may read `stall`."""
+    """The stall monitor's thread calls the methods, and alone writes the fields; any thread may
+    read `stall`.
+    """
 
     def __init__(
         self,
@@ -78,16 +81,20 @@ class SyncEndReport:
 
     def _have_died(self) -> bool:
         """Whether a rank has ended without a word: it was killed, or has crashed."""
-        return any(silence.how == ENDED for silence in self._exchange.ended.values())
+        return any(silence.how == ENDED for silence in list(self._exchange.ended.values()))
 
     def _wait_for_an_end(self) -> None:
-        """An exception ends this process: maybe because another rank has ended, of which this one hears at once."""
+        """An exception ends this process: maybe because another rank has ended, of which this one
+        hears at once.
+        """
         ends_at = time.monotonic() + _AT_EXIT_S
         while self._exchange.is_joined and not self._have_died() and time.monotonic() < ends_at:
             time.sleep(_PAUSE_S)
 
     def _answer_of(self, found: Found) -> Answer:
-        """Ranks that have died are named before those that have left: these may have left because of that."""
+        """Ranks that have died are named before those that have left: these may have left because
+        of that.
+        """
         silent = {**found.silent, **self._exchange.ended}
         gone = ended(replace(found, states={}, silent=silent))
         if self._have_died():

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from ..sync import events
 from ..sync.encoder_flag import flag_text
 from ..sync.events import Group, Report, WatchedRounds
-from .last_batch import last_batch
 
 
 class LastCall(NamedTuple):
@@ -22,7 +21,10 @@ class LastCall(NamedTuple):
 
     sync: WatchedRounds | None = None  # of the encoder
     call: int = 0  # of that encoder
-    clock: tuple[int, int] = (0, 0)  # of that encoder, before the call: training calls, evaluation calls since
+    clock: tuple[int, int] = (
+        0,
+        0,
+    )  # of that encoder, before the call: training calls, evaluation calls since
     calls: int = 0  # of all encoders
     since: float = 0.0  # time.monotonic() at which it began; 0.0 before the first
     thread: int = 0
@@ -56,7 +58,9 @@ class TrainingNotes:
         self._trainer = weakref.ref(trainer)
 
     def batch(self) -> str:
-        """The current or last one."""
+        """The current or last one. After LateModules.run()."""
+        from .last_batch import last_batch
+
         return last_batch(self._trainer())
 
     def forget_calls(self) -> None:

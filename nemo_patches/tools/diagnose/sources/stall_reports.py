@@ -18,7 +18,7 @@ import msgspec
 from nemo_patches.facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING
 from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, is_guess
 from nemo_patches.judging.kinds import GONE as PROCESS_GONE
-from nemo_patches.judging.rank_groups import WAITING
+from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
@@ -218,4 +218,6 @@ def _summary(rank: int, group: Group) -> RankSummary:
     process = (group.host, group.pid) if is_first else ("", 0)
     state = f"{group.kind}: {group.text}" if group.text else group.kind
     ago = group.idle if group.idle >= 0 else None
-    return RankSummary(rank, *process, group.calls, state, None, ago, None, None, None)
+    is_unknown = group.kind in (*_FATES, UNHEARD) and not group.calls  # such a rank has not told
+    calls = None if is_unknown else group.calls
+    return RankSummary(rank, *process, calls, state, None, ago, None, None, None)

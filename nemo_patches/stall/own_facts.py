@@ -1,4 +1,4 @@
-"""Makes this rank's own state, from what the training thread has noted and where it is now."""
+"""What this rank says of itself: what the training thread has noted, and where it is now."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -8,17 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from ..facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING, ROUNDS_OF, RankFacts
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
 from ..text import safe
-from . import stacks
-from .kernel_call import waits_for_any_child
-from .loader_workers import described, loader_workers
-from .occupation import Occupation
+from .late_modules import LateModules
 from .progress import Progress
 from .settings import StallSettings
 from .training_notes import TrainingNotes
@@ -28,56 +24,49 @@ _CALLING_PART = 1 / 2
 _MOVING_PART = 1 / 4
 
 
-class OwnState:
+class OwnFacts:
     """Used by the stall monitor's thread."""
 
     def __init__(
-        self, group: Group, notes: TrainingNotes, progress: Progress, settings: Callable[[], StallSettings]
+        self,
+        group: Group,
+        notes: TrainingNotes,
+        progress: Progress,
+        settings: Callable[[], StallSettings],
+        late: LateModules,
     ) -> None:
         self._group = group
         self._notes = notes
         self._progress = progress
         self._settings = settings
+        self._late = late
 
     def make(self) -> RankFacts:
         """As of now."""
         now = time.monotonic()
         settings = self._settings()
         last = self._notes.last
-        idle = now - last.since if last.since else -1.0
         timeout = current().timeout
         # Without stall reports there is still `diagnose --job`.
         stall_timeout = settings.stall_timeout or timeout
-        away_after = min(timeout, stall_timeout) / 2
-        since_s = idle if last.since else now - self._progress.stepped_at
-        away = timedelta(seconds=since_s) >= away_after
-        workers = loader_workers() if away else ()
-        thread = stacks.training_thread(last.thread, last.native_thread)
-        # A rank that has ended an evaluation waits for the others from then on, and is not missing
-        # meanwhile.
-        looks = away or not last.training
-        occupation = stacks.occupation(thread.ident, thread.native) if looks else Occupation()
         syncs = self._notes.syncs(self._group)
         in_sync = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
         if last.sync is not None and last.sync.in_call:
             in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
-        settings_text = f"{current()}, {settings}"
-        for text in (self._notes.other_settings, self._notes.encoder_flag):
-            if text:
-                settings_text += f"; {text}"
+        texts = (f"{current()}, {settings}", self._notes.other_settings, self._notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
-        return RankFacts(
+        facts = RankFacts(
             rank=self._group.rank,
             host=safe(socket.gethostname()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
-            settings=settings_text,
+            settings="; ".join(filter(None, texts)),
             encoder=last.sync.title if last.sync is not None else "",
             calls=last.calls,
             clock=last.clock,
-            idle=idle,
+            idle=now - last.since if last.since else -1.0,
             rounds=rounds,
             given_up=given_up,
             apart=_apart(syncs),
@@ -86,17 +75,20 @@ class OwnState:
             goes_on_for=goes_on_for,
             still=self._progress.still_s(now),
             sleeps=self._progress.sleeps,
-            where=stacks.where(thread.ident) if away else "",
-            collective=in_sync or occupation.collective,
-            caller=occupation.caller,
-            hook=occupation.hook,
-            activity=occupation.activity,
-            request=occupation.request if away else "",
-            waits_for_child=away and waits_for_any_child(),
-            workers=workers,
-            worker_states=described(workers, self._progress.busy_processes),
-            batch=self._notes.batch() if away else "",
+            collective=in_sync,
         )
+        since_s = now - (last.since or self._progress.stepped_at)
+        away_after_s = (min(timeout, stall_timeout) / 2).total_seconds()
+        is_away = since_s >= away_after_s
+        # A rank that has ended an evaluation waits for the others from then on, and is not missing
+        # meanwhile. They wait for less than the timeout only if they have waited in vain before.
+        is_soon = not self._late.are_there and since_s < away_after_s / 2
+        may_have_ended = not last.training and not is_soon
+        if (is_away or may_have_ended) and not self._late.run():
+            from .place import with_place
+
+            return with_place(facts, self._notes, self._progress, is_away=is_away)
+        return facts
 
     def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
         """How this rank goes on, and for how many seconds that counts."""
