@@ -1,6 +1,6 @@
 """What a question about where all ranks are costs, and how soon every rank has the answer: real processes, no NeMo.
 
-Each rank is a process with a real store and an exchange, and answers with stall/'s own states. Hosts have eight ranks.
+Each rank is a process with a real store and an exchange, and answers with watch/'s own states. Hosts have eight ranks.
 Prints, for each size, the seconds until the last living rank had the verdict: where one rank asks, where all
 ask at once, and where one asks of a job in which ranks are stopped; and what goes over all connections at rest.
 

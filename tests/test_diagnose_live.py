@@ -29,13 +29,13 @@ from nemo_patches.cli import app
 from nemo_patches.facts import CALLING, MOVING
 from nemo_patches.judging.kinds import ELSEWHERE, GONE, LEFT, SILENT
 from nemo_patches.judging.rank_groups import WAITING
-from nemo_patches.stall import subscriber
-from nemo_patches.stall.job_folder import private_folder
-from nemo_patches.stall.job_socket import ENDING, near
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live, report_text
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.watch import subscriber
+from nemo_patches.watch.job_folder import private_folder
+from nemo_patches.watch.job_socket import ENDING, near
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_patches.cli import main; main()"

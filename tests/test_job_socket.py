@@ -14,9 +14,9 @@ import pytest
 from ranks import Said, wait_until
 
 from nemo_patches import patching
-from nemo_patches.stall import job_folder, job_socket, visitors
-from nemo_patches.stall.job_socket import ENDING, JobSocket, near, remove_left
 from nemo_patches.sync import rank_log
+from nemo_patches.watch import job_folder, job_socket, visitors
+from nemo_patches.watch.job_socket import ENDING, JobSocket, near, remove_left
 
 pytestmark = pytest.mark.one_nemo
 NOBODY = 1 << 22  # more than any pid

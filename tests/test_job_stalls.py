@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
 from nemo_patches.judging.kinds import ANSWERS_NOTHING
-from nemo_patches.stall.events import EXIT_CODE
-from nemo_patches.stall.log_line import LogLines
 from nemo_patches.sync import rank_log
+from nemo_patches.watch.events import EXIT_CODE
+from nemo_patches.watch.log_line import LogLines
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 STALL_TIMEOUT = 3.0

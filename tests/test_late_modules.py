@@ -21,7 +21,7 @@ from ranks import Said, run_ranks, wait_for_others, wait_until
 from test_plain_jobs import LONG_S, running
 
 import nemo_patches
-from nemo_patches.stall.late_modules import NAMES, LateModules
+from nemo_patches.watch.late_modules import NAMES, LateModules
 
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(nemo_patches.__file__).parent
@@ -51,8 +51,8 @@ def as_zip(folder: Path) -> Path:
 AT_A_STALL = """
 import json, os, resource, shutil, sys
 import torch.distributed
-import nemo_patches.stall.subscriber
-from nemo_patches.stall.late_modules import NAMES, LateModules
+import nemo_patches.watch.subscriber
+from nemo_patches.watch.late_modules import NAMES, LateModules
 
 late = LateModules()
 if sys.argv[2] == "read":
@@ -99,7 +99,7 @@ def test_a_stall_is_judged_without_a_descriptor_and_with_a_replaced_checkout(tmp
     shutil.copy(CHECKOUT / "sitecustomize.py", checkout)
     with running("ddp", "sleeps", tmp_path, stall_timeout=STALL_TIMEOUT, checkout=checkout) as job:
         (checkout / "nemo_patches").rename(checkout / "another")
-        for name in ("judging", "stall"):
+        for name in ("judging", "watch"):
             broken = checkout / "nemo_patches" / name
             broken.mkdir(parents=True)
             (broken / "__init__.py").write_text("raise SystemExit('this is not the code that runs')")

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from ranks import Said, wait_until
 
-from nemo_patches.stall import loader_workers, stacks
-from nemo_patches.stall.late_modules import LateModules
-from nemo_patches.stall.motion import ThreadMotion
-from nemo_patches.stall.progress import NOT_COUNTED, Progress
-from nemo_patches.stall.training_notes import LastCall, TrainingNotes
+from nemo_patches.watch import loader_workers, stacks
+from nemo_patches.watch.late_modules import LateModules
+from nemo_patches.watch.motion import ThreadMotion
+from nemo_patches.watch.progress import NOT_COUNTED, Progress
+from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 pytestmark = pytest.mark.one_nemo
 LOOKS, PAUSE_S = 60, 0.02

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks, stall_monitor, wait_until
 
 import nemo_patches
-from nemo_patches.stall import subscriber
 from nemo_patches.sync import rank_log
+from nemo_patches.watch import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STEPS = 50

@@ -20,7 +20,7 @@ import pytest
 from interpreters import CHECKOUT, environment
 from ranks import free_port, wait_until
 
-from nemo_patches.stall.job_socket import near
+from nemo_patches.watch.job_socket import near
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 2, 6

@@ -22,8 +22,8 @@ from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
 from nemo_patches.judging.kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
 from nemo_patches.judging.rank_groups import grouped
 from nemo_patches.judging.verdict import Verdict, judged
-from nemo_patches.stall import stacks
-from nemo_patches.stall.occupation import Occupation
+from nemo_patches.watch import stacks
+from nemo_patches.watch.occupation import Occupation
 
 pytestmark = pytest.mark.one_nemo
 GRADIENTS = "backward, which reduces the gradients"

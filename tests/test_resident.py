@@ -17,7 +17,7 @@ import torch
 from ranks import run_ranks
 
 import nemo_patches
-from nemo_patches.stall import late_modules
+from nemo_patches.watch import late_modules
 
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(nemo_patches.__file__).parent

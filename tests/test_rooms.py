@@ -14,8 +14,8 @@ import nemo_patches.sync
 from nemo_patches.judging import kinds
 from nemo_patches.patching import TARGET_MODULES
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.stall import late_modules
 from nemo_patches.sync import protocol
+from nemo_patches.watch import late_modules
 
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
@@ -26,13 +26,13 @@ MAY_IMPORT = {
     "channel": {"text", "channel"},
     "sync": {"text", "growth", "channel", "sync"},
     "judging": {"text", "facts", "channel", "judging"},
-    "stall": {"text", "facts", "channel", "sync", "stall", "judging"},
-    "tracing": {"text", "channel", "sync", "stall", "judging", "patching", "tracing"},
+    "watch": {"text", "facts", "channel", "sync", "watch", "judging"},
+    "tracing": {"text", "channel", "sync", "watch", "judging", "patching", "tracing"},
     "options": {"text", "channel", "sync", "patching", "options"},
-    "patching": {"text", "growth", "channel", "sync", "stall", "judging", "patching"},
+    "patching": {"text", "growth", "channel", "sync", "watch", "judging", "patching"},
     "vendoring": {"patching", "vendoring"},
     # "" is the package: its public API.
-    "": {"text", "channel", "sync", "stall", "judging", "tracing", "options", "patching", ""},
+    "": {"text", "channel", "sync", "watch", "judging", "tracing", "options", "patching", ""},
 }
 LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
@@ -41,8 +41,8 @@ LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/trainer_callbacks.py": "tracing",
 }
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
-TORCH_ONLY = ("growth", "channel", "sync", "stall")  # what a rank always imports needs torch and the standard library
-LAYER = {"", "text", "facts", "growth", "channel", "sync", "stall", "patching"}  # what a rank imports by default
+TORCH_ONLY = ("growth", "channel", "sync", "watch")  # what a rank always imports needs torch and the standard library
+LAYER = {"", "text", "facts", "growth", "channel", "sync", "watch", "patching"}  # what a rank imports by default
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 

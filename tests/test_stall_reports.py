@@ -43,12 +43,12 @@ from nemo_patches.channel.answers import NOT_COME, Answers, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
-from nemo_patches.stall.all_ranks import AllAnnounced, AllRanks
-from nemo_patches.stall.encoder_watch import EncoderWatch
-from nemo_patches.stall.looks import Heard, Look
-from nemo_patches.stall.roll_call import RollCall
-from nemo_patches.stall.training_notes import LastCall, TrainingNotes
 from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds, bus
+from nemo_patches.watch.all_ranks import AllAnnounced, AllRanks
+from nemo_patches.watch.encoder_watch import EncoderWatch
+from nemo_patches.watch.looks import Heard, Look
+from nemo_patches.watch.roll_call import RollCall
+from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -552,7 +552,7 @@ def monitor_that_fails(rank: int, size: int) -> list[str]:
     encoder = in_step(timeout=TIMEOUT)
     said = Said()
     if rank == 0:
-        from nemo_patches.stall import encoder_watch
+        from nemo_patches.watch import encoder_watch
 
         encoder_watch.EncoderWatch.look = None  # type: ignore[method-assign, assignment]  # any bug of ours
         wait_until(lambda: said.lines)
@@ -637,7 +637,7 @@ def late_lines(lines: list[str]) -> list[str]:
 
 
 def permanent(rank: int, size: int, folder: str) -> list[str]:
-    from nemo_patches.stall import encoder_watch
+    from nemo_patches.watch import encoder_watch
 
     encoder_watch.FIRST_REPEAT_S = 1.0  # a minute, for a test that can wait
     said = Said()

@@ -15,7 +15,7 @@ from ranks import CONNECTING_S, REPORT_S, Said, free_port, join_group, run_ranks
 
 import nemo_patches
 from nemo_patches.judging.answer import Answer
-from nemo_patches.stall import encoder_watch, subscriber
+from nemo_patches.watch import encoder_watch, subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 

@@ -14,13 +14,13 @@ from nemo_patches.patching import admission
 from nemo_patches.patching.imported import nothing_to_bound, overridden
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import TARGETS, Target
-from nemo_patches.stall.all_ranks import AllAnnounced
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_flag import FLAG, configured, flag_text
 from nemo_patches.sync.events import FirstCall, bus
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.protocol import FLAG_IS_OFF
 from nemo_patches.sync.rank_log import rank_and_size, report
+from nemo_patches.watch.all_ranks import AllAnnounced
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 _SUBSCRIBER = "the line at the start"

@@ -11,12 +11,12 @@ import socket
 import time
 from pathlib import Path
 
-from nemo_patches.stall.job_folder import private_folders
-from nemo_patches.stall.job_socket import ENDING, near, process_of
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.sources import stall_reports
+from nemo_patches.watch.job_folder import private_folders
+from nemo_patches.watch.job_socket import ENDING, near, process_of
 
 _ANSWER_S = 15.0  # a rank waits some seconds itself, for others that do not answer
 _MOST_RANKS = 1 << 20

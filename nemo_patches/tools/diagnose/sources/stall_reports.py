@@ -115,7 +115,7 @@ def diagnose_answer(answer: Answer, source: str, problems: tuple[str, ...]) -> D
 
 
 def recognises(name: str, head: bytes) -> bool:
-    """By the name that stall/report_file.py gives."""
+    """By the name that watch/report_file.py gives."""
     return _NAME.fullmatch(os.path.basename(name)) is not None
 
 

@@ -24,7 +24,7 @@ _JUDGING = (
     *("", ".kinds", ".waits", ".judge", ".missing_rank"),
     *(".read_facts", ".found", ".answer", ".rank_groups", ".verdict"),
 )
-_STALL = (
+_WATCH = (
     *("libraries", "kernel_call", "requests", "occupation", "stacks"),
     *("motion", "loader_workers", "torch_knows", "last_batch", "thread_at_work", "place"),
     *("events", "on_stall", "report_file", "job_stall"),
@@ -32,7 +32,7 @@ _STALL = (
 )
 NAMES = (
     *(f"{_PACKAGE}.judging{name}" for name in _JUDGING),
-    *(f"{_PACKAGE}.stall.{name}" for name in _STALL),
+    *(f"{_PACKAGE}.watch.{name}" for name in _WATCH),
 )
 
 
