@@ -1,6 +1,6 @@
 """What a question about where all ranks are costs, and how soon every rank has the answer: real processes, no NeMo.
 
-Each rank is a process with a real store and an exchange, and answers with stall/'s own states. Hosts have eight ranks.
+Each rank is a process with a real store and an exchange, and answers with watch/'s own states. Hosts have eight ranks.
 Prints, for each size, the seconds until the last living rank had the verdict: where one rank asks, where all
 ask at once, and where one asks of a job in which ranks are stopped; and what goes over all connections at rest.
 
@@ -24,14 +24,14 @@ from typing import Any
 from light_ranks import LONG, Rank, run  # of tests/
 
 from nemo_patches.channel.answers import Answers
-from nemo_patches.stall.rank_state import RankState
+from nemo_patches.facts import RankFacts
 
 REPEATS = 3
 QUIET_S = 6.0  # the first connections close after 5 s
 PAUSE_S = 1.0
 PER_HOST = 8
 FAN_OUT = 16  # as in jobs
-STATE = RankState(
+STATE = RankFacts(
     *(0, "node1", 4711, "nemo_patches 0, nemo 3.0.0", "sync=bounded, timeout=10 s"),
     *("ConformerEncoder", 41, (41, 0), 60.0, {"lengths": 41}),
     collective="DDP's buffer broadcast",

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Literal
 
+    from nemo_patches.judging.missing_rank import MissingRank as MissingRank
     from nemo_patches.options.agreement import StopTogetherError as StopTogetherError
     from nemo_patches.options.checkpoints import CheckpointError as CheckpointError
     from nemo_patches.options.even_loader import stop_together as stop_together
     from nemo_patches.patching.admission import UnsupportedNeMo as UnsupportedNeMo
     from nemo_patches.patching.process_status import Status as Status
     from nemo_patches.patching.targets import DriftError as DriftError
-    from nemo_patches.stall.missing_rank import MissingRank as MissingRank
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
 
@@ -43,7 +43,7 @@ _MODULE_OF = {
     "CheckpointError": "nemo_patches.options.checkpoints",
     "DriftError": "nemo_patches.patching.targets",
     "LengthSyncTimeout": "nemo_patches.sync.length_sync",
-    "MissingRank": "nemo_patches.stall.missing_rank",
+    "MissingRank": "nemo_patches.judging.missing_rank",
     "SettingsError": "nemo_patches.sync.settings",
     "Status": "nemo_patches.patching.process_status",
     "StopTogetherError": "nemo_patches.options.agreement",

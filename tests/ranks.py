@@ -166,7 +166,7 @@ def _say_what_is_left() -> None:
     """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet, and
     the exchange that this rank leaves."""
     try:
-        from nemo_patches.stall import stall_monitor
+        from nemo_patches.watch import stall_monitor
     except ModuleNotFoundError:  # a vendored NeMo with the core alone
         pass
     else:
@@ -198,16 +198,16 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 def all_have_come() -> bool:
     """Whether this rank knows that every rank has joined, and can ask them; one has compared their settings."""
     try:
-        from nemo_patches.stall import subscriber
+        from nemo_patches.watch import subscriber
     except ModuleNotFoundError:  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.exchange.is_whole and monitor.roll_call.is_done
+    return monitor is not None and monitor.exchange.is_whole and monitor.all_ranks.is_done
 
 
 def stall_monitor() -> Any:
     """This rank's; there is one since its process group."""
-    from nemo_patches.stall import subscriber
+    from nemo_patches.watch import subscriber
 
     monitor = subscriber.monitor()
     assert monitor is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from simulated_job import STALL_S, Call, Event, Job, Listener, Rank, Sync, run
 
-from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
+from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.tracing import records
 
 RANKS_OF_A_HOST = 4
@@ -80,7 +80,7 @@ class Trace(Listener):
         self._of_call(rank, now, call, records.Leave, shape=[8, 512, length // 8])
 
     def stalled(self, rank: Rank, now: float) -> None:
-        """As stall/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
+        """As watch/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
         waiting = rank.job.waiting(now)
         suspects = sorted(set(range(rank.job.size)) - waiting) if waiting else []
         told = self._told_of(rank.job, suspects)

@@ -28,7 +28,7 @@ from simulated_job import (
 )
 from simulated_traces import Setup, file_name, header, write
 
-from nemo_patches.stall.rank_kinds import ELSEWHERE, GONE, SILENT
+from nemo_patches.judging.kinds import ELSEWHERE, GONE, SILENT
 from nemo_patches.tools.diagnose import command
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.decoder import LONGEST_LINE, decode

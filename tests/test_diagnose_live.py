@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -20,20 +21,21 @@ import pytest
 import torch.distributed as dist
 from interpreters import environment, run
 from ranks import run_ranks, stall_monitor, wait_until
+from rich.console import Console
 from typer.testing import CliRunner
 
 import nemo_patches
 from nemo_patches.cli import app
-from nemo_patches.stall import subscriber
-from nemo_patches.stall.job_folder import private_folder
-from nemo_patches.stall.job_socket import ENDING, near
-from nemo_patches.stall.rank_groups import WAITING
-from nemo_patches.stall.rank_kinds import ELSEWHERE, GONE, LEFT, SILENT
-from nemo_patches.stall.rank_state import CALLING, MOVING
+from nemo_patches.facts import CALLING, MOVING
+from nemo_patches.judging.kinds import ELSEWHERE, GONE, LEFT, SILENT
+from nemo_patches.judging.rank_groups import WAITING
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose import live
+from nemo_patches.tools.diagnose import live, report_text
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.watch import subscriber
+from nemo_patches.watch.job_folder import private_folder
+from nemo_patches.watch.job_socket import ENDING, near
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_patches.cli import main; main()"
@@ -283,7 +285,12 @@ def test_a_running_job_has_the_ids_and_texts_of_every_other_source(folders: Path
         "It has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 50 s."
     )
     for kind, where, id_ in ((SILENT, "", ids.SILENT), (SILENT, GONE, ids.KILLED), (LEFT, "", ids.ENDED)):
-        report = told(folders, "WARNING", group([1], kind, where=where), waiting)
+        report = told(folders, "WARNING", group([1], kind, where=where, calls=0), waiting)
+        assert [one.calls for one in report.ranks] == [7, None, 7]  # what is not known is no number
+        printed = io.StringIO()
+        report_text.show(report, Console(file=printed, width=200))
+        (row,) = (line for line in printed.getvalue().splitlines() if re.match(r" *1 ", line))
+        assert row.split()[:4] == ["1", "node1", "4", "-"]
         assert [(one.id, one.ranks) for one in report.findings] == [(id_, (1,))]
     other = group([1], WAITING, 60.0, still=50.0, where="score (m.py:9)", collective="all_gather")
     assert [(one.id, one.ranks) for one in told(folders, "WARNING", other, waiting).findings] == [(ids.OUT_OF_STEP, ())]

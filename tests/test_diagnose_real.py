@@ -25,12 +25,12 @@ from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_g
 
 import nemo_patches
 from nemo_patches.channel import meeting
-from nemo_patches.stall.job_folder import private_folder
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.watch import once
 from nemo_patches.tracing import records
+from nemo_patches.watch.job_folder import private_folder
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT, ODD, SIZE = 1.5, 1, 3

@@ -102,7 +102,7 @@ import nemo_patches
 {second}
 from nemo.collections.asr.modules import ConformerEncoder, ConvASREncoder
 status = nemo_patches.status()
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 print([kind.__dict__[name].__module__ for kind, name in (
     (ConformerEncoder, "update_max_seq_length"), (ConvASREncoder, "update_max_sequence_length"))])
 print(status.state, status.why, {{skipped.reason for skipped in status.skipped}}, subscriber.monitor is not None)

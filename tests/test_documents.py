@@ -16,12 +16,12 @@ from simulated_traces import write
 from nemo_patches.cli import app
 from nemo_patches.patching import DISABLE_VARIABLE, admission
 from nemo_patches.patching.settings import ALL_SETTINGS
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.command import JSON_FORMAT
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder
+from nemo_patches.watch.settings import StallSettings
 
 pytestmark = pytest.mark.one_nemo
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_kinds import CHECKPOINT, PERHAPS
+from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.kinds import CHECKPOINT, PERHAPS
 from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP

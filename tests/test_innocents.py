@@ -124,7 +124,10 @@ def uneven_evaluations(rank: int, size: int, metrics: str) -> list[str]:
 
 def is_reported() -> bool:
     """Whether this rank's stall monitor has dealt with a round that is late."""
-    return any(late is not None and late.said_at for late in (one._late for one in stall_monitor()._watches.values()))
+    reports = stall_monitor().reports
+    if reports is None:
+        return False
+    return any(late is not None and late.said_at for late in (one._late for one in reports._watches.values()))
 
 
 def test_ranks_that_have_ended_an_evaluation_are_not_missing_where_metrics_are_deferred() -> None:

@@ -18,12 +18,12 @@ import torch
 from diagnosing import diagnosed
 from ranks import wait_until
 
-from nemo_patches.stall import report_file
-from nemo_patches.stall.job_folder import job_name, private_folder
-from nemo_patches.stall.rank_groups import WAITING
-from nemo_patches.stall.rank_kinds import ELSEWHERE, SILENT
-from nemo_patches.stall.report_file import ReportFile
-from nemo_patches.stall.torch_knows import LONGEST, FlightRecording, out_of_memory_errors
+from nemo_patches.judging.kinds import ELSEWHERE, SILENT
+from nemo_patches.judging.rank_groups import WAITING
+from nemo_patches.watch import report_file
+from nemo_patches.watch.job_folder import job_name, private_folder
+from nemo_patches.watch.report_file import ReportFile
+from nemo_patches.watch.torch_knows import LONGEST, FlightRecording, out_of_memory_errors
 
 pytestmark = pytest.mark.one_nemo
 NOW = 1.7e9

@@ -14,9 +14,9 @@ import pytest
 from ranks import Said, wait_until
 
 from nemo_patches import patching
-from nemo_patches.stall import job_folder, job_socket
-from nemo_patches.stall.job_socket import ENDING, JobSocket, near, remove_left
 from nemo_patches.sync import rank_log
+from nemo_patches.watch import job_folder, job_socket, visitors
+from nemo_patches.watch.job_socket import ENDING, JobSocket, near, remove_left
 
 pytestmark = pytest.mark.one_nemo
 NOBODY = 1 << 22  # more than any pid
@@ -60,7 +60,8 @@ def test_ranks_with_the_same_number_and_pid_in_two_containers_have_each_their_ow
     second = JobSocket(0, 29500)
     try:
         assert len(list(folder.glob(f"*{ENDING}"))) == 2
-        assert first.visitors() == []  # the second one has asked whether it is there, and wants no answer
+        # The second one has asked whether it is there, and wants no answer.
+        assert visitors.visitors(first.listener) == []
     finally:
         first.close()
         second.close()
@@ -79,9 +80,9 @@ def test_a_visitor_that_waits_is_answered(folder: Path) -> None:
     thread = threading.Thread(target=visit)
     thread.start()
     try:
-        visitors: list[socket.socket] = []
-        wait_until(lambda: visitors.extend(own.visitors()) or visitors)
-        own.answer(visitors[0], b"here")
+        let_in: list[socket.socket] = []
+        wait_until(lambda: let_in.extend(visitors.visitors(own.listener)) or let_in)
+        visitors.answer(let_in[0], b"here")
         thread.join(60)
         assert answers == [b"here"]
     finally:

@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.stall.job_stall import EXIT_CODE
-from nemo_patches.stall.log_line import LogLines
-from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING
+from nemo_patches.judging.kinds import ANSWERS_NOTHING
 from nemo_patches.sync import rank_log
+from nemo_patches.watch.events import EXIT_CODE
+from nemo_patches.watch.log_line import LogLines
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 STALL_TIMEOUT = 3.0
@@ -174,7 +174,7 @@ def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: 
         found[way] = stalls
         logging.getLogger("nemo_patches").removeHandler(trainer.lines)
     nemo_patches.revert()
-    wait_until(lambda: stall_monitor()._own_state.make().idle == -1)  # calls that are not seen are no stall
+    wait_until(lambda: stall_monitor()._own_facts.make().idle == -1)  # calls that are not seen are no stall
     dist.barrier()
     return found
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 from simulated_job import Collective, Event, Job, Listener, Rank, run
 
-from nemo_patches.stall import judge as j
-from nemo_patches.stall.judge import Judgement, Seat, judge
+from nemo_patches.judging import judge as j
+from nemo_patches.judging.judge import Judgement, Seat, judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
 from nemo_patches.patching.known_trainer import KnownTrainer
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 
 pytestmark = pytest.mark.one_nemo
 LIMIT_S = 60.0

@@ -97,7 +97,7 @@ os.environ.update(RANK=str(rank), WORLD_SIZE="3", GLOO_SOCKET_IFNAME=CABLE)
 import torch, torch.distributed as dist
 store = f"tcp://{address_of(THREE[0])}:{port}"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 
 subscriber.subscribe()
 while not (subscriber.monitor() and subscriber.monitor().exchange.is_whole):

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from ranks import Said, wait_until
 
-from nemo_patches.stall import loader_workers, stacks
-from nemo_patches.stall.motion import ThreadMotion
-from nemo_patches.stall.progress import NOT_COUNTED, Progress
-from nemo_patches.stall.training_notes import LastCall, TrainingNotes
+from nemo_patches.watch import loader_workers, stacks
+from nemo_patches.watch.late_modules import LateModules
+from nemo_patches.watch.motion import ThreadMotion
+from nemo_patches.watch.progress import NOT_COUNTED, Progress
+from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 pytestmark = pytest.mark.one_nemo
 LOOKS, PAUSE_S = 60, 0.02
@@ -171,7 +172,7 @@ def alone_in_a_group() -> Iterator[None]:
 
 
 def test_collectives_are_progress_and_a_pause_of_the_monitor_begins_anew(alone_in_a_group: None) -> None:
-    progress, began = Progress(TrainingNotes()), time.monotonic()
+    progress, began = Progress(TrainingNotes(), LateModules()), time.monotonic()
 
     def still_s(after: float) -> float:
         """At `after` seconds of this test's own time."""
@@ -203,7 +204,7 @@ def progress_of(thread: Thread) -> Progress:
     notes, native_thread = TrainingNotes(), thread.thread.native_id or 0
     long_ago = time.monotonic() - LIMIT_S
     notes.last = LastCall(2, since=long_ago, thread=thread.thread.ident or 0, native_thread=native_thread)
-    progress = Progress(notes)
+    progress = Progress(notes, LateModules())
     progress.stepped_at = progress.moved_at = long_ago
     return progress
 
@@ -277,7 +278,7 @@ def test_a_thread_that_has_not_run_at_all_is_in_one_wait_and_one_that_polls_is_n
 def test_where_collectives_are_not_counted_it_is_said_once(alone_in_a_group: None) -> None:
     said, notes = Said(), TrainingNotes()
     said.setLevel(0)
-    progress, world = Progress(notes), dist.group.WORLD
+    progress, world = Progress(notes, LateModules()), dist.group.WORLD
     dist.group.WORLD = dist.ProcessGroup(dist.HashStore(), 0, 1)  # type: ignore[misc]
     try:
         for now in range(3):

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from ranks import run_ranks, stall_monitor, wait_until
 
 import nemo_patches
-from nemo_patches.stall import subscriber
 from nemo_patches.sync import rank_log
+from nemo_patches.watch import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STEPS = 50
@@ -131,7 +131,7 @@ def stock_and_watched(rank: int, size: int, programs: list[tuple[str, ...]]) -> 
     looks: list[float] = []
     progress = stall_monitor().progress
     original = progress._look_at_the_thread
-    progress._look_at_the_thread = lambda now: (looks.append(now), original(now))
+    progress._look_at_the_thread = lambda *when: (looks.append(when[0]), original(*when))
     watched = [recorded(main, rank) for main in mains]
     assert len(looks) > 10, "the watch has not looked"
     return list(zip(stock, watched, strict=True))

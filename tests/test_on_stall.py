@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import Said, all_have_come, run_ranks, wait_until
 
 import nemo_patches
-from nemo_patches.stall import on_stall
+from nemo_patches.watch import on_stall
 
 pytestmark = pytest.mark.one_nemo
 STALL_TIMEOUT = 1.0
@@ -72,7 +72,7 @@ def shell(program: str) -> str:
 
 PROGRAM = """
 import logging, os, sys
-from nemo_patches.stall import on_stall
+from nemo_patches.watch import on_stall
 from nemo_patches.sync import rank_log
 rank_log.enable()
 thread = on_stall.start(sys.argv[1], sys.argv[2])
@@ -141,7 +141,7 @@ def test_how_a_command_ends_is_said_if_not_well(command: str, text: str, said: S
 
 DEFAULT_ACTION = """
 import signal
-from nemo_patches.stall import on_stall
+from nemo_patches.watch import on_stall
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 on_stall.start("true", "report" * 100_000).join()
 print("goes on")

@@ -10,7 +10,7 @@ import pytest
 from simulated_job import Collective, Event
 from test_judge import Hang, hang_of, played
 
-from nemo_patches.stall.judge import Seat
+from nemo_patches.judging.judge import Seat
 from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place

@@ -21,8 +21,8 @@ import pytest
 from interpreters import CHECKOUT, environment, run
 from ranks import free_port, wait_until
 
-from nemo_patches.stall.job_socket import near
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.watch.job_socket import near
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 2, 6
@@ -34,7 +34,15 @@ class Job:
     """Its two ranks, and what they have written."""
 
     def __init__(
-        self, script: str, way: str, folder: Path, *, by_run: bool, stall_timeout: int, stall_exit: int
+        self,
+        script: str,
+        way: str,
+        folder: Path,
+        *,
+        by_run: bool,
+        stall_timeout: int,
+        stall_exit: int,
+        checkout: Path,
     ) -> None:
         self.folder = folder
         work = [sys.executable, "-u", str(Path(__file__).parent / "plain_job.py"), script, way, str(folder)]
@@ -50,12 +58,12 @@ class Job:
         for rank in range(2):
             named = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
             meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = environment(CHECKOUT, **settings, **named, **meets)
+            variables = environment(checkout, **settings, **named, **meets)
             with (folder / f"stderr.{rank}").open("w") as log:
                 process = subprocess.Popen(
                     command,
                     env=variables,
-                    cwd=CHECKOUT,
+                    cwd=checkout,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
@@ -82,8 +90,18 @@ def running(
     by_run: bool = False,
     stall_timeout: int = STALL_TIMEOUT,
     stall_exit: int = STALL_EXIT,
+    checkout: Path = CHECKOUT,
 ) -> Iterator[Job]:
-    job = Job(script, way, folder, by_run=by_run, stall_timeout=stall_timeout, stall_exit=stall_exit)
+    """checkout: where ours is, which its processes use."""
+    job = Job(
+        script,
+        way,
+        folder,
+        by_run=by_run,
+        stall_timeout=stall_timeout,
+        stall_exit=stall_exit,
+        checkout=checkout,
+    )
     try:
         wait_until((folder / "hangs").exists, LONG_S)
         yield job

@@ -22,9 +22,9 @@ from simulated_traces import Setup, file_name, header
 from nemo_patches.channel import meeting
 from nemo_patches.channel.exchange import Exchange, RoundFailed
 from nemo_patches.channel.link import REGISTER, Link
-from nemo_patches.stall.answer import Answer
-from nemo_patches.stall.missing_rank import ELSEWHERE, MissingRank
-from nemo_patches.stall.rank_state import RankState
+from nemo_patches.judging.answer import Answer
+from nemo_patches.judging.missing_rank import ELSEWHERE, MissingRank
+from nemo_patches.judging.read_facts import read_facts
 from nemo_patches.sync import rank_log
 from nemo_patches.text import first_line, safe
 from nemo_patches.tools.doctor import exchange, ranks
@@ -104,7 +104,7 @@ def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -
 def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
     fields = ("host", "versions", "settings", "encoder", "where", "caller", "hook", "batch", "collective")
     content = {**state(3).to_json(), **dict.fromkeys(fields, text), "rounds": {text: 1}, "apart": {text: text}}
-    told = RankState.from_json(json.loads(json.dumps(content)))
+    told = read_facts(json.loads(json.dumps(content)))
     assert told is not None
     missing = MissingRank(3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch)
     assert is_harmless(Answer((missing,) * 4, safe(text)).text(8))

@@ -18,22 +18,22 @@ from ranks import wait_until
 
 from nemo_patches.channel.answers import ENDED, HELD_UP, NO_ANSWER, NO_WATCH, NOT_HEARD
 from nemo_patches.channel.answers import LEFT as HAS_LEFT
-from nemo_patches.stall import stacks
-from nemo_patches.stall.occupation import Occupation
-from nemo_patches.stall.rank_groups import grouped
-from nemo_patches.stall.rank_kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
-from nemo_patches.stall.rank_state import CALLING, COMPUTING, MOVING, RankState
-from nemo_patches.stall.verdict import Verdict, judged
+from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
+from nemo_patches.judging.kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
+from nemo_patches.judging.rank_groups import grouped
+from nemo_patches.judging.verdict import Verdict, judged
+from nemo_patches.watch import stacks
+from nemo_patches.watch.occupation import Occupation
 
 pytestmark = pytest.mark.one_nemo
 GRADIENTS = "backward, which reduces the gradients"
 
 
-def verdict(*states: RankState, size: int = 0, silent: dict[int, str] | None = None) -> Verdict:
+def verdict(*states: RankFacts, size: int = 0, silent: dict[int, str] | None = None) -> Verdict:
     return judged(grouped(found(*states, size=size, silent=silent)))
 
 
-def waiting(*ranks: int) -> list[RankState]:
+def waiting(*ranks: int) -> list[RankFacts]:
     return [state(rank, "step (train.py:7)", GRADIENTS) for rank in ranks]
 
 

@@ -24,9 +24,9 @@ from nemo_patches.channel.answers import (
     Silence,
 )
 from nemo_patches.channel.meeting import Member
-from nemo_patches.stall.answer import Question, answered
-from nemo_patches.stall.found import Found, found_of
-from nemo_patches.stall.rank_state import RankState
+from nemo_patches.judging.answer import Question, answered
+from nemo_patches.judging.found import Found, found_of
+from nemo_patches.judging.read_facts import read_facts
 
 pytestmark = pytest.mark.one_nemo
 QUESTION = Question("key", 5, None)
@@ -99,7 +99,7 @@ def test_a_state_is_of_bounded_size_and_says_what_is_missing_from_it() -> None:
         settings="z" * 3000,
     )
     content = large.to_json()
-    told = RankState.from_json(json.loads(json.dumps(content)))
+    told = read_facts(json.loads(json.dumps(content)))
     assert len(json.dumps(content)) <= LONGEST_STATE
     assert told is not None
     assert (told.rank, told.whole) == (1, False)
@@ -117,8 +117,8 @@ def test_what_is_no_answer_is_refused(content: Any) -> None:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             answers.add_json(other)
     assert 2 in found_of(answers, 4, (), "").states
-    assert RankState.from_json({**told, "calls": "many"}) is None
-    assert RankState.from_json(content) is None
+    assert read_facts({**told, "calls": "many"}) is None
+    assert read_facts(content) is None
 
 
 def test_ranks_that_do_not_exist_are_not_taken() -> None:

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 import nemo_patches
-from nemo_patches.stall import stacks
-from nemo_patches.stall.job_stall import EXIT_CODE
-from nemo_patches.stall.kernel_call import KernelCall
+from nemo_patches.watch import stacks
+from nemo_patches.watch.events import EXIT_CODE
+from nemo_patches.watch.kernel_call import KernelCall
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 0.5, 1.0

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import nemo_patches.sync
+from nemo_patches.judging import kinds
 from nemo_patches.patching import TARGET_MODULES
 from nemo_patches.patching.targets import TARGETS
+from nemo_patches.sync import protocol
+from nemo_patches.watch import late_modules
 
 pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
     "text": set[str](),
     "growth": set[str](),
+    "facts": {"text", "channel"},
     "channel": {"text", "channel"},
     "sync": {"text", "growth", "channel", "sync"},
-    "stall": {"text", "channel", "sync", "stall"},
-    "tracing": {"text", "channel", "sync", "stall", "patching", "tracing"},
+    "judging": {"text", "facts", "channel", "judging"},
+    "watch": {"text", "facts", "channel", "sync", "watch", "judging"},
+    "tracing": {"text", "channel", "sync", "watch", "judging", "patching", "tracing"},
     "options": {"text", "channel", "sync", "patching", "options"},
-    "patching": {"text", "growth", "channel", "sync", "stall", "patching"},
+    "patching": {"text", "growth", "channel", "sync", "watch", "judging", "patching"},
     "vendoring": {"patching", "vendoring"},
     # "" is the package: its public API.
-    "tools": {"text", "channel", "sync", "stall", "tracing", "options", "patching", "vendoring", "tools", ""},
-    "": {"text", "channel", "sync", "stall", "tracing", "options", "patching", ""},
+    "": {"text", "channel", "sync", "watch", "judging", "tracing", "options", "patching", ""},
 }
 LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
@@ -35,7 +40,9 @@ LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/replacements.py": "tracing",
     "patching/trainer_callbacks.py": "tracing",
 }
-TORCH_ONLY = ("growth", "channel", "sync", "stall")  # what a rank always imports needs torch and the standard library
+MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
+TORCH_ONLY = ("growth", "channel", "sync", "watch")  # what a rank always imports needs torch and the standard library
+LAYER = {"", "text", "facts", "growth", "channel", "sync", "watch", "patching"}  # what a rank imports by default
 FILES = sorted(PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 
@@ -53,7 +60,7 @@ def room(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
     if inner in (("cli.py",), ("__main__.py",)):
         return "tools"  # the commands' line
-    if inner in (("growth.py",), ("text.py",)):
+    if inner in (("growth.py",), ("text.py",), ("facts.py",)):
         return inner[0].removesuffix(".py")
     return inner[0] if len(inner) > 1 else ""
 
@@ -63,10 +70,14 @@ def home(path: Path) -> str:
     return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
 
 
-def imports(path: Path) -> set[str]:
-    """The full names that a file imports, wherever in it: in functions and for type checkers, too."""
+def imports(path: Path, at_once: bool = False) -> set[str]:
+    """The full names that a file imports, wherever in it: in functions and for type checkers, too.
+
+    at_once: only those that are imported with it.
+    """
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -99,6 +110,39 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
 def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
     at_once = {ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body}
     assert not [line for line in at_once if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line]
+
+
+@each_file
+def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone(path: Path) -> None:
+    """By files that a rank always imports."""
+    if room(path) in LAYER and module(path) not in late_modules.NAMES:
+        assert not {modules_of(name) for name in imports(path, at_once=True)}.intersection(late_modules.NAMES)
+
+
+def test_a_watch_reads_all_of_judging() -> None:
+    assert {name for name in MODULES if name.startswith("nemo_patches.judging")} <= set(late_modules.NAMES)
+    assert set(late_modules.NAMES) <= MODULES
+
+
+def test_judging_needs_the_standard_library_alone() -> None:
+    """In a process of its own: what is imported with all of judging/."""
+    modules = [name for name in sorted(MODULES) if name.startswith("nemo_patches.judging")]
+    script = f"import sys, importlib; [importlib.import_module(name) for name in {modules}]; print(*sys.modules)"
+    told = subprocess.run([sys.executable, "-S", "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert not told.returncode, told.stderr
+    found = set(told.stdout.split())
+    assert not {
+        name for name in found if name.partition(".")[0] not in {"__main__", "nemo_patches", *sys.stdlib_module_names}
+    }
+    shared = {"nemo_patches", "nemo_patches.text", "nemo_patches.facts", "nemo_patches.channel"}
+    assert found & MODULES <= {*modules, *shared, "nemo_patches.channel.answers"}
+
+
+def test_judging_has_the_words_of_the_sync() -> None:
+    """It imports none of it."""
+    assert kinds.APART == protocol.APART
+    assert kinds.FLAG_IS_OFF == protocol.FLAG_IS_OFF
+    assert kinds.IS_LOCAL == protocol.IS_LOCAL
 
 
 @each_file

@@ -10,8 +10,8 @@ import pytest
 
 from nemo_patches.patching import admission
 from nemo_patches.patching.settings import ALL_SETTINGS, OptionSettings, TraceSettings
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
+from nemo_patches.watch.settings import StallSettings
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from light_ranks import SOON_S, Ended, Rank
 
-from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.settings import Settings
+from nemo_patches.watch import subscriber
 
 pytestmark = pytest.mark.one_nemo
 STEPS = 150

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import stock_hangs as jobs
 
-from nemo_patches.stall.rank_kinds import CHECKPOINT
+from nemo_patches.judging.kinds import CHECKPOINT
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, look

@@ -22,6 +22,7 @@ import pytest
 import rank_states
 import torch
 import torch.distributed as dist
+from rank_states import answers_of, state
 from ranks import (
     REPORT_S,
     SLACK_S,
@@ -40,16 +41,16 @@ from ranks import (
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.channel.answers import NOT_COME, Silence
+from nemo_patches.channel.answers import NOT_COME, Answers, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
-from nemo_patches.stall.encoder_watch import EncoderWatch
-from nemo_patches.stall.found import Found
-from nemo_patches.stall.looks import Look
-from nemo_patches.stall.missing_rank import MissingRank, Stall
-from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING, UNANNOUNCED
-from nemo_patches.stall.roll_call import RollCall
-from nemo_patches.stall.training_notes import LastCall, TrainingNotes
-from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds
+from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
+from nemo_patches.judging.missing_rank import MissingRank, Stall
+from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds, bus
+from nemo_patches.watch.all_ranks import AllAnnounced, AllRanks
+from nemo_patches.watch.encoder_watch import EncoderWatch
+from nemo_patches.watch.looks import Heard, Look
+from nemo_patches.watch.roll_call import RollCall
+from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -323,30 +324,67 @@ def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
         assert "rank 1 has not announced itself: not patched, or not started" in lines[0]
 
 
+def heard_of(silent: dict[int, str]) -> Heard:
+    """What a question has found of two ranks."""
+    answers = Answers()
+    for rank, how in silent.items():
+        answers.add_silent([rank], Silence(how))
+    return Heard(answers, 2)
+
+
 def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> None:
-    said, notes = Said(), TrainingNotes()
-    notes.last = LastCall(calls=1, since=time.monotonic() - 60)
+    said = Said()
     stalls = list[Stall]()
-    absent = Found(2, silent={1: Silence(NOT_COME)})
+    absent = heard_of({1: NOT_COME})
     looks = [Look(time.monotonic(), 0.0, one, is_done=True) for one in (replace(absent, trouble="no way"), absent)]
+    began = time.monotonic() - 60
     roll_call = RollCall(
-        Group(0, 2, 0),
-        cast(Exchange, SimpleNamespace(is_joined=False)),
-        notes,
+        cast(Exchange, SimpleNamespace(is_joined=False, size=2)),
         lambda: looks.pop(0),
         has_late_round=lambda: True,
         stalls=lambda: tuple(stalls),
     )
     for _ in range(2):  # it asks, and takes what was found
-        roll_call.look(time.monotonic())
+        roll_call.look(time.monotonic(), began)
     (line,) = said.lines
     assert line.endswith("cannot see whether every rank is patched: no way")
     for _ in range(2):
-        roll_call.look(time.monotonic() + 60)
+        roll_call.look(time.monotonic() + 60, began)
     stalls.append(Stall("Encoder", 1, timedelta(seconds=60), (MissingRank(1, UNANNOUNCED),), 2, ""))
-    roll_call.look(time.monotonic())
+    roll_call.look(time.monotonic(), began)
     assert said.lines == [line]
     assert roll_call.missing == (1,)
+
+
+def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known() -> None:
+    """Rank 1 calls its first encoder only after that line was due."""
+    events = list[AllAnnounced]()
+    now = time.monotonic()
+    notes = TrainingNotes()
+    notes.last = LastCall(calls=1, since=now)
+    before = replace(state(1), calls=0)
+    after = replace(state(1), settings="sync=local")
+    told = [Heard(answers_of(state(0), other), 2) for other in (before, before, after, after)]
+    all_ranks = AllRanks(
+        Group(0, 2, 0),
+        cast(Exchange, SimpleNamespace(is_joined=True, is_whole=True)),
+        notes,
+        lambda: Look(now, now, told.pop(0), is_done=True),
+    )
+    bus.subscribe("a test", {AllAnnounced: events.append})
+    try:
+        for second in range(5):
+            all_ranks.look(now + second)
+        assert not events  # each rank may still be about to call one
+        all_ranks.look(now + 7)
+        assert events == [AllAnnounced(2)]
+        for second in range(8, 60):
+            all_ranks.look(now + second)
+    finally:
+        bus.unsubscribe("a test")
+    assert events == [AllAnnounced(2), AllAnnounced(2, ("ranks differ in their settings: here ; rank 1: sync=local",))]
+    assert all_ranks.is_done
+    assert not told
 
 
 def healthy(rank: int, size: int, port: int) -> tuple[int, set[str], int]:
@@ -478,7 +516,7 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     said = Said()
     rounds = Exchange(lambda: None, 0, 2, said.lines.append).rounds("an encoder")
     sync = WatchedRounds("Encoder", "encoder-1", Group(0, 2, 0), rounds, "late after {waited:.2f} s with {length}")
-    watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, Found(2)))
+    watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, heard_of({})))
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = round_.issued_at
@@ -523,13 +561,13 @@ def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None
     looks: list[Look] = []
 
     def begin_look() -> Look:
-        looks.append(Look(time.monotonic(), time.monotonic() + 60, Found(2)))
+        looks.append(Look(time.monotonic(), time.monotonic() + 60, heard_of({})))
         return looks[-1]
 
     watch = EncoderWatch(sync, 0, 2, begin_look)
     watch.look(time.monotonic(), 10.0, is_last=False)
     assert not said.lines
-    looks[-1].found, looks[-1].is_done = Found(2, silent={1: Silence(NOT_COME)}), True
+    looks[-1].heard, looks[-1].is_done = heard_of({1: NOT_COME}), True
     watch.look(time.monotonic(), 10.0, is_last=False)
     assert "Missing: rank 1 of 2 | rank 1 has not announced itself" in said.lines[0]
 
@@ -538,7 +576,7 @@ def monitor_that_fails(rank: int, size: int) -> list[str]:
     encoder = in_step(timeout=TIMEOUT)
     said = Said()
     if rank == 0:
-        from nemo_patches.stall import encoder_watch
+        from nemo_patches.watch import encoder_watch
 
         encoder_watch.EncoderWatch.look = None  # type: ignore[method-assign, assignment]  # any bug of ours
         wait_until(lambda: said.lines)
@@ -623,7 +661,7 @@ def late_lines(lines: list[str]) -> list[str]:
 
 
 def permanent(rank: int, size: int, folder: str) -> list[str]:
-    from nemo_patches.stall import encoder_watch
+    from nemo_patches.watch import encoder_watch
 
     encoder_watch.FIRST_REPEAT_S = 1.0  # a minute, for a test that can wait
     said = Said()
@@ -690,8 +728,10 @@ def differing(rank: int, size: int) -> None:
 
 def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     results = run_ranks(differing, 3)
-    versions, settings = results[0].lines("WARNING")
-    assert "ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
+    (line,) = results[0].lines("patched on all 3 ranks: ")
+    assert results[0].lines("WARNING") == [line]
+    versions, settings = line.split("; ranks differ in their settings: ")
+    assert "; ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
     assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
     more = "on_timeout=fallback, stall_timeout=60 s"
     flag = "ConformerEncoder: sync_max_audio_length=True, its config is not known"

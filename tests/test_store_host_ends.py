@@ -18,7 +18,7 @@ rank, port, ending, folder = int(sys.argv[1]), *sys.argv[2:]
 os.environ.update(RANK=str(rank), WORLD_SIZE="3")
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 from nemo_patches.sync.length_sync import synced_length, use
 from nemo_patches.sync.settings import Settings
 

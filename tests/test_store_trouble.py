@@ -18,7 +18,7 @@ from store_proxy import Proxy, change
 from store_proxy import proxy as proxy
 
 import nemo_patches
-from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING
+from nemo_patches.judging.kinds import ANSWERS_NOTHING
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0

@@ -12,9 +12,9 @@ from nemo_patches.patching.settings import (
     OptionSettings,
     TraceSettings,
 )
-from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
 from nemo_patches.tracing.trace_header import make_header
+from nemo_patches.watch import subscriber
 
 pytestmark = pytest.mark.one_nemo
 

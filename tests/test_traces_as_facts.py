@@ -9,7 +9,7 @@ import pytest
 from simulated_job import Away, Call, Event, Exit, Gradients, Killed, evaluation, steps
 from simulated_traces import Setup, write
 
-from nemo_patches.stall.judge import Seat
+from nemo_patches.judging.judge import Seat
 from nemo_patches.tools.diagnose import fates, reading
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import diagnose

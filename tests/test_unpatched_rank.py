@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 from ranks import CONNECTING_S, REPORT_S, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
 
 import nemo_patches
-from nemo_patches.stall import encoder_watch, subscriber
-from nemo_patches.stall.answer import Answer
-from nemo_patches.stall.roll_call import RollCall
+from nemo_patches.judging.answer import Answer
+from nemo_patches.watch import encoder_watch, subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -43,10 +42,14 @@ def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[floa
     return visible_after, nemo_patches.status().unannounced
 
 
-def roll_call() -> RollCall:
+def all_are_compared() -> bool:
     monitor = subscriber.monitor()
-    assert monitor is not None
-    return monitor.roll_call
+    return monitor is not None and monitor.all_ranks.is_done
+
+
+def has_said_who_is_missing() -> bool:
+    monitor = subscriber.monitor()
+    return monitor is not None and monitor.reports is not None and monitor.reports.roll_call._said_at > 0
 
 
 @pytest.mark.parametrize("mode", ["bounded", "local"])
@@ -92,9 +95,9 @@ def late_or_never(rank: int, size: int) -> Any:
     nemo_patches.apply(sync="local", timeout=1.0)
     encoders.sync(encoder, 100)
     if rank != 1:
-        wait_until(lambda: roll_call()._said_at)
+        wait_until(has_said_who_is_missing)
         wait_for_others("said", size)
-    wait_until(lambda: roll_call().is_done)
+    wait_until(all_are_compared)
     wait_for_others("cleared", size)
     return str(nemo_patches.status())
 
@@ -113,7 +116,7 @@ def flag_is_off(rank: int, size: int) -> Any:
     encoder._cfg = OmegaConf.create({"sync_max_audio_length": True})  # as NeMo keeps it
     for length in (100, 200):
         encoders.sync(encoder, length)
-    wait_until(lambda: roll_call().is_done)
+    wait_until(all_are_compared)
     wait_for_others("done", size)
     return nemo_patches.status().encoders[0].rounds, nemo_patches.status().unannounced
 
@@ -140,7 +143,7 @@ def calls_its_first_encoder(rank: int, size: int, port: int) -> None:
     join_group(rank, size, port)
     for length in (100, 200):
         encoders.sync(encoder, length)
-    wait_until(lambda: roll_call().is_done)
+    wait_until(all_are_compared)
     wait_for_others("done", size)
 
 
@@ -151,7 +154,8 @@ def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_wh
     assert len(first.lines(f"{said}True, set in the config; the process group is initialized")) == 1
     (line,) = second.lines(said)
     assert "=False, not set; the process group is initialized; it grows privately" in line
-    (differing,) = first.lines("WARNING", "ranks differ in their settings: here ")
+    (differing,) = first.lines("WARNING", "patched on all 2 ranks: ", "; ranks differ in their settings: here ")
+    assert len(first.lines("patched on all 2 ranks")) == 1
     assert "ConformerEncoder: sync_max_audio_length=True, set in the config; rank 1: " in differing
     assert differing.endswith("ConformerEncoder: sync_max_audio_length=False, not set")
 
@@ -162,7 +166,7 @@ def flag_is_not_in_force(rank: int, size: int) -> None:
     for encoder, configured in zip(living, (False, True), strict=True):
         encoder._cfg = OmegaConf.create({"sync_max_audio_length": configured})
         encoders.sync(encoder, 100)
-    wait_until(lambda: roll_call().is_done)
+    wait_until(all_are_compared)
     wait_for_others("done", size)
 
 
@@ -217,7 +221,7 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
     wait_until(lambda: nemo_patches.status().unannounced == (0,))
     wait_for_others("looked", size)
     if goes_on:
-        wait_until(lambda: roll_call()._said_at)
+        wait_until(has_said_who_is_missing)
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -20,7 +20,7 @@ from ranks import Said, free_port, join_group, run_ranks, stall_monitor, wait_un
 from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
 
 import nemo_patches
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 THREAD = "nemo_patches stall monitor"
@@ -29,7 +29,7 @@ COUNT = f"[thread.name for thread in threading.enumerate()].count({THREAD!r})"
 THREADS = f"""
 import sys, threading
 {{}}
-print({COUNT}, "nemo_patches.stall" in sys.modules)
+print({COUNT}, "nemo_patches.watch" in sys.modules)
 """
 
 
@@ -73,7 +73,7 @@ import multiprocessing, sys, threading, time
 import torch
 
 def watched(pipe):
-    pipe.send(({COUNT}, "nemo_patches.stall" in sys.modules))
+    pipe.send(({COUNT}, "nemo_patches.watch" in sys.modules))
 
 if __name__ == "__main__":
     for method in ("spawn", "forkserver"):
@@ -155,7 +155,7 @@ FORKED = f"""
 import os, sys, threading, time
 import torch.distributed as dist
 import lightning.pytorch
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 
 def rank(number):
     dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=number, world_size=2)
@@ -205,7 +205,7 @@ class Module(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
-ours = [name for name in sys.modules if name.startswith("nemo_patches.stall")]
+ours = [name for name in sys.modules if name.startswith("nemo_patches.watch")]
 off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 devices = int(sys.argv[1])
 strategy = "ddp" if devices > 1 else "auto"

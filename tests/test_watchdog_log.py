@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from interpreters import CHECKOUT, python
 from simulated_traces import Setup, header
 
-from nemo_patches.stall.rank_groups import RankGroup
-from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING, GONE
-from nemo_patches.stall.verdict import judged
+from nemo_patches.judging.kinds import ANSWERS_NOTHING, GONE
+from nemo_patches.judging.rank_groups import RankGroup
+from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate

@@ -23,7 +23,7 @@ PACKAGE = Path(nemo_patches.__file__).parent
 FUNCTIONS = ("apply", "revert", "status")
 # What the public classes give, and what is imported from elsewhere than the package itself.
 ALSO = {
-    "Stall": "nemo_patches.stall.missing_rank",
+    "Stall": "nemo_patches.judging.missing_rank",
     "EncoderCounters": "nemo_patches.sync.length_sync",
     "lightning.StopTogether": "nemo_patches.options.stop_together",
 }

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_patches.patching.settings import DEFERRED, AllSettings
-from nemo_patches.stall import subscriber
 from nemo_patches.sync import length_sync
+from nemo_patches.watch import subscriber
 
 _TRACING = "nemo_patches.tracing.recorder"
 _FORWARD = "nemo_patches.tracing.recorded_forward"

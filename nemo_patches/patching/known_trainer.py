@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from nemo_patches.stall import subscriber
+from nemo_patches.watch import subscriber
 
 
 class KnownTrainer(Callback):  # type: ignore[misc]  # Lightning is not looked into

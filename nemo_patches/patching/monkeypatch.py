@@ -21,11 +21,11 @@ from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.settings import STOCK, AllSettings, OptionSettings, TraceSettings
 from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
-from nemo_patches.stall import subscriber
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError
+from nemo_patches.watch import subscriber
+from nemo_patches.watch.settings import StallSettings
 
 
 class Patching:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
-from nemo_patches.stall.missing_rank import Stall
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import named
+from nemo_patches.watch.settings import StallSettings
+
+if TYPE_CHECKING:
+    from nemo_patches.judging.missing_rank import Stall
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.settings import (
     NOTHING,
     PREFIX,
@@ -22,6 +21,7 @@ from nemo_patches.sync.settings import (
     word_setting,
     words_setting,
 )
+from nemo_patches.watch.settings import StallSettings
 
 STOCK, DEFERRED, AGREED = "stock", "deferred", "agreed"
 TRAINING, EVALUATION = STAGES = ("training", "evaluation")

@@ -14,13 +14,13 @@ from nemo_patches.patching import admission
 from nemo_patches.patching.imported import nothing_to_bound, overridden
 from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import TARGETS, Target
-from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_flag import FLAG, configured, flag_text
 from nemo_patches.sync.events import FirstCall, bus
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.protocol import FLAG_IS_OFF
 from nemo_patches.sync.rank_log import rank_and_size, report
+from nemo_patches.watch.all_ranks import AllAnnounced
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 _SUBSCRIBER = "the line at the start"
@@ -69,13 +69,18 @@ class StartLines:
             say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
 
     def _all_patched(self, event: AllAnnounced) -> None:
-        """On the stall monitor's thread. Once: a new process group has the same ranks, or is said
-        to lack some.
+        """On the stall monitor's thread. Once, and where ranks differ: a new process group has the
+        same ranks, or is said to lack some.
         """
-        if not self._said_for_all and (self._patched or not nothing_to_bound()):
+        level = logging.WARNING if event.differences else logging.INFO
+        if not self._patched and nothing_to_bound():
+            for text in event.differences:
+                say(text, level)
+        elif event.differences or not self._said_for_all:
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
-            say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}")
+            differing = "".join(f"; {text}" for text in event.differences)
+            say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}{differing}", level)
             say_own_syncs(
                 overridden(self._patched).values()
             )  # made since, where a class of theirs keeps ours from being asked

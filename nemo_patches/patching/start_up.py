@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
 # What of ours imports torch, all but patching/: its own import must be complete before the watch
 # begins.
-_IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.stall", "nemo_patches.channel")
+_IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.watch", "nemo_patches.channel")
 
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _MOST_WORDS = 4  # of a command: Python, options of its own, the program

@@ -12,9 +12,9 @@ from dataclasses import replace
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, admission
 from nemo_patches.patching.features import BEFORE_PATCHES
 from nemo_patches.patching.settings import AllSettings, OptionSettings
-from nemo_patches.stall import subscriber
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import SettingsError
+from nemo_patches.watch import subscriber
 
 
 def begin() -> None:

@@ -14,8 +14,8 @@ from datetime import timedelta
 
 import torch
 
+from nemo_patches.judging.missing_rank import described
 from nemo_patches.patching.settings import BARRIER, CUDA, INPUTS
-from nemo_patches.stall.missing_rank import described
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report

@@ -18,9 +18,8 @@ import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
+from nemo_patches.judging.missing_rank import MissingRank
 from nemo_patches.patching.settings import TraceSettings
-from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
-from nemo_patches.stall.missing_rank import MissingRank, StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
@@ -31,6 +30,7 @@ from nemo_patches.tracing.exception_hook import ExceptionHook, exit_in_flight
 from nemo_patches.tracing.records import End, Grow, Stalled, Sync, Timed
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
+from nemo_patches.watch.events import EXIT_CODE, JobStalled, StallExits, StallReported
 
 _SUBSCRIBER = "tracing"
 _CLOSE_LIMIT = timedelta(seconds=2)

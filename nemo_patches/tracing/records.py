@@ -127,7 +127,7 @@ class Stalled:
     e: str
     n: int  # 0 if the length sync has ended
     ranks: list[int]  # that the others wait for, unless they do what is known to end by itself
-    kinds: list[str]  # of each rank; stall/rank_kinds.py names them
+    kinds: list[str]  # of each rank; judging/kinds.py names them
     where: list[str]  # what each one's training thread does; empty if not known
     collectives: list[str] = field(default_factory=list)  # what each waits in itself; empty: none
     text: str = ""  # all ranks, in groups; or why it is not known who is missing

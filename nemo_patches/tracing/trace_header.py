@@ -11,12 +11,12 @@ from collections.abc import Mapping
 import torch
 
 from nemo_patches.patching.settings import TraceSettings
-from nemo_patches.stall import subscriber
 from nemo_patches.sync import __version__
 from nemo_patches.sync.rank_log import launchers_number, rank_and_size
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
+from nemo_patches.watch import subscriber
 
 _LONGEST_JOB = 200  # characters
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.patching.settings import STDERR
-from nemo_patches.stall.log_line import report
 from nemo_patches.tracing.records import End, Header, Timed
 from nemo_patches.tracing.stderr_lines import StderrLines
 from nemo_patches.tracing.trace_file import LARGEST, TraceFile
+from nemo_patches.watch.log_line import report
 
 MOST_WAITING = 20_000  # records, of some 5,000 calls: minutes in which the disk took nothing
 _GATHER_S = 0.001  # so that a call's few records wake the thread once or twice

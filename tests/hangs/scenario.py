@@ -96,7 +96,7 @@ def _watched(events: Connection) -> Iterator[None]:
 
 
 def _watch(thread: int, events: Connection, over: threading.Event) -> None:
-    from nemo_patches.stall import stacks
+    from nemo_patches.watch import stacks
 
     clock = time.pthread_getcpuclockid(thread)
     place = list[tuple[CodeType, int]]()
@@ -119,7 +119,7 @@ def _watch(thread: int, events: Connection, over: threading.Event) -> None:
 
 
 def _standing(thread: int) -> Stands:
-    from nemo_patches.stall import stacks
+    from nemo_patches.watch import stacks
 
     found = stacks.occupation(thread)
     if not found.collective:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from nemo_patches.stall import judge as seats
-from nemo_patches.stall.judge import Judgement, Seat
+from nemo_patches.judging import judge as seats
+from nemo_patches.judging.judge import Judgement, Seat
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_patches.stall import judge as seats
-from nemo_patches.stall.judge import Judgement, Seat
-from nemo_patches.stall.rank_kinds import CHECKPOINT, is_guess
+from nemo_patches.judging import judge as seats
+from nemo_patches.judging.judge import Judgement, Seat
+from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, repeat
 
-from nemo_patches.stall.rank_kinds import LEFT
+from nemo_patches.judging.kinds import LEFT
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.alignment import Clocks, Rounds, clocks, shared_rounds
 from nemo_patches.tools.diagnose.endings import Ending, endings

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nemo_patches.stall.judge import Seat
+from nemo_patches.judging.judge import Seat
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
@@ -34,7 +34,7 @@ class Place:
     """Where a rank's training thread is: it explains, and accuses nobody.
 
     where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, named as in a stall report; empty:
-    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: one of stall/rank_kinds.py or
+    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: one of judging/kinds.py or
     verdicts.py. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python frames,
     outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the same
     names, the line at which that loop begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that

@@ -75,7 +75,7 @@ class RankSummary:
     rank: int
     host: str
     pid: int
-    calls: int
+    calls: int | None  # of encoders; None: not known
     state: str
     behind: float | None  # seconds by which its last record is older than the newest of all
     ago: float | None  # seconds since its last record: until now while the job runs, else as `behind`

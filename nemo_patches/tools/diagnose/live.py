@@ -12,8 +12,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_patches.stall.job_folder import private_folders
-from nemo_patches.stall.job_socket import ENDING, near, process_of
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import running
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
@@ -21,6 +19,8 @@ from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, starte
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.sources import stall_reports
+from nemo_patches.watch.job_folder import private_folders
+from nemo_patches.watch.job_socket import ENDING, near, process_of
 
 _ANSWER_S = 15.0  # a rank waits some seconds itself, for others that do not answer
 _MOST_RANKS = 1 << 20

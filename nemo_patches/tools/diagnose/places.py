@@ -1,6 +1,6 @@
 """What a thread is in, by the names of its frames, so that any dump will do. Needs no torch.
 
-stall/waits.py, which stall reports share, knows what torch's functions wait for.
+judging/waits.py, which stall reports share, knows what torch's functions wait for.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Protocol
 
-from nemo_patches.stall import waits
-from nemo_patches.stall.rank_kinds import LENGTH_SYNC
-from nemo_patches.stall.waits import Call
+from nemo_patches.facts import LENGTH_SYNC
+from nemo_patches.judging import waits
+from nemo_patches.judging.waits import Call
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import frame_text
 from nemo_patches.tools.diagnose.collect.samples import Frame

@@ -42,7 +42,7 @@ _ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Termina
 _FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
 # Without torch/distributed/checkpoint, which may read from the network.
 _OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
-STALL_EXIT = 83  # stall/job_stall.py: every rank ends with it, whichever is the reason
+STALL_EXIT = 83  # watch/job_stall.py: every rank ends with it, whichever is the reason
 _RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
 # How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
 _PASSED_ON = re.compile(r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call last\):\n")

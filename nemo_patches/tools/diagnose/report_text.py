@@ -77,7 +77,7 @@ def _row(summary: RankSummary, has_hosts: bool) -> list[str]:
         str(summary.rank),
         *([summary.host] if has_hosts else []),
         str(summary.pid),
-        str(summary.calls),
+        str(summary.calls) if summary.calls is not None else "-",
         f"{summary.waited:.1f}" if summary.waited is not None else "-",
         f"{summary.caused:.0%}" if summary.caused is not None else "-",
         f"{summary.lag * 1000:.1f}" if summary.lag is not None else "-",

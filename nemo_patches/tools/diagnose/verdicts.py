@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, LENGTH_SYNC, PERHAPS, is_guess
+from nemo_patches.facts import LENGTH_SYNC
+from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS, is_guess
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
@@ -17,7 +18,7 @@ from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
-# Activities that only stacks show, beside those of stall/rank_kinds.py.
+# Activities that only stacks show, beside those of judging/kinds.py.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"
 CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 

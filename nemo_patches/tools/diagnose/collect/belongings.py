@@ -54,7 +54,7 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
 
 
 def _folder_of_job(pid: int, temporary: str) -> str:
-    """The job's own (stall/job_folder.py), in which sockets have this pid in their names; or empty."""
+    """The job's own (watch/job_folder.py), in which sockets have this pid in their names; or empty."""
     try:
         own = os.path.join(temporary, f"nemo_patches-{os.stat(f'/proc/{pid}').st_uid}")
         for job in os.scandir(own):

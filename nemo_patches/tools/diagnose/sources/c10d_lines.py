@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nemo_patches.stall.judge import Seat
+from nemo_patches.judging.judge import Seat
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, OF_MODEL, Evidence, Fate, Place
@@ -281,7 +281,7 @@ class C10dLines:
             size = f"[{match[4]}]" if match[4] is not None else ""
             size += f" {match[5]}" if match[5] else ""
             kind, number = safe(match[3]), int(match[2]) if match[2] else NOT_TOLD
-            if any_size:  # stall/judge.py allows any size here, torch's check does not: make it part of the kind
+            if any_size:  # judging/judge.py allows any size here, torch's check does not: make it part of the kind
                 kind, size = f"{kind} of {size}".removesuffix(" of "), ""
             self._found.add(int(match[1]), Seat(int(match[1]), _CHECKED, number, kind, size), line, own=False)
             self._found.add(int(match[1]), Fate(fates.WAITED, "torch found unlike collectives"), line, own=False)

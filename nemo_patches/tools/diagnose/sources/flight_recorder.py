@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.stall.judge import Seat
+from nemo_patches.judging.judge import Seat
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member

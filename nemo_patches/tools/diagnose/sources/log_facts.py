@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from nemo_patches.stall.judge import Seat
+from nemo_patches.judging.judge import Seat
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member, Motion, Place, Value
 

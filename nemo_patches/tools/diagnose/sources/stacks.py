@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from nemo_patches.stall.rank_kinds import CHECKPOINT, is_guess
+from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from nemo_patches.stall.missing_rank import UNPATCHED
-from nemo_patches.stall.rank_kinds import ALL_RANKS_OF, CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, GONE, LENGTH_SYNC
-from nemo_patches.stall.rank_kinds import SILENT as NO_HEARTBEAT
+from nemo_patches.facts import LENGTH_SYNC
+from nemo_patches.judging.kinds import ALL_RANKS_OF, CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, GONE
+from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
+from nemo_patches.judging.missing_rank import UNPATCHED
 from nemo_patches.sync.protocol import APART
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.facts import Fact, Fate, Member, Motion, Place

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from nemo_patches.stall.rank_groups import WAITING
-from nemo_patches.stall.rank_kinds import ELSEWHERE, LEFT, LENGTH_SYNC, SILENT, UNANNOUNCED, is_guess
-from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
-from nemo_patches.stall.rank_state import CALLING, COMPUTING, MOVING
+from nemo_patches.facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING
+from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, is_guess
+from nemo_patches.judging.kinds import GONE as PROCESS_GONE
+from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
@@ -35,7 +35,7 @@ _GOES_ON = (CALLING, MOVING, COMPUTING)
 
 
 class Group(msgspec.Struct):
-    """Ranks at one place, as stall/rank_groups.py tells of them. Older versions leave out what has a default."""
+    """Ranks at one place, as judging/rank_groups.py tells of them. Older versions leave out what has a default."""
 
     ranks: tuple[int, ...]
     kind: str
@@ -123,7 +123,7 @@ def evidence_of(answer: Answer) -> Evidence:
 
 
 def recognises(name: str, head: bytes) -> bool:
-    """By the name that stall/report_file.py gives."""
+    """By the name that watch/report_file.py gives."""
     return _NAME.fullmatch(os.path.basename(name)) is not None
 
 
@@ -226,4 +226,6 @@ def _summary(rank: int, group: Group) -> RankSummary:
     process = (group.host, group.pid) if is_first else ("", 0)
     state = f"{group.kind}: {group.text}" if group.text else group.kind
     ago = group.idle if group.idle >= 0 else None
-    return RankSummary(rank, *process, group.calls, state, None, ago, None, None, None)
+    is_unknown = group.kind in (*_FATES, UNHEARD) and not group.calls  # such a rank has not told
+    calls = None if is_unknown else group.calls
+    return RankSummary(rank, *process, calls, state, None, ago, None, None, None)

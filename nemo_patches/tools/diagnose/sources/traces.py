@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from nemo_patches.stall.judge import Seat
-from nemo_patches.stall.rank_kinds import GONE as PROCESS_GONE
-from nemo_patches.stall.rank_kinds import LEFT, LENGTH_SYNC, UNANNOUNCED
-from nemo_patches.stall.rank_kinds import SILENT as NO_HEARTBEAT
+from nemo_patches.facts import LENGTH_SYNC
+from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.kinds import GONE as PROCESS_GONE
+from nemo_patches.judging.kinds import LEFT, UNANNOUNCED
+from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids

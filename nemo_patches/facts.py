@@ -1,0 +1,116 @@
+"""What one rank says of itself when it is asked, and its JSON (judging/read_facts.py reads that). Needs no torch."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .channel.answers import LONGEST_STATE
+
+LENGTH_SYNC = "length sync"  # what a rank may wait in, as any collective
+ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
+CALLING = "calling"  # it goes on with encoder calls
+MOVING = "moving"  # it goes on with collectives
+COMPUTING = "computing"  # it takes no step, and its training thread, or what this waits for, takes a core
+MOST_ENCODERS = 64
+MOST_WORKERS = 32
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The state of one rank. Times are ages in seconds, when it was asked; -1: never, or not known."""
+
+    rank: int
+    host: str
+    pid: int
+    versions: str
+    settings: str
+    encoder: str  # of the last call; empty before the first
+    calls: int  # of all encoders
+    clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
+    idle: float  # since the last encoder call began
+    # By encoder: the rounds that this rank has come to, the open ones and the latest last.
+    rounds: dict[str, int]
+    whole: bool = True  # false if `rounds` has no room for all encoders
+    # By encoder: since it waits no more for its open round.
+    given_up: dict[str, float] = field(default_factory=dict)
+    # By encoder: why its latest call took no part in a round.
+    apart: dict[str, str] = field(default_factory=dict)
+    training: bool = True  # whether the last call was one of training, and not of an evaluation
+    goes_on: str = ""  # CALLING, MOVING, COMPUTING or empty
+    goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
+    still: float = -1.0  # since it has last been seen to move
+    sleeps: bool = False  # its training thread has not run at all for long
+    # What its training thread does, if the last call is long ago:
+    where: str = ""
+    collective: str = ""  # what it waits in; empty: in none that is known
+    caller: str = ""  # from where
+    hook: str = ""  # of Lightning's, or "saving a checkpoint"
+    activity: str = ""  # "a checkpoint", "a debugger"
+    request: str = ""  # what it waits in for a person or a request: "input()", "perhaps queue.get()"
+    waits_for_child: bool = False  # a thread of its process is in os.wait()
+    workers: tuple[int, ...] = ()  # process ids of data loader workers
+    worker_states: tuple[str, ...] = ()  # texts about some of them
+    batch: str = ""  # its current or last one
+
+    def has_come(self, encoder_key: str, round_number: int) -> bool | None:
+        """Whether its rank has come to this round of this encoder; None if it does not say."""
+        if encoder_key not in self.rounds and not self.whole:
+            return None
+        return self.rounds.get(encoder_key, 0) >= round_number > 0
+
+    def key(self) -> str:
+        """Equal for ranks that the exchange merges: that of the kind, a space, that of the place."""
+        what = [
+            self.versions,
+            self.settings,
+            self.encoder,
+            self.clock,
+            self.training,
+            self.rounds,
+            self.whole,
+        ]
+        does = [
+            self.goes_on,
+            self.collective,
+            self.activity,
+            self.request,
+            self.waits_for_child,
+            self.sleeps,
+        ]
+        kind = [*what, sorted(self.given_up), self.apart, *does, self.calls > 0]
+        place: list[str] = []
+        if not self.goes_on:  # ranks that move are elsewhere at every look
+            place = [self.caller, self.hook, "" if self.collective else self.where]
+        return f"{_digest(kind)} {_digest([*kind, *place])}"
+
+    def of_another(self, rank: int) -> RankFacts:
+        """This state as far as it applies to another rank with the same key."""
+        return replace(self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch="")
+
+    def to_json(self) -> dict[str, Any]:
+        """Of at most LONGEST_STATE bytes: the least important parts are dropped first."""
+        return asdict(_bounded(self))
+
+
+def _bounded(state: RankFacts) -> RankFacts:
+    """Shorten to LONGEST_STATE bytes: the least important parts are dropped first."""
+    rounds = dict(list(state.rounds.items())[-MOST_ENCODERS:])
+    apart = dict(list(state.apart.items())[-MOST_ENCODERS:])
+    given_up = {key: seconds for key, seconds in state.given_up.items() if key in rounds}
+    whole = state.whole and len(rounds) == len(state.rounds)
+    workers = state.workers[:MOST_WORKERS]
+    short = replace(state, rounds=rounds, apart=apart, given_up=given_up, whole=whole, workers=workers)
+    without_workers = replace(short, workers=(), worker_states=())
+    nowhere = replace(without_workers, where="", batch="", settings="")
+    for candidate in (short, replace(short, worker_states=()), without_workers, nowhere):
+        if len(json.dumps(asdict(candidate))) <= LONGEST_STATE:
+            return candidate
+    return replace(nowhere, rounds={}, apart={}, given_up={}, whole=False, encoder="", caller="", hook="")
+
+
+def _digest(content: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

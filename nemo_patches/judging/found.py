@@ -1,0 +1,119 @@
+"""The result of a look at all ranks: where each is, or why it is not heard. Needs no torch."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..channel.answers import (
+    ENDED,
+    LEFT,
+    LOST,
+    NO_ANSWER,
+    NOT_COME,
+    NOT_HEARD,
+    OTHERS,
+    Answers,
+    Silence,
+)
+from ..facts import RankFacts
+from ..text import named
+from .kinds import ALL_RANKS_OF, ANSWERS_NOTHING, GONE, SILENT, UNANNOUNCED
+from .kinds import LEFT as HAS_LEFT
+from .read_facts import read_facts
+
+if TYPE_CHECKING:
+    from ..channel.meeting import Member
+
+# Of a rank of which nothing is heard, by why: those that are named for it.
+KINDS_OF_SILENT = {
+    LEFT: HAS_LEFT,
+    ENDED: SILENT,
+    NO_ANSWER: SILENT,
+    LOST: SILENT,
+    NOT_COME: UNANNOUNCED,
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the ranks are: each is in `states`, or in `silent`, which says why nothing is heard of it.
+
+    members: each rank's host and process, by rank; None where it is not known yet. trouble: why this rank is not
+    connected to the others; empty if it is.
+    """
+
+    size: int
+    states: Mapping[int, RankFacts] = field(default_factory=dict)
+    silent: Mapping[int, Silence] = field(default_factory=dict)
+    members: Sequence[Member | None] = ()
+    trouble: str = ""
+
+    @property
+    def heard(self) -> set[int]:
+        return set(self.states)
+
+    @cached_property
+    def have_ended(self) -> set[int]:
+        """The ranks that have certainly ended."""
+        return {rank for rank, silence in self.silent.items() if silence.how in (LEFT, ENDED)}
+
+    @property
+    def absent(self) -> set[int]:
+        """The ranks that have not registered."""
+        return {rank for rank, silence in self.silent.items() if silence.how == NOT_COME}
+
+    def process_of(self, rank: int) -> tuple[str, int]:
+        """Its host and pid; empty and 0 if not known."""
+        member = self.members[rank] if rank < len(self.members) else None
+        return (member.host, member.pid) if member is not None else ("", 0)
+
+    def evidence(self, rank: int) -> str:
+        """Of a silent rank: what shows how it is, if anything does."""
+        silence = self.silent[rank]
+        if silence.how == ENDED:
+            return GONE
+        if silence.how == NO_ANSWER:
+            return ANSWERS_NOTHING
+        return self._lost(rank) if silence.how == LOST else ""
+
+    def _lost(self, rank: int) -> str:
+        """The host or the network, if all ranks of its host are lost; the network, if others are
+        heard.
+        """
+        host = self.process_of(rank)[0]
+        of_host = [one for one in range(self.size) if self.process_of(one)[0] == host] if host else [rank]
+        lost = [one for one in of_host if one in self.silent and self.silent[one].how == LOST]
+        if len(lost) < len(of_host):
+            return f"its connection was lost{_ago(self.silent[rank].seconds)}: the network; {host} answers otherwise"
+        whose = "its connection was" if len(lost) == 1 else "their connections were"
+        ranks = named(lost).removeprefix("ranks ").removeprefix("rank ")
+        since = _ago(max(self.silent[one].seconds for one in lost))
+        return f"{ALL_RANKS_OF}{host or '?'} ({ranks}): {whose} lost{since}: the host or the network"
+
+
+def found_of(answers: Answers, size: int, members: Sequence[Member | None], trouble: str) -> Found:
+    """What a question's answers say of `size` ranks in all; malformed states are left out."""
+    states: dict[int, RankFacts] = {}
+    for key, group in answers.groups.items():
+        state = read_facts(group.state, has_place=" " in key) if key != OTHERS else None
+        if state is None:
+            continue
+        state = replace(state, still=group.still if group.still >= 0 else -1.0)
+        for rank in group.ranks:
+            if rank < size:
+                states[rank] = state if rank == state.rank else state.of_another(rank)
+    silent = {rank: answers.silent.get(rank, Silence(NOT_HEARD)) for rank in range(size) if rank not in states}
+    found = Found(size, states, silent, tuple(members), trouble)
+    for rank, state in states.items():
+        if not state.pid:
+            host, pid = found.process_of(rank)
+            states[rank] = replace(state, host=host, pid=pid)
+    return found
+
+
+def _ago(seconds: float) -> str:
+    return f" {seconds:.0f} s ago" if seconds >= 0 else ""

@@ -1,0 +1,210 @@
+"""The verdict on a job that makes no progress: which ranks the others wait for, by all places.
+
+Steps decide. A rank that waits in a collective is never blamed for it, nor one that goes on, nor
+one of which nothing is known. Where the evidence does not decide, the verdict says so. Needs no
+torch.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ..facts import CALLING, COMPUTING, MOVING
+from ..text import named
+from .judge import OUT_OF_STEP, Judgement, Seat, judge
+from .kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
+from .missing_rank import DETAILED, UNPATCHED, MissingRank
+from .rank_groups import UNHEARD, WAITING, RankGroup
+
+_NO_RANK_MOVES = "no rank moves: "
+_ALL_IN = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+_MAY_WAIT = "who waits may wait for a rank that goes on"
+_JOB = "job"  # the group in which all ranks are
+# Collectives in which all ranks wait for what one of them has: so a server's ranks wait for its requests.
+_FROM_ONE = {
+    "broadcast",
+    "broadcast_object_list",
+    "irecv",
+    "recv",
+    "recv_object_list",
+    "scatter",
+    "scatter_object_list",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """level: WARNING where ranks wait, no rank takes a step, and those that are waited for neither
+    compute nor are in something that ends by itself; or where all ranks are in one dead wait or the
+    other. Else INFO. remark: how to read it. lead: what to say first. is_idle: all that the others
+    may wait for is a person or a request.
+    """
+
+    level: int
+    remark: str
+    groups: tuple[RankGroup, ...]  # the suspects first, and of these the smallest
+    lead: str = ""
+    is_idle: bool = False
+
+    @property
+    def suspects(self) -> list[RankGroup]:
+        return [group for group in self.groups if group.is_suspect]
+
+    @property
+    def missing(self) -> tuple[MissingRank, ...]:
+        """The suspects, if a rank waits for them, and no rank that they may wait for moves."""
+        if self.lead or self.is_idle or self._has(MOVING, COMPUTING):
+            return ()
+        if self.level < logging.WARNING and not self._has(WAITING):
+            return ()
+        return tuple(rank for group in self.suspects for rank in group.missing())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether some rank does."""
+        return self._has(CALLING, MOVING, COMPUTING)
+
+    @property
+    def stays_info(self) -> bool:
+        """Whether it is no warning either if it lasts: nobody waits in vain, as far as is known."""
+        if self.level >= logging.WARNING:
+            return False
+        if self.is_idle or self._has(CALLING, MOVING):
+            return True
+        return self.goes_on and not self._has(WAITING)
+
+    @property
+    def waiting_for_sure(self) -> set[int]:
+        """The ranks in a collective, unless that is a guess."""
+        waiting = (group for group in self.groups if group.kind == WAITING)
+        return {rank for group in waiting if not is_guess(group.collective) for rank in group.ranks}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a suspect is in something that ends by itself."""
+        return any(group.activity for group in self.suspects)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether some rank waits in a collective, which is no guess, and none computes or is at
+        what ends by itself; or all are in a dead wait.
+        """
+        if self.level < logging.WARNING or self.is_busy or self._has(COMPUTING):
+            return False
+        return bool(self.lead or self.waiting_for_sure)
+
+    @property
+    def is_sure_at_the_start(self) -> bool:
+        """Whether it is certain even before the first steps, when anything may take any time."""
+        stand = all(group.sleeps or group.kind != ELSEWHERE for group in self.suspects)
+        return self.is_certain and stand and not self.lead and not self._has(UNHEARD)
+
+    def overdue(self, still_s: float) -> Verdict:
+        """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none
+        goes on.
+        """
+        why = "no rank takes a step" if self.goes_on else f"no rank has moved for {still_s:.0f} s"
+        if self.remark:
+            why = f"{self.remark}; {why}"
+        return replace(self, level=logging.WARNING, remark=why)
+
+    def outline(self) -> list[tuple[object, ...]]:
+        """The text without the ranks' places in their code."""
+        return [(group.runs, group.kind, group.collective, group.activity, group.request) for group in self.groups]
+
+    def text(self) -> str:
+        """The groups in one line."""
+        others = [group for group in self.groups if not group.is_suspect]
+        only_collectives = not self.suspects and len(others) > 1
+        lines = _lines(self.suspects) + _lines(others, with_calls=only_collectives)
+        if any(group.kind == UNANNOUNCED for group in self.suspects):
+            lines.append(UNPATCHED)
+        if self.remark:
+            lines.append(self.remark)
+        return self.lead + " | ".join(lines)
+
+    def _has(self, *kinds: str) -> bool:
+        return any(group.kind in kinds for group in self.groups)
+
+
+def judged(groups: tuple[RankGroup, ...]) -> Verdict:
+    """The ranks that others wait for, as far as the groups show."""
+    kinds = {group.kind for group in groups}
+    suspects = [group for group in groups if group.is_suspect]
+    idle = bool(suspects) and _wait_for_requests(groups, suspects)
+    if idle and MOVING not in kinds:
+        sure = [(group, group.request.removeprefix(PERHAPS)) for group in groups]
+        told = tuple(replace(group, request=request) for group, request in sure)
+        return Verdict(logging.INFO, "", told, is_idle=True)
+    if kinds.intersection((MOVING, COMPUTING)):
+        return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
+    if WAITING in kinds:
+        return _of_waiting(groups, suspects)
+    if SILENT in kinds:
+        return Verdict(logging.WARNING, "", groups)
+    if groups and all(group.is_in_dead_wait for group in groups):
+        return Verdict(logging.WARNING, "", groups, _NO_RANK_MOVES)
+    return Verdict(logging.INFO, "no rank is known to wait for another", groups)
+
+
+def _wait_for_requests(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> bool:
+    """Whether all suspects do, and the others wait for these requests. A rank that has ended is
+    none of these.
+    """
+    collectives = {group.collective for group in groups if group.kind == WAITING}
+    return all(group.request and _is_waited_for(group.request, collectives) for group in suspects)
+
+
+def _is_waited_for(request: str, collectives: Collection[str]) -> bool:
+    """Whether ranks that wait in these collectives wait for this rank's request. If none waits:
+    whether it is certain that this rank does.
+    """
+    return not is_guess(request) or (bool(collectives) and _FROM_ONE.issuperset(collectives))
+
+
+def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:
+    """If ranks wait in a collective, and none is known to move except those that call their
+    encoders.
+    """
+    waiting = [group for group in groups if group.kind == WAITING]
+    found = _in_collectives(groups)
+    are_guesses = all(is_guess(group.collective) for group in waiting)
+    if found is not None and found.accused:
+        if not suspects:
+            return Verdict(logging.INFO, "the ranks that wait may have had fewer batches", groups)
+        slow = [group for group in suspects if not group.has_ended]
+        ends_by_itself = bool(slow) and all(group.activity for group in slow)
+        guess = "that they wait is a guess, by a method's name" if are_guesses else ""
+        return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
+    level = logging.INFO if are_guesses else logging.WARNING
+    if unheard := sorted(rank for group in groups if group.kind == UNHEARD for rank in group.ranks):
+        are = "is" if len(unheard) == 1 else "are"
+        return Verdict(level, f"where {named(unheard)} {are}, nobody knows", groups)
+    if found is None or found.id != OUT_OF_STEP:
+        return Verdict(level, _ALL_IN, groups)
+    at = "at different places"
+    if len({group.collective for group in waiting}) > 1:
+        at = "in different collectives"
+    return Verdict(level, f"the ranks wait {at}; which of them is wrong cannot be told", groups)
+
+
+def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
+    """By the one judge. Which collective a rank is in counts only once all are in one: first come
+    ranks in none.
+    """
+    known = [group for group in groups if group.kind != UNHEARD]
+    waiting = [group for group in known if group.kind == WAITING]
+    kinds = ["" if len(waiting) < len(known) else " at ".join(group.place) for group in waiting]
+    seats = [Seat(rank, _JOB, 1, kind) for group, kind in zip(waiting, kinds, strict=True) for rank in group.ranks]
+    return next(iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})), None)
+
+
+def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:
+    lines = [group.text(with_calls=with_calls) for group in groups[:DETAILED]]
+    if rest := groups[DETAILED:]:
+        ranks = sorted(rank for group in rest for rank in group.ranks)
+        lines.append(f"{len(rest)} more groups: {named(ranks)}")
+    return lines

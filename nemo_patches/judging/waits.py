@@ -1,0 +1,145 @@
+"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so tools use it, too."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from .kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
+
+# What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
+_C10D = "distributed/distributed_c10d.py"
+_WAITS = (
+    (
+        "nn/parallel/distributed.py",
+        ("_distributed_broadcast_coalesced", "_sync_"),
+        "DDP's buffer broadcast",
+    ),
+    ("nn/parallel/distributed.py", ("__init__", "_ddp_init_helper"), "DDP's construction"),
+    (
+        "nn/parallel/distributed.py",
+        ("_pre_forward",),
+        "DDP's second step, which makes its buckets anew",
+    ),
+    ("distributed/utils.py", ("_sync_module_states", "_verify_param_shape"), "DDP's construction"),
+    ("autograd/graph.py", ("_engine_run_backward",), "backward, which reduces the gradients"),
+    ("distributed/_functional_collectives.py", ("",), "a functional collective"),
+    ("distributed/fsdp/", ("",), "FSDP"),
+    ("nn/modules/_functions.py", ("",), "SyncBatchNorm"),
+    ("cuda/", ("synchronize",), PERHAPS + "the GPU"),
+)
+_SET_UP = ("init_process_group", "destroy_process_group")
+_NO_COLLECTIVES = {
+    "wrapper",
+    "_wrapper",
+    *_SET_UP,
+}  # new_group is one: all ranks make a group together
+_DEVICE_WAITS = {
+    *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
+    *("nonzero", "masked_select", "unique", "repeat_interleave"),
+}
+_WORK_WAIT, _MOST_NAMES = "wait", 3
+_CHECKPOINT_FUNCTIONS = {"save_checkpoint", "_save_checkpoint", "save_to", "_save_to_state"}
+_CHECKPOINT_FILES = ("serialization.py", "distributed/checkpoint/")
+# By torch's file, and by how the names of its functions begin. A function that has been compiled runs without them.
+_ACTIVITIES = (
+    ("_dynamo/convert_frame.py", ("",), COMPILATION),
+    (
+        "_inductor/compile_fx.py",
+        ("compile_fx", "_compile_fx", "fx_codegen", "fw_compiler", "bw_compiler"),
+        COMPILATION,
+    ),
+    (
+        "_inductor/runtime/triton_heuristics.py",
+        ("precompile", "autotune", "benchmark", "coordinate"),
+        COMPILATION,
+    ),
+    ("onnx/", ("export", "_export"), EXPORT),
+    ("export/", ("export", "_export", "draft_export"), EXPORT),
+    ("jit/_trace.py", ("trace", "_trace"), EXPORT),
+    ("jit/_script.py", ("script", "_script"), EXPORT),
+    ("jit/_freeze.py", ("freeze", "optimize_for_inference"), EXPORT),
+)
+_NEMO_EXPORT = ("/nemo/core/classes/exportable.py", ("export", "_export"))
+_DEBUGGER_FILES = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger")
+
+
+class Call(NamedTuple):
+    """A frame by its names, with "/" in them. in_torch: its path within torch/, empty where it is not torch's."""
+
+    function: str
+    file: str
+    in_torch: str = ""
+
+
+def collective(calls: Iterable[Call]) -> str:
+    """What a thread waits in, by its frames, innermost first; empty if unknown."""
+    outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
+    for call in calls:
+        if not call.in_torch or (not outermost_name and _torch_activity(call)):
+            break  # a compilation within backward waits for no rank
+        name = call.function
+        if call.in_torch == _C10D:
+            outermost_name = name if not name.startswith("_") and name not in _NO_COLLECTIVES else outermost_name
+        elif not outermost_name and (title := _title(call, _WAITS)):
+            return title
+    return outermost_name
+
+
+def set_up(calls: Iterable[Call]) -> str:
+    """The function that makes or destroys a process group, in which all its ranks wait for each other."""
+    for call in calls:
+        if not call.in_torch:
+            break
+        if call.in_torch == _C10D and call.function in _SET_UP:
+            return call.function
+    return ""
+
+
+def of_method(method: str) -> str:
+    """What a call of C or C++ waits for: a guess by its name, since it has no frame."""
+    if method == _WORK_WAIT:
+        return PERHAPS + "a collective's wait()"
+    return PERHAPS + f"the GPU, in {method}()" if method in _DEVICE_WAITS else ""
+
+
+def of_names(names: Sequence[str]) -> str:
+    """The same, where only the names are known that the calling function has, of which one is the method's."""
+    if _WORK_WAIT in names:
+        return of_method(_WORK_WAIT)
+    methods = [f"{name}()" for name in names if name in _DEVICE_WAITS]
+    return PERHAPS + f"the GPU, in {' or '.join(methods[:_MOST_NAMES])}" if methods else ""
+
+
+def needs_device(method: str) -> bool:
+    """Whether it only waits for a GPU, so that it does not wait without one."""
+    return method in _DEVICE_WAITS
+
+
+def activity(calls: Sequence[Call]) -> str:
+    """CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty."""
+    if any(part in call.file for call in calls for part in _DEBUGGER_FILES):
+        return DEBUGGER
+    saves = (
+        call.function in _CHECKPOINT_FUNCTIONS
+        or (call.function.startswith("save") and call.in_torch.startswith(_CHECKPOINT_FILES))
+        for call in calls
+    )
+    if any(saves):
+        return CHECKPOINT
+    path, functions = _NEMO_EXPORT
+    exports = any(call.file.endswith(path) and call.function.startswith(functions) for call in calls)
+    return EXPORT if exports else next(filter(None, map(_torch_activity, calls)), "")
+
+
+def _torch_activity(call: Call) -> str:
+    return _title(call, _ACTIVITIES) if call.in_torch else ""
+
+
+def _title(call: Call, table: Iterable[tuple[str, tuple[str, ...], str]]) -> str:
+    """What a table of torch's files and functions says of a call; empty if it is not in it."""
+    for path, functions, title in table:
+        if call.in_torch.startswith(path) and call.function.startswith(functions):
+            return title
+    return ""

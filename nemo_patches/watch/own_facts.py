@@ -1,0 +1,127 @@
+"""What this rank says of itself: what the training thread has noted, and where it is now."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+
+from ..facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING, ROUNDS_OF, RankFacts
+from ..sync import __version__
+from ..sync.events import Group, WatchedRounds
+from ..sync.length_sync import current
+from ..text import safe
+from .late_modules import LateModules
+from .progress import Progress
+from .settings import StallSettings
+from .training_notes import TrainingNotes
+
+# Parts of stall_timeout: for this long afterwards a rank counts as going on.
+_CALLING_PART = 1 / 2
+_MOVING_PART = 1 / 4
+
+
+class OwnFacts:
+    """Used by the stall monitor's thread."""
+
+    def __init__(
+        self,
+        group: Group,
+        notes: TrainingNotes,
+        progress: Progress,
+        settings: Callable[[], StallSettings],
+        late: LateModules,
+    ) -> None:
+        self._group = group
+        self._notes = notes
+        self._progress = progress
+        self._settings = settings
+        self._late = late
+
+    def make(self) -> RankFacts:
+        """As of now."""
+        now = time.monotonic()
+        settings = self._settings()
+        last = self._notes.last
+        timeout = current().timeout
+        # Without stall reports there is still `diagnose --job`.
+        stall_timeout = settings.stall_timeout or timeout
+        syncs = self._notes.syncs(self._group)
+        in_sync = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
+        if last.sync is not None and last.sync.in_call:
+            in_sync = LENGTH_SYNC
+        rounds, given_up = _rounds(syncs, now, timeout.total_seconds(), self._notes.may_be_uneven)
+        goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
+        texts = (f"{current()}, {settings}", self._notes.other_settings, self._notes.encoder_flag)
+        nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
+        facts = RankFacts(
+            rank=self._group.rank,
+            host=safe(socket.gethostname()),
+            pid=os.getpid(),
+            versions=f"nemo_patches {__version__}, nemo {nemo}",
+            settings="; ".join(filter(None, texts)),
+            encoder=last.sync.title if last.sync is not None else "",
+            calls=last.calls,
+            clock=last.clock,
+            idle=now - last.since if last.since else -1.0,
+            rounds=rounds,
+            given_up=given_up,
+            apart=_apart(syncs),
+            training=last.training,
+            goes_on=goes_on,
+            goes_on_for=goes_on_for,
+            still=self._progress.still_s(now),
+            sleeps=self._progress.sleeps,
+            collective=in_sync,
+        )
+        since_s = now - (last.since or self._progress.stepped_at)
+        away_after_s = (min(timeout, stall_timeout) / 2).total_seconds()
+        is_away = since_s >= away_after_s
+        # A rank that has ended an evaluation waits for the others from then on, and is not missing
+        # meanwhile. They wait for less than the timeout only if they have waited in vain before.
+        is_soon = not self._late.are_there and since_s < away_after_s / 2
+        may_have_ended = not last.training and not is_soon
+        if (is_away or may_have_ended) and not self._late.run():
+            from .place import with_place
+
+            return with_place(facts, self._notes, self._progress, is_away=is_away)
+        return facts
+
+    def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
+        """How this rank goes on, and for how many seconds that counts."""
+        last = self._notes.last
+        progress = self._progress
+        left = {
+            CALLING: last.since + _CALLING_PART * limit_s - now if last.since else 0.0,
+            MOVING: progress.stepped_at + _MOVING_PART * limit_s - now,
+            COMPUTING: progress.computed_at + _MOVING_PART * limit_s - now,
+        }
+        goes_on = next((how for how, seconds in left.items() if seconds > 0), "")
+        return goes_on, max(*left.values(), 0.0)
+
+
+def _rounds(
+    syncs: list[WatchedRounds], now: float, timeout_s: float, may_be_uneven: bool
+) -> tuple[dict[str, int], dict[str, float]]:
+    """By key: the latest round, the open ones last; and since when this rank no longer waits for
+    it, if so. may_be_uneven: in an evaluation it then waits for nobody who might owe it that.
+    """
+    rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
+    in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
+    given_up = {
+        sync.key: now - (round_.gave_up_at or round_.issued_at + timeout_s)
+        for sync, round_ in rounds
+        if (round_.training or not may_be_uneven)
+        and not sync.has_come(round_)
+        and (round_.gave_up_at or now - round_.issued_at >= timeout_s)
+    }
+    return {sync.key: sync.rounds.issued for sync, _ in in_order}, given_up
+
+
+def _apart(syncs: list[WatchedRounds]) -> dict[str, str]:
+    """By key: why none of this rank's encoders takes part in its rounds, where none does."""
+    taking_part = {sync.key for sync in syncs if not sync.apart}
+    return {sync.key: sync.apart for sync in syncs if sync.key not in taking_part}

@@ -1,0 +1,143 @@
+"""This rank's progress: the steps that others may wait for, and whether it computes meanwhile."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from ..text import first_line
+from .late_modules import LateModules
+from .log_line import report
+from .training_notes import TrainingNotes
+
+if TYPE_CHECKING:
+    from .thread_at_work import ThreadAtWork
+
+NOT_COUNTED = -1
+_FIRST_CALLS = 2  # of encoders
+_FIRST_RISES = 10  # looks at which more collectives had begun
+_BETWEEN_LOOKS_S = 0.2
+_DEAD_PART = 1 / 4  # of stall_timeout
+_AT_WORK_PART = 1 / 4  # of stall_timeout, after a step: nobody asks then
+_WINDOW_PART = 1 / 4  # of stall_timeout: in which it is measured whether the thread computes
+_HELD_UP_S = 2.0  # after such a pause counting begins again, or after this part of stall_timeout: the longer one
+_HELD_UP_PART = 1 / 4
+
+
+class Progress:
+    """What this rank has begun, and when it was last seen to move.
+
+    stepped_at: time.monotonic() at which an encoder call or a collective has last begun; at first
+    that of the making. computed_at: when its training thread, a process that this thread waits for,
+    or a loader's worker was last seen to compute. moved_at: the latest of these two, but that its
+    training thread must have got on in its code: an empty loop is no sign of life. has_started:
+    whether it steps, as training does: else it may still be in its set-up. sleeps: whether the
+    training thread has not run at all for long: it is in one wait. The stall monitor's thread calls
+    `look` and `begin_anew`, and alone writes the fields; any thread may read.
+    """
+
+    def __init__(self, notes: TrainingNotes, late: LateModules) -> None:
+        now = time.monotonic()
+        self.anew_at = 0.0  # when counting has begun again, after a pause of the thread that looks
+        self.begun = NOT_COUNTED  # operations that this rank has begun, in all its process groups
+        self.stepped_at = now
+        self.moved_at = now
+        self.computed_at = -math.inf
+        self.has_started = False
+        self.sleeps = False
+        self._rises = 0
+        self._notes = notes
+        self._late = late
+        self._at_work: ThreadAtWork | None = None
+        self._looked_at = math.inf
+        self._looked_at_thread = 0.0
+        self._ran_at = now  # when the training thread last ran, however briefly
+        self._uncounted = ""  # why the operations cannot be counted
+
+    def still_s(self, now: float) -> float:
+        """Seconds since this rank was last seen to move."""
+        return max(now - self.moved_at, 0.0)
+
+    @property
+    def busy_processes(self) -> frozenset[int]:
+        """The data loader's workers that compute, and the processes that its training thread waits
+        for.
+        """
+        return self._at_work.busy_processes if self._at_work is not None else frozenset()
+
+    def look(self, now: float, limit_s: float) -> None:
+        """limit_s: stall_timeout. Call it before this rank answers others."""
+        if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
+            self.begin_anew(now)  # it was stopped and continued, or lacked Python's lock
+        self._looked_at = now
+        self._count_steps(now, limit_s)
+        if now - self.stepped_at < _AT_WORK_PART * limit_s:
+            self._at_work = None
+            self._ran_at = now
+            self.sleeps = False
+        elif now - self._looked_at_thread >= min(_BETWEEN_LOOKS_S, limit_s / 8):
+            self._looked_at_thread = now
+            self._look_at_the_thread(now, limit_s)
+            self.sleeps = now - self._ran_at >= _DEAD_PART * limit_s
+
+    def begin_anew(self, now: float) -> None:
+        """There was no look for long: it is not known what this rank did meanwhile."""
+        self.anew_at = now
+        self.moved_at = now
+        self._at_work = None
+
+    def _count_steps(self, now: float, limit_s: float) -> None:
+        last = self._notes.last
+        begun = self._count(is_wanted=now - self.stepped_at >= limit_s / 2)
+        if begun > self.begun:
+            self.stepped_at = now
+            if self.begun != NOT_COUNTED:
+                self._rises += 1
+        self.begun = begun
+        self.stepped_at = max(self.stepped_at, last.since)
+        self.moved_at = max(self.moved_at, self.stepped_at)
+        if last.calls >= _FIRST_CALLS or self._rises >= _FIRST_RISES:
+            self.has_started = True
+
+    def _look_at_the_thread(self, now: float, limit_s: float) -> None:
+        if self._late.run():
+            return  # it is not known whether it computes
+        from .thread_at_work import ThreadAtWork
+
+        if self._at_work is None:
+            self._at_work = ThreadAtWork(self._notes, _WINDOW_PART * limit_s)
+        self._at_work.look(now)
+        if self._at_work.moves:
+            self.moved_at = now
+        if self._at_work.computes:
+            self.computed_at = now
+        if self._at_work.has_run:
+            self._ran_at = now
+
+    def _count(self, is_wanted: bool) -> int:
+        """The sum over all process groups: a rank that works in its own group moves, too. 0.2 us
+        each.
+        """
+        world: Any = torch.distributed.group.WORLD
+        if self._uncounted or world is None:
+            return NOT_COUNTED
+        try:
+            count = int(world._get_sequence_number_for_group())
+        except Exception as error:  # each backend, and each torch, has its own
+            if is_wanted:
+                self._uncounted = first_line(error)
+                text = "the collectives that this rank begins are not counted here"
+                report(logging.INFO, f"{text}: {self._uncounted}")
+            return NOT_COUNTED
+        groups: list[Any] = list(torch.distributed.distributed_c10d._world.pg_map)
+        for group in groups:
+            if group is not world:
+                with contextlib.suppress(Exception):  # of another backend, or destroyed just now
+                    count += int(group._get_sequence_number_for_group())
+        return count

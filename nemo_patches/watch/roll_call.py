@@ -1,0 +1,105 @@
+"""Which ranks have not announced themselves, from half the sync's timeout after this rank's first encoder call on.
+
+A rank of stock NeMo never registers with rank 0. It waits in the default process group, where the
+patched ranks' next collective meets its reduce; nobody can help it from outside, so it must be seen.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..channel.exchange import Exchange
+from ..judging.kinds import UNANNOUNCED
+from ..judging.missing_rank import NOT_ANNOUNCED, UNPATCHED, Stall
+from ..sync.length_sync import current
+from ..text import named
+from .log_line import report
+from .looks import Look
+
+_LONGEST_PAUSE_S = 60.0  # between two looks
+
+
+class RollCall:
+    """One process group's roll call, as seen by this rank.
+
+    The stall monitor's thread calls `look`, and alone writes the fields.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        begin_look: Callable[[], Look],
+        has_late_round: Callable[[], bool],
+        stalls: Callable[[], tuple[Stall, ...]],
+    ) -> None:
+        """has_late_round: whether one is about to be reported. stalls: the reported ones, which may
+        name the same.
+        """
+        self.missing: tuple[int, ...] = ()  # at the last look; any thread may read it
+        self._exchange = exchange
+        self._begin_look = begin_look
+        self._has_late_round = has_late_round
+        self._stalls = stalls
+        self._look: Look | None = None  # the one under way
+        self._next_look = 0.0
+        self._said_at = 0.0
+        self._is_seen = False  # whether `missing` is from after the sync's timeout
+        self._is_warned = False
+
+    def look(self, now: float, began: float) -> None:
+        """Take the next step, if it is time. began: this rank's first encoder call; 0.0: none yet."""
+        if self._exchange.is_joined:
+            self._joined(now, began)
+        elif began:
+            self._look_for_absent(now, began)
+
+    def _look_for_absent(self, now: float, began: float) -> None:
+        limit_s = current().timeout.total_seconds()
+        if self._look is None:
+            if now >= max(self._next_look, began + limit_s / 2):
+                self._look = self._begin_look()
+        elif self._look.is_done:
+            found = self._look.found
+            waited_s = self._look.began - began
+            self._look = None
+            self.missing = tuple(sorted(found.absent))
+            self._is_seen = waited_s >= limit_s and not found.trouble
+            self._next_look = now + min(waited_s, _LONGEST_PAUSE_S)
+            if waited_s < limit_s:
+                self._next_look = max(began + limit_s, now)
+            elif found.trouble and not self._said_at:
+                self._said_at = now
+                report(logging.WARNING, f"cannot see whether every rank is patched: {found.trouble}")
+        if self._is_seen and self.missing and not self._is_warned:
+            self._warn(now)
+
+    def _warn(self, now: float) -> None:
+        """Log it once, unless a report names the same ranks; a report may also say that it does not
+        know.
+        """
+        stalls = self._stalls()
+        if self._has_late_round() and not stalls:
+            return
+        self._is_warned = True
+        named_there = {one.rank for stall in stalls for one in stall.missing if one.kind == UNANNOUNCED}
+        if not named_there.issuperset(self.missing):
+            self._said_at = now
+            report(logging.WARNING, self._warning())
+
+    def _warning(self) -> str:
+        verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
+        why = f"{NOT_ANNOUNCED}. {UNPATCHED}"
+        limit_s = current().timeout.total_seconds()
+        return f"{named(self.missing)} of {self._exchange.size} {verb} within {limit_s:g} s: {why}"
+
+    def _joined(self, now: float, began: float) -> None:
+        self.missing = ()
+        self._look = None
+        if self._said_at:
+            self._said_at = 0.0
+            report(
+                logging.WARNING,
+                f"every rank has announced itself now, {now - began:.2f} s after this one",
+            )

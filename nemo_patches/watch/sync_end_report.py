@@ -1,0 +1,112 @@
+"""Reports, once for a process group, which ranks have ended: when a round has failed, or one ended without a word."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import timedelta
+
+from ..channel.answers import ENDED, LEFT
+from ..channel.exchange import Exchange
+from ..judging.answer import Answer, ended
+from ..judging.found import Found
+from ..judging.missing_rank import Stall
+from ..sync.events import Report, WatchedRounds, bus
+from .events import StallReported
+from .log_line import report
+from .looks import Look
+
+_JOB = "this job"  # in place of an encoder
+_PATIENCE_S = 2.6  # for a look that is not done when its report is due
+# For the exchange to learn which rank has ended, where an exception ends this process.
+_AT_EXIT_S = 0.4
+_PAUSE_S = 0.02
+
+
+class SyncEndReport:
+    """The stall monitor's thread calls the methods, and alone writes the fields; any thread may
+    read `stall`.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        size: int,
+        begin_look: Callable[[], Look],
+        promises: queue.SimpleQueue[Future[Report]],
+    ) -> None:
+        """promises: for the exceptions that wait for the answer (on_timeout="raise")."""
+        self._exchange = exchange
+        self._size = size
+        self._begin_look = begin_look
+        self._promises = promises
+        self._title = ""  # of the encoder whose sync ended first
+        self._look: Look | None = None
+        self._answer: Answer | None = None  # once it is said
+
+    def stall(self) -> Stall | None:
+        look, answer = self._look, self._answer
+        if look is None or answer is None or not answer.missing:
+            return None
+        since = timedelta(seconds=time.monotonic() - look.began)
+        return Stall(self._title, 0, since, answer.missing, self._size, "")
+
+    def ended(self, sync: WatchedRounds) -> None:
+        """A sync has no more rounds: ask which ranks have died, unless this was asked already."""
+        if self._look is None:
+            self._title = sync.title
+            self._look = self._begin_look()
+
+    def look(self, now: float, is_last: bool) -> None:
+        if is_last and self._answer is None and hasattr(sys, "last_value"):
+            self._wait_for_an_end()
+        if self._look is None and self._have_died():
+            self._title = _JOB
+            self._look = self._begin_look()
+        look = self._look
+        if look is not None and self._answer is None:
+            has_promised = not self._promises.empty()  # the training thread waits
+            known = has_promised and bool(self._exchange.ended)
+            if known or look.is_done or is_last or now - look.began > _PATIENCE_S:
+                self._say(self._answer_of(look.found), is_last)
+        if self._answer is not None:
+            while not self._promises.empty():
+                self._promises.get().set_result(Report(missing=self._answer.missing))
+
+    def _have_died(self) -> bool:
+        """Whether a rank has ended without a word: it was killed, or has crashed."""
+        return any(silence.how == ENDED for silence in list(self._exchange.ended.values()))
+
+    def _wait_for_an_end(self) -> None:
+        """An exception ends this process: maybe because another rank has ended, of which this one
+        hears at once.
+        """
+        ends_at = time.monotonic() + _AT_EXIT_S
+        while self._exchange.is_joined and not self._have_died() and time.monotonic() < ends_at:
+            time.sleep(_PAUSE_S)
+
+    def _answer_of(self, found: Found) -> Answer:
+        """Ranks that have died are named before those that have left: these may have left because
+        of that.
+        """
+        silent = {**found.silent, **self._exchange.ended}
+        gone = ended(replace(found, states={}, silent=silent))
+        if self._have_died():
+            gone = {rank: one for rank, one in gone.items() if silent[rank].how != LEFT}
+        return Answer(tuple(gone[rank] for rank in sorted(gone)), "" if gone else self._exchange.over)
+
+    def _say(self, answer: Answer, is_last: bool) -> None:
+        self._answer = answer
+        if answer.missing or (answer.unknown and not is_last):
+            bus.publish(StallReported(self._title, 0, answer.missing, answer.unknown))
+        text = answer.text(self._size)
+        if answer.missing:
+            report(logging.WARNING, f"{self._title}: gone: {text}")
+        elif answer.unknown and not is_last:
+            report(logging.WARNING, f"{self._title}: which rank is gone {text}")

@@ -1,0 +1,117 @@
+"""What the training thread does: noted there from the sync's events, read by the stall monitor."""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from ..sync import events
+from ..sync.encoder_flag import flag_text
+from ..sync.events import Group, Report, WatchedRounds
+
+
+class LastCall(NamedTuple):
+    """The latest encoder call of this process under a process group."""
+
+    sync: WatchedRounds | None = None  # of the encoder
+    call: int = 0  # of that encoder
+    clock: tuple[int, int] = (
+        0,
+        0,
+    )  # of that encoder, before the call: training calls, evaluation calls since
+    calls: int = 0  # of all encoders
+    since: float = 0.0  # time.monotonic() at which it began; 0.0 before the first
+    thread: int = 0
+    native_thread: int = 0  # the kernel's number of it
+    training: bool = True
+
+
+class TrainingNotes:
+    """The notes of this process. Only the training thread writes them; values are replaced as a
+    whole.
+    """
+
+    def __init__(self) -> None:
+        self.last = LastCall()
+        self.other_settings = ""  # settings of upper layers that must match on all ranks
+        self.encoder_flag = ""  # of the first encoder, which must match, too
+        self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
+        self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
+        self._trainer: Callable[[], object] = lambda: None  # Lightning's, the last one that began; weak
+        self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
+        self._syncs: tuple[WatchedRounds, ...] = ()
+
+    def syncs(self, group: Group) -> list[WatchedRounds]:
+        """Those of one process group, including those of encoders that were just deleted."""
+        return [sync for sync in self._syncs if sync.group is group]
+
+    def allows_uneven(self) -> bool:
+        return self.may_be_uneven
+
+    def trains_with(self, trainer: object) -> None:
+        self._trainer = weakref.ref(trainer)
+
+    def batch(self) -> str:
+        """The current or last one. After LateModules.run()."""
+        from .last_batch import last_batch
+
+        return last_batch(self._trainer())
+
+    def forget_calls(self) -> None:
+        """As before the first."""
+        self.last = LastCall()
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """For the event bus."""
+        return {
+            events.CallBegan: self._call_began,
+            events.FirstCall: self._first_call,
+            events.WaitTimedOut: self._wait_timed_out,
+            events.SyncEnded: self._sync_ended,
+            events.RoundsBegan: self._rounds_began,
+        }
+
+    def _call_began(self, event: events.CallBegan) -> None:
+        self._note(event.sync)
+        self.last = LastCall(
+            sync=event.sync,
+            call=event.call,
+            clock=event.clock,
+            calls=self.last.calls + 1,
+            since=time.monotonic(),
+            thread=threading.get_ident(),
+            native_thread=threading.get_native_id(),
+            training=event.training,
+        )
+
+    def _first_call(self, event: events.FirstCall) -> None:
+        if event.sync is not None:
+            self.encoder_flag = f"{event.sync.title}: {flag_text(event.encoder)}"
+
+    def _rounds_began(self, event: events.RoundsBegan) -> None:
+        self._note(event.sync)
+
+    def _wait_timed_out(self, event: events.WaitTimedOut) -> None:
+        self._note(event.sync)
+        _promise(event.report)
+
+    def _sync_ended(self, event: events.SyncEnded) -> None:
+        if event.report is not None:
+            _promise(event.report)
+            self.end_promises.put(event.report)
+
+    def _note(self, sync: WatchedRounds) -> None:
+        """When an encoder is new, forget those that were deleted."""
+        if sync not in self._syncs:
+            self._syncs = (*(one for one in self._syncs if not one.is_settled), sync)
+
+
+def _promise(report: Future[Report] | None) -> None:
+    if report is not None:
+        report.set_running_or_notify_cancel()
