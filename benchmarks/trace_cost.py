@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 import nemo_patches
-from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.sync.events import EventBus, Grown
+from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing.recorder import tracing
 
@@ -92,7 +92,7 @@ def call_alone() -> tuple[float, float]:
     name, Empty.forward = recorded_forward.recorded(original)  # type: ignore[method-assign]
     setattr(Empty, name, original)
     with tempfile.TemporaryDirectory() as folder:
-        tracing.start(TraceSettings(Path(folder)))
+        tracing.start(Settings(trace=Path(folder)))
         traced = seconds()
         tracing.stop()
     thread, process = (((mine - theirs) / calls) for mine, theirs in zip(traced, untraced, strict=True))

@@ -104,9 +104,9 @@ def apply(
     if NeMo is not installed.
     """
     given = dict(locals())  # every keyword
-    from nemo_patches.patching.settings import AllSettings
+    from nemo_patches.sync.settings import Settings
 
-    settings = AllSettings.resolve(given)
+    settings = Settings.resolve(given)
     from nemo_patches.patching import monkeypatch, start_up
 
     if monkeypatch.this_process.apply(settings, start_up.installed()):

@@ -15,9 +15,7 @@ from simulated_traces import write
 
 from nemo_patches.cli import app
 from nemo_patches.patching import DISABLE_VARIABLE, admission
-from nemo_patches.patching.settings import ALL_SETTINGS
-from nemo_patches.stall.settings import StallSettings
-from nemo_patches.sync.settings import Settings
+from nemo_patches.sync.settings import ALL_SETTINGS, Settings
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.command import JSON_FORMAT
 from nemo_patches.tools.diagnose.diagnosis import diagnose
@@ -90,7 +88,7 @@ def test_the_numbers_of_the_readme_are_the_codes() -> None:
     text = README.read_text(encoding="utf-8")
     assert f"NeMo {admission.SUPPORTED}." in text
     assert f"the default is {Settings().timeout.seconds} s" in text
-    assert text.count(f"after {StallSettings().stall_timeout.seconds} s") == 1
+    assert text.count(f"after {Settings().stall_timeout.seconds} s") == 1
     first, second = re.findall(r"^NEMO_VERSIONS \?= (\S+) (\S+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)[0]
     assert f"on NeMo {first} and {second};" in text
     (python,) = re.findall(r'^requires-python = ">=(.*)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)

@@ -11,7 +11,7 @@ from interpreters import CHECKOUT, run
 from interpreters import environment as clean_environment
 
 import nemo_patches
-from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.sync.settings import ALL_SETTINGS
 
 pytestmark = pytest.mark.one_nemo
 

@@ -31,7 +31,7 @@ MAY_IMPORT = {
 }
 LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
-    "patching/features.py": "tracing",
+    "patching/trace.py": "tracing",
     "patching/replacements.py": "tracing",
     "patching/trainer_callbacks.py": "tracing",
 }

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import re
 from collections.abc import Mapping
 
 from nemo_patches.patching import DISABLE_VARIABLE
-from nemo_patches.patching.settings import ALL_SETTINGS
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.sync import settings
-from nemo_patches.sync.settings import SettingsError
+from nemo_patches.sync.settings import ALL_SETTINGS, PREFIX, SettingsError
 
 # The only list of supported NeMo series; `make test-matrix` runs the last release of each.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")
@@ -31,9 +30,21 @@ def disabled() -> bool:
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for each NEMO_PATCHES_* variable that is neither a setting nor a switch."""
-    known = [setting.variable for setting in ALL_SETTINGS]
-    return list(settings.misspelt(environment, [*known, DISABLE_VARIABLE, UNSUPPORTED_VARIABLE]))
+    """One sentence for each NEMO_PATCHES_* variable that is set, and is neither a setting nor a switch."""
+    known = [setting.variable for setting in ALL_SETTINGS] + [DISABLE_VARIABLE, UNSUPPORTED_VARIABLE]
+    # With the prefix, all would look similar.
+    endings = [variable.removeprefix(PREFIX) for variable in known]
+    ours = sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value)
+    sentences = []
+    for variable in ours:
+        if variable in known:
+            continue
+        near = difflib.get_close_matches(variable.removeprefix(PREFIX), endings, n=1)
+        hint = f"settings, after {PREFIX}: {', '.join(endings)}"
+        if near:
+            hint = f"did you mean {PREFIX}{near[0]}?"
+        sentences.append(f"{variable} is not a setting, and has no effect; {hint}")
+    return sentences
 
 
 def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:

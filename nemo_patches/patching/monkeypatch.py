@@ -13,19 +13,16 @@ from types import ModuleType
 import torch
 
 from nemo_patches.growth import give_back_all
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, chosen, imported
+from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, chosen, imported, trace
 from nemo_patches.patching.chosen import ChosenPatch
-from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
 from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import STOCK, AllSettings, OptionSettings, TraceSettings
 from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.stall import subscriber
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
-from nemo_patches.sync.settings import Settings, SettingsError
+from nemo_patches.sync.settings import STOCK, Settings, SettingsError
 
 
 class Patching:
@@ -40,12 +37,10 @@ class Patching:
         # Whether on_import() acts: the import hook is there under auto-apply, and after apply().
         self._follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
-        self._settings = AllSettings()  # in force; the sync and the stall reports keep their own, also after a revert
-        self._said_of_options = ""
         self._refused = ""  # why the import hook patches nothing
-        self._lines = StartLines(self._patched, self._settings_in_force)
+        self._lines = StartLines(self._patched)
 
-    def apply(self, settings: AllSettings, hook_installed: bool) -> bool:
+    def apply(self, settings: Settings, hook_installed: bool) -> bool:
         """Patch every target of the installed NeMo, or, if that is done, only change the settings.
 
         True if it has patched: what is imported or reloaded later is then the import hook's to patch.
@@ -55,14 +50,14 @@ class Patching:
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
-        patches = chosen.load(settings.options)
+        patches = chosen.load(settings)
         with self._lock:
             if not self._in_force:  # what is imported here is patched and said here
                 self._follows_imports = self._collection_complete = False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
         modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
         chosen.import_targets(patches)
-        import_wanted(settings)
+        trace.import_wanted(settings)
         with self._lock:
             if self._in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
@@ -109,12 +104,12 @@ class Patching:
         try:
             if not self._in_force and admission.disabled():
                 return
-            settings = self._settings_in_force() if self._in_force else AllSettings.resolve()
+            settings = length_sync.current() if self._in_force else Settings.resolve()
             if modules:
                 admission.require_supported(admission.nemo_version())
                 if problem := target.drift(module):
                     raise DriftError(problem)
-            import_wanted(settings)
+            trace.import_wanted(settings)
         except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
             self.refuse(target, error)
             return
@@ -130,10 +125,8 @@ class Patching:
             for patch in self._importable():
                 if problems := self._drift(patch):
                     drift |= problems
-                    self._settings = replace(self._settings, options=patch.without(self._settings.options))
+                    length_sync.use(patch.without(length_sync.current()))
                     report(logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}")
-            if drift:
-                STALL_REPORTS.start(self._settings_in_force())
             self._patch_chosen()
         self._say_collection_complete()
         self._skipped.update(drift)
@@ -142,14 +135,12 @@ class Patching:
         """Restore every patched attribute to its original object, and give grown buffers back to their modules."""
         with self._lock:
             self._in_force = self._follows_imports = self._collection_complete = False
-            for feature in AFTER_PATCHES:
-                feature.stop()
+            trace.stop()
             self._lines.end()
-            self._settings = AllSettings()
+            length_sync.use(length_sync.current().of_layer())
             chosen.stop()
             self.replacements.restore()
-            for feature in BEFORE_PATCHES:
-                feature.stop()
+            subscriber.encoders_were_reverted()
             self._patched.clear()
             self._skipped.clear()
             give_back_all()
@@ -160,24 +151,25 @@ class Patching:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:
             nemo = "not installed"
-        patches = chosen.wanted(self._settings.options)
+        patches = chosen.wanted(length_sync.current()) if self._in_force else ()
         patched = [*self._patched, *(target for patch in patches if self._has(patch) for target in patch.targets)]
         state, why = self._state(nemo, hook_installed, len(patched))
         overridden = imported.overridden(self._patched)
         if overridden:
             why = f"{why}; overridden by {', '.join(overridden)}"
-        of_features = [feature.status() for feature in (*BEFORE_PATCHES, *AFTER_PATCHES)]
         return Status(
             nemo=nemo,
             torch=torch.__version__,
             patched=tuple(map(str, patched)),
             skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
-            trace=self._settings.trace,
-            options=self.option_settings(),
+            settings=length_sync.current(),
+            encoders=length_sync.counters(),
+            unannounced=subscriber.unannounced(),
+            stalls=subscriber.stalls(),
+            trace_file=trace.where(),
             own_syncs=tuple(overridden.values()),
             state=state,
             why=why,
-            **{name: value for fields in of_features for name, value in fields.items()},
         )
 
     def _state(self, nemo: str, hook_installed: bool, patched: int) -> tuple[str, str]:
@@ -203,34 +195,15 @@ class Patching:
             return admission.ON, "NeMo's encoders are patched when they are imported, which has not happened yet"
         return admission.OFF, f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}"
 
-    def traces(self) -> bool:
-        """Whether there is a trace, or will be one when NeMo is imported."""
-        if self._in_force or not self._follows_imports:
-            return self._settings.trace.folder is not None
-        try:
-            return not admission.disabled() and TraceSettings.resolve().folder is not None
-        except SettingsError:  # which is logged when NeMo is imported
-            return False
+    def settings_for_trainers(self) -> Settings:
+        """Those in force, or that will be when NeMo is imported. Raises SettingsError for a bad switch."""
+        if not self._in_force and self._follows_imports and admission.disabled():
+            return Settings()
+        return length_sync.current()
 
-    def option_settings(self) -> OptionSettings:
-        """The settings in force, else the environment's. A bad variable is logged once, and not used."""
-        if self._in_force or not self._follows_imports:
-            return self._settings.options
-        try:
-            return OptionSettings() if admission.disabled() else OptionSettings.resolve()
-        except SettingsError as error:
-            if str(error) != self._said_of_options:
-                report(logging.ERROR, f"{error}; nothing is done about uneven batches")
-            self._said_of_options = str(error)
-            return OptionSettings()
-
-    def _settings_in_force(self) -> AllSettings:
-        return replace(self._settings, sync=length_sync.current(), stall=subscriber.settings_in_force())
-
-    def _begin(self, settings: AllSettings) -> None:
-        self._settings = settings
-        for feature in BEFORE_PATCHES:
-            feature.start(settings)
+    def _begin(self, settings: Settings) -> None:
+        length_sync.use(settings)
+        subscriber.subscribe()
         self._skipped.clear()
         self._in_force = self._follows_imports = True
         self._lines.begin()
@@ -248,38 +221,36 @@ class Patching:
             raise
 
     def _start_after_patches(self) -> None:
-        for feature in AFTER_PATCHES:
-            feature.start(self._settings_in_force())
-        if self._settings.trace.folder:
+        settings = length_sync.current()
+        trace.use(settings)
+        if settings.trace:
             self.replacements.record_forwards()
         else:
             self.replacements.restore_forwards()
 
     def _patch_chosen(self) -> None:
-        for patch in chosen.wanted(self._settings.options):
+        for patch in chosen.wanted(length_sync.current()):
             patch.patch(self.replacements, partial(self._is_chosen, patch))
 
     def _importable(self) -> tuple[ChosenPatch, ...]:
         """What is chosen; under auto-apply, less what cannot be imported."""
         try:
-            return chosen.wanted(self._settings.options)
+            return chosen.wanted(length_sync.current())
         except Exception as error:  # of the deferred metrics: nothing of ours may break NeMo's import
             report(logging.ERROR, f"metrics are not deferred: {error!r}")
-            self._settings = replace(self._settings, options=replace(self._settings.options, metrics=STOCK))
-            return chosen.wanted(self._settings.options)
+            length_sync.use(replace(length_sync.current(), metrics=STOCK))
+            return chosen.wanted(length_sync.current())
 
-    def _change_settings(self, settings: AllSettings) -> None:
-        before = self._settings_in_force()
-        for patch in chosen.wanted(settings.options):
+    def _change_settings(self, settings: Settings) -> None:
+        before = length_sync.current()
+        for patch in chosen.wanted(settings):
             if problems := self._drift(patch):
                 raise DriftError(f"{patch.refusal}, nothing was changed: {' | '.join(problems.values())}")
-        self._settings = settings
-        for feature in BEFORE_PATCHES:
-            feature.start(settings)
+        length_sync.use(settings)
         self._patch_chosen()
         self._start_after_patches()
-        if before != self._settings_in_force():
-            report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
+        if before != settings:
+            report(logging.INFO, f"settings changed: {settings} (before: {before})")
 
     def _drift(self, patch: ChosenPatch) -> dict[Target, str]:
         """Why it cannot be patched, if it is not yet."""
@@ -290,7 +261,7 @@ class Patching:
         return module is not None and self.replacements.has(target.find_owner(module))
 
     def _is_chosen(self, patch: ChosenPatch) -> bool:
-        return self._in_force and patch.is_wanted(self._settings.options)
+        return self._in_force and patch.is_wanted(length_sync.current())
 
     def _has(self, patch: ChosenPatch) -> bool:
         return self._is_chosen(patch) and self._is_patched(patch.targets[0])
@@ -301,11 +272,10 @@ class Patching:
             self._skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")
             return
+        length_sync.use(Settings())  # a bad variable is logged here, and not again by status()
         self.revert()
         self._refused = str(error)
         self._skipped.update(dict.fromkeys(TARGETS, self._refused))
-        subscriber.use(StallSettings())
-        length_sync.use(Settings())  # a bad variable is logged here, and not again by status()
         try:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:  # Lightning is here without it

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from nemo_patches.patching.settings import AllSettings, OptionSettings, TraceSettings
 from nemo_patches.stall.missing_rank import Stall
-from nemo_patches.stall.settings import StallSettings
 from nemo_patches.sync.length_sync import EncoderCounters
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import named
@@ -37,12 +35,9 @@ class Status:
     patched: tuple[str, ...]
     skipped: tuple[Skipped, ...]
     settings: Settings
-    stall_settings: StallSettings
-    trace: TraceSettings
     encoders: tuple[EncoderCounters, ...]
     unannounced: tuple[int, ...]
     stalls: tuple[Stall, ...]
-    options: OptionSettings
     own_syncs: tuple[str, ...] = ()
     trace_file: str = ""
     state: str = "on"
@@ -52,7 +47,7 @@ class Status:
         lines = [
             f"{self.state}: {self.why}",
             f"nemo {self.nemo}, torch {self.torch}",
-            f"settings: {AllSettings(self.settings, self.stall_settings, self.trace, self.options)}",
+            f"settings: {self.settings}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
             *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ import torch
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.patching import admission
 from nemo_patches.patching.imported import nothing_to_bound, overridden
-from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.sync import length_sync
@@ -29,9 +28,9 @@ _SUBSCRIBER = "the line at the start"
 class StartLines:
     """Of this process."""
 
-    def __init__(self, patched: Collection[Target], settings: Callable[[], AllSettings]) -> None:
-        """patched: may change. settings: those in force."""
-        self._patched, self._settings = patched, settings
+    def __init__(self, patched: Collection[Target]) -> None:
+        """patched: may change."""
+        self._patched = patched
         self.by_hand = False  # by apply() only: processes that this one spawns have no import hook
         self._said_misspelt = False
         self._said_for_all = False
@@ -62,7 +61,7 @@ class StartLines:
         say_own_syncs(overridden(self._patched).values())
         for target, reason in skipped.items():
             say(f"not patched: {target}: {reason}", logging.DEBUG)
-        say(f"settings: {self._settings()}", logging.DEBUG)
+        say(f"settings: {length_sync.current()}", logging.DEBUG)
 
     def patched(self, targets: Iterable[Target]) -> None:
         if rank_and_size()[1] == 1:  # otherwise rank 0 logs it for all, at their first encoder calls
@@ -98,7 +97,7 @@ class StartLines:
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(target.owner for target in targets) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        return f"{names} ({versions}; {self._settings().short()})"
+        return f"{names} ({versions}; {length_sync.current().short()})"
 
 
 def say(text: str, level: int = logging.INFO) -> None:

@@ -84,15 +84,15 @@ class _Callbacks:
         from nemo_patches.patching.monkeypatch import this_process
 
         found.append(KnownTrainer())
-        if this_process.traces():
+        settings = this_process.settings_for_trainers()
+        if settings.trace:
             from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
 
             found.append(TrainerExceptions())
-        options = this_process.option_settings()
-        if options.stop_together:
+        if settings.stop_together:
             from nemo_patches.patching import chosen
 
-            found.append(chosen.trainer_callback(options))
+            found.append(chosen.trainer_callback(settings))
         return found
 
 

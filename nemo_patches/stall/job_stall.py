@@ -22,6 +22,7 @@ import torch.distributed
 from ..channel.answers import NOT_COME, NOT_HEARD
 from ..channel.daemon import Daemon
 from ..sync.events import bus
+from ..sync.settings import Settings
 from ..text import named
 from . import on_stall
 from .found import Found
@@ -31,7 +32,6 @@ from .missing_rank import MissingRank, Stall
 from .progress import Progress
 from .rank_groups import grouped
 from .report_file import ReportFile
-from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 from .verdict import Verdict, judged
 
@@ -118,7 +118,7 @@ class JobStallWatch:
         """Whether stall_exit has decided to end this process."""
         return self._leaves_at > 0
 
-    def look_at_this_rank(self, now: float, settings: StallSettings) -> None:
+    def look_at_this_rank(self, now: float, settings: Settings) -> None:
         """Call it before `look`, and before this rank answers others."""
         limit_s = settings.stall_timeout.total_seconds()
         if not limit_s:
@@ -128,7 +128,7 @@ class JobStallWatch:
         self._looked_at = now
         self._progress.look(now, limit_s)
 
-    def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
+    def look(self, now: float, settings: Settings, is_last: bool) -> None:
         """is_last: this process or its process group ends, and so does any stall."""
         is_last = is_last or torch.distributed.group.WORLD is not self._world()
         limit_s = settings.stall_timeout.total_seconds()
@@ -219,7 +219,7 @@ class JobStallWatch:
                 self._moved_at.setdefault(rank, now)
         return verdict
 
-    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings, is_due: bool) -> None:
+    def _report(self, found: Found, verdict: Verdict, now: float, settings: Settings, is_due: bool) -> None:
         """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit alone."""
         may_be_slow = not self._progress.has_started and self._times() <= _LONG_FACTOR
         if may_be_slow and not verdict.is_sure_at_the_start:

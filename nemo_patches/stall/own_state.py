@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
-from ..sync.length_sync import current
+from ..sync.settings import Settings
 from ..text import safe
 from . import stacks
 from .kernel_call import waits_for_any_child
@@ -21,7 +21,6 @@ from .occupation import Occupation
 from .progress import Progress
 from .rank_kinds import LENGTH_SYNC, ROUNDS_OF
 from .rank_state import CALLING, COMPUTING, MOVING, RankState
-from .settings import StallSettings
 from .training_notes import TrainingNotes
 
 # Parts of stall_timeout: for this long afterwards a rank counts as going on.
@@ -33,7 +32,7 @@ class OwnState:
     """Used by the stall monitor's thread."""
 
     def __init__(
-        self, group: Group, notes: TrainingNotes, progress: Progress, settings: Callable[[], StallSettings]
+        self, group: Group, notes: TrainingNotes, progress: Progress, settings: Callable[[], Settings]
     ) -> None:
         self._group = group
         self._notes = notes
@@ -46,7 +45,7 @@ class OwnState:
         settings = self._settings()
         last = self._notes.last
         idle = now - last.since if last.since else -1.0
-        timeout = current().timeout
+        timeout = settings.timeout
         # Without stall reports there is still `diagnose --job`.
         stall_timeout = settings.stall_timeout or timeout
         away_after = min(timeout, stall_timeout) / 2
@@ -64,10 +63,9 @@ class OwnState:
             in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds())
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
-        settings_text = f"{current()}, {settings}"
-        for text in (self._notes.other_settings, self._notes.encoder_flag):
-            if text:
-                settings_text += f"; {text}"
+        settings_text = settings.alike()
+        if self._notes.encoder_flag:
+            settings_text += f"; {self._notes.encoder_flag}"
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         return RankState(
             rank=self._group.rank,

@@ -23,6 +23,7 @@ from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
 from ..sync.events import Group, WatchedRounds, bus
 from ..sync.length_sync import current
+from ..sync.settings import Settings
 from ..text import first_line
 from .encoder_watch import EncoderWatch
 from .job_socket import JobSocket
@@ -35,7 +36,6 @@ from .own_state import OwnState
 from .progress import Progress
 from .report_file import ReportFile, as_json
 from .roll_call import RollCall
-from .settings import StallSettings
 from .sync_end_report import SyncEndReport
 from .torch_knows import FlightRecording
 from .training_notes import TrainingNotes
@@ -50,7 +50,7 @@ class StallMonitor:
     the fields."""
 
     def __init__(
-        self, group: Group, exchange: Exchange, notes: TrainingNotes, settings: Callable[[], StallSettings]
+        self, group: Group, exchange: Exchange, notes: TrainingNotes, settings: Callable[[], Settings]
     ) -> None:
         self.group = group
         self.exchange = exchange

@@ -18,9 +18,7 @@ from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
 from ..sync.events import GroupBegan, bus
 from ..sync.rank_log import report
-from ..sync.settings import SettingsError
 from .missing_rank import Stall
-from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
@@ -35,7 +33,6 @@ class StallSubscriber:
         self._lock = threading.Lock()
         self._monitor: StallMonitor | None = None
         self._thread: threading.Thread | None = None
-        self._settings: StallSettings | None = None
         self._notes = TrainingNotes()
 
     def subscribe(self) -> None:
@@ -43,19 +40,6 @@ class StallSubscriber:
         self._notes.is_reverted = False
         bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
         self._start()
-
-    def use(self, settings: StallSettings, others: str = "", may_be_uneven: bool = False) -> None:
-        """These settings hold from the monitor's next look on. others: what ranks are to have alike, too.
-
-        may_be_uneven: whether ranks may have fewer batches of an evaluation than others.
-        """
-        self._settings = settings
-        self._notes.other_settings = others
-        self._notes.may_be_uneven = may_be_uneven
-
-    def has_settings(self) -> bool:
-        """Whether any have been in force, also before a revert()."""
-        return self._settings is not None
 
     def trains_with(self, trainer: object) -> None:
         """Lightning's, whose loop knows the last batch; the last one that begins counts."""
@@ -65,20 +49,6 @@ class StallSubscriber:
         """The encoders' calls are no longer seen, which is not a stall."""
         self._notes.is_reverted = True
         self._notes.forget_calls()
-
-    def settings_in_force(self) -> StallSettings:
-        """Those of `use`, else the environment's. A bad variable is said once and not used."""
-        if self._settings is None:
-            try:
-                self._settings = StallSettings.resolve()
-            except SettingsError as error:
-                self._settings = StallSettings()
-                report(logging.ERROR, f"{error}; using {self._settings}")
-        return self._settings
-
-    def other_settings(self) -> str:
-        """The `others` given to `use`."""
-        return self._notes.other_settings
 
     def monitor(self) -> StallMonitor | None:
         """The monitor of the current (or last) process group; None before the first one."""
@@ -102,7 +72,7 @@ class StallSubscriber:
             self._start()
 
     def _group_began(self, event: GroupBegan) -> None:
-        self._monitor = StallMonitor(event.group, event.exchange, self._notes, self.settings_in_force)
+        self._monitor = StallMonitor(event.group, event.exchange, self._notes, length_sync.current)
         self._start()
 
     def _start(self) -> None:
@@ -153,10 +123,6 @@ class StallSubscriber:
 
 process = StallSubscriber()
 subscribe = process.subscribe
-use = process.use
-has_settings = process.has_settings
-settings_in_force = process.settings_in_force
-other_settings = process.other_settings
 trains_with = process.trains_with
 monitor = process.monitor
 stalls = process.stalls

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from ..sync import events
 from ..sync.encoder_flag import flag_text
 from ..sync.events import Group, Report, WatchedRounds
+from ..sync.length_sync import current
+from ..sync.settings import DEFERRED
 from .last_batch import last_batch
 
 
@@ -37,9 +39,7 @@ class TrainingNotes:
 
     def __init__(self) -> None:
         self.last = LastCall()
-        self.other_settings = ""  # settings of upper layers that must match on all ranks
         self.encoder_flag = ""  # of the first encoder, which must match, too
-        self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
         self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
         self._trainer: Callable[[], object] = lambda: None  # Lightning's, the last one that began; weak
         self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
@@ -48,6 +48,11 @@ class TrainingNotes:
     def syncs(self, group: Group) -> list[WatchedRounds]:
         """Those of one process group, including those of encoders that were just deleted."""
         return [sync for sync in self._syncs if sync.group is group]
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether the user allows ranks fewer batches of an evaluation than others."""
+        return current().metrics == DEFERRED
 
     def allows_uneven(self) -> bool:
         return self.may_be_uneven

@@ -70,7 +70,8 @@ class ProcessSync:
 
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
-        self._settings: Settings | None = None
+        self._settings: Settings | None = None  # in force
+        self._said = ""  # of a bad variable
         self._lock = threading.RLock()  # two threads may make their first calls at once
         # The process group whose sync an error of ours has ended.
         self._given_up: Callable[[], object] = lambda: None
@@ -100,18 +101,24 @@ class ProcessSync:
             return length
 
     def use(self, settings: Settings) -> None:
-        """Use these settings from the next encoder call on."""
+        """These settings are in force from the next encoder call on, and the next look of the watch."""
         self._settings = settings
 
+    def has_settings(self) -> bool:
+        """Whether any have been in force, also before a revert()."""
+        return self._settings is not None
+
     def current(self) -> Settings:
-        """Those of `use`, else the environment's. A bad variable is said once and not used."""
-        if self._settings is None:
-            try:
-                self._settings = Settings.resolve()
-            except SettingsError as error:
-                self._settings = Settings()
-                report(logging.ERROR, f"{error}; using {self._settings}")
-        return self._settings
+        """Those in force, else the environment's. A bad variable is said once and not used."""
+        if self._settings is not None:
+            return self._settings
+        try:
+            return Settings.resolve()
+        except SettingsError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                report(logging.ERROR, f"{error}; using {Settings()}")
+            return Settings()
 
     def counters(self) -> tuple[EncoderCounters, ...]:
         """Of every encoder that lives and was called under the present (or last) process group."""
@@ -449,5 +456,9 @@ def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta
 first_call = FirstCalls()
 process = ProcessSync()
 process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
-synced_length, use, current = process.synced_length, process.use, process.current
-counters, sync_of = process.counters, process.sync_of
+synced_length = process.synced_length
+use = process.use
+current = process.current
+has_settings = process.has_settings
+counters = process.counters
+sync_of = process.sync_of

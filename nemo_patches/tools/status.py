@@ -19,9 +19,8 @@ from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
-from nemo_patches.patching.settings import ALL_SETTINGS, DEFERRED, STOCK, OptionSettings, refusals
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
-from nemo_patches.sync.settings import SettingsError
+from nemo_patches.sync.settings import ALL_SETTINGS, DEFERRED, STOCK, Settings, SettingsError, refusals
 
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
@@ -99,9 +98,9 @@ def examine() -> EnvironmentStatus:
     encoders = tuple(map(_target, TARGETS))
     present = [target for target in encoders if target.file]
     left = tuple(dict.fromkeys(target.left for target in present)) if all(target.left for target in present) else ()
-    options = _option_settings()
-    metrics = _metrics() if options.metrics == DEFERRED else _Chosen()
-    callback = _checkpoint_callback() if options.checkpoints != STOCK else _Chosen()
+    settings = _resolved()
+    metrics = _metrics() if settings.metrics == DEFERRED else _Chosen()
+    callback = _checkpoint_callback() if settings.checkpoints != STOCK else _Chosen()
     auto_apply, shadowed_by = _auto_apply()
     switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
     switched_off = [] if left else [*switched_off, *filter(None, [shadowed_by])]
@@ -226,11 +225,11 @@ def _target(target: Target) -> TargetReport:
         raise StatusError(f"{file}: {error}") from error
 
 
-def _option_settings() -> OptionSettings:
+def _resolved() -> Settings:
     try:
-        return OptionSettings.resolve()
+        return Settings.resolve()
     except SettingsError:  # _refusals() has it
-        return OptionSettings()
+        return Settings()
 
 
 def _metric_target(target: Target) -> TargetReport:

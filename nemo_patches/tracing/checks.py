@@ -14,11 +14,11 @@ from datetime import timedelta
 
 import torch
 
-from nemo_patches.patching.settings import BARRIER, CUDA, INPUTS
 from nemo_patches.stall.missing_rank import described
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.sync.settings import BARRIER, CUDA, INPUTS
 from nemo_patches.text import first_line
 
 _REPORT_PATIENCE = timedelta(seconds=2.5)

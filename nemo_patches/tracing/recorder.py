@@ -18,12 +18,12 @@ import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
-from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
 from nemo_patches.stall.missing_rank import MissingRank, StallReported
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.events import CallLeft, Grown, bus
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.sync.settings import Settings
 from nemo_patches.text import first_line
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks
@@ -42,12 +42,13 @@ class Tracing:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
 
-    def use(self, settings: TraceSettings) -> None:
-        """Trace with these settings; a trace that has them already goes on."""
-        if self.recorder is None or self.recorder.settings != settings:
+    def use(self, settings: Settings) -> None:
+        """Trace with these settings; a trace of the same folder and checks goes on."""
+        before = Settings() if self.recorder is None else self.recorder.settings
+        if (before.trace, before.trace_checks) != (settings.trace, settings.trace_checks):
             self.start(settings)
 
-    def start(self, settings: TraceSettings) -> None:
+    def start(self, settings: Settings) -> None:
         """Trace from the next encoder call on."""
         self.stop()
         self.recorder = Recorder(settings)
@@ -81,7 +82,7 @@ class Recorder:
     The length sync's events come on the training thread, a stall report on its monitor's.
     """
 
-    def __init__(self, settings: TraceSettings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.guard = _Guard(self)
         self.writer: TraceWriter | None = None
@@ -228,7 +229,7 @@ class Recorder:
             self.end(logging.WARNING, "nn.DataParallel's replicas are not recorded")
             return None
         title = self._title(encoder)
-        words = self.settings.checks
+        words = self.settings.trace_checks
         state = EncoderState(title, EncoderChecks(words, encoder, title) if words else None)
         self._encoders[encoder] = state
         return state
@@ -246,7 +247,7 @@ class Recorder:
         if torch.utils.data.get_worker_info() is not None:
             self.end(logging.INFO, "a data loader's worker is not recorded")
             return False
-        header = make_header(self.settings, length_sync.current(), round(time.time(), 6))
+        header = make_header(length_sync.current(), self.settings.trace_checks, round(time.time(), 6))
         self._group = weakref.ref(group) if group is not None else None
         if self.writer is not None:
             before = self.writer.output.header
@@ -255,8 +256,8 @@ class Recorder:
             self.close(f"this process is rank {header.rank} of {header.world_size} from now on")
             self._encoders.clear()
             self._seen.clear()
-        assert self.settings.folder is not None
-        self.writer = TraceWriter(self.settings.folder, header)
+        assert self.settings.trace is not None
+        self.writer = TraceWriter(self.settings.trace, header)
         if self._hook is None:
             self._hook = ExceptionHook(self._process_failed)
         process_hooks.at_last(_close)

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from nemo_patches.patching.settings import refusals
+from nemo_patches.sync.settings import refusals
 from nemo_patches.tools.demo import data, logs, processes
 from nemo_patches.tools.demo.jobs import (
     LENGTH_SYNC_TIMEOUT_S,
