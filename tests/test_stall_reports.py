@@ -47,7 +47,7 @@ from nemo_patches.stall.missing_rank import MissingRank, Stall
 from nemo_patches.stall.rank_kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.stall.roll_call import RollCall
 from nemo_patches.stall.training_notes import LastCall, TrainingNotes
-from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds
+from nemo_patches.sync.events import Group, Round, WatchedRounds
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
@@ -404,20 +404,23 @@ def raising(rank: int, size: int, folder: str) -> Any:
     try:
         encoders.sync(encoder, 200)
     except LengthSyncTimeout as error:
-        found = (time.monotonic() - began, str(error), error.missing)
+        found = (time.monotonic() - began, str(error))
+    wait_until(lambda: nemo_patches.status().stalls)
+    (stall,) = nemo_patches.status().stalls
     wait_for_others("raised", 2)
     go_on.touch()
-    return found
+    return (*found, stall.missing)
 
 
-def test_the_exception_carries_who_is_missing_and_where_it_is(tmp_path: Path) -> None:
+def test_after_the_exception_the_log_and_the_status_say_who_is_missing_and_where_it_is(tmp_path: Path) -> None:
     results = run_ranks(raising, 3, str(tmp_path))
     for rank in (0, 2):
         seconds, text, missing = results[rank].value
         assert seconds < 4 + SLACK_S
+        assert "not every rank's length came within" in text
         assert [(one.rank, one.kind) for one in missing] == [(1, "elsewhere")]
         assert "read_audio (tests/test_stall_reports.py:" in missing[0].where
-        assert "Missing: rank 1 of 3 | rank 1 (" in text
+        assert results[rank].lines("WARNING", "Missing: rank 1 of 3 | rank 1 (")
 
 
 def raising_for_a_killed_rank(rank: int, size: int) -> Any:
@@ -430,9 +433,11 @@ def raising_for_a_killed_rank(rank: int, size: int) -> Any:
     try:
         encoders.sync(encoder, 200)
     except LengthSyncTimeout as error:
-        found = (time.monotonic() - began, str(error), [(one.rank, one.kind) for one in error.missing])
+        found = (time.monotonic() - began, str(error))
+    wait_until(lambda: nemo_patches.status().stalls)
+    (stall,) = nemo_patches.status().stalls
     wait_for_others("raised", 2)
-    return found
+    return (*found, [(one.rank, one.kind) for one in stall.missing])
 
 
 def test_the_exception_comes_for_a_killed_rank_too() -> None:
@@ -480,7 +485,7 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = time.monotonic()
-    sync.timed_out = WaitTimedOut(sync, round_, None)
+    sync.timed_out = round_
     rounds.issued = round_.number
     rounds.latest = Latest(round_.number)
     assert sync.has_come(round_)

@@ -20,7 +20,7 @@ import torch
 import traces
 from ranks import wait_until
 
-from nemo_patches.sync.events import Grown, bus
+from nemo_patches.sync.events import Observer, observers
 from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.tracing import recorded_forward, trace_file
 from nemo_patches.tracing import writer as writer_module
@@ -198,18 +198,19 @@ def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(tmp_path: 
     assert "tracing has ended, training goes on" in line and "jsonl: it was removed" in line
 
 
-def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -> None:
-    class Broken:
+def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str]) -> None:
+    class Broken(Observer):
+        name = "tracing"
         calls = 0
 
-        def handle(self, event: object) -> None:
+        def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
             self.calls += 1
             raise KeyError("a bug")
 
     broken = Broken()
-    bus.subscribe("tracing", {Grown: broken.handle})
+    observers.add(broken)
     for _ in range(3):
-        bus.publish(Grown(torch.nn.Identity(), 1, 2))
+        observers.tell(lambda observer: observer.grown(torch.nn.Identity(), 1, 2))
     assert broken.calls == 1
     (line,) = said
     assert "tracing has ended by an error of its own" in line and "a bug" in line

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -13,20 +12,20 @@ from nemo_patches.channel.daemon import Daemon
 from nemo_patches.patching import admission
 from nemo_patches.patching.imported import nothing_to_bound, overridden
 from nemo_patches.patching.targets import TARGETS, Target
-from nemo_patches.stall.roll_call import AllAnnounced
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_flag import FLAG, configured, flag_text
-from nemo_patches.sync.events import FirstCall, bus
+from nemo_patches.sync.events import Observer, WatchedRounds, observers
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.protocol import FLAG_IS_OFF
 from nemo_patches.sync.rank_log import rank_and_size, report
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
-_SUBSCRIBER = "the line at the start"
 
 
-class StartLines:
+class StartLines(Observer):
     """Of this process."""
+
+    name = "the line at the start"
 
     def __init__(self, patched: Collection[Target]) -> None:
         """patched: may change."""
@@ -34,16 +33,17 @@ class StartLines:
         self.by_hand = False  # by apply() only: processes that this one spawns have no import hook
         self._said_misspelt = False
         self._said_for_all = False
+        self._said_in_a_group = False
+        self._said_without = False
 
     def begin(self) -> None:
-        starts: dict[type, Any] = {AllAnnounced: self._all_patched, FirstCall: self._first_call}
-        bus.subscribe(_SUBSCRIBER, starts)
+        observers.add(self)
         self.misspelt()
         if rank_and_size()[0] == 0 and (text := admission.newer(admission.nemo_version())):
             say(text, logging.WARNING)
 
     def end(self) -> None:
-        bus.unsubscribe(_SUBSCRIBER)
+        observers.remove(self.name)
 
     def misspelt(self) -> None:
         if not self._said_misspelt:
@@ -67,29 +67,33 @@ class StartLines:
         if rank_and_size()[1] == 1:  # otherwise rank 0 logs it for all, at their first encoder calls
             say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
 
-    def _all_patched(self, event: AllAnnounced) -> None:
+    def all_announced(self, size: int) -> None:
         """On the stall monitor's thread. Once: a new process group has the same ranks, or is said
         to lack some.
         """
         if not self._said_for_all and (self._patched or not nothing_to_bound()):
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
-            say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}")
-            say_own_syncs(
-                overridden(self._patched).values()
-            )  # made since, where a class of theirs keeps ours from being asked
+            say(f"patched on all {size} ranks: {self._what(patched)}{_ignored_flags()}")
+            # Made since, where a class of theirs keeps ours from being asked.
+            say_own_syncs(overridden(self._patched).values())
 
-    def _first_call(self, event: FirstCall) -> None:
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
         """On the training thread, which does not wait until the line is written."""
+        if self._said_in_a_group or (sync is None and self._said_without):
+            return
+        if sync is None:
+            self._said_without = True
+        else:
+            self._said_in_a_group = True
         if rank_and_size()[1] == 1:
             return
-        encoder = event.encoder
         text = f"first encoder call: {type(encoder).__name__}, {flag_text(encoder)}"
-        if event.sync is None:
+        if sync is None:
             text += "; no process group is initialized: this call grows the encoder by its own length"
         else:
             text += "; the process group is initialized"
-            if event.sync.apart == FLAG_IS_OFF:
+            if sync.apart == FLAG_IS_OFF:
                 text += "; it grows privately, and has no length sync; stall reports watch the job all the same"
         if Daemon("line", say, text).begin():  # there may be no more threads
             say(text)

@@ -15,20 +15,20 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed
 
 from ..channel.answers import NOT_COME, NOT_HEARD
 from ..channel.daemon import Daemon
-from ..sync.events import bus
+from ..sync.events import observers
 from ..sync.settings import Settings
 from ..text import named
 from . import on_stall
 from .found import Found
 from .log_line import report
 from .looks import Look
-from .missing_rank import MissingRank, Stall
+from .missing_rank import Stall
 from .progress import Progress
 from .rank_groups import grouped
 from .report_file import ReportFile
@@ -47,23 +47,6 @@ _MOST_SLACK_S = 1.0
 _TOGETHER_S = 2.0  # for the others to reach the same decision: the first rank to end breaks their connections
 _EXIT_LIMIT_S = 5.0  # for on_stall to end, where stall_exit ends the process
 _FLUSH_LIMIT_S = 1.0  # for the streams
-
-
-class JobStalled(NamedTuple):
-    """An event: this rank has logged where all ranks are. missing: the ranks that others wait for, as far as known.
-
-    level: logging.WARNING where somebody waits for what is not known to end by itself, else logging.INFO. since:
-    time.monotonic() of the last encoder call's begin, or of the last collective's: the same for all reports of a stall.
-    """
-
-    since: float
-    level: int
-    text: str
-    missing: tuple[MissingRank, ...]
-
-
-class StallExits(NamedTuple):
-    """An event: stall_exit ends this process as soon as this is handled."""
 
 
 class JobStallWatch:
@@ -241,7 +224,9 @@ class JobStallWatch:
         text = f"{self._idle(now)}. {verdict.text()}{trouble}"
         self._told = (verdict.level, text)
         report(verdict.level, text)
-        bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
+        waited = verdict.level >= logging.WARNING
+        missing = verdict.missing if waited else ()
+        observers.tell(lambda one: one.stall_reported(missing, text, waited=waited))
         if verdict.level < logging.WARNING:
             return
         content = self._content(verdict, text, now)
@@ -341,7 +326,7 @@ class JobStallWatch:
 
     def leave(self) -> None:
         """End this process."""
-        bus.publish(StallExits())
+        observers.tell(lambda observer: observer.process_exits(EXIT_CODE))
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
         flushing = Daemon("flush", _flush)

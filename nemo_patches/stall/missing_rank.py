@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 from ..sync.protocol import APART, FLAG_IS_OFF
 from ..text import named
@@ -98,15 +97,6 @@ class Stall:
             return self.text
         who = f"not told: {self.unknown}" if self.unknown else described(self.missing, self.size)
         return f"{self.encoder}: call {self.call}, {self.since.total_seconds():.0f} s ago, missing: {who}"
-
-
-class StallReported(NamedTuple):
-    """An event: this rank has logged the missing ranks. call: 0 if the length sync has ended. unknown: as in Stall."""
-
-    encoder: str
-    call: int
-    missing: tuple[MissingRank, ...]
-    unknown: str
 
 
 def described(missing: tuple[MissingRank, ...], size: int) -> str:

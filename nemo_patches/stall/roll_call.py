@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..channel.answers import NO_WATCH
 from ..channel.exchange import Exchange
-from ..sync.events import Group, bus
+from ..sync.events import Group, observers
 from ..sync.length_sync import current
 from ..text import named
 from .found import Found
@@ -27,12 +26,6 @@ from .training_notes import TrainingNotes
 _LONGEST_PAUSE_S = 60.0  # between two looks
 _MOST_COMPARISONS = 8  # looks: ranks may call apply() at different times, and none may call an encoder
 _MOST_DIFFERENCES = 8
-
-
-class AllAnnounced(NamedTuple):
-    """An event, on rank 0 at its first encoder call: every rank has joined, so each is patched."""
-
-    size: int
 
 
 class RollCall:
@@ -135,7 +128,7 @@ class RollCall:
             return
         if not self._is_told and self._notes.last.calls:
             self._is_told = True
-            bus.publish(AllAnnounced(self._group.size))
+            observers.tell(lambda observer: observer.all_announced(self._group.size))
         if self._comparisons >= _MOST_COMPARISONS:
             self.is_done = True
         elif self._look is None:

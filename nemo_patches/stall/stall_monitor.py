@@ -21,7 +21,7 @@ from datetime import timedelta
 from ..channel import process_hooks
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
-from ..sync.events import Group, WatchedRounds, bus
+from ..sync.events import Group, WatchedRounds, observers
 from ..sync.length_sync import current
 from ..sync.settings import Settings
 from ..text import first_line
@@ -40,7 +40,7 @@ from .sync_end_report import SyncEndReport
 from .torch_knows import FlightRecording
 from .training_notes import TrainingNotes
 
-SUBSCRIBER = "the stall monitor"
+SUBSCRIBER = TrainingNotes.name
 _TICK_S, _TICK_IN_A_STALL_S, _SHORTEST_TICK_S = 0.25, 0.05, 0.02
 _EXIT_S = 0.8  # at exit, for the last report
 
@@ -63,7 +63,7 @@ class StallMonitor:
         look = self.looks.begin
         self.roll_call = RollCall(group, exchange, notes, look, self._has_late_round, self.stalls)
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
-        self._end_report = SyncEndReport(exchange, group.size, look, notes.end_promises)
+        self._end_report = SyncEndReport(exchange, group.size, look)
         report_file = ReportFile(group.rank, group.store_port)
         self.job_stall = JobStallWatch(notes, group.rank, group.size, self.progress, look, report_file)
         self._socket: JobSocket | None = None
@@ -135,7 +135,7 @@ class StallMonitor:
                 self._wait(self._pause_s())
             self._tick(is_last=True)
         except Exception as error:
-            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
             report(logging.ERROR, f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}")
         finally:
             self.looks.cancel()

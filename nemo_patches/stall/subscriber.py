@@ -14,9 +14,10 @@ import time
 
 from ..channel import process_hooks
 from ..channel.daemon import Daemon
+from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
-from ..sync.events import GroupBegan, bus
+from ..sync.events import Group, Observer, observers
 from ..sync.rank_log import report
 from .missing_rank import Stall
 from .stall_monitor import SUBSCRIBER, StallMonitor
@@ -26,8 +27,10 @@ _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
 
 
-class StallSubscriber:
+class StallSubscriber(Observer):
     """From the process group's beginning on, a monitor watches it."""
+
+    name = SUBSCRIBER
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,7 +41,8 @@ class StallSubscriber:
     def subscribe(self) -> None:
         """Report stalls from now on; a second call does nothing."""
         self._notes.is_reverted = False
-        bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
+        observers.add(self._notes)
+        observers.add(self)
         self._start()
 
     def trains_with(self, trainer: object) -> None:
@@ -71,8 +75,8 @@ class StallSubscriber:
         if has_subscribed and length_sync.process.present_group() is None:
             self._start()
 
-    def _group_began(self, event: GroupBegan) -> None:
-        self._monitor = StallMonitor(event.group, event.exchange, self._notes, length_sync.current)
+    def group_began(self, group: Group, exchange: Exchange) -> None:
+        self._monitor = StallMonitor(group, exchange, self._notes, length_sync.current)
         self._start()
 
     def _start(self) -> None:
@@ -81,7 +85,7 @@ class StallSubscriber:
                 return
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
-                bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+                observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
                 report(logging.WARNING, f"there are no stall reports of this rank, training goes on: {why}")
             else:
                 self._thread = thread
@@ -110,7 +114,7 @@ class StallSubscriber:
         """Publishes a new one. After revert(), no group is watched."""
         group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
         if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
-            self._group_began(GroupBegan(group_syncs.group, group_syncs.exchange))  # from before `subscribe`
+            self.group_began(group_syncs.group, group_syncs.exchange)  # from before `subscribe`
 
     def _is_not_needed(self) -> bool:
         """Whether this is probably not a rank: then the thread ends, and an encoder's call starts another."""

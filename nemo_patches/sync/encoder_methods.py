@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..growth import grow_privately, growth, outside_inference_mode
-from .events import Grown, bus
-from .length_sync import first_call, synced_length
+from .events import observers
+from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
@@ -39,7 +39,7 @@ def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], b
                 _grow(self, grow, seq_length, device)
         elif in_force():
             if not torch.compiler.is_compiling():
-                first_call.is_made(self, None)
+                observers.tell(lambda observer: observer.call_began(self, None))
             outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)
@@ -64,10 +64,12 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
 def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
-    length, before = synced_length(encoder, seq_length), encoder.max_audio_length
+    length = synced_length(encoder, seq_length)
+    before = encoder.max_audio_length
     if length > before:
         _grow(encoder, grow, length, device)
-        bus.publish(Grown(encoder, before, encoder.max_audio_length))
+        after = encoder.max_audio_length
+        observers.tell(lambda observer: observer.grown(encoder, before, after))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

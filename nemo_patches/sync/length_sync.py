@@ -3,7 +3,7 @@
 `synced_length` is the whole interface to NeMo. It replaces the reduce of
 `ConformerEncoder.update_max_seq_length` (nemo/collections/asr/modules/conformer_encoder.py, NeMo
 1.20 to 3.0) and of its likes. State lives here, beside the encoders: state_dict, deepcopy, pickle
-and export see none of it. Which ranks are missing from a round, subscribers say.
+and export see none of it. Which ranks are missing from a round, an observer says.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -18,10 +18,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -29,14 +27,11 @@ from ..channel import meeting, process_hooks
 from ..channel.exchange import Exchange, RoundFailed, Rounds
 from ..channel.process_hooks import InForkedChild
 from ..text import first_line
-from . import events
-from .events import Group, Report, Round, WatchedRounds, bus
+from .events import CallLeft, Group, Round, WatchedRounds, observers
 from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, Clock, LengthProtocol
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError
 
-# With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
-_PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
 LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
 _LATE = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
@@ -44,12 +39,8 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 class LengthSyncTimeout(RuntimeError):
     """With on_timeout="raise": not every rank's length came in time, or a rank has died.
 
-    missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
+    Which ranks are missing, the log says, and `status().stalls`.
     """
-
-    def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
-        super().__init__(text)
-        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -81,9 +72,8 @@ class ProcessSync:
 
         Never below this rank's own, and just that where the others are late, where the encoder's
         own `sync_max_audio_length` is false, and where there is no other rank. Waits at most the
-        timeout (and half a second for the report of on_timeout="raise"); before that, at most the
-        timeout for another thread's call. Raises LengthSyncTimeout if that was chosen, and what a
-        signal handler raises meanwhile.
+        timeout; before that, at most the timeout for another thread's call. Raises
+        LengthSyncTimeout if that was chosen, and what a signal handler raises meanwhile.
         """
         length = int(seq_length)
         try:
@@ -136,13 +126,15 @@ class ProcessSync:
         """The syncs under the current process group; None without other ranks, or after an error of
         ours. Any thread.
 
-        The first one to see another process group publishes that it has begun.
+        The first one to see another process group tells the observers that it has begun.
         """
         with self._lock:
             before = self.group_syncs
             group_syncs = self._of_present_group()
             if group_syncs is not None and group_syncs is not before:
-                bus.publish(events.GroupBegan(group_syncs.group, group_syncs.exchange))
+                group = group_syncs.group
+                exchange = group_syncs.exchange
+                observers.tell(lambda observer: observer.group_began(group, exchange))
             return group_syncs
 
     def forget(self) -> None:
@@ -162,24 +154,6 @@ class ProcessSync:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
         return group_syncs if group_syncs.has_others else None
-
-
-class FirstCalls:
-    """This process's first encoder call is published, and its first one under a process group."""
-
-    def __init__(self) -> None:
-        self._in_a_group = False
-        self._without = False
-
-    def is_made(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
-        """The training thread's, at every call. sync: None where there is no process group."""
-        if self._in_a_group or (sync is None and self._without):
-            return
-        if sync is None:
-            self._without = True
-        else:
-            self._in_a_group = True
-        bus.publish(events.FirstCall(encoder, sync))
 
 
 class Turn:
@@ -292,7 +266,6 @@ class EncoderSync(WatchedRounds):
         self.sequence = group_syncs.sequence(key)
         super().__init__(title, key, group_syncs.group, self.sequence.rounds, late_text)
         self.group_syncs = group_syncs
-        self.patience = _PATIENCE  # for the report of on_timeout="raise"
         self._calls = self._issued = self._fallbacks = self._timeouts = 0
         self._waited = timedelta(0)
         self._outcome = ""  # of the present call
@@ -308,7 +281,6 @@ class EncoderSync(WatchedRounds):
             return self._call(length, encoder, settings) if is_own else length
 
     def _call(self, length: int, encoder: torch.nn.Module, settings: Settings) -> int:
-        began_at = time.monotonic()
         waited_before = self._waited
         result = length
         self._outcome = ""
@@ -317,33 +289,29 @@ class EncoderSync(WatchedRounds):
             self.apart = _apart(encoder, settings)
             if not self.apart:
                 self.sequence.clock = self.sequence.protocol.clock
-            clock = self.sequence.clock
-            training = encoder.training
             number = self._calls + 1
-            self.latest_call = (number, clock)
-            bus.publish(events.CallBegan(self, number, clock, training))
-            first_call.is_made(encoder, self)
+            self.latest_call = (number, self.sequence.clock)
+            observers.tell(lambda observer: observer.call_began(encoder, self))
             if self.apart or self.ended:
                 self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
             else:
-                result = self.take_part(length, training, settings, began_at)
+                result = self.take_part(length, encoder.training, settings)
         finally:
             self.in_call = False
-            left = events.CallLeft(
+            left = CallLeft(
                 encoder=encoder,
-                sync=self,
                 outcome=self._outcome,
                 round=self.rounds.issued,
                 waited=self._waited - waited_before,
                 local=length,
                 result=result,
             )
-            bus.publish(left)
+            observers.tell(lambda observer: observer.call_left(left))
         return result
 
-    def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
-        """One call's part in the rounds, while there are any. began_at: by time.monotonic()."""
+    def take_part(self, length: int, training: bool, settings: Settings) -> int:
+        """One call's part in the rounds, while there are any."""
         protocol = self.sequence.protocol
         self._outcome = ""
         self._calls += 1
@@ -356,7 +324,7 @@ class EncoderSync(WatchedRounds):
         except RoundFailed as error:
             self._outcome = ENDED
             if not self.rounds.over:  # else the process group was destroyed meanwhile
-                self._end(str(error), settings, began_at)
+                self._end(str(error), settings)
             return length
         self._outcome = self._outcome or (SERVED if protocol.served else UNWAITED)
         if not protocol.served:
@@ -407,20 +375,18 @@ class EncoderSync(WatchedRounds):
         protocol.timed_out()
         self._timeouts += 1
         self._outcome = TIMEOUT
-        promise = _promise(settings)
-        text = self.was_late(round_, promise)
-        _raise_if_chosen(promise, self.patience, text)
+        text = self.was_late(round_)
+        if settings.on_timeout == "raise":
+            raise LengthSyncTimeout(text)
 
-    def _end(self, reason: str, settings: Settings, began_at: float) -> None:
+    def _end(self, reason: str, settings: Settings) -> None:
         text = f"{self.title}: the length sync has ended at call {self._calls}"
         self.rounds.close(reason)
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
             report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        promise = _promise(settings)
-        bus.publish(events.SyncEnded(self, promise))
-        left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
-        _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
+        if settings.on_timeout == "raise":
+            raise LengthSyncTimeout(f"{text}: {reason}")
 
 
 def _no_sockets() -> str:
@@ -440,20 +406,6 @@ def _apart(encoder: torch.nn.Module, settings: Settings) -> str:
     return IS_LOCAL if settings.sync == "local" else ""
 
 
-def _promise(settings: Settings) -> futures.Future[Report] | None:
-    return futures.Future() if settings.on_timeout == "raise" else None
-
-
-def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta, text: str) -> None:
-    """on_timeout="raise": with the report in place of `text`, if a subscriber gives it in time."""
-    if promise is not None:
-        if promise.running():
-            futures.wait([promise], max(patience.total_seconds(), 0.0))
-        kept = promise.result() if promise.done() else Report()
-        raise LengthSyncTimeout(kept.text or text, kept.missing)
-
-
-first_call = FirstCalls()
 process = ProcessSync()
 process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
 synced_length = process.synced_length

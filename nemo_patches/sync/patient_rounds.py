@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from ..channel.extremes import Extremes, ExtremesRounds
-from .events import Round, RoundsBegan, WatchedRounds, bus
+from .events import Round, WatchedRounds, observers
 from .length_sync import GroupSyncs, current
 
 
@@ -34,7 +34,7 @@ class PatientRounds(WatchedRounds):
         self._outstanding: Round | None = None
         self.waited = timedelta(0)
         weakref.finalize(owner, self._extremes.close).atexit = False
-        bus.publish(RoundsBegan(self))
+        observers.tell(lambda observer: observer.rounds_began(self))
 
     @property
     def is_outstanding(self) -> bool:

@@ -1,4 +1,4 @@
-"""One trace of this process: subscribes to the events of the length sync, and knows the encoders that it records.
+"""One trace of this process: is told what the length sync does, and knows the encoders that it records.
 
 On the training thread: one enqueue for each record. The rest is the writer's thread's.
 """
@@ -9,7 +9,6 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -18,10 +17,9 @@ import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
-from nemo_patches.stall.job_stall import EXIT_CODE, JobStalled, StallExits
-from nemo_patches.stall.missing_rank import MissingRank, StallReported
+from nemo_patches.stall.missing_rank import MissingRank
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.events import CallLeft, Grown, bus
+from nemo_patches.sync.events import CallLeft, Observer, observers
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import first_line
@@ -32,7 +30,6 @@ from nemo_patches.tracing.records import End, Grow, Stalled, Sync, Timed
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
 
-_SUBSCRIBER = "tracing"
 _CLOSE_LIMIT = timedelta(seconds=2)
 
 
@@ -52,13 +49,13 @@ class Tracing:
         """Trace from the next encoder call on."""
         self.stop()
         self.recorder = Recorder(settings)
-        bus.subscribe(_SUBSCRIBER, self.recorder.handlers())
+        observers.add(self.recorder)
 
     def stop(self) -> None:
         """End the trace, if there is one."""
         ending, self.recorder = self.recorder, None
         if ending is not None:
-            bus.unsubscribe(_SUBSCRIBER)
+            observers.remove(ending.name)
             ending.close("revert(), or apply() with another trace")
 
     def where(self) -> str:
@@ -76,11 +73,13 @@ class EncoderState:
         self.running = False  # a recorded call is
 
 
-class Recorder:
+class Recorder(Observer):
     """One trace: its writer, from the first encoder call on, and its encoders.
 
-    The length sync's events come on the training thread, a stall report on its monitor's.
+    The length sync tells on the training thread, the watch on its own.
     """
+
+    name = "tracing"
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -153,24 +152,6 @@ class Recorder:
                 self._open(_process_group())
             self._note_failed(error)
 
-    def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """For the event bus; our errors end the trace."""
-        handlers: dict[type, Callable[[Any], None]] = {
-            CallLeft: self._call_left,
-            Grown: self._grown,
-            StallReported: self._stall_reported,
-            JobStalled: self._job_stalled,
-            StallExits: lambda _: self.process_ends(EXIT_CODE),
-        }
-        return {kind: self._guarded(handle) for kind, handle in handlers.items()}
-
-    def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        def guarded(event: object) -> None:
-            with self.guard:
-                handle(event)
-
-        return guarded
-
     def _process_failed(self, error: BaseException) -> None:
         """Nobody catches it, and the process ends by it."""
         with self.guard:
@@ -183,37 +164,60 @@ class Recorder:
             self._failed = said
             self.put(records.raised(self.now(), "", 0, error))
 
-    def _call_left(self, event: CallLeft) -> None:
-        state = self._state_of(event.encoder)
-        if not event.outcome or state is None:
-            return
-        if not state.running:  # a compiled call, or a class whose forward does not call its parent's
-            state.number += 1
-        self.put(
-            Sync(
-                t=self.now(),
-                e=state.name,
-                n=state.number,
-                outcome=event.outcome,
-                round=event.round,
-                waited=round(event.waited.total_seconds(), 6),
-                local=event.local,
-                result=event.result,
+    # What follows is told by the length sync, and by the watch.
+
+    def call_left(self, call: CallLeft) -> None:
+        with self.guard:
+            state = self._state_of(call.encoder)
+            if not call.outcome or state is None:
+                return
+            if not state.running:
+                # A compiled call, or a class whose forward does not call its parent's.
+                state.number += 1
+            self.put(
+                Sync(
+                    t=self.now(),
+                    e=state.name,
+                    n=state.number,
+                    outcome=call.outcome,
+                    round=call.round,
+                    waited=round(call.waited.total_seconds(), 6),
+                    local=call.local,
+                    result=call.result,
+                )
             )
-        )
 
-    def _grown(self, event: Grown) -> None:
-        state = self._state_of(event.encoder)
-        if state is not None:
-            self.put(Grow(self.now(), state.name, state.number, event.old, event.new))
+    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+        with self.guard:
+            state = self._state_of(encoder)
+            if state is not None:
+                self.put(Grow(self.now(), state.name, state.number, old, new))
 
-    def _stall_reported(self, event: StallReported) -> None:
-        self.put(_stalled(self.now(), event.missing, e=event.encoder, n=event.call, text=event.unknown))
+    def stall_reported(
+        self,
+        missing: tuple[MissingRank, ...],
+        text: str,
+        encoder: str = "",
+        call: int = 0,
+        waited: bool = False,
+    ) -> None:
+        with self.guard:
+            stalled = Stalled(
+                t=self.now(),
+                e=encoder,
+                n=call,
+                ranks=[rank.rank for rank in missing],
+                kinds=[rank.kind for rank in missing],
+                where=[rank.where for rank in missing],
+                collectives=[rank.collective for rank in missing],
+                text=text,
+                waited=waited,
+            )
+            self.put(stalled)
 
-    def _job_stalled(self, event: JobStalled) -> None:
-        waited = event.level >= logging.WARNING
-        missing = event.missing if waited else ()
-        self.put(_stalled(self.now(), missing, text=event.text, waited=waited))
+    def process_exits(self, code: int) -> None:
+        with self.guard:
+            self.process_ends(code)
 
     def _state_of(self, encoder: torch.nn.Module) -> EncoderState | None:
         if self._over or (self.writer is not None and self.writer.ended):
@@ -266,19 +270,6 @@ class Recorder:
 
 def _process_group() -> Any:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
-
-
-def _stalled(t: float, missing: tuple[MissingRank, ...], e: str = "", n: int = 0, **more: Any) -> Stalled:
-    return Stalled(
-        t=t,
-        e=e,
-        n=n,
-        ranks=[rank.rank for rank in missing],
-        kinds=[rank.kind for rank in missing],
-        where=[rank.where for rank in missing],
-        collectives=[rank.collective for rank in missing],
-        **more,
-    )
 
 
 class _Guard:
