@@ -122,6 +122,6 @@ def revert() -> None:
 
 def status() -> "Status":
     """What is patched, what was skipped and why, the settings, and what each encoder's sync has done on this rank."""
-    from nemo_patches.patching import monkeypatch, start_up
+    from nemo_patches.patching import monkeypatch, process_status, start_up
 
-    return monkeypatch.this_process.status(start_up.installed())
+    return process_status.status_of(monkeypatch.this_process, start_up.installed())

@@ -14,7 +14,7 @@ from interpreters import CHECKOUT
 from simulated_traces import write
 
 from nemo_patches.cli import app
-from nemo_patches.patching import DISABLE_VARIABLE, admission
+from nemo_patches.patching import DISABLE_VARIABLE, UNSUPPORTED_VARIABLE, admission
 from nemo_patches.sync.settings import ALL_SETTINGS, Settings
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.command import JSON_FORMAT
@@ -28,7 +28,7 @@ README, CHINESE = CHECKOUT / "README.md", CHECKOUT / "README.zh-CN.md"
 PAGES = sorted(page for where in ("*.md", "docs/*.md", "examples/*/*.md") for page in CHECKOUT.glob(where))
 PAGES.remove(CHECKOUT / "CHANGELOG.md")  # which may name what has gone since
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, admission.UNSUPPORTED_VARIABLE}
+VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, UNSUPPORTED_VARIABLE}
 COMMANDS: Any = typer.main.get_command(app)
 CJK = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 HALF_WIDTH = "[,:;()?!]"

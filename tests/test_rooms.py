@@ -32,7 +32,6 @@ MAY_IMPORT = {
 LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
     "patching/trace.py": "tracing",
-    "patching/replacements.py": "tracing",
     "patching/trainer_callbacks.py": "tracing",
 }
 TORCH_ONLY = ("growth", "channel", "sync", "stall")  # what a rank always imports needs torch and the standard library

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.sync.settings import ALL_SETTINGS, Setting, Settings, SettingsError, refusals
+from nemo_patches.sync.settings import ALL_SETTINGS, Setting, Settings, SettingsError
+from nemo_patches.tools.refusals import refusals
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 

@@ -1,4 +1,4 @@
-"""What settings patch in addition to the encoders. The one module of the layer that imports options/: by setting."""
+"""What settings patch in addition to the encoders: imports options/, by setting."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from nemo_patches.patching.targets import CHECKPOINT_BASES, CHECKPOINT_TARGETS, 
 from nemo_patches.sync.rank_log import raised_by_signal_handler, rank_and_size, report
 from nemo_patches.sync.settings import AGREED, DEFERRED, EVALUATION, STOCK, TRAINING, Settings
 
-# Of NeMo's checkpoint callback, its own and inherited ones; the functions in their place are options/checkpoints.py's.
+# Of NeMo's checkpoint callback, its own and inherited ones; the functions in their place are
+# options/checkpoints.py's.
 _CHECKPOINT_METHODS = ("setup", "_monitor_candidates", "on_save_checkpoint", "on_train_end")
+_Method = Callable[..., Any]
 _AS_STOCK = "each rank decides about checkpoints, as in stock"
 
 
@@ -49,20 +51,26 @@ class ChosenPatch:
 
 
 class FirstUse:
-    """Has NeMo's checkpoint callback ask options/checkpoints.py, which is imported when several ranks first use it."""
+    """Has NeMo's checkpoint callback ask options/checkpoints.py, which is imported when several
+    ranks first use it.
+    """
 
     def __init__(self) -> None:
         self._cannot = False  # a rank that has missed the first question must ask none
 
-    def wrapper(self, original: Callable[..., Any], in_force: Callable[[], bool]) -> Callable[..., Any]:
+    def wrapper(self, original: _Method, in_force: Callable[[], bool]) -> _Method:
         @functools.wraps(original)
         def method(callback: Any, *args: Any, **more: Any) -> Any:
-            ours = self._method(original.__name__) if in_force() and rank_and_size()[1] > 1 else None
-            return original(callback, *args, **more) if ours is None else ours(original, callback, *args, **more)
+            ours = None
+            if in_force() and rank_and_size()[1] > 1:
+                ours = self._method(original.__name__)
+            if ours is None:
+                return original(callback, *args, **more)
+            return ours(original, callback, *args, **more)
 
         return method
 
-    def _method(self, name: str) -> Callable[..., Any] | None:
+    def _method(self, name: str) -> _Method | None:
         if self._cannot:
             return None
         try:
@@ -71,7 +79,8 @@ class FirstUse:
             if raised_by_signal_handler(error):
                 raise
             self._cannot = True
-            report(logging.ERROR, f"{_AS_STOCK}: nemo_patches cannot import its part for them: {error!r}")
+            text = "nemo_patches cannot import its part for them"
+            report(logging.ERROR, f"{_AS_STOCK}: {text}: {error!r}")
             return None
         return checkpoints.METHODS[name]
 
@@ -118,7 +127,10 @@ def wanted(settings: Settings) -> tuple[ChosenPatch, ...]:
 
 
 def load(settings: Settings) -> tuple[ChosenPatch, ...]:
-    """Import all of ours that these settings need; return what they patch. Raises what that raises."""
+    """Import all of ours that these settings need; return what they patch.
+
+    Raises what that raises.
+    """
     if settings.stop_together:
         trainer_callback(settings)
     return wanted(settings)
@@ -136,7 +148,8 @@ def trainer_callback(settings: Settings) -> Any:
     """For each of Lightning's trainers, with stop_together."""
     from nemo_patches.options.stop_together import StopTogether
 
-    return StopTogether(training=TRAINING in settings.stop_together, evaluation=EVALUATION in settings.stop_together)
+    stages = settings.stop_together
+    return StopTogether(training=TRAINING in stages, evaluation=EVALUATION in stages)
 
 
 def stop() -> None:

@@ -1,9 +1,8 @@
-"""The log lines about patching, each once: what is patched, with which settings, and what is not."""
+"""The log lines about patching, each once: what is patched, with which settings, what is not."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -17,7 +16,8 @@ from nemo_patches.sync.encoder_flag import FLAG, configured, flag_text
 from nemo_patches.sync.events import Observer, WatchedRounds, observers
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.protocol import FLAG_IS_OFF
-from nemo_patches.sync.rank_log import rank_and_size, report
+from nemo_patches.sync.rank_log import rank_and_size
+from nemo_patches.sync.rank_log import report_of_rank as say
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 
@@ -39,8 +39,11 @@ class StartLines(Observer):
     def begin(self) -> None:
         observers.add(self)
         self.misspelt()
-        if rank_and_size()[0] == 0 and (text := admission.newer(admission.nemo_version())):
-            say(text, logging.WARNING)
+        version = admission.nemo_version()
+        if rank_and_size()[0] == 0 and admission.is_newer(version):
+            from nemo_patches.patching import source
+
+            say(source.compared(version, admission.SUPPORTED), logging.WARNING)
 
     def end(self) -> None:
         observers.remove(self.name)
@@ -51,7 +54,11 @@ class StartLines(Observer):
             for sentence in admission.misspelt():
                 say(sentence, logging.WARNING)
 
-    def collection_complete(self, skipped: Mapping[Target, str], left: Mapping[Target, str]) -> None:
+    def collection_complete(
+        self,
+        skipped: Mapping[Target, str],
+        left: Mapping[Target, str],
+    ) -> None:
         """skipped: what is not patched, and why; left: of these, what has no reduce of stock's."""
         if self._patched or not left:
             self.patched([target for target in TARGETS if target in self._patched])
@@ -64,7 +71,8 @@ class StartLines(Observer):
         say(f"settings: {length_sync.current()}", logging.DEBUG)
 
     def patched(self, targets: Iterable[Target]) -> None:
-        if rank_and_size()[1] == 1:  # otherwise rank 0 logs it for all, at their first encoder calls
+        # Otherwise rank 0 logs it for all, at their first encoder calls.
+        if rank_and_size()[1] == 1:
             say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
 
     def all_announced(self, size: int) -> None:
@@ -90,11 +98,13 @@ class StartLines(Observer):
             return
         text = f"first encoder call: {type(encoder).__name__}, {flag_text(encoder)}"
         if sync is None:
-            text += "; no process group is initialized: this call grows the encoder by its own length"
+            text += "; no process group is initialized: "
+            text += "this call grows the encoder by its own length"
         else:
             text += "; the process group is initialized"
             if sync.apart == FLAG_IS_OFF:
-                text += "; it grows privately, and has no length sync; stall reports watch the job all the same"
+                text += "; it grows privately, and has no length sync"
+                text += "; stall reports watch the job all the same"
         if Daemon("line", say, text).begin():  # there may be no more threads
             say(text)
 
@@ -104,16 +114,12 @@ class StartLines(Observer):
         return f"{names} ({versions}; {length_sync.current().short()})"
 
 
-def say(text: str, level: int = logging.INFO) -> None:
-    # A spawned data loader worker imports NeMo, too; its rank has already logged it.
-    if not multiprocessing.current_process().daemon:
-        report(level, text)
-
-
 def _ignored_flags() -> str:
     """The encoders called so far that sync although their config says that they do not."""
     group_syncs = length_sync.process.group_syncs
-    encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()] if group_syncs is not None else []
+    if group_syncs is None:
+        return ""
+    encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()]
     syncing = (one for one in encoders if one is not None and vars(one).get(FLAG, True))
     names = sorted({type(one).__name__ for one in syncing if configured(one) == "False"})
     said = f"{FLAG} is false in the config that it was made from, and not in force"

@@ -5,33 +5,37 @@ from __future__ import annotations
 import importlib
 import sys
 
+from nemo_patches.patching.replacements import Replacements
 from nemo_patches.sync.settings import Settings
 
-_TRACING = "nemo_patches.tracing.recorder"
-_FORWARD = "nemo_patches.tracing.recorded_forward"
+_TRACING = "nemo_patches.tracing.recorded_forward"
 
 
 def import_wanted(settings: Settings) -> None:
     """Import what these settings switch on, before anything is changed. Raises ImportError."""
     if settings.trace:
-        importlib.import_module(_FORWARD)
+        importlib.import_module(_TRACING)
 
 
-def use(settings: Settings) -> None:
+def use(settings: Settings, replacements: Replacements) -> None:
     """Begin or go on with the trace that these settings ask for; end it if there is none."""
     if not settings.trace:
-        stop()
+        stop(replacements)
         return
+    from nemo_patches.tracing import recorded_forward
     from nemo_patches.tracing.recorder import tracing
 
     tracing.use(settings)
+    recorded_forward.record(replacements)
 
 
-def stop() -> None:
+def stop(replacements: Replacements) -> None:
     if _TRACING in sys.modules:
+        from nemo_patches.tracing import recorded_forward
         from nemo_patches.tracing.recorder import tracing
 
         tracing.stop()
+        recorded_forward.restore(replacements)
 
 
 def where() -> str:

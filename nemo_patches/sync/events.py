@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,27 +19,31 @@ from .rank_log import raised_by_signal_handler, report
 _ROUNDS_KEPT = 16  # per encoder: more than a rank comes to between two looks of the watch
 
 
+@dataclass(eq=False)
 class Group:
-    """One default process group, as seen by this rank.
+    """One default process group, as seen by this rank."""
 
-    store_port: of the job's store's server; 0 where it has none. closed: the group was destroyed, or replaced by
-    another.
+    rank: int
+    size: int
+    store_port: int  # of the job's store's server; 0 where it has none
+    closed: bool = False  # the group was destroyed, or replaced by another
+
+
+@dataclass(eq=False)
+class Round:
+    """One round of an encoder on this rank. Only the training thread writes it.
+
+    Times are monotonic; 0.0: not yet.
     """
 
-    def __init__(self, rank: int, size: int, store_port: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.store_port = store_port
-        self.closed = False
-
-
-class Round:
-    """One round of an encoder on this rank. Only the training thread writes it. Times are monotonic; 0.0: not yet."""
-
-    def __init__(self, number: int, call: int, training: bool, length: int, in_time_at: float = 0.0) -> None:
-        self.number, self.call, self.training, self.length = number, call, training, length
-        self.issued_at, self.in_time_at = time.monotonic(), in_time_at  # the latter: of the last round in time
-        self.gave_up_at = self.came_at = 0.0  # when the call stopped waiting; when the training thread saw the result
+    number: int
+    call: int
+    training: bool
+    length: int
+    in_time_at: float = 0.0  # of the last round before it that was in time
+    issued_at: float = field(default_factory=time.monotonic)
+    gave_up_at: float = 0.0  # when the call stopped waiting
+    came_at: float = 0.0  # when the training thread saw the result
 
 
 class WatchedRounds:
@@ -50,22 +55,34 @@ class WatchedRounds:
     awaited = "length"  # what a late rank owes the others, for messages
 
     def __init__(self, title: str, key: str, group: Group, rounds: Rounds, late_text: str) -> None:
-        """title: for people, "ConformerEncoder #2". key: the same on all ranks. late_text: the format of `late`."""
-        self.title, self.key, self.group = title, key, group
-        self.rounds, self._late_text = rounds, late_text
+        """title: for people, "ConformerEncoder #2".
+
+        key: the same on all ranks. late_text: the format of `late`.
+        """
+        self.title = title
+        self.key = key
+        self.group = group
+        self.rounds = rounds
+        self._late_text = late_text
         self.round: Round | None = None  # the latest that was issued
         self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
-        self.latest_call: tuple[int, tuple[int, int]] = (0, (0, 0))  # the encoder's, and the clock before it
-        self.timed_out: Round | None = None  # whose wait did at last, to be reported with the missing ranks
-        self.apart = ""  # why the latest call took no part in them: one of protocol.py's APART, or empty
+        # The encoder's, and the clock before it.
+        self.latest_call: tuple[int, tuple[int, int]] = (0, (0, 0))
+        # Whose wait did at last, to be reported with the missing ranks.
+        self.timed_out: Round | None = None
+        # Why the latest call took no part in them: one of protocol.py's APART, or empty.
+        self.apart = ""
         self.in_call = False  # a call is in its rounds
         self.in_time_at = 0.0  # when a round last came in time
-        self._said: Round | None = None  # a late one that was logged here; no other until one comes in time
+        # A late one that was logged here; no other until one comes in time.
+        self._said: Round | None = None
         self._is_deleted = False  # the encoder
 
     @property
     def ended(self) -> str:
-        """Why there are no more rounds, as the training thread has seen: a rank has died, or the network failed."""
+        """Why there are no more rounds, as the training thread has seen: a rank has died, or the
+        network failed.
+        """
         return "" if self.rounds.over == CLOSED else self.rounds.over
 
     def has_come(self, round_: Round) -> bool:
@@ -73,7 +90,9 @@ class WatchedRounds:
         return self.rounds.latest.number >= round_.number
 
     def has_failed(self) -> bool:
-        """Whether a round has failed, even if the training thread has not looked yet: there will be no more."""
+        """Whether a round has failed, even if the training thread has not looked yet: there will be
+        no more.
+        """
         if self.rounds.over:
             return bool(self.ended)
         return bool(self.rounds.exchange.over) and not self.rounds.has_come()
@@ -84,7 +103,9 @@ class WatchedRounds:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to watch any more: its encoder was deleted, or there are no more rounds."""
+        """Whether there is nothing to watch any more: its encoder was deleted, or there are no more
+        rounds.
+        """
         is_open = self.round is not None and not self.has_come(self.round)
         return bool(self.rounds.over) or (self._is_deleted and not is_open)
 
@@ -108,7 +129,8 @@ class WatchedRounds:
     def was_late(self, round_: Round) -> str:
         """A wait for this round has timed out. Log it, unless an observer does. Return the text."""
         round_.gave_up_at = time.monotonic()
-        text = f"{self.call_title(round_)}: {self.late(round_, round_.gave_up_at - round_.issued_at)}"
+        late = self.late(round_, round_.gave_up_at - round_.issued_at)
+        text = f"{self.call_title(round_)}: {late}"
         if observers.tell(lambda observer: observer.reports_late_rounds_of(self)):
             self.timed_out = round_
         elif self._said is None:
@@ -121,9 +143,11 @@ class WatchedRounds:
         round_.came_at = time.monotonic()
         if round_ is self._said:
             late_s = round_.came_at - round_.issued_at
-            report(logging.WARNING, f"{self.title}: recovered: the missing {self.awaited} came {late_s:.2f} s late")
+            text = f"the missing {self.awaited} came {late_s:.2f} s late"
+            report(logging.WARNING, f"{self.title}: recovered: {text}")
         if in_time:
-            self.in_time_at, self._said = round_.came_at, None
+            self.in_time_at = round_.came_at
+            self._said = None
 
 
 class CallLeft(NamedTuple):

@@ -28,7 +28,18 @@ from ..channel.exchange import Exchange, RoundFailed, Rounds
 from ..channel.process_hooks import InForkedChild
 from ..text import first_line
 from .events import CallLeft, Group, Round, WatchedRounds, observers
-from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, Clock, LengthProtocol
+from .protocol import (
+    CAME,
+    ENDED,
+    FLAG_IS_OFF,
+    IS_LOCAL,
+    LOCAL,
+    SERVED,
+    TIMEOUT,
+    UNWAITED,
+    Clock,
+    LengthProtocol,
+)
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError
 
@@ -91,7 +102,9 @@ class ProcessSync:
             return length
 
     def use(self, settings: Settings) -> None:
-        """These settings are in force from the next encoder call on, and the next look of the watch."""
+        """These settings are in force from the next encoder call on, and the next look of the
+        watch.
+        """
         self._settings = settings
 
     def has_settings(self) -> bool:
@@ -138,7 +151,7 @@ class ProcessSync:
             return group_syncs
 
     def forget(self) -> None:
-        """In a forked child: it is no rank of its parent's process group, not even of a later one."""
+        """In a forked child: it is no rank of its parent's process group, nor of a later one."""
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
             group_syncs.turn = Turn()
@@ -222,7 +235,8 @@ class GroupSyncs:
         # "fake" is torch's, for one process that tries out what a rank of many would do.
         self.has_others = size > 1 and torch.distributed.get_backend() != "fake"
         # Weak: a strong reference would keep rank 0's server, and its port, after the group's end.
-        self.exchange = Exchange(weakref.ref(default_store), rank, size, functools.partial(report, logging.WARNING))
+        warn = functools.partial(report, logging.WARNING)
+        self.exchange = Exchange(weakref.ref(default_store), rank, size, warn)
         if why := _no_sockets():
             self.exchange.close(why)
         self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()

@@ -32,7 +32,10 @@ _SETTING = "nemo_patches setting"  # the key of a field's metadata
 
 
 class SettingsError(ValueError):
-    """A setting has a value that is not allowed. The text names the setting, the value and what is allowed."""
+    """A setting has a value that is not allowed.
+
+    The text names the setting, the value and what is allowed.
+    """
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,8 @@ def _words(name: str, words: tuple[str, ...], also: str, help: str, **more: Any)
         return tuple(word for word in words if word in chosen)
 
     allowed = f"{', '.join(map(repr, words))}, {also}"
-    return _setting(name, (), read=read, allowed=allowed, help=help, words=words, several=True, **more)
+    more |= {"words": words, "several": True}
+    return _setting(name, (), read=read, allowed=allowed, help=help, **more)
 
 
 def _seconds(name: str, default_s: int, help: str, or_never: bool = False, **more: Any) -> Any:
@@ -300,19 +304,3 @@ class Settings:
 
 
 ALL_SETTINGS: tuple[Setting, ...] = tuple(one.metadata[_SETTING] for one in fields(Settings))
-
-
-def refusals(given: Mapping[str, Any] = NOTHING) -> Iterator[SettingsError]:
-    """Why apply() would refuse these keywords and this process's environment."""
-    is_refused = False
-    for setting in ALL_SETTINGS:
-        try:
-            setting.value(given.get(setting.name), os.environ)
-        except SettingsError as error:
-            is_refused = True
-            yield error
-    if not is_refused:
-        try:
-            Settings.resolve(given)
-        except SettingsError as error:
-            yield error

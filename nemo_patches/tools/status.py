@@ -15,12 +15,13 @@ from rich.console import Console
 
 import nemo_patches
 from nemo_patches.options.metric_targets import METRIC_SUMS, METRIC_TARGETS
-from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
+from nemo_patches.patching import DISABLE_VARIABLE, admission, source, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
-from nemo_patches.sync.settings import ALL_SETTINGS, DEFERRED, STOCK, Settings, SettingsError, refusals
+from nemo_patches.sync.settings import ALL_SETTINGS, DEFERRED, STOCK, Settings, SettingsError
+from nemo_patches.tools.refusals import refusals
 
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
@@ -218,8 +219,8 @@ def _folder_of(package: str) -> str:
 def _target(target: Target) -> TargetReport:
     file = target.source_file()
     try:
-        left = target.nothing_to_bound_in(file) if file else ""
-        problem = target.drift_of_source(file) if file and not left else ""
+        left = source.nothing_to_bound(target, file) if file else ""
+        problem = source.drift(target, file) if file and not left else ""
         return TargetReport(str(target), str(file or ""), left, problem)
     except (OSError, SyntaxError, ValueError) as error:
         raise StatusError(f"{file}: {error}") from error
