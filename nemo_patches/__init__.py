@@ -104,9 +104,9 @@ def apply(
     if NeMo is not installed.
     """
     given = dict(locals())  # every keyword
-    from nemo_patches.patching.settings import AllSettings
+    from nemo_patches.sync.settings import Settings
 
-    settings = AllSettings.resolve(given)
+    settings = Settings.resolve(given)
     from nemo_patches.patching import monkeypatch, start_up
 
     if monkeypatch.this_process.apply(settings, start_up.installed()):
@@ -122,6 +122,6 @@ def revert() -> None:
 
 def status() -> "Status":
     """What is patched, what was skipped and why, the settings, and what each encoder's sync has done on this rank."""
-    from nemo_patches.patching import monkeypatch, start_up
+    from nemo_patches.patching import monkeypatch, process_status, start_up
 
-    return monkeypatch.this_process.status(start_up.installed())
+    return process_status.status_of(monkeypatch.this_process, start_up.installed())

@@ -21,10 +21,10 @@ import typer
 from rich.console import Console
 
 import nemo_patches as package
-from nemo_patches.patching.settings import ALL_SETTINGS, refusals
-from nemo_patches.sync.settings import Setting, SettingsError
+from nemo_patches.sync.settings import ALL_SETTINGS, Setting, SettingsError
 from nemo_patches.tools.doctor import request
 from nemo_patches.tools.options import choice, switch, with_value
+from nemo_patches.tools.refusals import refusals
 
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(
@@ -112,7 +112,7 @@ def demo(
         raise typer.Exit(130) from None
 
 
-def _setting_option(setting: Setting[Any]) -> Parameter:
+def _setting_option(setting: Setting) -> Parameter:
     """--stall-timeout for stall_timeout."""
     default = setting.text(setting.default) + setting.unit
     if setting.words:

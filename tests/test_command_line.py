@@ -14,7 +14,7 @@ import pytest
 from interpreters import as_ordinary_user, environment, run
 
 import nemo_patches
-from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.sync.settings import ALL_SETTINGS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 

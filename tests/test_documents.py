@@ -14,14 +14,12 @@ from interpreters import CHECKOUT
 from simulated_traces import write
 
 from nemo_patches.cli import app
-from nemo_patches.patching import DISABLE_VARIABLE, admission
-from nemo_patches.patching.settings import ALL_SETTINGS
-from nemo_patches.sync.settings import Settings
+from nemo_patches.patching import DISABLE_VARIABLE, UNSUPPORTED_VARIABLE, admission
+from nemo_patches.sync.settings import ALL_SETTINGS, Settings
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.command import JSON_FORMAT
 from nemo_patches.tools.diagnose.diagnosis import diagnose
 from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.watch.settings import StallSettings
 
 pytestmark = pytest.mark.one_nemo
 
@@ -30,7 +28,7 @@ README, CHINESE = CHECKOUT / "README.md", CHECKOUT / "README.zh-CN.md"
 PAGES = sorted(page for where in ("*.md", "docs/*.md", "examples/*/*.md") for page in CHECKOUT.glob(where))
 PAGES.remove(CHECKOUT / "CHANGELOG.md")  # which may name what has gone since
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, admission.UNSUPPORTED_VARIABLE}
+VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, UNSUPPORTED_VARIABLE}
 COMMANDS: Any = typer.main.get_command(app)
 CJK = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 HALF_WIDTH = "[,:;()?!]"
@@ -90,7 +88,7 @@ def test_the_numbers_of_the_readme_are_the_codes() -> None:
     text = README.read_text(encoding="utf-8")
     assert f"NeMo {admission.SUPPORTED}." in text
     assert f"the default is {Settings().timeout.seconds} s" in text
-    assert text.count(f"after {StallSettings().stall_timeout.seconds} s") == 1
+    assert text.count(f"after {Settings().stall_timeout.seconds} s") == 1
     first, second = re.findall(r"^NEMO_VERSIONS \?= (\S+) (\S+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)[0]
     assert f"on NeMo {first} and {second};" in text
     (python,) = re.findall(r'^requires-python = ">=(.*)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)

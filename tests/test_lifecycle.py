@@ -279,14 +279,20 @@ def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: P
 
 def destroyed_as_the_first_call_begins(rank: int, size: int, ports: list[int]) -> int:
     """By another thread, as it seems to the call."""
-    from nemo_patches.sync.events import CallBegan, bus
+    from nemo_patches.sync.events import Observer, observers
+
+    class OtherThread(Observer):
+        name = "the other thread"
+
+        def call_began(self, encoder: Any, sync: Any) -> None:
+            dist.destroy_process_group()
 
     nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     join_group(rank, size, ports[0])
-    bus.subscribe("the other thread", {CallBegan: lambda _: dist.destroy_process_group()})
+    observers.add(OtherThread())
     encoders.sync(encoder, 100)
-    bus.unsubscribe("the other thread")
+    observers.remove(OtherThread.name)
     join_group(rank, size, ports[1])
     encoders.sync(encoder, 200 + rank)
     wait_until(all_have_come)  # so there is a stall monitor

@@ -36,8 +36,7 @@ MAY_IMPORT = {
 }
 LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
-    "patching/features.py": "tracing",
-    "patching/replacements.py": "tracing",
+    "patching/trace.py": "tracing",
     "patching/trainer_callbacks.py": "tracing",
 }
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}

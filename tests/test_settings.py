@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.settings import ALL_SETTINGS, OptionSettings, TraceSettings
-from nemo_patches.sync.settings import Setting, Settings, SettingsError, misspelt
-from nemo_patches.watch.settings import StallSettings
+from nemo_patches.sync.settings import ALL_SETTINGS, Setting, Settings, SettingsError
+from nemo_patches.tools.refusals import refusals
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 
 def test_defaults() -> None:
     second = timedelta(seconds=1)
-    assert Settings.resolve(environment={}) == Settings("bounded", 10 * second, "fallback")
-    assert StallSettings.resolve(environment={}) == StallSettings(60 * second, 0 * second, "")
+    assert Settings.resolve(environment={}) == Settings(
+        sync="bounded",
+        timeout=10 * second,
+        on_timeout="fallback",
+        stall_timeout=60 * second,
+        stall_exit=0 * second,
+        on_stall="",
+        trace=None,
+        trace_checks=(),
+        metrics="stock",
+        stop_together=(),
+        checkpoints="agreed",
+    )
 
 
 def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> None:
@@ -30,12 +42,13 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         "NEMO_PATCHES_STALL_TIMEOUT": "0",
     }
     seconds = timedelta(seconds=1)
-    assert Settings.resolve(environment=environment) == Settings("local", 2.5 * seconds, "raise")
+    by_variables = Settings.resolve(environment=environment)
+    assert by_variables == Settings("local", 2.5 * seconds, "raise", 0 * seconds)
     given: dict[str, Any] = {"sync": "bounded", "timeout": 4, "on_timeout": "fallback"}
-    assert Settings.resolve(given, environment) == Settings("bounded", 4 * seconds, "fallback")
-    assert StallSettings.resolve(environment=environment) == StallSettings(0 * seconds)
-    given = {"stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
-    assert StallSettings.resolve(given, environment) == StallSettings(8 * seconds, 9 * seconds, "page --me")
+    assert Settings.resolve(given, environment) == Settings("bounded", 4 * seconds, "fallback", 0 * seconds)
+    given |= {"stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
+    by_keywords = Settings.resolve(given, environment)
+    assert by_keywords == Settings("bounded", 4 * seconds, "fallback", 8 * seconds, 9 * seconds, "page --me")
     assert Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -59,8 +72,7 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
 )
 def test_a_bad_value_is_named_with_what_is_allowed(keyword: str, value: object, allowed: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        table = Settings if hasattr(Settings(), keyword) else StallSettings
-        table.resolve({keyword: value}, {})
+        Settings.resolve({keyword: value}, {})
     assert f"{keyword}={value!r}" in str(caught.value)
     assert allowed in str(caught.value)
 
@@ -70,22 +82,43 @@ def test_a_bad_variable_is_named() -> None:
         Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": "ten"})
 
 
-def test_the_fields_of_both_classes_are_the_table_in_its_order() -> None:
-    defaults = [*Settings().items(), *StallSettings().items(), *TraceSettings().items(), *OptionSettings().items()]
-    assert defaults == [(setting, setting.default) for setting in ALL_SETTINGS]
-    assert str(Settings(timeout=timedelta(seconds=2.5))) == "sync=bounded, timeout=2.5 s, on_timeout=fallback"
-    assert str(StallSettings()) == "stall_timeout=60 s"
-    assert str(StallSettings(on_stall="page me")).endswith(", on_stall='page me'")
+def test_the_fields_are_the_table_in_its_order() -> None:
+    assert list(Settings().items()) == [(setting, setting.default) for setting in ALL_SETTINGS]
+    assert [setting.name for setting in ALL_SETTINGS] == [one.name for one in fields(Settings)]
+
+
+def test_the_text_has_the_layer_the_trace_and_the_options() -> None:
+    by_default = "sync=bounded, timeout=2.5 s, on_timeout=fallback, stall_timeout=60 s"
+    settings = Settings(timeout=timedelta(seconds=2.5))
+    assert str(settings) == by_default
+    assert settings.short() == "sync=bounded, timeout=2.5 s"
+    settings = replace(
+        settings, on_stall="page me", trace=Path("/a"), metrics="deferred", stop_together=("training", "evaluation")
+    )
+    options = "metrics=deferred, stop_together=training,evaluation"
+    assert str(settings) == f"{by_default}, on_stall='page me'; trace=/a; {options}"
+    assert settings.alike() == f"{by_default}, on_stall='page me'; {options}"
+    assert settings.short() == f"sync=bounded, timeout=2.5 s, on_stall='page me', trace=/a, {options}"
+    assert str(settings.of_layer()) == f"{by_default}, on_stall='page me'"
+
+
+def test_each_value_that_is_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "ten")
+    monkeypatch.setenv("NEMO_PATCHES_METRICS", "none")
+    assert ["TIMEOUT='ten'" in text or "METRICS='none'" in text for text in map(str, refusals())] == [True, True]
+    assert not list(refusals({"timeout": 10, "metrics": "stock"}))
+    (text,) = map(str, refusals({"timeout": 10, "metrics": "stock", "stall_timeout": 0, "stall_exit": 5}))
+    assert text.startswith("stall_exit=5 is not allowed with stall_timeout=0")
 
 
 @pytest.mark.parametrize("given", [{"stall_exit": 5}, {"on_stall": "page"}])
 def test_what_needs_a_stall_timeout_is_not_allowed_without_one(given: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match=rf"{next(iter(given))}=.* is not allowed with stall_timeout=0"):
-        StallSettings.resolve({"stall_timeout": 0, **given}, {})
+        Settings.resolve({"stall_timeout": 0, **given}, {})
 
 
 @pytest.mark.parametrize("setting", ALL_SETTINGS, ids=lambda setting: setting.name)
-def test_the_text_of_a_value_is_read_as_that_value(setting: Setting[Any]) -> None:
+def test_the_text_of_a_value_is_read_as_that_value(setting: Setting) -> None:
     others = {
         "sync": "local",
         "on_timeout": "raise",
@@ -122,4 +155,4 @@ def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(variabl
 def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
     known = {setting.variable: "x" for setting in ALL_SETTINGS}
     others = {"NEMO_PATCHES_TIMEOUTS": "", "NEMO_PATCHES": "1", "MY_NEMO_PATCHES_TIMEOUTS": "1", "PATH": "/"}
-    assert list(misspelt({**known, **others}, known)) == []
+    assert admission.misspelt({**known, **others}) == []

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nemo_patches
 from nemo_patches.channel import meeting
 from nemo_patches.watch import job_stall, progress
-from nemo_patches.watch.events import EXIT_CODE
+from nemo_patches.watch.job_stall import EXIT_CODE
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 HELD_UP_S, TOGETHER_S = 0.3, 0.3  # in place of 2 s each

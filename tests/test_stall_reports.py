@@ -45,8 +45,8 @@ from nemo_patches.channel.answers import NOT_COME, Answers, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
-from nemo_patches.sync.events import Group, Round, WaitTimedOut, WatchedRounds, bus
-from nemo_patches.watch.all_ranks import AllAnnounced, AllRanks
+from nemo_patches.sync.events import Group, Observer, Round, WatchedRounds, observers
+from nemo_patches.watch.all_ranks import AllRanks
 from nemo_patches.watch.encoder_watch import EncoderWatch
 from nemo_patches.watch.looks import Heard, Look
 from nemo_patches.watch.roll_call import RollCall
@@ -356,9 +356,22 @@ def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trou
     assert roll_call.missing == (1,)
 
 
+class AllAnnounced(Observer):
+    """Notes what it is told of all ranks."""
+
+    name = "a test"
+
+    def __init__(self) -> None:
+        self.events = list[tuple[int, tuple[str, ...]]]()
+
+    def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
+        self.events.append((size, differences))
+        return True
+
+
 def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known() -> None:
     """Rank 1 calls its first encoder only after that line was due."""
-    events = list[AllAnnounced]()
+    told_of = AllAnnounced()
     now = time.monotonic()
     notes = TrainingNotes()
     notes.last = LastCall(calls=1, since=now)
@@ -371,18 +384,18 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
         notes,
         lambda: Look(now, now, told.pop(0), is_done=True),
     )
-    bus.subscribe("a test", {AllAnnounced: events.append})
+    observers.add(told_of)
     try:
         for second in range(5):
             all_ranks.look(now + second)
-        assert not events  # each rank may still be about to call one
+        assert not told_of.events  # each rank may still be about to call one
         all_ranks.look(now + 7)
-        assert events == [AllAnnounced(2)]
+        assert told_of.events == [(2, ())]
         for second in range(8, 60):
             all_ranks.look(now + second)
     finally:
-        bus.unsubscribe("a test")
-    assert events == [AllAnnounced(2), AllAnnounced(2, ("ranks differ in their settings: here ; rank 1: sync=local",))]
+        observers.remove(told_of.name)
+    assert told_of.events == [(2, ()), (2, ("ranks differ in their settings: here ; rank 1: sync=local",))]
     assert all_ranks.is_done
     assert not told
 
@@ -444,20 +457,23 @@ def raising(rank: int, size: int, folder: str) -> Any:
     try:
         encoders.sync(encoder, 200)
     except LengthSyncTimeout as error:
-        found = (time.monotonic() - began, str(error), error.missing)
+        found = (time.monotonic() - began, str(error))
+    wait_until(lambda: nemo_patches.status().stalls)
+    (stall,) = nemo_patches.status().stalls
     wait_for_others("raised", 2)
     go_on.touch()
-    return found
+    return (*found, stall.missing)
 
 
-def test_the_exception_carries_who_is_missing_and_where_it_is(tmp_path: Path) -> None:
+def test_after_the_exception_the_log_and_the_status_say_who_is_missing_and_where_it_is(tmp_path: Path) -> None:
     results = run_ranks(raising, 3, str(tmp_path))
     for rank in (0, 2):
         seconds, text, missing = results[rank].value
         assert seconds < 4 + SLACK_S
+        assert "not every rank's length came within" in text
         assert [(one.rank, one.kind) for one in missing] == [(1, "elsewhere")]
         assert "read_audio (tests/test_stall_reports.py:" in missing[0].where
-        assert "Missing: rank 1 of 3 | rank 1 (" in text
+        assert results[rank].lines("WARNING", "Missing: rank 1 of 3 | rank 1 (")
 
 
 def raising_for_a_killed_rank(rank: int, size: int) -> Any:
@@ -470,9 +486,11 @@ def raising_for_a_killed_rank(rank: int, size: int) -> Any:
     try:
         encoders.sync(encoder, 200)
     except LengthSyncTimeout as error:
-        found = (time.monotonic() - began, str(error), [(one.rank, one.kind) for one in error.missing])
+        found = (time.monotonic() - began, str(error))
+    wait_until(lambda: nemo_patches.status().stalls)
+    (stall,) = nemo_patches.status().stalls
     wait_for_others("raised", 2)
-    return found
+    return (*found, [(one.rank, one.kind) for one in stall.missing])
 
 
 def test_the_exception_comes_for_a_killed_rank_too() -> None:
@@ -520,7 +538,7 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.gave_up_at = round_.issued_at
-    sync.timed_out = WaitTimedOut(sync, round_, None)
+    sync.timed_out = round_
     rounds.issued = round_.number
     rounds.latest = Latest(round_.number)
     assert sync.has_come(round_)
@@ -538,7 +556,7 @@ def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(waite
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.issued_at -= waited_s
     round_.gave_up_at = round_.issued_at + waited_s
-    sync.timed_out = WaitTimedOut(sync, round_, None)
+    sync.timed_out = round_
     all_there = rank_states.found(*(rank_states.state(rank, rounds={"an encoder": 1}) for rank in range(3)))
     watch = EncoderWatch(sync, 0, 3, lambda: Look(time.monotonic(), 0.0, all_there, is_done=True))
     watch.look(time.monotonic(), 10.0, is_last=False)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from nemo_patches.patching.settings import (
-    DEFERRED,
-    EVALUATION,
-    STAGES,
-    TRAINING,
-    OptionSettings,
-    TraceSettings,
-)
-from nemo_patches.sync import length_sync
+from nemo_patches.sync.settings import DEFERRED, EVALUATION, STAGES, TRAINING, Settings
 from nemo_patches.tracing.trace_header import make_header
-from nemo_patches.watch import subscriber
 
 pytestmark = pytest.mark.one_nemo
 
@@ -22,18 +15,24 @@ pytestmark = pytest.mark.one_nemo
 @pytest.mark.parametrize(
     ("chosen", "told"),
     [
-        (OptionSettings(), {}),
-        (OptionSettings(DEFERRED), {"metrics": "deferred"}),
-        (OptionSettings(DEFERRED, (EVALUATION,)), {"metrics": "deferred", "stop_together": "evaluation"}),
-        (OptionSettings(stop_together=STAGES), {"stop_together": f"{TRAINING},{EVALUATION}"}),
+        (Settings(), {}),
+        (Settings(metrics=DEFERRED), {"metrics": "deferred"}),
+        (
+            Settings(metrics=DEFERRED, stop_together=(EVALUATION,)),
+            {"metrics": "deferred", "stop_together": "evaluation"},
+        ),
+        (Settings(stop_together=STAGES), {"stop_together": f"{TRAINING},{EVALUATION}"}),
+        (Settings(trace=Path("/a"), trace_checks=("cuda",)), {}),  # the folders may differ
     ],
 )
-def test_the_header_carries_what_is_done_about_uneven_batches(chosen: OptionSettings, told: dict[str, str]) -> None:
-    before, others = subscriber.settings_in_force(), subscriber.other_settings()
-    subscriber.use(before, str(chosen))
-    try:
-        settings = make_header(TraceSettings(), length_sync.current(), 1e9).settings
-    finally:
-        subscriber.use(before, others)
-    assert {name: settings[name] for name in ("metrics", "stop_together") if name in settings} == told
-    assert settings["sync"] == "bounded"
+def test_the_header_carries_what_is_done_about_uneven_batches(chosen: Settings, told: dict[str, str]) -> None:
+    settings = make_header(chosen, chosen.trace_checks, 1e9).settings
+    of_layer = {
+        "sync": "bounded",
+        "timeout": "10",
+        "on_timeout": "fallback",
+        "stall_timeout": "60",
+        "stall_exit": "0",
+        "on_stall": "none",
+    }
+    assert settings == {**of_layer, **told}

@@ -20,9 +20,8 @@ import torch
 import traces
 from ranks import wait_until
 
-from nemo_patches.patching.settings import TraceSettings
-from nemo_patches.sync.events import Grown, bus
-from nemo_patches.sync.settings import SettingsError
+from nemo_patches.sync.events import Observer, observers
+from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.tracing import recorded_forward, trace_file
 from nemo_patches.tracing import writer as writer_module
 from nemo_patches.tracing.recorder import tracing
@@ -44,15 +43,19 @@ def grow(writer: TraceWriter, number: int) -> Grow:
     return Grow(writer.now(), "ConformerEncoder", number, 1, 2)
 
 
+def traced(settings: Settings) -> tuple[Path | None, tuple[str, ...]]:
+    return settings.trace, settings.trace_checks
+
+
 def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path: Path) -> None:
-    assert TraceSettings.resolve(environment={}) == TraceSettings(None, ())
+    assert traced(Settings.resolve(environment={})) == (None, ())
     environment = {"NEMO_PATCHES_TRACE": str(tmp_path), "NEMO_PATCHES_TRACE_CHECKS": "barrier, inputs"}
-    assert TraceSettings.resolve(environment=environment) == TraceSettings(tmp_path, ("inputs", "barrier"))
+    assert traced(Settings.resolve(environment=environment)) == (tmp_path, ("inputs", "barrier"))
     keywords = {"trace": tmp_path / "there", "trace_checks": ["cuda"]}
-    there = TraceSettings.resolve(keywords, environment)
-    assert there == TraceSettings(tmp_path / "there", ("cuda",))
-    off = TraceSettings.resolve({"trace": ""}, environment)  # whatever the variables say
-    assert (off.folder, off.checks) == (None, ())
+    there = Settings.resolve(keywords, environment)
+    assert traced(there) == (tmp_path / "there", ("cuda",))
+    off = Settings.resolve({"trace": ""}, environment)  # whatever the variables say
+    assert traced(off) == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path:
 )
 def test_what_is_not_allowed_is_refused_with_what_is(given: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingsError, match=text):
-        TraceSettings.resolve({"trace": "here", **given}, given.get("environment", {}))
+        Settings.resolve({"trace": "here", **given}, given.get("environment", {}))
 
 
 def test_a_file_begins_with_its_header_and_ends_with_its_end(tmp_path: Path) -> None:
@@ -195,18 +198,19 @@ def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(tmp_path: 
     assert "tracing has ended, training goes on" in line and "jsonl: it was removed" in line
 
 
-def test_a_subscribers_error_is_said_once_and_it_gets_no_more(said: list[str]) -> None:
-    class Broken:
+def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str]) -> None:
+    class Broken(Observer):
+        name = "tracing"
         calls = 0
 
-        def handle(self, event: object) -> None:
+        def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
             self.calls += 1
             raise KeyError("a bug")
 
     broken = Broken()
-    bus.subscribe("tracing", {Grown: broken.handle})
+    observers.add(broken)
     for _ in range(3):
-        bus.publish(Grown(torch.nn.Identity(), 1, 2))
+        observers.tell(lambda observer: observer.grown(torch.nn.Identity(), 1, 2))
     assert broken.calls == 1
     (line,) = said
     assert "tracing has ended by an error of its own" in line and "a bug" in line
@@ -222,7 +226,7 @@ def test_a_call_by_position_in_any_class(tmp_path: Path) -> None:
         return features
 
     encoder = recorded_class(forward)()
-    tracing.start(TraceSettings(tmp_path))
+    tracing.start(Settings(trace=tmp_path))
     encoder(torch.ones(2, 9), torch.tensor([9, 3]))
     tracing.stop()
     found = traces.records(*traces.files(tmp_path))
@@ -241,7 +245,7 @@ def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(
         raise KeyError("a bug")
 
     encoder = recorded_class(forward)()
-    tracing.start(TraceSettings(tmp_path))
+    tracing.start(Settings(trace=tmp_path))
     monkeypatch.setattr(TraceWriter, "put", broken)
     try:
         for _ in range(3):
@@ -265,9 +269,9 @@ def test_a_trace_for_a_person_is_a_line_before_and_a_line_after_each_call(
 
     monkeypatch.chdir(tmp_path)
     encoder = recorded_class(forward)()
-    tracing.start(TraceSettings.resolve(environment={"NEMO_PATCHES_TRACE": "-"}))
+    tracing.start(Settings.resolve(environment={"NEMO_PATCHES_TRACE": "-"}))
     assert tracing.recorder is not None
-    assert str(tracing.recorder.settings) == "trace=-" and tracing.where().startswith("not begun")
+    assert str(tracing.recorder.settings).endswith("; trace=-") and tracing.where().startswith("not begun")
     encoder(torch.ones(2, 3, 4), torch.tensor([4, 3]))
     with pytest.raises(ValueError, match="too many"):
         encoder.eval()(torch.ones(1, 3, 4), torch.tensor([4, 3, 2]))
@@ -290,7 +294,7 @@ from pathlib import Path
 import torch
 from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing.recorder import tracing
-from nemo_patches.patching.settings import TraceSettings
+from nemo_patches.sync.settings import Settings
 folder = Path(sys.argv[1])
 class Encoder(torch.nn.Module):
     def __init__(self):
@@ -304,7 +308,7 @@ setattr(Encoder, name, original)
 encoder = Encoder()
 def call():
     return encoder(audio_signal=torch.ones(2, 3, 4), length=torch.tensor([4, 3]))
-tracing.start(TraceSettings(folder))
+tracing.start(Settings(trace=folder))
 """
 
 
@@ -341,7 +345,7 @@ ENDINGS = {  # the program's last lines, its exit code, and what the end record 
         ("ValueError: no such audio", None),
     ),
     "before any call": (
-        "tracing.stop()\ntracing.start(TraceSettings(folder / 'again'))\n"
+        "tracing.stop()\ntracing.start(Settings(trace=folder / 'again'))\n"
         "tracing.recorder.trainer_failed(ValueError('no such audio'))\nraise ValueError('no such audio')",
         1,
         ("ValueError: no such audio", 1),
@@ -350,7 +354,7 @@ ENDINGS = {  # the program's last lines, its exit code, and what the end record 
         "tracing.stop()\n"
         "import multiprocessing\n"
         "def rank():\n"
-        "    tracing.start(TraceSettings(folder))\n"
+        "    tracing.start(Settings(trace=folder))\n"
         "    call()\n"
         "process = multiprocessing.get_context('fork').Process(target=rank)\n"
         "process.start(); process.join(30); sys.exit(process.exitcode)",
@@ -361,7 +365,7 @@ ENDINGS = {  # the program's last lines, its exit code, and what the end record 
         "tracing.stop()\n"
         "import multiprocessing\n"
         "def rank():\n"
-        "    tracing.start(TraceSettings(folder))\n"
+        "    tracing.start(Settings(trace=folder))\n"
         "    call()\n"
         "    try:\n"
         "        raise ValueError('no such audio')\n"

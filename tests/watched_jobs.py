@@ -200,10 +200,10 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
 
         meeting.own_addresses = no_address
     if name.endswith("and the store goes") and rank == CULPRIT:
-        from nemo_patches.watch import subscriber
+        from nemo_patches.sync import length_sync
 
         late = datetime.timedelta(seconds=15)  # rank 0, which has the store, ends long before
-        subscriber.use(dataclasses.replace(subscriber.settings_in_force(), stall_exit=late))
+        length_sync.use(dataclasses.replace(length_sync.current(), stall_exit=late))
     limit = datetime.timedelta(seconds=HANGS_S)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=limit)
     work(Job(folder))

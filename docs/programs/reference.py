@@ -16,7 +16,7 @@ import typer.main
 
 import nemo_patches
 from nemo_patches.cli import app
-from nemo_patches.patching.settings import ALL_SETTINGS
+from nemo_patches.sync.settings import ALL_SETTINGS
 
 PAGE = Path(__file__).parents[1] / "reference.md"
 PACKAGE = Path(nemo_patches.__file__).parent

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from nemo_patches.channel.exchange import RoundFailed
 from nemo_patches.channel.extremes import VALUES, Extremes
+from nemo_patches.options.patient_rounds import PatientRounds
 from nemo_patches.sync.length_sync import GroupSyncs, process
-from nemo_patches.sync.patient_rounds import PatientRounds
 
 _BATCHES = 1 << 26  # a pass with more has the same numbers again
 _LATE = "not every rank has said within {waited:.2f} s whether it has another batch; all wait for that"

@@ -14,15 +14,15 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 from nemo_patches.channel.exchange import RoundFailed
 from nemo_patches.channel.extremes import VALUE_BITS, VALUES, Extremes
+from nemo_patches.options.patient_rounds import PatientRounds
+from nemo_patches.patching.replacements import with_names
 from nemo_patches.sync.length_sync import GroupSyncs, current, process
-from nemo_patches.sync.patient_rounds import PatientRounds
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 
 _LATE = "not every rank has come to this checkpoint within {waited:.2f} s; all wait for that"
@@ -186,12 +186,10 @@ def on_save_checkpoint(original: Any, callback: Any, trainer: Any, pl_module: An
         return original(callback, trainer, pl_module, checkpoint)
     _follow(callback, trainer, "on_save_checkpoint", {})
     names = {
-        **original.__globals__,
         "os": _OsOfRankZero(trainer.global_step),
         "torch": _TorchOfRankZero(callback, pl_module),
     }
-    function = FunctionType(original.__code__, names, original.__name__, None, original.__closure__)
-    return function(callback, trainer, pl_module, checkpoint)
+    return with_names(original, names)(callback, trainer, pl_module, checkpoint)
 
 
 def on_train_end(original: Any, callback: Any, trainer: Any, pl_module: Any) -> Any:

@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nemo_patches.options.agreement import Agreement, Agreements, Position, StopTogetherError
 from nemo_patches.options.cut_pass import PassEnds
+from nemo_patches.patching import DISABLE_VARIABLE
 from nemo_patches.sync.rank_log import rank_and_size, report
-from nemo_patches.sync.settings import PREFIX
 
-_DISABLE_VARIABLE = PREFIX + "DISABLE"
 T = TypeVar("T")
 
 
@@ -136,8 +135,8 @@ class EvenLoaders:
 
     def make(self, loader: Iterable[T], kind: str, may_be_empty: bool = False) -> EvenLoader | Iterable[T]:
         """The loader itself without other ranks. Waits for every rank, without limit; raises StopTogetherError."""
-        if os.environ.get(_DISABLE_VARIABLE) == "1":
-            self._say_once(f"ranks do not end their passes together: {_DISABLE_VARIABLE}=1")
+        if os.environ.get(DISABLE_VARIABLE) == "1":
+            self._say_once(f"ranks do not end their passes together: {DISABLE_VARIABLE}=1")
             return loader
         if isinstance(loader, EvenLoader):  # Lightning passes a CombinedLoader with it twice
             loader = loader._loader

@@ -1,9 +1,10 @@
-"""How the length sync gets into NeMo. Every process under auto-apply loads this: see start_up.py."""
+"""How the length sync gets into NeMo. Every process under auto-apply loads this."""
 
 import os
 import sys
 
 DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
+UNSUPPORTED_VARIABLE = "NEMO_PATCHES_UNSUPPORTED"
 # This package imports most targets; when it is complete, one line logs what was patched.
 COLLECTION = "nemo.collections.asr"
 # Whose trainers may be given a StopTogether; a user of Lightning alone is watched from there on, at

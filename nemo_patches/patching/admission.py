@@ -1,24 +1,23 @@
-"""Whether this process's NeMo may be patched: the supported versions, the two switches, and misspelt variables."""
+"""Whether this process's NeMo may be patched: versions, the two switches, misspelt variables."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import re
 from collections.abc import Mapping
 
-from nemo_patches.patching import DISABLE_VARIABLE
-from nemo_patches.patching.settings import ALL_SETTINGS
-from nemo_patches.patching.targets import TARGETS
-from nemo_patches.sync import settings
-from nemo_patches.sync.settings import SettingsError
+from nemo_patches.patching import DISABLE_VARIABLE, UNSUPPORTED_VARIABLE
+from nemo_patches.sync.settings import ALL_SETTINGS, PREFIX, SettingsError
 
 # The only list of supported NeMo series; `make test-matrix` runs the last release of each.
 SUPPORTED_SERIES = ("2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "3.0")
-DIFFS_ONLY = ("1.23", "2.0")  # patches/ has diffs for them; docs/vendors.md says why apply() refuses them
+# patches/ has diffs for them; docs/vendors.md says why apply() refuses them.
+DIFFS_ONLY = ("1.23", "2.0")
 SUPPORTED = f"{SUPPORTED_SERIES[0]} to {SUPPORTED_SERIES[-1]}"
-UNSUPPORTED_VARIABLE = "NEMO_PATCHES_UNSUPPORTED"
-ON, OFF, CANNOT_BE = "on", "off here", "cannot be"  # whether NeMo is patched: of a process, and of an environment
+# Whether NeMo is patched: of a process, and of an environment.
+ON, OFF, CANNOT_BE = "on", "off here", "cannot be"
 
 
 class UnsupportedNeMo(RuntimeError):
@@ -26,46 +25,60 @@ class UnsupportedNeMo(RuntimeError):
 
 
 def disabled() -> bool:
-    """Whether NEMO_PATCHES_DISABLE switches everything off. Raises SettingsError for any value but on and off."""
+    """Whether NEMO_PATCHES_DISABLE switches everything off.
+
+    Raises SettingsError for any value but on and off.
+    """
     return _is_on(DISABLE_VARIABLE, os.environ)
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """One sentence for each NEMO_PATCHES_* variable that is neither a setting nor a switch."""
+    """One sentence for each NEMO_PATCHES_* variable that is set, and is neither a setting nor a
+    switch.
+    """
     known = [setting.variable for setting in ALL_SETTINGS]
-    return list(settings.misspelt(environment, [*known, DISABLE_VARIABLE, UNSUPPORTED_VARIABLE]))
+    known += [DISABLE_VARIABLE, UNSUPPORTED_VARIABLE]
+    # With the prefix, all would look similar.
+    endings = [variable.removeprefix(PREFIX) for variable in known]
+    ours = sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value)
+    sentences = []
+    for variable in ours:
+        if variable in known:
+            continue
+        near = difflib.get_close_matches(variable.removeprefix(PREFIX), endings, n=1)
+        hint = f"settings, after {PREFIX}: {', '.join(endings)}"
+        if near:
+            hint = f"did you mean {PREFIX}{near[0]}?"
+        sentences.append(f"{variable} is not a setting, and has no effect; {hint}")
+    return sentences
 
 
 def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it; SettingsError."""
+    """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it;
+    SettingsError.
+    """
     if not _is_on(UNSUPPORTED_VARIABLE, environment) and _series(version) not in SUPPORTED_SERIES:
         raise UnsupportedNeMo(
-            f"NeMo {version} is not supported; supported: {SUPPORTED}. With {UNSUPPORTED_VARIABLE}=1 it is patched all "
-            f"the same if its code looks as expected{_about(version)}"
+            f"NeMo {version} is not supported; supported: {SUPPORTED}. "
+            f"With {UNSUPPORTED_VARIABLE}=1 it is patched all the same if its code looks as "
+            f"expected{_about(version)}"
         )
 
 
-def newer(version: str) -> str:
-    """For a NeMo newer than all tested ones: what was compared in its code, and what to run. Otherwise empty."""
-    if _number(_series(version)) <= _number(SUPPORTED_SERIES[-1]):
-        return ""
-    try:
-        files = {target: file for target in TARGETS if (file := target.source_file())}
-        differences = [difference for target, file in files.items() if (difference := target.drift_of_source(file))]
-    except (ImportError, OSError, SyntaxError, ValueError) as error:
-        return f"NeMo {version} is newer than any that was tested, and its code could not be compared: {error}"
-    return (
-        f"NeMo {version} is newer than any that was tested. Its length syncs' parameters and the names that they read "
-        f"were compared with those of {SUPPORTED}: {' | '.join(differences) or 'no difference'} (looked at: "
-        f"{', '.join(map(str, files))}). Nothing else was; try it on this machine's CPU: "
-        f"{UNSUPPORTED_VARIABLE}=1 nemo-patches demo"
-    )
+def is_newer(version: str) -> bool:
+    """Whether this NeMo is newer than all tested ones."""
+    return _number(_series(version)) > _number(SUPPORTED_SERIES[-1])
 
 
 def _about(version: str) -> str:
     if _series(version) in DIFFS_ONLY:
-        return f"; for {' and '.join(DIFFS_ONLY)} there are diffs, and docs/vendors.md says why not more"
-    return f". {text}" if (text := newer(version)) else ""
+        series = " and ".join(DIFFS_ONLY)
+        return f"; for {series} there are diffs, and docs/vendors.md says why not more"
+    if not is_newer(version):
+        return ""
+    from nemo_patches.patching import source
+
+    return f". {source.compared(version, SUPPORTED)}"
 
 
 def _series(version: str) -> str:

@@ -1,4 +1,4 @@
-"""What settings patch in addition to the encoders. The one module of the layer that imports options/: by setting."""
+"""What settings patch in addition to the encoders: imports options/, by setting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 
 from nemo_patches.patching.imported import drift
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import AGREED, DEFERRED, EVALUATION, STOCK, TRAINING, OptionSettings
 from nemo_patches.patching.targets import CHECKPOINT_BASES, CHECKPOINT_TARGETS, Target
 from nemo_patches.sync.rank_log import raised_by_signal_handler, rank_and_size, report
+from nemo_patches.sync.settings import AGREED, DEFERRED, EVALUATION, STOCK, TRAINING, Settings
 
-# Of NeMo's checkpoint callback, its own and inherited ones; the functions in their place are options/checkpoints.py's.
+# Of NeMo's checkpoint callback, its own and inherited ones; the functions in their place are
+# options/checkpoints.py's.
 _CHECKPOINT_METHODS = ("setup", "_monitor_candidates", "on_save_checkpoint", "on_train_end")
+_Method = Callable[..., Any]
 _AS_STOCK = "each rank decides about checkpoints, as in stock"
 
 
@@ -26,7 +28,7 @@ _AS_STOCK = "each rank decides about checkpoints, as in stock"
 class ChosenPatch:
     """Methods that are patched together, or not at all.
 
-    setting: of OptionSettings; STOCK leaves them as they are. others: what else must look as expected.
+    setting: its name; STOCK leaves them as they are. others: what else must look as expected.
     refusal: what cannot be done where something does not. left: what is then said under auto-apply.
     """
 
@@ -37,32 +39,38 @@ class ChosenPatch:
     refusal: str
     left: str
 
-    def is_wanted(self, options: OptionSettings) -> bool:
-        return bool(getattr(options, self.setting) != STOCK)
+    def is_wanted(self, settings: Settings) -> bool:
+        return bool(getattr(settings, self.setting) != STOCK)
 
-    def without(self, options: OptionSettings) -> OptionSettings:
+    def without(self, settings: Settings) -> Settings:
         as_stock: dict[str, Any] = {self.setting: STOCK}
-        return replace(options, **as_stock)
+        return replace(settings, **as_stock)
 
     def drift(self) -> dict[Target, str]:
         return drift(self.targets + self.others)
 
 
 class FirstUse:
-    """Has NeMo's checkpoint callback ask options/checkpoints.py, which is imported when several ranks first use it."""
+    """Has NeMo's checkpoint callback ask options/checkpoints.py, which is imported when several
+    ranks first use it.
+    """
 
     def __init__(self) -> None:
         self._cannot = False  # a rank that has missed the first question must ask none
 
-    def wrapper(self, original: Callable[..., Any], in_force: Callable[[], bool]) -> Callable[..., Any]:
+    def wrapper(self, original: _Method, in_force: Callable[[], bool]) -> _Method:
         @functools.wraps(original)
         def method(callback: Any, *args: Any, **more: Any) -> Any:
-            ours = self._method(original.__name__) if in_force() and rank_and_size()[1] > 1 else None
-            return original(callback, *args, **more) if ours is None else ours(original, callback, *args, **more)
+            ours = None
+            if in_force() and rank_and_size()[1] > 1:
+                ours = self._method(original.__name__)
+            if ours is None:
+                return original(callback, *args, **more)
+            return ours(original, callback, *args, **more)
 
         return method
 
-    def _method(self, name: str) -> Callable[..., Any] | None:
+    def _method(self, name: str) -> _Method | None:
         if self._cannot:
             return None
         try:
@@ -71,7 +79,8 @@ class FirstUse:
             if raised_by_signal_handler(error):
                 raise
             self._cannot = True
-            report(logging.ERROR, f"{_AS_STOCK}: nemo_patches cannot import its part for them: {error!r}")
+            text = "nemo_patches cannot import its part for them"
+            report(logging.ERROR, f"{_AS_STOCK}: {text}: {error!r}")
             return None
         return checkpoints.METHODS[name]
 
@@ -96,10 +105,10 @@ CHECKPOINTS = ChosenPatch(
 )
 
 
-def wanted(options: OptionSettings) -> tuple[ChosenPatch, ...]:
+def wanted(settings: Settings) -> tuple[ChosenPatch, ...]:
     """What these settings patch. Imports what is ours of it, and raises what that raises."""
     patches = []
-    if options.metrics == DEFERRED:
+    if settings.metrics == DEFERRED:
         from nemo_patches.options import deferred_metrics, metric_targets
 
         patches.append(
@@ -112,16 +121,19 @@ def wanted(options: OptionSettings) -> tuple[ChosenPatch, ...]:
                 left="metrics are not deferred",
             )
         )
-    if options.checkpoints == AGREED:
+    if settings.checkpoints == AGREED:
         patches.append(CHECKPOINTS)
     return tuple(patches)
 
 
-def load(options: OptionSettings) -> tuple[ChosenPatch, ...]:
-    """Import all of ours that these settings need; return what they patch. Raises what that raises."""
-    if options.stop_together:
-        trainer_callback(options)
-    return wanted(options)
+def load(settings: Settings) -> tuple[ChosenPatch, ...]:
+    """Import all of ours that these settings need; return what they patch.
+
+    Raises what that raises.
+    """
+    if settings.stop_together:
+        trainer_callback(settings)
+    return wanted(settings)
 
 
 def import_targets(patches: Iterable[ChosenPatch]) -> None:
@@ -132,11 +144,12 @@ def import_targets(patches: Iterable[ChosenPatch]) -> None:
                 importlib.import_module(target.module)
 
 
-def trainer_callback(options: OptionSettings) -> Any:
+def trainer_callback(settings: Settings) -> Any:
     """For each of Lightning's trainers, with stop_together."""
     from nemo_patches.options.stop_together import StopTogether
 
-    return StopTogether(training=TRAINING in options.stop_together, evaluation=EVALUATION in options.stop_together)
+    stages = settings.stop_together
+    return StopTogether(training=TRAINING in stages, evaluation=EVALUATION in stages)
 
 
 def stop() -> None:

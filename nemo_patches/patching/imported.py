@@ -1,4 +1,4 @@
-"""NeMo's classes as this process has imported them: which are there, drifted, or have a sync of their own or none."""
+"""NeMo's classes in this process: which are there, drifted, or have a sync of their own or none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.sync.own_syncs import overrides
 
 
-def import_target(target: Target) -> ModuleType | None:
-    """The target's module. None if this NeMo does not have it, or its collection is not imported yet."""
-    # Do not import the NLP collection for ASR training; the import hook sees it when it is imported.
+def import_targets() -> dict[Target, ModuleType]:
+    """Those that this NeMo has, with their modules."""
+    modules = {target: _import_target(target) for target in TARGETS}
+    return {target: module for target, module in modules.items() if module is not None}
+
+
+def _import_target(target: Target) -> ModuleType | None:
+    """The target's module.
+
+    None if this NeMo does not have it, or its collection is not imported yet.
+    """
+    # Do not import the NLP collection for ASR training; the import hook sees it when it is
+    # imported.
     if target.module in sys.modules or not target.module.startswith(COLLECTION + "."):
         return sys.modules.get(target.module)
     importlib.import_module(COLLECTION)
@@ -38,13 +48,17 @@ def drift(targets: Iterable[Target]) -> dict[Target, str]:
 
 
 def nothing_to_bound() -> dict[Target, str]:
-    """The targets that are left as they are, and why: a diff has bounded them, or they have no reduce."""
+    """The targets that are left as they are, and why: a diff has bounded them, or they have no
+    reduce.
+    """
     reasons = {target: target.nothing_to_bound(module) for target, module in _loaded()}
     return {target: reason for target, reason in reasons.items() if reason}
 
 
 def overridden(patched: Collection[Target]) -> dict[str, str]:
-    """A sentence for each class in this process that overrides a bounded length sync, by the override's name."""
+    """A sentence for each class in this process that overrides a bounded length sync, by the
+    override's name.
+    """
     found: dict[str, str] = {}
     for target, module in _loaded():
         owner = target.find_owner(module)
@@ -54,4 +68,6 @@ def overridden(patched: Collection[Target]) -> dict[str, str]:
 
 
 def _loaded() -> Iterator[tuple[Target, ModuleType]]:
-    return ((target, sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
+    for target in TARGETS:
+        if target.module in sys.modules:
+            yield target, sys.modules[target.module]

@@ -1,4 +1,4 @@
-"""Begins the watch of a Lightning job whose launcher says nothing of several ranks: once its trainer has them."""
+"""Begins the watch of a Lightning job whose launcher says nothing of several ranks."""
 
 from __future__ import annotations
 

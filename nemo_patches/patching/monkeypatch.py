@@ -1,4 +1,4 @@
-"""Patches the NeMo of this process, by apply() or as its modules are imported, reverts it, and logs what was done."""
+"""Patches the NeMo of this process, by apply() or as its modules are imported, and reverts it."""
 
 from __future__ import annotations
 
@@ -10,61 +10,56 @@ from dataclasses import replace
 from functools import partial
 from types import ModuleType
 
-import torch
-
 from nemo_patches.growth import give_back_all
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, chosen, imported
+from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, chosen, imported, trace
 from nemo_patches.patching.chosen import ChosenPatch
-from nemo_patches.patching.features import AFTER_PATCHES, BEFORE_PATCHES, STALL_REPORTS, import_wanted
-from nemo_patches.patching.process_status import Skipped, Status
 from nemo_patches.patching.replacements import Replacements
-from nemo_patches.patching.settings import STOCK, AllSettings, OptionSettings, TraceSettings
-from nemo_patches.patching.start_lines import NOT_INHERITED, StartLines
+from nemo_patches.patching.start_lines import StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.rank_log import report
-from nemo_patches.sync.settings import Settings, SettingsError
+from nemo_patches.sync.settings import STOCK, Settings, SettingsError
 from nemo_patches.watch import subscriber
-from nemo_patches.watch.settings import StallSettings
 
 
 class Patching:
     """What nemo_patches has done to NeMo's classes, and will do when more of them are imported."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # for apply(), revert() and on_import(), which threads may call at once
+        # For apply(), revert() and on_import(), which threads may call at once.
+        self._lock = threading.RLock()
         self.replacements = Replacements()
-        self._patched: list[Target] = []
-        self._skipped: dict[Target, str] = {}
-        self._in_force = False
+        self.patched: list[Target] = []
+        self.skipped: dict[Target, str] = {}
+        self.in_force = False
         # Whether on_import() acts: the import hook is there under auto-apply, and after apply().
-        self._follows_imports = True
+        self.follows_imports = True
         self._collection_complete = False  # imported as a whole: from then on training may run
-        self._settings = AllSettings()  # in force; the sync and the stall reports keep their own, also after a revert
-        self._said_of_options = ""
-        self._refused = ""  # why the import hook patches nothing
-        self._lines = StartLines(self._patched, self._settings_in_force)
+        self.refused = ""  # why the import hook patches nothing
+        self._lines = StartLines(self.patched)
 
-    def apply(self, settings: AllSettings, hook_installed: bool) -> bool:
+    def apply(self, settings: Settings, hook_installed: bool) -> bool:
         """Patch every target of the installed NeMo, or, if that is done, only change the settings.
 
-        True if it has patched: what is imported or reloaded later is then the import hook's to patch.
-        Raises DriftError, and patches nothing, where a target does not look as expected; UnsupportedNeMo;
-        ModuleNotFoundError without NeMo; and, before anything is changed, what importing a setting's part raises.
+        True if it has patched: what is imported or reloaded later is then the import hook's to
+        patch. Raises DriftError, and patches nothing, where a target does not look as expected;
+        UnsupportedNeMo; ModuleNotFoundError without NeMo; and, before anything is changed, what
+        importing a setting's part raises.
         """
         if admission.disabled():
             report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
             return False
-        patches = chosen.load(settings.options)
+        patches = chosen.load(settings)
         with self._lock:
-            if not self._in_force:  # what is imported here is patched and said here
-                self._follows_imports = self._collection_complete = False
-        # No import is under the lock: a thread that imports NeMo has Python's own, and waits for ours in on_import().
-        modules = {target: module for target in TARGETS if (module := imported.import_target(target)) is not None}
+            if not self.in_force:  # what is imported here is patched and said here
+                self.follows_imports = self._collection_complete = False
+        # No import is under the lock: a thread that imports NeMo has Python's own, and waits for
+        # ours in on_import().
+        modules = imported.import_targets()
         chosen.import_targets(patches)
-        import_wanted(settings)
+        trace.import_wanted(settings)
         with self._lock:
-            if self._in_force:  # also where another thread has patched meanwhile
+            if self.in_force:  # also where another thread has patched meanwhile
                 self._change_settings(settings)
                 return False
             left = imported.nothing_to_bound()
@@ -72,14 +67,14 @@ class Patching:
             if modules or not left:
                 admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
-            drift = [problem for target, module in modules.items() if (problem := target.drift(module))]
+            drift = [target.drift(module) for target, module in modules.items()]
+            drift = [problem for problem in drift if problem]
             for patch in patches:
                 if problems := self._drift(patch):
                     drift.append(f"{patch.refusal}: {' | '.join(problems.values())}")
             if drift:
-                raise DriftError(
-                    f"NeMo {admission.nemo_version()} is not as expected; nothing was patched. " + " | ".join(drift)
-                )
+                text = f"NeMo {admission.nemo_version()} is not as expected; nothing was patched"
+                raise DriftError(f"{text}. {' | '.join(drift)}")
             self._lines.by_hand = not hook_installed
             self._begin(settings)
             self._patch(modules)
@@ -90,11 +85,11 @@ class Patching:
     def on_import(self, name: str) -> None:
         """For the import hook: the module `name` is complete, for the first time or by a reload.
 
-        Under auto-apply a setting that is not allowed, a NeMo that is not supported and a target that has drifted leave
-        all of NeMo as stock, and are said once.
+        Under auto-apply a setting that is not allowed, a NeMo that is not supported and a target
+        that has drifted leave all of NeMo as stock, and are said once.
         """
         with self._lock:
-            if not self._follows_imports:
+            if not self.follows_imports:
                 return
             if name == COLLECTION:
                 self._collection_imported()
@@ -103,22 +98,22 @@ class Patching:
 
     def _target_imported(self, target: Target) -> None:
         module = sys.modules[target.module]
-        if self._is_patched(target):
+        if self.is_patched(target):
             return  # apply() has been here, or two finders have called
         modules = {} if target.nothing_to_bound(module) else {target: module}
         try:
-            if not self._in_force and admission.disabled():
+            if not self.in_force and admission.disabled():
                 return
-            settings = self._settings_in_force() if self._in_force else AllSettings.resolve()
+            settings = length_sync.current() if self.in_force else Settings.resolve()
             if modules:
                 admission.require_supported(admission.nemo_version())
                 if problem := target.drift(module):
                     raise DriftError(problem)
-            import_wanted(settings)
+            trace.import_wanted(settings)
         except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
             self.refuse(target, error)
             return
-        if not self._in_force:
+        if not self.in_force:
             self._begin(settings)
         self._patch(modules)
         if self._collection_complete and modules:
@@ -126,186 +121,111 @@ class Patching:
 
     def _collection_imported(self) -> None:
         drift: dict[Target, str] = {}
-        if self._in_force:
+        if self.in_force:
             for patch in self._importable():
                 if problems := self._drift(patch):
                     drift |= problems
-                    self._settings = replace(self._settings, options=patch.without(self._settings.options))
+                    length_sync.use(patch.without(length_sync.current()))
                     report(logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}")
-            if drift:
-                STALL_REPORTS.start(self._settings_in_force())
             self._patch_chosen()
         self._say_collection_complete()
-        self._skipped.update(drift)
+        self.skipped.update(drift)
 
     def revert(self) -> None:
-        """Restore every patched attribute to its original object, and give grown buffers back to their modules."""
+        """Restore every patched attribute to its original object, and give grown buffers back to
+        their modules.
+        """
         with self._lock:
-            self._in_force = self._follows_imports = self._collection_complete = False
-            for feature in AFTER_PATCHES:
-                feature.stop()
+            self.in_force = self.follows_imports = self._collection_complete = False
+            trace.stop(self.replacements)
             self._lines.end()
-            self._settings = AllSettings()
+            length_sync.use(length_sync.current().of_layer())
             chosen.stop()
             self.replacements.restore()
-            for feature in BEFORE_PATCHES:
-                feature.stop()
-            self._patched.clear()
-            self._skipped.clear()
+            subscriber.encoders_were_reverted()
+            self.patched.clear()
+            self.skipped.clear()
             give_back_all()
-            self._refused = ""
+            self.refused = ""
 
-    def status(self, hook_installed: bool) -> Status:
-        try:
-            nemo = admission.nemo_version()
-        except ModuleNotFoundError:
-            nemo = "not installed"
-        patches = chosen.wanted(self._settings.options)
-        patched = [*self._patched, *(target for patch in patches if self._has(patch) for target in patch.targets)]
-        state, why = self._state(nemo, hook_installed, len(patched))
-        overridden = imported.overridden(self._patched)
-        if overridden:
-            why = f"{why}; overridden by {', '.join(overridden)}"
-        of_features = [feature.status() for feature in (*BEFORE_PATCHES, *AFTER_PATCHES)]
-        return Status(
-            nemo=nemo,
-            torch=torch.__version__,
-            patched=tuple(map(str, patched)),
-            skipped=tuple(Skipped(str(target), reason) for target, reason in self._skipped.items()),
-            trace=self._settings.trace,
-            options=self.option_settings(),
-            own_syncs=tuple(overridden.values()),
-            state=state,
-            why=why,
-            **{name: value for fields in of_features for name, value in fields.items()},
-        )
+    def settings_for_trainers(self) -> Settings:
+        """Those in force, or that will be when NeMo is imported.
 
-    def _state(self, nemo: str, hook_installed: bool, patched: int) -> tuple[str, str]:
-        """Whether this process is patched, in one of three words, and why."""
-        if self._patched:
-            return admission.ON, f"{patched} of NeMo's methods patched"
-        if self._in_force:
-            left = dict.fromkeys(imported.nothing_to_bound().values())
-            return admission.ON, f"{', '.join(left)}; the watch is on"
-        if nemo == "not installed":
-            return admission.CANNOT_BE, f"NeMo is not installed for {sys.executable}"
-        try:
-            disabled = admission.disabled()
-            admission.require_supported(nemo)
-        except (SettingsError, admission.UnsupportedNeMo) as error:
-            return admission.CANNOT_BE, str(error)
-        if disabled:
-            text = f"{DISABLE_VARIABLE}=1; unset it, and apply() or `nemo-patches run` can switch it on"
-            return admission.OFF, text
-        if self._refused:
-            return admission.CANNOT_BE, self._refused
-        if self._follows_imports and hook_installed:
-            return admission.ON, "NeMo's encoders are patched when they are imported, which has not happened yet"
-        return admission.OFF, f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}"
+        Raises SettingsError for a bad switch.
+        """
+        if not self.in_force and self.follows_imports and admission.disabled():
+            return Settings()
+        return length_sync.current()
 
-    def traces(self) -> bool:
-        """Whether there is a trace, or will be one when NeMo is imported."""
-        if self._in_force or not self._follows_imports:
-            return self._settings.trace.folder is not None
-        try:
-            return not admission.disabled() and TraceSettings.resolve().folder is not None
-        except SettingsError:  # which is logged when NeMo is imported
-            return False
-
-    def option_settings(self) -> OptionSettings:
-        """The settings in force, else the environment's. A bad variable is logged once, and not used."""
-        if self._in_force or not self._follows_imports:
-            return self._settings.options
-        try:
-            return OptionSettings() if admission.disabled() else OptionSettings.resolve()
-        except SettingsError as error:
-            if str(error) != self._said_of_options:
-                report(logging.ERROR, f"{error}; nothing is done about uneven batches")
-            self._said_of_options = str(error)
-            return OptionSettings()
-
-    def _settings_in_force(self) -> AllSettings:
-        return replace(self._settings, sync=length_sync.current(), stall=subscriber.settings_in_force())
-
-    def _begin(self, settings: AllSettings) -> None:
-        self._settings = settings
-        for feature in BEFORE_PATCHES:
-            feature.start(settings)
-        self._skipped.clear()
-        self._in_force = self._follows_imports = True
+    def _begin(self, settings: Settings) -> None:
+        length_sync.use(settings)
+        subscriber.subscribe()
+        self.skipped.clear()
+        self.in_force = self.follows_imports = True
         self._lines.begin()
 
     def _patch(self, modules: Mapping[Target, ModuleType]) -> None:
         try:
             for target, module in modules.items():
-                self.replacements.patch(target, module, lambda: self._in_force)
-                self._skipped.pop(target, None)
-                if target not in self._patched:  # a module that is reloaded has new classes
-                    self._patched.append(target)
-            self._start_after_patches()
+                self.replacements.patch(target, module, lambda: self.in_force)
+                self.skipped.pop(target, None)
+                if target not in self.patched:  # a module that is reloaded has new classes
+                    self.patched.append(target)
+            trace.use(length_sync.current(), self.replacements)
         except BaseException:
             self.revert()  # never half a patch
             raise
 
-    def _start_after_patches(self) -> None:
-        for feature in AFTER_PATCHES:
-            feature.start(self._settings_in_force())
-        if self._settings.trace.folder:
-            self.replacements.record_forwards()
-        else:
-            self.replacements.restore_forwards()
-
     def _patch_chosen(self) -> None:
-        for patch in chosen.wanted(self._settings.options):
+        for patch in chosen.wanted(length_sync.current()):
             patch.patch(self.replacements, partial(self._is_chosen, patch))
 
     def _importable(self) -> tuple[ChosenPatch, ...]:
         """What is chosen; under auto-apply, less what cannot be imported."""
         try:
-            return chosen.wanted(self._settings.options)
-        except Exception as error:  # of the deferred metrics: nothing of ours may break NeMo's import
+            return chosen.wanted(length_sync.current())
+        except Exception as error:  # nothing of ours may break NeMo's import
             report(logging.ERROR, f"metrics are not deferred: {error!r}")
-            self._settings = replace(self._settings, options=replace(self._settings.options, metrics=STOCK))
-            return chosen.wanted(self._settings.options)
+            length_sync.use(replace(length_sync.current(), metrics=STOCK))
+            return chosen.wanted(length_sync.current())
 
-    def _change_settings(self, settings: AllSettings) -> None:
-        before = self._settings_in_force()
-        for patch in chosen.wanted(settings.options):
+    def _change_settings(self, settings: Settings) -> None:
+        before = length_sync.current()
+        for patch in chosen.wanted(settings):
             if problems := self._drift(patch):
-                raise DriftError(f"{patch.refusal}, nothing was changed: {' | '.join(problems.values())}")
-        self._settings = settings
-        for feature in BEFORE_PATCHES:
-            feature.start(settings)
+                why = " | ".join(problems.values())
+                raise DriftError(f"{patch.refusal}, nothing was changed: {why}")
+        length_sync.use(settings)
         self._patch_chosen()
-        self._start_after_patches()
-        if before != self._settings_in_force():
-            report(logging.INFO, f"settings changed: {self._settings_in_force()} (before: {before})")
+        trace.use(settings, self.replacements)
+        if before != settings:
+            report(logging.INFO, f"settings changed: {settings} (before: {before})")
 
     def _drift(self, patch: ChosenPatch) -> dict[Target, str]:
         """Why it cannot be patched, if it is not yet."""
-        return {} if self._is_patched(patch.targets[0]) else patch.drift()
+        return {} if self.is_patched(patch.targets[0]) else patch.drift()
 
-    def _is_patched(self, target: Target) -> bool:
+    def is_patched(self, target: Target) -> bool:
         module = sys.modules.get(target.module)
         return module is not None and self.replacements.has(target.find_owner(module))
 
     def _is_chosen(self, patch: ChosenPatch) -> bool:
-        return self._in_force and patch.is_wanted(self._settings.options)
-
-    def _has(self, patch: ChosenPatch) -> bool:
-        return self._is_chosen(patch) and self._is_patched(patch.targets[0])
+        return self.in_force and patch.is_wanted(length_sync.current())
 
     def refuse(self, target: Target | None, error: Exception) -> None:
-        """What the import hook does when apply() would raise. target: None: nothing of NeMo is imported yet."""
-        if target is not None and self._in_force and self._collection_complete:  # training may run: leave it as it is
-            self._skipped[target] = str(error)
+        """What the import hook does when apply() would raise.
+
+        target: None: nothing of NeMo is imported yet.
+        """
+        # Training may run: leave it as it is.
+        if target is not None and self.in_force and self._collection_complete:
+            self.skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")
             return
-        self.revert()
-        self._refused = str(error)
-        self._skipped.update(dict.fromkeys(TARGETS, self._refused))
-        subscriber.use(StallSettings())
         length_sync.use(Settings())  # a bad variable is logged here, and not again by status()
+        self.revert()
+        self.refused = str(error)
+        self.skipped.update(dict.fromkeys(TARGETS, self.refused))
         try:
             nemo = admission.nemo_version()
         except ModuleNotFoundError:  # Lightning is here without it
@@ -317,15 +237,17 @@ class Patching:
         if self._collection_complete:
             return
         self._collection_complete = True
-        if not self._in_force:
+        if not self.in_force:
             return
         left = imported.nothing_to_bound()
         for target in TARGETS:
-            if target not in self._patched:
+            if target not in self.patched:
                 exists = target.source_file() is not None
-                reason = "not imported yet; it is patched when it is" if exists else "this NeMo does not have it"
-                self._skipped[target] = left.get(target, reason)
-        self._lines.collection_complete(self._skipped, left)
+                reason = "this NeMo does not have it"
+                if exists:
+                    reason = "not imported yet; it is patched when it is"
+                self.skipped[target] = left.get(target, reason)
+        self._lines.collection_complete(self.skipped, left)
 
 
 this_process = Patching()

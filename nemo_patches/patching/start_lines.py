@@ -1,50 +1,52 @@
-"""The log lines about patching, each once: what is patched, with which settings, and what is not."""
+"""The log lines about patching, each once: what is patched, with which settings, what is not."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.patching import admission
 from nemo_patches.patching.imported import nothing_to_bound, overridden
-from nemo_patches.patching.settings import AllSettings
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_flag import FLAG, configured, flag_text
-from nemo_patches.sync.events import FirstCall, bus
+from nemo_patches.sync.events import Observer, WatchedRounds, observers
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.protocol import FLAG_IS_OFF
-from nemo_patches.sync.rank_log import rank_and_size, report
-from nemo_patches.watch.all_ranks import AllAnnounced
+from nemo_patches.sync.rank_log import rank_and_size
+from nemo_patches.sync.rank_log import report_of_rank as say
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
-_SUBSCRIBER = "the line at the start"
 
 
-class StartLines:
+class StartLines(Observer):
     """Of this process."""
 
-    def __init__(self, patched: Collection[Target], settings: Callable[[], AllSettings]) -> None:
-        """patched: may change. settings: those in force."""
-        self._patched, self._settings = patched, settings
+    name = "the line at the start"
+
+    def __init__(self, patched: Collection[Target]) -> None:
+        """patched: may change."""
+        self._patched = patched
         self.by_hand = False  # by apply() only: processes that this one spawns have no import hook
         self._said_misspelt = False
         self._said_for_all = False
+        self._said_in_a_group = False
+        self._said_without = False
 
     def begin(self) -> None:
-        starts: dict[type, Any] = {AllAnnounced: self._all_patched, FirstCall: self._first_call}
-        bus.subscribe(_SUBSCRIBER, starts)
+        observers.add(self)
         self.misspelt()
-        if rank_and_size()[0] == 0 and (text := admission.newer(admission.nemo_version())):
-            say(text, logging.WARNING)
+        version = admission.nemo_version()
+        if rank_and_size()[0] == 0 and admission.is_newer(version):
+            from nemo_patches.patching import source
+
+            say(source.compared(version, admission.SUPPORTED), logging.WARNING)
 
     def end(self) -> None:
-        bus.unsubscribe(_SUBSCRIBER)
+        observers.remove(self.name)
 
     def misspelt(self) -> None:
         if not self._said_misspelt:
@@ -52,7 +54,11 @@ class StartLines:
             for sentence in admission.misspelt():
                 say(sentence, logging.WARNING)
 
-    def collection_complete(self, skipped: Mapping[Target, str], left: Mapping[Target, str]) -> None:
+    def collection_complete(
+        self,
+        skipped: Mapping[Target, str],
+        left: Mapping[Target, str],
+    ) -> None:
         """skipped: what is not patched, and why; left: of these, what has no reduce of stock's."""
         if self._patched or not left:
             self.patched([target for target in TARGETS if target in self._patched])
@@ -62,60 +68,65 @@ class StartLines:
         say_own_syncs(overridden(self._patched).values())
         for target, reason in skipped.items():
             say(f"not patched: {target}: {reason}", logging.DEBUG)
-        say(f"settings: {self._settings()}", logging.DEBUG)
+        say(f"settings: {length_sync.current()}", logging.DEBUG)
 
     def patched(self, targets: Iterable[Target]) -> None:
-        if rank_and_size()[1] == 1:  # otherwise rank 0 logs it for all, at their first encoder calls
+        # Otherwise rank 0 logs it for all, at their first encoder calls.
+        if rank_and_size()[1] == 1:
             say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
 
-    def _all_patched(self, event: AllAnnounced) -> None:
+    def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
         """On the stall monitor's thread. Once, and where ranks differ: a new process group has the
         same ranks, or is said to lack some.
         """
-        level = logging.WARNING if event.differences else logging.INFO
+        level = logging.WARNING if differences else logging.INFO
         if not self._patched and nothing_to_bound():
-            for text in event.differences:
+            for text in differences:
                 say(text, level)
-        elif event.differences or not self._said_for_all:
+        elif differences or not self._said_for_all:
             self._said_for_all = True
             patched = (target for target in TARGETS if target in self._patched)
-            differing = "".join(f"; {text}" for text in event.differences)
-            say(f"patched on all {event.size} ranks: {self._what(patched)}{_ignored_flags()}{differing}", level)
-            say_own_syncs(
-                overridden(self._patched).values()
-            )  # made since, where a class of theirs keeps ours from being asked
+            differing = "".join(f"; {text}" for text in differences)
+            what = f"{self._what(patched)}{_ignored_flags()}{differing}"
+            say(f"patched on all {size} ranks: {what}", level)
+            # Made since, where a class of theirs keeps ours from being asked.
+            say_own_syncs(overridden(self._patched).values())
+        return True
 
-    def _first_call(self, event: FirstCall) -> None:
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
         """On the training thread, which does not wait until the line is written."""
+        if self._said_in_a_group or (sync is None and self._said_without):
+            return
+        if sync is None:
+            self._said_without = True
+        else:
+            self._said_in_a_group = True
         if rank_and_size()[1] == 1:
             return
-        encoder = event.encoder
         text = f"first encoder call: {type(encoder).__name__}, {flag_text(encoder)}"
-        if event.sync is None:
-            text += "; no process group is initialized: this call grows the encoder by its own length"
+        if sync is None:
+            text += "; no process group is initialized: "
+            text += "this call grows the encoder by its own length"
         else:
             text += "; the process group is initialized"
-            if event.sync.apart == FLAG_IS_OFF:
-                text += "; it grows privately, and has no length sync; stall reports watch the job all the same"
+            if sync.apart == FLAG_IS_OFF:
+                text += "; it grows privately, and has no length sync"
+                text += "; stall reports watch the job all the same"
         if Daemon("line", say, text).begin():  # there may be no more threads
             say(text)
 
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(target.owner for target in targets) or "nothing yet"
         versions = f"nemo {admission.nemo_version()}, torch {torch.__version__}"
-        return f"{names} ({versions}; {self._settings().short()})"
-
-
-def say(text: str, level: int = logging.INFO) -> None:
-    # A spawned data loader worker imports NeMo, too; its rank has already logged it.
-    if not multiprocessing.current_process().daemon:
-        report(level, text)
+        return f"{names} ({versions}; {length_sync.current().short()})"
 
 
 def _ignored_flags() -> str:
     """The encoders called so far that sync although their config says that they do not."""
     group_syncs = length_sync.process.group_syncs
-    encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()] if group_syncs is not None else []
+    if group_syncs is None:
+        return ""
+    encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()]
     syncing = (one for one in encoders if one is not None and vars(one).get(FLAG, True))
     names = sorted({type(one).__name__ for one in syncing if configured(one) == "False"})
     said = f"{FLAG} is false in the config that it was made from, and not in force"

@@ -46,7 +46,8 @@ class _Finder:
 
     def __init__(self) -> None:
         self._failed = False
-        self._asking: set[tuple[str, int]] = set()  # a module's name and a thread, while it asks the others
+        # A module's name and a thread, while it asks the others.
+        self._asking: set[tuple[str, int]] = set()
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if sys.meta_path[0] is not self:
@@ -56,7 +57,8 @@ class _Finder:
             return None
         asking = (name, get_ident())
         if asking in self._asking:
-            return None  # one of the others asks all finders, as we do: of ours, a second one after a reload
+            # One of the others asks all finders, as we do: of ours, a second one after a reload.
+            return None
         self._asking.add(asking)
         try:
             for finder in sys.meta_path[1:]:
@@ -99,7 +101,8 @@ class _Finder:
     def _wrapped(self, name: str, loader: "Any") -> "Any":
         util = sys.modules.get("importlib.util")
         if util is not None and isinstance(loader, util.LazyLoader):
-            loader.loader = _PatchingLoader(self, name, loader.loader)  # complete is when it is really loaded
+            # Complete is when it is really loaded.
+            loader.loader = _PatchingLoader(self, name, loader.loader)
             return loader
         return _PatchingLoader(self, name, loader) if hasattr(loader, "exec_module") else loader
 

@@ -1,4 +1,4 @@
-"""The table of NeMo's classes and methods with a length sync, and the code that is expected to be patched."""
+"""The table of NeMo's classes and methods with a length sync, and the code that is expected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import cast
+from typing import Any, cast
 
 from nemo_patches.sync.places import function_of, is_ours, layers, place_of
 
@@ -19,7 +19,12 @@ def names(text: str) -> frozenset[str]:
 
 
 # What the methods' code reads, apart from its own arguments; `co_names` of the compiled function.
-_REDUCE = names("torch distributed is_initialized tensor float32 all_reduce ReduceOp MAX int item max_audio_length")
+_REDUCE = names(
+    """
+    torch distributed is_initialized tensor float32 all_reduce ReduceOp MAX int item
+    max_audio_length
+    """
+)
 _GROW = _REDUCE | {"set_max_audio_length"}
 _GROW_FLAG = _GROW | {"sync_max_audio_length"}
 _GROW_INLINE = _REDUCE | names(
@@ -30,8 +35,10 @@ _GROW_INLINE = _REDUCE | names(
 )
 
 
-# What the diffs of patches/ put into NeMo: a module, and the function that its encoders call instead of the reduce.
-BOUNDED_SYNC, BOUNDED_FUNCTION = "nemo.collections.asr.parts.utils.bounded_length_sync", "max_length_in_time"
+# What the diffs of patches/ put into NeMo: a module, and the function that its encoders call
+# instead of the reduce.
+BOUNDED_SYNC = "nemo.collections.asr.parts.utils.bounded_length_sync"
+BOUNDED_FUNCTION = "max_length_in_time"
 # Why a target is left as it is.
 HAS_DIFF = "a diff of patches/ has bounded it in this NeMo"
 NO_REDUCE = "no reduce here: nothing to bound"
@@ -60,50 +67,48 @@ class Target:
         return f"{self.owner}.{self.method}"
 
     def find_owner(self, module: ModuleType) -> type | None:
-        """The class itself: NeMo's @experimental wraps some classes in a callable that prints a warning."""
-        return cast("type | None", inspect.unwrap(getattr(module, self.owner, None)))  # type: ignore[arg-type]
+        """The class itself: NeMo's @experimental wraps some classes in a callable that prints a
+        warning.
+        """
+        owner: Any = getattr(module, self.owner, None)
+        return cast("type | None", inspect.unwrap(owner))
 
     def nothing_to_bound(self, module: ModuleType) -> str:
         """Why there is nothing to patch: HAS_DIFF, or NO_REDUCE; empty where NeMo's reduce is."""
         method = vars(self.find_owner(module) or object).get(self.method)
-        return self._nothing_to_bound(method.__code__) if type(method) is FunctionType else ""
+        return self.left_in(method.__code__) if type(method) is FunctionType else ""
 
-    def nothing_to_bound_in(self, file: Path) -> str:
-        """Like nothing_to_bound(), for a file that is not imported."""
-        owner = _code_in(_compiled(file), self.owner)
-        method = _code_in(owner, self.method) if owner else None
-        return self._nothing_to_bound(method) if method else ""
-
-    def _nothing_to_bound(self, method: CodeType) -> str:
+    def left_in(self, method: CodeType) -> str:
+        """Like nothing_to_bound(), of the method's code."""
         names = set(method.co_names)
         if BOUNDED_FUNCTION in names:
             return HAS_DIFF
         # What calls something unknown may reduce there, and a wrapper reads nothing.
-        is_growth = "max_audio_length" in names and _parameters(method) == f"({', '.join(self.parameters)})"
-        is_known = any(names <= reads - {"all_reduce"} for reads in self.reads if "all_reduce" in reads)
-        return NO_REDUCE if is_growth and is_known else ""
+        expected = f"({', '.join(self.parameters)})"
+        if "max_audio_length" not in names or _parameters(method) != expected:
+            return ""
+        known = (reads - {"all_reduce"} for reads in self.reads if "all_reduce" in reads)
+        return NO_REDUCE if any(names <= reads for reads in known) else ""
 
     def drift(self, module: ModuleType) -> str:
-        """How `module` differs from what is known: what was expected, and what was found; empty if it does not."""
+        """How `module` differs from what is known: what was expected, and what was found; empty if
+        it does not.
+        """
         owner = self.find_owner(module)
         if not isinstance(owner, type):
-            return self._no_class(owner)
+            return self.no_class(owner)
 
         def find(method: str) -> CodeType | str:
             function = owner.__dict__.get(method)
             plain = type(function) is FunctionType and not hasattr(function, "__wrapped__")
             return cast(FunctionType, function).__code__ if plain else repr(function)
 
-        problem = self._drift(find)
+        problem = self.drift_of(find)
         return problem and self._put_there(owner, module) + problem
 
-    def drift_of_source(self, file: Path) -> str:
-        """Like drift(), for a file that is not imported. It cannot see what other packages patch at run time."""
-        owner = _code_in(_compiled(file), self.owner)
-        return self._drift(lambda method: _code_in(owner, method) or "None") if owner else self._no_class(None)
-
     def source_file(self) -> Path | None:
-        """The file of `module`, found without importing it; None where the installed NeMo does not have it.
+        """The file of `module`, found without importing it; None where the installed NeMo does not
+        have it.
 
         Raises ModuleNotFoundError without NeMo.
         """
@@ -113,13 +118,16 @@ class Target:
         files = (Path(folder, *inner).with_suffix(".py") for folder in folders)
         return next((file for file in files if file.is_file()), None)
 
-    def _no_class(self, instead: object) -> str:
+    def no_class(self, instead: object) -> str:
         return f"{self.module}: expected a class {self.owner}, found {instead!r}"
 
     def _put_there(self, owner: type, module: ModuleType) -> str:
-        """Says who has wrapped or replaced a method that apply() would replace; empty if it is NeMo's own."""
+        """Says who has wrapped or replaced a method that apply() would replace; empty if it is
+        NeMo's own.
+        """
         for method in filter(None, (self.method, self.setter)):
-            found, text = vars(owner).get(method), []
+            found = vars(owner).get(method)
+            text: list[str] = []
             for layer in layers(found):
                 if is_ours(layer):
                     text.append("nemo_patches' own, of before revert()")
@@ -131,15 +139,18 @@ class Target:
                 return f"{self.owner}.{method} is {', around '.join(text)}; {advice}: "
         return ""
 
-    def _drift(self, find: Callable[[str], CodeType | str]) -> str:
+    def drift_of(self, find: Callable[[str], CodeType | str]) -> str:
         """find: the code of a method, or what is there instead of a plain function, as text."""
-        methods = {self.method: self.parameters} | ({self.setter: ("self", "max_audio_length")} if self.setter else {})
+        methods = {self.method: self.parameters}
+        if self.setter:
+            methods[self.setter] = ("self", "max_audio_length")
         for method, parameters in methods.items():
             code = find(method)
             actual = code if isinstance(code, str) else _parameters(code)
             expected = f"({', '.join(parameters)})"
             if actual != expected:
-                return f"{self.owner}.{method}: expected a plain function {expected}, found {actual}"
+                text = f"expected a plain function {expected}, found {actual}"
+                return f"{self.owner}.{method}: {text}"
         reads = frozenset(cast(CodeType, find(self.method)).co_names)
         if reads in self.reads:
             return ""
@@ -158,10 +169,16 @@ TARGETS = (
         (_GROW_FLAG, _GROW),
     ),
     Target(
-        "nemo.collections.asr.modules.squeezeformer_encoder", "SqueezeformerEncoder", "update_max_seq_length", (_GROW,)
+        "nemo.collections.asr.modules.squeezeformer_encoder",
+        "SqueezeformerEncoder",
+        "update_max_seq_length",
+        (_GROW,),
     ),
     Target(
-        "nemo.collections.asr.modules.transformer_encoder", "TransformerEncoder", "update_max_seq_length", (_GROW_FLAG,)
+        "nemo.collections.asr.modules.transformer_encoder",
+        "TransformerEncoder",
+        "update_max_seq_length",
+        (_GROW_FLAG,),
     ),
     Target(
         "nemo.collections.asr.modules.conv_asr",
@@ -187,8 +204,13 @@ _SAVE = names(
     """
 )
 _LOADS_BEST = names("deepcopy load load_state_dict state_dict")  # NeMo before 3.0
-_CANDIDATES = names("Tensor callback_metrics current_epoch deepcopy get global_step int isinstance tensor torch")
-# Of the checkpoint callback, whose ranks take rank 0's view: the methods of which more than the call is relied upon.
+_CANDIDATES = names(
+    """
+    Tensor callback_metrics current_epoch deepcopy get global_step int isinstance tensor torch
+    """
+)
+# Of the checkpoint callback, whose ranks take rank 0's view: the methods of which more than the
+# call is relied upon.
 CHECKPOINT_TARGETS = (
     Target(
         module="nemo.utils.callbacks.nemo_model_checkpoint",
@@ -210,16 +232,6 @@ CHECKPOINT_BASES = (
         parameters=("self", "trainer"),
     ),
 )
-
-
-def _compiled(file: Path) -> CodeType:
-    return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
-
-
-def _code_in(code: CodeType, name: str) -> CodeType | None:
-    """The code of the class or function `name` that is defined in `code`: of several, the last, which Python keeps."""
-    definitions = [inner for inner in code.co_consts if isinstance(inner, CodeType) and inner.co_name == name]
-    return definitions[-1] if definitions else None
 
 
 def _parameters(code: CodeType) -> str:

@@ -1,8 +1,9 @@
-"""Adds callbacks to Lightning's trainers: to know the batch and, by the settings, exceptions and StopTogether.
+"""Adds callbacks to Lightning's trainers: for the batch, exceptions and StopTogether.
 
-An installed nemo_patches has `callbacks` as an entry point, which every trainer of the environment asks, also in
-projects that have nothing to do with it: nothing of ours is imported where no setting asks for it, and nothing raised
-into `Trainer()`. What is only on PYTHONPATH has no entry points: there the import hook has `hook` called.
+An installed nemo_patches has `callbacks` as an entry point, which every trainer of the environment
+asks, also in projects that have nothing to do with it: nothing of ours is imported where no setting
+asks for it, and nothing raised into `Trainer()`. What is only on PYTHONPATH has no entry points:
+there the import hook has `hook` called.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from nemo_patches.patching import is_one_of_several_ranks, is_ours, say_error
 
 GROUP = "lightning.pytorch.callbacks_factory"
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
-_IN_FORCE = {"nemo_patches.patching.monkeypatch", "nemo_patches.patching.watch"}  # one of them, where ours is on
+# One of them, where ours is on.
+_IN_FORCE = {"nemo_patches.patching.monkeypatch", "nemo_patches.patching.watch"}
 _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
 
 
 def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
     """Add `callbacks` to those that Lightning finds by itself, unless they are there.
 
-    begin_watch: is called once a trainer has several ranks of which this process's launcher said nothing.
+    begin_watch: is called once a trainer has several ranks of which this process's launcher said
+    nothing.
     """
     _this_process.begin_watch = begin_watch
     original = getattr(connector, _LOADS, None)
@@ -34,8 +37,9 @@ def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
         if os.environ.get(_VARIABLE):
             from nemo_patches.sync.rank_log import report
 
-            text = f"this Lightning has no {_LOADS}; give the trainer a nemo_patches.lightning.StopTogether()"
-            report(logging.ERROR, f"{_VARIABLE} has no effect: {text}")
+            text = f"{_VARIABLE} has no effect: this Lightning has no {_LOADS}"
+            advice = "give the trainer a nemo_patches.lightning.StopTogether()"
+            report(logging.ERROR, f"{text}; {advice}")
         return
     if hasattr(original, "nemo_patches_hook"):
         return
@@ -60,7 +64,9 @@ class _Callbacks:
         self._failed = False
 
     def for_trainer(self) -> list[Any]:
-        """The callbacks for a trainer that is being created; none after an error of ours, which is said once."""
+        """The callbacks for a trainer that is being created; none after an error of ours, which is
+        said once.
+        """
         if self._failed:
             return []
         try:
@@ -69,7 +75,8 @@ class _Callbacks:
             if not is_ours(error):
                 raise
             self._failed = True
-            say_error(f"no callback is added to Lightning's trainers: {type(error).__name__}: {error}")
+            text = "no callback is added to Lightning's trainers"
+            say_error(f"{text}: {type(error).__name__}: {error}")
             return []
 
     def _by_settings(self) -> list[Any]:
@@ -84,15 +91,15 @@ class _Callbacks:
         from nemo_patches.patching.monkeypatch import this_process
 
         found.append(KnownTrainer())
-        if this_process.traces():
+        settings = this_process.settings_for_trainers()
+        if settings.trace:
             from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
 
             found.append(TrainerExceptions())
-        options = this_process.option_settings()
-        if options.stop_together:
+        if settings.stop_together:
             from nemo_patches.patching import chosen
 
-            found.append(chosen.trainer_callback(options))
+            found.append(chosen.trainer_callback(settings))
         return found
 
 

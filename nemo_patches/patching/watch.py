@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
 
+from nemo_patches.channel.exchange import Exchange
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, admission
-from nemo_patches.patching.features import BEFORE_PATCHES
-from nemo_patches.patching.settings import AllSettings, OptionSettings
+from nemo_patches.sync import length_sync
+from nemo_patches.sync.events import Group, Observer, observers
 from nemo_patches.sync.rank_log import report
-from nemo_patches.sync.settings import SettingsError
+from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.watch import subscriber
 
 
@@ -21,32 +21,32 @@ def begin() -> None:
     """With the environment's settings, unless there are others: of apply(), or of a watch that has
     begun.
     """
-    if subscriber.has_settings():
+    if length_sync.has_settings():
         return
     try:
         if admission.disabled():
             return
-        settings = AllSettings.resolve()
+        settings = Settings.resolve()
     except SettingsError as error:
         from nemo_patches.patching.monkeypatch import this_process
 
         this_process.refuse(None, error)
         return
-    # Metrics and checkpoints are as in stock until NeMo is imported.
-    settings = replace(settings, options=OptionSettings())
-    for feature in BEFORE_PATCHES:
-        feature.start(settings)
-    if settings.trace.folder:
-        subscriber.at_group(_NothingTraced())
+    length_sync.use(settings)
+    if settings.trace:
+        observers.add(_NothingTraced())
+    subscriber.subscribe()
 
 
-class _NothingTraced:
+class _NothingTraced(Observer):
     """Says once that a trace of this rank is not there, which the user has asked for, and why."""
+
+    name = "the trace"
 
     def __init__(self) -> None:
         self._said = False
 
-    def __call__(self) -> None:
+    def group_began(self, group: Group, exchange: Exchange) -> None:
         if self._said or any(name in sys.modules for name in (COLLECTION, *TARGET_MODULES)):
             return
         self._said = True

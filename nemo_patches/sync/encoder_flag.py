@@ -1,4 +1,4 @@
-"""What is said of an encoder's `sync_max_audio_length`: the one in force, and what its config says."""
+"""What is said of an encoder's `sync_max_audio_length`: in force, and by its config."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Replacements for an encoder's methods: the bounded sync for the reduce, growth.py's growth for NeMo's.
+"""Replacements for an encoder's methods: the bounded sync and private growth in place of NeMo's.
 
-Plain functions: torch.compile traces through them, and breaks the graph at an object that it does not know (wrapt's).
+Plain functions: torch.compile traces through them, and breaks the graph at an object that it does
+not know (wrapt's).
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -14,32 +15,36 @@ from typing import Any
 import torch
 
 from ..growth import grow_privately, growth, outside_inference_mode
-from .events import Grown, bus
-from .length_sync import first_call, synced_length
+from .events import observers
+from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.7 and later
+# Torch 2.7 and later.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:
-    """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the reduce.
+    """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the
+    reduce.
 
-    original: NeMo's own method, which runs where there is no process group. grow: the same without its reduce, which
-    runs where the agreed length is more than the encoder's `max_audio_length`. in_force: false after a revert.
+    original: NeMo's own method, which runs where there is no process group. grow: the same without
+    its reduce, which runs where the agreed length is more than the encoder's `max_audio_length`.
+    in_force: false after a revert.
     """
 
     @functools.wraps(original)
     def update(self: Any, seq_length: int, device: torch.device) -> None:
         is_rank = in_force() and is_distributed()
-        if is_rank and not is_exporting():  # neither an exported model nor an exporting rank communicates
+        # Neither an exported model nor an exporting rank communicates.
+        if is_rank and not is_exporting():
             _sync_and_grow(self, grow, seq_length, device)
-        elif is_rank or growth.names:  # also where the process group is gone, or hidden for a moment
+        elif is_rank or growth.names:  # also where the process group is gone or hidden
             if seq_length > self.max_audio_length:
                 _grow(self, grow, seq_length, device)
         elif in_force():
             if not torch.compiler.is_compiling():
-                first_call.is_made(self, None)
+                observers.tell(lambda observer: observer.call_began(self, None))
             outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)
@@ -48,7 +53,9 @@ def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], b
 
 
 def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
-    """`set_max_audio_length(self, max_audio_length)`, also called from outside the sync, with private growth."""
+    """`set_max_audio_length(self, max_audio_length)`, also called from outside the sync, with
+    private growth.
+    """
 
     @functools.wraps(original)
     def set_max_audio_length(self: Any, max_audio_length: int) -> None:
@@ -62,12 +69,15 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
     return set_max_audio_length
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile runs it as it is, like stock's reduce
+# torch.compile runs it as it is, like stock's reduce.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
-    length, before = synced_length(encoder, seq_length), encoder.max_audio_length
+    length = synced_length(encoder, seq_length)
+    before = encoder.max_audio_length
     if length > before:
         _grow(encoder, grow, length, device)
-        bus.publish(Grown(encoder, before, encoder.max_audio_length))
+        after = encoder.max_audio_length
+        observers.tell(lambda observer: observer.grown(encoder, before, after))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -77,5 +87,5 @@ def _grow(encoder: Any, method: Method, *arguments: Any, register_new: bool = Fa
     finally:
         for title in [title for title, is_said in growth.same_shape.items() if not is_said]:
             growth.same_shape[title] = True
-            text = "has other values since its encoder has grown, and the same shape: DDP broadcasts rank 0's"
-            report(logging.WARNING, f"buffer {title} {text}")
+            text = "has other values since its encoder has grown, and the same shape"
+            report(logging.WARNING, f"buffer {title} {text}: DDP broadcasts rank 0's")

@@ -1,7 +1,4 @@
-"""What the length sync does on this rank, as small immutable events: the sync publishes, others subscribe.
-
-Handlers run on the thread that publishes, mostly the training thread, and only note what they are given.
-"""
+"""The rounds of this rank, as others see them, and the observers that are told what happens."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -9,8 +6,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,34 +16,38 @@ import torch
 from ..channel.exchange import CLOSED, Exchange, Rounds
 from .rank_log import raised_by_signal_handler, report
 
-_ROUNDS_KEPT = 16  # per encoder: more than a rank comes to between two looks of a subscriber
+_ROUNDS_KEPT = 16  # per encoder: more than a rank comes to between two looks of the watch
 
 
+@dataclass(eq=False)
 class Group:
-    """One default process group, as seen by this rank.
+    """One default process group, as seen by this rank."""
 
-    store_port: of the job's store's server; 0 where it has none. closed: the group was destroyed, or replaced by
-    another.
+    rank: int
+    size: int
+    store_port: int  # of the job's store's server; 0 where it has none
+    closed: bool = False  # the group was destroyed, or replaced by another
+
+
+@dataclass(eq=False)
+class Round:
+    """One round of an encoder on this rank. Only the training thread writes it.
+
+    Times are monotonic; 0.0: not yet.
     """
 
-    def __init__(self, rank: int, size: int, store_port: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.store_port = store_port
-        self.closed = False
-
-
-class Round:
-    """One round of an encoder on this rank. Only the training thread writes it. Times are monotonic; 0.0: not yet."""
-
-    def __init__(self, number: int, call: int, training: bool, length: int, in_time_at: float = 0.0) -> None:
-        self.number, self.call, self.training, self.length = number, call, training, length
-        self.issued_at, self.in_time_at = time.monotonic(), in_time_at  # the latter: of the last round in time
-        self.gave_up_at = self.came_at = 0.0  # when the call stopped waiting; when the training thread saw the result
+    number: int
+    call: int
+    training: bool
+    length: int
+    in_time_at: float = 0.0  # of the last round before it that was in time
+    issued_at: float = field(default_factory=time.monotonic)
+    gave_up_at: float = 0.0  # when the call stopped waiting
+    came_at: float = 0.0  # when the training thread saw the result
 
 
 class WatchedRounds:
-    """The rounds of one encoder, data loader or of the checkpoints, as subscribers see them.
+    """The rounds of one encoder, data loader or of the checkpoints, as observers see them.
 
     Any thread may read them; only the training thread writes.
     """
@@ -54,22 +55,34 @@ class WatchedRounds:
     awaited = "length"  # what a late rank owes the others, for messages
 
     def __init__(self, title: str, key: str, group: Group, rounds: Rounds, late_text: str) -> None:
-        """title: for people, "ConformerEncoder #2". key: the same on all ranks. late_text: the format of `late`."""
-        self.title, self.key, self.group = title, key, group
-        self.rounds, self._late_text = rounds, late_text
+        """title: for people, "ConformerEncoder #2".
+
+        key: the same on all ranks. late_text: the format of `late`.
+        """
+        self.title = title
+        self.key = key
+        self.group = group
+        self.rounds = rounds
+        self._late_text = late_text
         self.round: Round | None = None  # the latest that was issued
         self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
-        self.latest_call: tuple[int, tuple[int, int]] = (0, (0, 0))  # the encoder's, and the clock before it
-        self.timed_out: WaitTimedOut | None = None  # the latest wait that did, to be reported with the missing ranks
-        self.apart = ""  # why the latest call took no part in them: one of protocol.py's APART, or empty
+        # The encoder's, and the clock before it.
+        self.latest_call: tuple[int, tuple[int, int]] = (0, (0, 0))
+        # Whose wait did at last, to be reported with the missing ranks.
+        self.timed_out: Round | None = None
+        # Why the latest call took no part in them: one of protocol.py's APART, or empty.
+        self.apart = ""
         self.in_call = False  # a call is in its rounds
         self.in_time_at = 0.0  # when a round last came in time
-        self._said: Round | None = None  # a late one that was logged here; no other until one comes in time
+        # A late one that was logged here; no other until one comes in time.
+        self._said: Round | None = None
         self._is_deleted = False  # the encoder
 
     @property
     def ended(self) -> str:
-        """Why there are no more rounds, as the training thread has seen: a rank has died, or the network failed."""
+        """Why there are no more rounds, as the training thread has seen: a rank has died, or the
+        network failed.
+        """
         return "" if self.rounds.over == CLOSED else self.rounds.over
 
     def has_come(self, round_: Round) -> bool:
@@ -77,7 +90,9 @@ class WatchedRounds:
         return self.rounds.latest.number >= round_.number
 
     def has_failed(self) -> bool:
-        """Whether a round has failed, even if the training thread has not looked yet: there will be no more."""
+        """Whether a round has failed, even if the training thread has not looked yet: there will be
+        no more.
+        """
         if self.rounds.over:
             return bool(self.ended)
         return bool(self.rounds.exchange.over) and not self.rounds.has_come()
@@ -88,7 +103,9 @@ class WatchedRounds:
 
     @property
     def is_settled(self) -> bool:
-        """Whether there is nothing to watch any more: its encoder was deleted, or there are no more rounds."""
+        """Whether there is nothing to watch any more: its encoder was deleted, or there are no more
+        rounds.
+        """
         is_open = self.round is not None and not self.has_come(self.round)
         return bool(self.rounds.over) or (self._is_deleted and not is_open)
 
@@ -109,13 +126,13 @@ class WatchedRounds:
         self.latest_rounds.append(round_)
         self.round = round_
 
-    def was_late(self, round_: Round, promise: Future[Report] | None = None) -> str:
-        """Publish that a wait for this round has timed out; without a subscriber, log it. Return the text."""
+    def was_late(self, round_: Round) -> str:
+        """A wait for this round has timed out. Log it, unless an observer does. Return the text."""
         round_.gave_up_at = time.monotonic()
-        text = f"{self.call_title(round_)}: {self.late(round_, round_.gave_up_at - round_.issued_at)}"
-        event = WaitTimedOut(self, round_, promise)
-        if bus.publish(event):
-            self.timed_out = event  # for the subscriber that has accepted the promise
+        late = self.late(round_, round_.gave_up_at - round_.issued_at)
+        text = f"{self.call_title(round_)}: {late}"
+        if observers.tell(lambda observer: observer.reports_late_rounds_of(self)):
+            self.timed_out = round_
         elif self._said is None:
             self._said = round_
             report(logging.WARNING, text)
@@ -126,72 +143,17 @@ class WatchedRounds:
         round_.came_at = time.monotonic()
         if round_ is self._said:
             late_s = round_.came_at - round_.issued_at
-            report(logging.WARNING, f"{self.title}: recovered: the missing {self.awaited} came {late_s:.2f} s late")
+            text = f"the missing {self.awaited} came {late_s:.2f} s late"
+            report(logging.WARNING, f"{self.title}: recovered: {text}")
         if in_time:
-            self.in_time_at, self._said = round_.came_at, None
-
-
-class Report(NamedTuple):
-    """What a subscriber adds to an exception: the line that it logs, and a nemo_patches.MissingRank for each."""
-
-    text: str = ""
-    missing: tuple[Any, ...] = ()
-
-
-class GroupBegan(NamedTuple):
-    """This process has a new default process group of several ranks; published on the thread that saw it first.
-
-    exchange: nothing is sent over it yet.
-    """
-
-    group: Group
-    exchange: Exchange
-
-
-class CallBegan(NamedTuple):
-    sync: WatchedRounds
-    call: int  # of this encoder, from 1
-    clock: tuple[int, int]  # before the call: training calls, evaluation calls since the last of them
-    training: bool = True
-
-
-class RoundsBegan(NamedTuple):
-    """Rounds of a data loader or of the checkpoints, to be watched and reported like an encoder's."""
-
-    sync: WatchedRounds
-
-
-class FirstCall(NamedTuple):
-    """The first encoder call of this process, or its first one under a process group."""
-
-    encoder: torch.nn.Module  # not to be kept
-    sync: WatchedRounds | None  # None: there is no process group
-
-
-class WaitTimedOut(NamedTuple):
-    """A call has stopped waiting for its round and uses this rank's own length.
-
-    report: for on_timeout="raise". A subscriber that will report who is missing says so before it returns
-    (`set_running_or_notify_cancel`) and gives its Report soon; the call waits for it a short time.
-    """
-
-    sync: WatchedRounds
-    round: Round
-    report: Future[Report] | None
-
-
-class SyncEnded(NamedTuple):
-    """A round has failed: the encoder has no more rounds; `sync.ended` says why. report: as in WaitTimedOut."""
-
-    sync: WatchedRounds
-    report: Future[Report] | None
+            self.in_time_at = round_.came_at
+            self._said = None
 
 
 class CallLeft(NamedTuple):
     """A call has its length."""
 
     encoder: torch.nn.Module  # not to be kept
-    sync: WatchedRounds
     outcome: str  # one of protocol.py's; empty after an exception of a signal handler
     round: int  # the latest that was issued
     waited: timedelta
@@ -199,38 +161,87 @@ class CallLeft(NamedTuple):
     result: int  # the one that the encoder grows to
 
 
-class Grown(NamedTuple):
-    encoder: torch.nn.Module  # not to be kept; it may have no sync
-    old: int  # positions
-    new: int
+class Observer:
+    """Is told what the length sync and the watch do: an observer has those methods that it needs.
+
+    They run on the thread that does it, mostly the training thread, and only note what they are
+    given. An encoder is not to be kept.
+    """
+
+    name = ""  # for log lines
+
+    def group_began(self, group: Group, exchange: Exchange) -> None:
+        """There is a new default process group of several ranks. Nothing is sent over it yet."""
+
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
+        """sync: None without a process group; else its `latest_call` is this one."""
+
+    def call_left(self, call: CallLeft) -> None:
+        pass
+
+    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+        """old, new: positions."""
+
+    def rounds_began(self, sync: WatchedRounds) -> None:
+        """Of a data loader or of the checkpoints, to be watched and reported like an encoder's."""
+
+    def reports_late_rounds_of(self, sync: WatchedRounds) -> bool:
+        """Whether it logs the round whose wait has just timed out, with the missing ranks."""
+        return False
+
+    def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
+        """On rank 0 after its first encoder call: every rank has joined, so each is patched.
+
+        differences: between the ranks; it is told again where they are known only later. Whether it
+        logs them.
+        """
+        return False
+
+    def stall_reported(
+        self,
+        missing: tuple[Any, ...],
+        text: str,
+        encoder: str = "",
+        call: int = 0,
+        waited: bool = False,
+    ) -> None:
+        """This rank has logged who is missing. missing: of nemo_patches.MissingRank.
+
+        encoder: its title; empty for a stall of the job. text: why it is not known who is missing,
+        or the job's line. call: 0 if the length sync has ended. waited: some rank waits for what is
+        not known to end by itself.
+        """
+
+    def process_exits(self, code: int) -> None:
+        """stall_exit ends this process as soon as this returns."""
 
 
-class EventBus:
-    """Delivers each event to its subscribers. A subscriber that raises is logged once, and gets no more events."""
+class Observers:
+    """An observer that raises is logged once, and is told nothing more."""
 
     def __init__(self) -> None:
-        self._subscribers: dict[str, Mapping[type, Callable[[Any], None]]] = {}  # replaced as a whole
+        self._all: tuple[Observer, ...] = ()  # replaced as a whole
 
-    def subscribe(self, name: str, handlers: Mapping[type, Callable[[Any], None]]) -> None:
-        """Subscribe handlers, by kind of event. An error is logged under `name`, the subscriber's own."""
-        self._subscribers = {**self._subscribers, name: handlers}
+    def add(self, observer: Observer) -> None:
+        if observer not in self._all:
+            self._all = (*self._all, observer)
 
-    def unsubscribe(self, name: str) -> None:
-        self._subscribers = {other: theirs for other, theirs in self._subscribers.items() if other != name}
+    def remove(self, name: str) -> None:
+        self._all = tuple(observer for observer in self._all if observer.name != name)
 
-    def publish(self, event: tuple[Any, ...]) -> bool:
-        """Whether a subscriber handled it. Raises only what a signal handler raises meanwhile."""
-        kind = type(event)
-        handlers = [(name, handlers[kind]) for name, handlers in self._subscribers.items() if kind in handlers]
-        for name, handle in handlers:
+    def tell(self, call: Callable[[Observer], object]) -> bool:
+        """Whether one has answered yes. Raises only what a signal handler raises meanwhile."""
+        answers = []
+        for observer in self._all:
             try:
-                handle(event)
+                answers.append(call(observer))
             except Exception as error:
                 if raised_by_signal_handler(error):
                     raise
-                self.unsubscribe(name)
-                report(logging.ERROR, f"{name} has ended by an error of its own, please report it: {error!r}")
-        return bool(handlers)
+                self.remove(observer.name)
+                text = "has ended by an error of its own, please report it"
+                report(logging.ERROR, f"{observer.name} {text}: {error!r}")
+        return any(answers)
 
 
-bus = EventBus()  # of this process
+observers = Observers()  # of this process

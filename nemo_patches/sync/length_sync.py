@@ -3,7 +3,7 @@
 `synced_length` is the whole interface to NeMo. It replaces the reduce of
 `ConformerEncoder.update_max_seq_length` (nemo/collections/asr/modules/conformer_encoder.py, NeMo
 1.20 to 3.0) and of its likes. State lives here, beside the encoders: state_dict, deepcopy, pickle
-and export see none of it. Which ranks are missing from a round, subscribers say.
+and export see none of it. Which ranks are missing from a round, an observer says.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -18,10 +18,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 
@@ -29,14 +27,22 @@ from ..channel import meeting, process_hooks
 from ..channel.exchange import Exchange, RoundFailed, Rounds
 from ..channel.process_hooks import InForkedChild
 from ..text import first_line
-from . import events
-from .events import Group, Report, Round, WatchedRounds, bus
-from .protocol import CAME, ENDED, FLAG_IS_OFF, IS_LOCAL, LOCAL, SERVED, TIMEOUT, UNWAITED, Clock, LengthProtocol
+from .events import CallLeft, Group, Round, WatchedRounds, observers
+from .protocol import (
+    CAME,
+    ENDED,
+    FLAG_IS_OFF,
+    IS_LOCAL,
+    LOCAL,
+    SERVED,
+    TIMEOUT,
+    UNWAITED,
+    Clock,
+    LengthProtocol,
+)
 from .rank_log import is_distributed, raised_by_signal_handler, report
 from .settings import Settings, SettingsError
 
-# With on_timeout="raise" a call waits so much longer for the report that a subscriber has promised.
-_PATIENCE, _END_PATIENCE = timedelta(seconds=0.45), timedelta(seconds=0.4)
 LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
 _LATE = "not every rank's length came within {waited:.2f} s; using this rank's own, {length}"
 
@@ -44,12 +50,8 @@ _LATE = "not every rank's length came within {waited:.2f} s; using this rank's o
 class LengthSyncTimeout(RuntimeError):
     """With on_timeout="raise": not every rank's length came in time, or a rank has died.
 
-    missing: the missing ranks (nemo_patches.MissingRank), as far as they were known in time.
+    Which ranks are missing, the log says, and `status().stalls`.
     """
-
-    def __init__(self, text: str, missing: tuple[Any, ...] = ()) -> None:
-        super().__init__(text)
-        self.missing = missing
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class ProcessSync:
 
     def __init__(self) -> None:
         self.group_syncs: GroupSyncs | None = None
-        self._settings: Settings | None = None
+        self._settings: Settings | None = None  # in force
+        self._said = ""  # of a bad variable
         self._lock = threading.RLock()  # two threads may make their first calls at once
         # The process group whose sync an error of ours has ended.
         self._given_up: Callable[[], object] = lambda: None
@@ -80,9 +83,8 @@ class ProcessSync:
 
         Never below this rank's own, and just that where the others are late, where the encoder's
         own `sync_max_audio_length` is false, and where there is no other rank. Waits at most the
-        timeout (and half a second for the report of on_timeout="raise"); before that, at most the
-        timeout for another thread's call. Raises LengthSyncTimeout if that was chosen, and what a
-        signal handler raises meanwhile.
+        timeout; before that, at most the timeout for another thread's call. Raises
+        LengthSyncTimeout if that was chosen, and what a signal handler raises meanwhile.
         """
         length = int(seq_length)
         try:
@@ -100,18 +102,26 @@ class ProcessSync:
             return length
 
     def use(self, settings: Settings) -> None:
-        """Use these settings from the next encoder call on."""
+        """These settings are in force from the next encoder call on, and the next look of the
+        watch.
+        """
         self._settings = settings
 
+    def has_settings(self) -> bool:
+        """Whether any have been in force, also before a revert()."""
+        return self._settings is not None
+
     def current(self) -> Settings:
-        """Those of `use`, else the environment's. A bad variable is said once and not used."""
-        if self._settings is None:
-            try:
-                self._settings = Settings.resolve()
-            except SettingsError as error:
-                self._settings = Settings()
-                report(logging.ERROR, f"{error}; using {self._settings}")
-        return self._settings
+        """Those in force, else the environment's. A bad variable is said once and not used."""
+        if self._settings is not None:
+            return self._settings
+        try:
+            return Settings.resolve()
+        except SettingsError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                report(logging.ERROR, f"{error}; using {Settings()}")
+            return Settings()
 
     def counters(self) -> tuple[EncoderCounters, ...]:
         """Of every encoder that lives and was called under the present (or last) process group."""
@@ -129,17 +139,19 @@ class ProcessSync:
         """The syncs under the current process group; None without other ranks, or after an error of
         ours. Any thread.
 
-        The first one to see another process group publishes that it has begun.
+        The first one to see another process group tells the observers that it has begun.
         """
         with self._lock:
             before = self.group_syncs
             group_syncs = self._of_present_group()
             if group_syncs is not None and group_syncs is not before:
-                bus.publish(events.GroupBegan(group_syncs.group, group_syncs.exchange))
+                group = group_syncs.group
+                exchange = group_syncs.exchange
+                observers.tell(lambda observer: observer.group_began(group, exchange))
             return group_syncs
 
     def forget(self) -> None:
-        """In a forked child: it is no rank of its parent's process group, not even of a later one."""
+        """In a forked child: it is no rank of its parent's process group, nor of a later one."""
         self._lock = threading.RLock()  # a thread may have held it
         if (group_syncs := self._of_present_group()) is not None:
             group_syncs.turn = Turn()
@@ -155,24 +167,6 @@ class ProcessSync:
                 group_syncs.close()
             self.group_syncs = group_syncs = GroupSyncs(default_group)
         return group_syncs if group_syncs.has_others else None
-
-
-class FirstCalls:
-    """This process's first encoder call is published, and its first one under a process group."""
-
-    def __init__(self) -> None:
-        self._in_a_group = False
-        self._without = False
-
-    def is_made(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
-        """The training thread's, at every call. sync: None where there is no process group."""
-        if self._in_a_group or (sync is None and self._without):
-            return
-        if sync is None:
-            self._without = True
-        else:
-            self._in_a_group = True
-        bus.publish(events.FirstCall(encoder, sync))
 
 
 class Turn:
@@ -241,7 +235,8 @@ class GroupSyncs:
         # "fake" is torch's, for one process that tries out what a rank of many would do.
         self.has_others = size > 1 and torch.distributed.get_backend() != "fake"
         # Weak: a strong reference would keep rank 0's server, and its port, after the group's end.
-        self.exchange = Exchange(weakref.ref(default_store), rank, size, functools.partial(report, logging.WARNING))
+        warn = functools.partial(report, logging.WARNING)
+        self.exchange = Exchange(weakref.ref(default_store), rank, size, warn)
         if why := _no_sockets():
             self.exchange.close(why)
         self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()
@@ -285,7 +280,6 @@ class EncoderSync(WatchedRounds):
         self.sequence = group_syncs.sequence(key)
         super().__init__(title, key, group_syncs.group, self.sequence.rounds, late_text)
         self.group_syncs = group_syncs
-        self.patience = _PATIENCE  # for the report of on_timeout="raise"
         self._calls = self._issued = self._fallbacks = self._timeouts = 0
         self._waited = timedelta(0)
         self._outcome = ""  # of the present call
@@ -301,7 +295,6 @@ class EncoderSync(WatchedRounds):
             return self._call(length, encoder, settings) if is_own else length
 
     def _call(self, length: int, encoder: torch.nn.Module, settings: Settings) -> int:
-        began_at = time.monotonic()
         waited_before = self._waited
         result = length
         self._outcome = ""
@@ -310,33 +303,29 @@ class EncoderSync(WatchedRounds):
             self.apart = _apart(encoder, settings)
             if not self.apart:
                 self.sequence.clock = self.sequence.protocol.clock
-            clock = self.sequence.clock
-            training = encoder.training
             number = self._calls + 1
-            self.latest_call = (number, clock)
-            bus.publish(events.CallBegan(self, number, clock, training))
-            first_call.is_made(encoder, self)
+            self.latest_call = (number, self.sequence.clock)
+            observers.tell(lambda observer: observer.call_began(encoder, self))
             if self.apart or self.ended:
                 self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
             else:
-                result = self.take_part(length, training, settings, began_at)
+                result = self.take_part(length, encoder.training, settings)
         finally:
             self.in_call = False
-            left = events.CallLeft(
+            left = CallLeft(
                 encoder=encoder,
-                sync=self,
                 outcome=self._outcome,
                 round=self.rounds.issued,
                 waited=self._waited - waited_before,
                 local=length,
                 result=result,
             )
-            bus.publish(left)
+            observers.tell(lambda observer: observer.call_left(left))
         return result
 
-    def take_part(self, length: int, training: bool, settings: Settings, began_at: float) -> int:
-        """One call's part in the rounds, while there are any. began_at: by time.monotonic()."""
+    def take_part(self, length: int, training: bool, settings: Settings) -> int:
+        """One call's part in the rounds, while there are any."""
         protocol = self.sequence.protocol
         self._outcome = ""
         self._calls += 1
@@ -349,7 +338,7 @@ class EncoderSync(WatchedRounds):
         except RoundFailed as error:
             self._outcome = ENDED
             if not self.rounds.over:  # else the process group was destroyed meanwhile
-                self._end(str(error), settings, began_at)
+                self._end(str(error), settings)
             return length
         self._outcome = self._outcome or (SERVED if protocol.served else UNWAITED)
         if not protocol.served:
@@ -400,20 +389,18 @@ class EncoderSync(WatchedRounds):
         protocol.timed_out()
         self._timeouts += 1
         self._outcome = TIMEOUT
-        promise = _promise(settings)
-        text = self.was_late(round_, promise)
-        _raise_if_chosen(promise, self.patience, text)
+        text = self.was_late(round_)
+        if settings.on_timeout == "raise":
+            raise LengthSyncTimeout(text)
 
-    def _end(self, reason: str, settings: Settings, began_at: float) -> None:
+    def _end(self, reason: str, settings: Settings) -> None:
         text = f"{self.title}: the length sync has ended at call {self._calls}"
         self.rounds.close(reason)
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
             report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
-        promise = _promise(settings)
-        bus.publish(events.SyncEnded(self, promise))
-        left = settings.timeout - timedelta(seconds=time.monotonic() - began_at)
-        _raise_if_chosen(promise, left + _END_PATIENCE, f"{text}: {reason}")
+        if settings.on_timeout == "raise":
+            raise LengthSyncTimeout(f"{text}: {reason}")
 
 
 def _no_sockets() -> str:
@@ -433,21 +420,11 @@ def _apart(encoder: torch.nn.Module, settings: Settings) -> str:
     return IS_LOCAL if settings.sync == "local" else ""
 
 
-def _promise(settings: Settings) -> futures.Future[Report] | None:
-    return futures.Future() if settings.on_timeout == "raise" else None
-
-
-def _raise_if_chosen(promise: futures.Future[Report] | None, patience: timedelta, text: str) -> None:
-    """on_timeout="raise": with the report in place of `text`, if a subscriber gives it in time."""
-    if promise is not None:
-        if promise.running():
-            futures.wait([promise], max(patience.total_seconds(), 0.0))
-        kept = promise.result() if promise.done() else Report()
-        raise LengthSyncTimeout(kept.text or text, kept.missing)
-
-
-first_call = FirstCalls()
 process = ProcessSync()
 process_hooks.run(InForkedChild.LENGTH_SYNC, process.forget)
-synced_length, use, current = process.synced_length, process.use, process.current
-counters, sync_of = process.counters, process.sync_of
+synced_length = process.synced_length
+use = process.use
+current = process.current
+has_settings = process.has_settings
+counters = process.counters
+sync_of = process.sync_of

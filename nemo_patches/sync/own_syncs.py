@@ -8,13 +8,12 @@ From a look at the classes' attributes: nothing of the user's runs, and no code 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
 from typing import Any
 
 from .places import is_ours, line_of
-from .rank_log import raised_by_signal_handler, report
+from .rank_log import raised_by_signal_handler, report_of_rank
 
 _said: set[str] = set()  # a class that is made anew, by a reload or a decorator, is the same one
 
@@ -31,11 +30,11 @@ def overrides(owner: type, method: str) -> dict[str, str]:
 
 
 def say(sentences: Iterable[str]) -> None:
-    """Log each once. A spawned data loader worker has the classes, too: its rank logs them."""
+    """Log each once."""
     for sentence in sentences:
-        if sentence not in _said and not multiprocessing.current_process().daemon:
+        if sentence not in _said:
             _said.add(sentence)
-            report(logging.WARNING, sentence)
+            report_of_rank(sentence, logging.WARNING)
 
 
 def watching(owner: Any, method: str, in_force: Callable[[], bool]) -> classmethod[Any, Any, None]:

@@ -1,4 +1,4 @@
-"""Whose code a method of NeMo's class is now: its module, its name, its file and its line. Needs no torch."""
+"""Whose code a method of NeMo's class is now: its module, name, file and line. No torch."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ _MOST_LAYERS = 20  # of wrappers: one that is around itself has no end
 
 
 def place_of(thing: Any) -> str:
-    """`module.name (file:line)` of a function, or of what a wrapper runs: functools.wraps gives it another's name."""
+    """`module.name (file:line)` of a function, or of what a wrapper runs: functools.wraps gives it
+    another's name.
+    """
     function = function_of(thing)
     if function is not None:
-        name = getattr(function.__code__, "co_qualname", function.__code__.co_name)  # Python 3.10 has the latter alone
+        # Python 3.10 has the latter alone.
+        name = getattr(function.__code__, "co_qualname", function.__code__.co_name)
         return f"{function.__globals__.get('__name__', '?')}.{name} ({line_of(function)})"
     kind = thing if isinstance(thing, type) else type(thing)
     call = getattr(kind, "__call__", None)  # noqa: B004  # not whether, but where
-    return f"an object of {kind.__module__}.{kind.__qualname__}" + (f" ({line_of(call)})" if function_of(call) else "")
+    place = f" ({line_of(call)})" if function_of(call) else ""
+    return f"an object of {kind.__module__}.{kind.__qualname__}{place}"
 
 
 def line_of(thing: Any) -> str:
     """`file:line` of a function, or of what a wrapper runs."""
     function = function_of(thing)
-    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}" if function else "no file"
+    if function is None:
+        return "no file"
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
 
 
 def function_of(thing: Any) -> FunctionType | None:
@@ -47,7 +53,10 @@ def function_of(thing: Any) -> FunctionType | None:
 def layers(thing: Any) -> list[Any]:
     """A wrapper, what it wraps, and so on; the last one wraps nothing that can be seen."""
     found = [thing]
-    while len(found) < _MOST_LAYERS and (inner := getattr(found[-1], "__wrapped__", None)) is not None:
+    while len(found) < _MOST_LAYERS:
+        inner = getattr(found[-1], "__wrapped__", None)
+        if inner is None:
+            break
         found.append(inner)
     return found
 

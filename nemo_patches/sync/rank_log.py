@@ -1,10 +1,11 @@
-"""The log lines: one logger, visible without any logging set-up, each line with rank, world size and host."""
+"""The log lines: one logger, visible without any set-up, each with rank, world size and host."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +17,8 @@ import torch
 from ..text import safe
 
 logger = logging.getLogger("nemo_patches")
-_handler = logging.StreamHandler()  # one: where two threads say their first line at once, neither is printed twice
+# One: where two threads say their first line at once, neither is printed twice.
+_handler = logging.StreamHandler()
 _handler.setFormatter(logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s"))
 _LONGEST = 1 << 16  # characters of a line: the stacks of all threads have some thousands
 
@@ -26,14 +28,18 @@ def enable() -> None:
     logger.disabled = False  # logging.config disables every logger that it does not configure
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-    _handler.stream = sys.stderr  # of now: the first line may fall into a redirect_stderr(), around an import of NeMo
+    # Of now: the first line may fall into a redirect_stderr(), around an import of NeMo.
+    _handler.stream = sys.stderr
     if not logger.handlers:
         logger.addHandler(_handler)
         logger.propagate = False  # else a root handler prints the line a second time
 
 
 def report(level: int, text: str) -> None:
-    """One line, safe to print. Never raises into the caller: a full disk or a closed stderr must not stop training."""
+    """One line, safe to print.
+
+    Never raises into the caller: a full disk or a closed stderr must not stop training.
+    """
     try:
         enable()
         logger.log(level, "[%s] %s", _who(), safe(text, _LONGEST))
@@ -42,14 +48,26 @@ def report(level: int, text: str) -> None:
             raise  # anything else cannot be reported anywhere
 
 
+def report_of_rank(text: str, level: int = logging.INFO) -> None:
+    """Like report(), but a spawned data loader worker, which imports NeMo too, leaves it to its
+    rank.
+    """
+    if not multiprocessing.current_process().daemon:
+        report(level, text)
+
+
 def raised_by_signal_handler(error: BaseException) -> bool:
-    """Whether a signal handler of the user's raised this while our code ran: then it is not ours to swallow."""
+    """Whether a signal handler of the user's raised this while our code ran: then it is not ours to
+    swallow.
+    """
     codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _code_of(handler: object) -> object:
-    """The code that runs when a handler is called: a function, a method, a callable object or a partial of these."""
+    """The code that runs when a handler is called: a function, a method, a callable object or a
+    partial of these.
+    """
     while isinstance(handler, functools.partial):
         handler = handler.func
     if callable(handler) and not hasattr(handler, "__code__"):  # a method passes its function's on
@@ -58,12 +76,17 @@ def _code_of(handler: object) -> object:
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group. Looked up each time: some NeMo code replaces is_initialized for a while."""
+    """Whether there is a process group.
+
+    Looked up each time: some NeMo code replaces is_initialized for a while.
+    """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of this process, as far as they are known: by its process group, else by the launcher's variables, else alone."""
+    """Of this process, as far as they are known: by its process group, else by the launcher's
+    variables, else alone.
+    """
     rank, size = _rank_and_size()
     return 0 if rank is None else rank, 1 if size is None else size
 

@@ -1,132 +1,129 @@
-"""How settings are declared, and those of the length sync: keywords, variables, options and texts follow."""
+"""All settings in one table: keywords, variables, options, errors and texts follow from it."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from .protocol import SHORTEST_WAIT
 
 PREFIX = "NEMO_PATCHES_"
-SYNC_MODES = ("bounded", "local")
-_SHORTEST_S, _LONGEST_S = SHORTEST_WAIT.total_seconds(), 86400.0
-_SETTING = "nemo_patches setting"  # the key of a field's metadata
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-T = TypeVar("T")
-Table = TypeVar("Table", bound="SettingsTable")
+# Packages that a setting switches on, and that are imported only then.
+TRACING = "tracing"
+OPTIONS = "options"
+# Words of settings.
+STOCK, DEFERRED, AGREED = "stock", "deferred", "agreed"
+TRAINING, EVALUATION = STAGES = ("training", "evaluation")
+INPUTS, CUDA, BARRIER = CHECKS = ("inputs", "cuda", "barrier")
+STDERR = Path("-")  # in place of a trace's folder
+
+_SHORTEST_S = SHORTEST_WAIT.total_seconds()
+_LONGEST_S = 86400.0
+_AT_THE_START = ("sync", "timeout")  # shown in the line at the start, whatever they are
+_ALWAYS_SHOWN = (*_AT_THE_START, "on_timeout", "stall_timeout")
+_SETTING = "nemo_patches setting"  # the key of a field's metadata
 
 
 class SettingsError(ValueError):
-    """A setting has a value that is not allowed. The text names the setting, the value and what is allowed."""
+    """A setting has a value that is not allowed.
+
+    The text names the setting, the value and what is allowed.
+    """
 
 
 @dataclass(frozen=True)
-class Setting(Generic[T]):
+class Setting:
     """One setting: a keyword of apply(), a variable, and an option of `nemo-patches run`.
 
     read: from a keyword or a variable's text; raises ValueError or TypeError if it is not allowed.
-    words: what a value is one of or, with `several`, some of, with commas; empty where it is no word.
-    may_be_empty: an empty variable is a value. Of other settings it is a variable that is not set.
-    is_alike: ranks that differ in it are named. needs: given the whole table, why it may have its default only, or "".
-    is_shown: given the whole table, whether the table's text has it; None: where it is not the default.
+    nothing: the text of an empty value. words: what a value is one of or, with `several`, some of,
+    with commas; empty where it is no word. package: what it switches on; empty: the layer.
+    needs: the setting without which it may have its default only. without: how an error says that.
     """
 
     name: str
-    default: T
-    read: Callable[[Any], T]
+    default: Any
+    read: Callable[[Any], Any]
     allowed: str
     help: str
-    text: Callable[[T], str] = str
     unit: str = ""
+    nothing: str = "none"
     words: tuple[str, ...] = ()
     several: bool = False
-    may_be_empty: bool = False
-    is_quoted: bool = False
-    is_alike: bool = True
-    needs: Callable[[Any], str] = lambda table: ""
-    is_shown: Callable[[Any], bool] | None = None
+    package: str = ""
+    needs: str = ""
+    without: str = ""
 
     @property
     def variable(self) -> str:
         return PREFIX + self.name.upper()
 
-    def as_field(self) -> T:
-        """For a table: `sync: str = word_setting(..).as_field()`."""
-        return field(default=self.default, metadata={_SETTING: self})
+    def text(self, value: Any) -> str:
+        """As a variable has it, without the unit."""
+        if isinstance(value, timedelta):
+            return f"{value.total_seconds():g}"
+        if isinstance(value, tuple):
+            value = ",".join(value)
+        return str(value or self.nothing)
 
-    def shown(self, value: T) -> str:
-        return f"{self.name}={value!r}" if self.is_quoted else f"{self.name}={self.text(value)}{self.unit}"
+    def shown(self, value: Any) -> str:
+        is_free_text = isinstance(value, str) and not self.words
+        text = repr(value) if is_free_text else self.text(value) + self.unit
+        return f"{self.name}={text}"
 
     def given(self, keyword: object, environment: Mapping[str, str]) -> tuple[str, object]:
-        """Where a value comes from, and the value: the keyword or, if that is None, the variable (None: not set)."""
+        """Where a value comes from, and the value: the keyword or, if that is None, the variable.
+
+        The value is None where the variable is not set, or is empty.
+        """
         if keyword is not None:
             return self.name, keyword
-        value = environment.get(self.variable)
-        return self.variable, value if value or self.may_be_empty else None
+        return self.variable, environment.get(self.variable) or None
 
-    def value(self, keyword: object, environment: Mapping[str, str]) -> T:
-        """From the keyword (None: not given), else the variable, else the default. Raises SettingsError."""
+    def value(self, keyword: object, environment: Mapping[str, str]) -> Any:
+        """From the keyword (None: not given), else the variable, else the default.
+
+        Raises SettingsError.
+        """
         source, given = self.given(keyword, environment)
+        if given is None:
+            return self.default
         try:
-            return self.default if given is None else self.read(given)
+            return self.read(given)
         except (TypeError, ValueError, OverflowError):
-            raise SettingsError(f"{source}={given!r} is not allowed; allowed: {self.allowed}") from None
+            text = f"{source}={given!r} is not allowed; allowed: {self.allowed}"
+            raise SettingsError(text) from None
 
 
-@dataclass(frozen=True)
-class SettingsTable:
-    """Settings that belong together, with their values: each field of a subclass is a Setting's as_field()."""
-
-    @classmethod
-    def settings(cls) -> tuple[Setting[Any], ...]:
-        """In the order of the fields, which is that of apply()'s keywords."""
-        return tuple(one.metadata[_SETTING] for one in fields(cls))
-
-    @classmethod
-    def resolve(
-        cls: type[Table], given: Mapping[str, Any] = NOTHING, environment: Mapping[str, str] = os.environ
-    ) -> Table:
-        """From keywords (None: not given), else the environment, else the defaults. Raises SettingsError."""
-        table = cls(*(setting.value(given.get(setting.name), environment) for setting in cls.settings()))
-        for setting, value in table.items():
-            if value != setting.default and (why := setting.needs(table)):
-                source, refused = setting.given(given.get(setting.name), environment)
-                raise SettingsError(f"{source}={refused!r} is not allowed {why}")
-        return table
-
-    def items(self) -> Iterator[tuple[Setting[Any], Any]]:
-        """Each setting of the table, with its value here."""
-        return ((one.metadata[_SETTING], getattr(self, one.name)) for one in fields(self))
-
-    def __str__(self) -> str:
-        return ", ".join(
-            setting.shown(value)
-            for setting, value in self.items()
-            if (setting.is_shown(self) if setting.is_shown else value != setting.default)
-        )
+def _setting(name: str, default: Any, **more: Any) -> Any:
+    """A field of the table."""
+    setting = Setting(name=name, default=default, **more)
+    return field(default=default, metadata={_SETTING: setting})
 
 
-def always(table: SettingsTable) -> bool:
-    """For Setting.is_shown."""
-    return True
+def _word(name: str, words: tuple[str, ...], help: str, **more: Any) -> Any:
+    """One of these words; the first is the default."""
 
+    def read(value: Any) -> str:
+        if value not in words:
+            raise ValueError
+        return str(value)
 
-def word_setting(name: str, words: tuple[str, ...], help: str, **more: Any) -> Setting[str]:
-    """A setting that is one of these words; the first is the default."""
     allowed = ", ".join(map(repr, words))
-    return Setting(name, words[0], lambda value: words[words.index(value)], allowed, help, words=words, **more)
+    return _setting(name, words[0], read=read, allowed=allowed, help=help, words=words, **more)
 
 
-def words_setting(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Setting[tuple[str, ...]]:
-    """A setting that is some of these words, from a text with commas or a sequence; by default none."""
+def _words(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Any:
+    """Some of these words, from a text with commas or a sequence; by default none."""
 
-    def read(value: object) -> tuple[str, ...]:
+    def read(value: Any) -> tuple[str, ...]:
         given = value.split(",") if isinstance(value, str) else value
         if not isinstance(given, Sequence):
             raise TypeError
@@ -135,59 +132,175 @@ def words_setting(name: str, words: tuple[str, ...], also: str, help: str, **mor
             raise ValueError
         return tuple(word for word in words if word in chosen)
 
-    return Setting[tuple[str, ...]](
-        name=name,
-        default=(),
-        read=read,
-        allowed=f"{', '.join(map(repr, words))}, {also}",
-        help=help,
-        text=lambda value: ",".join(value) or "none",
-        words=words,
-        several=True,
-        **more,
-    )
+    allowed = f"{', '.join(map(repr, words))}, {also}"
+    more |= {"words": words, "several": True}
+    return _setting(name, (), read=read, allowed=allowed, help=help, **more)
 
 
-def number(value: Any, low: float, high: float) -> float:
-    """A number, or the text of one. Raises ValueError or TypeError if it is none, or out of bounds."""
-    if isinstance(value, bool) or not low <= float(value) <= high:
-        raise ValueError
-    return float(value)
-
-
-def seconds_setting(name: str, default_s: int, help: str, or_never: bool = False, **more: Any) -> Setting[timedelta]:
+def _seconds(name: str, default_s: int, help: str, or_never: bool = False, **more: Any) -> Any:
     def read(value: Any) -> timedelta:
-        shortest_s = 0 if or_never and float(value) == 0 else _SHORTEST_S
-        return timedelta(seconds=number(value, shortest_s, _LONGEST_S))
+        seconds = float(value)
+        is_never = or_never and seconds == 0
+        if isinstance(value, bool) or not (is_never or _SHORTEST_S <= seconds <= _LONGEST_S):
+            raise ValueError
+        return timedelta(seconds=seconds)
 
-    allowed = f"a number of seconds, {_SHORTEST_S:g} to {_LONGEST_S:g}" + (", or 0 (never)" if or_never else "")
+    allowed = f"a number of seconds, {_SHORTEST_S:g} to {_LONGEST_S:g}"
+    if or_never:
+        allowed += ", or 0 (never)"
     default = timedelta(seconds=default_s)
-    return Setting(name, default, read, allowed, help, lambda value: f"{value.total_seconds():g}", " s", **more)
+    return _setting(name, default, read=read, allowed=allowed, help=help, unit=" s", **more)
+
+
+def _command_line(value: Any) -> str:
+    """Raises ValueError where its quotes do not match, TypeError where it is no text."""
+    import shlex  # few have such a command
+
+    if not isinstance(value, str):
+        raise TypeError
+    shlex.split(value)
+    return value
+
+
+def _folder_or_stderr(value: Any) -> Path | None:
+    if value in ("-", STDERR):
+        return STDERR
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError
+    # Absolute: hydra changes the working directory before the first call.
+    return Path(value).expanduser().absolute() if value else None
+
+
+_OF_STALLS = {"needs": "stall_timeout", "without": "with stall_timeout=0, which sees no stalls"}
 
 
 @dataclass(frozen=True)
-class Settings(SettingsTable):
-    """How the length sync behaves in this process."""
+class Settings:
+    """The table, with the values of one process. Its order is that of apply()'s keywords."""
 
-    sync: str = word_setting(
+    sync: str = _word(
         "sync",
-        SYNC_MODES,
+        ("bounded", "local"),
         "bounded: wait for other ranks, at most the timeout; local: no communication.",
-        is_shown=always,
-    ).as_field()
-    timeout: timedelta = seconds_setting(
-        "timeout", 10, "The longest time that one encoder call waits for other ranks (seconds).", is_shown=always
-    ).as_field()
-    on_timeout: str = word_setting(
-        "on_timeout", ("fallback", "raise"), "fallback: use this rank's own length; raise: an error.", is_shown=always
-    ).as_field()
+    )
+    timeout: timedelta = _seconds(
+        "timeout",
+        10,
+        "The longest time that one encoder call waits for other ranks (seconds).",
+    )
+    on_timeout: str = _word(
+        "on_timeout",
+        ("fallback", "raise"),
+        "fallback: use this rank's own length; raise: an error.",
+    )
+    stall_timeout: timedelta = _seconds(
+        "stall_timeout",
+        60,
+        "Seconds without a step before every rank logs where all ranks are; 0: never.",
+        or_never=True,
+    )
+    stall_exit: timedelta = _seconds(
+        "stall_exit",
+        0,
+        "Seconds of a stall before the process ends with exit code 83; 0: never.",
+        or_never=True,
+        **_OF_STALLS,
+    )
+    on_stall: str = _setting(
+        "on_stall",
+        "",
+        read=_command_line,
+        allowed="a command line whose quotes match, or '' (none)",
+        help="A command that one rank runs once per stall, with the report as JSON on standard input.",
+        **_OF_STALLS,
+    )
+    # None: no trace; STDERR: lines for a person.
+    trace: Path | None = _setting(
+        "trace",
+        None,
+        read=_folder_or_stderr,
+        allowed="a folder's path, '-' (lines on stderr), or '' (no trace)",
+        help="A folder in which every rank records its encoder calls; '-': a line before and after "
+        "each call, on stderr.",
+        nothing="off",
+        package=TRACING,
+    )
+    trace_checks: tuple[str, ...] = _words(
+        "trace_checks",
+        CHECKS,
+        "also several, with commas",
+        "Checks to run at each encoder call: inputs, cuda, barrier, or several, with commas.",
+        package=TRACING,
+        needs="trace",
+        without=f"without a trace: set trace=DIR or {PREFIX}TRACE=DIR",
+    )
+    metrics: str = _word(
+        "metrics",
+        (STOCK, DEFERRED),
+        "stock: WER and BLEU wait for all ranks in every batch; deferred: once, at the end.",
+        package=OPTIONS,
+    )
+    stop_together: tuple[str, ...] = _words(
+        "stop_together",
+        STAGES,
+        "also both, with a comma",
+        "Loaders whose passes end on all ranks after the same number of batches: training, evaluation, or both.",
+        package=OPTIONS,
+    )
+    checkpoints: str = _word(
+        "checkpoints",
+        (AGREED, STOCK),
+        "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own.",
+        package=OPTIONS,
+    )
+
+    @classmethod
+    def resolve(
+        cls,
+        given: Mapping[str, Any] = NOTHING,
+        environment: Mapping[str, str] = os.environ,
+    ) -> Settings:
+        """From keywords (None: not given), else the environment, else the defaults.
+
+        Raises SettingsError.
+        """
+        if given.get("trace") == "" and given.get("trace_checks") is None:
+            # A keyword that switches the trace off leaves no use for the variable's checks.
+            given = {**given, "trace_checks": ""}
+        values = {one.name: one.value(given.get(one.name), environment) for one in ALL_SETTINGS}
+        for setting in ALL_SETTINGS:
+            is_chosen = values[setting.name] != setting.default
+            if is_chosen and setting.needs and not values[setting.needs]:
+                source, refused = setting.given(given.get(setting.name), environment)
+                raise SettingsError(f"{source}={refused!r} is not allowed {setting.without}")
+        return cls(**values)
+
+    def items(self) -> Iterator[tuple[Setting, Any]]:
+        """Each setting, with its value here."""
+        return ((setting, getattr(self, setting.name)) for setting in ALL_SETTINGS)
+
+    def of_layer(self) -> Settings:
+        """Nothing is switched on that has a package of its own."""
+        return Settings(**{one.name: value for one, value in self.items() if not one.package})
+
+    def alike(self) -> str:
+        """The text of what all ranks should have alike: all but the trace."""
+        return str(replace(self, trace=None, trace_checks=()))
+
+    def short(self) -> str:
+        """For the line at the start: the mode and the wait, and what else is not as by default."""
+        return self._listed(_AT_THE_START, ("", TRACING, OPTIONS))
+
+    def __str__(self) -> str:
+        parts = [self._listed(_ALWAYS_SHOWN, (package,)) for package in ("", TRACING, OPTIONS)]
+        return "; ".join(filter(None, parts))
+
+    def _listed(self, always: Sequence[str], packages: Sequence[str]) -> str:
+        return ", ".join(
+            setting.shown(value)
+            for setting, value in self.items()
+            if setting.package in packages and (setting.name in always or value != setting.default)
+        )
 
 
-def misspelt(environment: Mapping[str, str], known: Iterable[str]) -> Iterator[str]:
-    """One sentence for each variable of ours that is set and not known."""
-    endings = [variable.removeprefix(PREFIX) for variable in known]  # with the prefix, all would look similar
-    for variable in sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value):
-        if (ending := variable.removeprefix(PREFIX)) not in endings:
-            near = difflib.get_close_matches(ending, endings, n=1)
-            hint = f"did you mean {PREFIX}{near[0]}?" if near else f"settings, after {PREFIX}: {', '.join(endings)}"
-            yield f"{variable} is not a setting, and has no effect; {hint}"
+ALL_SETTINGS: tuple[Setting, ...] = tuple(one.metadata[_SETTING] for one in fields(Settings))

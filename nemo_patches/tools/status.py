@@ -15,13 +15,13 @@ from rich.console import Console
 
 import nemo_patches
 from nemo_patches.options.metric_targets import METRIC_SUMS, METRIC_TARGETS
-from nemo_patches.patching import DISABLE_VARIABLE, admission, start_up
+from nemo_patches.patching import DISABLE_VARIABLE, admission, source, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
-from nemo_patches.patching.settings import ALL_SETTINGS, DEFERRED, STOCK, OptionSettings, refusals
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
-from nemo_patches.sync.settings import SettingsError
+from nemo_patches.sync.settings import ALL_SETTINGS, DEFERRED, STOCK, Settings, SettingsError
+from nemo_patches.tools.refusals import refusals
 
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
@@ -99,9 +99,9 @@ def examine() -> EnvironmentStatus:
     encoders = tuple(map(_target, TARGETS))
     present = [target for target in encoders if target.file]
     left = tuple(dict.fromkeys(target.left for target in present)) if all(target.left for target in present) else ()
-    options = _option_settings()
-    metrics = _metrics() if options.metrics == DEFERRED else _Chosen()
-    callback = _checkpoint_callback() if options.checkpoints != STOCK else _Chosen()
+    settings = _resolved()
+    metrics = _metrics() if settings.metrics == DEFERRED else _Chosen()
+    callback = _checkpoint_callback() if settings.checkpoints != STOCK else _Chosen()
     auto_apply, shadowed_by = _auto_apply()
     switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
     switched_off = [] if left else [*switched_off, *filter(None, [shadowed_by])]
@@ -219,18 +219,18 @@ def _folder_of(package: str) -> str:
 def _target(target: Target) -> TargetReport:
     file = target.source_file()
     try:
-        left = target.nothing_to_bound_in(file) if file else ""
-        problem = target.drift_of_source(file) if file and not left else ""
+        left = source.nothing_to_bound(target, file) if file else ""
+        problem = source.drift(target, file) if file and not left else ""
         return TargetReport(str(target), str(file or ""), left, problem)
     except (OSError, SyntaxError, ValueError) as error:
         raise StatusError(f"{file}: {error}") from error
 
 
-def _option_settings() -> OptionSettings:
+def _resolved() -> Settings:
     try:
-        return OptionSettings.resolve()
+        return Settings.resolve()
     except SettingsError:  # _refusals() has it
-        return OptionSettings()
+        return Settings()
 
 
 def _metric_target(target: Target) -> TargetReport:

@@ -6,22 +6,17 @@ What they find is logged; nothing is raised.
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 
 import torch
 
-from nemo_patches.judging.missing_rank import described
-from nemo_patches.patching.settings import BARRIER, CUDA, INPUTS
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.length_sync import EncoderSync, LengthSyncTimeout
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.sync.settings import BARRIER, CUDA, INPUTS
 from nemo_patches.text import first_line
-
-_REPORT_PATIENCE = timedelta(seconds=2.5)
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,9 @@ class EncoderChecks:
             return
         bounded = replace(length_sync.current(), sync="bounded", on_timeout="raise")
         try:
-            barrier.take_part(inputs.frames or 0, self._encoder.training, bounded, time.monotonic())
-        except LengthSyncTimeout as error:
-            size = sync.group_syncs.group.size
-            who = described(error.missing, size) if error.missing else "who is missing, a stall report says"
+            barrier.take_part(inputs.frames or 0, self._encoder.training, bounded)
+        except LengthSyncTimeout:
+            who = "who is missing, a stall report says"
             if barrier.ended:
                 yield CheckFinding(BARRIER, "ended", f"the barrier has ended: {barrier.ended}; {who}")
             else:
@@ -110,7 +104,6 @@ class EncoderChecks:
                 group_syncs=sync.group_syncs,
                 late_text="not every rank came within {waited:.2f} s",
             )
-            self._barrier.patience = _REPORT_PATIENCE
             self._barrier.serve(self._encoder)
         return self._barrier
 

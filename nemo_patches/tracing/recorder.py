@@ -1,4 +1,4 @@
-"""One trace of this process: subscribes to the events of the length sync, and knows the encoders that it records.
+"""One trace of this process: is told what the length sync does, and knows the encoders that it records.
 
 On the training thread: one enqueue for each record. The rest is the writer's thread's.
 """
@@ -9,20 +9,18 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
-from nemo_patches.judging.missing_rank import MissingRank
-from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.events import CallLeft, Grown, bus
+from nemo_patches.sync.events import CallLeft, Observer, observers
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.sync.settings import Settings
 from nemo_patches.text import first_line
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks
@@ -30,9 +28,10 @@ from nemo_patches.tracing.exception_hook import ExceptionHook, exit_in_flight
 from nemo_patches.tracing.records import End, Grow, Stalled, Sync, Timed
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
-from nemo_patches.watch.events import EXIT_CODE, JobStalled, StallExits, StallReported
 
-_SUBSCRIBER = "tracing"
+if TYPE_CHECKING:
+    from nemo_patches.judging.missing_rank import MissingRank
+
 _CLOSE_LIMIT = timedelta(seconds=2)
 
 
@@ -42,22 +41,23 @@ class Tracing:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
 
-    def use(self, settings: TraceSettings) -> None:
-        """Trace with these settings; a trace that has them already goes on."""
-        if self.recorder is None or self.recorder.settings != settings:
+    def use(self, settings: Settings) -> None:
+        """Trace with these settings; a trace of the same folder and checks goes on."""
+        before = Settings() if self.recorder is None else self.recorder.settings
+        if (before.trace, before.trace_checks) != (settings.trace, settings.trace_checks):
             self.start(settings)
 
-    def start(self, settings: TraceSettings) -> None:
+    def start(self, settings: Settings) -> None:
         """Trace from the next encoder call on."""
         self.stop()
         self.recorder = Recorder(settings)
-        bus.subscribe(_SUBSCRIBER, self.recorder.handlers())
+        observers.add(self.recorder)
 
     def stop(self) -> None:
         """End the trace, if there is one."""
         ending, self.recorder = self.recorder, None
         if ending is not None:
-            bus.unsubscribe(_SUBSCRIBER)
+            observers.remove(ending.name)
             ending.close("revert(), or apply() with another trace")
 
     def where(self) -> str:
@@ -75,13 +75,15 @@ class EncoderState:
         self.running = False  # a recorded call is
 
 
-class Recorder:
+class Recorder(Observer):
     """One trace: its writer, from the first encoder call on, and its encoders.
 
-    The length sync's events come on the training thread, a stall report on its monitor's.
+    The length sync tells on the training thread, the watch on its own.
     """
 
-    def __init__(self, settings: TraceSettings) -> None:
+    name = "tracing"
+
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.guard = _Guard(self)
         self.writer: TraceWriter | None = None
@@ -152,24 +154,6 @@ class Recorder:
                 self._open(_process_group())
             self._note_failed(error)
 
-    def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """For the event bus; our errors end the trace."""
-        handlers: dict[type, Callable[[Any], None]] = {
-            CallLeft: self._call_left,
-            Grown: self._grown,
-            StallReported: self._stall_reported,
-            JobStalled: self._job_stalled,
-            StallExits: lambda _: self.process_ends(EXIT_CODE),
-        }
-        return {kind: self._guarded(handle) for kind, handle in handlers.items()}
-
-    def _guarded(self, handle: Callable[[Any], None]) -> Callable[[Any], None]:
-        def guarded(event: object) -> None:
-            with self.guard:
-                handle(event)
-
-        return guarded
-
     def _process_failed(self, error: BaseException) -> None:
         """Nobody catches it, and the process ends by it."""
         with self.guard:
@@ -182,37 +166,60 @@ class Recorder:
             self._failed = said
             self.put(records.raised(self.now(), "", 0, error))
 
-    def _call_left(self, event: CallLeft) -> None:
-        state = self._state_of(event.encoder)
-        if not event.outcome or state is None:
-            return
-        if not state.running:  # a compiled call, or a class whose forward does not call its parent's
-            state.number += 1
-        self.put(
-            Sync(
-                t=self.now(),
-                e=state.name,
-                n=state.number,
-                outcome=event.outcome,
-                round=event.round,
-                waited=round(event.waited.total_seconds(), 6),
-                local=event.local,
-                result=event.result,
+    # What follows is told by the length sync, and by the watch.
+
+    def call_left(self, call: CallLeft) -> None:
+        with self.guard:
+            state = self._state_of(call.encoder)
+            if not call.outcome or state is None:
+                return
+            if not state.running:
+                # A compiled call, or a class whose forward does not call its parent's.
+                state.number += 1
+            self.put(
+                Sync(
+                    t=self.now(),
+                    e=state.name,
+                    n=state.number,
+                    outcome=call.outcome,
+                    round=call.round,
+                    waited=round(call.waited.total_seconds(), 6),
+                    local=call.local,
+                    result=call.result,
+                )
             )
-        )
 
-    def _grown(self, event: Grown) -> None:
-        state = self._state_of(event.encoder)
-        if state is not None:
-            self.put(Grow(self.now(), state.name, state.number, event.old, event.new))
+    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+        with self.guard:
+            state = self._state_of(encoder)
+            if state is not None:
+                self.put(Grow(self.now(), state.name, state.number, old, new))
 
-    def _stall_reported(self, event: StallReported) -> None:
-        self.put(_stalled(self.now(), event.missing, e=event.encoder, n=event.call, text=event.unknown))
+    def stall_reported(
+        self,
+        missing: tuple[MissingRank, ...],
+        text: str,
+        encoder: str = "",
+        call: int = 0,
+        waited: bool = False,
+    ) -> None:
+        with self.guard:
+            stalled = Stalled(
+                t=self.now(),
+                e=encoder,
+                n=call,
+                ranks=[rank.rank for rank in missing],
+                kinds=[rank.kind for rank in missing],
+                where=[rank.where for rank in missing],
+                collectives=[rank.collective for rank in missing],
+                text=text,
+                waited=waited,
+            )
+            self.put(stalled)
 
-    def _job_stalled(self, event: JobStalled) -> None:
-        waited = event.level >= logging.WARNING
-        missing = event.missing if waited else ()
-        self.put(_stalled(self.now(), missing, text=event.text, waited=waited))
+    def process_exits(self, code: int) -> None:
+        with self.guard:
+            self.process_ends(code)
 
     def _state_of(self, encoder: torch.nn.Module) -> EncoderState | None:
         if self._over or (self.writer is not None and self.writer.ended):
@@ -228,7 +235,7 @@ class Recorder:
             self.end(logging.WARNING, "nn.DataParallel's replicas are not recorded")
             return None
         title = self._title(encoder)
-        words = self.settings.checks
+        words = self.settings.trace_checks
         state = EncoderState(title, EncoderChecks(words, encoder, title) if words else None)
         self._encoders[encoder] = state
         return state
@@ -246,7 +253,7 @@ class Recorder:
         if torch.utils.data.get_worker_info() is not None:
             self.end(logging.INFO, "a data loader's worker is not recorded")
             return False
-        header = make_header(self.settings, length_sync.current(), round(time.time(), 6))
+        header = make_header(length_sync.current(), self.settings.trace_checks, round(time.time(), 6))
         self._group = weakref.ref(group) if group is not None else None
         if self.writer is not None:
             before = self.writer.output.header
@@ -255,8 +262,8 @@ class Recorder:
             self.close(f"this process is rank {header.rank} of {header.world_size} from now on")
             self._encoders.clear()
             self._seen.clear()
-        assert self.settings.folder is not None
-        self.writer = TraceWriter(self.settings.folder, header)
+        assert self.settings.trace is not None
+        self.writer = TraceWriter(self.settings.trace, header)
         if self._hook is None:
             self._hook = ExceptionHook(self._process_failed)
         process_hooks.at_last(_close)
@@ -265,19 +272,6 @@ class Recorder:
 
 def _process_group() -> Any:
     return torch.distributed.group.WORLD if torch.distributed.is_available() else None
-
-
-def _stalled(t: float, missing: tuple[MissingRank, ...], e: str = "", n: int = 0, **more: Any) -> Stalled:
-    return Stalled(
-        t=t,
-        e=e,
-        n=n,
-        ranks=[rank.rank for rank in missing],
-        kinds=[rank.kind for rank in missing],
-        where=[rank.where for rank in missing],
-        collectives=[rank.collective for rank in missing],
-        **more,
-    )
 
 
 class _Guard:

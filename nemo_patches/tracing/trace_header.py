@@ -6,22 +6,20 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from nemo_patches.patching.settings import TraceSettings
 from nemo_patches.sync import __version__
 from nemo_patches.sync.rank_log import launchers_number, rank_and_size
-from nemo_patches.sync.settings import Settings
+from nemo_patches.sync.settings import TRACING, Settings
 from nemo_patches.tracing import records
 from nemo_patches.tracing.records import Header
-from nemo_patches.watch import subscriber
 
 _LONGEST_JOB = 200  # characters
 
 
-def make_header(trace: TraceSettings, settings: Settings, started: float) -> Header:
+def make_header(settings: Settings, checks: Sequence[str], started: float) -> Header:
     rank, size = rank_and_size()
     return Header(
         format=records.FORMAT,
@@ -32,20 +30,19 @@ def make_header(trace: TraceSettings, settings: Settings, started: float) -> Hea
         started=started,
         restart=launchers_number("TORCHELASTIC_RESTART_COUNT") or 0,
         versions=_versions(),
-        settings={
-            setting.name: setting.text(value)
-            for setting, value in (*settings.items(), *subscriber.settings_in_force().items())
-            if setting.is_alike
-        }
-        | _other_settings(),
-        checks=list(trace.checks),
+        settings=_alike(settings),
+        checks=list(checks),
         job=_job(os.environ),
     )
 
 
-def _other_settings() -> dict[str, str]:
-    """Of the upper layers, what is not the default: ranks that differ in these wait for each other."""
-    return dict(one.split("=", 1) for one in subscriber.other_settings().split(", ") if "=" in one)
+def _alike(settings: Settings) -> dict[str, str]:
+    """What all ranks should have alike; of what has a package of its own, what is not the default."""
+    return {
+        setting.name: setting.text(value)
+        for setting, value in settings.items()
+        if not setting.package or (setting.package != TRACING and value != setting.default)
+    }
 
 
 def _job(environment: Mapping[str, str]) -> str:

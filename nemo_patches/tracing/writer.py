@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from nemo_patches.channel.daemon import Daemon
-from nemo_patches.patching.settings import STDERR
+from nemo_patches.sync.settings import STDERR
 from nemo_patches.tracing.records import End, Header, Timed
 from nemo_patches.tracing.stderr_lines import StderrLines
 from nemo_patches.tracing.trace_file import LARGEST, TraceFile

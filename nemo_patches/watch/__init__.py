@@ -1,2 +1,2 @@
-"""The ranks missing from a stalled call, and what they do: a subscriber of the sync's events."""
+"""The ranks missing from a stalled call, and what they do: an observer of the sync."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

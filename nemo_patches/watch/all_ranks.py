@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..channel.answers import ENDED, LEFT, NO_WATCH, OTHERS
 from ..channel.exchange import Exchange
-from ..sync.events import Group, bus
+from ..sync.events import Group, observers
 from ..text import named, safe
 from .log_line import report
 from .looks import Heard, Look
@@ -22,16 +21,6 @@ from .training_notes import TrainingNotes
 _MOST_COMPARISONS = 8
 _MOST_DIFFERENCES = 8
 _PATIENCE_S = 6.0  # then it is said that all have joined; what differs is said when it is known
-
-
-class AllAnnounced(NamedTuple):
-    """An event, on rank 0 after its first encoder call: every rank has joined, so each is patched.
-
-    differences: between the ranks; it is published again where they are known only later.
-    """
-
-    size: int
-    differences: tuple[str, ...] = ()
 
 
 class AllRanks:
@@ -112,7 +101,8 @@ class AllRanks:
 
     def _tell(self, differences: tuple[str, ...]) -> None:
         self._is_told = True
-        if bus.publish(AllAnnounced(self._group.size, differences)):
+        size = self._group.size
+        if observers.tell(lambda observer: observer.all_announced(size, differences)):
             return
         for text in differences:  # nothing is patched
             report(logging.WARNING, text)

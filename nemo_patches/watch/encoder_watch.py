@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,15 +13,13 @@ from ..judging.answer import Answer, Question, answered
 from ..judging.found import Found
 from ..judging.kinds import LATE
 from ..judging.missing_rank import MissingRank, Stall
-from ..sync.events import Report, Round, WaitTimedOut, WatchedRounds, bus
+from ..sync.events import Round, WatchedRounds, observers
 from ..text import named
-from .events import StallReported
 from .log_line import report
 from .looks import Look
 
 _PATIENCE_S = 2.6  # for a look that is not done when its report is due
 _PATIENCE_PER_RANK_S = 0.002
-_RAISE_PATIENCE_S = 0.35  # the training thread waits for this report (on_timeout="raise")
 FIRST_REPEAT_S = 60.0
 
 
@@ -48,9 +45,9 @@ class EncoderWatch:
         self._patience_s = _PATIENCE_S + size * _PATIENCE_PER_RANK_S
         self._late: _LateRound | None = None
         self._said_at = 0.0  # time.monotonic() of the last report
-        self._seen: WaitTimedOut | None = None  # the timeout that was taken last
+        self._seen: Round | None = None  # the timeout that was taken last
         # Taken, but its round is not the one being reported.
-        self._pending: WaitTimedOut | None = None
+        self._pending: Round | None = None
         # Logged that ranks had fewer batches of an evaluation, as the user allows.
         self._said_uneven = False
 
@@ -75,7 +72,7 @@ class EncoderWatch:
         self._take_timeout()
         late, pending = self._late, self._pending
         if late is None:
-            round_ = pending.round if pending is not None else self._sync.round
+            round_ = pending if pending is not None else self._sync.round
             if round_ is None:
                 return
             if pending is None and (self._sync.is_over(round_) or now - round_.issued_at < timeout_s / 2):
@@ -85,7 +82,7 @@ class EncoderWatch:
             late = self._late = _LateRound(round_, not self._incident_open(round_), question, pending)
             if not is_last and now < late.due_at(timeout_s):
                 late.early = self._begin_look()
-        if pending is not None and pending.round is late.round:
+        if pending is not None and pending is late.round:
             late.timed_out = pending
             self._pending = None
         self._step(late, time.monotonic(), timeout_s, is_last)
@@ -95,9 +92,7 @@ class EncoderWatch:
         if timed_out is None or timed_out is self._seen:
             return
         self._seen = timed_out
-        if self._incident_open(timed_out.round):
-            _keep(timed_out.report, Report())
-        else:
+        if not self._incident_open(timed_out):
             self._pending = timed_out
 
     def _incident_open(self, round_: Round) -> bool:
@@ -127,10 +122,10 @@ class EncoderWatch:
         if due and late.look is None and not is_last:
             # Look again: ranks that were missing at the early look may have come.
             late.look = self._begin_look()
-        if due and not late.said_at:
-            patience_s = _RAISE_PATIENCE_S if late.promise() is not None else self._patience_s
-            if late.look is None or late.look.is_done or now - late.look.began >= patience_s or is_last:
-                self._say(late, now, timeout_s)
+        look = late.look
+        may_say = look is None or look.is_done or now - look.began >= self._patience_s
+        if due and not late.said_at and (may_say or is_last):
+            self._say(late, now, timeout_s)
         if late.said_at and over:
             if came and not late.answer.is_allowed:
                 self._say_recovered(late)
@@ -156,11 +151,12 @@ class EncoderWatch:
         still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
         missing = answer.text(self._size)
         text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
-        _keep(late.promise(), Report(text, answer.missing))
         if answer.is_allowed:
             self._say_uneven(round_, answer)
         else:
-            bus.publish(StallReported(self._sync.title, round_.call, answer.missing, answer.unknown))
+            title = self._sync.title
+            call = round_.call
+            observers.tell(lambda one: one.stall_reported(answer.missing, answer.unknown, title, call))
             if waited_s < timeout_s and not answer.missing and not answer.unknown:
                 late.level = logging.INFO  # a wait that earlier ones have shortened, on a busy machine
             report(late.level, text)
@@ -194,7 +190,7 @@ class _LateRound:
     # Whether a wait that timed out makes it one to report, or only the whole timeout.
     heeds_wait: bool
     question: Question
-    timed_out: WaitTimedOut | None = None  # its wait, as soon as it has timed out
+    timed_out: Round | None = None  # its wait, as soon as it has timed out
     early: Look | None = None  # at half the timeout
     look: Look | None = None  # for the report; None at exit, when no rank is asked
     answer: Answer = Answer()  # noqa: RUF009  # frozen; replaced as a whole, other threads read it
@@ -202,10 +198,6 @@ class _LateRound:
     said_at: float = 0.0
     repeats: int = 0
     level: int = logging.WARNING  # of its lines
-
-    def promise(self) -> Future[Report] | None:
-        """For the exception of on_timeout="raise"."""
-        return self.timed_out.report if self.timed_out is not None else None
 
     def found(self) -> Found | None:
         """The answer known by now."""
@@ -218,8 +210,3 @@ class _LateRound:
     def due_at(self, timeout_s: float) -> float:
         end = self.round.issued_at + timeout_s
         return min(self.round.gave_up_at, end) if self.heeds_wait and self.timed_out is not None else end
-
-
-def _keep(promise: Future[Report] | None, kept: Report) -> None:
-    if promise is not None and not promise.done():
-        promise.set_result(kept)

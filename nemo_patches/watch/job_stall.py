@@ -22,17 +22,17 @@ from ..judging.found import Found
 from ..judging.missing_rank import Stall
 from ..judging.rank_groups import grouped
 from ..judging.verdict import Verdict, judged
-from ..sync.events import Group, bus
+from ..sync.events import Group, observers
+from ..sync.settings import Settings
 from ..text import named
 from . import on_stall
-from .events import EXIT_CODE, JobStalled, StallExits
 from .log_line import report
 from .looks import Look
 from .progress import Progress
 from .report_file import ReportFile
-from .settings import StallSettings
 from .training_notes import LastCall, TrainingNotes
 
+EXIT_CODE = 83  # of a process that stall_exit has ended
 _LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, or are only guesses
 _FIRST_LOOKS = (
     1,
@@ -105,7 +105,7 @@ class JobStallWatch:
         """Whether stall_exit has decided to end this process."""
         return self._leaves_at > 0
 
-    def look(self, now: float, settings: StallSettings, is_last: bool) -> None:
+    def look(self, now: float, settings: Settings, is_last: bool) -> None:
         """is_last: this process or its process group ends, and so does any stall."""
         limit_s = settings.stall_timeout.total_seconds()
         progress = self._progress
@@ -193,7 +193,7 @@ class JobStallWatch:
                 self._moved_at.setdefault(rank, now)
         return verdict
 
-    def _report(self, found: Found, verdict: Verdict, now: float, settings: StallSettings, is_due: bool) -> None:
+    def _report(self, found: Found, verdict: Verdict, now: float, settings: Settings, is_due: bool) -> None:
         """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit
         alone.
         """
@@ -217,7 +217,9 @@ class JobStallWatch:
         text = f"{self._idle(now)}. {verdict.text()}{trouble}"
         self._told = (verdict.level, text)
         report(verdict.level, text)
-        bus.publish(JobStalled(self._last.since or self._stepped_at, verdict.level, text, verdict.missing))
+        waited = verdict.level >= logging.WARNING
+        missing = verdict.missing if waited else ()
+        observers.tell(lambda one: one.stall_reported(missing, text, waited=waited))
         if verdict.level < logging.WARNING:
             return
         content = self._content(verdict, text, now)
@@ -319,7 +321,7 @@ class JobStallWatch:
 
     def leave(self) -> None:
         """End this process."""
-        bus.publish(StallExits())
+        observers.tell(lambda observer: observer.process_exits(EXIT_CODE))
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
         flushing = Daemon("flush", _flush)

@@ -27,7 +27,7 @@ _JUDGING = (
 _WATCH = (
     *("libraries", "kernel_call", "requests", "occupation", "stacks"),
     *("motion", "loader_workers", "torch_knows", "last_batch", "thread_at_work", "place"),
-    *("events", "on_stall", "report_file", "job_stall"),
+    *("on_stall", "report_file", "job_stall"),
     *("encoder_watch", "late_return", "roll_call", "sync_end_report", "visitors", "reports"),
 )
 NAMES = (

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import select
-import shlex
 import shutil
 import signal
 import subprocess
@@ -35,6 +34,8 @@ def start(command: str, text: str) -> threading.Thread | None:
 
 
 def _run(command: str, text: str) -> None:
+    import shlex  # the setting's reader has done so: at a stall nothing new may be importable
+
     try:
         how = _ended(shlex.split(command), text.encode())
     except Exception as error:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from ..facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING, ROUNDS_OF, RankFacts
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
-from ..sync.length_sync import current
+from ..sync.settings import Settings
 from ..text import safe
 from .late_modules import LateModules
 from .progress import Progress
-from .settings import StallSettings
 from .training_notes import TrainingNotes
 
 # Parts of stall_timeout: for this long afterwards a rank counts as going on.
@@ -32,7 +31,7 @@ class OwnFacts:
         group: Group,
         notes: TrainingNotes,
         progress: Progress,
-        settings: Callable[[], StallSettings],
+        settings: Callable[[], Settings],
         late: LateModules,
     ) -> None:
         self._group = group
@@ -46,7 +45,7 @@ class OwnFacts:
         now = time.monotonic()
         settings = self._settings()
         last = self._notes.last
-        timeout = current().timeout
+        timeout = settings.timeout
         # Without stall reports there is still `diagnose --job`.
         stall_timeout = settings.stall_timeout or timeout
         syncs = self._notes.syncs(self._group)
@@ -55,7 +54,7 @@ class OwnFacts:
             in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(syncs, now, timeout.total_seconds(), self._notes.may_be_uneven)
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
-        texts = (f"{current()}, {settings}", self._notes.other_settings, self._notes.encoder_flag)
+        texts = (settings.alike(), self._notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         facts = RankFacts(
             rank=self._group.rank,

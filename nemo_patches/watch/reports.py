@@ -14,6 +14,7 @@ from ..judging.found import Found
 from ..judging.missing_rank import Stall
 from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
+from ..sync.settings import Settings
 from . import visitors
 from .all_ranks import AllRanks
 from .encoder_watch import EncoderWatch
@@ -23,7 +24,6 @@ from .looks import Look, Looks
 from .progress import Progress
 from .report_file import ReportFile, as_json
 from .roll_call import RollCall
-from .settings import StallSettings
 from .sync_end_report import SyncEndReport
 from .torch_knows import FlightRecording
 from .training_notes import TrainingNotes
@@ -48,7 +48,7 @@ class Reports:
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
         self._late_return = LateReturn(group, notes)
         self.roll_call = RollCall(exchange, looks.begin, self.has_late_round, self.stalls)
-        self._end_report = SyncEndReport(exchange, group.size, looks.begin, notes.end_promises)
+        self._end_report = SyncEndReport(exchange, group.size, looks.begin)
         report_file = ReportFile(group.rank, group.store_port)
         self.job_stall = JobStallWatch(notes, group, progress, looks.begin, report_file)
         self._visitors: list[tuple[socket.socket, Look, FlightRecording]] = []
@@ -72,7 +72,7 @@ class Reports:
         """What a question has found, also one that another rank has asked."""
         self._late_return.heard(found)
 
-    def look(self, settings: StallSettings, all_ranks: AllRanks, *, is_last: bool, is_over: bool) -> None:
+    def look(self, settings: Settings, all_ranks: AllRanks, *, is_last: bool, is_over: bool) -> None:
         """is_last: this process or its process group ends. is_over: and so does any stall of the
         job.
         """

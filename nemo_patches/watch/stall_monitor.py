@@ -25,8 +25,9 @@ from ..channel import process_hooks
 from ..channel.answers import ENDED
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
-from ..sync.events import Group, WatchedRounds, bus
+from ..sync.events import Group, WatchedRounds, observers
 from ..sync.length_sync import current
+from ..sync.settings import Settings
 from ..text import first_line
 from .all_ranks import AllRanks
 from .job_socket import JobSocket
@@ -35,7 +36,6 @@ from .log_line import report
 from .looks import Heard, Looks
 from .own_facts import OwnFacts
 from .progress import Progress
-from .settings import StallSettings
 from .training_notes import TrainingNotes
 from .unjudged import Unjudged
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..judging.missing_rank import Stall
     from .reports import Reports
 
-SUBSCRIBER = "the stall monitor"
+SUBSCRIBER = TrainingNotes.name
 _TICK_S = 0.25
 _TICK_IN_A_STALL_S = 0.05
 _SHORTEST_TICK_S = 0.02
@@ -59,7 +59,7 @@ class StallMonitor:
         group: Group,
         exchange: Exchange,
         notes: TrainingNotes,
-        settings: Callable[[], StallSettings],
+        settings: Callable[[], Settings],
         late: LateModules,
     ) -> None:
         self.group = group
@@ -138,7 +138,7 @@ class StallMonitor:
                 self._wait(self._pause_s())
             self._tick(is_last=True)
         except Exception as error:
-            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
             report(
                 logging.ERROR,
                 f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}",
@@ -218,7 +218,7 @@ class StallMonitor:
 
     def _make_reports(self, now: float, limit_s: float) -> None:
         if why := self._late.run():
-            bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
             if self._socket is not None:  # nobody can answer
                 self._socket.close()
                 self._socket = None

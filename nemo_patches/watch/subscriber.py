@@ -11,18 +11,16 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..channel import process_hooks
 from ..channel.daemon import Daemon
+from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
-from ..sync.events import GroupBegan, bus
+from ..sync.events import Group, Observer, observers
 from ..sync.rank_log import report
-from ..sync.settings import SettingsError
 from .late_modules import LateModules
-from .settings import StallSettings
 from .stall_monitor import SUBSCRIBER, StallMonitor
 from .training_notes import TrainingNotes
 
@@ -33,40 +31,24 @@ _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
 
 
-class StallSubscriber:
+class StallSubscriber(Observer):
     """From the process group's beginning on, a monitor watches it."""
+
+    name = SUBSCRIBER
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._monitor: StallMonitor | None = None
         self._thread: threading.Thread | None = None
-        self._settings: StallSettings | None = None
-        self._say_at_group: Callable[[], None] | None = None
         self._notes = TrainingNotes()
         self._late = LateModules()
 
     def subscribe(self) -> None:
         """Report stalls from now on; a second call does nothing."""
         self._notes.is_reverted = False
-        bus.subscribe(SUBSCRIBER, {**self._notes.handlers(), GroupBegan: self._group_began})
+        observers.add(self._notes)
+        observers.add(self)
         self._start()
-
-    def use(self, settings: StallSettings, others: str = "", may_be_uneven: bool = False) -> None:
-        """These settings hold from the monitor's next look on. others: what ranks are to have alike, too.
-
-        may_be_uneven: whether ranks may have fewer batches of an evaluation than others.
-        """
-        self._settings = settings
-        self._notes.other_settings = others
-        self._notes.may_be_uneven = may_be_uneven
-
-    def at_group(self, say: Callable[[], None]) -> None:
-        """Call this when a process group begins, on the monitor's thread."""
-        self._say_at_group = say
-
-    def has_settings(self) -> bool:
-        """Whether any have been in force, also before a revert()."""
-        return self._settings is not None
 
     def trains_with(self, trainer: object) -> None:
         """Lightning's, whose loop knows the last batch; the last one that begins counts."""
@@ -76,20 +58,6 @@ class StallSubscriber:
         """The encoders' calls are no longer seen, which is not a stall."""
         self._notes.is_reverted = True
         self._notes.forget_calls()
-
-    def settings_in_force(self) -> StallSettings:
-        """Those of `use`, else the environment's. A bad variable is said once and not used."""
-        if self._settings is None:
-            try:
-                self._settings = StallSettings.resolve()
-            except SettingsError as error:
-                self._settings = StallSettings()
-                report(logging.ERROR, f"{error}; using {self._settings}")
-        return self._settings
-
-    def other_settings(self) -> str:
-        """The `others` given to `use`."""
-        return self._notes.other_settings
 
     def monitor(self) -> StallMonitor | None:
         """The monitor of the current (or last) process group; None before the first one."""
@@ -113,10 +81,8 @@ class StallSubscriber:
         if has_subscribed and length_sync.process.present_group() is None:
             self._start()
 
-    def _group_began(self, event: GroupBegan) -> None:
-        if self._say_at_group is not None:
-            self._say_at_group()
-        self._monitor = StallMonitor(event.group, event.exchange, self._notes, self.settings_in_force, self._late)
+    def group_began(self, group: Group, exchange: Exchange) -> None:
+        self._monitor = StallMonitor(group, exchange, self._notes, length_sync.current, self._late)
         self._start()
 
     def _start(self) -> None:
@@ -125,7 +91,7 @@ class StallSubscriber:
                 return
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
-                bus.unsubscribe(SUBSCRIBER)  # so that the sync logs its late rounds itself
+                observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
                 report(
                     logging.WARNING,
                     f"there are no stall reports of this rank, training goes on: {why}",
@@ -160,7 +126,7 @@ class StallSubscriber:
         """Publishes a new one. After revert(), no group is watched."""
         group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
         if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
-            self._group_began(GroupBegan(group_syncs.group, group_syncs.exchange))  # from before `subscribe`
+            self.group_began(group_syncs.group, group_syncs.exchange)  # from before `subscribe`
 
     def _is_not_needed(self) -> bool:
         """Whether this is probably not a rank: then the thread ends, and an encoder's call starts another."""
@@ -173,11 +139,6 @@ class StallSubscriber:
 
 process = StallSubscriber()
 subscribe = process.subscribe
-use = process.use
-at_group = process.at_group
-has_settings = process.has_settings
-settings_in_force = process.settings_in_force
-other_settings = process.other_settings
 trains_with = process.trains_with
 monitor = process.monitor
 stalls = process.stalls

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import logging
-import queue
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,8 +15,7 @@ from ..channel.exchange import Exchange
 from ..judging.answer import Answer, ended
 from ..judging.found import Found
 from ..judging.missing_rank import Stall
-from ..sync.events import Report, WatchedRounds, bus
-from .events import StallReported
+from ..sync.events import WatchedRounds, observers
 from .log_line import report
 from .looks import Look
 
@@ -39,13 +36,10 @@ class SyncEndReport:
         exchange: Exchange,
         size: int,
         begin_look: Callable[[], Look],
-        promises: queue.SimpleQueue[Future[Report]],
     ) -> None:
-        """promises: for the exceptions that wait for the answer (on_timeout="raise")."""
         self._exchange = exchange
         self._size = size
         self._begin_look = begin_look
-        self._promises = promises
         self._title = ""  # of the encoder whose sync ended first
         self._look: Look | None = None
         self._answer: Answer | None = None  # once it is said
@@ -70,14 +64,10 @@ class SyncEndReport:
             self._title = _JOB
             self._look = self._begin_look()
         look = self._look
-        if look is not None and self._answer is None:
-            has_promised = not self._promises.empty()  # the training thread waits
-            known = has_promised and bool(self._exchange.ended)
-            if known or look.is_done or is_last or now - look.began > _PATIENCE_S:
-                self._say(self._answer_of(look.found), is_last)
-        if self._answer is not None:
-            while not self._promises.empty():
-                self._promises.get().set_result(Report(missing=self._answer.missing))
+        if look is None or self._answer is not None:
+            return
+        if look.is_done or is_last or now - look.began > _PATIENCE_S:
+            self._say(self._answer_of(look.found), is_last)
 
     def _have_died(self) -> bool:
         """Whether a rank has ended without a word: it was killed, or has crashed."""
@@ -104,7 +94,7 @@ class SyncEndReport:
     def _say(self, answer: Answer, is_last: bool) -> None:
         self._answer = answer
         if answer.missing or (answer.unknown and not is_last):
-            bus.publish(StallReported(self._title, 0, answer.missing, answer.unknown))
+            observers.tell(lambda one: one.stall_reported(answer.missing, answer.unknown, self._title))
         text = answer.text(self._size)
         if answer.missing:
             report(logging.WARNING, f"{self._title}: gone: {text}")

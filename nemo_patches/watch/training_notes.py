@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..sync import events
+import torch
+
 from ..sync.encoder_flag import flag_text
-from ..sync.events import Group, Report, WatchedRounds
+from ..sync.events import Group, Observer, WatchedRounds
+from ..sync.length_sync import current
+from ..sync.settings import DEFERRED
 
 
 class LastCall(NamedTuple):
@@ -32,24 +33,28 @@ class LastCall(NamedTuple):
     training: bool = True
 
 
-class TrainingNotes:
+class TrainingNotes(Observer):
     """The notes of this process. Only the training thread writes them; values are replaced as a
     whole.
     """
 
+    name = "the stall monitor"
+
     def __init__(self) -> None:
         self.last = LastCall()
-        self.other_settings = ""  # settings of upper layers that must match on all ranks
         self.encoder_flag = ""  # of the first encoder, which must match, too
-        self.may_be_uneven = False  # whether the user allows ranks to have fewer batches of an evaluation than others
         self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
         self._trainer: Callable[[], object] = lambda: None  # Lightning's, the last one that began; weak
-        self.end_promises: queue.SimpleQueue[Future[Report]] = queue.SimpleQueue()
         self._syncs: tuple[WatchedRounds, ...] = ()
 
     def syncs(self, group: Group) -> list[WatchedRounds]:
         """Those of one process group, including those of encoders that were just deleted."""
         return [sync for sync in self._syncs if sync.group is group]
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether the user allows ranks fewer batches of an evaluation than others."""
+        return current().metrics == DEFERRED
 
     def allows_uneven(self) -> bool:
         return self.may_be_uneven
@@ -67,51 +72,32 @@ class TrainingNotes:
         """As before the first."""
         self.last = LastCall()
 
-    def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """For the event bus."""
-        return {
-            events.CallBegan: self._call_began,
-            events.FirstCall: self._first_call,
-            events.WaitTimedOut: self._wait_timed_out,
-            events.SyncEnded: self._sync_ended,
-            events.RoundsBegan: self._rounds_began,
-        }
-
-    def _call_began(self, event: events.CallBegan) -> None:
-        self._note(event.sync)
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
+        if sync is None:
+            return
+        self._note(sync)
+        call, clock = sync.latest_call
         self.last = LastCall(
-            sync=event.sync,
-            call=event.call,
-            clock=event.clock,
+            sync=sync,
+            call=call,
+            clock=clock,
             calls=self.last.calls + 1,
             since=time.monotonic(),
             thread=threading.get_ident(),
             native_thread=threading.get_native_id(),
-            training=event.training,
+            training=encoder.training,
         )
+        if not self.encoder_flag:
+            self.encoder_flag = f"{sync.title}: {flag_text(encoder)}"
 
-    def _first_call(self, event: events.FirstCall) -> None:
-        if event.sync is not None:
-            self.encoder_flag = f"{event.sync.title}: {flag_text(event.encoder)}"
+    def rounds_began(self, sync: WatchedRounds) -> None:
+        self._note(sync)
 
-    def _rounds_began(self, event: events.RoundsBegan) -> None:
-        self._note(event.sync)
-
-    def _wait_timed_out(self, event: events.WaitTimedOut) -> None:
-        self._note(event.sync)
-        _promise(event.report)
-
-    def _sync_ended(self, event: events.SyncEnded) -> None:
-        if event.report is not None:
-            _promise(event.report)
-            self.end_promises.put(event.report)
+    def reports_late_rounds_of(self, sync: WatchedRounds) -> bool:
+        self._note(sync)
+        return True
 
     def _note(self, sync: WatchedRounds) -> None:
         """When an encoder is new, forget those that were deleted."""
         if sync not in self._syncs:
             self._syncs = (*(one for one in self._syncs if not one.is_settled), sync)
-
-
-def _promise(report: Future[Report] | None) -> None:
-    if report is not None:
-        report.set_running_or_notify_cancel()

@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from nemo_patches.patching.settings import refusals
 from nemo_patches.tools.demo import data, logs, processes
 from nemo_patches.tools.demo.jobs import (
     LENGTH_SYNC_TIMEOUT_S,
@@ -26,6 +25,7 @@ from nemo_patches.tools.demo.jobs import (
     RunOutcome,
     Task,
 )
+from nemo_patches.tools.refusals import refusals
 
 _PICTURE_WIDTH = 118  # columns
 _NEXT = """

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.patching.settings import AGREED, OptionSettings
 from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import code, config_files, not_judged, suppressions
 from nemo_patches.tools.doctor import config as reading
@@ -91,7 +90,6 @@ def named(identifier: str) -> Rule:
 def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
     """The settings that a job with nemo_patches would have in this environment. Raises DoctorError."""
     try:
-        OptionSettings.resolve(environment=environment)
         return settings.Settings.resolve(environment=environment)
     except settings.SettingsError as error:
         raise DoctorError(str(error)) from None
@@ -109,7 +107,7 @@ def examine(
         config = reading.with_overrides(config_files.read(path), overrides)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
-    agree = patched is not None and OptionSettings.resolve().checkpoints == AGREED
+    agree = patched is not None and patched.checkpoints == settings.AGREED
     job = Job(config, patched, agree)
     report = Examination(str(config.source.path), job.headline, checked(job, rules), config=config)
     # With overrides or as patched, other suppressions may be needed.

@@ -1,5 +1,4 @@
-"""Rounds that wait for every rank without limit, and inform the watch: those of data loaders and checkpoints."""
-# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+"""Rounds that wait for every rank without limit: those of data loaders and checkpoints."""
 
 from __future__ import annotations
 
@@ -8,13 +7,16 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
-from ..channel.extremes import Extremes, ExtremesRounds
-from .events import Round, RoundsBegan, WatchedRounds, bus
-from .length_sync import GroupSyncs, current
+from nemo_patches.channel.extremes import Extremes, ExtremesRounds
+from nemo_patches.sync.events import Round, WatchedRounds, observers
+from nemo_patches.sync.length_sync import GroupSyncs, current
 
 
 class PatientRounds(WatchedRounds):
-    """At most one outstanding: `issue`, then `result`. Both raise RoundFailed. Only the training thread calls them."""
+    """At most one outstanding: `issue`, then `result`. Both raise RoundFailed.
+
+    Only the training thread calls them. The watch reports a late one.
+    """
 
     awaited = "word"
 
@@ -27,14 +29,17 @@ class PatientRounds(WatchedRounds):
         late_text: str,
         place: Callable[[int], str],
     ) -> None:
-        """owner: closes the rounds when it is deleted. key, late_text: as in WatchedRounds. place: names a call."""
+        """owner: closes the rounds when it is deleted. key, late_text: as in WatchedRounds.
+
+        place: names a call.
+        """
         self._extremes = ExtremesRounds(group_syncs.exchange, key)
         super().__init__(title, key, group_syncs.group, self._extremes.last, late_text)
         self._place = place
         self._outstanding: Round | None = None
         self.waited = timedelta(0)
         weakref.finalize(owner, self._extremes.close).atexit = False
-        bus.publish(RoundsBegan(self))
+        observers.tell(lambda observer: observer.rounds_began(self))
 
     @property
     def is_outstanding(self) -> bool:
@@ -53,7 +58,8 @@ class PatientRounds(WatchedRounds):
     def result(self) -> Extremes:
         """The outstanding round's result. Waits for a late rank, and reports it."""
         assert self._outstanding is not None
-        round_, began_at = self._outstanding, time.monotonic()
+        round_ = self._outstanding
+        began_at = time.monotonic()
         self.in_call = True
         try:
             while (extremes := self._extremes.wait(current().timeout)) is None:
