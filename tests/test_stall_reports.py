@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import encoders
 import pytest
-import rank_states
 import torch
 import torch.distributed as dist
 from rank_states import answers_of, state
@@ -557,7 +556,8 @@ def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(waite
     round_.issued_at -= waited_s
     round_.gave_up_at = round_.issued_at + waited_s
     sync.timed_out = round_
-    all_there = rank_states.found(*(rank_states.state(rank, rounds={"an encoder": 1}) for rank in range(3)))
+    states = [state(rank, rounds={"an encoder": 1}) for rank in range(3)]
+    all_there = Heard(answers_of(*states), 3)
     watch = EncoderWatch(sync, 0, 3, lambda: Look(time.monotonic(), 0.0, all_there, is_done=True))
     watch.look(time.monotonic(), 10.0, is_last=False)
     rounds.latest = Latest(1)
