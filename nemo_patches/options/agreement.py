@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections import Counter
 from typing import NamedTuple
 
 from nemo_patches.channel.exchange import RoundFailed
@@ -110,20 +108,13 @@ class Agreement:
         return StopTogetherError(f"{self.title}: {text}")
 
 
-class Agreements:
-    """Makes agreements under the current process group; numbers the loaders of a kind in their order."""
+def agreement_of(kind: str, contents: str) -> Agreement | None:
+    """For one loader more of this kind, under the current process group; None without other ranks.
 
-    def __init__(self) -> None:
-        self._group_syncs: weakref.ref[GroupSyncs] | None = None
-        self._numbers: Counter[str] = Counter()
-
-    def make(self, kind: str, contents: str) -> Agreement | None:
-        """None without other ranks."""
-        group_syncs = process.present_group()
-        if group_syncs is None:
-            return None
-        if self._group_syncs is None or self._group_syncs() is not group_syncs:
-            self._group_syncs = weakref.ref(group_syncs)
-            self._numbers = Counter()
-        self._numbers[kind] += 1
-        return Agreement(group_syncs, kind, self._numbers[kind], contents)
+    contents: as in Agreement.
+    """
+    group_syncs = process.present_group()
+    if group_syncs is None:
+        return None
+    number = group_syncs.number(f"{kind} loader")
+    return Agreement(group_syncs, kind, number, contents)

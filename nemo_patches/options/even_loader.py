@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from nemo_patches.options.agreement import Agreement, Agreements, Position, StopTogetherError
+from nemo_patches.options.agreement import Agreement, Position, StopTogetherError, agreement_of
 from nemo_patches.options.cut_pass import PassEnds
 from nemo_patches.patching import DISABLE_VARIABLE
 from nemo_patches.sync.rank_log import rank_and_size, report
@@ -130,7 +130,6 @@ class EvenLoaders:
     """Makes the loaders of this process."""
 
     def __init__(self) -> None:
-        self._agreements = Agreements()
         self._said: set[str] = set()
 
     def make(self, loader: Iterable[T], kind: str, may_be_empty: bool = False) -> EvenLoader | Iterable[T]:
@@ -141,7 +140,7 @@ class EvenLoaders:
         if isinstance(loader, EvenLoader):  # Lightning passes a CombinedLoader with it twice
             loader = loader._loader
         dataset = loader.dataset if isinstance(loader, DataLoader) else loader
-        agreement = self._agreements.make(kind, type(dataset).__name__)
+        agreement = agreement_of(kind, type(dataset).__name__)
         if agreement is not None:
             return EvenLoader(loader, agreement, may_be_empty)
         if rank_and_size()[1] > 1:

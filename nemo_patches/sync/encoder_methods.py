@@ -44,12 +44,16 @@ def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], b
                 _grow(self, grow, seq_length, device)
         elif in_force():
             if not torch.compiler.is_compiling():
-                observers.tell(lambda observer: observer.call_began(self, None))
+                _tell_call_without_group(self)
             outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)
 
     return update
+
+
+def _tell_call_without_group(encoder: torch.nn.Module) -> None:
+    observers.tell(lambda observer: observer.call_began(encoder, None))
 
 
 def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:

@@ -243,16 +243,21 @@ class GroupSyncs:
         self.turn = Turn()
         self.end_said = False
         self._sequences: dict[str, Sequence] = {}
-        self._titles: Counter[str] = Counter()
+        self._numbers: Counter[str] = Counter()
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
         if (sync := self.by_encoder.get(encoder)) is None:
             name = type(encoder).__name__
-            self._titles[name] += 1
-            title = name if self._titles[name] == 1 else f"{name} #{self._titles[name]}"
+            number = self.number(name)
+            title = name if number == 1 else f"{name} #{number}"
             sync = self.by_encoder[encoder] = EncoderSync(title, LENGTHS, self)
             sync.serve(encoder)
         return sync
+
+    def number(self, name: str) -> int:
+        """Of the next encoder or data loader of this name, from 1."""
+        self._numbers[name] += 1
+        return self._numbers[name]
 
     def sequence(self, key: str) -> Sequence:
         if key not in self._sequences:
