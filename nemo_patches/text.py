@@ -1,36 +1,45 @@
-"""Words for people: another process's text in one line, an error in one line, lists of ranks. Needs no torch."""
+"""Words for people: another process's text or an error in one line, lists of ranks. No torch."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby
 
 
 def safe(text: str, longest: int = 600) -> str:
     """Text of another rank, of the store or of a file, as it may be printed: in one line.
 
-    Without control characters and what reorders or hides others, and with at most so many characters.
+    Without control characters and what reorders or hides others, and with at most so many
+    characters.
     """
-    return "".join(character if character.isprintable() else "?" for character in text[:longest])
+    characters = text[:longest]
+    return "".join(one if one.isprintable() else "?" for one in characters)
 
 
 def first_line(error: BaseException) -> str:
     """An error in one line: torch's go on with a C++ stack."""
+    name = type(error).__name__
     text = str(error).strip()
-    return f"{type(error).__name__}: {safe(text.splitlines()[0])}" if text else type(error).__name__
+    if not text:
+        return name
+    return f"{name}: {safe(text.splitlines()[0])}"
 
 
 def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Ranks in rising order as (first, last) of each run."""
-    runs = []
-    for _, pairs in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in pairs]
-        runs.append((run[0], run[-1]))
+    runs: list[tuple[int, int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
     return runs
 
 
 def named(ranks: Iterable[int]) -> str:
     """Format ranks in rising order, at least one: "rank 1", "ranks 2, 5-7"."""
-    text = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(ranks))
+    parts = []
+    for first, last in ranges(ranks):
+        parts.append(f"{first}-{last}" if last > first else str(first))
+    text = ", ".join(parts)
     return f"rank {text}" if text.isdigit() else f"ranks {text}"

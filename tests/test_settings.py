@@ -156,3 +156,25 @@ def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
     known = {setting.variable: "x" for setting in ALL_SETTINGS}
     others = {"NEMO_PATCHES_TIMEOUTS": "", "NEMO_PATCHES": "1", "MY_NEMO_PATCHES_TIMEOUTS": "1", "PATH": "/"}
     assert admission.misspelt({**known, **others}) == []
+
+
+def test_until_settings_are_in_force_the_environments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ranks import Said
+
+    from nemo_patches.sync.length_sync import ProcessSync
+    from nemo_patches.sync.rank_log import logger
+
+    said = Said()
+    process = ProcessSync()
+    monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "3")
+    assert process.current().timeout == timedelta(seconds=3)
+    monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "soon")
+    assert [process.current(), process.current()] == [Settings(), Settings()]
+    (line,) = said.lines
+    assert "NEMO_PATCHES_TIMEOUT='soon' is not allowed" in line
+    assert line.endswith(f"; using {Settings()}")
+    assert not process.has_settings()
+    process.use(Settings(sync="local"))
+    assert process.has_settings()
+    assert process.current() == Settings(sync="local")
+    logger.removeHandler(said)

@@ -1,1 +1,1 @@
-"""Imported by setting: deferred metrics, loaders that end together, checkpoints that rank 0 decides."""
+"""Imported by setting: deferred metrics, loaders that end together, rank 0's checkpoints."""

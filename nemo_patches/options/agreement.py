@@ -1,4 +1,4 @@
-"""One data loader's rounds among the ranks: each rank says, one batch ahead, whether it has another batch."""
+"""One data loader's rounds: each rank says, one batch ahead, whether it has another batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _SET_UP = 0  # instead of a batch
 
 
 class StopTogetherError(RuntimeError):
-    """The ranks cannot end a pass together: a rank has died, is at another batch, or has no batch at all."""
+    """The ranks cannot end a pass together: a rank has died, is at another batch, or has no batch
+    at all.
+    """
 
 
 class Position(NamedTuple):
@@ -28,7 +30,10 @@ class Position(NamedTuple):
     ended: bool
 
     def value(self) -> int:
-        """A number that rises with the position. It wraps: only whether ranks are at the same one matters."""
+        """A number that rises with the position.
+
+        It wraps: only whether ranks are at the same one matters.
+        """
         place = self.pass_number * _BATCHES + self.batch % _BATCHES
         return (place * 2 + self.ended) % VALUES
 
@@ -37,7 +42,9 @@ class Position(NamedTuple):
         return cls(value // 2 // _BATCHES, value // 2 % _BATCHES, bool(value % 2))
 
     def __str__(self) -> str:
-        return f"batch {self.batch} of pass {self.pass_number}" if self.pass_number else "the set-up"
+        if not self.pass_number:
+            return "the set-up"
+        return f"batch {self.batch} of pass {self.pass_number}"
 
 
 class Agreement:
@@ -57,7 +64,9 @@ class Agreement:
         )
 
     def least_length(self, length: int | None) -> tuple[int | None, int, bool]:
-        """The smallest length of any rank (None: some rank has none), a rank that has it, and whether all have it."""
+        """The smallest length of any rank (None: some rank has none), a rank that has it, and
+        whether all have it.
+        """
         self._issue(_NO_LENGTH if length is None else length + 1)
         highest, lowest = self._result()
         least = None if lowest.value == _NO_LENGTH else lowest.value - 1
@@ -69,7 +78,8 @@ class Agreement:
         self._issue(position.value())
 
     def ended_by(self) -> tuple[int | None, bool]:
-        """A rank that has no such batch (None: every rank has it), and whether none has. Waits as long as it takes.
+        """A rank that has no such batch (None: every rank has it), and whether none has. Waits as
+        long as it takes.
 
         Raises StopTogetherError where a rank is at another position than this one, or has gone.
         """
@@ -77,8 +87,10 @@ class Agreement:
         highest = Position.of(extremes.highest.value)
         lowest = Position.of(extremes.lowest.value)
         if highest[:2] != lowest[:2]:
-            places = f"rank {extremes.lowest.rank} is at {lowest}, rank {extremes.highest.rank} is at {highest}"
-            raise self._error(f"the ranks are out of step: {places}; some rank has left a pass early")
+            one = f"rank {extremes.lowest.rank} is at {lowest}"
+            other = f"rank {extremes.highest.rank} is at {highest}"
+            text = f"the ranks are out of step: {one}, {other}; some rank has left a pass early"
+            raise self._error(text)
         return (extremes.highest.rank if highest.ended else None), lowest.ended
 
     def settle(self) -> None:

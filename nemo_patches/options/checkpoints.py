@@ -1,8 +1,9 @@
-"""NeMo's checkpoint callback under several ranks: every rank takes rank 0's view, over the exchange.
+"""NeMo's checkpoint callback under several ranks: every rank takes rank 0's view.
 
-NeMoModelCheckpoint (nemo/utils/callbacks/nemo_model_checkpoint.py) and Lightning's ModelCheckpoint under it branch
-between collectives on what a rank sees: its own metrics, paths that have these in their names, whether a file exists.
-A rank that sees something else than rank 0 takes another branch, and all hang. The job's collectives stay as they are.
+NeMoModelCheckpoint (nemo/utils/callbacks/nemo_model_checkpoint.py) and Lightning's ModelCheckpoint
+under it branch between collectives on what a rank sees: its own metrics, paths that have these in
+their names, whether a file exists. A rank that sees something else than rank 0 takes another
+branch, and all hang. So they ask rank 0, over the exchange. The job's collectives stay as they are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from nemo_patches.sync.length_sync import GroupSyncs, current, process
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 
 _LATE = "not every rank has come to this checkpoint within {waited:.2f} s; all wait for that"
+_AS_STOCK = "each rank decides for itself, as in stock NeMo"
 _CHUNK = VALUE_BITS // 8  # bytes of a text in one round
 # What the callback branches on, or passes to the code that saves and removes.
 _STATE = (
@@ -41,7 +43,9 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """The ranks can no longer agree on a checkpoint: a rank has died, or does something else than rank 0."""
+    """The ranks can no longer agree on a checkpoint: a rank has died, or does something else than
+    rank 0.
+    """
 
 
 class RankZero:
@@ -68,9 +72,11 @@ class RankZero:
             self._end(str(error))
 
     def answer(self, question: str, own: T, step: int) -> T:
-        """Return rank 0's answer on every rank; each gives its own, as JSON has it. Waits for all as long as it takes.
+        """Return rank 0's answer on every rank; each gives its own, as JSON has it. Waits for all
+        as long as it takes.
 
-        One round is enough if all are equal. Raises CheckpointError if a rank has died, or is elsewhere.
+        One round is enough if all are equal. Raises CheckpointError if a rank has died, or is
+        elsewhere.
         """
         if self._ended or not self._has_begun():
             return own
@@ -85,16 +91,20 @@ class RankZero:
             return own
         rank_0s, answer = json.loads(said)
         if rank_0s != question:
-            raise self._error(f"the ranks are out of step: rank 0 is at {rank_0s}, this rank at {question}")
+            places = f"rank 0 is at {rank_0s}, this rank at {question}"
+            raise self._error(f"the ranks are out of step: {places}")
         return answer  # type: ignore[no-any-return]
 
     def _has_begun(self) -> bool:
-        """Whether the first round has come, which every rank issues before the first collective of a training. Where a
-        rank is without nemo_patches, or no connection leads to it, none comes on any rank, and all go on as stock."""
+        """Whether the first round has come, which every rank issues before the first collective of
+        a training. Where a rank is without nemo_patches, or no connection leads to it, none
+        comes on any rank, and all go on as stock.
+        """
         try:
             if self._begin.has_come() or self._begin.wait(current().timeout) is not None:
                 return True
-            self._end("not every rank takes part: one is not patched, or has checkpoints=stock, or is out of reach")
+            why = "one is not patched, or has checkpoints=stock, or is out of reach"
+            self._end(f"not every rank takes part: {why}")
         except RoundFailed as error:
             if self._exchange.ended:
                 raise self._error(str(error)) from None
@@ -104,7 +114,7 @@ class RankZero:
     def _end(self, why: str) -> None:
         self._ended = True
         self._rounds.end(why)
-        report(logging.ERROR, f"checkpoints: each rank decides for itself, as in stock NeMo: {why}")
+        report(logging.ERROR, f"checkpoints: {_AS_STOCK}: {why}")
 
     def _told(self, text: bytes) -> bytes:
         """Rank 0's text; the other ranks pass an empty one."""
@@ -129,14 +139,19 @@ class RankZero:
 
 
 class Checkpoints:
-    """Of this process: whom it asks, and the process group in which an error of ours has ended that."""
+    """Of this process: whom it asks, and the process group in which an error of ours has ended
+    that.
+    """
 
     def __init__(self) -> None:
         self._rank_zero: RankZero | None = None
         self._given_up: Callable[[], object] = lambda: None
 
     def begin(self) -> RankZero | None:
-        """Call it before the first collective of a training. Does not wait. None without other ranks."""
+        """Call it before the first collective of a training.
+
+        Does not wait. None without other ranks.
+        """
         group_syncs = process.present_group()
         if group_syncs is None or group_syncs.default_group() is self._given_up():
             return None
@@ -159,7 +174,7 @@ class Checkpoints:
             group = torch.distributed.group.WORLD
             if group is not None:
                 self._given_up = weakref.ref(group)
-            text = "each rank decides for itself, as in stock NeMo, after an error of ours, please report it"
+            text = f"{_AS_STOCK}, after an error of ours, please report it"
             report(logging.ERROR, f"checkpoints: {text}: {error!r}")
             return otherwise
 
@@ -180,8 +195,16 @@ def _monitor_candidates(original: Any, callback: Any, trainer: Any) -> Any:
     return _follow(callback, trainer, "save", original(callback, trainer))
 
 
-def on_save_checkpoint(original: Any, callback: Any, trainer: Any, pl_module: Any, checkpoint: Any) -> Any:
-    """Rank 0's path first: NeMo makes the file's name of it, looks for that and, before 3.0, loads it."""
+def on_save_checkpoint(
+    original: Any,
+    callback: Any,
+    trainer: Any,
+    pl_module: Any,
+    checkpoint: Any,
+) -> Any:
+    """Rank 0's path first: NeMo makes the file's name of it, looks for that and, before 3.0, loads
+    it.
+    """
     if not callback.always_save_nemo:
         return original(callback, trainer, pl_module, checkpoint)
     _follow(callback, trainer, "on_save_checkpoint", {})
@@ -198,15 +221,22 @@ def on_train_end(original: Any, callback: Any, trainer: Any, pl_module: Any) -> 
     return original(callback, trainer, pl_module)
 
 
-METHODS = {method.__name__: method for method in (setup, _monitor_candidates, on_save_checkpoint, on_train_end)}
+METHODS: dict[str, Callable[..., Any]] = {
+    "setup": setup,
+    "_monitor_candidates": _monitor_candidates,
+    "on_save_checkpoint": on_save_checkpoint,
+    "on_train_end": on_train_end,
+}
+_Candidates = Mapping[str, Any]
 
 
-def _follow(callback: Any, trainer: Any, question: str, candidates: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Make a callback see what rank 0's callback sees, with rank 0's candidates where it uses them."""
+def _follow(callback: Any, trainer: Any, question: str, candidates: _Candidates) -> _Candidates:
+    """Make a callback see what rank 0's callback sees, with its candidates where it uses them."""
 
-    def take_over() -> Mapping[str, Any]:
+    def take_over() -> _Candidates:
         names = f"{callback.filename} {callback.CHECKPOINT_NAME_LAST}"
-        used = [name for name in candidates if name in ("epoch", "step", callback.monitor) or f"{{{name}" in names]
+        always = ("epoch", "step", callback.monitor)
+        used = [name for name in candidates if name in always or f"{{{name}" in names]
         own = {
             "state": _plain({name: getattr(callback, name) for name in _STATE}),
             "metrics": _plain({name: candidates[name] for name in used}),
@@ -231,15 +261,18 @@ class _OsOfRankZero:
 
     def exists(self, path: str) -> bool:
         own = os.path.exists(path)
-        return checkpoints.safely(lambda: checkpoints.answer("is the file there", own, self._step), own)
+        question = "is the file there"
+        return checkpoints.safely(lambda: checkpoints.answer(question, own, self._step), own)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
 
 
 class _TorchOfRankZero:
-    """`torch` as on_save_checkpoint of NeMo 2.1 to 2.7 sees it: it loads the best model on every rank, and rank 0 alone
-    writes it. A rank that does not find the file, whose folder is another one, keeps its own model meanwhile."""
+    """`torch` as on_save_checkpoint of NeMo 2.1 to 2.7 sees it: it loads the best model on every
+    rank, and rank 0 alone writes it. A rank that does not find the file, whose folder is another
+    one, keeps its own model meanwhile.
+    """
 
     def __init__(self, callback: Any, model: Any) -> None:
         self._is_written_by_all = (callback.model_parallel_size or 1) > 1
@@ -248,7 +281,8 @@ class _TorchOfRankZero:
     def load(self, path: str, **options: Any) -> Any:
         if self._is_written_by_all or os.path.exists(path):
             return torch.load(path, **options)
-        report(logging.WARNING, f"checkpoints: {path} is not here; rank 0 has it, and saves it as .nemo")
+        text = f"{path} is not here; rank 0 has it, and saves it as .nemo"
+        report(logging.WARNING, f"checkpoints: {text}")
         return self._model.state_dict()
 
     def __getattr__(self, name: str) -> Any:
@@ -266,5 +300,6 @@ def _with_tensors(value: Any) -> Any:
     """Its numbers are tensors, as Lightning has them."""
     if isinstance(value, dict):
         return {name: _with_tensors(one) for name, one in value.items()}
-    is_number = isinstance(value, int | float)
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None) if is_number else value
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value) if isinstance(value, int) else value

@@ -1,8 +1,8 @@
-"""Ends the rest of a pass that was cut, so that the next pass begins anew; refuses loaders of which that is not known.
+"""Ends the rest of a pass that was cut, so that the next one begins anew; refuses other loaders.
 
-Most loaders begin anew by themselves. Lhotse's IterableDatasetWrapper, which NeMo puts around tarred data, goes on with
-what is left, also in persistent workers. Its bucketing sampler has a thread that reads ahead: left alone, that keeps
-the interpreter from exiting.
+Most loaders begin anew by themselves. Lhotse's IterableDatasetWrapper, which NeMo puts around
+tarred data, goes on with what is left, also in persistent workers. Its bucketing sampler has a
+thread that reads ahead: left alone, that keeps the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 from nemo_patches.options.agreement import StopTogetherError
 
 _KNOWN = ("torch", "lhotse", "nemo")  # packages
-_PARTS = ("samplers", "cuts", "data", "iterator", "iterators")  # attributes of Lhotse's samplers and CutSets
-_ALLOWED = (
-    "allowed: NeMo's and Lhotse's own, and loaders, data sets and samplers whose __iter__ begins a new pass each time"
-)
+# Attributes of Lhotse's samplers and CutSets.
+_PARTS = ("samplers", "cuts", "data", "iterator", "iterators")
+_BEGIN_ANEW = "whose __iter__ begins a new pass each time"
+_ALLOWED = f"allowed: NeMo's and Lhotse's own, and loaders, data sets and samplers {_BEGIN_ANEW}"
 
 
 class PassEnds:
@@ -36,10 +36,15 @@ class PassEnds:
         self._wrapper = wrappers[0] if wrappers else None
         samplers = [vars(self._wrapper)["sampler"]] if self._wrapper is not None else parts
         self._samplers = [sampler for sampler in samplers if _is_a(sampler, "CutSampler")]
-        self._in_workers = self._wrapper is not None and isinstance(loader, DataLoader) and loader.num_workers > 0
+        self._in_workers = False
+        if self._wrapper is not None and isinstance(loader, DataLoader):
+            self._in_workers = loader.num_workers > 0
 
     def ended(self) -> None:
-        """A pass was read to its end here. Persistent workers have counted it; so do their copies in this process."""
+        """A pass was read to its end here.
+
+        Persistent workers have counted it; so do their copies in this process.
+        """
         if self._in_workers and self._loader.persistent_workers:
             self._count()
 
@@ -47,27 +52,31 @@ class PassEnds:
         """A pass is over, and this rank may have more of it."""
         if self._in_workers:
             self.ended()
-            self._loader._iterator = None  # ends persistent workers; new ones begin with this process's samplers
+            # Ends persistent workers; new ones begin with this process's samplers.
+            self._loader._iterator = None
             return
         self._count()
         if self._wrapper is not None:
             self._wrapper._sampler_iter = None
 
     def _count(self) -> None:
-        """As if the pass had been read to its end: threads end, and the sources of cuts count it, by which they shuffle
-        the next one."""
+        """As if the pass had been read to its end: threads end, and the sources of cuts count it,
+        by which they shuffle the next one.
+        """
         for sampler in self._samplers:
             for part in _inner_parts(sampler):
                 if hasattr(part, "set_epoch"):  # a sampler: its epoch is Lightning's to count
                     close = getattr(getattr(part, "cuts_iter", None), "close", None)
                     if close is not None:
                         close()
-                elif _is_of(type(part), "lhotse", "nemo") and isinstance(vars(part).get("epoch"), int):
+                elif _counts_epochs(part):
                     part.epoch += 1
 
 
 def _parts_of(loader: Any) -> Iterator[Any]:
-    """The loader, and what decides on its batches: its data sets, one in the other, and its samplers."""
+    """The loader, and what decides on its batches: its data sets, one in the other, and its
+    samplers.
+    """
     yield loader
     if not isinstance(loader, DataLoader):
         return
@@ -90,8 +99,8 @@ def _refuse_own_iterator(part: Any, title: str) -> None:
     if owner is not None and owner.__module__.partition(".")[0] not in _KNOWN:
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise StopTogetherError(
-            f"{title}: stop_together does not allow {kind}: it is its own iterator, so its next pass would go on with "
-            f"one that was ended early; {_ALLOWED}"
+            f"{title}: stop_together does not allow {kind}: it is its own iterator, so its next "
+            f"pass would go on with one that was ended early; {_ALLOWED}"
         )
 
 
@@ -103,6 +112,10 @@ def _inner_parts(of: Any) -> Iterator[Any]:
         for part in held if isinstance(held, (list, tuple)) else [held]:
             if hasattr(part, "__dict__") and hasattr(part, "__iter__"):  # not the cuts themselves
                 yield from _inner_parts(part)
+
+
+def _counts_epochs(part: Any) -> bool:
+    return _is_of(type(part), "lhotse", "nemo") and isinstance(vars(part).get("epoch"), int)
 
 
 def _is_a(part: Any, name: str) -> bool:

@@ -1,7 +1,7 @@
-"""WER and BLEU without a collective per evaluation batch: the ranks' sums are added up once, at the end.
+"""WER and BLEU without a collective per evaluation batch: their sums are added up at the end.
 
-NeMo computes both from sums (errors and words; n-grams), which torchmetrics reduces over all ranks in every batch. The
-order in which whole numbers are added up changes none of them.
+NeMo computes both from sums (errors and words; n-grams), which torchmetrics reduces over all ranks
+in every batch. The order in which whole numbers are added up changes none of them.
 """
 
 from __future__ import annotations
@@ -23,27 +23,33 @@ from nemo_patches.options.metric_targets import METRIC_TARGETS
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.sync.rank_log import is_distributed, report
 
-# What NeMo's epoch ends add up: val_wer_num, test_wer_denom_ctc, val_inter_wer_num_l4, val_bleu_pred_len, ...
+# What NeMo's epoch ends add up: val_wer_num, test_wer_denom_ctc, val_inter_wer_num_l4,
+# val_bleu_pred_len, ...
 _SUM = re.compile(r"(wer|bleu)_(num|denom|pred_len|target_len)(_|$)")
-_SUM_METRICS = {("nemo.collections.asr.metrics.wer", "WER"), ("nemo.collections.asr.metrics.bleu", "BLEU")}
+_SUM_METRICS = {
+    ("nemo.collections.asr.metrics.wer", "WER"),
+    ("nemo.collections.asr.metrics.bleu", "BLEU"),
+}
 _PATCHED_MODULES = ("nemo.collections.asr.models.asr_model", "nemo.core.classes.modelPT")
 _Output = dict[str, Any]  # of one batch, by name
+_Hook = Callable[[Any], Any]  # a method of a model without more parameters
 
 
 class DeferredMetrics:
-    """Of this process. Its wrappers are put around the beginning and the end of NeMo's evaluation epochs.
+    """Of this process. Its wrappers are put around the beginning and the end of NeMo's evaluation
+    epochs.
 
-    A model whose own methods do not call NeMo's at both has metrics as stock, which is said. Where an exception has
-    ended an evaluation, the next epoch of either kind finds the metrics as stock's.
+    A model whose own methods do not call NeMo's at both has metrics as stock, which is said. Where
+    an exception has ended an evaluation, the next epoch of either kind finds the metrics as
+    stock's.
     """
 
     def __init__(self) -> None:
-        self._deferred: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # metrics, by model
+        # Metrics, by model.
+        self._deferred: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
 
-    def beginning(
-        self, original: Callable[[Any], Any], stage: str, in_force: Callable[[], bool]
-    ) -> Callable[[Any], Any]:
+    def beginning(self, original: _Hook, stage: str, in_force: Callable[[], bool]) -> _Hook:
         """stage: "validation" or "test"."""
 
         @functools.wraps(original)
@@ -55,7 +61,7 @@ class DeferredMetrics:
 
         return on_epoch_start
 
-    def end(self, original: Callable[[Any], Any], stage: str, in_force: Callable[[], bool]) -> Callable[[Any], Any]:
+    def end(self, original: _Hook, stage: str, in_force: Callable[[], bool]) -> _Hook:
         @functools.wraps(original)
         def on_epoch_end(model: Any) -> Any:
             if in_force() and _is_shared() and model not in self._deferred and _sums(model):
@@ -69,7 +75,7 @@ class DeferredMetrics:
 
         return on_epoch_end
 
-    def training(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def training(self, original: _Hook) -> _Hook:
         @functools.wraps(original)
         def on_train_epoch_start(model: Any) -> Any:
             self._undo(model)
@@ -81,12 +87,15 @@ class DeferredMetrics:
         """Restore stock's behaviour of every metric."""
         for model in list(self._deferred):
             if self._undo(model):
-                text = "reverted before the end of an evaluation, whose WER and BLEU are not of all ranks' batches"
-                report(logging.WARNING, f"deferred metrics: {type(model).__name__}: {text}")
+                name = f"deferred metrics: {type(model).__name__}"
+                text = "reverted before the end of an evaluation"
+                then = "whose WER and BLEU are not of all ranks' batches"
+                report(logging.WARNING, f"{name}: {text}, {then}")
 
     def _begin(self, model: Any, end: str) -> None:
         """end: the method that adds the sums up."""
-        sums, metrics = _sums(model), _synced(model)
+        sums = _sums(model)
+        metrics = _synced(model)
         if sums and not _calls_nemos(model, end):
             sums = []
             self._say_as_stock(model, end)
@@ -95,7 +104,8 @@ class DeferredMetrics:
             metric._to_sync = False
         others = sorted({type(metric).__name__ for metric in metrics if not _is_sum(metric)})
         if others:
-            self._say_once(f"{type(model).__name__}: left as stock, they are not known to be sums: {', '.join(others)}")
+            text = "left as stock, they are not known to be sums"
+            self._say_once(f"{type(model).__name__}: {text}: {', '.join(others)}")
 
     def _undo(self, model: Any) -> bool:
         """Whether the model's metrics were deferred."""
@@ -107,30 +117,36 @@ class DeferredMetrics:
     def _add_up(self, loaders: list[list[_Output]], model: Any) -> None:
         """In the outputs of each loader's batches, replace this rank's sums by those of all ranks.
 
-        A rank without a batch has those of the others, so that it comes to all that NeMo and Lightning do then.
+        A rank without a batch has those of the others, so that it comes to all that NeMo and
+        Lightning do then.
         """
-        own = [_Summary(outputs) for outputs in loaders]
+        summed = [_Summary(outputs) for outputs in loaders]
         everyone: list[list[_Summary]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, summed)
         for number, outputs in enumerate(loaders):
             summaries = [rank[number] for rank in everyone if rank[number].batches]
             if not summaries:
                 continue
-            sums = {name: _added(values) for name, values in _alike([summary.sums for summary in summaries])}
+            of_ranks = _alike([summary.sums for summary in summaries])
+            sums = {name: _added(values) for name, values in of_ranks}
             if not sums:
-                text = f"{type(model).__name__}: no sums of WER or BLEU in its outputs; what it logs is each rank's own"
-                self._say_once(text, is_wrong=True)
-            means = {name: _added(values) for name, values in _alike([summary.means for summary in summaries])}
+                text = "no sums of WER or BLEU in its outputs; what it logs is each rank's own"
+                self._say_once(f"{type(model).__name__}: {text}", is_wrong=True)
+            of_ranks = _alike([summary.means for summary in summaries])
+            means = {name: _added(values) for name, values in of_ranks}
             if not outputs and (sums or means):
-                outputs.append({name: (mean / len(summaries)).to(model.device) for name, mean in means.items()})
+                ranks = len(summaries)
+                of_all = {name: (mean / ranks).to(model.device) for name, mean in means.items()}
+                outputs.append(of_all)
             for name, total in sums.items():
                 for output in outputs:
                     output[name] = torch.zeros_like(total, device=model.device)
                 outputs[0][name] = total.to(model.device)
 
     def _say_as_stock(self, model: Any, method: str) -> None:
-        text = f"its own {method} does not call NeMo's; WER and BLEU wait for all ranks in every batch"
-        self._say_once(f"{type(model).__name__}: left as stock: {text}", is_wrong=True)
+        text = f"its own {method} does not call NeMo's"
+        then = "WER and BLEU wait for all ranks in every batch"
+        self._say_once(f"{type(model).__name__}: left as stock: {text}; {then}", is_wrong=True)
 
     def _say_once(self, text: str, is_wrong: bool = False) -> None:
         if text not in self._said:
@@ -139,11 +155,14 @@ class DeferredMetrics:
 
 
 class _Summary:
-    """Of one loader's batches on one rank: what is added up, and the means of what is not, such as the loss."""
+    """Of one loader's batches on one rank: what is added up, and the means of what is not, such as
+    the loss.
+    """
 
     def __init__(self, outputs: list[_Output]) -> None:
         self.batches = len(outputs)
-        self.sums, self.means = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self.sums = dict[str, torch.Tensor]()
+        self.means = dict[str, torch.Tensor]()
         for name, values in _alike(outputs):
             if _SUM.search(name):
                 self.sums[name] = _added(values)
@@ -152,7 +171,9 @@ class _Summary:
 
 
 def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The values of every part under a name, if tensors of one shape: a user's model may add others."""
+    """The values of every part under a name, if tensors of one shape: a user's model may add
+    others.
+    """
     for name in parts[0] if parts and all(isinstance(part, dict) for part in parts) else ():
         values = [part.get(name) for part in parts]
         tensors = [value.detach().cpu() for value in values if isinstance(value, torch.Tensor)]
@@ -166,9 +187,12 @@ def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _broadcast_as_others(model: Any) -> None:
-    """On a rank without a batch: in a fit() the others' first one has begun with DDP's broadcast of buffers, and their
-    next training batch does not, since it comes after a forward without gradients."""
-    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)  # no trainer: the user's own loop
+    """On a rank without a batch: in a fit() the others' first one has begun with DDP's broadcast of
+    buffers, and their next training batch does not, since it comes after a forward without
+    gradients.
+    """
+    # No trainer: the user's own loop.
+    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)
     ddp = getattr(strategy, "model", None)
     if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
         ddp._sync_buffers()  # type: ignore[no-untyped-call]
@@ -189,7 +213,9 @@ def _sums(model: Any) -> list[Any]:
 
 
 def _calls_nemos(model: Any, method: str) -> bool:
-    """Whether the model's method comes to the one that is patched: each of its classes that has its own calls it."""
+    """Whether the model's method comes to the one that is patched: each of its classes that has its
+    own calls it.
+    """
     for owner in type(model).__mro__:
         if owner.__module__ in _PATCHED_MODULES:
             return True
@@ -200,7 +226,7 @@ def _calls_nemos(model: Any, method: str) -> bool:
 
 
 def _names_in(method: Any) -> Sequence[str]:
-    """The names that a method uses; none where it is no plain function, but a partial or the like."""
+    """The names that a method uses; none where it is no plain function, but a partial or so."""
     code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
     return code.co_names if code else ()
 
@@ -208,7 +234,10 @@ def _names_in(method: Any) -> Sequence[str]:
 def _is_sum(metric: Any) -> bool:
     """Whether it is one whose numbers NeMo adds up, and each of its states is reduced by adding."""
     known = any((base.__module__, base.__name__) in _SUM_METRICS for base in type(metric).__mro__)
-    return known and {getattr(function, "__name__", "") for function in metric._reductions.values()} == {"dim_zero_sum"}
+    if not known:
+        return False
+    reductions = {getattr(function, "__name__", "") for function in metric._reductions.values()}
+    return reductions == {"dim_zero_sum"}
 
 
 deferred_metrics = DeferredMetrics()  # of this process

@@ -1,4 +1,4 @@
-"""A data loader whose passes end on all ranks after the same number of batches: when the first rank runs out."""
+"""A data loader whose passes end on all ranks when the first rank runs out of batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 class EvenLoader:
-    """Changes only the end of a pass; other attributes are read from the wrapped loader, and set on it."""
+    """Changes only the end of a pass; other attributes are read from the wrapped loader, and set on
+    it.
+    """
 
     __slots__ = (
         "_agreement",
@@ -45,8 +47,8 @@ class EvenLoader:
         if self.agreed_length == 0:
             self._no_batch(rank, all_alike)
         elif self.agreed_length is not None and length != self.agreed_length:
-            text = f"rank {rank} has {self.agreed_length} batches: no rank's pass is longer; this rank has {length}"
-            report(logging.WARNING, f"{agreement.title}: {text}")
+            least = f"rank {rank} has {self.agreed_length} batches: no rank's pass is longer"
+            report(logging.WARNING, f"{agreement.title}: {least}; this rank has {length}")
 
     def __getattr__(self, name: str) -> Any:
         if name in EvenLoader.__slots__:  # of an empty copy, before its attributes are there
@@ -80,7 +82,8 @@ class EvenLoader:
             return
         source, here, ended_by, all_ended = self._begun(limit)
         if ended_by is not None:
-            # A rank may have continued a pass with nothing left, one that was left at a limit or by a break. Only a
+            # A rank may have continued a pass with nothing left, one that was left at a limit or by
+            # a break. Only a
             # pass from the beginning shows that.
             self._ends.cut()
             source, here, ended_by, all_ended = self._begun(limit)
@@ -88,7 +91,8 @@ class EvenLoader:
             self._no_batch(ended_by, all_ended)
             return
         batch = 1
-        while ended_by is None:  # one batch ahead: the round completes while the previous batch computes
+        # One batch ahead: the round completes while the previous batch computes.
+        while ended_by is None:
             (current,) = here
             here = _next(source)
             batch += 1
@@ -97,17 +101,21 @@ class EvenLoader:
             ended_by, all_ended = agreement.ended_by()
         if limit is not None and batch > limit:
             return  # on all ranks: the next pass may go on with it, as without us
-        title = f"{agreement.title}: pass {self._passes} ends on every rank after {batch - 1} batches"
+        title = f"{agreement.title}: pass {self._passes}"
+        title += f" ends on every rank after {batch - 1} batches"
         if here:
             self._ends.cut()
-            report(logging.WARNING, f"{title}: rank {ended_by} has no more; this rank's others are left out")
+            text = f"rank {ended_by} has no more; this rank's others are left out"
+            report(logging.WARNING, f"{title}: {text}")
         else:
             self._ends.ended()
             if not all_ended:
                 report(logging.INFO, f"{title}: this rank has no more, others have")
 
     def _begun(self, limit: int | None) -> tuple[Iterator[Any], tuple[Any, ...], int | None, bool]:
-        """A pass's batches after the first, and the first (empty: there is none); then as Agreement.ended_by()."""
+        """A pass's batches after the first, and the first (empty: there is none); then as
+        Agreement.ended_by().
+        """
         source = itertools.islice(self._loader, limit)
         here = _next(source)
         self._agreement.say(Position(self._passes, 1, ended=not here))
@@ -121,8 +129,9 @@ class EvenLoader:
         if not (all_are and self._may_be_empty):
             of = f" in pass {self._passes}" if self._passes > 1 else ""
             raise StopTogetherError(
-                f"{self._agreement.title}: rank {rank} has no batch at all{of}, and no rank may go on alone. Each "
-                "needs one: use fewer ranks or more shards, or see what filters leave"
+                f"{self._agreement.title}: rank {rank} has no batch at all{of}, and no rank may "
+                "go on alone. Each needs one: use fewer ranks or more shards, or see what filters "
+                "leave"
             )
 
 
@@ -132,8 +141,16 @@ class EvenLoaders:
     def __init__(self) -> None:
         self._said: set[str] = set()
 
-    def make(self, loader: Iterable[T], kind: str, may_be_empty: bool = False) -> EvenLoader | Iterable[T]:
-        """The loader itself without other ranks. Waits for every rank, without limit; raises StopTogetherError."""
+    def make(
+        self,
+        loader: Iterable[T],
+        kind: str,
+        may_be_empty: bool = False,
+    ) -> EvenLoader | Iterable[T]:
+        """The loader itself without other ranks.
+
+        Waits for every rank, without limit; raises StopTogetherError.
+        """
         if os.environ.get(DISABLE_VARIABLE) == "1":
             self._say_once(f"ranks do not end their passes together: {DISABLE_VARIABLE}=1")
             return loader
@@ -158,11 +175,12 @@ even_loaders = EvenLoaders()  # of this process
 
 
 def stop_together(loader: Iterable[T]) -> Iterable[T]:
-    """The loader, with passes that end on all ranks when the first rank runs out; further batches are dropped.
+    """The loader, with passes that end on all ranks when the first rank runs out; further batches
+    are dropped.
 
-    For training loops outside Lightning: `for batch in nemo_patches.stop_together(loader):`. Every rank must call it,
-    equally often and in the same order: it waits for every rank, without limit. It and the passes raise
-    StopTogetherError.
+    For training loops outside Lightning: `for batch in nemo_patches.stop_together(loader):`. Every
+    rank must call it, equally often and in the same order: it waits for every rank, without limit.
+    It and the passes raise StopTogetherError.
     """
     return cast("Iterable[T]", even_loaders.make(loader, "data"))
 

@@ -1,4 +1,4 @@
-"""NeMo's methods that begin and end an evaluation, for deferred metrics, and the code that is expected of them."""
+"""NeMo's methods that begin and end an evaluation, and the code that is expected of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,27 @@ _TEST_END = names(
     log_dict multi_test_epoch_end pop test_step_outputs update
     """
 )
-_of_asr_model = partial(Target, "nemo.collections.asr.models.asr_model", "ASRModel", setter="", parameters=("self",))
+_of_asr_model = partial(
+    Target,
+    "nemo.collections.asr.models.asr_model",
+    "ASRModel",
+    setter="",
+    parameters=("self",),
+)
 # They begin and end an evaluation, or training after an exception.
 METRIC_TARGETS = (
     _of_asr_model("on_train_epoch_start", _CUDA_GRAPHS_OFF),
     _of_asr_model("on_validation_epoch_start", _EPOCH_STARTS),
     _of_asr_model("on_test_epoch_start", _EPOCH_STARTS),
     _of_asr_model("on_validation_epoch_end", _EPOCH_ENDS),
-    Target("nemo.core.classes.modelPT", "ModelPT", "on_test_epoch_end", (_TEST_END,), "", ("self",)),
+    Target(
+        module="nemo.core.classes.modelPT",
+        owner="ModelPT",
+        method="on_test_epoch_end",
+        reads=(_TEST_END,),
+        setter="",
+        parameters=("self",),
+    ),
 )
 # More code that must be as expected: that the numbers which are added up are sums.
 METRIC_SUMS = (

@@ -1,4 +1,4 @@
-"""A Lightning callback: all ranks end a pass over a data loader after the same number of batches."""
+"""A Lightning callback: all ranks end a pass over a loader after the same number of batches."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ _KINDS = {"train": "training", "val": "validation", "test": "test"}  # by Lightn
 class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked into
     """Opt-in, because it drops batches: those that a rank still has when another rank has no more.
 
-    training, evaluation: the stages whose loaders end together. Loaders with a length agree once on the smallest;
-    for others, the ranks tell each other one batch ahead. They wait for a late rank without limit, and name it.
-    StopTogetherError if a rank has died, has no batch at all, or has left a pass at another batch than the others, and
-    for a loader whose next pass may go on with one that was ended early.
+    training, evaluation: the stages whose loaders end together. Loaders with a length agree once on
+    the smallest; for others, the ranks tell each other one batch ahead. They wait for a late rank
+    without limit, and name it. StopTogetherError if a rank has died, has no batch at all, or has
+    left a pass at another batch than the others, and for a loader whose next pass may go on with
+    one that was ended early.
     """
 
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:
         self._training = training
         self._evaluation = evaluation
         self._trainer: Trainer | None = None  # whose strategy hands its loaders to this callback
-        self._given: tuple[Any, Any] | None = None  # the trainer's limit and interval, while it sets up its loaders
+        # The trainer's limit and interval, while it sets up its loaders.
+        self._given: tuple[Any, Any] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size < 2:
             return
-        first = next(callback for callback in trainer.callbacks if isinstance(callback, StopTogether))
+        first = next(one for one in trainer.callbacks if isinstance(one, StopTogether))
         if first is not self:  # the user's own comes before that of a setting
             if (first._training, first._evaluation) != (self._training, self._evaluation):
                 asked = f"training={self._training}, evaluation={self._evaluation}"
                 holds = f"training={first._training}, evaluation={first._evaluation}"
-                report(logging.WARNING, f"StopTogether({asked}) has no effect: the trainer's first holds, ({holds})")
+                text = f"has no effect: the trainer's first holds, ({holds})"
+                report(logging.WARNING, f"StopTogether({asked}) {text}")
             return
-        self.teardown(trainer, pl_module, stage)  # after an exception Lightning does not, of any trainer
+        # After an exception Lightning does not, of any trainer.
+        self.teardown(trainer, pl_module, stage)
         original = trainer.strategy.process_dataloader
 
         def process_dataloader(loader: Any) -> Any:
@@ -57,16 +61,22 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             self._trainer = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The loaders are set up. Lightning is to know how many batches there are, and when to validate."""
+        """The loaders are set up.
+
+        Lightning is to know how many batches there are, and when to validate.
+        """
         self._give_back(trainer)
         limit = trainer.limit_train_batches
-        interval = vars(trainer).get("val_check_interval")  # not with validations by the clock, of Lightning 2.6
+        # Not with validations by the clock, of Lightning 2.6.
+        interval = vars(trainer).get("val_check_interval")
         if isinstance(limit, int) and trainer.fit_loop.max_batches == math.inf:
             trainer.fit_loop.max_batches = limit
-            if isinstance(interval, int) and interval > limit and trainer.check_val_every_n_epoch is not None:
+            is_by_epochs = trainer.check_val_every_n_epoch is not None
+            if isinstance(interval, int) and interval > limit and is_by_epochs:
                 raise MisconfigurationException(
-                    f"val_check_interval={interval} would never validate: no training pass has more than {limit} "
-                    f"batches; allowed: 1 to {limit}, a fraction, or any with check_val_every_n_epoch=None"
+                    f"val_check_interval={interval} would never validate: no training pass has "
+                    f"more than {limit} batches; allowed: 1 to {limit}, a fraction, or any with "
+                    "check_val_every_n_epoch=None"
                 )
 
     on_train_epoch_start = on_train_start  # the loaders may have been reloaded
@@ -79,12 +89,16 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         if isinstance(even, EvenLoader) and trainer.training:
             self._keep_limit(trainer, even)
         elif isinstance(even, EvenLoader) and even.agreed_length is None:
-            even.limit = lambda: _evaluation_limit(trainer, stage)  # not one batch more: the next pass might miss it
+            # Not one batch more: the next pass might miss it.
+            even.limit = lambda: _evaluation_limit(trainer, stage)
         return even
 
     def _keep_limit(self, trainer: Trainer, even: EvenLoader) -> None:
-        """Have the loader keep the trainer's limit of its batches. Lightning ends a pass only at the limit that it
-        knows of itself, and would not validate after one that ended before."""
+        """Have the loader keep the trainer's limit of its batches.
+
+        Lightning ends a pass only at the limit that it knows of itself, and would not validate
+        after one that ended before.
+        """
         if self._given is None:
             self._given = trainer.limit_train_batches, vars(trainer).get("val_check_interval", 1.0)
         limit, interval = self._given

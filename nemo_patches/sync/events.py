@@ -231,17 +231,18 @@ class Observers:
 
     def tell(self, call: Callable[[Observer], object]) -> bool:
         """Whether one has answered yes. Raises only what a signal handler raises meanwhile."""
-        answers = []
+        has_answered = False
         for observer in self._all:
             try:
-                answers.append(call(observer))
+                if call(observer):
+                    has_answered = True
             except Exception as error:
                 if raised_by_signal_handler(error):
                     raise
                 self.remove(observer.name)
                 text = "has ended by an error of its own, please report it"
                 report(logging.ERROR, f"{observer.name} {text}: {error!r}")
-        return any(answers)
+        return has_answered
 
 
 observers = Observers()  # of this process
