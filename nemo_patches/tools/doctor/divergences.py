@@ -58,7 +58,7 @@ _GUESSES = {
 _OF_ONE_RANK = words(
     "main_process_only master_only on_last_process on_local_main_process on_main_process rank_zero_only"
 )
-_OF_A_MESH = ("full_tensor",)  # whose ranks may have the same batch
+_OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
