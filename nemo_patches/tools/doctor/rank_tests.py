@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nemo_patches.tools.doctor.collectives import Names
@@ -96,6 +97,8 @@ class RankTests:
 
     names: Names
     assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
+    _on_several: dict[int, bool | str] = field(default_factory=dict)
+    _without: dict[str, RankTests] = field(default_factory=dict)
 
     def decided(self, test: ast.expr, member: Member) -> bool | str:
         """Whether a test holds on a rank, or the text of what else it depends on."""
@@ -114,6 +117,11 @@ class RankTests:
 
     def decided_on_several(self, test: ast.expr) -> bool | str:
         """What a test says on all ranks wherever there are several, whatever their number."""
+        if id(test) not in self._on_several:
+            self._on_several[id(test)] = self._decided_on_several(test)
+        return self._on_several[id(test)]
+
+    def _decided_on_several(self, test: ast.expr) -> bool | str:
         answer = self.decided(test, FIRST)
         if answer == text_of(test):
             return answer
@@ -204,19 +212,25 @@ class RankTests:
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
         given = self.assigned[name]
-        inner = RankTests(self.names, {other: values for other, values in self.assigned.items() if other != name})
-        return inner._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
+        if name not in self._without:
+            others = {other: values for other, values in self.assigned.items() if other != name}
+            self._without[name] = RankTests(self.names, others)
+        return self._without[name]._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
 
     def _own(self, node: ast.expr, member: Member, steps: int) -> Any:
         """Of a function of this file, or an attribute that it sets, which stands for one expression."""
         called = node.func if isinstance(node, ast.Call) and not node.args and not node.keywords else node
         given = self.names.returned.get(dotted(called))
         if given is not None:
-            own = RankTests(self.names, self.names.assigned)._value(given, member, steps + 1)
+            own = self._of_module._value(given, member, steps + 1)
             of_a_matrix = dotted(called).endswith(".rank") and not _SOUNDS_LIKE_RANK.search(text_of(given))
             if own is not UNKNOWN or of_a_matrix:
                 return own
         return self._named(node, member, steps)
+
+    @cached_property
+    def _of_module(self) -> RankTests:
+        return RankTests(self.names, self.names.assigned)
 
     def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
         if isinstance(node, ast.Subscript):
