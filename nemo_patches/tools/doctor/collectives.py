@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -124,10 +125,9 @@ class Names:
         found: dict[str, list[ast.expr]] = {}
         methods = {each for owner in nodes(self.tree, ast.ClassDef) for each in owner.body}
         for node in nodes(self.tree, ast.FunctionDef):
-            last = node.body[-1]
-            alone = len(node.body) == 1 or (len(node.body) == 2 and isinstance(node.body[0], ast.Expr))
-            if alone and isinstance(last, ast.Return) and last.value is not None:
-                found.setdefault(f"self.{node.name}" if node in methods else node.name, []).append(last.value)
+            value = _returned(node.body)
+            if value is not None:
+                found.setdefault(f"self.{node.name}" if node in methods else node.name, []).append(value)
         for assign in nodes(self.tree, ast.Assign):
             for target in assign.targets:
                 if isinstance(target, ast.Attribute) and dotted(target) == f"self.{target.attr}":
@@ -363,6 +363,20 @@ class Surroundings:
         if any(dotted(value) in self.metrics for value in values):
             return replace(made, pairs_with=LOG, why="which gathers a metric from all ranks", on_step=False)
         return None
+
+
+def _returned(body: Sequence[ast.stmt]) -> ast.expr | None:
+    """What a function returns that does nothing but to choose it."""
+    if not body:
+        return None
+    first, *rest = body
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        return _returned(rest)
+    if isinstance(first, ast.If):
+        yes = _returned(first.body)
+        no = _returned(first.orelse or rest)
+        return ast.IfExp(first.test, yes, no) if yes is not None and no is not None else None
+    return first.value if isinstance(first, ast.Return) else None
 
 
 def _sharded(node: ast.AST) -> ast.expr | None:
