@@ -325,8 +325,6 @@ class _Function:
             surroundings=self.scope.surroundings,
             made_by=self.scope.made_by,
             decisions={**self._on_several, **decisions},
-            silent=self._silent,
-            whole=not decisions,
             caught=caught,
         )
         way.walk()
@@ -362,10 +360,6 @@ class _Function:
         """Whether it is a step, or runs the backward pass itself."""
         backward = any(dotted(each.func).endswith(".backward") for each in nodes(self.node, ast.Call))
         return self.name.endswith("_step") or backward
-
-    @cached_property
-    def _silent(self) -> set[int]:
-        return set()
 
     @cached_property
     def _interesting(self) -> bool:
