@@ -76,7 +76,7 @@ _STRUCTURE_ATTRIBUTES = words(
 _AGREED = words(
     """
     across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
-    gather gathered ranks reduce reduced sync synced synchronize world
+    gather gathered rank ranks reduce reduced sync synced synchronize world
     """
 )
 _OF_MODEL = words(
@@ -85,6 +85,7 @@ _OF_MODEL = words(
     parameters params state weights
     """
 )
+_OF_GRADIENTS = words("grad grads gradient gradients")
 _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
 _ADDING = (".append", ".extend", ".add")
@@ -263,7 +264,7 @@ class DataFlow:
         text = _words(text_of(iterated))
         if level < Level.DATA and is_loader(iterated):
             level = Level.DATA
-        elif level == Level.UNKNOWN and text & _OF_MODEL:
+        elif level == Level.UNKNOWN and text & {*_OF_MODEL, "tensors"}:
             level = Level.SHARED
         if isinstance(iterated, ast.Call) and dotted(iterated.func) == "range":
             level = Level.SHARED
@@ -365,7 +366,7 @@ class DataFlow:
     def _call(self, node: ast.Call) -> Level:
         name = dotted(node.func)
         last = last_part(name)
-        if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & {"grad", "gradient"}:
+        if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & _OF_GRADIENTS:
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
@@ -400,6 +401,8 @@ class DataFlow:
             return True
         if isinstance(test, ast.Call):
             plausible = _words(dotted(test.func)) & _PLAUSIBLE_TEST
+            if _words(dotted(test.func)) & _OF_GRADIENTS and self.decides(test):
+                return True
             return level == Level.DATA and (bool(plausible) or self.decides(test))
         if isinstance(test, ast.Name) and test.id in self._optional:
             return False  # whether it was given
@@ -413,8 +416,7 @@ class DataFlow:
     def _asks_for_batch(self, test: ast.Compare) -> bool:
         """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""
         batch = isinstance(test.left, ast.Name) and test.left.id in _BATCHES and test.left.id not in self._optional
-        presence = isinstance(test.ops[0], IDENTITIES) and _is_text(test.comparators[0])
-        return batch and presence and self.level(test.left) >= Level.DATA
+        return batch and _with_none(test) and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
         if isinstance(node, ast.NamedExpr):
@@ -425,7 +427,7 @@ class DataFlow:
 
     def _asks_for_gradient(self, test: ast.Compare) -> bool:
         """Whether it asks if a parameter has a gradient: without one is what a rank's batch does not use."""
-        return self._is_gradient(test.left) and isinstance(test.ops[0], IDENTITIES) and _is_text(test.comparators[0])
+        return self._is_gradient(test.left) and _with_none(test)
 
     def _compares_data(self, test: ast.Compare) -> bool:
         if self._asks_for_batch(test) or self._asks_for_gradient(test):
@@ -459,6 +461,10 @@ def _sounds_like_data(name: str) -> bool:
 
 def _sounds_agreed(call: ast.Call) -> bool:
     return bool(_words(last_part(dotted(call.func))) & _AGREED)
+
+
+def _with_none(test: ast.Compare) -> bool:
+    return isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -92,8 +92,9 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     if nemo is None and (found := importlib.util.find_spec("nemo")) and found.origin:
         nemo = Path(found.origin).parent  # a top-level package is found without running it
     content = _content(path)
-    tree = plain(_tree(path, content))
+    tree = _tree(path, content)
     try:
+        tree = plain(tree)
         return Code(
             path=path,
             tree=tree,

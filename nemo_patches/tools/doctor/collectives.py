@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +14,7 @@ _OF_TORCH = words(
     """
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier broadcast
-    broadcast_object_list gather gather_object
+    broadcast_object_list gather gather_object init_device_mesh
     monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
     scatter_object_list
     """
@@ -29,7 +30,7 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 _OF_SHARDS = words(
     """
     GatheredParameters full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load
-    scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params
+    redistribute scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params
     """
 )
 _SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
@@ -48,6 +49,8 @@ _OF_HOLDER = {  # by the last part of what the method is of
     "accelerator": words("backward gather gather_for_metrics reduce wait_for_everyone"),
 }
 _OF_TRAINER = words("fit predict save_checkpoint test validate")
+_OF_ENGINE = words("save_16bit_model save_checkpoint save_fp16_model")
+_OF_MEGATRON = words("load_checkpoint save_checkpoint")
 _ENCODERS = words("encoder perception pre_encoder")
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _ADDING = ("append", "extend", "update")
@@ -108,6 +111,9 @@ class Names:
         first, _, rest = written.partition(".")
         return ".".join(filter(None, (self._origins.get(first, first), rest)))
 
+    def imports(self, package: str) -> bool:
+        return any(origin.startswith(f"{package}.") for origin in self._origins.values())
+
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
         """What the module's own names are assigned."""
@@ -119,10 +125,9 @@ class Names:
         found: dict[str, list[ast.expr]] = {}
         methods = {each for owner in nodes(self.tree, ast.ClassDef) for each in owner.body}
         for node in nodes(self.tree, ast.FunctionDef):
-            last = node.body[-1]
-            alone = len(node.body) == 1 or (len(node.body) == 2 and isinstance(node.body[0], ast.Expr))
-            if alone and isinstance(last, ast.Return) and last.value is not None:
-                found.setdefault(f"self.{node.name}" if node in methods else node.name, []).append(last.value)
+            value = _returned(node.body)
+            if value is not None:
+                found.setdefault(f"self.{node.name}" if node in methods else node.name, []).append(value)
         for assign in nodes(self.tree, ast.Assign):
             for target in assign.targets:
                 if isinstance(target, ast.Attribute) and dotted(target) == f"self.{target.attr}":
@@ -271,16 +276,21 @@ class Surroundings:
             return None if alone or self._of_a_group(call) else replace(made, why="in which all ranks take part")
         if last_part(origin) in _OF_SHARDS and "." in origin:
             return replace(made, why="which gathers sharded parameters")
-        if holder == "accelerator" and last in ("get_state_dict", "save_state"):
+        if holder == "accelerator" and last in ("get_state_dict", "save_model", "save_state"):
             return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         if last in _OF_HOLDER.get(holder, ()):
             return None if holder in _STRATEGIES and self._of_a_group(call) else made
         if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
             return None if self._of_a_group(call) else made
-        if last in _OF_TRAINER and owner in ("trainer", "self.trainer"):
+        evaluates = last == "evaluate" and self.names.imports("transformers")
+        if (last in _OF_TRAINER or evaluates) and owner in ("trainer", "self.trainer"):
             return replace(made, why="which waits for all ranks")
-        if last == "save_checkpoint" and "engine" in holder and self.names.in_parallel:
+        if last in _OF_ENGINE and "engine" in holder and self.names.in_parallel:
             return replace(made, why="which all ranks of DeepSpeed save in")
+        if last_part(origin) in _OF_MEGATRON and origin.startswith("megatron."):
+            return replace(made, why="in which all ranks take part")
+        if last == "clip_grad_norm_" and self.names.wrapped.get(holder):
+            return replace(made, why="which reduces the norm of sharded gradients")
         return self._log(made, call) if name in _LOGS else self._of_model(made, call)
 
     def _of_model(self, made: Collective, call: ast.Call) -> Collective | None:
@@ -353,6 +363,20 @@ class Surroundings:
         if any(dotted(value) in self.metrics for value in values):
             return replace(made, pairs_with=LOG, why="which gathers a metric from all ranks", on_step=False)
         return None
+
+
+def _returned(body: Sequence[ast.stmt]) -> ast.expr | None:
+    """What a function returns that does nothing but to choose it."""
+    if not body:
+        return None
+    first, *rest = body
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        return _returned(rest)
+    if isinstance(first, ast.If):
+        yes = _returned(first.body)
+        no = _returned(first.orelse or rest)
+        return ast.IfExp(first.test, yes, no) if yes is not None and no is not None else None
+    return first.value if isinstance(first, ast.Return) else None
 
 
 def _sharded(node: ast.AST) -> ast.expr | None:

@@ -58,7 +58,7 @@ _GUESSES = {
 _OF_ONE_RANK = words(
     "main_process_only master_only on_last_process on_local_main_process on_main_process rank_zero_only"
 )
-_OF_A_MESH = ("full_tensor",)  # whose ranks may have the same batch
+_OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
@@ -325,8 +325,6 @@ class _Function:
             surroundings=self.scope.surroundings,
             made_by=self.scope.made_by,
             decisions={**self._on_several, **decisions},
-            silent=self._silent,
-            whole=not decisions,
             caught=caught,
         )
         way.walk()
@@ -362,10 +360,6 @@ class _Function:
         """Whether it is a step, or runs the backward pass itself."""
         backward = any(dotted(each.func).endswith(".backward") for each in nodes(self.node, ast.Call))
         return self.name.endswith("_step") or backward
-
-    @cached_property
-    def _silent(self) -> set[int]:
-        return set()
 
     @cached_property
     def _interesting(self) -> bool:

@@ -48,7 +48,9 @@ class _Plain(ast.NodeTransformer):
             test = _as_test(node.subject, case.pattern)
             if case.guard is not None:
                 test = ast.BoolOp(ast.And(), [test, case.guard])
-            branch = ast.copy_location(ast.If(test, case.body, chain), case.pattern)
+            branch = ast.copy_location(
+                ast.If(test, [*_named(node.subject, case.pattern), *case.body], chain), case.pattern
+            )
             branch.end_lineno = node.end_lineno
             chain = [branch]
         return chain[0]
@@ -68,11 +70,18 @@ class _Plain(ast.NodeTransformer):
 
 def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
     """`subject == value` of `case value`; a pattern that is more than values as a name."""
-    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None and pattern.name is None:
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
         return ast.Constant(True)
     if isinstance(pattern, ast.MatchValue):
         return ast.Compare(subject, [ast.Eq()], [pattern.value])
     if isinstance(pattern, ast.MatchOr) and all(isinstance(each, ast.MatchValue) for each in pattern.patterns):
         values = [each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)]
         return ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
-    return ast.Compare(subject, [ast.Is()], [ast.Name(ast.unparse(pattern), ast.Load())])
+    kind = ast.Constant(pattern.value) if isinstance(pattern, ast.MatchSingleton) else ast.Name(ast.unparse(pattern))
+    return ast.Compare(subject, [ast.Is()], [kind])
+
+
+def _named(subject: ast.expr, pattern: ast.pattern) -> list[ast.stmt]:
+    """`name = subject` of `case name`"""
+    name = pattern.name if isinstance(pattern, ast.MatchAs) and pattern.pattern is None else None
+    return [ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], subject), pattern)] if name else []

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nemo_patches.tools.doctor.collectives import Names
@@ -27,15 +28,19 @@ _FIRST = words(
 )
 _SIZES = words(
     """
-    get_num_processes get_world_size n_procs nprocs num_processes num_replicas world_size ddp_world_size
+    data_parallel_size data_parallel_world_size ddp_world_size dp_size dp_world_size
+    get_data_parallel_world_size get_num_processes get_world_size n_procs nprocs num_processes
+    num_replicas world_size
     """
 )
 _SEVERAL = words(
     """
-    ddp distributed is_ddp is_dist is_dist_avail_and_initialized is_dist_initialized is_distributed
-    is_distributed_initialized is_torch_distributed use_ddp use_dist use_distributed using_ddp
+    ddp ddp_enabled dist_enabled distributed distributed_enabled is_ddp is_dist
+    is_dist_avail_and_initialized is_dist_initialized is_distributed is_distributed_initialized
+    is_multi_gpu is_torch_distributed multi_gpu use_ddp use_dist use_distributed using_ddp
     """
 )
+_ALONE = words("is_single_gpu is_single_process single_gpu single_process")
 _READY = words("is_available is_initialized")  # of torch.distributed
 _VARIABLES = words("RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK")
 _SIZE_VARIABLES = words("WORLD_SIZE SLURM_NTASKS OMPI_COMM_WORLD_SIZE")
@@ -45,6 +50,10 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.Mod: lambda left, right: left % right if isinstance(left, int) else UNKNOWN,
     ast.Add: operator.add,
+    ast.Mult: operator.mul,
+    ast.BitAnd: operator.and_,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
     ast.Sub: operator.sub,
     ast.FloorDiv: operator.floordiv,
     ast.Eq: operator.eq,
@@ -76,7 +85,7 @@ class Member:
 
 FIRST = Member(0)
 _PROBES = (*map(Member, range(9)), Member(_MANY - 1))  # in which a test on the rank shows
-_TRIED = (0, 1, _MANY - 1)  # beside the ranks that a test names
+_TRIED = 24  # ranks, beside those that a test names
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class RankTests:
 
     names: Names
     assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
+    _on_several: dict[int, bool | str] = field(default_factory=dict)
+    _without: dict[str, RankTests] = field(default_factory=dict)
 
     def decided(self, test: ast.expr, member: Member) -> bool | str:
         """Whether a test holds on a rank, or the text of what else it depends on."""
@@ -106,11 +117,16 @@ class RankTests:
 
     def decided_on_several(self, test: ast.expr) -> bool | str:
         """What a test says on all ranks wherever there are several, whatever their number."""
+        if id(test) not in self._on_several:
+            self._on_several[id(test)] = self._decided_on_several(test)
+        return self._on_several[id(test)]
+
+    def _decided_on_several(self, test: ast.expr) -> bool | str:
         answer = self.decided(test, FIRST)
         if answer == text_of(test):
             return answer
         sizes = {_FEW, _MANY, *(number for number in self._numbers([test]) if number > _FEW)}
-        members = (*self.members([test]), *(Member(0, size) for size in sizes))
+        members = (*(Member(0, size) for size in sizes), *map(Member, self._tried([test])))
         alike = all(self.decided(test, each) == answer for each in members)
         return answer if alike else text_of(test)
 
@@ -126,9 +142,16 @@ class RankTests:
         return self._is_rank(test) and not isinstance(self._value(test, FIRST), str)  # a variable that is set
 
     def members(self, tests: Iterable[ast.expr]) -> list[Member]:
-        """The ranks on which some tests may differ: those that they name, and ranks that they do not name."""
-        ranks = {*_TRIED, *self._numbers(tests)}
-        return [Member(rank) for rank in sorted(ranks)[:_MOST_MEMBERS] if rank < _MANY]
+        """Ranks, one for each way in which some tests may be decided; those that the tests name are among them."""
+        tests = list(tests)
+        found: dict[tuple[bool | str, ...], Member] = {}
+        for member in map(Member, self._tried(tests)):
+            found.setdefault(tuple(self.decided(test, member) for test in tests), member)
+        return list(found.values())[:_MOST_MEMBERS]
+
+    def _tried(self, tests: Sequence[ast.expr]) -> list[int]:
+        ranks = {*range(_TRIED), *self._numbers(tests), _MANY - 1}
+        return sorted(rank for rank in ranks if rank < _MANY)
 
     def _numbers(self, tests: Iterable[ast.expr]) -> set[int]:
         """The numbers in some tests, and in what their variables are assigned, each with the next one."""
@@ -175,6 +198,9 @@ class RankTests:
         if isinstance(node, ast.BoolOp):
             decided = self.decided(node, member)
             return UNKNOWN if isinstance(decided, str) else decided
+        if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith("os.environ"):
+            known = isinstance(node.left, ast.Constant) and node.left.value in _VARIABLES | _SIZE_VARIABLES
+            return isinstance(node.ops[0], ast.In) if known else UNKNOWN
         return applied(node, lambda each: self._value(each, member, steps + 1))
 
     def _of_rank(self, given: Sequence[ast.expr], member: Member, steps: int, only: ast.expr | None = None) -> Any:
@@ -186,19 +212,25 @@ class RankTests:
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
         given = self.assigned[name]
-        inner = RankTests(self.names, {other: values for other, values in self.assigned.items() if other != name})
-        return inner._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
+        if name not in self._without:
+            others = {other: values for other, values in self.assigned.items() if other != name}
+            self._without[name] = RankTests(self.names, others)
+        return self._without[name]._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
 
     def _own(self, node: ast.expr, member: Member, steps: int) -> Any:
         """Of a function of this file, or an attribute that it sets, which stands for one expression."""
         called = node.func if isinstance(node, ast.Call) and not node.args and not node.keywords else node
         given = self.names.returned.get(dotted(called))
         if given is not None:
-            own = RankTests(self.names, self.names.assigned)._value(given, member, steps + 1)
+            own = self._of_module._value(given, member, steps + 1)
             of_a_matrix = dotted(called).endswith(".rank") and not _SOUNDS_LIKE_RANK.search(text_of(given))
             if own is not UNKNOWN or of_a_matrix:
                 return own
         return self._named(node, member, steps)
+
+    @cached_property
+    def _of_module(self) -> RankTests:
+        return RankTests(self.names, self.names.assigned)
 
     def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
         if isinstance(node, ast.Subscript):
@@ -223,6 +255,10 @@ class RankTests:
             return member.rank == 0
         if name in _SIZES:
             return member.ranks
+        if name in _ALONE:
+            return False
+        if name == "distributed_type" or origin.endswith("DistributedType.NO"):  # of accelerate
+            return "NO" if origin.endswith("NO") else "several"
         of_torch = name in _READY and origin.rpartition(".")[0].endswith(("dist", "distributed", "comm"))
         return True if of_torch or name in _SEVERAL else UNKNOWN
 

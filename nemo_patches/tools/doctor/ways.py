@@ -80,9 +80,7 @@ class Way:
     surroundings: Surroundings
     made_by: Callable[[ast.Call], tuple[Collective, ...]]
     decisions: Decisions
-    silent: set[int]  # expressions, by id, in which an open way has found no collective
     caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None
-    whole: bool = False  # whether only what is alike on all ranks is decided
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     raised: bool = False
@@ -109,8 +107,7 @@ class Way:
         if isinstance(node, DEFINITIONS):
             return None
         if isinstance(node, ast.If):
-            self._expression(node.test)
-            return self._either(node, node.test, node.body, node.orelse)
+            return self._if(node)
         if isinstance(node, ast.For):
             self._expression(node.iter)
             return self._loop(f"for {text_of(node.iter)}", node)
@@ -128,7 +125,7 @@ class Way:
             self._unsynced -= unsynced
             return end
         if isinstance(node, ast.Return):
-            return self._return(node, node.value)
+            return self._return(node)
         if isinstance(node, (ast.Break, ast.Continue)):
             end = End.BREAK if isinstance(node, ast.Break) else End.CONTINUE
             self.exits.append(Exit(end.value, node.lineno, self._guards))
@@ -169,12 +166,13 @@ class Way:
         else:
             self._nothing -= set(map(dotted, node.targets))
 
-    def _either(self, node: ast.AST, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> End | None:
-        decided = self._decided(node, test)
+    def _if(self, node: ast.If) -> End | None:
+        self._expression(node.test)
+        decided = self._decided(node, node.test)
         if isinstance(decided, bool):
-            return self._taken(body if decided else orelse)
-        yes = self._branch(body, decided)
-        no = self._branch(orelse, f"not ({decided})")
+            return self._taken(node.body if decided else node.orelse)
+        yes = self._branch(node.body, decided)
+        no = self._branch(node.orelse, f"not ({decided})")
         if yes is None or no is None:
             return None
         return yes if no is End.RAISE else no
@@ -273,7 +271,8 @@ class Way:
         self._caught_as = outer
         return end
 
-    def _return(self, node: ast.Return, value: ast.expr | None) -> End:
+    def _return(self, node: ast.Return) -> End:
+        value = node.value
         if value is not None:
             self._expression(value)
         nothing = value is None or self._without_gradient(value)
@@ -310,34 +309,20 @@ class Way:
 
     def _expression(self, node: ast.AST) -> None:
         """Add its calls, in the order in which they are made."""
-        if id(node) in self.silent:
-            return
-        before = len(self.events)
-        self._calls_in(node)
-        if len(self.events) == before and self.whole and self.caught is None:
-            self.silent.add(id(node))
-
-    def _calls_in(self, node: ast.AST) -> None:
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, ast.IfExp):
             self._expression(node.test)
-            decided = self._decided(node, node.test)
-            if isinstance(decided, bool):
-                self._expression(node.body if decided else node.orelse)
-                return
-            with self._under(decided):
-                self._expression(node.body)
-            with self._under(f"not ({decided})"):
-                self._expression(node.orelse)
+            for holds, guards in self._alternatives(node, node.test):
+                with self._under(*guards):
+                    self._expression(node.body if holds else node.orelse)
             return
         if isinstance(node, ast.BoolOp):
-            self._expression(node.values[0])
-            decided = self._decided(node, node.values[0])
-            goes_on = isinstance(node.op, ast.And)
-            if isinstance(decided, str) or decided is goes_on:
-                with self._under(*([decided] if isinstance(decided, str) else [])):
-                    for each in node.values[1:]:
+            first, *others = node.values
+            self._expression(first)
+            for holds, guards in self._alternatives(node, first):
+                with self._under(*guards):
+                    for each in others if holds is isinstance(node.op, ast.And) else ():
                         self._expression(each)
             return
         if isinstance(node, COMPREHENSIONS):
@@ -359,6 +344,13 @@ class Way:
             read = self.surroundings.property_read(node)
             if read is not None:
                 self._add(read)
+
+    def _alternatives(self, node: ast.expr, test: ast.expr) -> list[tuple[bool, Guards]]:
+        """Whether a test holds; where that is open both, each under its guard."""
+        decided = self._decided(node, test)
+        if isinstance(decided, bool):
+            return [(decided, ())]
+        return [(True, (decided,)), (False, (f"not ({decided})",))]
 
     def _add(self, collective: Collective) -> None:
         after = frozenset(guards for left in self._left.values() for guards in left)
