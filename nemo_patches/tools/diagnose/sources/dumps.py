@@ -368,11 +368,9 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
 def _training(dump: Dump) -> _Stack:
     """Its main thread; in backward, with the frames that autograd's own thread runs for it."""
     main = dump.main
-    others = [stack for stack in dump.stacks if stack is not main]
-    found = of_autograd(main.frames, [stack.frames for stack in others])
-    if found is None:
+    theirs = of_autograd(main, [stack for stack in dump.stacks if stack is not main])
+    if theirs is None:
         return main
-    theirs = others[found]
     counters = {**theirs.counters, **main.counters}
     return replace(main, frames=[*theirs.frames, *main.frames], counters=counters, line=theirs.line)
 

@@ -186,11 +186,9 @@ def _training(sample: Sample) -> Thread | None:
     main = sample.main
     if main is None:
         return None
-    others = [thread for thread in sample.threads if thread.tid != sample.pid]
-    found = of_autograd(main.frames, [thread.frames for thread in others])
-    if found is None:
+    theirs = of_autograd(main, [thread for thread in sample.threads if thread.tid != sample.pid])
+    if theirs is None:
         return main
-    theirs = others[found]
     return replace(
         main,
         frames=(*theirs.frames, *main.frames),
