@@ -115,6 +115,16 @@ def test_nobody_in_a_collective_is_looked_at_until_it_is_a_hang() -> None:
     assert found.verdict.startswith("So far no hang: ranks 0-2 are in no collective"), found
 
 
+def test_one_of_those_that_wait_alike_is_not_accused_for_having_waited_longer() -> None:
+    """Ranks poll their loader's workers, each at another moment."""
+    alike = [
+        facts(rank, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=seconds))
+        for rank, seconds in ((0, 33.0), (1, 4.0), (2, 33.0))
+    ]
+    found = report(*alike)
+    assert found.verdict.startswith("So far no hang: ranks 0-2 are in no collective") and not found.findings, found
+
+
 def test_a_start_up_that_hangs_is_no_skipped_backward() -> None:
     def starting(line: int) -> Place:
         way = ("main (train.py:9)", f"rendezvous (rendezvous.py:{line})")

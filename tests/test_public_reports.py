@@ -377,8 +377,8 @@ LOGS = {
     "the worker and its file come first in what a stall line knew": Report(
         log(
             "nemo_patches WARNING [rank 0/2 node1] no step for 60 s. rank 1 (node1, pid 33): select (selectors.py:415) "
-            "< train (train.py:28); its data loader's worker 3 (pid 81) has /data/s.tar open | rank 0: barrier, in save "
-            "(train.py:9)"
+            "< train (train.py:28); its data loader's worker 3 (pid 81) has /data/s.tar open | rank 0: barrier, in "
+            "save (train.py:9)"
         ),
         ids.MISSING_RANK,
         (1,),

@@ -152,14 +152,8 @@ def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Fi
 def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
     bad = [one for one in seen if one.fate_kind in (*HELD, fates.GONE, fates.SILENT)]
     here = [one for one in seen if one.fate_kind not in GONE_FATES]
-    stuck = [
-        one
-        for one in here
-        if one.place_fact
-        and one.was_looked_at_twice
-        and not one.moved
-        and (one.still_s or 0.0) >= hearing.stuck_after_s
-    ]
+    unmoved = [one for one in here if one.place_fact and one.was_looked_at_twice and not one.moved]
+    stuck = [one for one in unmoved if (one.still_s or 0.0) >= hearing.stuck_after_s]
     evidence = evidence_of(seen)
     if not bad and len(stuck) == len(seen) > 1 and not hearing.unseen:
         places = sorted({one.place.worker or one.place.where for one in stuck})
@@ -175,7 +169,7 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         ):
             return Ruling()  # by_ends.py has the better answer, if their ends are known
         return Ruling(tuple(all_absent(bad, None, evidence)))
-    if stuck and not moving and not hearing.unseen:
+    if stuck and not moving and not hearing.unseen and len(stuck) == len(unmoved):
         return Ruling(tuple(all_absent(stuck, None, evidence)))
     if moving:
         return _goes_on(moving)

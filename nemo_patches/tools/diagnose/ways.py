@@ -44,7 +44,8 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
             text += "collective that the other side waits in"
             if loop := _inner_loop(behind[0].place, level, around):
-                text += f", in a loop that {ahead} left, at {loop}: fewer batches there, or one left it out."
+                text += f", in a loop that {ahead} left, or never came to, at {loop}: fewer batches there, or a call "
+                text += "that only some ranks make."
                 return Reason(ids.SKIPPED, text)
             return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
     step, their_step = _step(one.way[level]), _step(other.way[level])
@@ -92,8 +93,8 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
     if not same:
         return None
     name = next((name for name in reversed(same) if mine.loops.get(name, 0) > 0), same[-1])
-    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} passed that line without this call, or has "
-    return Reason(ids.SKIPPED, text + "come from it.")
+    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} passed that line without this call, or "
+    return Reason(ids.SKIPPED, text + "came from it.")
 
 
 def apart(waiting: Sequence[Account]) -> str:
