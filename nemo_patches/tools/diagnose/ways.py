@@ -80,7 +80,7 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
             continue
         if came_to == value and theirs.loops.get(name, begins) < begins:
             text = f"At the same step ({name} = {value}) {place}: {ahead} came to the loop's end, after as many steps, "
-            text += f"without this call: one was left out in a step before, or {behind} made one more."
+            text += f"without this call: a step before has left one out, or {behind} made one more."
             return Reason(ids.SKIPPED, text)
         is_in_later_loop = theirs.loops.get(name, 0) > max(begins, 0)  # which sets the same variable
         if came_to < value and not is_in_later_loop:
