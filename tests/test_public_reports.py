@@ -402,6 +402,15 @@ LOGS = {
         ("had a connection closed",),
         ("time limit",),
     ),
+    "a thread that died on a rank that nothing else names": Report(
+        log(
+            *prefixed(1, "Exception in thread Thread-3 (produce):", *READ_TRACEBACK),
+            *timed_out(0, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("The log of rank 1 has ValueError: a.wav is empty, in its thread Thread-3 in read (data.py:41)",),
+    ),
     "ranks as srun -l writes them": Report(
         log(
             *labelled("{}: ", (0, 9), *READ_TRACEBACK),

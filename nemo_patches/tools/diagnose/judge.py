@@ -103,13 +103,16 @@ def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
         return ruling
     first, *rest = ruling.findings
     for fact in hearing.told(fates.LOGGED):
-        if fact.rank not in (*first.ranks, NOT_TOLD):
+        if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
             continue
+        assert isinstance(fact.value, Fate)
+        at = f" in {inner(fact.value.where)}" if fact.value.where else ""
         if ", in its thread " in fact.fate_text:
-            first = replace(first, text=f"{first.text} Its log has {fact.fate_text} [{fact.cite}].")
+            log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
+            first = replace(first, text=f"{first.text} {log} has {fact.fate_text}{at} [{fact.cite}].")
             break
         if first.id == ids.KILLED:
-            text = f"{first.text} Or it ended by {fact.fate_text} [{fact.cite}], which no line ties to a rank."
+            text = f"{first.text} Or it ended by {fact.fate_text}{at} [{fact.cite}], which no line ties to a rank."
             first = replace(first, text=text)
             break
     if not hearing.contradictions:
