@@ -36,7 +36,7 @@ _NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # a number
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 # "=== Rank 3: host:port ===" of torch.distributed.debug, and what people write between stacks.
 _HEADING = re.compile(
-    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ =:_]{0,2}(\d{1,7}):?\s*$)", re.IGNORECASE
+    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ _]?(\d{1,7}):?\s*$)", re.IGNORECASE
 )
 _NEW_PROCESS = re.compile(r"Process (\d+): (.*)")
 _LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,5})\b")
