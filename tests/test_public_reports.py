@@ -402,6 +402,27 @@ LOGS = {
         ("had a connection closed",),
         ("time limit",),
     ),
+    "a loader's worker that the kernel killed is no rank": Report(
+        log("[1.2] Memory cgroup out of memory: Killed process 4711 (pt_data_worker)"),
+        ids.OUT_OF_MEMORY,
+        (),
+        ("A process of the job was killed",),
+        ("A rank",),
+    ),
+    "ranks that were only told of a time-out": Report(
+        log(heard(1), heard(2)),
+        ids.NOT_ENOUGH,
+        (),
+        ("Ranks 1-2 [train.log:1, ...]: it was told of another rank's time-out, and had none itself",),
+        exit_code=2,
+    ),
+    "ranks that Ctrl-C ended": Report(
+        log(*prefixed(0, *READ_TRACEBACK[:2], "KeyboardInterrupt")),
+        ids.NOT_ENOUGH,
+        (),
+        ("Rank 0 [train.log:3]: somebody ended it (KeyboardInterrupt)",),
+        exit_code=2,
+    ),
     "a thread that died on a rank that nothing else names": Report(
         log(
             *prefixed(1, "Exception in thread Thread-3 (produce):", *READ_TRACEBACK),
