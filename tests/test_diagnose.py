@@ -159,12 +159,6 @@ SCENARIOS = {
     "exception on all ranks": Scenario(
         [[*steps(30), Call(raises="ValueError"), *OUT] for _ in range(4)], ids.EXCEPTION, (0, 1, 2, 3), 31
     ),
-    "exception that was swallowed": Scenario(
-        four(steps(30), [Call(raises="OutOfMemoryError"), Gradients(), *steps(5), *OUT], [*steps(6), *OUT]),
-        ids.CAUGHT,
-        (2,),
-        31,
-    ),
     "not patched": Scenario(
         four(steps(3), [], []),
         ids.MISSING_RANK,

@@ -28,6 +28,7 @@ from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.samples import Frame, Sample, Thread
 from nemo_patches.tools.diagnose.facts import Fate, Motion, Place
 from nemo_patches.tools.diagnose.findings import Diagnosis, RankSummary
+from nemo_patches.tools.diagnose.verdicts import LOADER
 
 pytestmark = [pytest.mark.one_nemo]
 
@@ -113,6 +114,24 @@ def test_nobody_in_a_collective_is_looked_at_until_it_is_a_hang() -> None:
         facts(2, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=5.0)),
     )
     assert found.verdict.startswith("So far no hang: ranks 0-2 are in no collective"), found
+
+
+def test_a_collective_in_forked_loader_workers_is_told_with_what_to_do() -> None:
+    place = replace(ELSEWHERE, activity=LOADER, worker="its worker (pid 7) is in all_reduce (distributed_c10d.py:3252)")
+    found = report(*(still(rank, place) for rank in range(3)))
+    assert (found.findings[0].id, found.findings[0].ranks) == (ids.NO_RANK_MOVES, ())
+    assert "they wait for their data loader: its worker (pid 7) is in all_reduce" in found.verdict
+    assert found.next_step.startswith("Take the collective out of")
+
+
+def test_one_of_those_that_wait_alike_is_not_accused_for_having_waited_longer() -> None:
+    """Ranks poll their loader's workers, each at another moment."""
+    alike = [
+        facts(rank, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=seconds))
+        for rank, seconds in ((0, 33.0), (1, 4.0), (2, 33.0))
+    ]
+    found = report(*alike)
+    assert found.verdict.startswith("So far no hang: ranks 0-2 are in no collective") and not found.findings, found
 
 
 def test_a_start_up_that_hangs_is_no_skipped_backward() -> None:

@@ -9,7 +9,9 @@ import pytest
 from test_watchdog_log import diagnose_logs
 
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.facts import Evidence, Fate
 from nemo_patches.tools.diagnose.sources import logs
+from nemo_patches.tools.diagnose.sources.stall_reports import Group
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -372,6 +374,64 @@ LOGS = {
         (),
         ("could not be resolved: head: -2",),
     ),
+    "the worker and its file come first in what a stall line knew": Report(
+        log(
+            "nemo_patches WARNING [rank 0/2 node1] no step for 60 s. rank 1 (node1, pid 33): select (selectors.py:415) "
+            "< train (train.py:28); its data loader's worker 3 (pid 81) has /data/s.tar open | rank 0: barrier, in "
+            "save (train.py:9)"
+        ),
+        ids.MISSING_RANK,
+        (1,),
+        ("Rank 1: its data loader's worker 3 (pid 81) has /data/s.tar open. It has not entered barrier of save",),
+    ),
+    "the recorder's stack with a prefix": Report(
+        log(
+            *timed_out(0, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
+            "[rank0]:[E901 07:00:01.0 ProcessGroupNCCL.cpp:682] Stack trace of the failed collective: ",
+            "[rank0]: #0 all_reduce from /v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:2810",
+            "[rank0]: #1 step from /job/train.py:50",
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("waited in ALLREDUCE",),
+    ),
+    "Gloo that could not connect had no time limit": Report(
+        log(*prefixed(2, "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error")),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("had a connection closed",),
+        ("time limit",),
+    ),
+    "a loader's worker that the kernel killed is no rank": Report(
+        log("[1.2] Memory cgroup out of memory: Killed process 4711 (pt_data_worker)"),
+        ids.OUT_OF_MEMORY,
+        (),
+        ("A process of the job was killed",),
+        ("A rank",),
+    ),
+    "ranks that were only told of a time-out": Report(
+        log(heard(1), heard(2)),
+        ids.NOT_ENOUGH,
+        (),
+        ("Ranks 1-2 [train.log:1, ...]: it was told of another rank's time-out, and had none itself",),
+        exit_code=2,
+    ),
+    "ranks that Ctrl-C ended": Report(
+        log(*prefixed(0, *READ_TRACEBACK[:2], "KeyboardInterrupt")),
+        ids.NOT_ENOUGH,
+        (),
+        ("Rank 0 [train.log:3]: somebody ended it (KeyboardInterrupt)",),
+        exit_code=2,
+    ),
+    "a thread that died on a rank that nothing else names": Report(
+        log(
+            *prefixed(1, "Exception in thread Thread-3 (produce):", *READ_TRACEBACK),
+            *timed_out(0, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("The log of rank 1 has ValueError: a.wav is empty, in its thread Thread-3 in read (data.py:41)",),
+    ),
     "ranks as srun -l writes them": Report(
         log(
             *labelled("{}: ", (0, 9), *READ_TRACEBACK),
@@ -644,6 +704,21 @@ STACKS = {
 @pytest.mark.parametrize("name", STACKS)
 def test_stacks(name: str, tmp_path: Path) -> None:
     check(STACKS[name], tmp_path)
+
+
+def test_the_recorders_stack_with_a_prefix_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(LOGS["the recorder's stack with a prefix"].files["train.log"])
+    evidence = Evidence()
+    logs.read([tmp_path / "train.log"], evidence)
+    places = [one.value.where for one in evidence.facts if isinstance(one.value, Fate)]
+    assert "all_reduce (distributed_c10d.py:2810) < step (train.py:50)" in places
+
+
+def test_a_stall_report_tells_the_worker_first() -> None:
+    states = ("worker 3 (pid 81) has /data/s.tar open", "worker 4 (pid 82) computes")
+    group = Group((1,), "elsewhere", "n1", 7, 5, 60.0, "select (selectors.py:415)", "", worker_states=states)
+    assert group.place.worker == "its data loader's worker 3 (pid 81) has /data/s.tar open"
+    assert group.place.details == ("its data loader's worker 4 (pid 82) computes",)
 
 
 def test_a_thread_is_told_of_the_rank_that_has_it(tmp_path: Path) -> None:

@@ -527,6 +527,41 @@ def test_the_worker_that_a_rank_waits_for(frames: Any, state: str, told: str) ->
     assert of(job, Motion) == Motion(False, still_s=52.0)  # its workers' time: it looks for dead ones every few seconds
 
 
+IN_POOL = (
+    samples.Frame("wait", "/usr/lib/python3.11/threading.py", 327),
+    samples.Frame("ApplyResult.get", "/usr/lib/python3.11/multiprocessing/pool.py", 768),
+    samples.Frame("decode", "/job/train.py", 80),
+)
+WAITS_FOR_A_TASK = (
+    samples.Frame("SimpleQueue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 365),
+    samples.Frame("worker", "/usr/lib/python3.11/multiprocessing/pool.py", 114),
+    samples.Frame("BaseProcess._bootstrap", "/usr/lib/python3.11/multiprocessing/process.py", 314),
+    samples.Frame("decode", "/job/train.py", 79),  # of its parent, which it was forked from
+)
+HAS_A_TASK = (samples.Frame("decode_file", "/job/train.py", 12), *WAITS_FOR_A_TASK[1:])
+
+
+@pytest.mark.parametrize(
+    ("of_children", "said"),
+    [
+        ((WAITS_FOR_A_TASK, WAITS_FOR_A_TASK), True),
+        ((WAITS_FOR_A_TASK, HAS_A_TASK), False),
+        ((WAITS_FOR_A_TASK, ()), False),
+        ((WAITS_FOR_A_TASK,) * samples.MOST_CHILDREN, False),
+    ],
+    ids=["all wait", "one works", "one is not read", "there may be more"],
+)
+def test_a_pool_has_lost_a_task_where_all_its_children_wait_for_one(of_children: Any, said: bool) -> None:
+    children = tuple(
+        samples.Sample(200 + number, "S", threads=(samples.Thread(tid=200 + number, frames=frames),))
+        for number, frames in enumerate(of_children)
+    )
+    main = samples.Thread(tid=100, frames=IN_POOL)
+    two = tuple(samples.Sample(100, "S", at, threads=(main,), workers=children) for at in (10.0, 12.0))
+    details = of(HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),)), Place).details
+    assert ("the child that had the task was killed" in "; ".join(details)) == said
+
+
 @pytest.mark.parametrize(
     ("state", "channel", "told"),
     [

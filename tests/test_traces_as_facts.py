@@ -90,7 +90,7 @@ def test_a_traceback_in_the_log_may_be_the_end_of_a_rank_without_one(tmp_path: P
     parts = [*reading.read(reading.find([tmp_path])), ("traces", reading.of_traces(Folder(tmp_path).read()))]
     first = judge(reading.joined(parts)).findings[0]
     assert (first.id, first.ranks) == (ids.KILLED, (1,))
-    assert "Or it ended by ValueError: a.wav is empty [train.log:3]" in first.text
+    assert "Or it ended by ValueError: a.wav is empty in read (data.py:41) [train.log:3]" in first.text
 
 
 def test_a_rank_without_a_trace_may_have_made_the_call_that_others_are_in(tmp_path: Path) -> None:

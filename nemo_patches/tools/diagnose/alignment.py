@@ -50,9 +50,6 @@ class Clocks:
         """Seconds of a rank's own trace on the common scale; None where that cannot be told."""
         return at + self.offsets[rank] if rank in self.offsets else None
 
-    def common_or_own(self, rank: int, at: float) -> float:
-        return at + self.offsets.get(rank, 0.0)
-
 
 def shared_rounds(tracks: dict[int, Track]) -> Rounds:
     ranks = tuple(sorted(tracks))

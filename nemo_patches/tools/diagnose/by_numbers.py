@@ -24,6 +24,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     parties,
     reading_of,
     same_kind,
+    step_of,
     title_of,
 )
 
@@ -93,9 +94,11 @@ def _of_judgement(one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, 
     if one.id == seats.ALL_IN and one.seat.group in hearing.evidence.partly_known:
         return []  # a rank of which nothing is known may be missing
     if one.id == seats.ALL_IN:
-        unseen = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
-        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it{unseen}."
-        return [finding(ids.ALL_IN, text, evidence=evidence)]
+        text = f"All {len(one.waiting)} ranks have entered {title}, and none has completed it."
+        if not hearing.unseen:
+            return [finding(ids.ALL_IN, text, evidence=evidence)]
+        text = f"{text[:-1]}; nothing is known of {named(hearing.unseen)}, of which some may be missing."
+        return [finding(ids.ALL_IN, text, evidence=evidence, next_step=step_of(ids.NOT_SEEN))]
     came = f"{named(one.absent)} came to it after {'its' if len(one.absent) == 1 else 'their'} own"
     text = f"The records were not made at one time: {title} was completed, so {came}."
     return [finding(ids.NOT_ENOUGH, text, next_step="Take the dumps of all ranks while the job hangs.")]

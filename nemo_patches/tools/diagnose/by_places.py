@@ -17,6 +17,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     ENDING,
     Wait,
     all_absent,
+    doings,
     evidence_of,
     finding,
     in_no_collective,
@@ -32,6 +33,10 @@ _START = "init_process_group"
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 
+_COLLECTIVE_IN_WORKERS = (
+    "Take the collective out of what the data loader's workers run: a worker has no part in its rank's process group, "
+    "and ranks may fetch unlike numbers of samples."
+)
 HAS_ENDED = "The job has ended: none of its processes is there any more."
 
 
@@ -152,21 +157,15 @@ def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Fi
 def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) -> Ruling:
     bad = [one for one in seen if one.fate_kind in (*HELD, fates.GONE, fates.SILENT)]
     here = [one for one in seen if one.fate_kind not in GONE_FATES]
-    stuck = [
-        one
-        for one in here
-        if one.place_fact
-        and one.was_looked_at_twice
-        and not one.moved
-        and (one.still_s or 0.0) >= hearing.stuck_after_s
-    ]
+    unmoved = [one for one in here if one.place_fact and one.was_looked_at_twice and not one.moved]
+    stuck = [one for one in unmoved if (one.still_s or 0.0) >= hearing.stuck_after_s]
     evidence = evidence_of(seen)
     if not bad and len(stuck) == len(seen) > 1 and not hearing.unseen:
-        places = sorted({one.place.worker or one.place.where for one in stuck})
         least = min(one.still_s or 0.0 for one in stuck)
-        where = f"all are in {places[0]}" if len(places) == 1 else f"they are in {'; '.join(places[:3])}"
-        text = f"No rank is in a collective, and none has moved for {least:.0f} s: {where}."
-        return Ruling((finding(ids.NO_RANK_MOVES, text, evidence=evidence),))
+        text = f"No rank is in a collective, and none has moved for {least:.0f} s: {doings(stuck)}."
+        are_in_workers = all("(distributed_c10d.py:" in one.place.worker for one in stuck)
+        step = _COLLECTIVE_IN_WORKERS if are_in_workers else ""
+        return Ruling((finding(ids.NO_RANK_MOVES, text, evidence=evidence, next_step=step),))
     if bad:
         if (
             not moving
@@ -175,7 +174,7 @@ def _nobody_waits(hearing: Hearing, seen: list[Account], moving: list[Account]) 
         ):
             return Ruling()  # by_ends.py has the better answer, if their ends are known
         return Ruling(tuple(all_absent(bad, None, evidence)))
-    if stuck and not moving and not hearing.unseen:
+    if stuck and not moving and not hearing.unseen and len(stuck) == len(unmoved):
         return Ruling(tuple(all_absent(stuck, None, evidence)))
     if moving:
         return _goes_on(moving)

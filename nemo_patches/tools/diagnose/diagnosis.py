@@ -12,7 +12,6 @@ from nemo_patches.tools.diagnose.case import Case, cases
 from nemo_patches.tools.diagnose.differences import different_sync, untraced_ranks
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import Evidence
-from nemo_patches.tools.diagnose.faults import caught_exceptions
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Diagnosis, Finding, RankSummary
 from nemo_patches.tools.diagnose.folder import TracedJob, bounded
 from nemo_patches.tools.diagnose.judge import rule
@@ -78,7 +77,7 @@ def _of_encoder(case: Case) -> tuple[list[Finding], set[int]]:
     """The findings from its calls, and the ranks that are behind for a reason that one of them gives."""
     rows = uneven_rows(case)
     explained = _explained(case, rows)
-    findings = caught_exceptions(case)
+    findings = list[Finding]()
     for training in (True, False):
         if of_kind := [row for row in rows if row.training == training]:
             findings.append(uneven_calls(case, of_kind, explains=training in explained.values()))

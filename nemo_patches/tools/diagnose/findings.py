@@ -44,7 +44,6 @@ STOPPED_AT_ONCE = _id("all-stopped")
 SYNC_ENDED = _id("length-sync-ended")
 UNTRACED = _id("untraced-rank")
 NOT_ENOUGH = _id("not-enough-records")
-CAUGHT = _id("exception-caught")
 STRAGGLER = _id("straggler")
 LATE = _id("late")
 

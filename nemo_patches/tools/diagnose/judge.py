@@ -103,13 +103,16 @@ def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
         return ruling
     first, *rest = ruling.findings
     for fact in hearing.told(fates.LOGGED):
-        if fact.rank not in (*first.ranks, NOT_TOLD):
+        if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
             continue
+        assert isinstance(fact.value, Fate)
+        at = f" in {inner(fact.value.where)}" if fact.value.where else ""
         if ", in its thread " in fact.fate_text:
-            first = replace(first, text=f"{first.text} Its log has {fact.fate_text} [{fact.cite}].")
+            log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
+            first = replace(first, text=f"{first.text} {log} has {fact.fate_text}{at} [{fact.cite}].")
             break
         if first.id == ids.KILLED:
-            text = f"{first.text} Or it ended by {fact.fate_text} [{fact.cite}], which no line ties to a rank."
+            text = f"{first.text} Or it ended by {fact.fate_text}{at} [{fact.cite}], which no line ties to a rank."
             first = replace(first, text=text)
             break
     if not hearing.contradictions:
@@ -140,7 +143,11 @@ def _not_enough(evidence: Evidence) -> Finding:
     told = {fact.rank for fact in evidence.facts}
     unseen = sorted(set(range(min(evidence.world_size, _MOST_RANKS))) - told)
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
+    lines = evidence_of(accounts_of(evidence).values())
     text = f"Of {who(told)} something is told, and nothing that decides{of_others}."
+    if lines:
+        text = f"{capital(lines[0])}{of_others}. No line tells more."
+        looked_for = ""
     placed = [one for one in accounts_of(evidence).values() if one.place.where and not one.place.collective]
     if placed:
         text = f"{in_no_collective(placed)}: one look at each tells no more{of_others}."
@@ -150,15 +157,11 @@ def _not_enough(evidence: Evidence) -> Finding:
             text = (
                 f"{capital(who([fact.rank]))} went on ({fact.value.by}) [{fact.cite}], and nothing is told after that."
             )
-        if fact.fate_kind == fates.UNRESOLVED and not placed:
-            text = f"{capital(who([fact.rank]))} cannot resolve the address at which the ranks meet ({fact.fate_text}) "
-            text += f"[{fact.cite}]: if nothing came after that, the job hangs at its start."
-            looked_for = ""
         if isinstance(fact.value, Fate) and fact.value.kind == fates.LOGGED:
             at = f" in {inner(fact.value.where)}" if fact.value.where else ""
             text = f"The log of {who([fact.rank])} has a traceback, {fact.value.text}{at} [{fact.cite}], "
             text += "and nothing tells whether it ended the rank or was caught."
-    return finding(ids.NOT_ENOUGH, text + looked_for, evidence=evidence_of(accounts_of(evidence).values()))
+    return finding(ids.NOT_ENOUGH, text + looked_for, evidence=lines)
 
 
 def _causes(hearing: Hearing) -> list[Finding]:

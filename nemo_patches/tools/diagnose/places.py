@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging import waits
@@ -193,32 +193,6 @@ def waits_for_work(frames: Sequence[Frame]) -> bool:
     )
 
 
-def of_autograd(main: Sequence[Frame], others: Sequence[Sequence[Frame]]) -> int | None:
-    """Which of the other threads runs hooks for a main thread that is in backward, if one does.
-
-    On CUDA, autograd runs the hooks of FSDP, DeepSpeed and recomputation in threads of its own, which Python did not
-    start.
-    """
-    innermost = next((frame for frame in main if not is_native(frame)), None)
-    if innermost is None or not _in_torch(innermost).startswith("autograd/"):
-        return None
-    hooks = [
-        number
-        for number, frames in enumerate(others)
-        if any(not is_native(frame) for frame in frames)
-        and not any(_base(frame) == "threading.py" and _function(frame).startswith("_bootstrap") for frame in frames)
-    ]
-    waits_there = (number for number in hooks if place(others[number]).collective)
-    return next(waits_there, hooks[0] if hooks else None)
-
-
-def is_users(name: str, frames: Sequence[Frame]) -> bool:
-    """Whether a thread stands in the user's code."""
-    if name.startswith(_SERVICE_THREADS):
-        return False
-    return any(not is_library(frame) and not _SERVICE_FILES.search(frame.file) for frame in frames)
-
-
 class Looked(Protocol):
     """A thread at one look."""
 
@@ -227,6 +201,35 @@ class Looked(Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]: ...
+
+
+_Thread = TypeVar("_Thread", bound=Looked)
+
+
+def of_autograd(main: _Thread, others: Sequence[_Thread]) -> _Thread | None:
+    """The other thread that runs hooks for a main thread that is in backward, if one does.
+
+    On CUDA, autograd runs the hooks of FSDP, DeepSpeed and recomputation in threads of its own, which Python did not
+    start.
+    """
+    innermost = next((frame for frame in main.frames if not is_native(frame)), None)
+    if innermost is None or not _in_torch(innermost).startswith("autograd/"):
+        return None
+    hooks = [one for one in others if not all(map(is_native, one.frames)) and not any(map(_is_pythons, one.frames))]
+    waits_there = (one for one in hooks if place(one.frames).collective)
+    return next(waits_there, hooks[0] if hooks else None)
+
+
+def _is_pythons(frame: Frame) -> bool:
+    """Whether Python has started the thread of this frame."""
+    return _base(frame) == "threading.py" and _function(frame).startswith("_bootstrap")
+
+
+def is_users(name: str, frames: Sequence[Frame]) -> bool:
+    """Whether a thread stands in the user's code."""
+    if name.startswith(_SERVICE_THREADS):
+        return False
+    return any(not is_library(frame) and not _SERVICE_FILES.search(frame.file) for frame in frames)
 
 
 def went_on(before: Looked, now: Looked) -> str:

@@ -34,8 +34,9 @@ def diagnose(
     say = _Progress(len(ranks), stuck_after_s)
 
     def is_enough(seen: HostJob) -> bool:
-        say.age(seen)
-        return is_told(seen, stuck_after_s)
+        evidence = _seen(seen)
+        say.age(evidence)
+        return not rule(evidence, stuck_after_s).is_too_early
 
     job = look(ranks, is_enough, at_most_s=stuck_after_s + LONGER_S)
     say.end()
@@ -57,10 +58,10 @@ class _Progress:
         self._is_wanted = sys.stderr is not None and sys.stderr.isatty()
         self._say("looking")
 
-    def age(self, seen: HostJob) -> None:
+    def age(self, seen: Evidence) -> None:
         if not self._is_wanted:
             return
-        ages = [fact.value.still_s for fact in stacks.of_samples(seen) if isinstance(fact.value, Motion)]
+        ages = [fact.value.still_s for fact in seen.facts if isinstance(fact.value, Motion)]
         known = [age for age in ages if age is not None]
         self._say(f"the wait is {min(known):.0f} s old; looking until {self._until_s:.0f} s" if known else "looking")
 

@@ -334,8 +334,10 @@ def killed(accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[
     how = f" ({first.value.text})" if first.value.text else ""
     was = "was" if len(ranks) == 1 else "were"
     place = f", in {inner(at)}" if at else ""
-    text = f"{who(ranks)} {was} killed{how}{place} [{first.cite}]."
     kind = ids.OUT_OF_MEMORY if is_for_memory(first) else ids.KILLED
+    # A data loader's worker, or a program that a rank has started, may have been the one.
+    killed_one = "a process of the job" if kind == ids.OUT_OF_MEMORY and ranks == [NOT_TOLD] else who(ranks)
+    text = f"{killed_one} {was} killed{how}{place} [{first.cite}]."
     evidence = [*(cited(fact, fact.fate_text) for fact in facts), *evidence_of(others)]
     return finding(kind, text, ranks, evidence, accounts[0], next_step=_cure_of(first.value.text))
 

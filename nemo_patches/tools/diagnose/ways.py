@@ -44,9 +44,12 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
             text = f"{capital(mine)} {_is(few)} at {name} = {value}, {theirs} at {there}: {ahead} went on without a "
             text += "collective that the other side waits in"
             if loop := _inner_loop(behind[0].place, level, around):
-                text += f", in a loop that {ahead} left, at {loop}: fewer batches there, or one left it out."
+                text += f", in a loop that {ahead} left, or never came to, at {loop}: fewer batches there, or a call "
+                text += "that only some ranks make."
                 return Reason(ids.SKIPPED, text)
-            return Reason(ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception).")
+            return Reason(
+                ids.SKIPPED, f"{text} (a skipped backward, a swallowed exception, a call that only some make)."
+            )
     step, their_step = _step(one.way[level]), _step(other.way[level])
     if step.function != their_step.function or step.line == their_step.line:
         return Reason()
@@ -77,7 +80,8 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
             continue
         if came_to == value and theirs.loops.get(name, begins) < begins:
             text = f"At the same step ({name} = {value}) {place}: {ahead} came to the loop's end, after as many steps, "
-            return Reason(ids.SKIPPED, text + "without this call: a step before has left one out.")
+            text += f"without this call: a step before has left one out, or {behind} made one more."
+            return Reason(ids.SKIPPED, text)
         is_in_later_loop = theirs.loops.get(name, 0) > max(begins, 0)  # which sets the same variable
         if came_to < value and not is_in_later_loop:
             text = f"Further on: {place}, {behind} still in the loop, at {name} = {value}"
@@ -92,8 +96,8 @@ def _by_loops(first: Sequence[Account], last: Sequence[Account], inner: set[str]
     if not same:
         return None
     name = next((name for name in reversed(same) if mine.loops.get(name, 0) > 0), same[-1])
-    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} passed that line without this call, or has "
-    return Reason(ids.SKIPPED, text + "come from it.")
+    text = f"At the same step ({name} = {counters[name]}) {place}: {ahead} passed that line without this call, or "
+    return Reason(ids.SKIPPED, text + "came from it.")
 
 
 def apart(waiting: Sequence[Account]) -> str:

@@ -43,7 +43,8 @@ SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's count
 _PY_SPY_S = 20.0
 _NOT_ALLOWED = re.compile(r"permission denied|operation not permitted|ptrace", re.IGNORECASE)
 _AT_ONCE = 8  # processes
-_MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS, _MOST_CHILDREN = 300, 200, 32, 8
+_MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
+MOST_CHILDREN = 8  # of a process, that are looked at
 # Files of the innermost frames of a thread that waits for a child process.
 _OF_CHILDREN = re.compile(r"(^|/)(subprocess\.py|multiprocessing/|concurrent/futures/)")
 _STANDARD = {0: "standard input", 1: "standard output", 2: "standard error"}
@@ -171,7 +172,7 @@ def _with_children(taken: Sample, offset: float | None) -> Sample:
         return taken
     rest = [taken.waits_for] if taken.waits_for > 0 else children(taken.pid)
     found = list[Sample]()
-    while rest and len(found) < _MOST_CHILDREN:
+    while rest and len(found) < MOST_CHILDREN:
         pid = rest.pop(0)
         if below := children(pid):
             rest = [*below, *rest]

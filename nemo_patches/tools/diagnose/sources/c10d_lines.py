@@ -98,7 +98,7 @@ _DEFAULT_KEY = re.compile(r"key: ?/?default_pg/0/(?:/cuda/)?/?0\b|keys: ?/?defau
 _STORE_WAIT = re.compile(r"(?:wait timeout after|Timeout waiting for key)|Wait timeout\b")
 _STORE_GONE = re.compile(r"got error: (?:Connection|Broken pipe|failed to recv)")
 _DUPLICATE = re.compile(r"Duplicate GPU detected : rank (\d{1,7}) and rank (\d{1,7}) both on CUDA device (\w{1,20})")
-_FRAME_OF_FAILED = re.compile(r"^#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$")
+_FRAME_OF_FAILED = re.compile(r"^(?:\[rank\d{1,7}\]: ?)?#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$")
 
 # fr_trace's report on one collective, over several lines.
 _OF_ANALYSIS = ("equence number", "group info", "collective: ", "ranks: {", "input sizes", "Culprit")

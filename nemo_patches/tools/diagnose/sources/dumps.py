@@ -36,7 +36,7 @@ _NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # a number
 _PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
 # "=== Rank 3: host:port ===" of torch.distributed.debug, and what people write between stacks.
 _HEADING = re.compile(
-    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ =:_]{0,2}(\d{1,7}):?\s*$)", re.IGNORECASE
+    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ _]?(\d{1,7}):?\s*$)", re.IGNORECASE
 )
 _NEW_PROCESS = re.compile(r"Process (\d+): (.*)")
 _LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,5})\b")
@@ -368,11 +368,9 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
 def _training(dump: Dump) -> _Stack:
     """Its main thread; in backward, with the frames that autograd's own thread runs for it."""
     main = dump.main
-    others = [stack for stack in dump.stacks if stack is not main]
-    found = of_autograd(main.frames, [stack.frames for stack in others])
-    if found is None:
+    theirs = of_autograd(main, [stack for stack in dump.stacks if stack is not main])
+    if theirs is None:
         return main
-    theirs = others[found]
     counters = {**theirs.counters, **main.counters}
     return replace(main, frames=[*theirs.frames, *main.frames], counters=counters, line=theirs.line)
 

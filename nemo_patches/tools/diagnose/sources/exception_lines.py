@@ -48,7 +48,8 @@ _BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalEx
 _MISMATCHES = ("Detected mismatch", "DDP expects same model")  # that ranks found in one another
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
-    r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError"
+    r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError|"
+    r"connectFullMesh failed"
 )
 _FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
 _FATAL_NAMES = ("Segmentation fault", "Bus error", "Illegal instruction", "Floating-point exception")

@@ -14,7 +14,7 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank
 from nemo_patches.tools.diagnose.collect.samples import GONE as NO_PROCESS
-from nemo_patches.tools.diagnose.collect.samples import ZOMBIE, Frame, Sample, Thread
+from nemo_patches.tools.diagnose.collect.samples import MOST_CHILDREN, ZOMBIE, Frame, Sample, Thread
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.places import is_users, of_autograd, place, waits_for_work, went_on
 from nemo_patches.tools.diagnose.sources import dumps
@@ -186,11 +186,9 @@ def _training(sample: Sample) -> Thread | None:
     main = sample.main
     if main is None:
         return None
-    others = [thread for thread in sample.threads if thread.tid != sample.pid]
-    found = of_autograd(main.frames, [thread.frames for thread in others])
-    if found is None:
+    theirs = of_autograd(main, [thread for thread in sample.threads if thread.tid != sample.pid])
+    if theirs is None:
         return main
-    theirs = others[found]
     return replace(
         main,
         frames=(*theirs.frames, *main.frames),
@@ -267,16 +265,19 @@ def _has_idle_pool(samples: Sequence[Sample]) -> bool:
     """Whether it waits for a result of multiprocessing.Pool while all children of that wait for a task, at both looks.
 
     A Pool starts another child for one that was killed, whose task is lost. Not where a thread of the rank is in the
-    user's code, which may make the next task.
+    user's code, which may make the next task, nor where not every child was looked at.
     """
-    for sample in samples:
-        main = sample.main
-        children = [frames for each in sample.workers if (frames := _own_frames(each)) and _is_pools(frames)]
-        if main is None or not children or not _is_pools(main.frames) or _other_threads(sample):
-            return False
-        if not all(_waits_for_a_task(frames) for frames in children):
-            return False
-    return len(samples) > 1
+    return len(samples) > 1 and all(map(_is_idle_in_pool, samples))
+
+
+def _is_idle_in_pool(sample: Sample) -> bool:
+    of_children = [_own_frames(each) for each in sample.workers]
+    if sample.main is None or not _is_pools(sample.main.frames) or _other_threads(sample):
+        return False
+    if not all(of_children) or len(of_children) >= MOST_CHILDREN:
+        return False
+    of_pool = [frames for frames in of_children if _is_pools(frames)]
+    return bool(of_pool) and all(map(_waits_for_a_task, of_pool))
 
 
 def _is_pools(frames: Sequence[Frame]) -> bool:
