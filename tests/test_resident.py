@@ -30,7 +30,7 @@ NOT_BY_DEFAULT = (
     "nemo_patches.patching.source",  # for a NeMo that is newer than the tested ones
 )
 NOT_IN_A_RANK = {"ast", "dis"}  # no code is read there
-AIM_TOKENS = 70_000
+AIM_TOKENS = 40_000
 ROOM = 1.1  # above the aim
 STEPS = 20
 NO_CODE = {
