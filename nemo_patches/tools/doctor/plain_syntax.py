@@ -77,7 +77,11 @@ def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
     if isinstance(pattern, ast.MatchOr) and all(isinstance(each, ast.MatchValue) for each in pattern.patterns):
         values = [each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)]
         return ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
-    kind = ast.Constant(pattern.value) if isinstance(pattern, ast.MatchSingleton) else ast.Name(ast.unparse(pattern))
+    kind = (
+        ast.Constant(pattern.value)
+        if isinstance(pattern, ast.MatchSingleton)
+        else ast.Name(ast.unparse(pattern), ast.Load())
+    )
     return ast.Compare(subject, [ast.Is()], [kind])
 
 
