@@ -70,8 +70,8 @@ _PAUSE_PER_RANK_S = 0.002  # many ranks ask the one store less often
 _NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
 _MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
 _SIGNAL_S = 0.5  # a signal's handler runs at most so late during a wait
-_LEAVE_S = 0.4
-_EXIT_S = 0.5
+_LEAVE_S = 1.0  # a connection that was lost just now may come back
+_EXIT_S = 1.2
 _STORE_EXIT_S = 1.0  # c10d writes a stack to the log first
 
 
