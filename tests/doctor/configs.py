@@ -82,7 +82,7 @@ def report(folder: Path, text: str, *overrides: str, patched: bool = False) -> e
     """What all rules find in a text."""
     path = folder / "config.yaml"
     path.write_text(text)
-    settings = examination.as_patched({}) if patched else None
+    settings = examination.as_patched() if patched else None
     return examination.examine(path, overrides, examination.chosen(), settings)
 
 
