@@ -159,6 +159,7 @@ def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
 
 
 def test_until_settings_are_in_force_the_environments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
     from ranks import Said
 
     from nemo_patches.sync.length_sync import ProcessSync
