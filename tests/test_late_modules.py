@@ -21,6 +21,7 @@ from ranks import Said, run_ranks, wait_for_others, wait_until
 from test_plain_jobs import LONG_S, running
 
 import nemo_patches
+from nemo_patches.watch import late_modules
 from nemo_patches.watch.late_modules import NAMES, LateModules
 
 pytestmark = pytest.mark.one_nemo
@@ -91,6 +92,21 @@ def test_what_was_not_read_is_not_there_and_it_is_said_why(tmp_path: Path) -> No
     assert file.startswith(str(folder))
     assert why
     assert missing == list(NAMES)
+
+
+def test_what_cannot_be_executed_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stall monitor asks at every look."""
+    tried = []
+
+    def cannot(_: LateModules, name: str) -> None:
+        tried.append(name)
+        raise OSError("no file left")
+
+    monkeypatch.setattr(late_modules, "NAMES", ("nemo_patches.judging.absent",))
+    monkeypatch.setattr(LateModules, "_import", cannot)
+    late = LateModules()
+    assert late.run() == late.run() == "OSError: no file left"
+    assert len(tried) == 1
 
 
 @pytest.mark.alone

@@ -42,6 +42,7 @@ class LateModules:
     def __init__(self) -> None:
         self._read: dict[str, tuple[ModuleSpec, CodeType]] = {}
         self._lock = threading.RLock()
+        self._why = ""  # they cannot be executed: it is not tried again, many times a second
         self.are_there = False  # all; any thread may read it
 
     def read(self) -> None:
@@ -65,14 +66,15 @@ class LateModules:
         there.
         """
         with self._lock:
-            if self.are_there:
-                return ""
+            if self.are_there or self._why:
+                return self._why
             try:
                 for name in NAMES:
                     if name not in sys.modules:
                         self._import(name)
             except Exception as error:
-                return first_line(error)
+                self._why = first_line(error)
+                return self._why
             self.are_there = True
             self._read.clear()
             return ""
