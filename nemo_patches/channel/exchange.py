@@ -241,6 +241,11 @@ class Exchange:
         now = time.monotonic()
         return {rank: Silence(how, now - at) for rank, (how, at) in list(self._ended.items())}
 
+    @property
+    def has_died(self) -> bool:
+        """Whether a rank has ended without a word: it was killed, or has crashed."""
+        return any(silence.how == ENDED for silence in self.ended.values())
+
     def check(self) -> None:
         """Raise RoundFailed if there are no more rounds."""
         if self.over:

@@ -34,13 +34,8 @@ from .training_notes import LastCall, TrainingNotes
 
 EXIT_CODE = 83  # of a process that stall_exit has ended
 _LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, or are only guesses
-_FIRST_LOOKS = (
-    1,
-    2,
-    4,
-    8,
-    _LONG_FACTOR,
-)  # times stall_timeout, while the job has not begun its steps
+# Times stall_timeout, while the job has not begun its steps.
+_FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
 _LEAD_S = 0.3  # a rank begins to look this long before its report is due
 _SLACK_PART = 1 / 8  # of stall_exit: ranks are not asked all at the same moment

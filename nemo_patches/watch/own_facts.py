@@ -52,7 +52,7 @@ class OwnFacts:
         in_sync = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
         if last.sync is not None and last.sync.in_call:
             in_sync = LENGTH_SYNC
-        rounds, given_up = _rounds(syncs, now, timeout.total_seconds(), self._notes.may_be_uneven)
+        rounds, given_up = _rounds(syncs, now, timeout.total_seconds(), self._notes.may_be_uneven())
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
         texts = (settings.alike(), self._notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")

@@ -102,7 +102,7 @@ class Reports:
         known = self._notes.syncs(group)
         for sync in known:
             if sync not in self._watches:
-                uneven = self._notes.allows_uneven
+                uneven = self._notes.may_be_uneven
                 self._watches[sync] = EncoderWatch(sync, group.rank, group.size, self._looks.begin, uneven)
         forgotten = set(self._watches).difference(known)
         timeout_s = current().timeout.total_seconds()

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 import torch.distributed
 
 from ..channel import process_hooks
-from ..channel.answers import ENDED
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
 from ..sync.events import Group, WatchedRounds, observers
@@ -211,7 +210,7 @@ class StallMonitor:
             (limit_s > 0 and now - self.progress.stepped_at >= limit_s / 4)
             or any(_is_late(sync, now, timeout_s) for sync in self._notes.syncs(self.group))
             or (first_call_at > 0 and now - first_call_at >= timeout_s / 2 and not self.exchange.is_joined)
-            or any(silence.how == ENDED for silence in list(self.exchange.ended.values()))
+            or self.exchange.has_died
             or (self._socket is not None and self._socket.has_visitors())
             or (is_last and hasattr(sys, "last_value"))
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
-from ..channel.answers import ENDED, LEFT
+from ..channel.answers import LEFT
 from ..channel.exchange import Exchange
 from ..judging.answer import Answer, ended
 from ..judging.found import Found
@@ -60,7 +60,7 @@ class SyncEndReport:
     def look(self, now: float, is_last: bool) -> None:
         if is_last and self._answer is None and hasattr(sys, "last_value"):
             self._wait_for_an_end()
-        if self._look is None and self._have_died():
+        if self._look is None and self._exchange.has_died:
             self._title = _JOB
             self._look = self._begin_look()
         look = self._look
@@ -69,16 +69,12 @@ class SyncEndReport:
         if look.is_done or is_last or now - look.began > _PATIENCE_S:
             self._say(self._answer_of(look.found), is_last)
 
-    def _have_died(self) -> bool:
-        """Whether a rank has ended without a word: it was killed, or has crashed."""
-        return any(silence.how == ENDED for silence in list(self._exchange.ended.values()))
-
     def _wait_for_an_end(self) -> None:
         """An exception ends this process: maybe because another rank has ended, of which this one
         hears at once.
         """
         ends_at = time.monotonic() + _AT_EXIT_S
-        while self._exchange.is_joined and not self._have_died() and time.monotonic() < ends_at:
+        while self._exchange.is_joined and not self._exchange.has_died and time.monotonic() < ends_at:
             time.sleep(_PAUSE_S)
 
     def _answer_of(self, found: Found) -> Answer:
@@ -87,7 +83,7 @@ class SyncEndReport:
         """
         silent = {**found.silent, **self._exchange.ended}
         gone = ended(replace(found, states={}, silent=silent))
-        if self._have_died():
+        if self._exchange.has_died:
             gone = {rank: one for rank, one in gone.items() if silent[rank].how != LEFT}
         return Answer(tuple(gone[rank] for rank in sorted(gone)), "" if gone else self._exchange.over)
 

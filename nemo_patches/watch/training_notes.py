@@ -22,10 +22,8 @@ class LastCall(NamedTuple):
 
     sync: WatchedRounds | None = None  # of the encoder
     call: int = 0  # of that encoder
-    clock: tuple[int, int] = (
-        0,
-        0,
-    )  # of that encoder, before the call: training calls, evaluation calls since
+    # Of that encoder, before the call: training calls, evaluation calls since.
+    clock: tuple[int, int] = (0, 0)
     calls: int = 0  # of all encoders
     since: float = 0.0  # time.monotonic() at which it began; 0.0 before the first
     thread: int = 0
@@ -51,13 +49,9 @@ class TrainingNotes(Observer):
         """Those of one process group, including those of encoders that were just deleted."""
         return [sync for sync in self._syncs if sync.group is group]
 
-    @property
     def may_be_uneven(self) -> bool:
         """Whether the user allows ranks fewer batches of an evaluation than others."""
         return current().metrics == DEFERRED
-
-    def allows_uneven(self) -> bool:
-        return self.may_be_uneven
 
     def trains_with(self, trainer: object) -> None:
         self._trainer = weakref.ref(trainer)
