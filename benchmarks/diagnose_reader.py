@@ -1,7 +1,8 @@
 """How long `diagnose` reads 8 ranks of a million records each, and how much memory it takes.
 
-The traces are written once into a folder for temporary files. Prints seconds from the start of the command to its end,
-and the peak of its memory: that of its largest process, and what all together stay below.
+The traces are written once into a folder for temporary files. Prints seconds from the start of the
+command to its end, and the peak of its memory: that of its largest process, and what all together
+stay below.
 
     python benchmarks/diagnose_reader.py [--ranks 8] [--records 1000000]
 """
@@ -26,7 +27,12 @@ _PER_CALL = 3  # records
 def write(folder: Path, rank: int, size: int, count: int) -> None:
     """One rank's trace: all in step, the clocks an hour apart."""
     draw = random.Random(rank)
-    versions = {"nemo_patches": "0.1.0", "nemo": "3.0.0", "torch": "2.13.0", "python": "3.11.7"}
+    versions = {
+        "nemo_patches": "0.1.0",
+        "nemo": "3.0.0",
+        "torch": "2.13.0",
+        "python": "3.11.7",
+    }
     settings = {"sync": "bounded", "timeout": "10", "on_timeout": "fallback"}
     started = 1.7e9 + 3600 * rank
     first = records.Header(
@@ -42,12 +48,16 @@ def write(folder: Path, rank: int, size: int, count: int) -> None:
         checks=[],
     )
     name = "ConformerEncoder"
-    with (folder / f"rank-{rank:05}.20261121T183311.{4000 + rank}.jsonl").open("wb") as file:
+    with (folder / f"rank-{rank:05}.20261121T183311.{4000 + rank}.jsonl").open(
+        "wb"
+    ) as file:
         file.write(records.encode(first))
         for n in range(1, count // _PER_CALL + 1):
             t, waited = n * 0.2, round(draw.random() * 0.01, 6)
             call: list[records.Record] = [
-                records.Enter(t, name, n, True, [8, 80, 1600], "float32", f"cuda:{rank % 8}"),
+                records.Enter(
+                    t, name, n, True, [8, 80, 1600], "float32", f"cuda:{rank % 8}"
+                ),
                 records.Sync(t + waited, name, n, records.CAME, n, waited, 1500, 1600),
                 records.Leave(t + 0.1, name, n, [8, 512, 200]),
             ]
@@ -60,7 +70,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--records", type=int, default=1_000_000)
     arguments = parser.parse_args()
-    folder = Path(tempfile.gettempdir(), f"nemo-patches-{arguments.ranks}-{arguments.records}")
+    folder = Path(
+        tempfile.gettempdir(), f"nemo-patches-{arguments.ranks}-{arguments.records}"
+    )
     if not folder.exists():
         print(f"writing {folder}, once", flush=True)
         making = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -75,9 +87,13 @@ def main() -> None:
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     processes = 1 + min(arguments.ranks, os.cpu_count() or 1)
     print(
-        f"{arguments.ranks} ranks, {arguments.records} records each, {size / (1 << 20):.0f} MiB, {os.cpu_count()} cores"
+        f"{arguments.ranks} ranks, {arguments.records} records each,"
+        f" {size / (1 << 20):.0f} MiB, {os.cpu_count()} cores"
     )
-    print(f"{seconds:.1f} s; peak: {largest:.0f} MiB the largest process, so under {processes * largest:.0f} MiB all")
+    print(
+        f"{seconds:.1f} s; peak: {largest:.0f} MiB the largest process, so under"
+        f" {processes * largest:.0f} MiB all"
+    )
     print(f"exit code {done.returncode}: {done.stdout.splitlines()[0]}")
 
 

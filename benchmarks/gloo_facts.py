@@ -1,4 +1,5 @@
-"""Shows why the rounds do not run on Gloo (docs/design.md): two ranks on this machine, torch alone, about a minute.
+"""Shows why the rounds do not run on Gloo (docs/design.md): two ranks on this machine, torch alone,
+about a minute.
 
 python benchmarks/gloo_facts.py
 """
@@ -38,7 +39,10 @@ def outcome_of(work: Any, limit: timedelta) -> str:
         work.wait(limit)
         return f"came after {time.monotonic() - start:.2f} s"
     except RuntimeError as error:
-        return f"failed after {time.monotonic() - start:.2f} s: {str(error).splitlines()[0][-50:]}"
+        return (
+            f"failed after {time.monotonic() - start:.2f} s:"
+            f" {str(error).splitlines()[0][-50:]}"
+        )
 
 
 def late_rank(rank: int, port: int, group_timeout: timedelta) -> None:
@@ -49,7 +53,10 @@ def late_rank(rank: int, port: int, group_timeout: timedelta) -> None:
     work = group.allreduce([value], maximum())
     if rank == 0:
         print(f"  first wait, 1 s: {outcome_of(work, SECOND)}", flush=True)
-        print(f"  second wait, 8 s: {outcome_of(work, 8 * SECOND)}, value {value.item()}", flush=True)
+        print(
+            f"  second wait, 8 s: {outcome_of(work, 8 * SECOND)}, value {value.item()}",
+            flush=True,
+        )
     else:
         outcome_of(work, SECOND)
     try:
@@ -68,7 +75,11 @@ def short_wait(rank: int, port: int) -> None:
             time.sleep(2)
         work = group.allreduce([torch.ones(1)], maximum())
         if rank == 0:
-            print(f"  wait of {microseconds} us: {outcome_of(work, timedelta(microseconds=microseconds))}", flush=True)
+            print(
+                f"  wait of {microseconds} us:"
+                f" {outcome_of(work, timedelta(microseconds=microseconds))}",
+                flush=True,
+            )
         work.wait()
 
 
@@ -87,7 +98,11 @@ def alarm(rank: int, port: int) -> None:
     try:
         group.allreduce([torch.ones(1)], maximum()).wait()
     except TimeoutError:
-        print(f"  TimeoutError after {time.monotonic() - start:.2f} s, for an alarm of 2 s", flush=True)
+        print(
+            f"  TimeoutError after {time.monotonic() - start:.2f} s, for an alarm"
+            " of 2 s",
+            flush=True,
+        )
 
 
 def leave_pending(rank: int, port: int) -> None:
@@ -99,13 +114,19 @@ def leave_pending(rank: int, port: int) -> None:
     outcome_of(work, SECOND)
 
 
-def run(function: Callable[..., None], *args: Any, wait_for: tuple[int, ...] = (0, 1)) -> float:
-    """Two spawned processes, each ended after a minute at the latest; seconds until those in `wait_for` had ended."""
+def run(
+    function: Callable[..., None], *args: Any, wait_for: tuple[int, ...] = (0, 1)
+) -> float:
+    """Two spawned processes, each ended after a minute at the latest; seconds until those in
+    `wait_for` had ended.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=function, args=(rank, port, *args)) for rank in (0, 1)]
+    ranks = [
+        context.Process(target=function, args=(rank, port, *args)) for rank in (0, 1)
+    ]
     start = time.monotonic()
     for process in ranks:
         process.start()
@@ -120,13 +141,21 @@ def run(function: Callable[..., None], *args: Any, wait_for: tuple[int, ...] = (
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print("1. wait(timeout) leaves the reduce alive; it completes when the late rank comes (group timeout 60 s)")
+    print(
+        "1. wait(timeout) leaves the reduce alive; it completes when the late rank"
+        " comes (group timeout 60 s)"
+    )
     run(late_rank, 60 * SECOND)
     print("2. the group's own timeout kills the group for good (group timeout 3 s)")
     run(late_rank, 3 * SECOND)
-    print(f"3. a pending reduce holds up the interpreter's exit (group timeout {EXIT_GROUP_TIMEOUT.seconds} s)")
+    print(
+        "3. a pending reduce holds up the interpreter's exit (group timeout"
+        f" {EXIT_GROUP_TIMEOUT.seconds} s)"
+    )
     print(f"  ended {run(leave_pending, wait_for=(0,)):.1f} s after its start")
-    print("4. a wait of less than a millisecond has no limit (the other rank is 2 s late)")
+    print(
+        "4. a wait of less than a millisecond has no limit (the other rank is 2 s late)"
+    )
     run(short_wait)
     print("5. signal.alarm around a reduce fires only after it")
     run(alarm)

@@ -1,7 +1,9 @@
-"""Measures a ConformerEncoder's training step on one GPU, with an NCCL group of one rank, beside stock NeMo.
+"""Measures a ConformerEncoder's training step on one GPU, with an NCCL group of one rank, beside
+stock NeMo.
 
-Prints the step time against the encoder's own flag off (goal: within 1%) and the device synchronizations of a forward
-(goal: those of the flag off; stock has its reduce's `.item()` on top). Without a GPU it says so and measures nothing.
+Prints the step time against the encoder's own flag off (goal: within 1%) and the device
+synchronizations of a forward (goal: those of the flag off; stock has its reduce's `.item()` on
+top). Without a GPU it says so and measures nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import nemo_patches
 
 VARIANTS = ("flag off", "stock", "bounded", "flag off again")
-SYNCHRONIZATIONS = ("aten::item", "aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaDeviceSynchronize")
+SYNCHRONIZATIONS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+)
 BLOCKS, STEPS = 40, 10
 BATCH, FRAMES = 8, 1200
 
@@ -28,7 +35,11 @@ def main(device: str = "cuda", backend: str = "nccl") -> None:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    encoder = ConformerEncoder(feat_in=80, n_layers=12, d_model=256, n_heads=4).to(device).train()
+    encoder = (
+        ConformerEncoder(feat_in=80, n_layers=12, d_model=256, n_heads=4)
+        .to(device)
+        .train()
+    )
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-5)
     audio = torch.randn(BATCH, 80, FRAMES, device=device)
     lengths = torch.full((BATCH,), FRAMES, device=device)
@@ -63,9 +74,13 @@ def main(device: str = "cuda", backend: str = "nccl") -> None:
     dist.destroy_process_group()
 
     print(
-        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {backend}, one rank. {BLOCKS} alternating blocks"
+        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {backend}, one"
+        f" rank. {BLOCKS} alternating blocks"
     )
-    print(f"of {STEPS} training steps of batch {BATCH} with {FRAMES} frames. Median (quartiles).\n")
+    print(
+        f"of {STEPS} training steps of batch {BATCH} with {FRAMES} frames. Median"
+        " (quartiles).\n"
+    )
     print(
         "| encoder | step, ms | step / flag off | "
         + " | ".join(f"`{name}` per forward" for name in SYNCHRONIZATIONS)
@@ -73,10 +88,15 @@ def main(device: str = "cuda", backend: str = "nccl") -> None:
     )
     print("|---" * (3 + len(SYNCHRONIZATIONS)) + "|")
     for variant in VARIANTS:
-        ratios = [mine / off for mine, off in zip(seconds[variant], seconds["flag off"], strict=True)]
+        ratios = [
+            mine / off
+            for mine, off in zip(seconds[variant], seconds["flag off"], strict=True)
+        ]
         milliseconds = [1e3 * each for each in seconds[variant]]
         found = " | ".join(map(str, counts[variant].values()))
-        print(f"| {variant} | {spread(milliseconds, 2)} | {spread(ratios, 4)} | {found} |")
+        print(
+            f"| {variant} | {spread(milliseconds, 2)} | {spread(ratios, 4)} | {found} |"
+        )
 
 
 def switch_to(variant: str, encoder: Any) -> None:
@@ -96,7 +116,11 @@ def synchronizations(forward: Callable[[], object]) -> dict[str, int]:
     # The profiler itself synchronizes when it stops: only what lies within the forward counts.
     events = profiler.events()
     span = next(event.time_range for event in events if event.name == "forward")
-    inside = [event.name for event in events if span.start <= event.time_range.start <= span.end]
+    inside = [
+        event.name
+        for event in events
+        if span.start <= event.time_range.start <= span.end
+    ]
     return {name: inside.count(name) for name in SYNCHRONIZATIONS}
 
 

@@ -1,7 +1,9 @@
-"""Measures the length sync beside stock NeMo on this machine's CPU, in one run, and prints the ratios as markdown.
+"""Measures the length sync beside stock NeMo on this machine's CPU, in one run, and prints the
+ratios as markdown.
 
-Every rank is a process of its own on Gloo, with NeMo's own ConformerEncoder. What is compared runs in short blocks that
-alternate, so that whatever else the machine does meets both sides. `make benchmark` takes about three minutes.
+Every rank is a process of its own on Gloo, with NeMo's own ConformerEncoder. What is compared runs
+in short blocks that alternate, so that whatever else the machine does meets both sides. `make
+benchmark` takes about three minutes.
 """
 
 from __future__ import annotations
@@ -29,16 +31,26 @@ FRAMES = 1000
 AGAIN = "stock again"  # against itself
 VARIANTS = ("stock", "bounded", "local", AGAIN)
 GOALS = {"bounded": "0.7"}
-TIGHT_BLOCKS, TIGHT_CALLS = 150, 100  # blocks at 2 ranks; of more ranks fewer, which take longer
+TIGHT_BLOCKS, TIGHT_CALLS = (
+    150,
+    100,
+)  # blocks at 2 ranks; of more ranks fewer, which take longer
 SPACED_BLOCKS, SPACED_CALLS = 60, 9
-COMPUTE, TICK = 0.002, 0.003  # seconds of compute before a spaced call; seconds from call to call, for each rank
+COMPUTE, TICK = (
+    0.002,
+    0.003,
+)  # seconds of compute before a spaced call; seconds from call to call, for each rank
 
 Rank = Callable[[int, int], Any]
 
 
 def main() -> None:
     start = time.monotonic()
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, ranks on Gloo, one thread each.", flush=True)
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores, ranks on Gloo, one thread"
+        " each.",
+        flush=True,
+    )
     print_call_times()
     print_skipped_calls()
     print_footprint()
@@ -50,30 +62,44 @@ def main() -> None:
 
 def print_call_times() -> None:
     print("\n## Time of one `update_max_seq_length` call\n")
-    print("Blocks of each kind alternate: calls in a row (tight), or with compute and a pause before each (spaced). A")
     print(
-        "block counts as the median of its calls, in the last column but one as their mean, which holds every hiccup of"
+        "Blocks of each kind alternate: calls in a row (tight), or with compute and a"
+        " pause before each (spaced). A"
     )
-    print("the scheduler; shown is the median over the blocks (quartiles). `stock again` is stock against itself: how")
+    print(
+        "block counts as the median of its calls, in the last column but one as their"
+        " mean, which holds every hiccup of"
+    )
+    print(
+        "the scheduler; shown is the median over the blocks (quartiles). `stock again`"
+        " is stock against itself: how"
+    )
     print("much of a ratio is this machine's noise.\n")
     print(
-        "| ranks | calls | sync | stock, us | ours, us | ours / stock | goal, at most | by the means | rounds a call |"
+        "| ranks | calls | sync | stock, us | ours, us | ours / stock | goal, at most |"
+        " by the means | rounds a call |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for size in (2, 4, 8):
         for spaced in (False, True):
             per_rank = run_ranks(partial(time_calls, spaced=spaced), size, limit=100)
-            blocks = [mean_over_ranks(repetition) for repetition in zip(*per_rank, strict=True)]
+            blocks = [
+                mean_over_ranks(repetition)
+                for repetition in zip(*per_rank, strict=True)
+            ]
             stock = [block["stock"].median for block in blocks]
             for sync in VARIANTS[1:]:
                 ours = [block[sync].median for block in blocks]
-                ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
+                ratios = [
+                    mine / theirs for mine, theirs in zip(ours, stock, strict=True)
+                ]
                 by_means = [block[sync].mean / block["stock"].mean for block in blocks]
                 rounds = statistics.mean(block[sync].rounds for block in blocks)
                 print(
-                    f"| {size} | {'spaced' if spaced else 'tight'} | {sync} | {spread(stock, 1e6, 1)} "
-                    f"| {spread(ours, 1e6, 1)} | {spread(ratios, 1, 3)} | {GOALS.get(sync, '-')} "
-                    f"| {spread(by_means, 1, 3)} | {rounds:.2f} |",
+                    f"| {size} | {'spaced' if spaced else 'tight'} | {sync} |"
+                    f" {spread(stock, 1e6, 1)} | {spread(ours, 1e6, 1)} |"
+                    f" {spread(ratios, 1, 3)} | {GOALS.get(sync, '-')} |"
+                    f" {spread(by_means, 1, 3)} | {rounds:.2f} |",
                     flush=True,
                 )
 
@@ -106,7 +132,9 @@ def time_calls(rank: int, size: int, spaced: bool) -> list[dict[str, Block]]:
             measure = time_spaced if spaced else time_tight
             taken = measure(encoder, calls, size)
             rounds = (rounds_so_far() - before) / calls
-            found[variant] = Block(statistics.median(taken), statistics.mean(taken), rounds)
+            found[variant] = Block(
+                statistics.median(taken), statistics.mean(taken), rounds
+            )
             dist.barrier()
         repetitions.append(found)
     return repetitions
@@ -122,8 +150,8 @@ def time_tight(encoder: torch.nn.Module, calls: int, size: int) -> list[float]:
 
 
 def time_spaced(encoder: torch.nn.Module, calls: int, size: int) -> list[float]:
-    # The clock, which all processes share, starts the ranks together. A barrier would leave the default group's
-    # threads awake for stock's reduce, and ours would still have to wake its own.
+    # The clock, which all processes share, starts the ranks together. A barrier would leave the
+    # default group's threads awake for stock's reduce, and ours would still have to wake its own.
     tick, taken = TICK * size, []
     for _ in range(calls):
         compute()
@@ -144,7 +172,9 @@ def switch_to(variant: str, timeout: float = 10) -> None:
     if variant.startswith("stock"):
         nemo_patches.revert()
     else:
-        nemo_patches.apply(sync=cast(Any, variant), timeout=timeout, on_timeout="fallback")
+        nemo_patches.apply(
+            sync=cast(Any, variant), timeout=timeout, on_timeout="fallback"
+        )
 
 
 def check_all_reduces(encoder: torch.nn.Module, expected: int) -> None:
@@ -153,12 +183,20 @@ def check_all_reduces(encoder: torch.nn.Module, expected: int) -> None:
         for _ in range(10):
             call(encoder)
     if all_reduce.call_count != expected:
-        raise RuntimeError(f"{all_reduce.call_count} all-reduces on the default group in 10 calls, not {expected}")
+        raise RuntimeError(
+            f"{all_reduce.call_count} all-reduces on the default group in 10 calls, not"
+            f" {expected}"
+        )
 
 
 def mean_over_ranks(ranks: Sequence[dict[str, Block]]) -> dict[str, Block]:
     return {
-        variant: Block(*(statistics.mean(values) for values in zip(*(found[variant] for found in ranks), strict=True)))
+        variant: Block(
+            *(
+                statistics.mean(values)
+                for values in zip(*(found[variant] for found in ranks), strict=True)
+            )
+        )
         for variant in VARIANTS
     }
 
@@ -173,14 +211,30 @@ OURS_REPETITIONS = 10
 
 def print_skipped_calls() -> None:
     print("\n## Later steps delayed after one skipped call\n")
-    print(f"One rank skips the encoder call of step {SKIPPED + 1} of {STEPS}; every step ends in an all-reduce on the")
-    print(f"default group. A wait lasts at most {WAIT} s, ours an eighth of it after the first in vain, then a 64th.")
-    print("Naive: `work.wait(timeout)` on a Gloo group of its own. Bounded: one figure for each repetition.\n")
-    print(f"| ranks | sync | of {LATER} later steps, waited out the timeout | goal | or a part of it | ms lost |")
+    print(
+        f"One rank skips the encoder call of step {SKIPPED + 1} of {STEPS}; every step"
+        " ends in an all-reduce on the"
+    )
+    print(
+        f"default group. A wait lasts at most {WAIT} s, ours an eighth of it after the"
+        " first in vain, then a 64th."
+    )
+    print(
+        "Naive: `work.wait(timeout)` on a Gloo group of its own. Bounded: one figure"
+        " for each repetition.\n"
+    )
+    print(
+        f"| ranks | sync | of {LATER} later steps, waited out the timeout | goal | or a"
+        " part of it | ms lost |"
+    )
     print("|---|---|---|---|---|---|")
     for size in (2, 4):
         for sync, repetitions in (("naive", 1), ("bounded", OURS_REPETITIONS)):
-            per_rank = run_ranks(partial(skip_one_call, sync=sync, repetitions=repetitions), size, limit=60)
+            per_rank = run_ranks(
+                partial(skip_one_call, sync=sync, repetitions=repetitions),
+                size,
+                limit=60,
+            )
             full, part, lost = [], [], []
             for loops in zip(*per_rank, strict=True):  # one loop, as each rank saw it
                 steps = [max(seconds) for seconds in zip(*loops, strict=True)]
@@ -188,13 +242,16 @@ def print_skipped_calls() -> None:
                 part.append(sum(0 < seconds < WAIT for seconds in steps[SKIPPED + 1 :]))
                 lost.append(f"{sum(steps[SKIPPED + 1 :]) * 1e3:.0f}")
             print(
-                f"| {size} | {sync} | {', '.join(map(str, full))} | {'0' if sync == 'bounded' else '-'} "
-                f"| {', '.join(map(str, part))} | {', '.join(lost)} |",
+                f"| {size} | {sync} | {', '.join(map(str, full))} |"
+                f" {'0' if sync == 'bounded' else '-'} | {', '.join(map(str, part))} |"
+                f" {', '.join(lost)} |",
                 flush=True,
             )
 
 
-def skip_one_call(rank: int, size: int, sync: str, repetitions: int) -> list[list[float]]:
+def skip_one_call(
+    rank: int, size: int, sync: str, repetitions: int
+) -> list[list[float]]:
     """For each repetition and step: the seconds that this rank waited in vain."""
     loops = []
     for number in range(repetitions):
@@ -221,7 +278,9 @@ def naive_call() -> Callable[[], bool]:
     group = dist.new_group(backend="gloo")
 
     def one_call() -> bool:
-        work = dist.all_reduce(torch.tensor([FRAMES]), dist.ReduceOp.MAX, group=group, async_op=True)
+        work = dist.all_reduce(
+            torch.tensor([FRAMES]), dist.ReduceOp.MAX, group=group, async_op=True
+        )
         try:
             work.wait(timedelta(seconds=WAIT))
         except RuntimeError as error:
@@ -236,7 +295,9 @@ def naive_call() -> Callable[[], bool]:
 def bounded_call() -> Callable[[], bool]:
     encoder = new_encoder()
     switch_to("bounded")
-    call(encoder)  # connecting may take longer than WAIT, and is not what is measured here
+    call(
+        encoder
+    )  # connecting may take longer than WAIT, and is not what is measured here
     switch_to("bounded", timeout=WAIT)
 
     def one_call() -> bool:
@@ -250,20 +311,35 @@ def bounded_call() -> Callable[[], bool]:
 # 3. What the sync adds to a process
 
 ENCODERS = 5
-KINDS = ("resident memory, MiB", "of it anonymous, MiB", "threads", "open files and sockets")
+KINDS = (
+    "resident memory, MiB",
+    "of it anonymous, MiB",
+    "threads",
+    "open files and sockets",
+)
 
 
 def print_footprint() -> None:
     print("\n## Added to each process\n")
-    print("Median (quartiles) over ranks and 3 runs; before: stock has reduced once for each encoder.\n")
+    print(
+        "Median (quartiles) over ranks and 3 runs; before: stock has reduced once for"
+        " each encoder.\n"
+    )
     print("| ranks | what | before | first call adds | each further encoder adds |")
     print("|---|---|---|---|---|")
     for size in (2, 4):
-        samples = [sample for _ in range(3) for sample in run_ranks(footprints, size, limit=60)]
+        samples = [
+            sample for _ in range(3) for sample in run_ranks(footprints, size, limit=60)
+        ]
         for index, kind in enumerate(KINDS):
-            before, one, all_of_them = zip(*([taken[index] for taken in sample] for sample in samples), strict=True)
+            before, one, all_of_them = zip(
+                *([taken[index] for taken in sample] for sample in samples), strict=True
+            )
             first = [then - now for now, then in zip(before, one, strict=True)]
-            further = [(then - now) / (ENCODERS - 1) for now, then in zip(one, all_of_them, strict=True)]
+            further = [
+                (then - now) / (ENCODERS - 1)
+                for now, then in zip(one, all_of_them, strict=True)
+            ]
             digits = 2 if "MiB" in kind else 0
             print(
                 f"| {size} | {kind} | {statistics.median(before):.0f} "
@@ -318,20 +394,30 @@ def timeouts_so_far() -> int:
 
 
 def spread(values: Sequence[float], scale: float, digits: int) -> str:
-    low, middle, high = (value * scale for value in statistics.quantiles(values, n=4, method="inclusive"))
+    low, middle, high = (
+        value * scale for value in statistics.quantiles(values, n=4, method="inclusive")
+    )
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def run_ranks(function: Rank, size: int, limit: float) -> list[Any]:
-    """`function(rank, size)` on `size` processes, and what each returned; all are gone afterwards, whatever happens."""
+    """`function(rank, size)` on `size` processes, and what each returned; all are gone afterwards,
+    whatever happens.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo.collections.asr.modules.conformer_encoder"])  # one import for all ranks
+    context.set_forkserver_preload(
+        ["nemo.collections.asr.modules.conformer_encoder"]
+    )  # one import for all ranks
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_process, args=(function, rank, size, store.port, theirs), daemon=True)
+            process = context.Process(
+                target=rank_process,
+                args=(function, rank, size, store.port, theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -348,18 +434,29 @@ def receive_all(pipes: list[Connection], deadline: float) -> list[Any]:
     while missing := [pipe for pipe in pipes if pipe not in results]:
         ready = wait(missing, timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise TimeoutError(f"ranks {[pipes.index(pipe) for pipe in missing]} did not finish in time")
+            raise TimeoutError(
+                f"ranks {[pipes.index(pipe) for pipe in missing]} did not finish in"
+                " time"
+            )
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            results[pipe] = pipe.recv()  # EOFError: that rank died, and its traceback is on stderr
+            results[pipe] = (
+                pipe.recv()
+            )  # EOFError: that rank died, and its traceback is on stderr
     return [results[pipe] for pipe in pipes]
 
 
-def rank_process(function: Rank, rank: int, size: int, port: int, pipe: Connection) -> None:
+def rank_process(
+    function: Rank, rank: int, size: int, port: int, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("nemo_patches").setLevel(logging.ERROR)  # its warnings are what section 2 provokes
+    logging.getLogger("nemo_patches").setLevel(
+        logging.ERROR
+    )  # its warnings are what section 2 provokes
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     pipe.send(function(rank, size))
     pipe.poll(None)  # until killed: the others may still need this rank
 

@@ -1,8 +1,10 @@
-"""What a question about where all ranks are costs, and how soon every rank has the answer: real processes, no NeMo.
+"""What a question about where all ranks are costs, and how soon every rank has the answer: real
+processes, no NeMo.
 
-Each rank is a process with a real store and an exchange, and answers with watch/'s own states. Hosts have eight ranks.
-Prints, for each size, the seconds until the last living rank had the verdict: where one rank asks, where all
-ask at once, and where one asks of a job in which ranks are stopped; and what goes over all connections at rest.
+Each rank is a process with a real store and an exchange, and answers with watch/'s own states.
+Hosts have eight ranks. Prints, for each size, the seconds until the last living rank had the
+verdict: where one rank asks, where all ask at once, and where one asks of a job in which ranks are
+stopped; and what goes over all connections at rest.
 
     PYTHONPATH=tests python benchmarks/questions.py [--ranks 64 1024]
 """
@@ -47,7 +49,9 @@ STOPPED: dict[str, Callable[[int], list[int]]] = {
 
 
 class States:
-    """One rank's part in questions: one of three places, by host, and a few ranks that have come to fewer rounds."""
+    """One rank's part in questions: one of three places, by host, and a few ranks that have come to
+    fewer rounds.
+    """
 
     def __init__(self, rank: int) -> None:
         caller = f"train (train.py:{88 + rank // 32 % 3})"
@@ -66,7 +70,9 @@ class States:
 
 
 def measured(rank: Rank) -> dict[str, list[tuple[float, float]]]:
-    """By what was tried: when this rank asked (0: it did not) and when it knew, by the clock of all processes."""
+    """By what was tried: when this rank asked (0: it did not) and when it knew, by the clock of all
+    processes.
+    """
     socket.gethostname = lambda: f"node{rank.number // PER_HOST}"
     states = States(rank.number)
     rank.exchange.watch = states
@@ -96,7 +102,10 @@ def measured(rank: Rank) -> dict[str, list[tuple[float, float]]]:
         else:
             pids = [int(rank.store.get(f"pid {one}")) for one in stopped]
             for pid in pids:
-                while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                while (
+                    Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                    != "T"
+                ):
                     time.sleep(0.01)
             while not states.verdicts.empty():
                 states.verdicts.get()
@@ -107,18 +116,27 @@ def measured(rank: Rank) -> dict[str, list[tuple[float, float]]]:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
         rank.meet(f"{way} goes on")
-        time.sleep(PAUSE_S)  # the stopped ranks' answers come late, and are taken for what they are
+        time.sleep(
+            PAUSE_S
+        )  # the stopped ranks' answers come late, and are taken for what they are
         rank.meet(f"{way} has gone on")
     return found
 
 
-def ask_and_wait(rank: Rank, states: States, askers: set[int], silent: set[int]) -> tuple[float, float]:
+def ask_and_wait(
+    rank: Rank, states: States, askers: set[int], silent: set[int]
+) -> tuple[float, float]:
     asked = 0.0
     if rank.number in askers:
-        time.sleep(PAUSE_S)  # the others have come to their waits, and questions that follow at once are held apart
+        time.sleep(
+            PAUSE_S
+        )  # the others have come to their waits, and questions that follow at once are held apart
         asked = time.monotonic()
         rank.exchange.ask()
-    while heard(states.verdicts.get(timeout=LONG.total_seconds())) != set(range(rank.size)) - silent:
+    while (
+        heard(states.verdicts.get(timeout=LONG.total_seconds()))
+        != set(range(rank.size)) - silent
+    ):
         pass
     return asked, time.monotonic()
 
@@ -141,23 +159,40 @@ def sent_bytes(rank: Rank) -> float:
 def main() -> None:
     import questions  # under its name, by which the ranks' processes find it
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64, 1024], metavar="RANKS")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[8, 64, 1024], metavar="RANKS"
+    )
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     ways = ("one asks", "all ask", *STOPPED)
-    print(f"| ranks | {' | '.join(f'{way} stopped' if way in STOPPED else way for way in ways)} | bytes at rest |")
+    print(
+        "| ranks |"
+        f" {' | '.join(f'{way} stopped' if way in STOPPED else way for way in ways)} |"
+        " bytes at rest |"
+    )
     print("|---|" + "---|" * (len(ways) + 1))
     for size in parser.parse_args().ranks:
         ranks = [one.value for one in run(questions.measured, size, fan_out=FAN_OUT)]
 
-        def last(way: str, ranks: list[dict[str, list[tuple[float, float]]]] = ranks) -> str:
-            """From the first question to the last rank's answer; of several times the median, and the longest."""
+        def last(
+            way: str, ranks: list[dict[str, list[tuple[float, float]]]] = ranks
+        ) -> str:
+            """From the first question to the last rank's answer; of several times the median, and
+            the longest.
+            """
             times = []
             for each in zip(*(rank[way] for rank in ranks if way in rank), strict=True):
-                times.append(max(knew for _, knew in each) - min(asked for asked, _ in each if asked))
+                times.append(
+                    max(knew for _, knew in each)
+                    - min(asked for asked, _ in each if asked)
+                )
             if not times:
                 return "-"
-            return f"{statistics.median(times):.3f}" + (f" ({max(times):.3f})" if len(times) > 1 else "")
+            return f"{statistics.median(times):.3f}" + (
+                f" ({max(times):.3f})" if len(times) > 1 else ""
+            )
 
         quiet = sum(rank["bytes while nobody asks"][0][1] for rank in ranks)
         print(f"| {size} | {' | '.join(map(last, ways))} | {quiet:g} |", flush=True)

@@ -1,7 +1,8 @@
-"""Measures the exchange's rounds beside a Gloo ring's, on this machine, and prints tables as markdown.
+"""Measures the exchange's rounds beside a Gloo ring's, on this machine, and prints tables as
+markdown.
 
-Every rank is a process with torch.distributed and without NeMo. Rounds of both kinds run in short blocks that
-alternate. `python benchmarks/rounds.py` takes some five minutes on two cores.
+Every rank is a process with torch.distributed and without NeMo. Rounds of both kinds run in short
+blocks that alternate. `python benchmarks/rounds.py` takes some five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the ranks share few cores
-os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # torch looks up a name for each connection to its store
+os.environ["RES_OPTIONS"] = (
+    "timeout:1 attempts:1"  # torch looks up a name for each connection to its store
+)
 
 import torch
 import torch.distributed as dist
@@ -80,7 +83,9 @@ class Rank:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ranks", type=int, nargs="*", default=[2, 8, 32, 64])
-    parser.add_argument("--many", type=int, default=1024, help="ranks of the second table; 0: without")
+    parser.add_argument(
+        "--many", type=int, default=1024, help="ranks of the second table; 0: without"
+    )
     options = parser.parse_args()
     start = time.monotonic()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores.", flush=True)
@@ -96,19 +101,34 @@ def main() -> None:
 
 def print_rounds(sizes: list[int]) -> None:
     print("\n## Time of a round\n")
-    print("Median over all ranks and rounds, and over the blocks (quartiles); CPU time is all ranks' together.\n")
-    print("| ranks | tree, ms | Gloo ring, ms | tree / ring | tree, CPU ms | Gloo ring, CPU ms |")
+    print(
+        "Median over all ranks and rounds, and over the blocks (quartiles); CPU time is"
+        " all ranks' together.\n"
+    )
+    print(
+        "| ranks | tree, ms | Gloo ring, ms | tree / ring | tree, CPU ms | Gloo ring,"
+        " CPU ms |"
+    )
     print("|---|---|---|---|---|---|")
     for size in sizes:
         per_rank = run_ranks(time_rounds, size)
-        tree, ring = ([of_block(ranks) for ranks in zip(*kind, strict=True)] for kind in zip(*per_rank, strict=True))
+        tree, ring = (
+            [of_block(ranks) for ranks in zip(*kind, strict=True)]
+            for kind in zip(*per_rank, strict=True)
+        )
         texts = [f"{size}", spread([block.wall_s for block in tree], 1e3)]
         if ring:
-            ratios = [ours.wall_s / theirs.wall_s for ours, theirs in zip(tree, ring, strict=True)]
+            ratios = [
+                ours.wall_s / theirs.wall_s
+                for ours, theirs in zip(tree, ring, strict=True)
+            ]
             texts += [spread([block.wall_s for block in ring], 1e3), spread(ratios, 1)]
         else:
             texts += ["-", "-"]
-        texts += [spread([block.cpu_s for block in blocks], 1e3) if blocks else "-" for blocks in (tree, ring)]
+        texts += [
+            spread([block.cpu_s for block in blocks], 1e3) if blocks else "-"
+            for blocks in (tree, ring)
+        ]
         print(f"| {' | '.join(texts)} |", flush=True)
 
 
@@ -121,17 +141,24 @@ class Block:
 
 
 def of_block(ranks: tuple[Block, ...]) -> Block:
-    return Block(statistics.median(rank.wall_s for rank in ranks), sum(rank.cpu_s for rank in ranks))
+    return Block(
+        statistics.median(rank.wall_s for rank in ranks),
+        sum(rank.cpu_s for rank in ranks),
+    )
 
 
 def time_rounds(rank: Rank) -> tuple[list[Block], list[Block]]:
     """This rank's blocks on the tree, and on the ring."""
     rounds = rank.rounds()
     one_tree_round(rounds, rank, 0)
-    kinds: list[tuple[Callable[[int], int], list[Block]]] = [(lambda value: one_tree_round(rounds, rank, value), [])]
+    kinds: list[tuple[Callable[[int], int], list[Block]]] = [
+        (lambda value: one_tree_round(rounds, rank, value), [])
+    ]
     ring_blocks: list[Block] = []
     if rank.size <= GLOO_RANKS:
-        ring = dist.ProcessGroupGloo(dist.PrefixStore("ring", rank.store), rank.number, rank.size, LIMIT)
+        ring = dist.ProcessGroupGloo(
+            dist.PrefixStore("ring", rank.store), rank.number, rank.size, LIMIT
+        )
         kinds.append((lambda value: one_ring_round(ring, rank, value), ring_blocks))
     count = max(20, ROUNDS_IN_ALL // rank.size)
     for block in range(BLOCKS):
@@ -190,9 +217,17 @@ def print_many(size: int) -> None:
         ("told_s", 1, 1, "from a rank's SIGKILL until its death is known, s"),
     ):
         values = [getattr(rank, field) * scale for rank in ranks if rank is not None]
-        print(f"| {text} | {statistics.median(values):.{digits}f} | {max(values):.{digits}f} |", flush=True)
+        print(
+            f"| {text} | {statistics.median(values):.{digits}f} |"
+            f" {max(values):.{digits}f} |",
+            flush=True,
+        )
     kinds = sum((rank.kinds for rank in ranks if rank is not None), Counter[str]())
-    print("\nRequests a rank: " + ", ".join(f"{kind} {kinds[kind] / len(ranks):.1f}" for kind in sorted(kinds)) + ".")
+    print(
+        "\nRequests a rank: "
+        + ", ".join(f"{kind} {kinds[kind] / len(ranks):.1f}" for kind in sorted(kinds))
+        + "."
+    )
 
 
 @dataclass(frozen=True)
@@ -219,7 +254,10 @@ def join_many(rank: Rank) -> Joined:
     before, began = cpu_s(), time.monotonic()
     for value in range(MANY_ROUNDS):
         one_tree_round(rounds, rank, value)
-    round_s, round_cpu_s = (time.monotonic() - began) / MANY_ROUNDS, (cpu_s() - before) / MANY_ROUNDS
+    round_s, round_cpu_s = (
+        (time.monotonic() - began) / MANY_ROUNDS,
+        (cpu_s() - before) / MANY_ROUNDS,
+    )
     files, threads = open_files() - files, len(os.listdir("/proc/self/task")) - threads
     kinds = requests.copy()
     rank.meet("before the death")
@@ -232,7 +270,17 @@ def join_many(rank: Rank) -> Joined:
             rounds.wait(LIMIT)
     told_s = time.monotonic() - float(rank.store.get("died at"))
     total = sum(kinds.values())
-    return Joined(set_up_s, set_up_cpu_s, total, kinds, files, threads, round_s, round_cpu_s, told_s)
+    return Joined(
+        set_up_s,
+        set_up_cpu_s,
+        total,
+        kinds,
+        files,
+        threads,
+        round_s,
+        round_cpu_s,
+        told_s,
+    )
 
 
 def open_files() -> int:
@@ -245,24 +293,36 @@ def open_files() -> int:
 def print_gil_holds() -> None:
     print("\n## Holds of Python's GIL\n")
     print(
-        f"The root of {ROOT_AND_CHILDREN} ranks, its 16 children on the same cores. Its main thread is busy in Python"
+        f"The root of {ROOT_AND_CHILDREN} ranks, its 16 children on the same cores. Its"
+        " main thread is busy in Python"
     )
-    print(f"and notes how long it does not run (from {SHORTEST_GAP_S * 1e6:.0f} us), in blocks of {GIL_BLOCK_S:.0f} s:")
-    print("in which it waits for no round, and in which rounds run as fast as they can.\n")
+    print(
+        f"and notes how long it does not run (from {SHORTEST_GAP_S * 1e6:.0f} us), in"
+        f" blocks of {GIL_BLOCK_S:.0f} s:"
+    )
+    print(
+        "in which it waits for no round, and in which rounds run as fast as they can.\n"
+    )
     root = run_ranks(measure_gaps, ROOT_AND_CHILDREN)[0]
     print(
-        "| blocks | gaps a second | median, us | 99 %, ms | longest, ms | rounds a second | thread's CPU a round, us |"
+        "| blocks | gaps a second | median, us | 99 %, ms | longest, ms | rounds a"
+        " second | thread's CPU a round, us |"
     )
     print("|---|---|---|---|---|---|---|")
     for title, blocks in (("without rounds", root[0::2]), ("with rounds", root[1::2])):
         gaps = [gap for block in blocks for gap in block.gaps]
         rounds = sum(block.rounds for block in blocks)
-        per_round = f"{sum(block.thread_cpu_s for block in blocks) / rounds * 1e6:.0f}" if rounds else "-"
+        per_round = (
+            f"{sum(block.thread_cpu_s for block in blocks) / rounds * 1e6:.0f}"
+            if rounds
+            else "-"
+        )
         seconds = GIL_BLOCK_S * len(blocks)
         print(
-            f"| {title} | {len(gaps) / seconds:.0f} | {statistics.median(gaps) * 1e6:.0f} "
-            f"| {statistics.quantiles(gaps, n=100)[98] * 1e3:.1f} | {max(gaps) * 1e3:.1f} "
-            f"| {rounds / seconds:.0f} | {per_round} |"
+            f"| {title} | {len(gaps) / seconds:.0f} |"
+            f" {statistics.median(gaps) * 1e6:.0f} |"
+            f" {statistics.quantiles(gaps, n=100)[98] * 1e3:.1f} |"
+            f" {max(gaps) * 1e3:.1f} | {rounds / seconds:.0f} | {per_round} |"
         )
 
 
@@ -276,7 +336,9 @@ class Gaps:
 def measure_gaps(rank: Rank) -> list[Gaps]:
     rounds, found = rank.rounds(), []
     one_tree_round(rounds, rank, 0)
-    (thread,) = (one.native_id for one in threading.enumerate() if "exchange" in one.name)
+    (thread,) = (
+        one.native_id for one in threading.enumerate() if "exchange" in one.name
+    )
     for block in range(2 * GIL_BLOCKS):
         rank.meet(f"block {block}")
         with_rounds = block % 2 == 1
@@ -295,7 +357,9 @@ def measure_gaps(rank: Rank) -> list[Gaps]:
                     now = time.perf_counter()
                 is_last = is_last or (not with_rounds and now >= end)
                 last = now
-            found.append(Gaps(gaps, rounds.latest.number - count, thread_cpu_s(thread) - before))
+            found.append(
+                Gaps(gaps, rounds.latest.number - count, thread_cpu_s(thread) - before)
+            )
         while rank.number and with_rounds:
             rounds.issue(0)
             if rounds.wait(LIMIT) == 1:
@@ -311,12 +375,16 @@ def thread_cpu_s(thread: int | None) -> float:
 
 
 def spread(values: list[float], scale: float) -> str:
-    low, middle, high = (value * scale for value in statistics.quantiles(values, n=4, method="inclusive"))
+    low, middle, high = (
+        value * scale for value in statistics.quantiles(values, n=4, method="inclusive")
+    )
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def run_ranks(function: Callable[[Rank], Any], size: int) -> list[Any]:
-    """What `function` returned on each of `size` processes, None where it was killed; all are gone afterwards."""
+    """What `function` returned on each of `size` processes, None where it was killed; all are gone
+    afterwards.
+    """
     gc.collect()
     gc.freeze()  # a rank's garbage collector leaves alone, and shared, what it was forked with
     sys.stdout.flush()
@@ -337,8 +405,15 @@ def run_ranks(function: Callable[[Rank], Any], size: int) -> list[Any]:
             deadline = time.monotonic() + 2 * LIMIT.total_seconds()
             left = set(processes) - {server}
             while left and time.monotonic() < deadline:
-                ended = {process: status for process in left if (status := os.waitpid(process, os.WNOHANG))[0]}
-                if any(os.WIFEXITED(status) and os.WEXITSTATUS(status) for _, status in ended.values()):
+                ended = {
+                    process: status
+                    for process in left
+                    if (status := os.waitpid(process, os.WNOHANG))[0]
+                }
+                if any(
+                    os.WIFEXITED(status) and os.WEXITSTATUS(status)
+                    for _, status in ended.values()
+                ):
                     raise RuntimeError("a rank has failed, see its traceback")
                 left -= ended.keys()
                 time.sleep(0.05)
@@ -347,7 +422,10 @@ def run_ranks(function: Callable[[Rank], Any], size: int) -> list[Any]:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(process, signal.SIGKILL)
                     os.waitpid(process, 0)
-        return [pickle.loads(result.read_bytes()) if result.exists() else None for result in results]
+        return [
+            pickle.loads(result.read_bytes()) if result.exists() else None
+            for result in results
+        ]
 
 
 def serve_store(pipe: int) -> None:
@@ -359,11 +437,15 @@ def serve_store(pipe: int) -> None:
         signal.pause()
 
 
-def run_rank(function: Callable[[Rank], Any], number: int, size: int, port: int, result: Path) -> None:
+def run_rank(
+    function: Callable[[Rank], Any], number: int, size: int, port: int, result: Path
+) -> None:
     """Does not return."""
     try:
         torch.set_num_threads(1)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT)
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT
+        )
         rank = Rank(number, size, store)
         value = function(rank)
         result.write_bytes(pickle.dumps(value))

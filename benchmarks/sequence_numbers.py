@@ -1,4 +1,5 @@
-"""What counts as begun: the default process group's sequence number after each operation, on two Gloo ranks.
+"""What counts as begun: the default process group's sequence number after each operation, on two
+Gloo ranks.
 
 python benchmarks/sequence_numbers.py
 """
@@ -32,7 +33,13 @@ def begun() -> int | str:
 def rank_main(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo",
+        init_method=address,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
     found: list[tuple[str, Any]] = [("init_process_group", begun())]
 
     def after(name: str, operation: Callable[[], object]) -> None:
@@ -47,7 +54,10 @@ def rank_main(rank: int, port: int) -> None:
     after("all_gather", lambda: dist.all_gather([one.clone(), one.clone()], one))
     after("all_gather_object", lambda: dist.all_gather_object([None, None], rank))
     after("broadcast_object_list", lambda: dist.broadcast_object_list([1], 0))
-    after("gather", lambda: dist.gather(one, [one.clone(), one.clone()] if rank == 0 else None, 0))
+    after(
+        "gather",
+        lambda: dist.gather(one, [one.clone(), one.clone()] if rank == 0 else None, 0),
+    )
     after("reduce", lambda: dist.reduce(one, 0))
     after("monitored_barrier", dist.monitored_barrier)
     after("send, recv", lambda: dist.send(one, 1) if rank == 0 else dist.recv(one, 0))
@@ -59,8 +69,12 @@ def rank_main(rank: int, port: int) -> None:
     start = time.perf_counter()
     for _ in range(READS):
         begun()
-    found.append(("us for a read", round((time.perf_counter() - start) / READS * 1e6, 2)))
-    looks = threading.Timer(1.0, lambda: found.append(("while rank 0 waits in a barrier", begun())))
+    found.append(
+        ("us for a read", round((time.perf_counter() - start) / READS * 1e6, 2))
+    )
+    looks = threading.Timer(
+        1.0, lambda: found.append(("while rank 0 waits in a barrier", begun()))
+    )
     looks.start()
     if rank == 1:
         time.sleep(1.5)

@@ -1,7 +1,8 @@
-"""Measures what a trace costs: a training step of the demo's model, traced against untraced, in one run (goal: 1%).
+"""Measures what a trace costs: a training step of the demo's model, traced against untraced, in one
+run (goal: 1%).
 
-Two ranks under DDP on this machine's CPU. What is compared runs in short blocks that alternate, so that whatever else
-the machine does meets both sides. Takes about two minutes.
+Two ranks under DDP on this machine's CPU. What is compared runs in short blocks that alternate, so
+that whatever else the machine does meets both sides. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ LIMIT = 400
 
 
 class Block(NamedTuple):
-    """Seconds per step of one block: by the clock, of the processor in the training thread, and in all threads."""
+    """Seconds per step of one block: by the clock, of the processor in the training thread, and in
+    all threads.
+    """
 
     wall: float
     thread: float
@@ -49,23 +52,49 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         blocks = run_ranks(Path(folder))
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {RANKS} ranks on Gloo, one thread each, DDP. {BLOCKS}")
-    print(f"alternating blocks of {STEPS} training steps of the demo's model; {size / 1024:.0f} KiB of traces.")
+    print(
+        f"torch {torch.__version__}, {os.cpu_count()} cores, {RANKS} ranks on Gloo, one"
+        f" thread each, DDP. {BLOCKS}"
+    )
+    print(
+        f"alternating blocks of {STEPS} training steps of the demo's model;"
+        f" {size / 1024:.0f} KiB of traces."
+    )
     print("Median (quartiles) over the blocks of all ranks.\n")
-    print("| | step, ms | step / untraced | CPU of the training thread / untraced | CPU of all threads / untraced |")
+    print(
+        "| | step, ms | step / untraced | CPU of the training thread / untraced | CPU"
+        " of all threads / untraced |"
+    )
     print("|---|---|---|---|---|")
     for variant in VARIANTS:
         ratios = [
-            [mine[index] / theirs[index] for mine, theirs in zip(blocks[variant], blocks["untraced"], strict=True)]
+            [
+                mine[index] / theirs[index]
+                for mine, theirs in zip(
+                    blocks[variant], blocks["untraced"], strict=True
+                )
+            ]
             for index in range(3)
         ]
         milliseconds = [block.wall * 1e3 for block in blocks[variant]]
-        print(f"| {variant} | {spread(milliseconds, 1)} | " + " | ".join(spread(ratio, 4) for ratio in ratios) + " |")
+        print(
+            f"| {variant} | {spread(milliseconds, 1)} | "
+            + " | ".join(spread(ratio, 4) for ratio in ratios)
+            + " |"
+        )
     step = statistics.median(block.wall for block in blocks["untraced"])
     thread, process = call_alone()
-    print(f"\nA call of an empty encoder, alone, traced less untraced: {thread * 1e6:.0f} us of the training thread, ")
-    print(f"{process * 1e6:.0f} us of all threads: {thread / step:.2%} and {process / step:.2%} of such a step.")
-    print(f"\nOff: what nobody listens to costs {unheard() * 1e9:.0f} ns; a call has two.")
+    print(
+        f"\nA call of an empty encoder, alone, traced less untraced: {thread * 1e6:.0f}"
+        " us of the training thread, "
+    )
+    print(
+        f"{process * 1e6:.0f} us of all threads: {thread / step:.2%} and"
+        f" {process / step:.2%} of such a step."
+    )
+    print(
+        f"\nOff: what nobody listens to costs {unheard() * 1e9:.0f} ns; a call has two."
+    )
 
 
 class Empty(torch.nn.Module):
@@ -76,7 +105,9 @@ class Empty(torch.nn.Module):
 
 
 def call_alone() -> tuple[float, float]:
-    """Seconds of the processor that recording adds to a call: in the calling thread, in all. The file's cost too."""
+    """Seconds of the processor that recording adds to a call: in the calling thread, in all. The
+    file's cost too.
+    """
     calls, encoder = 2000, Empty()
     signal, length = torch.ones(2, 80, 600), torch.tensor([600, 500])
 
@@ -95,7 +126,9 @@ def call_alone() -> tuple[float, float]:
         tracing.start(Settings(trace=Path(folder)))
         traced = seconds()
         tracing.stop()
-    thread, process = (((mine - theirs) / calls) for mine, theirs in zip(traced, untraced, strict=True))
+    thread, process = (
+        ((mine - theirs) / calls) for mine, theirs in zip(traced, untraced, strict=True)
+    )
     return thread, process
 
 
@@ -124,7 +157,14 @@ def train(rank: int, folder: Path) -> dict[str, list[Block]]:
             for _ in range(STEPS):
                 step()
             end = time.perf_counter(), time.thread_time(), time.process_time()
-            found[variant].append(Block(*((after - before) / STEPS for before, after in zip(start, end, strict=True))))
+            found[variant].append(
+                Block(
+                    *(
+                        (after - before) / STEPS
+                        for before, after in zip(start, end, strict=True)
+                    )
+                )
+            )
     return found
 
 
@@ -142,7 +182,10 @@ def training_step(rank: int, folder: Path) -> Any:
     model.model._modules.pop("decoder_ssl", None)
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
-    audio, lengths = torch.randn(BATCH_SIZE, SAMPLES), torch.tensor([SAMPLES, SAMPLES * 3 // 4])
+    audio, lengths = (
+        torch.randn(BATCH_SIZE, SAMPLES),
+        torch.tensor([SAMPLES, SAMPLES * 3 // 4]),
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -168,7 +211,10 @@ class Training(torch.nn.Module):
             apply_mask=True,
         )
         loss: torch.Tensor = self.model.loss(
-            masks=masks, decoder_outputs=log_probs, targets=tokens, decoder_lengths=encoded_len
+            masks=masks,
+            decoder_outputs=log_probs,
+            targets=tokens,
+            decoder_lengths=encoded_len,
         )
         return loss
 
@@ -186,7 +232,11 @@ def run_ranks(folder: Path) -> dict[str, list[Block]]:
     try:
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=rank_process, args=(rank, store.port, folder, theirs), daemon=True)
+            process = context.Process(
+                target=rank_process,
+                args=(rank, store.port, folder, theirs),
+                daemon=True,
+            )
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -209,7 +259,9 @@ def rank_process(rank: int, port: int, folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     logging.getLogger("nemo_patches").setLevel(logging.WARNING)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
     pipe.send(train(rank, folder))
     pipe.poll(None)  # until killed: the other may still need this rank
 

@@ -1,6 +1,8 @@
-"""What deferred metrics save of a validation epoch, and what StopTogether adds to a training step; prints markdown.
+"""What deferred metrics save of a validation epoch, and what StopTogether adds to a training step;
+prints markdown.
 
-Two ranks on Gloo, small real NeMo models under Lightning; runs of each kind alternate. It takes about two minutes.
+Two ranks on Gloo, small real NeMo models under Lightning; runs of each kind alternate. It takes
+about two minutes.
 """
 
 from __future__ import annotations
@@ -32,14 +34,23 @@ EVALUATED = {
 
 
 def main() -> None:
-    print(f"2 ranks on Gloo, {os.cpu_count()} cores; ms a batch: medians of {EPOCHS} epochs (quartiles)\n")
+    print(
+        f"2 ranks on Gloo, {os.cpu_count()} cores; ms a batch: medians of {EPOCHS}"
+        " epochs (quartiles)\n"
+    )
     taken = run_ranks(measured, 2, limit=900)[0].value
-    print("| model | metrics | validation | of it, in compute() | share |\n|---|---|---|---|---|")
+    print(
+        "| model | metrics | validation | of it, in compute() | share"
+        " |\n|---|---|---|---|---|"
+    )
     for name in EVALUATED:
         for metrics in METRICS:
             of_batch, of_metrics = zip(*taken[name, metrics], strict=True)
             shares = [part / whole for whole, part in taken[name, metrics]]
-            print(f"| {name} | {metrics} | {quartiles(of_batch)} | {quartiles(of_metrics)} | {quartiles(shares)} |")
+            print(
+                f"| {name} | {metrics} | {quartiles(of_batch)} |"
+                f" {quartiles(of_metrics)} | {quartiles(shares)} |"
+            )
     plain = [whole for whole, _ in taken["training", "plain"]]
     print("\n| training CTC | step | over plain |\n|---|---|---|")
     for kind in ("plain", "StopTogether", "plain again"):
@@ -64,10 +75,14 @@ def measured(rank: int, size: int) -> dict[tuple[str, str], list[tuple[float, fl
         for name, make in EVALUATED.items():
             for metrics in METRICS:
                 nemo_patches.apply(metrics=metrics)
-                taken.setdefault((name, metrics), []).append(timed("validate", make, []))
+                taken.setdefault((name, metrics), []).append(
+                    timed("validate", make, [])
+                )
         for kind in ("plain", "StopTogether", "plain again"):
             callbacks = [StopTogether()] if kind == "StopTogether" else []
-            taken.setdefault(("training", kind), []).append(timed("fit", asr_models.ctc, callbacks))
+            taken.setdefault(("training", kind), []).append(
+                timed("fit", asr_models.ctc, callbacks)
+            )
     return taken
 
 
@@ -83,7 +98,10 @@ def timed(what: str, make: Any, callbacks: list[Any]) -> tuple[float, float]:
         def on_validation_end(self, *_: Any) -> None:
             self.ended = time.perf_counter()
 
-        on_train_epoch_start, on_train_epoch_end = on_validation_epoch_start, on_validation_end
+        on_train_epoch_start, on_train_epoch_end = (
+            on_validation_epoch_start,
+            on_validation_end,
+        )
 
         def watch(self, metric: Any) -> None:
             compute = metric.compute
@@ -108,7 +126,9 @@ def timed(what: str, make: Any, callbacks: list[Any]) -> tuple[float, float]:
         trainer.fit(model, batches)
     else:
         trainer.validate(model, batches, verbose=False)
-    return (clock.ended - clock.began) * 1000 / BATCHES, clock.computing * 1000 / BATCHES
+    return (
+        clock.ended - clock.began
+    ) * 1000 / BATCHES, clock.computing * 1000 / BATCHES
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""`nemo-patches` and `python -m nemo_patches`. What is not installed is one line; the exit code is 2.
+"""`nemo-patches` and `python -m nemo_patches`. What is not installed is one line; the exit code is
+2.
 
---version, `run -- COMMAND` and `stacks --json` need only the standard library: a job's container may lack the rest.
+--version, `run -- COMMAND` and `stacks --json` need only the standard library: a job's container
+  may lack the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ def main() -> None:
         if package in NEEDED.split():
             _without_packages(sys.argv[1:])
             advice = f"; the commands need: {NEEDED}"
-        print(f"nemo-patches: {module} is not installed for {sys.executable}{advice}", file=sys.stderr)
+        print(
+            f"nemo-patches: {module} is not installed for {sys.executable}{advice}",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
@@ -40,10 +45,17 @@ def _without_packages(given: list[str]) -> None:
     if given[:2] == ["run", "--"] and len(given) > 2:
         _run(given[2:])
     options = [one.partition("=")[0] for one in given[1:] if one.startswith("-")]
-    if given[:1] == ["stacks"] and "--json" in options and set(options) <= set(_OPTIONS_OF_STACKS):
+    if (
+        given[:1] == ["stacks"]
+        and "--json" in options
+        and set(options) <= set(_OPTIONS_OF_STACKS)
+    ):
         from nemo_patches.tools.diagnose.collect import host_jobs
 
-        sys.argv = ["nemo-patches stacks", *(one for one in given[1:] if one != "--json")]
+        sys.argv = [
+            "nemo-patches stacks",
+            *(one for one in given[1:] if one != "--json"),
+        ]
         host_jobs.main()
         sys.exit(0)
 

@@ -1,4 +1,6 @@
-"""The `nemo-patches` command. It must start fast, so torch and NeMo are imported nowhere at module level."""
+"""The `nemo-patches` command. It must start fast, so torch and NeMo are imported nowhere at module
+level.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_UsageError: Any = typer.BadParameter.__mro__[2]  # ClickException: click's, or that of the copy that newer typers have
+_UsageError: Any = typer.BadParameter.__mro__[
+    2
+]  # ClickException: click's, or that of the copy that newer typers have
 _Json = Annotated[bool, switch("--json", "For programs.")]
 
 
-def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[Any], Any]:
+def _number(
+    kind: type[int] | type[float], low: float, high: float
+) -> Callable[[Any], Any]:
     """A parser whose error says what is allowed."""
 
     def parse(text: Any) -> Any:
@@ -54,12 +60,18 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[
     return parse
 
 
-def _options(parameters: Iterable[Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _options(
+    parameters: Iterable[Parameter],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """In place of the command's `**given`, these parameters."""
 
     def declared(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+        own = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not Parameter.VAR_KEYWORD
+        ]
         function.__signature__ = signature.replace(parameters=[*own, *parameters])  # type: ignore[attr-defined]
         return function
 
@@ -81,7 +93,10 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def nemo_patches(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """A length sync for NVIDIA NeMo's encoders that cannot hang, and tools for jobs that do."""
@@ -90,16 +105,31 @@ def nemo_patches(
 @app.command()
 def demo(
     manifest: Annotated[
-        Path | None, typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio")
+        Path | None,
+        typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio"),
     ] = None,
-    devices: Annotated[int, typer.Option(metavar="NUMBER", parser=_number(int, 2, 8), help="CPU ranks, 2 to 8.")] = 2,
+    devices: Annotated[
+        int,
+        typer.Option(
+            metavar="NUMBER", parser=_number(int, 2, 8), help="CPU ranks, 2 to 8."
+        ),
+    ] = 2,
     seconds: Annotated[
         float,
-        typer.Option(metavar="SECONDS", parser=_number(float, 3, 120), help="How long one rank stalls, 3 to 120."),
+        typer.Option(
+            metavar="SECONDS",
+            parser=_number(float, 3, 120),
+            help="How long one rank stalls, 3 to 120.",
+        ),
     ] = 6.0,
-    record: Annotated[Path | None, with_value(metavar="FILE.svg", help_="Also draw the output into this file.")] = None,
+    record: Annotated[
+        Path | None,
+        with_value(metavar="FILE.svg", help_="Also draw the output into this file."),
+    ] = None,
 ) -> None:
-    """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and compare them."""
+    """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and
+    compare them.
+    """
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.jobs import DemoError
 
@@ -116,17 +146,23 @@ def _setting_option(setting: Setting) -> Parameter:
     """--stall-timeout for stall_timeout."""
     default = setting.text(setting.default) + setting.unit
     if setting.words:
-        option = choice(setting.words, setting.several, help=setting.help, show_default=default)
+        option = choice(
+            setting.words, setting.several, help=setting.help, show_default=default
+        )
     else:
         option = with_value(metavar="VALUE", help_=setting.help, show_default=default)
     annotation = Annotated[str | None, option]
-    return Parameter(setting.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+    return Parameter(
+        setting.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 @_options(map(_setting_option, ALL_SETTINGS))
 def run(
-    command: Annotated[list[str], typer.Argument(help="What to run, with its arguments, after `--`.")],
+    command: Annotated[
+        list[str], typer.Argument(help="What to run, with its arguments, after `--`.")
+    ],
     **given: Any,
 ) -> None:
     """Run a command; every Python process that it starts patches NeMo when it imports NeMo."""
@@ -137,11 +173,16 @@ def run(
         for refusal in refusals(given):
             raise refusal
         if admission.disabled():
-            typer.echo(f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched", err=True)
+            typer.echo(
+                f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched",
+                err=True,
+            )
         for sentence in admission.misspelt():
             typer.echo(f"nemo-patches run: {sentence}", err=True)
         options = {setting.variable: given[setting.name] for setting in ALL_SETTINGS}
-        chosen = {variable: value for variable, value in options.items() if value is not None}
+        chosen = {
+            variable: value for variable, value in options.items() if value is not None
+        }
         launch.become(command, launch.with_auto_apply({**os.environ, **chosen}))
     except SettingsError as error:
         raise _refused("run", error) from None
@@ -153,9 +194,11 @@ def run(
 
 @app.command()
 def status(json: _Json = False) -> None:
-    """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings, versions.
+    """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings,
+    versions.
 
-    Exit codes: 0 on; 1 off, not possible, or a misspelt variable, so that a setting has no effect; 2 unknown.
+    Exit codes: 0 on; 1 off, not possible, or a misspelt variable, so that a setting has no effect;
+    2 unknown.
     """
     from nemo_patches.tools import status as status_command
 
@@ -163,7 +206,11 @@ def status(json: _Json = False) -> None:
         report = status_command.examine()
     except status_command.NotInstalled as error:
         answer = f"cannot be patched: {error}"
-        typer.echo(dumps({"state": status_command.CANNOT_BE, "answer": answer}, indent=2) if json else answer)
+        typer.echo(
+            dumps({"state": status_command.CANNOT_BE, "answer": answer}, indent=2)
+            if json
+            else answer
+        )
         raise typer.Exit(1) from None
     except status_command.StatusError as error:
         typer.echo(f"nemo-patches status: it cannot be told: {error}", err=True)
@@ -172,15 +219,25 @@ def status(json: _Json = False) -> None:
         typer.echo(dumps(asdict(report), indent=2))
     else:
         status_command.show(report, Console(width=80))  # see doctor/command.py
-    raise typer.Exit(0 if report.state == status_command.ON and not (report.reasons or report.misspelt) else 1)
+    raise typer.Exit(
+        0
+        if report.state == status_command.ON and not (report.reasons or report.misspelt)
+        else 1
+    )
 
 
 @app.command()
 def diff(
-    nemo: Annotated[Path, typer.Option(help="A NeMo checkout, or the site-packages folder with NeMo.")],
-    check: Annotated[bool, switch("--check", "Say whether one of patches/ applies instead.")] = False,
+    nemo: Annotated[
+        Path,
+        typer.Option(help="A NeMo checkout, or the site-packages folder with NeMo."),
+    ],
+    check: Annotated[
+        bool, switch("--check", "Say whether one of patches/ applies instead.")
+    ] = False,
 ) -> None:
-    """Print the diff that bounds the length sync of a NeMo checkout in time. git or patch applies it.
+    """Print the diff that bounds the length sync of a NeMo checkout in time. git or patch applies
+    it.
 
     Exit codes: 0 printed, or one of patches/ applies; 1 none of patches/ applies; 2 refused.
     """
@@ -205,15 +262,19 @@ def diff(
 @app.command()
 @_options(request.parameters())
 def doctor(**given: Any) -> None:
-    """Find what in a training config can hang a run on several ranks, or stop it at its start. Nothing is executed.
+    """Find what in a training config can hang a run on several ranks, or stop it at its start.
+    Nothing is executed.
 
-    Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the ranks of a job.
+    Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the
+    ranks of a job.
 
     Exit codes: 0 nothing, or notes only; 1 findings; 2 something cannot be read or done.
     """
     from nemo_patches.tools.doctor import command
 
-    gc.set_threshold(50_000)  # objects; looking for garbage in a large config's trees took 0.4 s of 3 s
+    gc.set_threshold(
+        50_000
+    )  # objects; looking for garbage in a large config's trees took 0.4 s of 3 s
     raise typer.Exit(command.carry_out(request.made(given)))
 
 
@@ -222,32 +283,47 @@ def diagnose(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Files and folders with traces, stall reports, stacks of hosts, logs, Flight Recorder dumps, "
-            "in any mix; - is standard input. None: the jobs that run on this host."
+            help=(
+                "Files and folders with traces, stall reports, stacks of hosts, logs,"
+                " Flight Recorder dumps, "
+                "in any mix; - is standard input. None: the jobs that run on this host."
+            )
         ),
     ] = None,
     json: _Json = False,
     plot: Annotated[
-        Path | None, with_value(metavar="FILE", help_="Draw every rank's lag at every call, as a PNG.")
+        Path | None,
+        with_value(
+            metavar="FILE", help_="Draw every rank's lag at every call, as a PNG."
+        ),
     ] = None,
     job: Annotated[
         str | None,
-        with_value(metavar="DIR", help_="A running job, by the folder in which it runs."),
+        with_value(
+            metavar="DIR", help_="A running job, by the folder in which it runs."
+        ),
     ] = None,
     pids: Annotated[
         str,
         with_value(
             metavar="P,P",
-            help_="The ranks' processes on this host, in the order of the ranks, if they are not found by themselves.",
+            help_=(
+                "The ranks' processes on this host, in the order of the ranks, if they"
+                " are not found by themselves."
+            ),
             show_default="found",
         ),
     ] = "",
 ) -> None:
-    """Say which rank a job waits for, where it is and why. Exit codes: 0 nothing found; 1 a finding; 2 unknown."""
+    """Say which rank a job waits for, where it is and why. Exit codes: 0 nothing found; 1 a
+    finding; 2 unknown.
+    """
     from nemo_patches.tools.diagnose import command
 
     try:
-        raise typer.Exit(command.run(paths or [], json=json, plot=plot, job=job, pids=pids))
+        raise typer.Exit(
+            command.run(paths or [], json=json, plot=plot, job=job, pids=pids)
+        )
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)
         if json:
@@ -257,7 +333,9 @@ def diagnose(
 
 @app.command()
 def stacks(
-    json: Annotated[bool, switch("--json", "For `nemo-patches diagnose`, here or elsewhere.")] = False,
+    json: Annotated[
+        bool, switch("--json", "For `nemo-patches diagnose`, here or elsewhere.")
+    ] = False,
     pids: Annotated[
         str,
         with_value(
@@ -267,13 +345,19 @@ def stacks(
         ),
     ] = "",
     job: Annotated[
-        Path | None, with_value(metavar="DIR", help_="Only ranks that work in this folder.", show_default="all")
+        Path | None,
+        with_value(
+            metavar="DIR",
+            help_="Only ranks that work in this folder.",
+            show_default="all",
+        ),
     ] = None,
 ) -> None:
-    """Collect where the ranks on this host are, for any job, by /proc and py-spy, which stops each for some 0.1 s.
+    """Collect where the ranks on this host are, for any job, by /proc and py-spy, which stops each
+    for some 0.1 s.
 
-    `nemo-patches diagnose` judges the result: on every host, run `nemo-patches stacks --json > $(hostname).json`.
-    Exit codes: 0 collected; 2 there is nothing to collect.
+    `nemo-patches diagnose` judges the result: on every host, run `nemo-patches stacks --json >
+    $(hostname).json`. Exit codes: 0 collected; 2 there is nothing to collect.
     """
     from nemo_patches.tools.diagnose import stacks_command
     from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError
@@ -298,7 +382,9 @@ def _text_of(error: Any) -> str:
 
 
 def _code_of_app() -> Any:
-    """The exit code of the command. Raises BrokenPipeError, of which click makes an exit code that means a finding."""
+    """The exit code of the command. Raises BrokenPipeError, of which click makes an exit code that
+    means a finding.
+    """
     try:
         return app(standalone_mode=False)
     except SystemExit as end:
@@ -308,17 +394,25 @@ def _code_of_app() -> Any:
 
 
 def _leave_closed_pipe() -> NoReturn:
-    """Whoever read the output (`head`) has gone: end as other programs do, with the exit code of SIGPIPE."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again at exit to write the rest
+    """Whoever read the output (`head`) has gone: end as other programs do, with the exit code of
+    SIGPIPE.
+    """
+    os.dup2(
+        os.open(os.devnull, os.O_WRONLY), 1
+    )  # else Python tries again at exit to write the rest
     sys.exit(128 + signal.SIGPIPE)
 
 
 def main() -> None:
-    """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is 2."""
+    """Run the command. What was typed wrong, or cannot be loaded, is one line; the exit code is
+    2.
+    """
     if sys.stdout is None:  # it is closed, and not all code that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # the terminal's encoding may lack a character
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # the terminal's encoding may lack a character
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _code_of_app()
@@ -330,11 +424,15 @@ def main() -> None:
         typer.echo("nemo-patches: aborted", err=True)
     except ModuleNotFoundError:  # __main__ says it
         raise
-    except ImportError as error:  # what is installed cannot be loaded: this machine lacks a library
+    except (
+        ImportError
+    ) as error:  # what is installed cannot be loaded: this machine lacks a library
         typer.echo(f"nemo-patches: {error}", err=True)
     except BrokenPipeError:
         _leave_closed_pipe()
-    except OSError as error:  # above all a full disk: with Python's own exit code, 1, it would look like a finding
+    # Above all a full disk: with Python's own exit code, 1, it would look like a finding.
+    except OSError as error:
         typer.echo(f"nemo-patches: {error}", err=True)
-        sys.stdout = None  # else Python tries again at exit to write the rest, and prints another error
+        # Else Python tries again at exit to write the rest, and prints another error
+        sys.stdout = None
     sys.exit(2)

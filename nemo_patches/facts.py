@@ -1,4 +1,7 @@
-"""What one rank says of itself when it is asked, and its JSON (judging/read_facts.py reads that). Needs no torch."""
+"""What one rank says of itself when it is asked, and its JSON (judging/read_facts.py reads that).
+Needs no torch.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ LENGTH_SYNC = "length sync"  # what a rank may wait in, as any collective
 ROUNDS_OF = "the rounds of "  # how the name of other rounds begins
 CALLING = "calling"  # it goes on with encoder calls
 MOVING = "moving"  # it goes on with collectives
-COMPUTING = "computing"  # it takes no step, and its training thread, or what this waits for, takes a core
+# It takes no step, and its training thread, or what this waits for, takes a core
+COMPUTING = "computing"
 MOST_ENCODERS = 64
 MOST_WORKERS = 32
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The state of one rank. Times are ages in seconds, when it was asked; -1: never, or not known."""
+    """The state of one rank. Times are ages in seconds, when it was asked; -1: never, or not
+    known.
+    """
 
     rank: int
     host: str
@@ -30,7 +36,9 @@ class RankFacts:
     settings: str
     encoder: str  # of the last call; empty before the first
     calls: int  # of all encoders
-    clock: tuple[int, ...]  # of the last call's encoder: training calls, evaluation calls since
+    clock: tuple[
+        int, ...
+    ]  # of the last call's encoder: training calls, evaluation calls since
     idle: float  # since the last encoder call began
     # By encoder: the rounds that this rank has come to, the open ones and the latest last.
     rounds: dict[str, int]
@@ -39,7 +47,9 @@ class RankFacts:
     given_up: dict[str, float] = field(default_factory=dict)
     # By encoder: why its latest call took no part in a round.
     apart: dict[str, str] = field(default_factory=dict)
-    training: bool = True  # whether the last call was one of training, and not of an evaluation
+    training: bool = (
+        True  # whether the last call was one of training, and not of an evaluation
+    )
     goes_on: str = ""  # CALLING, MOVING, COMPUTING or empty
     goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
     still: float = -1.0  # since it has last been seen to move
@@ -50,7 +60,8 @@ class RankFacts:
     caller: str = ""  # from where
     hook: str = ""  # of Lightning's, or "saving a checkpoint"
     activity: str = ""  # "a checkpoint", "a debugger"
-    request: str = ""  # what it waits in for a person or a request: "input()", "perhaps queue.get()"
+    # What it waits in for a person or a request: "input()", "perhaps queue.get()"
+    request: str = ""
     waits_for_child: bool = False  # a thread of its process is in os.wait()
     workers: tuple[int, ...] = ()  # process ids of data loader workers
     worker_states: tuple[str, ...] = ()  # texts about some of them
@@ -63,7 +74,9 @@ class RankFacts:
         return self.rounds.get(encoder_key, 0) >= round_number > 0
 
     def key(self) -> str:
-        """Equal for ranks that the exchange merges: that of the kind, a space, that of the place."""
+        """Equal for ranks that the exchange merges: that of the kind, a space, that of the
+        place.
+        """
         what = [
             self.versions,
             self.settings,
@@ -89,7 +102,9 @@ class RankFacts:
 
     def of_another(self, rank: int) -> RankFacts:
         """This state as far as it applies to another rank with the same key."""
-        return replace(self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch="")
+        return replace(
+            self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch=""
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Of at most LONGEST_STATE bytes: the least important parts are dropped first."""
@@ -100,17 +115,42 @@ def _bounded(state: RankFacts) -> RankFacts:
     """Shorten to LONGEST_STATE bytes: the least important parts are dropped first."""
     rounds = dict(list(state.rounds.items())[-MOST_ENCODERS:])
     apart = dict(list(state.apart.items())[-MOST_ENCODERS:])
-    given_up = {key: seconds for key, seconds in state.given_up.items() if key in rounds}
+    given_up = {
+        key: seconds for key, seconds in state.given_up.items() if key in rounds
+    }
     whole = state.whole and len(rounds) == len(state.rounds)
     workers = state.workers[:MOST_WORKERS]
-    short = replace(state, rounds=rounds, apart=apart, given_up=given_up, whole=whole, workers=workers)
+    short = replace(
+        state,
+        rounds=rounds,
+        apart=apart,
+        given_up=given_up,
+        whole=whole,
+        workers=workers,
+    )
     without_workers = replace(short, workers=(), worker_states=())
     nowhere = replace(without_workers, where="", batch="", settings="")
-    for candidate in (short, replace(short, worker_states=()), without_workers, nowhere):
+    for candidate in (
+        short,
+        replace(short, worker_states=()),
+        without_workers,
+        nowhere,
+    ):
         if len(json.dumps(asdict(candidate))) <= LONGEST_STATE:
             return candidate
-    return replace(nowhere, rounds={}, apart={}, given_up={}, whole=False, encoder="", caller="", hook="")
+    return replace(
+        nowhere,
+        rounds={},
+        apart={},
+        given_up={},
+        whole=False,
+        encoder="",
+        caller="",
+        hook="",
+    )
 
 
 def _digest(content: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(content, sort_keys=True).encode(), digest_size=8
+    ).hexdigest()

@@ -43,7 +43,9 @@ class Growth:
     """What has grown privately in this process."""
 
     def __init__(self) -> None:
-        self.names: dict[type, set[str]] = {}  # of the private tensors in a class's modules
+        self.names: dict[
+            type, set[str]
+        ] = {}  # of the private tensors in a class's modules
         # Buffers that got other values of the same shape, and whether this was logged.
         self.same_shape: dict[str, bool] = {}
         self.threads: set[int] = set()  # in which an encoder grows now
@@ -143,14 +145,18 @@ def _privates(module: Any) -> dict[str, Private]:
     return cast("dict[str, Private]", module.__dict__.get(_PRIVATE, {}))
 
 
-def _set_private(module: Any, name: str, tensor: torch.Tensor, buffer: torch.Tensor | None) -> None:
+def _set_private(
+    module: Any, name: str, tensor: torch.Tensor, buffer: torch.Tensor | None
+) -> None:
     private = Private(tensor, None, None)
     if buffer is not None:
         private = Private(tensor, buffer.dtype, buffer.device)
     module.__dict__[_PRIVATE] = {**_privates(module), name: private}
 
 
-def _make_private(module: Any, name: str, tensor: torch.Tensor, buffer: torch.Tensor | None) -> None:
+def _make_private(
+    module: Any, name: str, tensor: torch.Tensor, buffer: torch.Tensor | None
+) -> None:
     """In the module's buffers, whose order stays the same, `buffer` takes its place, or nothing."""
     _prepare(type(module), name)
     _set_private(module, name, tensor, buffer)
@@ -178,7 +184,9 @@ def _followed(module: Any, name: str) -> torch.Tensor:
 @contextlib.contextmanager
 def _as_buffers(module: Any, names: Collection[str]) -> Iterator[None]:
     """These private tensors are buffers meanwhile, as in stock. One that is replaced stays one."""
-    private = {name: each for name, each in private_tensors(module).items() if name in names}
+    private = {
+        name: each for name, each in private_tensors(module).items() if name in names
+    }
     registered = {name: module._buffers.get(name) for name in private}
     module._buffers.update(private)
     try:
@@ -188,7 +196,11 @@ def _as_buffers(module: Any, names: Collection[str]) -> Iterator[None]:
             if module._buffers.get(name) is tensor:
                 _make_private(module, name, tensor, registered[name])
             else:
-                others = {other: each for other, each in _privates(module).items() if other != name}
+                others = {
+                    other: each
+                    for other, each in _privates(module).items()
+                    if other != name
+                }
                 module.__dict__[_PRIVATE] = others
 
 
@@ -242,7 +254,9 @@ def _applying(original: Callable[..., Any]) -> Callable[..., Any]:
     """`_apply(self, fn, ...)`, which .to(), .half() and the like call: to private tensors, too."""
 
     @functools.wraps(original)
-    def method(self: Any, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def method(
+        self: Any, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
         before = _privates(self)
         result = original(self, fn, *args, **kwargs)
         for name, private in before.items():
@@ -281,7 +295,9 @@ def _persisting(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _as_buffers(self, _privates(self).keys() - self._non_persistent_buffers_set):
+        with _as_buffers(
+            self, _privates(self).keys() - self._non_persistent_buffers_set
+        ):
             original(self, *args, **kwargs)
 
     return method

@@ -29,7 +29,15 @@ from small_models import (
     rnnt,
 )
 
-__all__ = ["LABELS", "Batches", "Stream", "batch", "loader", "nest_batch", "rnnt"]  # for the tests, with what follows
+__all__ = [
+    "LABELS",
+    "Batches",
+    "Stream",
+    "batch",
+    "loader",
+    "nest_batch",
+    "rnnt",
+]  # for the tests, with what follows
 HANG_S = 6.0  # for which a rank of stock that hangs makes no progress
 
 
@@ -39,7 +47,9 @@ def ctc(trainer: Any) -> Any:
 
     class OfSeveralLoaders(EncDecCTCModel):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_nb: int) -> Any:
-            return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_nb)
+            return super().training_step(
+                batch["a"] if isinstance(batch, dict) else batch, batch_nb
+            )
 
     return made(OfSeveralLoaders, CTC, trainer)
 
@@ -52,10 +62,14 @@ def ctc_with_bleu(trainer: Any) -> Any:
     owner = type(model)
 
     class WithBleu(owner):  # type: ignore[misc, valid-type]
-        def validation_pass(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        def validation_pass(
+            self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> Any:
             logs = super().validation_pass(batch, batch_idx, dataloader_idx)
             signals, lengths, tokens, token_lengths = batch
-            predictions, predicted, _ = self.forward(input_signal=signals, input_signal_length=lengths)
+            predictions, predicted, _ = self.forward(
+                input_signal=signals, input_signal_length=lengths
+            )
             self.bleu.update(predictions, predicted, tokens, token_lengths)
             logs.update(self.bleu.compute(prefix="val_"))
             self.bleu.reset()
@@ -63,30 +77,54 @@ def ctc_with_bleu(trainer: Any) -> Any:
 
     model.__class__ = WithBleu
     model.bleu = BLEU(model.decoding, log_prediction=False)
-    model.bleu.fold_consecutive = True  # in 2.1 to 2.4 it reads that and does not set it
+    model.bleu.fold_consecutive = (
+        True  # in 2.1 to 2.4 it reads that and does not set it
+    )
     return model
 
 
 def aed(trainer: Any) -> Any:
-    """With an attention decoder, as Canary. It says the prompt's last token again and again, and the answers mostly are
+    """With an attention decoder, as Canary. It says the prompt's last token again and again, and
+    the answers mostly are
     that: so its character error rate and its BLEU are neither 0 nor 1."""
-    from nemo.collections.asr.data.audio_to_text_lhotse_prompted import PromptedAudioToTextMiniBatch
+    from nemo.collections.asr.data.audio_to_text_lhotse_prompted import (
+        PromptedAudioToTextMiniBatch,
+    )
     from nemo.collections.asr.models import EncDecMultiTaskModel
     from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
-    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import create_spt_model
+    from nemo.collections.common.tokenizers.sentencepiece_tokenizer import (
+        create_spt_model,
+    )
 
     class OfPlainBatches(EncDecMultiTaskModel):  # type: ignore[misc]
         def validation_pass(self, batch: Any, *args: Any, **more: Any) -> Any:
             signals, lengths, tokens, _ = batch
             size, special = len(signals), self.tokenizer.special_tokens
-            names = ("<|startoftranscript|>", "<|en|>", "<|transcribe|>", "<|en|>", "<|nopnc|>")
+            names = (
+                "<|startoftranscript|>",
+                "<|en|>",
+                "<|transcribe|>",
+                "<|en|>",
+                "<|nopnc|>",
+            )
             prompts = torch.tensor([[special[name] for name in names]] * size)
-            answers = torch.where(tokens < 4, special["<|nopnc|>"], self.tokenizer.vocab_size - 1)
-            whole = torch.cat([prompts, answers, torch.full((size, 1), self.tokenizer.eos_id)], 1)
-            texts = ((text, torch.full((size,), text.shape[1])) for text in (answers, prompts, whole))
+            answers = torch.where(
+                tokens < 4, special["<|nopnc|>"], self.tokenizer.vocab_size - 1
+            )
+            whole = torch.cat(
+                [prompts, answers, torch.full((size, 1), self.tokenizer.eos_id)], 1
+            )
+            texts = (
+                (text, torch.full((size,), text.shape[1]))
+                for text in (answers, prompts, whole)
+            )
             cuts = [SimpleNamespace(custom={})] * size
             return super().validation_pass(
-                PromptedAudioToTextMiniBatch(signals, lengths, *itertools.chain(*texts), cuts), *args, **more
+                PromptedAudioToTextMiniBatch(
+                    signals, lengths, *itertools.chain(*texts), cuts
+                ),
+                *args,
+                **more,
             )
 
     transformer = {
@@ -96,32 +134,74 @@ def aed(trainer: Any) -> Any:
         "hidden_act": "relu",
         "pre_ln": True,
         **dict.fromkeys(("hidden_size", "inner_size"), HIDDEN),
-        **dict.fromkeys(("embedding_dropout", "ffn_dropout", "attn_score_dropout", "attn_layer_dropout"), 0.0),
+        **dict.fromkeys(
+            (
+                "embedding_dropout",
+                "ffn_dropout",
+                "attn_score_dropout",
+                "attn_layer_dropout",
+            ),
+            0.0,
+        ),
     }
-    head = {"num_layers": 1, "hidden_size": HIDDEN, "num_classes": None, "log_softmax": True, "dropout": 0.0}
+    head = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_classes": None,
+        "log_softmax": True,
+        "dropout": 0.0,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        text, special, english = (Path(folder, name) for name in ("text", "special", "english"))
+        text, special, english = (
+            Path(folder, name) for name in ("text", "special", "english")
+        )
         text.write_text("ab cd\n")
         CanaryTokenizer.build_special_tokenizer(["en", "transcribe"], str(special))
-        create_spt_model(str(text), 7, -1, False, tokenizer_type="char", output_dir=str(english))
+        create_spt_model(
+            str(text), 7, -1, False, tokenizer_type="char", output_dir=str(english)
+        )
         folders = {"spl_tokens": special, "en": english}
         config = {
-            **{name: COMMON[name] for name in ("sample_rate", "preprocessor", "encoder", "optim")},
+            **{
+                name: COMMON[name]
+                for name in ("sample_rate", "preprocessor", "encoder", "optim")
+            },
             "prompt_format": "canary",
-            "model_defaults": dict.fromkeys(("asr_enc_hidden", "lm_enc_hidden", "lm_dec_hidden"), HIDDEN),
+            "model_defaults": dict.fromkeys(
+                ("asr_enc_hidden", "lm_enc_hidden", "lm_dec_hidden"), HIDDEN
+            ),
             "tokenizer": {
                 "type": "agg",
-                "langs": {name: {"dir": str(model), "type": "bpe"} for name, model in folders.items()},
-                "custom_tokenizer": {"_target_": f"{CanaryTokenizer.__module__}.CanaryTokenizer"},
+                "langs": {
+                    name: {"dir": str(model), "type": "bpe"}
+                    for name, model in folders.items()
+                },
+                "custom_tokenizer": {
+                    "_target_": f"{CanaryTokenizer.__module__}.CanaryTokenizer"
+                },
             },
             "transf_decoder": {
-                "_target_": "nemo.collections.asr.modules.transformer.get_nemo_transformer",
+                "_target_": (
+                    "nemo.collections.asr.modules.transformer.get_nemo_transformer"
+                ),
                 "encoder": None,
                 "config_dict": transformer,
             },
-            "head": {"_target_": "nemo.collections.asr.parts.submodules.token_classifier.TokenClassifier", **head},
-            "decoding": {"strategy": "beam", "beam": {"beam_size": 1, "max_generation_delta": 5}},
-            "loss": {"_target_": "nemo.collections.common.losses.smoothed_cross_entropy.SmoothedCrossEntropyLoss"},
+            "head": {
+                "_target_": (
+                    "nemo.collections.asr.parts.submodules.token_classifier.TokenClassifier"
+                ),
+                **head,
+            },
+            "decoding": {
+                "strategy": "beam",
+                "beam": {"beam_size": 1, "max_generation_delta": 5},
+            },
+            "loss": {
+                "_target_": (
+                    "nemo.collections.common.losses.smoothed_cross_entropy.SmoothedCrossEntropyLoss"
+                )
+            },
         }
         model = made(OfPlainBatches, config, trainer)
     model.wer.use_cer = True
@@ -165,7 +245,9 @@ def trainer_of(callbacks: Any = (), **settings: Any) -> Any:
 
 def prepare() -> None:
     """In a rank, before its first trainer."""
-    os.environ.update(TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )  # the group is there
     from nemo.utils import logging as nemo_logging
 
     warnings.filterwarnings("ignore")
@@ -183,7 +265,9 @@ def name_loaders(model: Any, loaders: Any) -> None:
 
 
 def hang_watch() -> Any:
-    """A callback for stock: it ends the rank where Lightning begins or ends no batch for HANG_S, and says so."""
+    """A callback for stock: it ends the rank where Lightning begins or ends no batch for HANG_S,
+    and says so.
+    """
     import lightning.pytorch as pl
 
     progressed = threading.Event()
@@ -192,7 +276,9 @@ def hang_watch() -> Any:
         def on_train_batch_end(self, *_: Any) -> None:
             progressed.set()
 
-        on_train_start = on_validation_start = on_validation_batch_end = on_train_batch_end
+        on_train_start = on_validation_start = on_validation_batch_end = (
+            on_train_batch_end
+        )
 
     def watch() -> None:
         progressed.wait()

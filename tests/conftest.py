@@ -1,7 +1,8 @@
-"""Before any test: Ctrl-C works in whatever a test starts, jobs' folders are removed, hypothesis draws the same
-examples each time, and the longest files come first.
+"""Before any test: Ctrl-C works in whatever a test starts, jobs' folders are removed, hypothesis
+draws the same examples each time, and the longest files come first.
 
-A test that fails then fails for the change that broke it. `HYPOTHESIS_PROFILE=free pytest ...` draws anew, for more.
+A test that fails then fails for the change that broke it. `HYPOTHESIS_PROFILE=free pytest ...`
+draws anew, for more.
 """
 
 import atexit
@@ -18,15 +19,21 @@ from hypothesis import HealthCheck, settings
 
 OWN_FOLDER = "nemo_patches-tests-"
 
-# A script's background job (`make test &`) starts with SIGINT ignored, and all its processes inherit that.
+# A script's background job (`make test &`) starts with SIGINT ignored, and all its processes
+# inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A job has its folder in the temporary one: not in the system's, where nobody would remove it. Workers inherit it.
+# A job has its folder in the temporary one: not in the system's, where nobody would remove it.
+# Workers inherit it.
 if not os.path.basename(tempfile.gettempdir()).startswith(OWN_FOLDER):
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # where pytest keeps its tmp_path
+    os.environ.setdefault(
+        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
+    )  # where pytest keeps its tmp_path
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=OWN_FOLDER)
-    os.chmod(tempfile.tempdir, 0o755)  # a test starts a program of its own as another user
+    os.chmod(
+        tempfile.tempdir, 0o755
+    )  # a test starts a program of its own as another user
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # Neither of hypothesis' own limits is on: a busy machine exceeds them, and pytest's holds.
@@ -35,11 +42,36 @@ settings.register_profile("same", derandomize=True, **NO_CLOCK)
 settings.register_profile("free", **NO_CLOCK)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-# xdist gives out files in this order: no worker is left with a long one at the end. First those with tests that wait.
+# xdist gives out files in this order: no worker is left with a long one at the end. First those
+# with tests that wait.
 LONGEST = (
-    *("stragglers", "gallery", "diagnose_real", "new_passes", "job_watch", "stall_exit", "diagnose_running"),
-    *("checkpoints", "stop_together", "auto_apply", "diagnose_killed", "deferred_metrics", "upstream", "partition"),
-    *("vendored", "doctor_streams", "hydra_exceptions", "demo", "trace_records", "as_stock", "uneven_evaluation"),
+    *(
+        "stragglers",
+        "gallery",
+        "diagnose_real",
+        "new_passes",
+        "job_watch",
+        "stall_exit",
+        "diagnose_running",
+    ),
+    *(
+        "checkpoints",
+        "stop_together",
+        "auto_apply",
+        "diagnose_killed",
+        "deferred_metrics",
+        "upstream",
+        "partition",
+    ),
+    *(
+        "vendored",
+        "doctor_streams",
+        "hydra_exceptions",
+        "demo",
+        "trace_records",
+        "as_stock",
+        "uneven_evaluation",
+    ),
     *("protocol_bound", "private_growth", "apply", "code_of_nemo"),
 )
 PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
@@ -51,7 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Garbage collection takes a quarter of the time that importing NeMo does, and later goes through all of NeMo."""
+    """Garbage collection takes a quarter of the time that importing NeMo does, and later goes
+    through all of NeMo.
+    """
     gc.disable()
     yield
     gc.freeze()

@@ -1,4 +1,6 @@
-"""`nemo-patches diagnose --json` in this process, for scenarios that judge ids, ranks and exit codes."""
+"""`nemo-patches diagnose --json` in this process, for scenarios that judge ids, ranks and exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ def diagnosed(*paths: Path, over: bool = True) -> Any:
 
 
 def _with_names(content: dict[str, Any]) -> SimpleNamespace:
-    return SimpleNamespace(**{key: tuple(one) if isinstance(one, list) else one for key, one in content.items()})
+    return SimpleNamespace(
+        **{
+            key: tuple(one) if isinstance(one, list) else one
+            for key, one in content.items()
+        }
+    )
 
 
 def critical(report: Any) -> list[Any]:

@@ -27,7 +27,9 @@ def copied_nemo(folder: Path) -> Path:
     for path in ("nemo/package_info.py", *checkouts.PATHS):
         if (SITE / path).is_file():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(SITE / path, folder / path)  # not its mode, nor a hard link of it
+            shutil.copyfile(
+                SITE / path, folder / path
+            )  # not its mode, nor a hard link of it
     return folder
 
 
@@ -37,16 +39,33 @@ def diff(checkout: Path, *options: str) -> Result:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file, but for a repository's own."""
-    files = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts)
+    files = (
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and ".git" not in path.parts
+    )
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def git(folder: Path, *arguments: str | Path) -> str:
     """git in a folder, in which a repository around it has no say."""
-    config = ("-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main")
-    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent), "GIT_CONFIG_GLOBAL": os.devnull}
+    config = (
+        "-c",
+        "user.name=A",
+        "-c",
+        "user.email=a@example.org",
+        "-c",
+        "init.defaultBranch=main",
+    )
+    outside = {
+        **os.environ,
+        "GIT_CEILING_DIRECTORIES": str(folder.parent),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+    }
     command = ["git", *config, *arguments]
-    done = subprocess.run(command, cwd=folder, env=outside, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=outside, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

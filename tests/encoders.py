@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-POSITIONS = 60  # what the encoders' positional encodings are built for; tests use longer inputs
+POSITIONS = (
+    60  # what the encoders' positional encodings are built for; tests use longer inputs
+)
 FEATURES = 16
 
 
@@ -37,14 +39,25 @@ def conformer(**changes: Any) -> torch.nn.Module:
 def squeezeformer(**changes: Any) -> torch.nn.Module:
     from nemo.collections.asr.modules.squeezeformer_encoder import SqueezeformerEncoder
 
-    settings = {**CONFORMER, "n_layers": 3, "subsampling_factor": 4, "time_reduce_idx": 1}
+    settings = {
+        **CONFORMER,
+        "n_layers": 3,
+        "subsampling_factor": 4,
+        "time_reduce_idx": 1,
+    }
     return SqueezeformerEncoder(**{**settings, **changes})
 
 
 def transformer(**changes: Any) -> torch.nn.Module:
     from nemo.collections.asr.modules.transformer_encoder import TransformerEncoder
 
-    settings = {"feat_in": FEATURES, "n_layers": 1, "d_model": 32, "n_heads": 2, "pos_emb_max_len": POSITIONS}
+    settings = {
+        "feat_in": FEATURES,
+        "n_layers": 1,
+        "d_model": 32,
+        "n_heads": 2,
+        "pos_emb_max_len": POSITIONS,
+    }
     return TransformerEncoder(**{**settings, **changes})
 
 
@@ -62,7 +75,12 @@ def conv_asr(**changes: Any) -> torch.nn.Module:
         "separable": True,
         "se": True,
     }
-    return ConvASREncoder(jasper=[block, {**block, "stride": [1]}], activation="relu", feat_in=FEATURES, **changes)
+    return ConvASREncoder(
+        jasper=[block, {**block, "stride": [1]}],
+        activation="relu",
+        feat_in=FEATURES,
+        **changes,
+    )
 
 
 FORWARD_ONLY = ("transformer",)  # its FlexAttention has no backward on CPU
@@ -75,9 +93,11 @@ PUNCTUATION = (
 
 
 def punctuation(built_for: int = POSITIONS) -> Any:
-    """A target that is no encoder and not among the makers: bare, no language model and no audio encoder.
+    """A target that is no encoder and not among the makers: bare, no language model and no audio
+    encoder.
 
-    Its collection takes long to import. It has what its length sync and padding mask need, and one parameter more.
+    Its collection takes long to import. It has what its length sync and padding mask need, and one
+    parameter more.
     """
     module, name = PUNCTUATION
     owner: Any = inspect.unwrap(getattr(importlib.import_module(module), name))
@@ -106,7 +126,9 @@ def has_flag(encoder: torch.nn.Module) -> bool:
     return hasattr(encoder, "sync_max_audio_length")
 
 
-def run(encoder: torch.nn.Module, frames: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
+def run(
+    encoder: torch.nn.Module, frames: int, seed: int = 0, batch: int = 2
+) -> torch.Tensor:
     """One forward with random features of `frames` frames; the encoded tensor."""
     chance = torch.Generator().manual_seed(seed)
     features = torch.randn(batch, FEATURES, frames, generator=chance)
@@ -115,8 +137,13 @@ def run(encoder: torch.nn.Module, frames: int, seed: int = 0, batch: int = 2) ->
 
 
 def sync(encoder: torch.nn.Module, length: int) -> float:
-    """Only the length sync and the growth of one call, without the layers behind it; the seconds that it took."""
-    update = getattr(encoder, "update_max_seq_length", None) or encoder.update_max_sequence_length
+    """Only the length sync and the growth of one call, without the layers behind it; the seconds
+    that it took.
+    """
+    update = (
+        getattr(encoder, "update_max_seq_length", None)
+        or encoder.update_max_sequence_length
+    )
     start = time.monotonic()
     update(seq_length=length, device=torch.device("cpu"))
     return time.monotonic() - start
@@ -139,12 +166,18 @@ def wrong_rows(encoder: torch.nn.Module) -> int:
         if isinstance(getattr(module, "pe", None), torch.Tensor):
             fresh = type(module)(d_model=module.d_model, dropout_rate=0.0)
             fresh.extend_pe(
-                (module.pe.size(1) + 1) // 2 if "Rel" in type(module).__name__ else module.pe.size(1),
+                (
+                    (module.pe.size(1) + 1) // 2
+                    if "Rel" in type(module).__name__
+                    else module.pe.size(1)
+                ),
                 "cpu",
                 module.pe.dtype,
             )
             wrong += int((fresh.pe != module.pe).any(-1).sum())
         if isinstance(getattr(module, "seq_range", None), torch.Tensor):
-            wrong += int((module.seq_range != torch.arange(len(module.seq_range))).sum())
+            wrong += int(
+                (module.seq_range != torch.arange(len(module.seq_range))).sum()
+            )
         assert path is not None
     return wrong

@@ -54,7 +54,9 @@ class Watch:
 class Rank:
     """One rank, in its process, as the functions of a test see it."""
 
-    def __init__(self, number: int, size: int, make_store: Callable[[], dist.Store]) -> None:
+    def __init__(
+        self, number: int, size: int, make_store: Callable[[], dist.Store]
+    ) -> None:
         self.number = number
         self.size = size
         self.make_store = make_store
@@ -69,7 +71,9 @@ class Rank:
         self.store = self.make_store()
         self.watch = Watch(self.number)
         store = dist.PrefixStore("group", self.store)
-        self.exchange = Exchange(lambda: store, self.number, self.size, self.said.append)
+        self.exchange = Exchange(
+            lambda: store, self.number, self.size, self.said.append
+        )
         self.exchange.watch = self.watch
         self.exchange.start()
         self.key = self.exchange.rounds("encoder")
@@ -141,7 +145,9 @@ class Job:
         setup: Callable[[int], object] = lambda rank: None,
         by_file: bool = False,
     ) -> None:
-        """per_host: ranks of one host, by its name. by_file: the store is a file, for ranks without a network."""
+        """per_host: ranks of one host, by its name. by_file: the store is a file, for ranks without
+        a network.
+        """
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         self._server: dist.TCPStore | None = None
@@ -157,7 +163,9 @@ class Job:
             self.processes.append(process)
             self._pipes.append(ours)
         if not by_file:  # after the forks: c10d's server has threads
-            self._server = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
+            self._server = dist.TCPStore(
+                "127.0.0.1", self.port, is_master=True, wait_for_workers=False
+            )
         if joins:
             self.do(self.all, Rank.join)
             self.do(self.all, Rank.wait_joined)
@@ -169,13 +177,17 @@ class Job:
     def others(self, *ranks: int) -> list[int]:
         return [rank for rank in self.all if rank not in ranks]
 
-    def do(self, ranks: Iterable[int], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def do(
+        self, ranks: Iterable[int], function: Callable[..., Any], *arguments: Any
+    ) -> list[Any]:
         """What it returns on each of these ranks. Raises AssertionError where it raises."""
         ranks = list(ranks)
         self.send(ranks, function, *arguments)
         return self.get(ranks)
 
-    def send(self, ranks: Iterable[int], function: Callable[..., Any], *arguments: Any) -> None:
+    def send(
+        self, ranks: Iterable[int], function: Callable[..., Any], *arguments: Any
+    ) -> None:
         for rank in ranks:
             self._pipes[rank].send((function, arguments))
 
@@ -183,7 +195,9 @@ class Job:
         end = time.monotonic() + 2 * LIMIT_S
         found = []
         for rank in ranks:
-            assert self._pipes[rank].poll(max(end - time.monotonic(), 0)), f"rank {rank}: no answer"
+            assert self._pipes[rank].poll(max(end - time.monotonic(), 0)), (
+                f"rank {rank}: no answer"
+            )
             is_right, value = self._pipes[rank].recv()
             assert is_right, f"rank {rank}: {value}"
             found.append(value)
@@ -228,7 +242,13 @@ class Job:
             if by_file:
                 return dist.FileStore(str(Path(self._folder.name, "store")), -1)
             limit = timedelta(seconds=LIMIT_S)
-            return dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=limit)
+            return dist.TCPStore(
+                "127.0.0.1",
+                self.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=limit,
+            )
 
         rank = Rank(number, self.size, make_store)
         with contextlib.suppress(EOFError):
@@ -243,7 +263,12 @@ class Job:
 
 def silences(verdict: Any) -> dict[int, str]:
     """By rank, why nothing is heard of it."""
-    return {rank: how for how, _, runs in verdict["silent"] for first, last in runs for rank in range(first, last + 1)}
+    return {
+        rank: how
+        for how, _, runs in verdict["silent"]
+        for first, last in runs
+        for rank in range(first, last + 1)
+    }
 
 
 def heard(verdict: Any) -> set[int]:

@@ -31,7 +31,9 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[None]:
-    """Two, with one cable. One test of a machine at a time. Skips the test where namespaces are not allowed."""
+    """Two, with one cable. One test of a machine at a time. Skips the test where namespaces are not
+    allowed.
+    """
     with _made(_make):
         yield
 
@@ -64,7 +66,9 @@ def _made(make: Callable[[], None]) -> Iterator[None]:
             try:
                 make()
             except subprocess.CalledProcessError as error:
-                pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
+                pytest.skip(
+                    f"network namespaces are not allowed here: {error.stderr.decode()}"
+                )
             yield
         finally:
             _remove()
@@ -74,7 +78,20 @@ def _make() -> None:
     first, second = HOSTS
     for host in HOSTS:
         ip("netns", "add", host)
-    ip("link", "add", CABLES[0], "netns", first, "type", "veth", "peer", "name", CABLES[1], "netns", second)
+    ip(
+        "link",
+        "add",
+        CABLES[0],
+        "netns",
+        first,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        CABLES[1],
+        "netns",
+        second,
+    )
     for host, cable, address in zip(HOSTS, CABLES, ADDRESSES, strict=True):
         ip("-n", host, "addr", "add", f"{address}/24", "dev", cable)
         ip("-n", host, "link", "set", cable, "up")
@@ -88,7 +105,20 @@ def _make_three() -> None:
     for host in THREE:
         port = f"port-{host[-1]}"
         ip("netns", "add", host)
-        ip("link", "add", CABLE, "netns", host, "type", "veth", "peer", "name", port, "netns", SWITCH)
+        ip(
+            "link",
+            "add",
+            CABLE,
+            "netns",
+            host,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            port,
+            "netns",
+            SWITCH,
+        )
         ip("-n", SWITCH, "link", "set", port, "master", "bridge", "up")
         ip("-n", host, "addr", "add", f"{address_of(host)}/24", "dev", CABLE)
         ip("-n", host, "link", "set", CABLE, "up")
@@ -104,6 +134,8 @@ def move_to(host: str) -> None:
     """This process (which has one thread so far) to a host."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/run/netns", host).open() as network:
-        assert libc.setns(network.fileno(), _NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+        assert libc.setns(network.fileno(), _NEW_NETWORK) == 0, os.strerror(
+            ctypes.get_errno()
+        )
     assert libc.unshare(_NEW_NAMES) == 0, os.strerror(ctypes.get_errno())
     socket.sethostname(host)

@@ -1,4 +1,5 @@
-"""A training script as NeMo's users have it: hydra_runner, Lightning, DDP. One rank raises, where it is told to.
+"""A training script as NeMo's users have it: hydra_runner, Lightning, DDP. One rank raises, where
+it is told to.
 
     torchrun --nproc-per-node 3 tests/hydra_app.py +place=training_step +culprit=1 +step=2
 
@@ -49,10 +50,14 @@ class Model(pl.LightningModule):
 
     def setup(self, stage: str) -> None:
         if self.place == "setup":
-            raise FileNotFoundError(2, "No such file or directory", "/data/manifest.json")
+            raise FileNotFoundError(
+                2, "No such file or directory", "/data/manifest.json"
+            )
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        encoded, _ = self.encoder(audio_signal=batch, length=torch.full((len(batch),), batch.shape[-1]))
+        encoded, _ = self.encoder(
+            audio_signal=batch, length=torch.full((len(batch),), batch.shape[-1])
+        )
         return encoded.square().mean()
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
@@ -92,7 +97,9 @@ def main(cfg: DictConfig) -> None:
 
 def train(cfg: DictConfig, place: str) -> None:
     odd = 2 * cfg.step + 1 if place in ("worker", "download") else -1
-    training = torch.utils.data.DataLoader(Utterances(40, odd, place), batch_size=2, num_workers=1)
+    training = torch.utils.data.DataLoader(
+        Utterances(40, odd, place), batch_size=2, num_workers=1
+    )
     validation = torch.utils.data.DataLoader(Utterances(6), batch_size=2)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -1,6 +1,8 @@
-"""Ranks for tests of the exchange: forked from one process that has imported torch.distributed, and no NeMo.
+"""Ranks for tests of the exchange: forked from one process that has imported torch.distributed, and
+no NeMo.
 
-A rank has a real store and a real exchange. Each run has a time limit; all its processes are killed at the end.
+A rank has a real store and a real exchange. Each run has a time limit; all its processes are killed
+at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Rank:
         import torch.distributed as dist
 
         self.number, self.size, self.host, self.port = number, size, host, port
-        self.store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=LONG)
+        self.store = dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=LONG
+        )
         self.said: list[str] = []  # what the exchange has logged
 
     @functools.cached_property
@@ -77,7 +81,9 @@ class Rank:
 
 @dataclass(frozen=True)
 class Exit:
-    """What a scenario returns where the rank's interpreter is to end as any does; else it is left without ado."""
+    """What a scenario returns where the rank's interpreter is to end as any does; else it is left
+    without ado.
+    """
 
     code: int
     at: float = field(default_factory=time.monotonic)
@@ -115,11 +121,14 @@ def run(
 ) -> list[Ended]:
     """Run scenario(rank, *args), a function of a module in this folder, on so many ranks.
 
-    Any rank but those in `dies` must return. The tree has `fan_out`, so that few ranks make a deep one.
+    Any rank but those in `dies` must return. The tree has `fan_out`, so that few ranks make a deep
+    one.
     """
     with tempfile.TemporaryDirectory() as folder:
         nest = _nest()
-        pickle.dump(_Run(scenario, size, args, fan_out, host, limit_s, Path(folder)), nest.stdin)
+        pickle.dump(
+            _Run(scenario, size, args, fan_out, host, limit_s, Path(folder)), nest.stdin
+        )
         nest.stdin.flush()
         ended: list[Ended | None] = pickle.load(nest.stdout)
     problems = []
@@ -127,7 +136,9 @@ def run(
         if rank is None:
             problems.append(f"rank {number} of {size} did not end within {limit_s} s")
         elif number not in dies and not isinstance(rank.value, Exit) and rank.exit_code:
-            problems.append(f"rank {number} of {size}: exit code {rank.exit_code}\n{rank.stderr[-3000:]}")
+            problems.append(
+                f"rank {number} of {size}: exit code {rank.exit_code}\n{rank.stderr[-3000:]}"
+            )
     assert not problems, f"{len(problems)} ranks failed. " + "\n".join(problems[:4])
     return [rank for rank in ended if rank is not None]
 
@@ -136,10 +147,15 @@ def run(
 def _nest() -> Any:
     """The process that all ranks are forked from: pytest's own has threads."""
     command = [sys.executable, "-c", "import light_ranks; light_ranks.serve()"]
-    # torch asks for the name of every store connection's other end; where no server answers, that takes 5 s.
+    # torch asks for the name of every store connection's other end; where no server answers, that
+    # takes 5 s.
     environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"}
     nest = subprocess.Popen(
-        command, cwd=Path(__file__).parent, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command,
+        cwd=Path(__file__).parent,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     atexit.register(nest.kill)
     return nest
@@ -166,7 +182,9 @@ def serve() -> None:
             _conduct(run)
         _, status = os.waitpid(mother, 0)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(mother, signal.SIGKILL)  # what ranks have left behind, and the store
+            os.killpg(
+                mother, signal.SIGKILL
+            )  # what ranks have left behind, and the store
         assert status == 0, status
         pickle.dump([_ended(run.folder, number) for number in range(run.size)], answers)
         answers.flush()
@@ -178,9 +196,18 @@ def _ended(folder: Path, number: int) -> Ended | None:
     except FileNotFoundError:
         return None
     value = folder / f"{number}.value"
-    lines = (folder / f"{number}.stderr").read_text(errors="replace").splitlines(keepends=True)
+    lines = (
+        (folder / f"{number}.stderr")
+        .read_text(errors="replace")
+        .splitlines(keepends=True)
+    )
     stderr = "".join(line for line in lines if _NO_NAME not in line)
-    return Ended(pickle.loads(value.read_bytes()) if value.exists() else None, at, exit_code, stderr)
+    return Ended(
+        pickle.loads(value.read_bytes()) if value.exists() else None,
+        at,
+        exit_code,
+        stderr,
+    )
 
 
 def _conduct(run: _Run) -> NoReturn:
@@ -218,7 +245,9 @@ def _serve_store(run: _Run, pipe: int) -> NoReturn:
 
 
 def _rank(run: _Run, number: int, port: int) -> NoReturn:
-    log = os.open(run.folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        run.folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     os.dup2(log, 1), os.dup2(log, 2), os.close(log)
     try:
         from nemo_patches.channel import meeting
@@ -240,7 +269,9 @@ def _rank(run: _Run, number: int, port: int) -> NoReturn:
 
 
 def reset(connection: socket.socket) -> None:
-    """As a firewall, or `ss -K`: both ends learn that there is no such connection. The file stays open."""
+    """As a firewall, or `ss -K`: both ends learn that there is no such connection. The file stays
+    open.
+    """
     nowhere = struct.pack("H14x", socket.AF_UNSPEC)
     ctypes.CDLL(None).connect(connection.fileno(), nowhere, len(nowhere))
 

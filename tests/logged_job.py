@@ -1,4 +1,6 @@
-"""A rank of a small job under torchrun, of which rank 1 fails as HOW says; nothing of nemo_patches is in it."""
+"""A rank of a small job under torchrun, of which rank 1 fails as HOW says; nothing of nemo_patches
+is in it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ def train() -> None:
     if RANK == 1 and HOW == "early":
         raise FileNotFoundError(2, "No such file or directory", "/数据/训练.json")
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    loader = DataLoader(Samples(), batch_size=4, num_workers=1, collate_fn=lambda rows: torch.stack([*rows]))
+    loader = DataLoader(
+        Samples(),
+        batch_size=4,
+        num_workers=1,
+        collate_fn=lambda rows: torch.stack([*rows]),
+    )
     for number, batch in enumerate(loader):
         if RANK == 1 and HOW == "kill" and number == 5:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,8 @@
-"""examples/nest/pretrain.py on two ranks of this machine's CPU, small, where rank 1 stalls once before the encoder.
+"""examples/nest/pretrain.py on two ranks of this machine's CPU, small, where rank 1 stalls once
+before the encoder.
 
-Run by torchrun, or alone, when Lightning starts the other rank. In the training there is not a word of nemo_patches.
+Run by torchrun, or alone, when Lightning starts the other rank. In the training there is not a word
+of nemo_patches.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "nest"
 
 
 def overrides(folder: Path) -> list[str]:
-    """What the example needs to be small, and its data: what the demo writes, a manifest for each rank."""
+    """What the example needs to be small, and its data: what the demo writes, a manifest for each
+    rank.
+    """
 
     def manifest(name: str) -> str:
         return f"{folder}/{name}-${{oc.env:LOCAL_RANK,0}}.json"
@@ -55,7 +59,8 @@ def main() -> None:
     class Stall(pl.Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, module: Any) -> None:
             def stall(*_: object) -> None:
-                torch.distributed.barrier()  # what the data loaders differ by is none of the stall's
+                # What the data loaders differ by is none of the stall's
+                torch.distributed.barrier()
                 if trainer.global_rank == 1 and trainer.global_step == STALL_AT:
                     time.sleep(STALL)  # the straggler itself, not a wait of the test's
 
@@ -65,8 +70,14 @@ def main() -> None:
     def train(config: Any) -> None:
         torch.set_num_threads(1)
         trainer = pretrain.train(config, [Stall()])
-        end = {"rank": trainer.global_rank, "size": trainer.world_size, "steps": trainer.global_step}
-        os.write(1, f"{json.dumps(end)}\n".encode())  # at once: both ranks write into one pipe
+        end = {
+            "rank": trainer.global_rank,
+            "size": trainer.world_size,
+            "steps": trainer.global_step,
+        }
+        os.write(
+            1, f"{json.dumps(end)}\n".encode()
+        )  # at once: both ranks write into one pipe
 
     train()
 

@@ -1,4 +1,5 @@
-"""A rank of a job without NeMo and without Lightning, for test_plain_jobs.py: `plain_job.py SCRIPT WAY FOLDER`.
+"""A rank of a job without NeMo and without Lightning, for test_plain_jobs.py: `plain_job.py SCRIPT
+WAY FOLDER`.
 
 It knows nothing of nemo_patches. Rank 1 hangs in the given way, after some steps.
 """
@@ -90,13 +91,23 @@ def skips_a_collective(folder: Path) -> None:
 
 WAYS: dict[str, Callable[[Path], None]] = {
     way.__name__: way
-    for way in (retries, sleeps, fetches_ahead, makes_no_group, computes, opens_a_fifo, skips_a_collective)
+    for way in (
+        retries,
+        sleeps,
+        fetches_ahead,
+        makes_no_group,
+        computes,
+        opens_a_fifo,
+        skips_a_collective,
+    )
 }
 
 
 def batches(way: str, folder: Path) -> Iterator[int]:
     if way == "fetches_ahead" and int(os.environ["RANK"]) != CULPRIT:
-        multiprocessing.get_context("fork").Process(target=takes_a_core, daemon=True).start()
+        multiprocessing.get_context("fork").Process(
+            target=takes_a_core, daemon=True
+        ).start()
     for number in range(STEPS):
         time.sleep(STEP_S)
         yield number
@@ -120,7 +131,9 @@ def ddp(way: str, folder: Path) -> None:
 
 
 class Trainer:
-    """Like Hugging Face's: torch and the process group are its own business, as late as it needs them."""
+    """Like Hugging Face's: torch and the process group are its own business, as late as it needs
+    them.
+    """
 
     def train(self, data: Iterator[int]) -> None:
         import torch

@@ -9,10 +9,19 @@ from nemo_patches.facts import RankFacts
 from nemo_patches.judging.found import Found, found_of
 
 
-def state(rank: int, where: str = "", collective: str = "", **changes: Any) -> RankFacts:
-    facts = {"idle": 60.0, "still": 60.0, "caller": where if collective else "", **changes}
+def state(
+    rank: int, where: str = "", collective: str = "", **changes: Any
+) -> RankFacts:
+    facts = {
+        "idle": 60.0,
+        "still": 60.0,
+        "caller": where if collective else "",
+        **changes,
+    }
     about = (rank, f"node{rank}", 100 + rank, "", "", "Encoder", 40, (40, 0))
-    return RankFacts(*about, **{"rounds": {}, **facts}, where=where, collective=collective)
+    return RankFacts(
+        *about, **{"rounds": {}, **facts}, where=where, collective=collective
+    )
 
 
 def answers_of(*states: RankFacts) -> Answers:
@@ -22,7 +31,9 @@ def answers_of(*states: RankFacts) -> Answers:
     return answers
 
 
-def found(*states: RankFacts, size: int = 0, silent: dict[int, str] | None = None) -> Found:
+def found(
+    *states: RankFacts, size: int = 0, silent: dict[int, str] | None = None
+) -> Found:
     """silent: by rank, how; the others have not come."""
     size = size or len(states) + len(silent or {})
     answers = answers_of(*states)

@@ -1,4 +1,6 @@
-"""Real ranks for tests: forked from a server that has imported NeMo once, each with a time limit, all reaped."""
+"""Real ranks for tests: forked from a server that has imported NeMo once, each with a time limit,
+all reaped.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,24 @@ if TYPE_CHECKING:
     import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["nemo.collections.asr", "nemo_patches.patching.monkeypatch"])
+_context.set_forkserver_preload(
+    ["nemo.collections.asr", "nemo_patches.patching.monkeypatch"]
+)
 
 # What a busy machine may add.
-SLACK_S = 1.9  # to a call: less than the shortest timeout that is waited for, so that a second wait is seen
+# To a call: less than the shortest timeout that is waited for, so that a second wait is seen
+SLACK_S = 1.9
 REPORT_S = 12.0  # from the timeout until the report is there
-CONNECTING_S = 60.0  # the timeout where a scenario begins only when the ranks are in step
+CONNECTING_S = (
+    60.0  # the timeout where a scenario begins only when the ranks are in step
+)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one rank ended: what its function returned, what it wrote to stderr, its exit code (minus the signal)."""
+    """How one rank ended: what its function returned, what it wrote to stderr, its exit code (minus
+    the signal).
+    """
 
     value: Any
     stderr: str
@@ -49,9 +58,11 @@ class Result:
 
 @functools.cache
 def _own_ports() -> tuple[socket.socket, Iterator[int]]:
-    """Holds the first port of a range that no other test process has, and gives the others, again and again.
+    """Holds the first port of a range that no other test process has, and gives the others, again
+    and again.
 
-    Below those that the kernel gives to whoever asks for any, or connects: such a one may be taken before it is used.
+    Below those that the kernel gives to whoever asks for any, or connects: such a one may be taken
+    before it is used.
     """
     for number in itertools.count(os.getpid()):
         first, holder = 10_000 + number % 90 * 200, socket.socket()
@@ -78,10 +89,11 @@ def run_ranks(
     group: bool = True,
     group_timeout: float = 60.0,
 ) -> list[Result]:
-    """Run function(rank, size, *args) in `size` processes with a gloo process group (unless group=False).
+    """Run function(rank, size, *args) in `size` processes with a gloo process group (unless
+    group=False).
 
-    A rank in `dies` may end as it likes, and an exception ends it as it ends any process; any other must return.
-    After `limit` seconds all are killed, and the test fails.
+    A rank in `dies` may end as it likes, and an exception ends it as it ends any process; any other
+    must return. After `limit` seconds all are killed, and the test fails.
     """
     port = free_port()
     processes, pipes, logs = [], [], []
@@ -92,7 +104,17 @@ def run_ranks(
                 log = Path(folder, f"rank{rank}.log")
                 process = _context.Process(
                     target=_rank,
-                    args=(function, rank, size, args, port, str(log), theirs, group and group_timeout, rank in dies),
+                    args=(
+                        function,
+                        rank,
+                        size,
+                        args,
+                        port,
+                        str(log),
+                        theirs,
+                        group and group_timeout,
+                        rank in dies,
+                    ),
                 )
                 process.start()
                 theirs.close()
@@ -101,20 +123,32 @@ def run_ranks(
                 logs.append(log)
             outcomes = _collect(pipes, limit)
             for process in processes:
-                process.join(30)  # an interpreter's end, which with torch in it takes a while
+                process.join(
+                    30
+                )  # an interpreter's end, which with torch in it takes a while
         finally:
             for process in processes:
                 if process.is_alive():
                     process.kill()
                 process.join()
         results = [
-            Result(outcome[1] if outcome and outcome[0] else None, log.read_text(errors="replace"), process.exitcode)
+            Result(
+                outcome[1] if outcome and outcome[0] else None,
+                log.read_text(errors="replace"),
+                process.exitcode,
+            )
             for outcome, log, process in zip(outcomes, logs, processes, strict=True)
         ]
     for rank, (outcome, result) in enumerate(zip(outcomes, results, strict=True)):
         if rank not in dies and not (outcome and outcome[0]):
-            why = outcome[1] if outcome else f"no result within {limit} s, exit code {result.exit_code}"
-            raise AssertionError(f"rank {rank} of {size}: {why}\n--- its stderr ends:\n{result.stderr[-3000:]}")
+            why = (
+                outcome[1]
+                if outcome
+                else f"no result within {limit} s, exit code {result.exit_code}"
+            )
+            raise AssertionError(
+                f"rank {rank} of {size}: {why}\n--- its stderr ends:\n{result.stderr[-3000:]}"
+            )
     return results
 
 
@@ -163,8 +197,8 @@ def _rank(
 
 
 def _say_what_is_left() -> None:
-    """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has not said yet, and
-    the exchange that this rank leaves."""
+    """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has
+    not said yet, and the exchange that this rank leaves."""
     try:
         from nemo_patches.watch import stall_monitor
     except ModuleNotFoundError:  # a vendored NeMo with the core alone
@@ -176,7 +210,9 @@ def _say_what_is_left() -> None:
     exchange._at_exit()
 
 
-def join_group(rank: int, size: int, port: int, seconds: float = 60.0, host: str = "127.0.0.1") -> None:
+def join_group(
+    rank: int, size: int, port: int, seconds: float = 60.0, host: str = "127.0.0.1"
+) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -196,13 +232,19 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def all_have_come() -> bool:
-    """Whether this rank knows that every rank has joined, and can ask them; one has compared their settings."""
+    """Whether this rank knows that every rank has joined, and can ask them; one has compared their
+    settings.
+    """
     try:
         from nemo_patches.watch import subscriber
-    except ModuleNotFoundError:  # a vendored NeMo with the core alone, which calls no roll
+    except (
+        ModuleNotFoundError
+    ):  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.exchange.is_whole and monitor.all_ranks.is_done
+    return (
+        monitor is not None and monitor.exchange.is_whole and monitor.all_ranks.is_done
+    )
 
 
 def stall_monitor() -> Any:
@@ -215,8 +257,8 @@ def stall_monitor() -> Any:
 
 
 def forget_incidents() -> None:
-    """All ranks are in step again, and the next call waits as if none had waited in vain yet: one process has several
-    scenarios. For all ranks at once."""
+    """All ranks are in step again, and the next call waits as if none had waited in vain yet: one
+    process has several scenarios. For all ranks at once."""
     import torch
     import torch.distributed as dist
 
@@ -228,21 +270,27 @@ def forget_incidents() -> None:
         return
     sequence = group_syncs.sequence(length_sync.LENGTHS)
     rounds = sequence.rounds
-    if not rounds.issued:  # of the first scenario there is nothing to forget, and the watch comes first
+    if (
+        not rounds.issued
+    ):  # of the first scenario there is nothing to forget, and the watch comes first
         return
     issued = torch.tensor(rounds.issued)
     dist.all_reduce(issued, dist.ReduceOp.MAX)
     if rounds.issued < issued:
-        rounds.issue(0)  # the one that is outstanding on other ranks: it then comes on all
+        rounds.issue(
+            0
+        )  # the one that is outstanding on other ranks: it then comes on all
     assert rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
     sequence.protocol, sequence.latest = LengthProtocol(), None
     dist.barrier()
 
 
 def in_step(**settings: Any) -> torch.nn.Module:
-    """A Conformer after two calls that every rank has made; the settings (of `nemo_patches.apply`) hold from now on.
+    """A Conformer after two calls that every rank has made; the settings (of `nemo_patches.apply`)
+    hold from now on.
 
-    Until here the timeout is long: the first call connects the ranks, which a busy machine may take seconds for.
+    Until here the timeout is long: the first call connects the ranks, which a busy machine may take
+    seconds for.
     """
     import encoders
     import torch.distributed as dist
@@ -263,8 +311,9 @@ def in_step(**settings: Any) -> torch.nn.Module:
 
 
 def come_in(encoder: torch.nn.Module) -> None:
-    """Until the round has come on every rank. On a busy machine a barrier may be first, and a rank that does not see
-    its round yet at the next call issues none: the others then wait in vain once more."""
+    """Until the round has come on every rank. On a busy machine a barrier may be first, and a rank
+    that does not see its round yet at the next call issues none: the others then wait in vain once
+    more."""
     import torch.distributed as dist
 
     from nemo_patches.sync import length_sync
@@ -276,7 +325,9 @@ def come_in(encoder: torch.nn.Module) -> None:
 
 
 def wait_for_others(event: str, count: int) -> None:
-    """Until `count` ranks have come here; rank 0, which has the store's server, until the others have seen that."""
+    """Until `count` ranks have come here; rank 0, which has the store's server, until the others
+    have seen that.
+    """
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -301,7 +352,8 @@ class Said(logging.Handler):
         self.levels: list[int] = []
         from nemo_patches.sync import rank_log as reporting
 
-        reporting.enable()  # first: a handler of the user's own would take the lines away from stderr
+        # First: a handler of the user's own would take the lines away from stderr
+        reporting.enable()
         logging.getLogger("nemo_patches").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,8 +1,9 @@
-"""A job in simulated time: ranks that run schedules of calls, collectives and faults, each by the real protocol.
+"""A job in simulated time: ranks that run schedules of calls, collectives and faults, each by the
+real protocol.
 
-Rounds and collectives pair by order, as Gloo's do. A schedule is what one rank does; a rank that reaches the end of it
-without `Exit` waits there for ever, as in a collective that nobody else comes to. Who wants to know more than what
-`Rank` has afterwards, gives it a `Listener`.
+Rounds and collectives pair by order, as Gloo's do. A schedule is what one rank does; a rank that
+reaches the end of it without `Exit` waits there for ever, as in a collective that nobody else comes
+to. Who wants to know more than what `Rank` has afterwards, gives it a `Listener`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
-from nemo_patches.sync.protocol import CAME, ENDED, LOCAL, SERVED, UNWAITED, LengthProtocol
+from nemo_patches.sync.protocol import (
+    CAME,
+    ENDED,
+    LOCAL,
+    SERVED,
+    UNWAITED,
+    LengthProtocol,
+)
 from nemo_patches.sync.protocol import TIMEOUT as TIMED_OUT
 
 TIMEOUT = timedelta(seconds=10)
@@ -25,7 +33,8 @@ PHASES = ("length sync", "layers")
 
 
 class Call(NamedTuple):
-    """One encoder call, `pause` seconds after what was before. stuck: the phase that it never leaves.
+    """One encoder call, `pause` seconds after what was before. stuck: the phase that it never
+    leaves.
 
     raises: the exception's type.
     """
@@ -72,7 +81,9 @@ class Away:
 
 @dataclass(frozen=True)
 class Killed:
-    """SIGKILL. gone: the others' length sync ends at once; else it is only silent, as a stopped process is."""
+    """SIGKILL. gone: the others' length sync ends at once; else it is only silent, as a stopped
+    process is.
+    """
 
     gone: bool = True
 
@@ -90,7 +101,11 @@ STEP: tuple[Event, ...] = (Call(), Gradients())
 
 def steps(count: int, pause: float = 0.1, length: int = 1000) -> list[Event]:
     """Training steps."""
-    return [event for _ in range(count) for event in (Call(length, pause=pause), Gradients())]
+    return [
+        event
+        for _ in range(count)
+        for event in (Call(length, pause=pause), Gradients())
+    ]
 
 
 def evaluation(count: int) -> list[Event]:
@@ -108,7 +123,9 @@ class Sync(NamedTuple):
 
 
 class Round:
-    """One of an encoder's length sync, or a collective. ends_at: when it comes, or a rank's death has ended it."""
+    """One of an encoder's length sync, or a collective. ends_at: when it comes, or a rank's death
+    has ended it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size  # so many ranks make it
@@ -121,7 +138,9 @@ class Round:
         self.later: list[Round] = []
 
     def settle(self, now: float) -> None:
-        """It comes where all ranks are in it, in the same kind, and what these have to end before has come."""
+        """It comes where all ranks are in it, in the same kind, and what these have to end before
+        has come.
+        """
         if (
             self.lost
             or len(self.values) < self.size
@@ -150,7 +169,9 @@ class Rounds:
     latest: Round | None = None
     issued: int = 0
     issued_at: float = 0.0
-    healthy: timedelta = timedelta(0)  # the longest that the protocol has taken a healthy round for
+    healthy: timedelta = timedelta(
+        0
+    )  # the longest that the protocol has taken a healthy round for
 
     def take(self, round_: Round) -> int:
         """The result of a round that has come, and what it took, as Sequence tells it."""
@@ -162,9 +183,13 @@ class Rounds:
 
 
 class Job:
-    """What the ranks have in common. groups: the ranks of a collective's group, where these are not all."""
+    """What the ranks have in common. groups: the ranks of a collective's group, where these are not
+    all.
+    """
 
-    def __init__(self, size: int, groups: Mapping[str, list[int]] | None = None) -> None:
+    def __init__(
+        self, size: int, groups: Mapping[str, list[int]] | None = None
+    ) -> None:
         self.size = size
         self._sizes = {group: len(ranks) for group, ranks in (groups or {}).items()}
         self.syncs: list[Round] = []
@@ -193,7 +218,9 @@ class Job:
     def waiting(self, now: float) -> set[int]:
         """Who is in a collective."""
         last = [rounds[-1] for rounds in self.collectives.values()]
-        return {rank for round_ in last if now < round_.ends_at for rank in round_.values}
+        return {
+            rank for round_ in last if now < round_.ends_at for rank in round_.values
+        }
 
 
 class Listener:
@@ -215,7 +242,9 @@ _FOREVER: Pause = (math.inf, None)
 
 @dataclass
 class Rank:
-    """One of the job's. sync and flag: as set. ahead: the first of so many collectives must end before it goes on."""
+    """One of the job's. sync and flag: as set. ahead: the first of so many collectives must end
+    before it goes on.
+    """
 
     number: int
     events: list[Event]
@@ -227,8 +256,12 @@ class Rank:
     watched: bool = False
     ahead: int = 1
     rounds: Rounds = field(default_factory=Rounds)
-    encoders: defaultdict[int, Encoder] = field(default_factory=lambda: defaultdict(Encoder))
-    joined: list[tuple[Collective, int, Round]] = field(default_factory=list)  # each with its number in its group
+    encoders: defaultdict[int, Encoder] = field(
+        default_factory=lambda: defaultdict(Encoder)
+    )
+    joined: list[tuple[Collective, int, Round]] = field(
+        default_factory=list
+    )  # each with its number in its group
     finished: bool = False  # with its events
     _made: Counter[str] = field(default_factory=Counter)  # collectives, by group
 
@@ -247,7 +280,9 @@ class Rank:
                 now = yield from self._collective(event, now)
             elif isinstance(event, Away):
                 until = now + event.seconds
-                looks = (called_at + STALL_S * 2**look for look in range(9) if self.watched)
+                looks = (
+                    called_at + STALL_S * 2**look for look in range(9) if self.watched
+                )
                 for due_at in looks:
                     if now < due_at < until:
                         now = yield due_at, None
@@ -310,10 +345,16 @@ class Rank:
             return Sync(LOCAL, call.length, now)
         if self.job.gone:
             return Sync(ENDED, call.length, now)
-        if protocol.outstanding and rounds.latest is not None and rounds.latest.ends_at <= now:
+        if (
+            protocol.outstanding
+            and rounds.latest is not None
+            and rounds.latest.ends_at <= now
+        ):
             completed = rounds.take(rounds.latest)
         if protocol.begin(call.length, call.training, completed):
-            assert not protocol.outstanding, "a round was issued while one is outstanding"
+            assert not protocol.outstanding, (
+                "a round was issued while one is outstanding"
+            )
             rounds.latest = round_ = self.job.sync(rounds.issued)
             rounds.issued, rounds.issued_at = rounds.issued + 1, now
             self.encoders[call.encoder].issued += 1

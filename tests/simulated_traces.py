@@ -16,7 +16,10 @@ from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.tracing import records
 
 RANKS_OF_A_HOST = 4
-PLACE = "read_audio (my_asr/dataset.py:41) < __getitem__ (my_asr/dataset.py:30) < main (my_asr/train.py:88)"
+PLACE = (
+    "read_audio (my_asr/dataset.py:41) < __getitem__ (my_asr/dataset.py:30) < main"
+    " (my_asr/train.py:88)"
+)
 
 
 @dataclass(frozen=True)
@@ -59,44 +62,85 @@ class Trace(Listener):
         )
 
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None:
-        facts = {"outcome": sync.outcome, "waited": round(sync.waited_s, 6), "local": call.length}
-        self._of_call(rank, now, call, records.Sync, round=rank.rounds.issued, result=sync.length, **facts)
+        facts = {
+            "outcome": sync.outcome,
+            "waited": round(sync.waited_s, 6),
+            "local": call.length,
+        }
+        self._of_call(
+            rank,
+            now,
+            call,
+            records.Sync,
+            round=rank.rounds.issued,
+            result=sync.length,
+            **facts,
+        )
         if sync.outcome == records.TIMEOUT and self.reports:
             assert rank.rounds.latest is not None
-            absent = [number for number in range(rank.job.size) if number not in rank.rounds.latest.values]
-            self._of_call(rank, now + 0.05, call, records.Stalled, **self._told_of(rank.job, absent))
+            absent = [
+                number
+                for number in range(rank.job.size)
+                if number not in rank.rounds.latest.values
+            ]
+            self._of_call(
+                rank,
+                now + 0.05,
+                call,
+                records.Stalled,
+                **self._told_of(rank.job, absent),
+            )
 
     def grown(self, rank: Rank, now: float, call: Call, length: int) -> None:
         if length > self.room:
-            self._of_call(rank, now + 0.001, call, records.Grow, old=self.room, new=length)
+            self._of_call(
+                rank, now + 0.001, call, records.Grow, old=self.room, new=length
+            )
             self.room = length
 
     def raised(self, rank: Rank, now: float, call: Call) -> None:
-        text = 'Traceback (most recent call last):\n  File "train.py", line 1, in forward\n' + call.raises
-        what = {"type": call.raises, "message": f"{call.raises} here", "traceback": text}
+        text = (
+            'Traceback (most recent call last):\n  File "train.py", line 1, in'
+            " forward\n" + call.raises
+        )
+        what = {
+            "type": call.raises,
+            "message": f"{call.raises} here",
+            "traceback": text,
+        }
         self._of_call(rank, now, call, records.Raised, **what)
 
     def left(self, rank: Rank, now: float, call: Call, length: int) -> None:
         self._of_call(rank, now, call, records.Leave, shape=[8, 512, length // 8])
 
     def stalled(self, rank: Rank, now: float) -> None:
-        """As watch/job_stall.py does: who waits in a collective is no suspect, and where none does, nobody is."""
+        """As watch/job_stall.py does: who waits in a collective is no suspect, and where none does,
+        nobody is.
+        """
         waiting = rank.job.waiting(now)
         suspects = sorted(set(range(rank.job.size)) - waiting) if waiting else []
         told = self._told_of(rank.job, suspects)
         text = f"waiting: {sorted(waiting)}"
-        self.write(now, records.Stalled, e="", n=0, text=text, waited=bool(waiting), **told)
+        self.write(
+            now, records.Stalled, e="", n=0, text=text, waited=bool(waiting), **told
+        )
 
     def ended(self, now: float, error: str) -> None:
         self.write(now, records.End, error=error)
 
-    def _of_call(self, rank: Rank, now: float, call: Call, kind: type, **values: object) -> None:
+    def _of_call(
+        self, rank: Rank, now: float, call: Call, kind: type, **values: object
+    ) -> None:
         n = rank.encoders[call.encoder].calls
         self.write(now, kind, e=_title(call.encoder), n=n, **values)
 
     def _told_of(self, job: Job, ranks: list[int]) -> dict[str, object]:
         kinds = [self._kind(job, rank) for rank in ranks]
-        return {"ranks": ranks, "kinds": kinds, "where": [PLACE if kind == ELSEWHERE else "" for kind in kinds]}
+        return {
+            "ranks": ranks,
+            "kinds": kinds,
+            "where": [PLACE if kind == ELSEWHERE else "" for kind in kinds],
+        }
 
     def _kind(self, job: Job, rank: int) -> str:
         if rank in job.gone:
@@ -118,15 +162,27 @@ def write(
     seed: int = 0,
     launched: float = 1.7e9,
 ) -> Path:
-    """Run the schedules to where nobody can go on, and write each rank's trace into the folder, which is returned."""
+    """Run the schedules to where nobody can go on, and write each rank's trace into the folder,
+    which is returned.
+    """
     folder.mkdir(exist_ok=True)
     draw = random.Random(seed)
     job = Job(len(schedules))
     of_ranks = [(setups or {}).get(number, Setup()) for number in range(job.size)]
     patched = {number for number, setup in enumerate(of_ranks) if setup.patched}
-    traces = [Trace(setup, patched, reports, draw.uniform(-30, 0)) for setup in of_ranks]
+    traces = [
+        Trace(setup, patched, reports, draw.uniform(-30, 0)) for setup in of_ranks
+    ]
     ranks = [
-        Rank(number, events, job, trace, sync=trace.setup.sync, flag=trace.setup.flag, watched=reports)
+        Rank(
+            number,
+            events,
+            job,
+            trace,
+            sync=trace.setup.sync,
+            flag=trace.setup.flag,
+            watched=reports,
+        )
         for number, (events, trace) in enumerate(zip(schedules, traces, strict=True))
         if trace.setup.patched
     ]
@@ -135,10 +191,17 @@ def write(
         for rank in ranks:
             if rank.number not in job.gone | job.silent:
                 rank.listener.stalled(rank, ended_at + STALL_S)
-    hours = [draw.uniform(-9, 9) * 3600 for _ in range(job.size)]  # by host, of its clock
+    hours = [
+        draw.uniform(-9, 9) * 3600 for _ in range(job.size)
+    ]  # by host, of its clock
     for rank in ranks:
         if (trace := traces[rank.number]).setup.traced:
-            _write(folder, rank, trace, launched + trace.begins + hours[rank.number // RANKS_OF_A_HOST])
+            _write(
+                folder,
+                rank,
+                trace,
+                launched + trace.begins + hours[rank.number // RANKS_OF_A_HOST],
+            )
     return folder
 
 
@@ -151,7 +214,12 @@ def header(rank: int, size: int, started: float, setup: Setup) -> records.Header
         pid=4000 + rank,
         started=started,
         restart=setup.restart,
-        versions={"nemo_patches": "0.1.0", "nemo": "3.0.0", "torch": setup.torch, "python": "3.11.7"},
+        versions={
+            "nemo_patches": "0.1.0",
+            "nemo": "3.0.0",
+            "torch": setup.torch,
+            "python": "3.11.7",
+        },
         settings={"sync": setup.sync, "timeout": "10", "on_timeout": "fallback"},
         checks=[],
         job=setup.job,

@@ -37,7 +37,9 @@ ENCODER = {
     "subsampling_factor": 4,
     "subsampling_conv_channels": 8,
     "conv_kernel_size": 5,
-    **dict.fromkeys(("dropout", "dropout_emb", "dropout_pre_encoder", "dropout_att"), 0.0),
+    **dict.fromkeys(
+        ("dropout", "dropout_emb", "dropout_pre_encoder", "dropout_att"), 0.0
+    ),
 }
 CTC_DECODER = {
     "_target_": "nemo.collections.asr.modules.ConvASRDecoder",
@@ -66,7 +68,12 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
     """fused: the joint computes WER, sub-batch by sub-batch. hybrid: a CTC decoder, too."""
     from nemo.collections.asr import models
 
-    prediction = {"pred_hidden": HIDDEN, "pred_rnn_layers": 1, "t_max": None, "dropout": 0.0}
+    prediction = {
+        "pred_hidden": HIDDEN,
+        "pred_rnn_layers": 1,
+        "t_max": None,
+        "dropout": 0.0,
+    }
     joint = {"joint_hidden": HIDDEN, "activation": "relu", "dropout": 0.0}
     auxiliary = {
         "ctc_loss_weight": 0.3,
@@ -79,7 +86,11 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
         **COMMON,
         "compute_eval_loss": False,
         "use_cer": True,
-        "model_defaults": {"enc_hidden": HIDDEN, "pred_hidden": HIDDEN, "joint_hidden": HIDDEN},
+        "model_defaults": {
+            "enc_hidden": HIDDEN,
+            "pred_hidden": HIDDEN,
+            "joint_hidden": HIDDEN,
+        },
         "decoder": {
             "_target_": "nemo.collections.asr.modules.RNNTDecoder",
             "normalization_mode": None,
@@ -99,13 +110,20 @@ def rnnt(trainer: Any, fused: bool = False, hybrid: bool = False) -> Any:
         "loss": {"loss_name": "default"},
         **({"aux_ctc": auxiliary} if hybrid else {}),
     }
-    return made(models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel, config, trainer)
+    return made(
+        models.EncDecHybridRNNTCTCModel if hybrid else models.EncDecRNNTModel,
+        config,
+        trainer,
+    )
 
 
 def nest(trainer: Any, folder: Path, rank: int) -> Any:
     """The demo's, without data of its own; it takes the batches of `nest_batch`."""
     torch.manual_seed(0)
-    return demo_nest.make({**demo_nest.model(folder, rank), "train_ds": None, "validation_ds": None}, trainer)
+    return demo_nest.make(
+        {**demo_nest.model(folder, rank), "train_ds": None, "validation_ds": None},
+        trainer,
+    )
 
 
 def nest_batch(seed: int) -> Any:
@@ -113,7 +131,9 @@ def nest_batch(seed: int) -> Any:
 
     signals = 0.1 * torch.randn(2, 32000, generator=torch.Generator().manual_seed(seed))
     lengths = torch.full((2,), 32000)
-    return AudioNoiseBatch(None, signals, lengths, torch.zeros_like(signals), lengths, signals, lengths)
+    return AudioNoiseBatch(
+        None, signals, lengths, torch.zeros_like(signals), lengths, signals, lengths
+    )
 
 
 def made(owner: type, config: dict[str, Any], trainer: Any) -> Any:
@@ -184,7 +204,9 @@ def conformer(**changes: Any) -> Any:
 
 def encode(encoder: Any, number: int, frames: int = 60) -> Any:
     """The encoder's output for a batch of noise."""
-    features = torch.randn(2, FEATURES, frames, generator=torch.Generator().manual_seed(number))
+    features = torch.randn(
+        2, FEATURES, frames, generator=torch.Generator().manual_seed(number)
+    )
     return encoder(audio_signal=features, length=torch.tensor([frames] * 2))[0]
 
 

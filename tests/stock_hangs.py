@@ -1,6 +1,8 @@
-"""Real jobs that hang, or do not: small ones of stock torch.distributed and NeMo on CPU, with nothing of nemo_patches.
+"""Real jobs that hang, or do not: small ones of stock torch.distributed and NeMo on CPU, with
+nothing of nemo_patches.
 
-A scenario runs on every rank of a Gloo group. `reached` says that a rank is about to do what holds the others up.
+A scenario runs on every rank of a Gloo group. `reached` says that a rank is about to do what holds
+the others up.
 """
 
 from __future__ import annotations
@@ -40,22 +42,34 @@ class Rank:
 
 
 @contextlib.contextmanager
-def running(scenario: Callable[[Rank], Any], size: int, folder: Path, *reaching: int) -> Iterator[list[int]]:
-    """The process ids of the ranks, once those in `reaching` are where the scenario brings them; all are killed."""
+def running(
+    scenario: Callable[[Rank], Any], size: int, folder: Path, *reaching: int
+) -> Iterator[list[int]]:
+    """The process ids of the ranks, once those in `reaching` are where the scenario brings them;
+    all are killed.
+    """
     port = ranks.free_port()
     os.mkfifo(folder / FIFO)
     processes = [
-        ranks._context.Process(target=_run, args=(scenario, Rank(number, size, folder), port)) for number in range(size)
+        ranks._context.Process(
+            target=_run, args=(scenario, Rank(number, size, folder), port)
+        )
+        for number in range(size)
     ]
     try:
         for process in processes:
             process.start()
-        ranks.wait_until(lambda: all((folder / f"reached{number}").exists() for number in reaching), 120)
+        ranks.wait_until(
+            lambda: all((folder / f"reached{number}").exists() for number in reaching),
+            120,
+        )
         yield [process.pid or 0 for process in processes]
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid or 0, signal.SIGKILL)  # with its data loader's workers
+                os.killpg(
+                    process.pid or 0, signal.SIGKILL
+                )  # with its data loader's workers
             process.kill()
         for process in processes:
             process.join()
@@ -63,14 +77,18 @@ def running(scenario: Callable[[Rank], Any], size: int, folder: Path, *reaching:
 
 def _run(scenario: Callable[[Rank], Any], rank: Rank, port: int) -> None:
     os.setpgid(0, 0)
-    descriptor = os.open(rank.folder / f"rank{rank.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(
+        rank.folder / f"rank{rank.number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     os.dup2(descriptor, 1), os.dup2(descriptor, 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.register(signal.SIGUSR2)
     import torch
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank.number), LOCAL_RANK=str(rank.number), WORLD_SIZE=str(rank.size))
+    os.environ.update(
+        RANK=str(rank.number), LOCAL_RANK=str(rank.number), WORLD_SIZE=str(rank.size)
+    )
     if scenario is never_came and rank.number == 1:
         rank.reached()
         ask_metadata_server()
@@ -115,8 +133,12 @@ def encode(encoder: Any, i: int) -> Any:
     return encoders.run(encoder, 100 + i)
 
 
-def train(rank: Rank, at_step: Callable[[], object], only: int = 1, reaches: bool = True) -> None:
-    """Of the encoder; one rank does something before a step. reaches: then it has reached it; else it says so."""
+def train(
+    rank: Rank, at_step: Callable[[], object], only: int = 1, reaches: bool = True
+) -> None:
+    """Of the encoder; one rank does something before a step. reaches: then it has reached it; else
+    it says so.
+    """
     import encoders
 
     encoder = encoders.conformer()
@@ -173,7 +195,12 @@ def worker_in_fifo(rank: Rank) -> None:
     from torch.utils.data import DataLoader
 
     encoder = encoders.conformer()
-    for i in DataLoader(Recordings(rank, missing_on=2), batch_size=None, num_workers=1, multiprocessing_context="fork"):
+    for i in DataLoader(
+        Recordings(rank, missing_on=2),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+    ):
         encode(encoder, i)
 
 
@@ -192,16 +219,25 @@ def worker_spins(rank: Rank) -> None:
     from torch.utils.data import DataLoader
 
     encoder = encoders.conformer()
-    for i in DataLoader(Unreadable(rank, missing_on=2), batch_size=None, num_workers=1, multiprocessing_context="fork"):
+    for i in DataLoader(
+        Unreadable(rank, missing_on=2),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+    ):
         encode(encoder, i)
 
 
 def child_of_a_pool_is_killed(rank: Rank) -> None:
-    """As the kernel does for want of memory: multiprocessing.Pool starts another one, and its task is lost."""
+    """As the kernel does for want of memory: multiprocessing.Pool starts another one, and its task
+    is lost.
+    """
 
     def at_step() -> None:
         with multiprocessing.get_context("fork").Pool(2) as processes:
-            lost = processes.map_async(killed_while_it_decodes, [rank.folder / "decodes"])
+            lost = processes.map_async(
+                killed_while_it_decodes, [rank.folder / "decodes"]
+            )
             ranks.wait_until((rank.folder / "decodes").exists, 60)
             rank.reached()
             lost.get()
@@ -267,7 +303,9 @@ def logger_at_the_end(rank: Rank) -> None:
 
     train(rank, lambda: None, only=-1)
     if rank.number == 1:
-        uploader = threading.Thread(target=read_audio, args=(rank.folder / FIFO,), name="uploader", daemon=True)
+        uploader = threading.Thread(
+            target=read_audio, args=(rank.folder / FIFO,), name="uploader", daemon=True
+        )
         uploader.start()
         rank.reached()
         uploader.join()
@@ -292,7 +330,11 @@ def collective_of_a_thread(rank: Rank) -> None:
     if rank.number == 1:
         rank.reached()
         ask_metadata_server()
-    saving = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)), name="async checkpoint", daemon=True)
+    saving = threading.Thread(
+        target=lambda: dist.all_reduce(torch.ones(1)),
+        name="async checkpoint",
+        daemon=True,
+    )
     saving.start()
     saving.join()
 
@@ -315,7 +357,9 @@ def two_missing(rank: Rank) -> None:
     for i in range(STEPS):
         if i == STEP and rank.number in (1, 3):
             rank.reached()
-            ask_metadata_server() if rank.number == 1 else poll_for(rank.folder / "never.done")
+            ask_metadata_server() if rank.number == 1 else poll_for(
+                rank.folder / "never.done"
+            )
         encode(encoder, i)
 
 
@@ -375,19 +419,24 @@ def other_order(rank: Rank) -> None:
 def objects(rank: Rank) -> None:
     import torch.distributed as dist
 
-    train(rank, lambda: dist.all_gather_object([None] * rank.size, {"rank": rank.number}))
+    train(
+        rank, lambda: dist.all_gather_object([None] * rank.size, {"rank": rank.number})
+    )
 
 
 def swallowed(rank: Rank) -> None:
     """An exception between forward and backward, which is caught: rank 1 goes on.
 
-    The gradients have a group of their own: in the same one, Gloo sees that the sizes differ, and ends the job.
+    The gradients have a group of their own: in the same one, Gloo sees that the sizes differ, and
+    ends the job.
     """
     import encoders
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(encoders.conformer(), broadcast_buffers=False, process_group=dist.new_group())
+    model = DistributedDataParallel(
+        encoders.conformer(), broadcast_buffers=False, process_group=dist.new_group()
+    )
     for i in range(STEPS):
         loss = encode(model, i).sum()
         try:
@@ -413,7 +462,9 @@ def validate() -> None:
     import torch
     import torch.distributed as dist
 
-    dist.all_gather([torch.ones(1) for _ in range(dist.get_world_size())], torch.ones(1))
+    dist.all_gather(
+        [torch.ones(1) for _ in range(dist.get_world_size())], torch.ones(1)
+    )
 
 
 def one_evaluation_batch_more(rank: Rank) -> None:
@@ -442,7 +493,11 @@ def fewer_in_nemos_validation(rank: Rank) -> None:
     trainer = asr_models.trainer_of()
     model = asr_models.ctc(trainer)
     rank.reached()
-    trainer.validate(model, asr_models.loader(asr_models.Batches(range(3 - (rank.number == 1)))), verbose=False)
+    trainer.validate(
+        model,
+        asr_models.loader(asr_models.Batches(range(3 - (rank.number == 1)))),
+        verbose=False,
+    )
 
 
 def loader_without_len(rank: Rank) -> None:
@@ -452,7 +507,11 @@ def loader_without_len(rank: Rank) -> None:
     asr_models.prepare()
     trainer = asr_models.trainer_of()
     model = asr_models.ctc(trainer)
-    dataset = asr_models.Stream(range(3)) if rank.number == 1 else asr_models.Batches(range(3))
+    dataset = (
+        asr_models.Stream(range(3))
+        if rank.number == 1
+        else asr_models.Batches(range(3))
+    )
     rank.reached()
     trainer.validate(model, asr_models.loader(dataset), verbose=False)
 
@@ -469,7 +528,9 @@ def straggling(rank: Rank) -> None:
 
 
 def pausing(rank: Rank) -> None:
-    endless(rank, lambda i: time.sleep(1.5) if rank.number == 0 and i % 20 == 19 else None)
+    endless(
+        rank, lambda i: time.sleep(1.5) if rank.number == 0 and i % 20 == 19 else None
+    )
 
 
 def endless(rank: Rank, before: Callable[[int], object]) -> None:
@@ -489,7 +550,9 @@ def endless(rank: Rank, before: Callable[[int], object]) -> None:
 
 
 def ends_with_a_collective_pending() -> None:
-    """`python stock_hangs.py FOLDER`, with a launcher's variables: rank 1 does not come to rank 0's last collective."""
+    """`python stock_hangs.py FOLDER`, with a launcher's variables: rank 1 does not come to rank 0's
+    last collective.
+    """
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 
 class Proxy:
-    """Stands between the ranks and the store's real server. What the file `mode` says: open, slow, silent or gone;
+    """Stands between the ranks and the store's real server. What the file `mode` says: open, slow,
+    silent or gone;
     reset: every connection that there is, once, and then open."""
 
     def __init__(self, server: int, mode: Path) -> None:
@@ -42,9 +43,14 @@ class Proxy:
 
     def _accept(self) -> None:
         while not self._ended:
-            if self._mode.read_text() == "reset" and not any(one.is_alive() for one in self._threads[1:]):
+            if self._mode.read_text() == "reset" and not any(
+                one.is_alive() for one in self._threads[1:]
+            ):
                 change(self._mode, "open")
-            if self._mode.read_text() != "reset" and select.select([self._listener], [], [], 0.05)[0]:
+            if (
+                self._mode.read_text() != "reset"
+                and select.select([self._listener], [], [], 0.05)[0]
+            ):
                 client, _ = self._listener.accept()
                 thread = threading.Thread(target=self._relay, args=(client,))
                 self._threads.append(thread)
@@ -59,9 +65,15 @@ class Proxy:
                     return
                 if mode == "reset":
                     for one in other:
-                        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        one.setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                        )
                     return
-                ready = select.select(list(other), [], [], 0.02)[0] if mode != "silent" else []
+                ready = (
+                    select.select(list(other), [], [], 0.02)[0]
+                    if mode != "silent"
+                    else []
+                )
                 if mode == "silent":
                     time.sleep(0.02)
                 if ready and mode == "slow":

@@ -31,20 +31,35 @@ def reverted() -> Iterator[None]:
 
 
 def owners() -> list[type]:
-    found = (target.find_owner(sys.modules[target.module]) for target in TARGETS if target.module in sys.modules)
+    found = (
+        target.find_owner(sys.modules[target.module])
+        for target in TARGETS
+        if target.module in sys.modules
+    )
     return [owner for owner in found if owner is not None]
 
 
 def attributes() -> dict[tuple[str, str], int]:
     """Every class attribute by identity."""
-    return {(owner.__qualname__, name): id(value) for owner in owners() for name, value in vars(owner).items()}
+    return {
+        (owner.__qualname__, name): id(value)
+        for owner in owners()
+        for name, value in vars(owner).items()
+    }
 
 
 def test_importing_the_package_imports_neither_torch_nor_nemo() -> None:
     program = (
-        "import sys, nemo_patches; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'nemo', 'wrapt')])"
+        "import sys, nemo_patches; print([m for m in sys.modules if m.split('.')[0] in"
+        " ('torch', 'nemo', 'wrapt')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -82,7 +97,9 @@ def test_threads_that_apply_at_once_patch_once() -> None:
         sys.setswitchinterval(switching)
 
 
-def test_apply_is_idempotent_and_a_second_one_changes_the_settings_and_says_so(caplog: Any) -> None:
+def test_apply_is_idempotent_and_a_second_one_changes_the_settings_and_says_so(
+    caplog: Any,
+) -> None:
     nemo_patches.apply(timeout=3)
     patched = attributes()
     with listening(caplog):
@@ -114,7 +131,9 @@ class listening:
         logger.removeHandler(self.caplog.handler)
 
 
-def test_a_traces_hook_for_exceptions_comes_with_the_first_call_and_goes_with_the_trace(tmp_path: Path) -> None:
+def test_a_traces_hook_for_exceptions_comes_with_the_first_call_and_goes_with_the_trace(
+    tmp_path: Path,
+) -> None:
     own = sys.excepthook
     nemo_patches.apply()
     encoders.run(encoders.conformer(), 40)
@@ -134,7 +153,9 @@ def test_status_prints_well() -> None:
     assert "sync=bounded, timeout=7 s, on_timeout=fallback" in text
     assert "ConformerEncoder.update_max_seq_length" in text
     for target in TARGETS:
-        assert (str(target) in status.patched) != any(str(target) == skipped.target for skipped in status.skipped)
+        assert (str(target) in status.patched) != any(
+            str(target) == skipped.target for skipped in status.skipped
+        )
     assert all(skipped.reason for skipped in status.skipped)
 
 
@@ -144,7 +165,10 @@ def test_the_first_line_is_short_and_the_rest_is_at_debug(caplog: Any) -> None:
         nemo_patches.apply(stall_exit=300)
     first, *rest = caplog.records
     message = first.getMessage()
-    assert (first.levelno, {record.levelno for record in rest}) == (logging.INFO, {logging.DEBUG})
+    assert (first.levelno, {record.levelno for record in rest}) == (
+        logging.INFO,
+        {logging.DEBUG},
+    )
     assert len(message) <= 250
     assert "; sync=bounded, timeout=10 s, stall_exit=300 s" in message
     assert "stall_timeout" not in message
@@ -171,7 +195,9 @@ def test_a_spawned_process_is_not_patched_and_both_say_so() -> None:
     (line,) = result.lines("patched ")
     assert parent == "on"
     assert line.endswith("; a process that this one spawns must call apply() too")
-    assert child.startswith("off here: nemo_patches.apply() or `nemo-patches run` switches it on")
+    assert child.startswith(
+        "off here: nemo_patches.apply() or `nemo-patches run` switches it on"
+    )
 
 
 def without_group(rank: int, size: int, function: Any) -> Any:
@@ -187,15 +213,23 @@ def test_status_has_one_of_three_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     nemo_patches.apply()
     assert str(nemo_patches.status()).startswith("off here: NEMO_PATCHES_DISABLE=1")
     monkeypatch.setenv("NEMO_PATCHES_DISABLE", "x")
-    assert str(nemo_patches.status()).startswith("cannot be: NEMO_PATCHES_DISABLE='x' is not allowed")
+    assert str(nemo_patches.status()).startswith(
+        "cannot be: NEMO_PATCHES_DISABLE='x' is not allowed"
+    )
     monkeypatch.setattr("nemo.package_info.__shortversion__", "9.9.0")
     monkeypatch.setenv("NEMO_PATCHES_DISABLE", "1")
-    assert state() == "cannot be"  # switching it on would not help, and `nemo-patches status` says the same
+    assert (
+        state() == "cannot be"
+    )  # switching it on would not help, and `nemo-patches status` says the same
     monkeypatch.delenv("NEMO_PATCHES_DISABLE")
-    assert str(nemo_patches.status()).startswith("cannot be: NeMo 9.9.0 is not supported")
+    assert str(nemo_patches.status()).startswith(
+        "cannot be: NeMo 9.9.0 is not supported"
+    )
     monkeypatch.undo()
     nemo_patches.apply()
-    assert str(nemo_patches.status()).startswith(f"on: {len(nemo_patches.status().patched)} of NeMo's methods patched")
+    assert str(nemo_patches.status()).startswith(
+        f"on: {len(nemo_patches.status().patched)} of NeMo's methods patched"
+    )
     nemo_patches.revert()
     assert state() == "off here"
 
@@ -216,7 +250,9 @@ def test_a_bad_setting_patches_nothing() -> None:
 
 
 def changed_signature(owner: Any) -> None:
-    def update_max_seq_length(self: Any, seq_length: int, device: Any, extra: int = 0) -> None: ...
+    def update_max_seq_length(
+        self: Any, seq_length: int, device: Any, extra: int = 0
+    ) -> None: ...
 
     owner.update_max_seq_length = update_max_seq_length
 
@@ -245,17 +281,28 @@ def removed(owner: Any) -> None:
 @pytest.mark.parametrize(
     ("drift", "said"),
     [
-        (changed_signature, r"expected a plain function \(self, seq_length, device\), found \(.*extra\)"),
+        (
+            changed_signature,
+            (
+                r"expected a plain function \(self, seq_length, device\), found"
+                r" \(.*extra\)"
+            ),
+        ),
         (changed_body, "without .*'all_reduce'.* and with .*'something_else'"),
         (wrapped_by_others, "expected a plain function .*found <function"),
         (removed, "set_max_audio_length.*found None"),
     ],
 )
-def test_drift_is_shown_with_what_was_expected_and_found_and_patches_nothing(drift: Any, said: str) -> None:
+def test_drift_is_shown_with_what_was_expected_and_found_and_patches_nothing(
+    drift: Any, said: str
+) -> None:
     from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
 
     before = attributes()
-    saved = {name: vars(ConformerEncoder)[name] for name in ("update_max_seq_length", "set_max_audio_length")}
+    saved = {
+        name: vars(ConformerEncoder)[name]
+        for name in ("update_max_seq_length", "set_max_audio_length")
+    }
     try:
         drift(ConformerEncoder)
         with pytest.raises(DriftError, match=f"(?s)nothing was patched.*{said}"):
@@ -313,9 +360,15 @@ each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS)
 
 
 def at(function: Any) -> str:
-    """Where its inner function stands: the line below its own, or one further down for a decorator or a class."""
+    """Where its inner function stands: the line below its own, or one further down for a decorator
+    or a class.
+    """
     lines = Path(__file__).read_text().splitlines()
-    line = next(i for i in range(function.__code__.co_firstlineno, len(lines)) if "def logged(" in lines[i])
+    line = next(
+        i
+        for i in range(function.__code__.co_firstlineno, len(lines))
+        if "def logged(" in lines[i]
+    )
     return f"({__file__}:{line + 1 - lines[line - 1].strip().startswith('@')})"
 
 
@@ -332,7 +385,9 @@ def conformer_class() -> Iterator[Any]:
 
 @each_wrapper
 @pytest.mark.parametrize("method", ["update_max_seq_length", "set_max_audio_length"])
-def test_a_wrapper_that_came_first_is_named(wrap: Any, method: str, conformer_class: Any) -> None:
+def test_a_wrapper_that_came_first_is_named(
+    wrap: Any, method: str, conformer_class: Any
+) -> None:
     original = vars(conformer_class)[method]
     setattr(conformer_class, method, wrap(original))
     with pytest.raises(DriftError) as raised:
@@ -340,9 +395,15 @@ def test_a_wrapper_that_came_first_is_named(wrap: Any, method: str, conformer_cl
     assert f"ConformerEncoder.{method} is test_apply." in str(raised.value)
     assert at(wrap if wrap is not by_two else by_wrapt) in str(raised.value)
     if wrap in (by_wraps, by_wrapt, by_a_bound_method, by_two):
-        assert ", around NeMo's own; take that off before apply(), or put it on after apply(): " in str(raised.value)
+        assert (
+            ", around NeMo's own; take that off before apply(), or put it on after"
+            " apply(): " in str(raised.value)
+        )
     if wrap is by_two:
-        assert f"{at(by_wrapt)}, around test_apply.by_wraps.<locals>.logged {at(by_wraps)}, " in str(raised.value)
+        assert (
+            f"{at(by_wrapt)}, around test_apply.by_wraps.<locals>.logged"
+            f" {at(by_wraps)}, " in str(raised.value)
+        )
     setattr(conformer_class, method, original)
     nemo_patches.apply()
 
@@ -358,18 +419,25 @@ def test_a_wrapper_around_ours_is_named_by_revert_and_by_the_next_apply(
     with listening(caplog):
         nemo_patches.revert()
     (message,) = caplog.messages
-    assert "ConformerEncoder.update_max_seq_length was patched again by others, test_apply." in message
+    assert (
+        "ConformerEncoder.update_max_seq_length was patched again by others,"
+        " test_apply." in message
+    )
     assert place in message and "acts as NeMo's own from now on" in message
     encoder = encoders.conformer()
     with torch.inference_mode():
         encoder.update_max_seq_length(seq_length=500, device=torch.device("cpu"))
-    assert encoder.max_audio_length == 500 and encoder.pos_enc.pe.is_inference()  # as in stock
+    assert (
+        encoder.max_audio_length == 500 and encoder.pos_enc.pe.is_inference()
+    )  # as in stock
     with pytest.raises(DriftError) as raised:
         nemo_patches.apply()
     assert "ConformerEncoder.update_max_seq_length is test_apply." in str(raised.value)
     assert place in str(raised.value)
     if wrap in (by_wraps, by_wrapt, by_a_bound_method, by_two):
-        assert ", around nemo_patches' own, of before revert(); take that off " in str(raised.value)
+        assert ", around nemo_patches' own, of before revert(); take that off " in str(
+            raised.value
+        )
     # Who takes a wrapper off puts back what was there.
     conformer_class.update_max_seq_length = ours
     nemo_patches.apply()
@@ -383,10 +451,14 @@ def patched_again_by_others(rank: int, size: int) -> tuple[int, int]:
 
     nemo_patches.apply()
     ours = ConformerEncoder.update_max_seq_length
-    ConformerEncoder.update_max_seq_length = lambda self, seq_length, device: ours(self, seq_length, device)
+    ConformerEncoder.update_max_seq_length = lambda self, seq_length, device: ours(
+        self, seq_length, device
+    )
     nemo_patches.revert()
     encoder = encoders.conformer()
-    encoder.update_max_seq_length(seq_length=100 * (rank + 1), device=torch.device("cpu"))
+    encoder.update_max_seq_length(
+        seq_length=100 * (rank + 1), device=torch.device("cpu")
+    )
     return encoder.max_audio_length, len(nemo_patches.status().encoders)
 
 
@@ -403,7 +475,9 @@ def errors_of_ours(rank: int, size: int) -> int:
     encoder = encoders.conformer()
     length_sync.EncoderSync.call = None  # type: ignore[method-assign, assignment]  # any bug of ours
     for step in range(3):
-        encoder.update_max_seq_length(seq_length=100 * (step + 1), device=torch.device("cpu"))
+        encoder.update_max_seq_length(
+            seq_length=100 * (step + 1), device=torch.device("cpu")
+        )
     return encoder.max_audio_length
 
 
@@ -416,26 +490,36 @@ def test_an_error_of_ours_is_said_once_and_never_reaches_training() -> None:
 
 @pytest.mark.one_nemo
 def test_importing_the_encoders_without_nemo_says_so(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['nemo'] = None; import nemo_patches; nemo_patches.apply()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    program = (
+        "import sys; sys.modules['nemo'] = None; import nemo_patches;"
+        " nemo_patches.apply()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 1
     assert "ModuleNotFoundError" in done.stderr
 
 
 def test_lines_are_visible_once_whatever_logging_is_set_up_to() -> None:
     program = (
-        "import contextlib, io, logging, logging.config\n"
-        "from nemo_patches.sync.rank_log import report\n"
-        "with contextlib.redirect_stderr(io.StringIO()) as before:  # as people do around a noisy import\n"
-        "    report(logging.INFO, 'into a stream that is gone')\n"
-        "before.close()\n"
-        "report(logging.INFO, 'without any set-up')\n"
-        "logging.config.dictConfig({'version': 1})  # disables every logger that it is not told of\n"
-        "report(logging.INFO, 'after dictConfig')\n"
-        "logging.basicConfig(level=logging.INFO, force=True)\n"
-        "report(logging.INFO, 'beside a root handler')\n"
+        "import contextlib, io, logging, logging.config\nfrom"
+        " nemo_patches.sync.rank_log import report\nwith"
+        " contextlib.redirect_stderr(io.StringIO()) as before:  # as people do around a"
+        " noisy import\n    report(logging.INFO, 'into a stream that is"
+        " gone')\nbefore.close()\nreport(logging.INFO, 'without any"
+        " set-up')\nlogging.config.dictConfig({'version': 1})  # disables every logger"
+        " that it is not told of\nreport(logging.INFO, 'after"
+        " dictConfig')\nlogging.basicConfig(level=logging.INFO,"
+        " force=True)\nreport(logging.INFO, 'beside a root handler')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     for said in ("without any set-up", "after dictConfig", "beside a root handler"):
         assert done.stderr.count(said) == 1, done.stderr
     assert done.stderr.count("[rank ") == 3
@@ -456,5 +540,11 @@ def test_two_threads_that_say_their_first_line_at_once_say_it_once() -> None:
         "    [thread.start() for thread in threads]\n"
         "    [thread.join() for thread in threads]\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert done.stderr.count("attempt") == 4 * 300

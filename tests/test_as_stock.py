@@ -1,4 +1,6 @@
-"""What a NeMo encoder does besides training, with the patch applied and buffers grown: all of it as in stock."""
+"""What a NeMo encoder does besides training, with the patch applied and buffers grown: all of it as
+in stock.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ from ranks import run_ranks
 
 import nemo_patches
 
-LONGER = 9 * 500  # more rows are read after the subsampling by 8 than there are for 500 frames
+LONGER = (
+    9 * 500
+)  # more rows are read after the subsampling by 8 than there are for 500 frames
 GROWN = 500  # frames; the encoders are built for far fewer
 
 
-def grown(name: str = "conformer", patched: bool = True, **changes: Any) -> torch.nn.Module:
-    """An encoder in evaluation mode whose buffers have grown: privately where patched, in the buffers where not."""
+def grown(
+    name: str = "conformer", patched: bool = True, **changes: Any
+) -> torch.nn.Module:
+    """An encoder in evaluation mode whose buffers have grown: privately where patched, in the
+    buffers where not.
+    """
     if patched:
         nemo_patches.apply()
     torch.manual_seed(0)
@@ -40,7 +48,9 @@ def output(encoder: torch.nn.Module, frames: int = GROWN + 300) -> torch.Tensor:
 
 def copies(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in (name for name in encoders.makers() if name != "transformer"):  # stock's cannot be pickled either
+    for name in (
+        name for name in encoders.makers() if name != "transformer"
+    ):  # stock's cannot be pickled either
         stock = grown(name, patched=False)
         expected, keys = output(stock), list(stock.state_dict())
         encoder = grown(name)
@@ -54,7 +64,9 @@ def copies(rank: int, size: int) -> dict[str, Any]:
             found[f"{name}: {how}"] = torch.equal(output(copied), expected)
             nemo_patches.revert()
             dist.barrier()
-            found[f"{name}: {how}, stock again"] = torch.equal(output(copied, GROWN + 900), output(stock, GROWN + 900))
+            found[f"{name}: {how}, stock again"] = torch.equal(
+                output(copied, GROWN + 900), output(stock, GROWN + 900)
+            )
             nemo_patches.apply()
         nemo_patches.revert()
     return found
@@ -71,7 +83,9 @@ def saved(encoder: torch.nn.Module) -> torch.nn.Module:
 
 def test_state_dict_deepcopy_and_pickle() -> None:
     for result in run_ranks(copies, 2):
-        assert all(result.value.values()), [what for what, right in result.value.items() if not right]
+        assert all(result.value.values()), [
+            what for what, right in result.value.items() if not right
+        ]
 
 
 def pickled_by_one_rank(rank: int, size: int, path: str) -> None:
@@ -82,15 +96,18 @@ def pickled_by_one_rank(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.one_nemo
-def test_a_pickle_of_a_grown_encoder_serves_where_nemo_patches_is_not_installed(tmp_path: Path) -> None:
+def test_a_pickle_of_a_grown_encoder_serves_where_nemo_patches_is_not_installed(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "encoder.pt")
     run_ranks(pickled_by_one_rank, 2, path)
     program = (
-        "import sys, torch; sys.modules['nemo_patches'] = None; torch.set_num_threads(1)\n"
-        f"encoder, expected = torch.load({path!r}, weights_only=False)\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); import encoders\n"
-        f"with torch.no_grad(): found = encoders.run(encoder, {LONGER}, seed=3)\n"
-        "assert torch.equal(found, expected) and not encoders.wrong_rows(encoder)"
+        "import sys, torch; sys.modules['nemo_patches'] = None;"
+        f" torch.set_num_threads(1)\nencoder, expected = torch.load({path!r},"
+        f" weights_only=False)\nsys.path.insert(0, {str(Path(__file__).parent)!r});"
+        " import encoders\nwith torch.no_grad(): found = encoders.run(encoder,"
+        f" {LONGER}, seed=3)\nassert torch.equal(found, expected) and not"
+        " encoders.wrong_rows(encoder)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
@@ -100,8 +117,13 @@ def exported(rank: int, size: int, folder: str) -> dict[str, Any]:
     for patched in (False, True):
         encoder = grown(patched=patched)
         chance = torch.Generator().manual_seed(7)
-        features, lengths = torch.randn(1, encoders.FEATURES, 160, generator=chance), torch.tensor([160])
-        traced = torch.jit.trace_module(encoder, {"forward_for_export": (features, lengths)}, check_trace=False)
+        features, lengths = (
+            torch.randn(1, encoders.FEATURES, 160, generator=chance),
+            torch.tensor([160]),
+        )
+        traced = torch.jit.trace_module(
+            encoder, {"forward_for_export": (features, lengths)}, check_trace=False
+        )
         found[f"trace {patched}"] = traced.forward_for_export(features, lengths)[0]
         path = Path(folder, f"{rank}-{patched}.ts")
         encoder.export(str(path))
@@ -109,7 +131,10 @@ def exported(rank: int, size: int, folder: str) -> dict[str, Any]:
         found[f"export {patched}"] = loaded(features, lengths)[0]
         torch.compiler.reset()
         compiled = torch.compile(encoder, backend="eager")
-        found[f"compile {patched}"] = output(compiled, 200), output(compiled, GROWN + 300)
+        found[f"compile {patched}"] = (
+            output(compiled, 200),
+            output(compiled, GROWN + 300),
+        )
         nemo_patches.revert()
     return found
 
@@ -119,7 +144,10 @@ def test_export_trace_and_compile(tmp_path: Path) -> None:
         value = result.value
         assert torch.equal(value["export False"], value["export True"])
         assert torch.equal(value["trace False"], value["trace True"])
-        assert all(torch.equal(a, b) for a, b in zip(value["compile False"], value["compile True"], strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(value["compile False"], value["compile True"], strict=True)
+        )
 
 
 def compiled_alone(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +161,8 @@ def compiled_alone(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.compiler.reset()
         outputs.append(output(torch.compile(encoder, backend="eager"), 100))
         explained = torch._dynamo.explain(encoder)(
-            audio_signal=torch.randn(1, encoders.FEATURES, 100), length=torch.tensor([100])
+            audio_signal=torch.randn(1, encoders.FEATURES, 100),
+            length=torch.tensor([100]),
         )
         outputs.append(torch.tensor(explained.graph_break_count))
     nemo_patches.revert()
@@ -155,12 +184,24 @@ def changed(rank: int, size: int) -> dict[str, Any]:
         encoder = grown(patched=patched)
         outputs = [output(encoder)]
         encoder._cfg = _config()
-        for model, context in (("rel_pos_local_attn", [8, 8]), ("abs_pos", [-1, -1]), ("rel_pos", [-1, -1])):
+        for model, context in (
+            ("rel_pos_local_attn", [8, 8]),
+            ("abs_pos", [-1, -1]),
+            ("rel_pos", [-1, -1]),
+        ):
             torch.manual_seed(1)
             encoder.change_attention_model(model, context)
             encoder.eval()
-            outputs += [output(encoder, 100), output(encoder), torch.tensor(encoder.max_audio_length)]
-        layout = {path: tuple(buffer.shape) for path, buffer in encoder.named_buffers() if path.endswith("pe")}
+            outputs += [
+                output(encoder, 100),
+                output(encoder),
+                torch.tensor(encoder.max_audio_length),
+            ]
+        layout = {
+            path: tuple(buffer.shape)
+            for path, buffer in encoder.named_buffers()
+            if path.endswith("pe")
+        }
         found[f"attention {patched}"] = outputs
         found[f"layout {patched}"] = layout
         torch.manual_seed(0)
@@ -185,7 +226,13 @@ def _config() -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.create(
-        {**encoders.CONFORMER, "dropout": 0.1, "dropout_emb": 0.0, "dropout_att": 0.0, "use_bias": True}
+        {
+            **encoders.CONFORMER,
+            "dropout": 0.1,
+            "dropout_emb": 0.0,
+            "dropout_att": 0.0,
+            "use_bias": True,
+        }
     )
 
 
@@ -194,14 +241,18 @@ def stream(encoder: Any) -> list[torch.Tensor]:
     channel, in_time, channel_length = encoder.get_initial_cache_state(batch_size=1)
     outputs = []
     for step in range(4):
-        features = torch.randn(1, encoders.FEATURES, 64, generator=torch.Generator().manual_seed(step))
+        features = torch.randn(
+            1, encoders.FEATURES, 64, generator=torch.Generator().manual_seed(step)
+        )
         with torch.no_grad():
-            encoded, _, channel, in_time, channel_length = encoder.cache_aware_stream_step(
-                processed_signal=features,
-                processed_signal_length=torch.tensor([64]),
-                cache_last_channel=channel,
-                cache_last_time=in_time,
-                cache_last_channel_len=channel_length,
+            encoded, _, channel, in_time, channel_length = (
+                encoder.cache_aware_stream_step(
+                    processed_signal=features,
+                    processed_signal_length=torch.tensor([64]),
+                    cache_last_channel=channel,
+                    cache_last_time=in_time,
+                    cache_last_channel_len=channel_length,
+                )
             )
         outputs.append(encoded)
     return outputs
@@ -214,4 +265,6 @@ def test_change_attention_model_adapters_and_streaming() -> None:
             pairs = zip(value[f"{what} False"], value[f"{what} True"], strict=True)
             assert all(torch.equal(one, other) for one, other in pairs), what
         for path, shape in value["layout True"].items():
-            assert shape[1] <= 2 * encoders.POSITIONS, path  # the buffer of the new encoding is as it was built
+            assert shape[1] <= 2 * encoders.POSITIONS, (
+                path
+            )  # the buffer of the new encoding is as it was built

@@ -1,4 +1,6 @@
-"""Auto-apply in whole jobs: torchrun, Lightning's own launcher, data-loader workers; NeMo as stock where it must be."""
+"""Auto-apply in whole jobs: torchrun, Lightning's own launcher, data-loader workers; NeMo as stock
+where it must be.
+"""
 
 from __future__ import annotations
 
@@ -36,33 +38,74 @@ def lines(done: subprocess.CompletedProcess[str], *words: str) -> list[str]:
 
 def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
-    ends = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rank"')]
+    ends = [
+        json.loads(line)
+        for line in done.stdout.splitlines()
+        if line.startswith('{"rank"')
+    ]
     assert sorted(end["rank"] for end in ends) == [0, 1]
     assert all((end["size"], end["steps"]) == (2, STEPS) for end in ends)
-    assert len(lines(done, "patched on all 2 ranks: ConformerEncoder, ", f"timeout={TIMEOUT} s", "INFO [rank 0/2")) == 1
+    assert (
+        len(
+            lines(
+                done,
+                "patched on all 2 ranks: ConformerEncoder, ",
+                f"timeout={TIMEOUT} s",
+                "INFO [rank 0/2",
+            )
+        )
+        == 1
+    )
     assert lines(done, "patched", "[rank 1/2") == []
-    late, *_ = lines(done, "WARNING", "not every rank's length came within", "[rank 0/2")
-    # On a busy machine the ranks may not be connected in time for the first call: then that begins the incident.
+    late, *_ = lines(
+        done, "WARNING", "not every rank's length came within", "[rank 0/2"
+    )
+    # On a busy machine the ranks may not be connected in time for the first call: then that begins
+    # the incident.
     assert "training call 2: " in late or "training call 1: " in late
-    assert TIMEOUT <= float(late.split("came within ")[1].split(" s")[0]) <= TIMEOUT + REPORT_S
-    recovered, *_ = lines(done, "recovered", "[rank 0/2")  # a busy machine may have shorter stalls after it
-    assert TIMEOUT <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 30
+    assert (
+        TIMEOUT
+        <= float(late.split("came within ")[1].split(" s")[0])
+        <= TIMEOUT + REPORT_S
+    )
+    recovered, *_ = lines(
+        done, "recovered", "[rank 0/2"
+    )  # a busy machine may have shorter stalls after it
+    assert (
+        TIMEOUT <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 30
+    )
     assert lines(done, "ERROR") == []
 
 
 @pytest.mark.alone
 @pytest.mark.one_nemo
 def test_torchrun(folder: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     done = run(
         [*torchrun, SCRIPT, *overrides(folder)],
-        environment(CHECKOUT, NEMO_PATCHES_TIMEOUT=str(TIMEOUT), NEMO_PATCHES_TRACE=str(tmp_path)),
+        environment(
+            CHECKOUT,
+            NEMO_PATCHES_TIMEOUT=str(TIMEOUT),
+            NEMO_PATCHES_TRACE=str(tmp_path),
+        ),
         LIMIT,
     )
     trained_over_the_stall(done)
-    assert len(lines(done, "INFO", "patched on all 2 ranks", f", trace={tmp_path})")) == 1
+    assert (
+        len(lines(done, "INFO", "patched on all 2 ranks", f", trace={tmp_path})")) == 1
+    )
     found = [traces.records(file) for file in traces.files(tmp_path)]
-    assert [trace[0]["rank"] for trace in found] == [0, 1]  # and none of a data loader's worker
+    assert [trace[0]["rank"] for trace in found] == [
+        0,
+        1,
+    ]  # and none of a data loader's worker
     for trace in found:
         leaves = traces.of_kind(trace, "leave", e="ConformerEncoder")
         assert [leave["n"] for leave in leaves] == list(range(1, STEPS + 1))
@@ -71,8 +114,20 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.one_nemo
-def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(folder: Path) -> None:
-    command = [sys.executable, "-m", "nemo_patches", "run", "--timeout", str(TIMEOUT), "--", sys.executable, SCRIPT]
+def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(
+    folder: Path,
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "nemo_patches",
+        "run",
+        "--timeout",
+        str(TIMEOUT),
+        "--",
+        sys.executable,
+        SCRIPT,
+    ]
     command += overrides(folder)
     trained_over_the_stall(run(command, environment(CHECKOUT), LIMIT))
 
@@ -99,7 +154,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.one_nemo
-def test_spawned_and_forked_loader_workers_are_patched_without_a_line_each(tmp_path: Path) -> None:
+def test_spawned_and_forked_loader_workers_are_patched_without_a_line_each(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "loaders.py"
     script.write_text(LOADERS)
     done = run([sys.executable, script], environment(LAUNCHER), LIMIT)
@@ -118,20 +175,33 @@ def test_an_interpreter_that_imports_nemo_patches_it() -> None:
     done = run([sys.executable, "-c", PROGRAM], environment(CHECKOUT), LIMIT)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "True")
     (line,) = lines(done)
-    assert f"(nemo {nemo.package_info.__shortversion__}, torch {torch.__version__}; sync=bounded" in line
+    assert (
+        f"(nemo {nemo.package_info.__shortversion__}, torch {torch.__version__}; sync=bounded"
+        in line
+    )
 
 
 @pytest.mark.one_nemo
 def test_a_bad_variable_under_two_copies_is_one_line_and_nemo_runs_as_stock() -> None:
     done = run(
-        [sys.executable, "-c", PROGRAM], environment(LAUNCHER, CHECKOUT, NEMO_PATCHES_TIMEOUT="soon", RANK="3"), LIMIT
+        [sys.executable, "-c", PROGRAM],
+        environment(LAUNCHER, CHECKOUT, NEMO_PATCHES_TIMEOUT="soon", RANK="3"),
+        LIMIT,
     )
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")
     (line,) = lines(done)
     assert "ERROR [rank 3/" in line
-    assert "runs as stock: NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: a number of seconds" in line
+    assert (
+        "runs as stock: NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: a number of seconds"
+        in line
+    )
 
 
 def test_a_process_that_never_imports_nemo_says_nothing_of_a_bad_variable() -> None:
-    done = python("-c", "import json; print('runs')", path=(CHECKOUT,), NEMO_PATCHES_TIMEOUT="soon")
+    done = python(
+        "-c",
+        "import json; print('runs')",
+        path=(CHECKOUT,),
+        NEMO_PATCHES_TIMEOUT="soon",
+    )
     assert (done.stdout, done.stderr) == ("runs\n", "")

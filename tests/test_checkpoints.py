@@ -1,6 +1,8 @@
-"""NeMo's checkpoint callback on real ranks: where stock hangs, all take rank 0's decisions, and end; else as stock.
+"""NeMo's checkpoint callback on real ranks: where stock hangs, all take rank 0's decisions, and
+end; else as stock.
 
-One spawn of ranks has many short trainings, since importing NeMo and connecting the ranks takes longer than they do.
+One spawn of ranks has many short trainings, since importing NeMo and connecting the ranks takes
+longer than they do.
 """
 
 from __future__ import annotations
@@ -47,7 +49,13 @@ def callback(folder: Path, **settings: Any) -> Any:
     """As exp_manager makes it."""
     from nemo.utils.callbacks.nemo_model_checkpoint import NeMoModelCheckpoint
 
-    settings = {"monitor": "score", "save_last": True, "save_top_k": 2, "filename": "{score:.4f}-{epoch}", **settings}
+    settings = {
+        "monitor": "score",
+        "save_last": True,
+        "save_top_k": 2,
+        "filename": "{score:.4f}-{epoch}",
+        **settings,
+    }
     NeMoModelCheckpoint.CHECKPOINT_NAME_LAST = settings["filename"] + "-last"
     return NeMoModelCheckpoint(dirpath=folder, prefix="model", **settings)
 
@@ -60,14 +68,23 @@ def fit(
     together: bool = False,
     **settings: Any,
 ) -> Any:
-    """One training with a validation, and a checkpoint, each epoch. It returns the checkpoint callback."""
+    """One training with a validation, and a checkpoint, each epoch. It returns the checkpoint
+    callback.
+    """
     checkpoint = callback(folder, **settings)
-    given = {"max_epochs": len(scores), "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    given = {
+        "max_epochs": len(scores),
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": True,
+    }
     trainer = asr_models.trainer_of([*more, Scores(*scores), checkpoint], **given)
     model = asr_models.ctc(trainer)
-    if together:  # else stock may hang: rank 0 may have written the file before another rank looks for it
+    # Else stock may hang: rank 0 may have written the file before another rank looks for it
+    if together:
         model.on_save_checkpoint = lambda checkpoint: torch.distributed.barrier()
-    trainer.fit(model, loader(Batches(range(1))), loader(Batches(range(1))), ckpt_path=ckpt)
+    trainer.fit(
+        model, loader(Batches(range(1))), loader(Batches(range(1))), ckpt_path=ckpt
+    )
     checkpoint.weights = model.state_dict()
     return checkpoint
 
@@ -78,8 +95,15 @@ def tree(folder: Path) -> dict[str, str]:
     for file in sorted(folder.rglob("*")):
         if file.suffix == ".nemo":
             with tarfile.open(file) as archive:
-                parts = [(part.name, archive.extractfile(part)) for part in archive.getmembers() if part.isfile()]
-                content = b"".join(name.encode() + part.read() for name, part in sorted(parts, key=lambda one: one[0]))
+                parts = [
+                    (part.name, archive.extractfile(part))
+                    for part in archive.getmembers()
+                    if part.isfile()
+                ]
+                content = b"".join(
+                    name.encode() + part.read()
+                    for name, part in sorted(parts, key=lambda one: one[0])
+                )
         elif file.is_file():
             content = file.read_bytes()
         else:
@@ -89,11 +113,15 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 class LooksLate(pl.Callback):  # type: ignore[misc]
-    """Rank 1 looks for the best model only when rank 0 has written it; with ours it waits for that in vain."""
+    """Rank 1 looks for the best model only when rank 0 has written it; with ours it waits for that
+    in vain.
+    """
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         deadline = time.monotonic() + trainer.global_rank * 1.0
-        while time.monotonic() < deadline and not os.path.exists(trainer.checkpoint_callback.best_model_path):
+        while time.monotonic() < deadline and not os.path.exists(
+            trainer.checkpoint_callback.best_model_path
+        ):
             time.sleep(0.01)
 
 
@@ -103,7 +131,13 @@ def nest(folder: Path, more: Any = ()) -> Any:
     from omegaconf import OmegaConf
 
     trainer = asr_models.trainer_of(more, max_epochs=2, num_sanity_val_steps=0)
-    params = {"monitor": "val_loss", "mode": "min", "always_save_nemo": True, "save_best_model": True, "save_top_k": 1}
+    params = {
+        "monitor": "val_loss",
+        "mode": "min",
+        "always_save_nemo": True,
+        "save_best_model": True,
+        "save_top_k": 1,
+    }
     config = {
         "explicit_log_dir": str(folder),
         "create_tensorboard_logger": False,
@@ -111,7 +145,11 @@ def nest(folder: Path, more: Any = ()) -> Any:
         "checkpoint_callback_params": params,
     }
     exp_manager(trainer, OmegaConf.create(config))
-    trainer.fit(asr_models.nest(trainer), nests(range(1)), nests(range(trainer.global_rank, trainer.global_rank + 1)))
+    trainer.fit(
+        asr_models.nest(trainer),
+        nests(range(1)),
+        nests(range(trainer.global_rank, trainer.global_rank + 1)),
+    )
     return trainer.checkpoint_callback
 
 
@@ -131,14 +169,24 @@ def nests(seeds: range) -> Any:
 
 
 SAVE_BEST = {"always_save_nemo": True, "save_best_model": True}
-RISING = ((3.0, 0.5), (2.0, 1.0), (1.0, 0.2))  # of two ranks, whose worst is not of the same validation
+RISING = (
+    (3.0, 0.5),
+    (2.0, 1.0),
+    (1.0, 0.2),
+)  # of two ranks, whose worst is not of the same validation
 OTHER_BEST = ((1.0, 2.0), (2.0, 1.0))  # the best is rank 0's first, and rank 1's second
 # Each hangs in stock, or ends with an exception on one rank, in another place of the callback.
 CASES: dict[str, Any] = {
     "nest": lambda folder, rank, more=(): nest(folder, more),
-    "same names": lambda folder, rank, more=(): fit(folder, of_rank(rank, *RISING), more, filename="a"),
-    "looks late": lambda folder, rank, more=(): fit(folder, (1.0,), (*more, LooksLate()), **SAVE_BEST),
-    "no score": lambda folder, rank, more=(): fit(folder, of_rank(rank, (2.0, None), (1.0, 1.0)), more),
+    "same names": lambda folder, rank, more=(): fit(
+        folder, of_rank(rank, *RISING), more, filename="a"
+    ),
+    "looks late": lambda folder, rank, more=(): fit(
+        folder, (1.0,), (*more, LooksLate()), **SAVE_BEST
+    ),
+    "no score": lambda folder, rank, more=(): fit(
+        folder, of_rank(rank, (2.0, None), (1.0, 1.0)), more
+    ),
     # NeMo before 3.0 loads the best model after it has looked for it.
     "another best": lambda folder, rank, more=(): fit(
         folder, of_rank(rank, *OTHER_BEST), more, save_last=False, **SAVE_BEST
@@ -146,26 +194,44 @@ CASES: dict[str, Any] = {
 }
 # In none of these does stock hang.
 STOCKS: dict[str, Any] = {
-    "alike": lambda folder, rank: fit(folder, (3.0, float("nan"), 1.0), save_top_k=1, together=True, **SAVE_BEST),
+    "alike": lambda folder, rank: fit(
+        folder, (3.0, float("nan"), 1.0), save_top_k=1, together=True, **SAVE_BEST
+    ),
     "no monitor": lambda folder, rank: fit(
-        folder, (1.0, 1.0), monitor=None, filename="{epoch}", save_top_k=1, always_save_nemo=True
+        folder,
+        (1.0, 1.0),
+        monitor=None,
+        filename="{epoch}",
+        save_top_k=1,
+        always_save_nemo=True,
     ),
 }
 
 
 def best_not_seen(folder: Path, rank: int) -> bool:
-    """Resumed for an epoch, whose end loads the best model; rank 0 alone sees that file when it is looked for."""
+    """Resumed for an epoch, whose end loads the best model; rank 0 alone sees that file when it is
+    looked for.
+    """
     first = fit(folder, (1.0, 2.0), save_top_k=1)
     isfile, best = os.path.isfile, first.best_model_path
     if rank == 1:
         os.path.isfile = lambda path: path != best and isfile(path)
     try:
-        last = fit(folder, (9.0,) * 3, ckpt=first.last_model_path, save_top_k=1, save_last=False, save_best_model=True)
+        last = fit(
+            folder,
+            (9.0,) * 3,
+            ckpt=first.last_model_path,
+            save_top_k=1,
+            save_last=False,
+            save_best_model=True,
+        )
     finally:
         os.path.isfile = isfile
     saved = torch.load(best, weights_only=False)["state_dict"]
     alike = [torch.equal(saved[name], last.weights[name]) for name in saved]
-    return all(alike) and not all(torch.equal(saved[name], first.weights[name]) for name in saved)
+    return all(alike) and not all(
+        torch.equal(saved[name], first.weights[name]) for name in saved
+    )
 
 
 def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
@@ -184,8 +250,12 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
         run(root / name, rank)
         torch.distributed.barrier()
         seen[name] = (tree(root / f"{name} as stock"), tree(root / name))
-    kept = fit(root / "rank 0 decides", of_rank(rank, *RISING, (9.0, 0.1)), filename="{epoch}")
-    seen["rank 0 decides"] = {Path(path).name: float(score) for path, score in kept.best_k_models.items()}
+    kept = fit(
+        root / "rank 0 decides", of_rank(rank, *RISING, (9.0, 0.1)), filename="{epoch}"
+    )
+    seen["rank 0 decides"] = {
+        Path(path).name: float(score) for path, score in kept.best_k_models.items()
+    }
     for name, run in CASES.items():
         torch.manual_seed(rank)
         checkpoint = run(root / name, rank)
@@ -213,7 +283,9 @@ def moved(folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def of_rank(rank: int, *scores: tuple[float | None, float | None]) -> tuple[float | None, ...]:
+def of_rank(
+    rank: int, *scores: tuple[float | None, float | None]
+) -> tuple[float | None, ...]:
     """Of each validation's scores, one for each rank, this rank's."""
     return tuple(both[rank] for both in scores)
 
@@ -230,20 +302,31 @@ def stock_hangs(rank: int, size: int, folder: str, case: str) -> None:
 @pytest.mark.one_nemo
 def test_stock_hangs(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        runs = {case: pool.submit(run_ranks, stock_hangs, 2, str(tmp_path), case, dies=(0, 1)) for case in CASES}
+        runs = {
+            case: pool.submit(
+                run_ranks, stock_hangs, 2, str(tmp_path), case, dies=(0, 1)
+            )
+            for case in CASES
+        }
     for case, run in runs.items():
         first, second = run.result()
         assert "the fit has ended" not in first.stderr + second.stderr, case
-        assert "no progress" in first.stderr or case == "no score"  # there rank 1 raises, and its end is seen
+        assert (
+            "no progress" in first.stderr or case == "no score"
+        )  # there rank 1 raises, and its end is seen
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    return run_ranks(scenarios, 2, str(tmp_path_factory.mktemp("checkpoints")), limit=300)
+    return run_ranks(
+        scenarios, 2, str(tmp_path_factory.mktemp("checkpoints")), limit=300
+    )
 
 
 @pytest.mark.parametrize("name", STOCKS)
-def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(name: str, results: list[Result]) -> None:
+def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(
+    name: str, results: list[Result]
+) -> None:
     for result in results:
         stock, ours = result.value[name]
         assert stock == ours
@@ -266,10 +349,15 @@ def test_ranks_that_find_other_files_take_rank_0s(results: list[Result]) -> None
 def test_rank_0_decides_which_checkpoints_are_kept(results: list[Result]) -> None:
     """In stock a model is among the best where it is so on all ranks, each by its own score."""
     for result in results:
-        assert result.value["rank 0 decides"] == {"epoch=1.ckpt": 2.0, "epoch=2.ckpt": 1.0}
+        assert result.value["rank 0 decides"] == {
+            "epoch=1.ckpt": 2.0,
+            "epoch=2.ckpt": 1.0,
+        }
 
 
-def test_the_status_tells_and_stock_leaves_nemos_function(results: list[Result]) -> None:
+def test_the_status_tells_and_stock_leaves_nemos_function(
+    results: list[Result],
+) -> None:
     for result in results:
         assert result.value["stock leaves NeMo's"] and result.value["reverted"]
         text = result.value["stock's status"]
@@ -311,10 +399,16 @@ def late_and_dead(rank: int, size: int, folder: str) -> Any:
     store = torch.distributed.distributed_c10d._get_default_store()
     said = Said()
     if rank == 0:
-        tell = threading.Thread(target=lambda: (wait_until(lambda: named(said), 120), store.set("said", "")))
+        tell = threading.Thread(
+            target=lambda: (wait_until(lambda: named(said), 120), store.set("said", ""))
+        )
         tell.start()
     fit(Path(folder, "late"), (1.0, 1.0), [Late(store)], save_on_train_epoch_end=False)
-    wait_until(lambda: rank != 0 or any("checkpoints: recovered" in line for line in said.lines))
+    wait_until(
+        lambda: (
+            rank != 0 or any("checkpoints: recovered" in line for line in said.lines)
+        )
+    )
     try:
         fit(Path(folder, "dead"), (1.0,), [Dies()])
     except nemo_patches.CheckpointError as error:
@@ -326,13 +420,21 @@ def named(said: Said) -> bool:
     return any("checkpoints: step 2: not every rank" in line for line in said.lines)
 
 
-def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises(tmp_path: Path) -> None:
+def test_a_late_rank_is_waited_for_and_named_and_a_dead_one_raises(
+    tmp_path: Path,
+) -> None:
     results = run_ranks(late_and_dead, 3, str(tmp_path), dies=(1,))
     for result in (results[0], results[2]):
         text, _ = result.value
-        assert text.startswith("checkpoints: step 1: the ranks cannot agree any more: rank 1 has ended"), text
+        assert text.startswith(
+            "checkpoints: step 1: the ranks cannot agree any more: rank 1 has ended"
+        ), text
         assert text.endswith("Go on from the last checkpoint")
-    (line,) = (line for line in results[0].value[1] if "checkpoints: step 2: not every rank" in line)
+    (line,) = (
+        line
+        for line in results[0].value[1]
+        if "checkpoints: step 2: not every rank" in line
+    )
     assert "Missing: rank 1 of 3" in line
     assert "wait_for_the_report (tests/test_checkpoints.py" in line
 
@@ -356,9 +458,19 @@ def only_one_agrees(rank: int, size: int, folder: str) -> None:
     fit(Path(folder), (1.0, 2.0), always_save_nemo=True)
 
 
-def test_beside_a_rank_that_takes_no_part_all_is_as_stock_and_says_so(tmp_path: Path) -> None:
+def test_beside_a_rank_that_takes_no_part_all_is_as_stock_and_says_so(
+    tmp_path: Path,
+) -> None:
     first, _ = run_ranks(only_one_agrees, 2, str(tmp_path))
-    assert len(first.lines("each rank decides for itself, as in stock NeMo: not every rank takes part")) == 1
+    assert (
+        len(
+            first.lines(
+                "each rank decides for itself, as in stock NeMo: not every rank takes"
+                " part"
+            )
+        )
+        == 1
+    )
 
 
 def one_cannot_import(rank: int, size: int, folder: str) -> None:
@@ -369,9 +481,13 @@ def one_cannot_import(rank: int, size: int, folder: str) -> None:
     fit(Path(folder), (1.0, 2.0), always_save_nemo=True)
 
 
-def test_where_our_part_cannot_be_imported_all_is_as_stock_and_that_is_said_once(tmp_path: Path) -> None:
+def test_where_our_part_cannot_be_imported_all_is_as_stock_and_that_is_said_once(
+    tmp_path: Path,
+) -> None:
     first, second = run_ranks(one_cannot_import, 2, str(tmp_path))
-    (line,) = second.lines("each rank decides about checkpoints, as in stock", "cannot import its part")
+    (line,) = second.lines(
+        "each rank decides about checkpoints, as in stock", "cannot import its part"
+    )
     assert "nemo_patches.options.checkpoints" in line
     assert len(first.lines("not every rank takes part")) == 1
 
@@ -380,11 +496,16 @@ def drifted(rank: int, size: int) -> tuple[str, bool]:
     from nemo_patches.patching.monkeypatch import this_process
     from nemo_patches.patching.targets import TARGETS
 
-    def on_save_checkpoint(self: Any, trainer: Any, pl_module: Any, checkpoint: Any) -> Any:
+    def on_save_checkpoint(
+        self: Any, trainer: Any, pl_module: Any, checkpoint: Any
+    ) -> Any:
         return self.another(trainer)
 
     nemos_callback().on_save_checkpoint = on_save_checkpoint
-    for name in (*(target.module for target in TARGETS if target.module in sys.modules), "nemo.collections.asr"):
+    for name in (
+        *(target.module for target in TARGETS if target.module in sys.modules),
+        "nemo.collections.asr",
+    ):
         this_process.on_import(name)  # as auto-apply has it
     assert "NeMoModelCheckpoint" not in "".join(nemo_patches.status().patched)
     assert len(nemo_patches.status().patched) == 3  # the encoders
@@ -393,7 +514,10 @@ def drifted(rank: int, size: int) -> tuple[str, bool]:
         nemo_patches.apply()
     assert not nemo_patches.status().patched
     nemo_patches.apply(checkpoints="stock")
-    return str(refused.value), vars(nemos_callback())["on_save_checkpoint"] is on_save_checkpoint
+    return (
+        str(refused.value),
+        vars(nemos_callback())["on_save_checkpoint"] is on_save_checkpoint,
+    )
 
 
 def test_a_callback_that_has_drifted_is_refused_and_said() -> None:
@@ -401,6 +525,12 @@ def test_a_callback_that_has_drifted_is_refused_and_said() -> None:
     problem = "NeMoModelCheckpoint.on_save_checkpoint: expected code that reads"
     text, is_left = result.value
     assert is_left
-    assert "the ranks cannot agree on checkpoints (checkpoints=stock leaves NeMo's): NeMoModelCheckpoint" in text
+    assert (
+        "the ranks cannot agree on checkpoints (checkpoints=stock leaves NeMo's):"
+        " NeMoModelCheckpoint" in text
+    )
     assert problem in text
-    assert len(result.lines("each rank decides about checkpoints, as in stock", problem)) == 1
+    assert (
+        len(result.lines("each rank decides about checkpoints, as in stock", problem))
+        == 1
+    )

@@ -1,4 +1,6 @@
-"""Which calls of Lightning and torchmetrics are collectives, on two ranks; the code rules of the doctor go by it."""
+"""Which calls of Lightning and torchmetrics are collectives, on two ranks; the code rules of the
+doctor go by it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ COLLECTIVE = {
     "backward",
     "trainer.callback_metrics",
 }
-LOCAL = {"self.log", "self.log(sync_dist=True, on_epoch=True, on_step=False)", "metric.update", "trainer.global_step"}
+LOCAL = {
+    "self.log",
+    "self.log(sync_dist=True, on_epoch=True, on_step=False)",
+    "metric.update",
+    "trainer.global_step",
+}
 
 
 def begun() -> int:
@@ -54,14 +61,22 @@ class Model(pl.LightningModule):  # type: ignore[misc]
             return None
         loss, strategy = self.net(batch).mean(), self.trainer.strategy
         self.count("self.log", lambda: self.log("local", loss))
-        self.count("self.log(sync_dist=True)", lambda: self.log("shared", loss, sync_dist=True))
+        self.count(
+            "self.log(sync_dist=True)", lambda: self.log("shared", loss, sync_dist=True)
+        )
         epoch = {"sync_dist": True, "on_epoch": True, "on_step": False}
-        self.count("self.log(sync_dist=True, on_epoch=True, on_step=False)", lambda: self.log("epoch", loss, **epoch))
+        self.count(
+            "self.log(sync_dist=True, on_epoch=True, on_step=False)",
+            lambda: self.log("epoch", loss, **epoch),
+        )
         self.count("self.all_gather", lambda: self.all_gather(loss))
         self.count("strategy.barrier", lambda: strategy.barrier("here"))
         self.count("strategy.broadcast", lambda: strategy.broadcast("text"))
         self.count("strategy.reduce", lambda: strategy.reduce(loss.detach()))
-        self.count("strategy.reduce_boolean_decision", lambda: strategy.reduce_boolean_decision(True))
+        self.count(
+            "strategy.reduce_boolean_decision",
+            lambda: strategy.reduce_boolean_decision(True),
+        )
         self.count("metric.update", lambda: self.metric.update(loss.detach()))
         self.count("metric.compute", lambda: self.metric.compute())
         self.count("trainer.log_dir", lambda: self.trainer.log_dir)
@@ -77,7 +92,9 @@ class Model(pl.LightningModule):  # type: ignore[misc]
     def on_train_epoch_end(self) -> None:
         self.count("trainer.callback_metrics", lambda: self.trainer.callback_metrics)
         path = os.path.join(self.folder, "all.ckpt")
-        self.count("trainer.save_checkpoint", lambda: self.trainer.save_checkpoint(path))
+        self.count(
+            "trainer.save_checkpoint", lambda: self.trainer.save_checkpoint(path)
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -92,7 +109,9 @@ def train(rank: int, size: int, folder: str) -> tuple[dict[str, int], str]:
         model = Model(folder, skips)
         trainer = asr_models.trainer_of(default_root_dir=folder, num_sanity_val_steps=0)
         try:
-            trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(2, 4), batch_size=1))
+            trainer.fit(
+                model, torch.utils.data.DataLoader(torch.zeros(2, 4), batch_size=1)
+            )
         except RuntimeError as error:
             return made, str(error)
         made = model.made

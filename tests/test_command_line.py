@@ -36,15 +36,34 @@ def typed(
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_every_help_says_the_defaults_and_the_choices(
-    command: str, option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str,
+    option: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code, output, _ = typed(capsys, monkeypatch, command, option)
     assert code == 0
     # An option that takes a value has it in the first line, before the text.
-    options = [" ".join(text.split()) for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]]
-    with_value = [text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)]
-    assert [text for text in with_value if "[default: " not in text and "[required]" not in text] == []
-    counts = {"demo": 4, "run": len(ALL_SETTINGS), "status": 0, "diff": 1, "doctor": 6, "diagnose": 2}
+    options = [
+        " ".join(text.split())
+        for text in re.split(r"\n  (?=-)", output.partition("Options:")[2])[1:]
+    ]
+    with_value = [
+        text for text in options if re.match(r"--[a-z-]+ (<|\[|[A-Z]+(\.svg)? )", text)
+    ]
+    assert [
+        text
+        for text in with_value
+        if "[default: " not in text and "[required]" not in text
+    ] == []
+    counts = {
+        "demo": 4,
+        "run": len(ALL_SETTINGS),
+        "status": 0,
+        "diff": 1,
+        "doctor": 6,
+        "diagnose": 2,
+    }
     assert len(with_value) == counts[command]
     assert not re.search(r"<(str|int|float)", output)
 
@@ -55,15 +74,28 @@ def test_the_choices_of_a_setting_are_in_the_help_and_completed(
     _, output, _ = typed(capsys, monkeypatch, "run", "-h")
     assert "--sync [bounded|local]" in output
     assert "[default: (10" in output
-    words = {"COMP_WORDS": "nemo-patches run --sync l", "COMP_CWORD": "3", "_NEMO_PATCHES_COMPLETE": "complete_bash"}
-    program = "import sys; sys.argv[0] = 'nemo-patches'; from nemo_patches.cli import main; main()"
+    words = {
+        "COMP_WORDS": "nemo-patches run --sync l",
+        "COMP_CWORD": "3",
+        "_NEMO_PATCHES_COMPLETE": "complete_bash",
+    }
+    program = (
+        "import sys; sys.argv[0] = 'nemo-patches'; from nemo_patches.cli import main;"
+        " main()"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        env={**os.environ, **words},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.split() == ["local"]
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = f"nemo-patches {nemo_patches.__version__}\n"
     assert typed(capsys, monkeypatch, "--version") == (0, said, "")
 
@@ -84,7 +116,10 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "demo --devices 2.5": ("--devices=2.5", "2 to 8"),
         "demo --seconds long": ("--seconds=long", "3 to 120"),
         f"demo --record {folder}": (f"--record={folder} is not allowed", ".svg"),
-        f"demo --record {missing}/demo.svg": (f"--record={missing}/demo.svg is not allowed", "folder"),
+        f"demo --record {missing}/demo.svg": (
+            f"--record={missing}/demo.svg is not allowed",
+            "folder",
+        ),
         "demo --record demo.png": ("--record=demo.png", ".svg"),
         "run": ("command",),
         "run --sync x -- true": ("sync='x'", "'bounded', 'local'"),
@@ -101,7 +136,10 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
     }
     for command in ("doctor", "diagnose", "diff --nemo", "demo --manifest"):
         for path in (empty, binary, missing, folder / "nothing", empty / "below"):
-            if command != "diagnose" or path not in (empty, binary):  # there it is a log that tells nothing: a report
+            if command != "diagnose" or path not in (
+                empty,
+                binary,
+            ):  # there it is a log that tells nothing: a report
                 inputs[f"{command} {path}"] = (str(path),)
     return inputs
 
@@ -112,7 +150,11 @@ def test_what_is_typed_wrong_is_one_line_that_names_it(
     wrong = []
     for line, said in bad_inputs(tmp_path).items():
         code, _, error = typed(capsys, monkeypatch, *line.split())
-        if code != 2 or error.count("\n") != 1 or not all(words in error for words in said):
+        if (
+            code != 2
+            or error.count("\n") != 1
+            or not all(words in error for words in said)
+        ):
             wrong.append(f"{line} -> {code}: {error}")
     assert not wrong, "\n".join(wrong)
 
@@ -121,13 +163,30 @@ def test_a_package_that_is_missing_or_cannot_be_loaded_is_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object')")
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object')"
+    )
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
     command = [sys.executable, "-m", "nemo_patches", "doctor", "--ranks"]
-    done = run(command, environment(tmp_path, Path(nemo_patches.__file__).parent.parent, **place), cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "libcudart" in done.stderr, done
+    done = run(
+        command,
+        environment(tmp_path, Path(nemo_patches.__file__).parent.parent, **place),
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (
+        2,
+        1,
+    ) and "libcudart" in done.stderr, done
     for module in ("omegaconf", "msgspec", "numpy", "yaml"):
-        for name in [name for name in sys.modules if name.startswith("nemo_patches.tools.d")]:
+        for name in [
+            name for name in sys.modules if name.startswith("nemo_patches.tools.d")
+        ]:
             monkeypatch.delitem(sys.modules, name)
         with monkeypatch.context() as without:
             without.setitem(sys.modules, module, None)
@@ -136,21 +195,43 @@ def test_a_package_that_is_missing_or_cannot_be_loaded_is_a_sentence(
                 assert (code, error.count("\n")) == (2, 1), error
 
 
-def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(tmp_path: Path) -> None:
-    """A full disk, a name that the terminal's encoding has no letters for or is no text, a closed output, no width."""
+def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(
+    tmp_path: Path,
+) -> None:
+    """A full disk, a name that the terminal's encoding has no letters for or is no text, a closed
+    output, no width.
+    """
 
-    def typed_to(line: str, encoding: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    def typed_to(
+        line: str, encoding: str, **more: Any
+    ) -> subprocess.CompletedProcess[bytes]:
         command = [sys.executable, "-m", "nemo_patches", *line.split()]
         variables = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "0"}
-        return subprocess.run(command, env=variables, cwd=tmp_path, stderr=subprocess.PIPE, timeout=60, **more)
+        return subprocess.run(
+            command,
+            env=variables,
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            **more,
+        )
 
     with open("/dev/full", "wb") as full:
         done = typed_to("doctor --list-rules", "utf-8", stdout=full)
-    assert (done.returncode, done.stderr) == (2, b"nemo-patches: [Errno 28] No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        b"nemo-patches: [Errno 28] No space left on device\n",
+    )
 
-    text = "model:\n  train_ds: {use_lhotse: true, manifest_filepath: x, batch_size: 8, shard_seed: 0}\n"
+    text = (
+        "model:\n  train_ds: {use_lhotse: true, manifest_filepath: x, batch_size: 8,"
+        " shard_seed: 0}\n"
+    )
     text += "trainer:  # 多少\n  devices: 4\n"
-    for name, encoding in (("配置.yaml", "ascii"), (os.fsdecode(b"\xff.yaml"), "utf-8")):
+    for name, encoding in (
+        ("配置.yaml", "ascii"),
+        (os.fsdecode(b"\xff.yaml"), "utf-8"),
+    ):
         (tmp_path / name).write_text(text, encoding="utf-8")
         change = " trainer:  # 多少\n+  use_distributed_sampler: false\n   devices: 4\n"
         for option, said in (("--quiet", "NP103"), ("--fix", change)):
@@ -171,7 +252,10 @@ def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(tmp_path: P
 
 
 def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
-    config = "model:\n  train_ds: {use_lhotse: true, manifest_filepath: x, batch_size: 8, shard_seed: 0}\n"
+    config = (
+        "model:\n  train_ds: {use_lhotse: true, manifest_filepath: x, batch_size: 8,"
+        " shard_seed: 0}\n"
+    )
     config += "trainer:\n  devices: 4\n"
     (tmp_path / "conf" / "closed").mkdir(parents=True)
     (tmp_path / "conf" / "a.yaml").write_text(config)
@@ -185,12 +269,26 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
         (tmp_path / name).chmod(mode)
     for line, code, said in (
         ("doctor conf", 2, "conf/closed: Permission denied"),
-        ("doctor --fix --write kept.yaml", 2, "kept.yaml: read-only; nothing was written"),
+        (
+            "doctor --fix --write kept.yaml",
+            2,
+            "kept.yaml: read-only; nothing was written",
+        ),
         ("diagnose logs", 1, "not read, or in part: logs/closed: Permission denied"),
-        ("diagnose traces", 2, "rank-00000.1T0.7.jsonl: cannot be read: Permission denied"),
+        (
+            "diagnose traces",
+            2,
+            "rank-00000.1T0.7.jsonl: cannot be read: Permission denied",
+        ),
     ):
-        command = as_ordinary_user([sys.executable, "-m", "nemo_patches", *line.split()])
-        done = run(command, environment(Path(nemo_patches.__file__).parent.parent), cwd=tmp_path)
+        command = as_ordinary_user(
+            [sys.executable, "-m", "nemo_patches", *line.split()]
+        )
+        done = run(
+            command,
+            environment(Path(nemo_patches.__file__).parent.parent),
+            cwd=tmp_path,
+        )
         assert done.returncode == code and said in done.stdout + done.stderr, done
     assert (tmp_path / "kept.yaml").read_text() == config
     for name in modes:

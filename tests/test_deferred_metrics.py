@@ -1,5 +1,5 @@
-"""Deferred metrics on real NeMo models and ranks: stock's values to the last bit where the batches are even, and all
-batches counted where they are not."""
+"""Deferred metrics on real NeMo models and ranks: stock's values to the last bit where the batches
+are even, and all batches counted where they are not."""
 
 from __future__ import annotations
 
@@ -34,14 +34,18 @@ MODELS = {
 def own_end(trainer: Any) -> Any:
     """A model that does not come to NeMo's end of an evaluation."""
     model = asr_models.ctc(trainer)
-    ended = {"on_validation_epoch_end": lambda self: self.validation_step_outputs.clear()}
+    ended = {
+        "on_validation_epoch_end": lambda self: self.validation_step_outputs.clear()
+    }
     model.__class__ = type("OwnEnd", (type(model),), ended)
     return model
 
 
 def own_start(trainer: Any) -> Any:
     model = asr_models.ctc(trainer)
-    model.__class__ = type("OwnStart", (type(model),), {"on_validation_epoch_start": lambda self: None})
+    model.__class__ = type(
+        "OwnStart", (type(model),), {"on_validation_epoch_start": lambda self: None}
+    )
     return model
 
 
@@ -49,14 +53,18 @@ def partial_start(trainer: Any) -> Any:
     """Its epoch start has no code that could be looked at."""
     model = asr_models.ctc(trainer)
     start = functools.partialmethod(type(model).on_validation_epoch_start)
-    model.__class__ = type("PartialStart", (type(model),), {"on_validation_epoch_start": start})
+    model.__class__ = type(
+        "PartialStart", (type(model),), {"on_validation_epoch_start": start}
+    )
     return model
 
 
 def partial_end(trainer: Any) -> Any:
     model = asr_models.ctc(trainer)
     end = functools.partialmethod(type(model).on_validation_epoch_end)
-    model.__class__ = type("PartialEnd", (type(model),), {"on_validation_epoch_end": end})
+    model.__class__ = type(
+        "PartialEnd", (type(model),), {"on_validation_epoch_end": end}
+    )
     return model
 
 
@@ -65,10 +73,17 @@ def own_outputs(trainer: Any) -> Any:
     model = asr_models.ctc(trainer)
     stock = type(model)
 
-    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def validation_step(
+        self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> Any:
         given = stock.validation_step(self, batch, batch_idx, dataloader_idx)
-        more = {f"wer_num_of_{torch.distributed.get_rank()}": torch.ones(1), "each": torch.ones(2 + batch_idx)}
-        self.validation_step_outputs[-1].update(more if batch_idx else {**more, "first": torch.ones(())})
+        more = {
+            f"wer_num_of_{torch.distributed.get_rank()}": torch.ones(1),
+            "each": torch.ones(2 + batch_idx),
+        }
+        self.validation_step_outputs[-1].update(
+            more if batch_idx else {**more, "first": torch.ones(())}
+        )
         return given
 
     model.__class__ = type("OwnOutputs", (stock,), {"validation_step": validation_step})
@@ -80,15 +95,22 @@ def no_dicts(trainer: Any) -> Any:
     model = asr_models.ctc(trainer)
     stock = type(model)
 
-    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+    def validation_step(
+        self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> Any:
         given = stock.validation_step(self, batch, batch_idx, dataloader_idx)
         self.validation_step_outputs[dataloader_idx][-1] = torch.ones(())
         return given
 
-    def multi_validation_epoch_end(self: Any, outputs: Any, dataloader_idx: int = 0) -> Any:
+    def multi_validation_epoch_end(
+        self: Any, outputs: Any, dataloader_idx: int = 0
+    ) -> Any:
         return {"log": {"val_wer": torch.stack(outputs).mean()}}
 
-    own = {"validation_step": validation_step, "multi_validation_epoch_end": multi_validation_epoch_end}
+    own = {
+        "validation_step": validation_step,
+        "multi_validation_epoch_end": multi_validation_epoch_end,
+    }
     model.__class__ = type("NoDicts", (stock,), own)
     return model
 
@@ -103,13 +125,19 @@ OWN = {
 }
 
 
-def evaluated(name: str, loaders: Any, stage: str = "validate", callbacks: Any = ()) -> dict[str, str]:
+def evaluated(
+    name: str, loaders: Any, stage: str = "validate", callbacks: Any = ()
+) -> dict[str, str]:
     """What NeMo has logged of the metrics, to the last bit."""
     trainer = asr_models.trainer_of(callbacks)
     model = {**MODELS, **OWN}[name](trainer)
     asr_models.name_loaders(model, loaders)
     getattr(trainer, stage)(model, loaders, verbose=False)
-    return {key: float(value).hex() for key, value in trainer.callback_metrics.items() if "wer" in key or "bleu" in key}
+    return {
+        key: float(value).hex()
+        for key, value in trainer.callback_metrics.items()
+        if "wer" in key or "bleu" in key
+    }
 
 
 def batches(first: int, last: int, size: int = 2) -> Any:
@@ -121,11 +149,17 @@ def trained(loaders: Any) -> dict[str, str]:
     trainer = asr_models.trainer_of(num_sanity_val_steps=0, max_epochs=2)
     model = asr_models.ctc(trainer)
     trainer.fit(model, batches(40, 42), loaders)
-    return {key: float(value).hex() for key, value in trainer.callback_metrics.items() if "val_wer" in key}
+    return {
+        key: float(value).hex()
+        for key, value in trainer.callback_metrics.items()
+        if "val_wer" in key
+    }
 
 
 def failed(loaders: Any) -> list[bool]:
-    """Whether the metrics wait for all ranks in a training after an exception has ended a validation."""
+    """Whether the metrics wait for all ranks in a training after an exception has ended a
+    validation.
+    """
     import lightning.pytorch as pl
 
     seen: list[bool] = []
@@ -170,13 +204,20 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
         seen[f"{metrics}, test"] = evaluated("hybrid", both, "test")
     for name in OWN:
         seen[name] = evaluated(name, both if name == "no dicts" else half)
-    nemo_patches.apply(sync="local", metrics="deferred")  # nobody waits for the length of a rank that has no more
+    nemo_patches.apply(
+        sync="local", metrics="deferred"
+    )  # nobody waits for the length of a rank that has no more
     # The same ten batches, six and four of them, and all and none.
     for name in MODELS:
-        seen[f"uneven, {name}"] = evaluated(name, batches(0, 6) if rank == 0 else batches(6, 10))
+        seen[f"uneven, {name}"] = evaluated(
+            name, batches(0, 6) if rank == 0 else batches(6, 10)
+        )
     seen["none"] = evaluated("hybrid, fused", batches(0, 10 * (1 - rank)))
     seen["none of one"] = evaluated("hybrid, fused", [half, batches(20, 20 + 4 * rank)])
-    seen["trained"], seen["trained, none"] = trained(half), trained(batches(0, 10 * rank))
+    seen["trained"], seen["trained, none"] = (
+        trained(half),
+        trained(batches(0, 10 * rank)),
+    )
     # Four and two to a batch: the joint has two sub-batches on rank 0, and one on rank 1.
     seen["sub-batches"] = evaluated("rnnt, fused", batches(0, 3, 4 - 2 * rank))
     seen["failed"] = failed(half)
@@ -198,10 +239,14 @@ def seen(results: list[Result]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*MODELS, "two sets", "test"])
-def test_even_values_are_stocks_to_the_last_bit(name: str, seen: dict[str, Any]) -> None:
+def test_even_values_are_stocks_to_the_last_bit(
+    name: str, seen: dict[str, Any]
+) -> None:
     assert seen[f"deferred, {name}"] == seen[f"stock, {name}"]
     rates = [float.fromhex(value) for value in seen[f"stock, {name}"].values()]
-    assert any(rate not in (0.0, 1.0) for rate in rates), rates  # so that equality says something
+    assert any(rate not in (0.0, 1.0) for rate in rates), (
+        rates
+    )  # so that equality says something
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -215,7 +260,9 @@ def test_a_rank_without_any_batch_takes_part(seen: dict[str, Any]) -> None:
     assert seen["none of one"].keys() == seen["stock, two sets"].keys()
 
 
-def test_a_rank_with_more_sub_batches_takes_part(seen: dict[str, Any], results: list[Result]) -> None:
+def test_a_rank_with_more_sub_batches_takes_part(
+    seen: dict[str, Any], results: list[Result]
+) -> None:
     assert float.fromhex(seen["sub-batches"]["val_wer"]) > 0
     assert seen["reverted, ctc"] == seen["stock, ctc"]
 
@@ -236,11 +283,24 @@ def test_a_model_that_does_not_come_to_nemos_epoch_ends_is_as_stock_and_said(
     assert set(seen["no dicts"].values()) == {(1.0).hex()}
     for result in results:
         end, start, partial_end, no_dicts = result.lines("ERROR")
-        assert "NoDicts: no sums of WER or BLEU in its outputs; what it logs is each rank's own" in no_dicts
-        assert "OwnEnd: left as stock: its own on_validation_epoch_end does not call NeMo's" in end
-        assert "OwnStart: left as stock: its own on_validation_epoch_start does not call NeMo's" in start
-        # The start of a partial does call NeMo's, which is seen when it is called; of an end that would be too late.
-        assert "PartialEnd: left as stock: its own on_validation_epoch_end does not call NeMo's" in partial_end
+        assert (
+            "NoDicts: no sums of WER or BLEU in its outputs; what it logs is each rank's own"
+            in no_dicts
+        )
+        assert (
+            "OwnEnd: left as stock: its own on_validation_epoch_end does not call NeMo's"
+            in end
+        )
+        assert (
+            "OwnStart: left as stock: its own on_validation_epoch_start does not call NeMo's"
+            in start
+        )
+        # The start of a partial does call NeMo's, which is seen when it is called; of an end that
+        # would be too late.
+        assert (
+            "PartialEnd: left as stock: its own on_validation_epoch_end does not call NeMo's"
+            in partial_end
+        )
 
 
 WER = "nemo.collections.asr.metrics.wer"
@@ -262,7 +322,9 @@ def drifted(rank: int, size: int) -> list[str]:
     sys.modules[WER] = wer
     os.environ["NEMO_PATCHES_METRICS"] = "deferred"
     nemo_patches.revert()
-    monkeypatch.this_process = monkeypatch.Patching()  # as in a process that begins under auto-apply
+    monkeypatch.this_process = (
+        monkeypatch.Patching()
+    )  # as in a process that begins under auto-apply
     for module in (*TARGET_MODULES, COLLECTION):
         if module in sys.modules:
             monkeypatch.this_process.on_import(module)
@@ -281,22 +343,40 @@ def test_nemo_code_that_is_not_as_expected_is_refused_and_left_as_stock() -> Non
     (result,) = run_ranks(drifted, 1, group=False)
     first, nothing, second, patched, missing, auto = result.value
     assert f"WER.compute: import of {WER} halted" in missing
-    (skipped,) = (line for line in auto.splitlines() if line.startswith("skipped: ASRModel.on_test_epoch_start: "))
+    (skipped,) = (
+        line
+        for line in auto.splitlines()
+        if line.startswith("skipped: ASRModel.on_test_epoch_start: ")
+    )
     assert "drifted.<locals>.on_test_epoch_start" in skipped
     assert "ASRModel.on_test_epoch_start: expected a plain function" in skipped
     for text in (first, second):
-        assert "ASRModel.on_test_epoch_start: expected a plain function (self), found (self, more)" in text
+        assert (
+            "ASRModel.on_test_epoch_start: expected a plain function (self), found (self, more)"
+            in text
+        )
     assert "patched: nothing" in nothing
     for text in (patched, auto):
         assert "patched: ConformerEncoder" in text
         assert "metrics=deferred" not in text
-    assert len(result.lines("ERROR", "metrics are not deferred: ASRModel.on_test_epoch_start")) == 1
+    assert (
+        len(
+            result.lines(
+                "ERROR", "metrics are not deferred: ASRModel.on_test_epoch_start"
+            )
+        )
+        == 1
+    )
 
 
 def one_that_hangs(rank: int, size: int, name: str, most: int, batch: int) -> None:
     asr_models.prepare()
     nemo_patches.apply(sync="local")  # else it would hang before
-    evaluated(name, batches(0, 4 + most * (1 - rank), 2 + batch * (1 - rank)), callbacks=[asr_models.hang_watch()])
+    evaluated(
+        name,
+        batches(0, 4 + most * (1 - rank), 2 + batch * (1 - rank)),
+        callbacks=[asr_models.hang_watch()],
+    )
     print("the evaluation has ended", file=sys.stderr, flush=True)
     torch.distributed.barrier()
 
@@ -305,5 +385,11 @@ def one_that_hangs(rank: int, size: int, name: str, most: int, batch: int) -> No
 def test_stocks_metrics_hang_or_die_where_batches_or_sub_batches_are_uneven() -> None:
     with ThreadPoolExecutor() as pool:
         uneven = (("ctc", 2, 0), ("rnnt, fused", 0, 2))
-        for run in [pool.submit(run_ranks, one_that_hangs, 2, *how, dies=(0, 1)) for how in uneven]:
-            assert any("the evaluation has ended" not in result.stderr for result in run.result())
+        for run in [
+            pool.submit(run_ranks, one_that_hangs, 2, *how, dies=(0, 1))
+            for how in uneven
+        ]:
+            assert any(
+                "the evaluation has ended" not in result.stderr
+                for result in run.result()
+            )

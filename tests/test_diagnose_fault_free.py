@@ -1,4 +1,6 @@
-"""Random jobs without a fault, cut at random moments: nothing critical. With one rank that stays away, it is named."""
+"""Random jobs without a fault, cut at random moments: nothing critical. With one rank that stays
+away, it is named.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +29,47 @@ _BEHIND = 0.01  # seconds of records that the writer's thread may not have writt
 
 
 def stretches(draw: random.Random) -> list[tuple[str, int, float]]:
-    """What a job does, one after the other: its kind, how many calls, and how long it then calls no encoder."""
+    """What a job does, one after the other: its kind, how many calls, and how long it then calls no
+    encoder.
+    """
     kinds = [draw.choice(("train", "evaluate")) for _ in range(draw.randrange(1, 4))]
-    gaps = [draw.choice((0.0, draw.uniform(20, 58), draw.uniform(62, 900))) for _ in kinds]
-    return [(kind, draw.randrange(2, 12), gap) for kind, gap in zip(kinds, gaps, strict=True)]
+    gaps = [
+        draw.choice((0.0, draw.uniform(20, 58), draw.uniform(62, 900))) for _ in kinds
+    ]
+    return [
+        (kind, draw.randrange(2, 12), gap)
+        for kind, gap in zip(kinds, gaps, strict=True)
+    ]
 
 
 def of_rank(draw: random.Random, job: list[tuple[str, int, float]]) -> list[Event]:
     """One rank's part of it; ranks come out of a gap at moments of their own."""
     events: list[Event] = []
     for kind, count, gap in job:
-        events += steps(count, 0.05 + draw.expovariate(20)) if kind == "train" else evaluation(count)
+        events += (
+            steps(count, 0.05 + draw.expovariate(20))
+            if kind == "train"
+            else evaluation(count)
+        )
         if gap:
             events.append(Away(gap + draw.uniform(0, _MOST_JITTER_S)))
     return events
 
 
 def fault_free(seed: int) -> list[list[Event]]:
-    """All end in good order; some much later than others, who decode or write a checkpoint for long."""
+    """All end in good order; some much later than others, who decode or write a checkpoint for
+    long.
+    """
     draw = random.Random(seed)
     size, job = draw.choice((1, 2, 4, 8)), stretches(draw)
-    last: list[Event] = [Call(), Gradients()] if draw.random() < 0.5 else [Call(training=False)]
+    last: list[Event] = (
+        [Call(), Gradients()] if draw.random() < 0.5 else [Call(training=False)]
+    )
     ends = draw.choice((0.0, 30.0, 400.0))
-    return [[*of_rank(draw, job), *last, Away(draw.uniform(0, ends)), Exit()] for _ in range(size)]
+    return [
+        [*of_rank(draw, job), *last, Away(draw.uniform(0, ends)), Exit()]
+        for _ in range(size)
+    ]
 
 
 def cut(whole: Path, at: float, folder: Path, draw: random.Random) -> dict[int, float]:
@@ -59,7 +79,9 @@ def cut(whole: Path, at: float, folder: Path, draw: random.Random) -> dict[int, 
     for rank, file in enumerate(sorted(whole.iterdir())):
         lines = file.read_bytes().splitlines(True)
         found = [json.loads(line) for line in lines]
-        began = next(one["t"] for one in found if one["k"] == "sync")  # of call 1, which all leave at once
+        began = next(
+            one["t"] for one in found if one["k"] == "sync"
+        )  # of call 1, which all leave at once
         times = [one.get("t", -1e9) - began for one in found]
         count = bisect.bisect(times, at - draw.choice((0, _BEHIND)))
         if count:
@@ -75,7 +97,11 @@ def moments(whole: Path, draw: random.Random) -> list[float]:
         found = [json.loads(line) for line in file.read_bytes().splitlines()]
         began = next(one["t"] for one in found if one["k"] == "sync")
         ends.append(found[-1]["t"] - began)
-        reports += [one["t"] - began + draw.uniform(0, 5) for one in found if one["k"] == "stalled"]
+        reports += [
+            one["t"] - began + draw.uniform(0, 5)
+            for one in found
+            if one["k"] == "stalled"
+        ]
     anywhere = [draw.uniform(0, max(ends)) for _ in range(CUTS)]
     at_the_end = [draw.choice(ends) + draw.uniform(-3, 3) for _ in range(CUTS)]
     in_a_gap = [draw.choice(reports) for _ in range(CUTS if reports else 0)]
@@ -100,15 +126,27 @@ def test_no_cut_of_a_fault_free_job_is_critical(seed: int, tmp_path: Path) -> No
         evidence = Evidence()
         report = diagnose(job, evidence)
         for findings in (report.findings, rule(evidence).findings):
-            assert not [one for one in findings if one.severity == CRITICAL], (seed, at, findings)
+            assert not [one for one in findings if one.severity == CRITICAL], (
+                seed,
+                at,
+                findings,
+            )
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_a_rank_that_truly_stays_away_is_critical_and_named(seed: int, tmp_path: Path) -> None:
+def test_a_rank_that_truly_stays_away_is_critical_and_named(
+    seed: int, tmp_path: Path
+) -> None:
     draw = random.Random(seed)
     job, size = stretches(draw), draw.choice((2, 4, 8))
-    away, waits = draw.randrange(size), draw.choice(([Call(), Gradients()], [Away(0.1), Gradients()]))
-    schedules = [of_rank(draw, job) + steps(3) + ([] if rank == away else waits) for rank in range(size)]
+    away, waits = (
+        draw.randrange(size),
+        draw.choice(([Call(), Gradients()], [Away(0.1), Gradients()])),
+    )
+    schedules = [
+        of_rank(draw, job) + steps(3) + ([] if rank == away else waits)
+        for rank in range(size)
+    ]
     sync = draw.choice(("bounded", "local"))
     setups = {rank: Setup(sync=sync) for rank in range(size)}
     report = diagnose(Folder(write(tmp_path, schedules, setups, seed=seed)).read())
@@ -117,8 +155,12 @@ def test_a_rank_that_truly_stays_away_is_critical_and_named(seed: int, tmp_path:
 
 
 @pytest.mark.parametrize("waited", [True, False])
-def test_all_out_of_the_encoder_is_critical_only_where_a_rank_was_seen_to_wait(waited: bool, tmp_path: Path) -> None:
-    write(tmp_path, [[*steps(9), Call(training=False)] for _ in range(4)], reports=False)
+def test_all_out_of_the_encoder_is_critical_only_where_a_rank_was_seen_to_wait(
+    waited: bool, tmp_path: Path
+) -> None:
+    write(
+        tmp_path, [[*steps(9), Call(training=False)] for _ in range(4)], reports=False
+    )
     for file in tmp_path.iterdir():
         text = "the ranks wait in different collectives"
         stalled = records.Stalled(99.0, "", 0, [], [], [], text=text, waited=waited)
@@ -127,24 +169,48 @@ def test_all_out_of_the_encoder_is_critical_only_where_a_rank_was_seen_to_wait(w
     assert (first.id, first.severity == CRITICAL) == (ids.OUTSIDE, waited), first
 
 
-def test_what_ranks_waited_for_is_no_alarm_once_all_have_ended_in_good_order(tmp_path: Path) -> None:
+def test_what_ranks_waited_for_is_no_alarm_once_all_have_ended_in_good_order(
+    tmp_path: Path,
+) -> None:
     """Rank 0 writes the .nemo, and the others wait for it at the end; then all exit."""
     late: list[Event] = [Call(), Away(200), Gradients(), Exit()]
-    whole = write(tmp_path / "whole", [steps(9) + (late if rank == 0 else [*steps(1), Exit()]) for rank in range(4)])
+    whole = write(
+        tmp_path / "whole",
+        [steps(9) + (late if rank == 0 else [*steps(1), Exit()]) for rank in range(4)],
+    )
     for rank, file in enumerate(sorted(whole.iterdir())[1:], 1):
         lines = file.read_bytes().splitlines(True)
         end = json.loads(lines[-1])
         places = ["save (nemo/core/x.py:1)"]
-        named = records.Stalled(end["t"] - 100, "", 0, [0], ["elsewhere"], places, text="waiting", waited=True)
+        named = records.Stalled(
+            end["t"] - 100,
+            "",
+            0,
+            [0],
+            ["elsewhere"],
+            places,
+            text="waiting",
+            waited=True,
+        )
         file.write_bytes(b"".join([*lines[:-1], records.encode(named), lines[-1]]))
         assert b'"leave"' in lines[-2] and end["k"] == "end", rank
     assert diagnose(Folder(whole).read()).findings == ()
     # As the same looks when rank 0 has not written its end, and when none has.
     first = sorted(whole.iterdir())[0]
-    first.write_bytes(b"".join(line for line in first.read_bytes().splitlines(True) if b'"end"' not in line))
+    first.write_bytes(
+        b"".join(
+            line for line in first.read_bytes().splitlines(True) if b'"end"' not in line
+        )
+    )
     report = diagnose(Folder(whole).read())
     assert not [one for one in report.findings if one.severity == CRITICAL], report
     for file in whole.iterdir():
-        file.write_bytes(b"".join(line for line in file.read_bytes().splitlines(True) if b'"end"' not in line))
+        file.write_bytes(
+            b"".join(
+                line
+                for line in file.read_bytes().splitlines(True)
+                if b'"end"' not in line
+            )
+        )
     found = diagnose(Folder(whole).read()).findings[0]
     assert (found.ranks, found.severity) == ((0,), CRITICAL)

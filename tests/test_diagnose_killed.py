@@ -1,4 +1,5 @@
-"""torchrun's agent and real ranks, one of which is killed: `diagnose` names it by the traces, and nobody else.
+"""torchrun's agent and real ranks, one of which is killed: `diagnose` names it by the traces, and
+nobody else.
 
 The agent ends the rest by SIGTERM, before or after their own connections to that rank have closed.
 """
@@ -30,7 +31,9 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank(folder: Path, odd: int, moment: str, at: int, after_s: float, heeds: bool) -> None:
+def rank(
+    folder: Path, odd: int, moment: str, at: int, after_s: float, heeds: bool
+) -> None:
     """One rank under the agent. heeds: SIGTERM ends it; else the closed connection does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL if heeds else signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -45,7 +48,9 @@ def rank(folder: Path, odd: int, moment: str, at: int, after_s: float, heeds: bo
         if is_odd and now and moment in ("length sync", "any"):
             threading.Timer(after_s, kill).start()
         if not is_odd and now and moment == "length sync":
-            threading.Event().wait(2 * after_s)  # meanwhile the odd one waits there, and is killed
+            threading.Event().wait(
+                2 * after_s
+            )  # meanwhile the odd one waits there, and is killed
         if is_odd and now and moment == "between steps":
             kill()
         if is_odd and now and moment == "encoder":
@@ -65,7 +70,9 @@ def rank(folder: Path, odd: int, moment: str, at: int, after_s: float, heeds: bo
 
 
 def agent(_: int, __: int, size: int, *args: object) -> None:
-    """torchrun, with ranks that it forks: importing NeMo anew in each would take longer than all else."""
+    """torchrun, with ranks that it forks: importing NeMo anew in each would take longer than all
+    else.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -87,13 +94,19 @@ def agent(_: int, __: int, size: int, *args: object) -> None:
 
 def told_their_ends(folder: Path, odd: int) -> bool:
     """Whether the traces of all other ranks tell how these ended."""
-    others = [file.read_bytes() for file in folder.glob("rank-*") if not file.name.startswith(f"rank-{odd:05}.")]
+    others = [
+        file.read_bytes()
+        for file in folder.glob("rank-*")
+        if not file.name.startswith(f"rank-{odd:05}.")
+    ]
     return all(b'"k":"raised"' in text or b'"k":"end"' in text for text in others)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_who_was_killed_is_named_and_nobody_else(moment: str, tmp_path: Path) -> None:
-    """Not always, where SIGTERM, which torchrun sends to the others, ends them: that leaves nothing in a trace."""
+    """Not always, where SIGTERM, which torchrun sends to the others, ends them: that leaves nothing
+    in a trace.
+    """
     for size, heeds in ((2, False), (3, False), (3, True)):
         draw = random.Random(f"{moment} {size}")
         odd, folder = draw.randrange(size), tmp_path / f"{size}{heeds}"
@@ -105,5 +118,9 @@ def test_who_was_killed_is_named_and_nobody_else(moment: str, tmp_path: Path) ->
             assert accused <= {odd}, report
             continue
         first = report.findings[0]
-        assert (first.id, first.ranks, first.severity) == ("killed", (odd,), "critical"), report
+        assert (first.id, first.ranks, first.severity) == (
+            "killed",
+            (odd,),
+            "critical",
+        ), report
         assert accused == {odd}, report

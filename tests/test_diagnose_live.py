@@ -1,4 +1,6 @@
-"""`diagnose --job`: a running job is asked through its ranks' sockets, without torch, and left as it is."""
+"""`diagnose --job`: a running job is asked through its ranks' sockets, without torch, and left as
+it is.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,22 @@ from nemo_patches.watch.job_folder import private_folder
 from nemo_patches.watch.job_socket import ENDING, near
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
-WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_patches.cli import main; main()"
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from nemo_patches.cli import main; main()"
+)
 
 
 def ask(folder: Path, temporary: Path) -> Any:
     """The command's JSON, from an interpreter that cannot import torch."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, "diagnose", "--job", str(folder), "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_TORCH,
+        "diagnose",
+        "--job",
+        str(folder),
+        "--json",
+    ]
     done = run(command, environment(TMPDIR=str(temporary)), limit=120)
     assert done.returncode in (0, 1, 2), done
     return json.loads(done.stdout)
@@ -60,7 +72,9 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
     tempfile.tempdir = str(here)
     found: dict[str, Any] = {}
 
-    def scenario(name: str, question: Callable[[], None], work: Callable[[Path], None]) -> None:
+    def scenario(
+        name: str, question: Callable[[], None], work: Callable[[Path], None]
+    ) -> None:
         is_done = here / f"{name}.done"
         threading.Thread(target=question).start() if rank == 1 else None
         work(is_done)
@@ -74,7 +88,9 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
             (here / f"{name}.done").touch()
 
     nemo_patches.apply(timeout=120.0, stall_timeout=120.0)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
+    wait_until(
+        lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole
+    )
     dist.barrier()
     wait_until(lambda: len(list(here.glob(f"nemo_patches-*/*/rank_*{ENDING}"))) == size)
     (job,) = here.glob("nemo_patches-*/*")
@@ -89,7 +105,13 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
     def when_it_stands(name: str, asked_for: Path) -> None:
         began = time.monotonic()
         progress = stall_monitor().progress
-        wait_until(lambda: progress.stepped_at > began - 1 and progress.still_s(time.monotonic()) > 4, 60)
+        wait_until(
+            lambda: (
+                progress.stepped_at > began - 1
+                and progress.still_s(time.monotonic()) > 4
+            ),
+            60,
+        )
         put(name, asked_for)
 
     nemo_patches.apply(timeout=4.0, stall_timeout=200.0)
@@ -127,7 +149,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_job_that_goes_on_accuses_nobody(answers: dict[str, Any]) -> None:
     report = answers["healthy"]
-    assert (report["findings"], report["world_size"], report["problems"], report["exit_code"]) == ([], 3, [], 0)
+    assert (
+        report["findings"],
+        report["world_size"],
+        report["problems"],
+        report["exit_code"],
+    ) == ([], 3, [], 0)
     assert "none is known to wait for another" in report["verdict"]
     assert [one["rank"] for one in report["ranks"]] == [0, 1, 2]
 
@@ -136,27 +163,48 @@ def test_a_table_of_barriers_within_the_time_that_counts_as_going_on_is_said_to_
     answers: dict[str, Any],
 ) -> None:
     report = answers["early"]
-    assert [(one["id"], one["ranks"]) for one in report["findings"]] == [(ids.NOT_ENOUGH, [])]
-    assert re.fullmatch(r"Too early to tell whether the job hangs: .* Ask again in \d+ s\.", report["verdict"])
-    assert any(one["state"] == "moving: barrier" for one in report["ranks"]), report["ranks"]
+    assert [(one["id"], one["ranks"]) for one in report["findings"]] == [
+        (ids.NOT_ENOUGH, [])
+    ]
+    assert re.fullmatch(
+        r"Too early to tell whether the job hangs: .* Ask again in \d+ s\.",
+        report["verdict"],
+    )
+    assert any(one["state"] == "moving: barrier" for one in report["ranks"]), report[
+        "ranks"
+    ]
     assert report["exit_code"] == 2
 
 
-def test_the_rank_that_the_others_wait_for_is_named_with_its_place(answers: dict[str, Any]) -> None:
+def test_the_rank_that_the_others_wait_for_is_named_with_its_place(
+    answers: dict[str, Any],
+) -> None:
     report = answers["waits"]
-    assert [(one["id"], one["ranks"]) for one in report["findings"]] == [(ids.MISSING_RANK, [2])]
+    assert [(one["id"], one["ranks"]) for one in report["findings"]] == [
+        (ids.MISSING_RANK, [2])
+    ]
     assert "< read_audio (tests/test_diagnose_live.py:" in report["verdict"]
     assert report["verdict"].startswith("Rank 2: it is in ")
-    place = r"It has not entered barrier of wait_for_the_reader \(test_diagnose_live.py:\d+\), which ranks 0-1 have "
+    place = (
+        r"It has not entered barrier of wait_for_the_reader"
+        r" \(test_diagnose_live.py:\d+\), which ranks 0-1 have "
+    )
     assert re.search(place, report["verdict"])
-    assert re.search(r"ranks 0-1: barrier, in wait_for_the_reader \(test_diagnose_live.py:\d+\)", report["summary"][0])
+    assert re.search(
+        r"ranks 0-1: barrier, in wait_for_the_reader \(test_diagnose_live.py:\d+\)",
+        report["summary"][0],
+    )
     assert (report["world_size"], report["exit_code"]) == (3, 1)
 
 
 def test_of_a_stopped_rank_another_one_tells(answers: dict[str, Any]) -> None:
     report = answers["stopped"]
-    assert [(one["id"], one["ranks"]) for one in report["findings"]] == [(ids.SILENT, [0])]
-    assert [problem.partition(": ")[2] for problem in report["problems"]] == ["its process is stopped"]
+    assert [(one["id"], one["ranks"]) for one in report["findings"]] == [
+        (ids.SILENT, [0])
+    ]
+    assert [problem.partition(": ")[2] for problem in report["problems"]] == [
+        "its process is stopped"
+    ]
 
 
 # What is not a job, or answers nonsense.
@@ -225,23 +273,48 @@ def answering(folder: Path, name: str, answer: bytes | None) -> Iterator[None]:
             (folder / name).unlink()
 
 
-def group(ranks: list[int], kind: str, idle: float = 1.0, **more: Any) -> dict[str, Any]:
-    return {"ranks": ranks, "kind": kind, "host": "node1", "pid": 4, "calls": 7, "idle": idle, **PLACE, **more}
+def group(
+    ranks: list[int], kind: str, idle: float = 1.0, **more: Any
+) -> dict[str, Any]:
+    return {
+        "ranks": ranks,
+        "kind": kind,
+        "host": "node1",
+        "pid": 4,
+        "calls": 7,
+        "idle": idle,
+        **PLACE,
+        **more,
+    }
 
 
 PLACE = {"where": "", "collective": ""}
-BARRIER = {"where": "train (train.py:80)", "collective": "barrier", "caller": "save (train.py:77)"}
-GOOD = {"world_size": 1, "level": "INFO", "text": "all is well", "groups": [group([0], CALLING)]}
+BARRIER = {
+    "where": "train (train.py:80)",
+    "collective": "barrier",
+    "caller": "save (train.py:77)",
+}
+GOOD = {
+    "world_size": 1,
+    "level": "INFO",
+    "text": "all is well",
+    "groups": [group([0], CALLING)],
+}
 
 
-@pytest.mark.parametrize("answer", [None, b"", b"[", b"[]", b"{}", b"[" * 100_000, b'{"world_size": "many"}', b"\xff"])
+@pytest.mark.parametrize(
+    "answer",
+    [None, b"", b"[", b"[]", b"{}", b"[" * 100_000, b'{"world_size": "many"}', b"\xff"],
+)
 def test_what_answers_nonsense_or_nothing_is_left_out(
     answer: bytes | None, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "_ANSWER_S", 1.0)
     own = os.getpid()
     with answering(folders, f"rank_0.{own}{ENDING}", answer):
-        with pytest.raises(UnreadableError, match=f"no rank of the job answers here: rank_0.{own}"):
+        with pytest.raises(
+            UnreadableError, match=f"no rank of the job answers here: rank_0.{own}"
+        ):
             live.diagnose_job(folders)
         with answering(folders, f"rank_1.{own}{ENDING}", json.dumps(GOOD).encode()):
             report = live.diagnose_job(folders)
@@ -251,62 +324,114 @@ def test_what_answers_nonsense_or_nothing_is_left_out(
 def told(folder: Path, level: str, *groups: dict[str, Any]) -> Diagnosis:
     """The report on a job that answers so."""
     size = sum(len(one["ranks"]) for one in groups)
-    answer = json.dumps({"world_size": size, "level": level, "text": "the job's line", "groups": groups}).encode()
+    answer = json.dumps(
+        {"world_size": size, "level": level, "text": "the job's line", "groups": groups}
+    ).encode()
     with answering(folder, f"rank_0.{os.getpid()}{ENDING}", answer):
         return live.diagnose_job(folder)
 
 
 def test_ranks_that_called_lately_and_wait_now_are_judged_later(folders: Path) -> None:
-    """They count as going on for half of stall_timeout, which the table of barriers does not look like."""
-    report = told(folders, "INFO", group([0, 1, 2], CALLING, 12.0, goes_on_for=17.4, **BARRIER))
-    assert (report.findings[0].id, report.findings[0].ranks, report.exit_code) == (ids.NOT_ENOUGH, (), 2)
-    assert report.verdict == (
-        "Too early to tell whether the job hangs: the last encoder call began 12 s ago. Ask again in 18 s."
+    """They count as going on for half of stall_timeout, which the table of barriers does not look
+    like.
+    """
+    report = told(
+        folders, "INFO", group([0, 1, 2], CALLING, 12.0, goes_on_for=17.4, **BARRIER)
+    )
+    assert (report.findings[0].id, report.findings[0].ranks, report.exit_code) == (
+        ids.NOT_ENOUGH,
+        (),
+        2,
+    )
+    assert (
+        report.verdict
+        == "Too early to tell whether the job hangs: the last encoder call began 12 s"
+        " ago. Ask again in 18 s."
     )
     assert report.findings[0].evidence == ("ranks 0-2: calling: barrier",)
     moving = group([0, 1], MOVING, 60.0, goes_on_for=3.0, **BARRIER)
     assert told(folders, "INFO", moving).next_step == "Ask again in 3 s."
     decodes = group([0, 1], MOVING, 60.0, goes_on_for=3.0, where="decode (metric.py:9)")
-    assert (told(folders, "INFO", decodes).findings, told(folders, "INFO", decodes).exit_code) == ((), 0)
+    assert (
+        told(folders, "INFO", decodes).findings,
+        told(folders, "INFO", decodes).exit_code,
+    ) == ((), 0)
 
 
 def test_that_no_rank_came_to_an_encoder_call_is_said(folders: Path) -> None:
-    report = told(folders, "INFO", group([0, 1], ELSEWHERE, 41.0, where="read (data.py:1)"))
-    assert (report.findings[0].id, report.exit_code) == (ids.NOT_ENOUGH, 2)
-    assert report.verdict.startswith("No rank has come to an encoder call for 41 s, and none is known to wait")
-
-
-def test_a_running_job_has_the_ids_and_texts_of_every_other_source(folders: Path) -> None:
-    waiting = group([0, 2], WAITING, 60.0, still=50.0, **BARRIER)
-    stuck = told(folders, "WARNING", group([1], ELSEWHERE, 60.0, where="read (data.py:41)"), waiting)
-    assert (stuck.findings[0].id, stuck.findings[0].ranks) == (ids.MISSING_RANK, (1,))
-    assert stuck.verdict == (
-        "Rank 1: it is in read (data.py:41). "
-        "It has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 50 s."
+    report = told(
+        folders, "INFO", group([0, 1], ELSEWHERE, 41.0, where="read (data.py:1)")
     )
-    for kind, where, id_ in ((SILENT, "", ids.SILENT), (SILENT, GONE, ids.KILLED), (LEFT, "", ids.ENDED)):
-        report = told(folders, "WARNING", group([1], kind, where=where, calls=0), waiting)
-        assert [one.calls for one in report.ranks] == [7, None, 7]  # what is not known is no number
+    assert (report.findings[0].id, report.exit_code) == (ids.NOT_ENOUGH, 2)
+    assert report.verdict.startswith(
+        "No rank has come to an encoder call for 41 s, and none is known to wait"
+    )
+
+
+def test_a_running_job_has_the_ids_and_texts_of_every_other_source(
+    folders: Path,
+) -> None:
+    waiting = group([0, 2], WAITING, 60.0, still=50.0, **BARRIER)
+    stuck = told(
+        folders,
+        "WARNING",
+        group([1], ELSEWHERE, 60.0, where="read (data.py:41)"),
+        waiting,
+    )
+    assert (stuck.findings[0].id, stuck.findings[0].ranks) == (ids.MISSING_RANK, (1,))
+    assert (
+        stuck.verdict
+        == "Rank 1: it is in read (data.py:41). It has not entered barrier of save"
+        " (train.py:77), which ranks 0, 2 have waited in for 50 s."
+    )
+    for kind, where, id_ in (
+        (SILENT, "", ids.SILENT),
+        (SILENT, GONE, ids.KILLED),
+        (LEFT, "", ids.ENDED),
+    ):
+        report = told(
+            folders, "WARNING", group([1], kind, where=where, calls=0), waiting
+        )
+        assert [one.calls for one in report.ranks] == [
+            7,
+            None,
+            7,
+        ]  # what is not known is no number
         printed = io.StringIO()
         report_text.show(report, Console(file=printed, width=200))
-        (row,) = (line for line in printed.getvalue().splitlines() if re.match(r" *1 ", line))
+        (row,) = (
+            line for line in printed.getvalue().splitlines() if re.match(r" *1 ", line)
+        )
         assert row.split()[:4] == ["1", "node1", "4", "-"]
         assert [(one.id, one.ranks) for one in report.findings] == [(id_, (1,))]
-    other = group([1], WAITING, 60.0, still=50.0, where="score (m.py:9)", collective="all_gather")
-    assert [(one.id, one.ranks) for one in told(folders, "WARNING", other, waiting).findings] == [(ids.OUT_OF_STEP, ())]
-    assert told(folders, "WARNING", {**waiting, "ranks": [0, 1]}).findings[0].id == ids.ALL_IN
+    other = group(
+        [1], WAITING, 60.0, still=50.0, where="score (m.py:9)", collective="all_gather"
+    )
+    assert [
+        (one.id, one.ranks) for one in told(folders, "WARNING", other, waiting).findings
+    ] == [(ids.OUT_OF_STEP, ())]
+    assert (
+        told(folders, "WARNING", {**waiting, "ranks": [0, 1]}).findings[0].id
+        == ids.ALL_IN
+    )
     saves = group([1], ELSEWHERE, 60.0, where="save (t.py:5)", activity="a checkpoint")
     assert told(folders, "INFO", saves, waiting).findings[0].severity == "warning"
 
 
-def test_several_jobs_in_one_folder_are_named(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_jobs_in_one_folder_are_named(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = os.getpid()
     with contextlib.ExitStack() as stack:
         jobs = [private_folder(port) for port in (1, 2)]
         for job in jobs:
-            stack.enter_context(answering(job, f"rank_0.{own}{ENDING}", json.dumps(GOOD).encode()))
+            stack.enter_context(
+                answering(job, f"rank_0.{own}{ENDING}", json.dumps(GOOD).encode())
+            )
         monkeypatch.chdir(folders)
-        with pytest.raises(UnreadableError, match=f"several jobs; give one of {jobs[0]}, {jobs[1]}"):
+        with pytest.raises(
+            UnreadableError, match=f"several jobs; give one of {jobs[0]}, {jobs[1]}"
+        ):
             live.diagnose_job(folders)
         assert live.diagnose_job(jobs[1]).verdict.endswith("all is well")
 

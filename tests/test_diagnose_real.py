@@ -1,7 +1,8 @@
-"""Real ranks with real encoders go wrong, each in its way, while they are traced: `diagnose` must tell from the files.
+"""Real ranks with real encoders go wrong, each in its way, while they are traced: `diagnose` must
+tell from the files.
 
-A hang is judged three times: while it lasts, by the files as they are then, which is what SIGKILL of all ranks leaves,
-and after the job has died of its own time limit.
+A hang is judged three times: while it lasts, by the files as they are then, which is what SIGKILL
+of all ranks leaves, and after the job has died of its own time limit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import CONNECTING_S, come_in, forget_incidents, run_ranks, wait_until
-from test_stall_reports import be_stopped, endless_loop, first_batch, hold_the_gil, stopper
+from test_stall_reports import (
+    be_stopped,
+    endless_loop,
+    first_batch,
+    hold_the_gil,
+    stopper,
+)
 
 import nemo_patches
 from nemo_patches.channel import meeting
@@ -35,9 +42,17 @@ from nemo_patches.watch.job_folder import private_folder
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT, ODD, SIZE = 1.5, 1, 3
 STALL = 2.0
-STALLED = ("pre_encode", "layers", "all", "outside")  # hangs in which no rank waits in the length sync
+STALLED = (
+    "pre_encode",
+    "layers",
+    "all",
+    "outside",
+)  # hangs in which no rank waits in the length sync
 ASKED = ("loader", "outside")  # hangs in which the ranks are asked, too, as by --job
-PATIENT = ("straggler", "healthy")  # runs in which nobody gives up, on a busy machine either
+PATIENT = (
+    "straggler",
+    "healthy",
+)  # runs in which nobody gives up, on a busy machine either
 LAG, STRAGGLES = 0.15, 50  # the lag: well above what a busy machine makes of a step
 
 
@@ -138,7 +153,9 @@ def uneven_evaluation(place: Place) -> None:
 
 def straggles(place: Place) -> None:
     """Without DDP's broadcast of buffers, in which all ranks wait for rank 0 on Gloo."""
-    model = torch.nn.parallel.DistributedDataParallel(place.encoder, broadcast_buffers=False)
+    model = torch.nn.parallel.DistributedDataParallel(
+        place.encoder, broadcast_buffers=False
+    )
     for _ in range(STRAGGLES):
         if place.rank == 0:
             time.sleep(LAG)  # the straggler itself
@@ -180,9 +197,15 @@ RUNS: dict[str, Callable[[Place], None]] = {
 
 
 def hang_is_recorded(place: Place) -> bool:
-    """Whether the waiting ranks have recorded who is missing; or, where nobody is, all that they will."""
+    """Whether the waiting ranks have recorded who is missing; or, where nobody is, all that they
+    will.
+    """
     count = 3 if place.folder.name in STALLED else 2
-    lines = [line for file in place.folder.glob("*.jsonl") for line in file.read_bytes().splitlines()]
+    lines = [
+        line
+        for file in place.folder.glob("*.jsonl")
+        for line in file.read_bytes().splitlines()
+    ]
     reports = [line for line in lines if line.startswith(b'{"k":"stalled"')]
     of_the_job = [line for line in reports if b'"e":""' in line]
     return len(of_the_job if place.folder.name in STALLED else reports) >= count
@@ -194,7 +217,9 @@ def copy_of_hang(place: Place) -> None:
     if place.folder.name in ASKED:
         port = meeting.port_of(dist.distributed_c10d._get_default_store())
         asked = live.diagnose_job(private_folder(port)).findings[0]
-        place.folder.with_suffix(".asked").write_text(json.dumps([asked.id, asked.ranks]))
+        place.folder.with_suffix(".asked").write_text(
+            json.dumps([asked.id, asked.ranks])
+        )
     first = once(place.folder)[1].findings[0]
     place.folder.with_suffix(".live").write_text(json.dumps([first.id, first.ranks]))
     place.go_on.touch()
@@ -206,12 +231,17 @@ def go_wrong(rank: int, size: int, folder: str) -> None:
         forget_incidents()
         place = Place(rank, Path(folder, name), encoders.conformer())
         kept.append(place)
-        settings = {"stall_timeout": STALL if name in STALLED else 0.0, "trace": place.folder}
+        settings = {
+            "stall_timeout": STALL if name in STALLED else 0.0,
+            "trace": place.folder,
+        }
         nemo_patches.apply(timeout=CONNECTING_S, **settings)
         for _ in range(2):
             place.run()
             come_in(place.encoder)
-        nemo_patches.apply(timeout=CONNECTING_S if name in PATIENT else TIMEOUT, **settings)
+        nemo_patches.apply(
+            timeout=CONNECTING_S if name in PATIENT else TIMEOUT, **settings
+        )
         dist.barrier()
         if name in HANGS and rank == 2:
             scenario_then_copy(place, scenario)
@@ -251,20 +281,61 @@ def diagnosed(folder: Path) -> Diagnosis:
 @pytest.mark.parametrize(
     ("name", "finding", "ranks", "call", "phase", "said"),
     [
-        ("loader", ids.MISSING_RANK, (1,), 3, "", "read_audio (tests/test_stall_reports.py:"),
-        ("workers", ids.MISSING_RANK, (1,), 3, "", "_try_get_data (torch/utils/data/dataloader.py:"),
-        ("loop", ids.MISSING_RANK, (1,), 3, "", "endless_loop (tests/test_stall_reports.py:"),
-        ("gil", ids.SILENT, (1,), 0, "", ""),  # the writer's thread may not have had the lock since call 1
+        (
+            "loader",
+            ids.MISSING_RANK,
+            (1,),
+            3,
+            "",
+            "read_audio (tests/test_stall_reports.py:",
+        ),
+        (
+            "workers",
+            ids.MISSING_RANK,
+            (1,),
+            3,
+            "",
+            "_try_get_data (torch/utils/data/dataloader.py:",
+        ),
+        (
+            "loop",
+            ids.MISSING_RANK,
+            (1,),
+            3,
+            "",
+            "endless_loop (tests/test_stall_reports.py:",
+        ),
+        (
+            "gil",
+            ids.SILENT,
+            (1,),
+            0,
+            "",
+            "",
+        ),  # the writer's thread may not have had the lock since call 1
         ("stopped", ids.SILENT, (1,), 3, "", ""),
         ("pre_encode", ids.SOME_INSIDE, (1,), 3, ids.LAYERS, ""),
         ("layers", ids.SOME_INSIDE, (1,), 3, ids.LAYERS, ""),
         ("all", ids.ALL_INSIDE, (0, 1, 2), 3, ids.LAYERS, ""),
         ("raises", ids.EXCEPTION, (1,), 3, "", "no such audio"),
-        ("outside", ids.MISSING_RANK, (1,), 3, "", "not in the collective that ranks 0, 2 wait in"),
+        (
+            "outside",
+            ids.MISSING_RANK,
+            (1,),
+            3,
+            "",
+            "not in the collective that ranks 0, 2 wait in",
+        ),
     ],
 )
 def test_the_verdict_while_it_hangs(
-    folder: Path, name: str, finding: str, ranks: tuple[int, ...], call: int, phase: str, said: str
+    folder: Path,
+    name: str,
+    finding: str,
+    ranks: tuple[int, ...],
+    call: int,
+    phase: str,
+    said: str,
 ) -> None:
     report = diagnosed(folder / f"{name}.hang")
     first = report.findings[0]
@@ -287,22 +358,32 @@ def test_afterwards_it_is_a_rank_that_was_late(folder: Path, name: str) -> None:
     assert [(one.id, one.ranks) for one in report.findings] == [(ids.LATE, (1,))]
 
 
-def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(folder: Path, tmp_path: Path) -> None:
+def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder / "loader.hang", tmp_path / "stopped")
     (file,) = (tmp_path / "stopped").glob("rank-00001.*")
     last = json.loads(file.read_bytes().splitlines()[-1])["t"]
     with file.open("ab") as trace:
         trace.write(records.encode(records.End(last + 1, "revert()")))
     report = diagnosed(tmp_path / "stopped")
-    assert [(one.id, one.ranks) for one in report.findings][:1] == [(ids.MISSING_RANK, (1,))]
-    assert "it is in " in report.verdict and "read_audio (tests/test_stall_reports.py:" in report.verdict
+    assert [(one.id, one.ranks) for one in report.findings][:1] == [
+        (ids.MISSING_RANK, (1,))
+    ]
+    assert (
+        "it is in " in report.verdict
+        and "read_audio (tests/test_stall_reports.py:" in report.verdict
+    )
     assert "its trace was stopped: revert()" in report.verdict
 
 
 def test_uneven_evaluation(folder: Path) -> None:
     report = diagnosed(folder / "uneven")
     assert report.findings[0].id == ids.UNEVEN_CALLS
-    assert "rank 1" in report.findings[0].text.lower() and "evaluation" in report.findings[0].text
+    assert (
+        "rank 1" in report.findings[0].text.lower()
+        and "evaluation" in report.findings[0].text
+    )
 
 
 def test_a_chronic_straggler(folder: Path) -> None:
@@ -329,10 +410,15 @@ def dies(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -
     """Default DDP, but for a short time limit. Nobody catches what ends a rank."""
     where = Path(folder)
     nemo_patches.apply(timeout=CONNECTING_S, stall_timeout=STALL, trace=where)
-    model = torch.nn.parallel.DistributedDataParallel(encoders.conformer(), broadcast_buffers=broadcast_buffers)
+    model = torch.nn.parallel.DistributedDataParallel(
+        encoders.conformer(), broadcast_buffers=broadcast_buffers
+    )
 
     def step() -> None:
-        model(audio_signal=torch.randn(2, encoders.FEATURES, 100), length=torch.tensor([100, 90]))[0].sum().backward()
+        model(
+            audio_signal=torch.randn(2, encoders.FEATURES, 100),
+            length=torch.tensor([100, 90]),
+        )[0].sum().backward()
 
     for _ in range(3):
         step()
@@ -340,10 +426,18 @@ def dies(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -
     nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL, trace=where)
     where.with_suffix(f".{rank}").write_text(str(os.getpid()))
     if rank == ODD:
-        wait_until(lambda: next(where.glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 3)
-        others = [where.with_suffix(f".{other}") for other in range(size) if other != rank]
+        wait_until(
+            lambda: (
+                next(where.glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 3
+            )
+        )
+        others = [
+            where.with_suffix(f".{other}") for other in range(size) if other != rank
+        ]
         if way == "late":
-            threading.Thread(target=end_when_these_have, args=(others,), daemon=True).start()
+            threading.Thread(
+                target=end_when_these_have, args=(others,), daemon=True
+            ).start()
             first_batch(where.with_suffix(".never"), 0)
         if way == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -363,7 +457,12 @@ def end_when_these_have(others: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("way", "broadcast_buffers", "finding", "said"),
     [
-        ("late", True, ids.MISSING_RANK, "Rank 1: "),  # who waits in DDP's broadcast, and who is past it, may differ
+        (
+            "late",
+            True,
+            ids.MISSING_RANK,
+            "Rank 1: ",
+        ),  # who waits in DDP's broadcast, and who is past it, may differ
         ("late", False, ids.MISSING_RANK, "It has not entered training call 4"),
         ("killed", True, ids.KILLED, "it was killed or crashed after training call 3"),
         ("killed", False, ids.KILLED, "it was killed or crashed after training call 3"),
@@ -375,31 +474,58 @@ def test_after_the_job_has_died_the_first_to_go_is_to_blame(
     way: str, broadcast_buffers: bool, finding: str, said: str, tmp_path: Path
 ) -> None:
     where = tmp_path / "traces"
-    run_ranks(dies, SIZE, str(where), way, broadcast_buffers, dies=(0, 1, 2), group_timeout=12.0)
+    run_ranks(
+        dies,
+        SIZE,
+        str(where),
+        way,
+        broadcast_buffers,
+        dies=(0, 1, 2),
+        group_timeout=12.0,
+    )
     report = diagnosed(where)
     first = report.findings[0]
     assert (first.id, first.ranks) == (finding, (ODD,)), report
     assert said in report.verdict
-    assert not [one for one in report.findings[1:] if one.severity == CRITICAL and not one.because], report
+    assert not [
+        one
+        for one in report.findings[1:]
+        if one.severity == CRITICAL and not one.because
+    ], report
     place = "read_audio (tests/test_stall_reports.py:" if way == "late" else ""
     assert place in report.verdict
     # How the ranks ended tells the same, without the stall reports.
     for file in where.iterdir():
         lines = file.read_bytes().splitlines(True)
-        file.write_bytes(b"".join(line for line in lines if not line.startswith(b'{"k":"stalled')))
+        file.write_bytes(
+            b"".join(line for line in lines if not line.startswith(b'{"k":"stalled'))
+        )
         (tmp_path / file.name).write_bytes(b"".join(lines))
     report = diagnosed(where)
-    assert (report.findings[0].id, report.findings[0].ranks) == (finding, (ODD,)), report
-    if way == "late":  # and so do the stall reports, without how the ranks ended, or without that rank's file
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        finding,
+        (ODD,),
+    ), report
+    if (
+        way == "late"
+    ):  # and so do the stall reports, without how the ranks ended, or without that rank's file
         for file in tmp_path.glob("rank-*"):
             lines = file.read_bytes().splitlines(True)
             ends = (b'{"k":"raised"', b'{"k":"end"')
-            (where / file.name).write_bytes(b"".join(line for line in lines if not line.startswith(ends)))
+            (where / file.name).write_bytes(
+                b"".join(line for line in lines if not line.startswith(ends))
+            )
         report = diagnosed(where)
-        assert (report.findings[0].id, report.findings[0].ranks) == (finding, (ODD,)), report
+        assert (report.findings[0].id, report.findings[0].ranks) == (
+            finding,
+            (ODD,),
+        ), report
         next(where.glob("rank-00001.*")).unlink()
         report = diagnosed(where)
-        assert (report.findings[0].id, report.findings[0].ranks) == (ids.MISSING_RANK, (ODD,)), report
+        assert (report.findings[0].id, report.findings[0].ranks) == (
+            ids.MISSING_RANK,
+            (ODD,),
+        ), report
 
 
 def killed(rank: int, size: int, folder: str) -> None:
@@ -411,7 +537,14 @@ def killed(rank: int, size: int, folder: str) -> None:
     nemo_patches.apply(timeout=TIMEOUT, trace=folder)
     wait_until(lambda: len(list(Path(folder).glob("*.jsonl"))) == size)
     if rank == ODD:
-        wait_until(lambda: next(Path(folder).glob("rank-00001.*")).read_bytes().count(b'"k":"leave"') == 2)
+        wait_until(
+            lambda: (
+                next(Path(folder).glob("rank-00001.*"))
+                .read_bytes()
+                .count(b'"k":"leave"')
+                == 2
+            )
+        )
         os.kill(os.getpid(), signal.SIGKILL)
     encoders.run(encoder, 100)
 

@@ -1,4 +1,6 @@
-"""A stock job that runs, under torchrun: its stacks with what lies beside, and the folder that somebody takes home."""
+"""A stock job that runs, under torchrun: its stacks with what lies beside, and the folder that
+somebody takes home.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +55,35 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[i
     folder = tmp_path_factory.mktemp("job")
     (folder / "job.py").write_text(JOB)
     (folder / "train.log").write_text(EARLIER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "job.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={RANKS}",
+        "job.py",
+    ]
     with (folder / "train.log").open("a") as log:
         launcher = subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         deadline = time.monotonic() + LIMIT_S
         while not (folder / "hangs").exists():
-            assert launcher.poll() is None and time.monotonic() < deadline, (folder / "train.log").read_text()
+            assert launcher.poll() is None and time.monotonic() < deadline, (
+                folder / "train.log"
+            ).read_text()
             time.sleep(0.1)
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+            .read_text()
+            .split()
+        )
         yield folder, [int(pid) for pid in children]
     finally:
         os.killpg(launcher.pid, signal.SIGTERM)
@@ -82,15 +102,22 @@ def test_the_rank_that_sleeps_is_named_and_an_earlier_launch_in_its_log_accuses_
     (ranks,) = jobs_here(pids=pids)
     report = diagnose(ranks, stuck_after_s=1.0)
     first = report.findings[0]
-    assert (first.id, first.ranks, report.exit_code) == (ids.MISSING_RANK, (1,), 1), report
-    assert "all_reduce of main (job.py:" in first.text and "in read_audio (job.py:7)" in first.text
+    assert (first.id, first.ranks, report.exit_code) == (ids.MISSING_RANK, (1,), 1), (
+        report
+    )
+    assert (
+        "all_reduce of main (job.py:" in first.text
+        and "in read_audio (job.py:7)" in first.text
+    )
     assert len(report.findings) == 1
     assert any("train.log:4 rank 2 raised" in line for line in report.earlier)
     assert any(f"log {folder}/train.log" in line for line in report.summary)
     assert report.runs and report.world_size == RANKS
 
 
-def test_a_stopped_rank_comes_before_the_one_that_the_others_wait_for(job: tuple[Path, list[int]]) -> None:
+def test_a_stopped_rank_comes_before_the_one_that_the_others_wait_for(
+    job: tuple[Path, list[int]],
+) -> None:
     _, pids = job
     (ranks,) = jobs_here(pids=pids)
     asleep = next(rank.pid for rank in ranks if rank.rank == 1)
@@ -99,11 +126,15 @@ def test_a_stopped_rank_comes_before_the_one_that_the_others_wait_for(job: tuple
         report = diagnose(ranks, stuck_after_s=1.0)
     finally:
         os.kill(asleep, signal.SIGCONT)
-    assert (report.findings[0].id, report.findings[0].ranks) == (ids.STOPPED, (1,)), report
+    assert (report.findings[0].id, report.findings[0].ranks) == (ids.STOPPED, (1,)), (
+        report
+    )
     assert f"kill -CONT {asleep}" in report.next_step
 
 
-def test_the_commands_as_a_user_types_them(job: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_the_commands_as_a_user_types_them(
+    job: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     folder, pids = job
     nemo_patches = [sys.executable, "-m", "nemo_patches"]
     given = ["--pids", ",".join(map(str, pids))]
@@ -115,5 +146,7 @@ def test_the_commands_as_a_user_types_them(job: tuple[Path, list[int]], tmp_path
         assert done.returncode == 1, done
         assert done.stdout.startswith("Rank 1: it is in "), done.stdout
         assert "in read_audio (job.py:7) < " in done.stdout
-    nobody = run([*nemo_patches, "diagnose", "--pids", "999999999"], environment(), LIMIT_S)
+    nobody = run(
+        [*nemo_patches, "diagnose", "--pids", "999999999"], environment(), LIMIT_S
+    )
     assert nobody.returncode == 2 and "999999999" in nobody.stderr

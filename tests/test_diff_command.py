@@ -1,4 +1,6 @@
-"""`nemo-patches diff` on real checkouts, with real git: what it prints, checks and refuses. It writes nothing."""
+"""`nemo-patches diff` on real checkouts, with real git: what it prints, checks and refuses. It
+writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ def test_wherever_a_released_nemo_is_it_prints_the_committed_diff(
     assert done.stdout_bytes == OWN_DIFF.read_bytes()
     done = diff(checkout, "--check")
     assert (done.exit_code, done.stderr) == (0, ""), done.output
-    assert done.stdout == f"nemo-{SERIES}.diff applies cleanly to NeMo {checkouts.read(checkout).version}\n"
+    assert (
+        done.stdout == f"nemo-{SERIES}.diff applies cleanly to NeMo"
+        f" {checkouts.read(checkout).version}\n"
+    )
     assert contents(checkout) == before
 
 
@@ -74,11 +79,15 @@ NEAR = [
 
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n"], ids=["LF", "CRLF"])
-def test_a_fork_gets_its_own_diff_which_git_applies_and_takes_back(ends: str, checkout: Path, tmp_path: Path) -> None:
+def test_a_fork_gets_its_own_diff_which_git_applies_and_takes_back(
+    ends: str, checkout: Path, tmp_path: Path
+) -> None:
     for old, new in NEAR:
         change(checkout / CONFORMER, old, new)
     for path in (CONFORMER, CONV, ATTENTION):
-        (checkout / path).write_bytes((checkout / path).read_bytes().replace(b"\n", ends.encode()))
+        (checkout / path).write_bytes(
+            (checkout / path).read_bytes().replace(b"\n", ends.encode())
+        )
     before = contents(checkout)
     planned = {edit.path: edit.after for edit in checkouts.read(checkout).edits()}
     assert_refused(
@@ -98,18 +107,31 @@ def test_a_fork_gets_its_own_diff_which_git_applies_and_takes_back(ends: str, ch
 
 
 TABLES = {
-    "registered otherwise": (ATTENTION, "'pe', pe, persistent=False", "'pe', pe", "def create_pe("),
+    "registered otherwise": (
+        ATTENTION,
+        "'pe', pe, persistent=False",
+        "'pe', pe",
+        "def create_pe(",
+    ),
     "read otherwise": (
         ATTENTION,
         "pos_emb = self.pe[:, start_pos:end_pos]",
         "pos_emb = self.pe[:, a:b]",
         "def forward(",
     ),
-    "of a class that is gone": (ATTENTION, "class RelPositionalEncoding(", "class Relative(", ""),
+    "of a class that is gone": (
+        ATTENTION,
+        "class RelPositionalEncoding(",
+        "class Relative(",
+        "",
+    ),
     "one more": (
         CONFORMER,
         "        self.max_audio_length = max_audio_length\n",
-        "        self.max_audio_length = max_audio_length\n        self.register_buffer('x', y, persistent=False)\n",
+        (
+            "        self.max_audio_length = max_audio_length\n       "
+            " self.register_buffer('x', y, persistent=False)\n"
+        ),
         "self.register_buffer('x'",
     ),
 }
@@ -117,7 +139,9 @@ TABLES = {
 
 @one_nemo
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_that_would_stay_a_buffer_is_refused_with_its_place(name: str, checkout: Path) -> None:
+def test_a_table_that_would_stay_a_buffer_is_refused_with_its_place(
+    name: str, checkout: Path
+) -> None:
     path, old, new, at = TABLES[name]
     change(checkout / path, old, new)
     line = int(diff(checkout).stderr.split(f"{path}:")[1].split(":")[0])
@@ -129,48 +153,86 @@ def test_a_table_that_would_stay_a_buffer_is_refused_with_its_place(name: str, c
 def test_an_encoder_without_the_file_of_its_tables_is_refused(checkout: Path) -> None:
     (checkout / ATTENTION).unlink()
     assert_refused(
-        checkout, "", f"{CONFORMER} reads the table in {ATTENTION}, which is not here: it would stay a buffer"
+        checkout,
+        "",
+        f"{CONFORMER} reads the table in {ATTENTION}, which is not here: it would stay"
+        " a buffer",
     )
 
 
 @one_nemo
-def test_an_encoder_that_a_fork_has_moved_is_said_to_keep_its_reduce(checkout: Path) -> None:
+def test_an_encoder_that_a_fork_has_moved_is_said_to_keep_its_reduce(
+    checkout: Path,
+) -> None:
     (checkout / CONFORMER).rename((checkout / CONFORMER).with_name("our_encoder.py"))
     done = diff(checkout)
     assert done.exit_code == 0 and CONV in done.stdout
-    assert done.stderr.startswith(f"nemo-patches diff: {checkout}: not here, although NeMo ")
+    assert done.stderr.startswith(
+        f"nemo-patches diff: {checkout}: not here, although NeMo "
+    )
     assert f" has it: {CONFORMER}; if it was moved, its reduce stays\n" in done.stderr
 
 
 @one_nemo
 def test_check_says_why_the_committed_one_does_not_fit(checkout: Path) -> None:
     change(checkout / CONFORMER, REDUCED, f"{REDUCED}            device = None\n")
-    own = f"nemo-{SERIES}.diff does not apply (git apply: error: patch failed: {CONFORMER}:"
-    assert_refused(checkout, "--check", own, f"`nemo-patches diff` makes none for it: {CONFORMER}:", code=1)
+    own = (
+        f"nemo-{SERIES}.diff does not apply (git apply: error: patch failed:"
+        f" {CONFORMER}:"
+    )
+    assert_refused(
+        checkout,
+        "--check",
+        own,
+        f"`nemo-patches diff` makes none for it: {CONFORMER}:",
+        code=1,
+    )
 
 
 @one_nemo
 def test_check_tells_a_diff_that_applies_but_misses_an_encoder(checkout: Path) -> None:
     other = "nemo/collections/asr/modules/squeezeformer_encoder.py"
-    text = (checkout / CONFORMER).read_text().replace("ConformerEncoder", "SqueezeformerEncoder")
+    text = (
+        (checkout / CONFORMER)
+        .read_text()
+        .replace("ConformerEncoder", "SqueezeformerEncoder")
+    )
     (checkout / other).write_text(text)
-    assert_refused(checkout, "--check", "would apply; `nemo-patches diff` makes none for it: " + other, code=1)
+    assert_refused(
+        checkout,
+        "--check",
+        "would apply; `nemo-patches diff` makes none for it: " + other,
+        code=1,
+    )
 
 
 @one_nemo
 def test_another_series_is_told_to_make_its_own(checkout: Path) -> None:
     info = checkout / "nemo" / "package_info.py"
     info.write_text("MAJOR = 9\nMINOR = 1\nPATCH = 0\nPRE_RELEASE = 'rc0'\n")
-    said = f"no diff of patches/ is for NeMo 9.1; `nemo-patches diff --nemo {checkout}` makes one for it"
+    said = (
+        f"no diff of patches/ is for NeMo 9.1; `nemo-patches diff --nemo {checkout}`"
+        " makes one for it"
+    )
     assert_refused(checkout, "--check", said, code=1)
     assert "Made for NeMo 9.1, by nemo_patches.\n---\n" in diff(checkout).stdout
 
 
 @one_nemo
 @pytest.mark.parametrize("options", ["", "--check"])
-def test_what_cannot_be_read_is_named(options: str, checkout: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_named(
+    options: str, checkout: Path, tmp_path: Path
+) -> None:
     (checkout / CONV).chmod(0)
-    command: list[str | Path] = [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout, *options.split()]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "nemo_patches",
+        "diff",
+        "--nemo",
+        checkout,
+        *options.split(),
+    ]
     done = run(as_ordinary_user(command), environment(CHECKOUT), cwd=checkout)
     assert (done.returncode, done.stdout) == (2, ""), done
     assert done.stderr == f"nemo-patches diff: {checkout / CONV}: Permission denied\n"
@@ -186,18 +248,26 @@ def test_a_conflict_that_is_not_resolved_is_named(checkout: Path) -> None:
 
 
 @one_nemo
-def test_without_git_it_says_so(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_it_says_so(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     assert_refused(checkout, "", "git init: ", "No such file or directory: 'git'")
 
 
 @one_nemo
 def test_a_copy_without_committed_diffs_says_so(checkout: Path, tmp_path: Path) -> None:
-    shutil.copytree(CHECKOUT / "nemo_patches", tmp_path / "nemo_patches", ignore=shutil.ignore_patterns("patches"))
+    shutil.copytree(
+        CHECKOUT / "nemo_patches",
+        tmp_path / "nemo_patches",
+        ignore=shutil.ignore_patterns("patches"),
+    )
     command = [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout]
     done = run(command, environment(tmp_path), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("nemo-patches diff: this copy of nemo_patches has no patches/ with it")
+    assert done.stderr.startswith(
+        "nemo-patches diff: this copy of nemo_patches has no patches/ with it"
+    )
 
 
 @one_nemo
@@ -205,7 +275,12 @@ def test_the_wheel_has_the_committed_diffs_and_the_demos_model(tmp_path: Path) -
     assert checkouts.DIFFS.resolve() == CHECKOUT / "patches"
     source = tmp_path / "source"
     for name in ("nemo_patches", "patches", "examples"):
-        shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            CHECKOUT / name,
+            source / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     build = "from setuptools.build_meta import build_wheel; build_wheel('.')"
@@ -213,12 +288,22 @@ def test_the_wheel_has_the_committed_diffs_and_the_demos_model(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     shutil.unpack_archive(next(source.glob("*.whl")), tmp_path / "wheel", "zip")
     found, committed = (
-        {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-        for folder in (tmp_path / "wheel" / "nemo_patches" / "patches", CHECKOUT / "patches")
+        {
+            file.relative_to(folder): file.read_bytes()
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
+        for folder in (
+            tmp_path / "wheel" / "nemo_patches" / "patches",
+            CHECKOUT / "patches",
+        )
     )
     assert found == committed
     model = tmp_path / "wheel" / "nemo_patches" / "tools" / "demo" / "nest.yaml"
-    assert model.read_bytes() == (CHECKOUT / "examples" / "nest" / "nest.yaml").read_bytes()
+    assert (
+        model.read_bytes()
+        == (CHECKOUT / "examples" / "nest" / "nest.yaml").read_bytes()
+    )
 
 
 HOSTILE = {
@@ -236,7 +321,10 @@ HOSTILE = {
 
 
 @one_nemo
-@pytest.mark.parametrize("source", ["variables", "home", "XDG_CONFIG_HOME", "core.attributesFile", "a template"])
+@pytest.mark.parametrize(
+    "source",
+    ["variables", "home", "XDG_CONFIG_HOME", "core.attributesFile", "a template"],
+)
 def test_nobodys_git_changes_what_is_printed(
     source: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,24 +333,34 @@ def test_nobodys_git_changes_what_is_printed(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
     attributes = "*.py binary\n"
-    for folder in (tmp_path / ".config" / "git", tmp_path / "xdg" / "git", tmp_path / "template" / "info"):
+    for folder in (
+        tmp_path / ".config" / "git",
+        tmp_path / "xdg" / "git",
+        tmp_path / "template" / "info",
+    ):
         folder.mkdir(parents=True)
     if source == "variables":
         for name, value in HOSTILE.items():
             monkeypatch.setenv(name, value)
     elif source == "home":
         (tmp_path / ".config" / "git" / "attributes").write_text(attributes)
-        (tmp_path / ".gitconfig").write_text("[diff]\n  context = 9\n  algorithm = patience\n  mnemonicPrefix = true\n")
+        (tmp_path / ".gitconfig").write_text(
+            "[diff]\n  context = 9\n  algorithm = patience\n  mnemonicPrefix = true\n"
+        )
     elif source == "XDG_CONFIG_HOME":
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
         (tmp_path / "xdg" / "git" / "attributes").write_text(attributes)
     elif source == "core.attributesFile":
         (tmp_path / "attributes").write_text(attributes)
-        (tmp_path / ".gitconfig").write_text(f"[core]\n  attributesFile = {tmp_path / 'attributes'}\n")
+        (tmp_path / ".gitconfig").write_text(
+            f"[core]\n  attributesFile = {tmp_path / 'attributes'}\n"
+        )
     else:
         (tmp_path / "template" / "info" / "attributes").write_text(attributes)
         monkeypatch.setenv("GIT_TEMPLATE_DIR", str(tmp_path / "template"))
-        (tmp_path / ".gitconfig").write_text(f"[init]\n  templateDir = {tmp_path / 'template'}\n")
+        (tmp_path / ".gitconfig").write_text(
+            f"[init]\n  templateDir = {tmp_path / 'template'}\n"
+        )
     assert diff(checkout).stdout_bytes == expected
     assert diff(checkout, "--check").exit_code == 0
 

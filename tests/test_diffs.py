@@ -1,4 +1,6 @@
-"""The committed diffs: what they touch, that each tool applies them and takes them back, how a tree is recognised."""
+"""The committed diffs: what they touch, that each tool applies them and takes them back, how a tree
+is recognised.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +35,41 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_there_is_one_for_each_series() -> None:
-    assert {file.name for file in COMMITTED} == {f"nemo-{name}.diff" for name in (*DIFFS_ONLY, *SUPPORTED_SERIES)}
+    assert {file.name for file in COMMITTED} == {
+        f"nemo-{name}.diff" for name in (*DIFFS_ONLY, *SUPPORTED_SERIES)
+    }
 
 
 @pytest.mark.one_nemo
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
-def test_it_is_a_mail_about_the_encoders_and_their_tables_and_brings_one_file(file: Path) -> None:
+def test_it_is_a_mail_about_the_encoders_and_their_tables_and_brings_one_file(
+    file: Path,
+) -> None:
     message, _, rest = file.read_text().partition("\n---\n")
     for header in ("From 0000", "From: ", "Date: ", "Subject: [PATCH] "):
         assert f"\n{header}" in f"\n{message}", header
-    assert f"\nMade for NeMo {file.stem.removeprefix('nemo-')}, by nemo_patches." in message
-    touched = {line.split(" b/")[1] for line in rest.splitlines() if line.startswith("diff --git ")}
+    assert (
+        f"\nMade for NeMo {file.stem.removeprefix('nemo-')}, by nemo_patches."
+        in message
+    )
+    touched = {
+        line.split(" b/")[1]
+        for line in rest.splitlines()
+        if line.startswith("diff --git ")
+    }
     assert {CONFORMER, NEW_FILE} <= touched <= set(PATHS)
-    assert re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)$", rest, re.MULTILINE) == [NEW_FILE]
+    assert re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)$", rest, re.MULTILINE) == [
+        NEW_FILE
+    ]
     own = (CHECKOUT / "patches" / "bounded_length_sync.py").read_text().splitlines()
     assert "\n".join(f"+{line}" for line in own) in rest
     reduces = re.findall(r"^-.*\ball_reduce\(", rest, re.MULTILINE)
-    assert len(reduces) == rest.count("import max_length_in_time\n") == rest.count("= max_length_in_time(self, ") > 2
+    assert (
+        len(reduces)
+        == rest.count("import max_length_in_time\n")
+        == rest.count("= max_length_in_time(self, ")
+        > 2
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -74,7 +94,10 @@ def test_git_am_commits_it_with_its_message(checkout: Path) -> None:
     git(checkout, "am", "-q", OWN_DIFF)
     assert contents(checkout) == {**before, **planned}
     message = git(checkout, "log", "-1", "--format=%an%n%s%n%b")
-    assert message.startswith("nemo-patches authors\nASR: a time limit for the all-reduce of the input length\n")
+    assert message.startswith(
+        "nemo-patches authors\nASR: a time limit for the all-reduce of the input"
+        " length\n"
+    )
     assert "NEMO_LENGTH_SYNC_TIMEOUT" in message and "diff --git" not in message
     git(checkout, "revert", "--no-edit", "HEAD")
     assert contents(checkout) == before
@@ -92,7 +115,11 @@ def test_its_tables_are_those_of_the_change_for_nemo_itself(checkout: Path) -> N
 @pytest.fixture
 def nemo(tmp_path: Path) -> Path:
     """All of the installed NeMo, for Python to import."""
-    shutil.copytree(SITE / "nemo", tmp_path / "site" / "nemo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        SITE / "nemo",
+        tmp_path / "site" / "nemo",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     return tmp_path / "site"
 
 
@@ -121,32 +148,52 @@ def test_a_nemo_without_the_reduce_is_recognised_left_and_watched(
     way: str, patches: list[Path], reason: str, nemo: Path
 ) -> None:
     git(nemo, "apply", "--whitespace=nowarn", "--include=nemo/*", *patches)
-    done = run([sys.executable, "-m", "nemo_patches", "status"], environment(nemo), cwd=CHECKOUT)
+    done = run(
+        [sys.executable, "-m", "nemo_patches", "status"],
+        environment(nemo),
+        cwd=CHECKOUT,
+    )
     assert done.returncode == 0, done
     assert done.stdout.startswith(f"on: {reason}")
     assert f"ConformerEncoder.update_max_seq_length: {reason}\n" in done.stdout
 
     by_hand = way == "apply"
     program = IMPORTED.format(
-        first="sys" if by_hand else "nemo.collections.asr", second="nemo_patches.apply()" if by_hand else ""
+        first="sys" if by_hand else "nemo.collections.asr",
+        second="nemo_patches.apply()" if by_hand else "",
     )
-    done = run([sys.executable, "-c", program], environment(*([] if by_hand else [CHECKOUT]), nemo), cwd=nemo)
+    done = run(
+        [sys.executable, "-c", program],
+        environment(*([] if by_hand else [CHECKOUT]), nemo),
+        cwd=nemo,
+    )
     assert done.returncode == 0, done.stderr
     modules, status = done.stdout.splitlines()[-2:]
-    encoders = [f"nemo.collections.asr.modules.{name}" for name in ("conformer_encoder", "conv_asr")]
+    encoders = [
+        f"nemo.collections.asr.modules.{name}"
+        for name in ("conformer_encoder", "conv_asr")
+    ]
     assert modules == str(encoders)
     assert status.startswith(f"on {reason}; the watch is on {{")
     own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
     (line,) = own
-    assert f"left as it is: ConformerEncoder, TransformerEncoder, ConvASREncoder: {reason}" in line
+    assert (
+        f"left as it is: ConformerEncoder, TransformerEncoder, ConvASREncoder: {reason}"
+        in line
+    )
     assert line.endswith("; stall reports watch the job")
 
 
 @pytest.mark.one_nemo
 def test_what_has_the_diff_is_not_printed_again(checkout: Path) -> None:
     git(checkout, "apply", "--whitespace=nowarn", OWN_DIFF)
-    done = run([sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout], environment(), cwd=CHECKOUT)
+    done = run(
+        [sys.executable, "-m", "nemo_patches", "diff", "--nemo", checkout],
+        environment(),
+        cwd=CHECKOUT,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(
-        f"the edit is here already ({NEW_FILE}); take it out as it was put in: git apply -R FILE\n"
+        f"the edit is here already ({NEW_FILE}); take it out as it was put in: git"
+        " apply -R FILE\n"
     )

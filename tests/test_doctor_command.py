@@ -20,7 +20,8 @@ from nemo_patches.tools.doctor.rules import all_rules
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-# What NeMo's own NEST config has of this, comments and uneven spaces included; the switch decides about NP102.
+# What NeMo's own NEST config has of this, comments and uneven spaces included; the switch decides
+# about NP102.
 STOCK = """\
 # NEST pre-training
 name: nest
@@ -53,7 +54,9 @@ def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
     return path
 
 
-def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any) -> tuple[int, str, str]:
+def doctor(
+    capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any
+) -> tuple[int, str, str]:
     """In this process: the command without its option parser."""
     code = command.carry_out(Request(tuple(map(str, arguments)), **options))
     return code, *capfd.readouterr()
@@ -64,23 +67,33 @@ def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any
 
 def test_it_says_what_where_why_and_what_instead(tmp_path: Path) -> None:
     path = write(tmp_path, STOCK)
-    done = python("-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,), NO_COLOR="1")
+    done = python(
+        "-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,), NO_COLOR="1"
+    )
     assert done.returncode == 1, done
     assert done.stderr == ""
     head, found, *why, synced, last = done.stdout.splitlines()
     assert head.startswith(f"{path}: ")
     assert found.startswith(f"{path}:16: NP102 warning: ")
-    assert [line.partition(": ")[0].strip() for line in why] == ["read", "instead", "why"]
+    assert [line.partition(": ")[0].strip() for line in why] == [
+        "read",
+        "instead",
+        "why",
+    ]
     assert synced.startswith(f"{path}:13: NP101 note: ")
     assert last == f"{path}: 1 warning, 1 note"
 
 
-def test_as_stock_the_length_sync_is_printed_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_as_stock_the_length_sync_is_printed_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It is this project's own hang, and the command that mends it is in its lines."""
     text = CLEAN.replace("    sync_max_audio_length: ???\n", "")
     code, out, _ = doctor(capfd, write(tmp_path, text))
     assert code == 0
-    (at,) = (number for number, line in enumerate(out.splitlines()) if "NP101 note: " in line)
+    (at,) = (
+        number for number, line in enumerate(out.splitlines()) if "NP101 note: " in line
+    )
     read, instead, why = out.splitlines()[at + 1 : at + 4]
     assert read.startswith("    read: ")
     assert instead.startswith("    instead: `nemo-patches run -- COMMAND`")
@@ -89,15 +102,21 @@ def test_as_stock_the_length_sync_is_printed_whole(tmp_path: Path, capfd: pytest
     assert "instead: " not in out
 
 
-def test_severity_is_the_lowest_that_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_severity_is_the_lowest_that_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK)
-    by_default, note, warning = (doctor(capfd, path, severity=each)[1] for each in (None, "note", "warning"))
+    by_default, note, warning = (
+        doctor(capfd, path, severity=each)[1] for each in (None, "note", "warning")
+    )
     assert by_default == note
     assert "NP101 note" in note
     assert "NP101" not in warning
 
 
-def test_an_override_may_be_longer_than_the_name_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_override_may_be_longer_than_the_name_of_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, CLEAN)
     for text in (f"+model.prompt={'x' * 5000}", f"+model.prompt={'a/' * 3000}"):
         code, out, err = doctor(capfd, path, text)
@@ -110,9 +129,25 @@ def test_an_override_may_be_longer_than_the_name_of_a_file(tmp_path: Path, capfd
 
 def test_overrides_and_several_configs(tmp_path: Path) -> None:
     stock, clean = write(tmp_path, STOCK), write(tmp_path, CLEAN, "clean.yaml")
-    done = python("-m", "nemo_patches", "doctor", str(clean), str(stock), "trainer.devices=1", path=(CHECKOUT,))
+    done = python(
+        "-m",
+        "nemo_patches",
+        "doctor",
+        str(clean),
+        str(stock),
+        "trainer.devices=1",
+        path=(CHECKOUT,),
+    )
     assert done.returncode == 0, done
-    done = python("-m", "nemo_patches", "doctor", str(clean), str(tmp_path / "no.yaml"), str(stock), path=(CHECKOUT,))
+    done = python(
+        "-m",
+        "nemo_patches",
+        "doctor",
+        str(clean),
+        str(tmp_path / "no.yaml"),
+        str(stock),
+        path=(CHECKOUT,),
+    )
     assert done.returncode == 2
     assert str(tmp_path / "no.yaml") in done.stderr
     assert f"{stock}:16: NP102" in done.stdout
@@ -121,15 +156,20 @@ def test_overrides_and_several_configs(tmp_path: Path) -> None:
 def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
     path = write(tmp_path, STOCK)
     program = (
-        "import sys\n"
-        "from nemo_patches.tools.doctor import command\nfrom nemo_patches.tools.doctor.request import Request\n"
-        f"code = command.carry_out(Request(({str(path)!r},)))\n"
-        "print(code, [name for name in ('torch', 'nemo', 'lightning', 'hydra') if name in sys.modules])"
+        "import sys\nfrom nemo_patches.tools.doctor import command\nfrom"
+        " nemo_patches.tools.doctor.request import Request\ncode ="
+        f" command.carry_out(Request(({str(path)!r},)))\nprint(code, [name for name in"
+        " ('torch', 'nemo', 'lightning', 'hydra') if name in sys.modules])"
     )
     before = os.times()
     assert python("-c", program, path=(CHECKOUT,)).stdout.endswith("1 []\n")
     after = os.times()  # of the CPU: a busy machine's other work does not count
-    took = after.children_user + after.children_system - before.children_user - before.children_system
+    took = (
+        after.children_user
+        + after.children_system
+        - before.children_user
+        - before.children_system
+    )
     assert took < 2 * 3  # 0.3 s
     large = "\n".join(f"    token{number}: {number}" for number in range(45_000))
     path = write(tmp_path, f"model:\n  vocabulary:\n{large}\n")
@@ -137,22 +177,29 @@ def test_it_imports_neither_torch_nor_nemo_and_is_quick(tmp_path: Path) -> None:
     done = python("-m", "nemo_patches", "doctor", str(path), path=(CHECKOUT,))
     after = os.times()
     assert done.returncode == 0, done
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 2 * 3 * 2
+    assert (
+        after.children_user
+        + after.children_system
+        - before.children_user
+        - before.children_system
+        < 2 * 3 * 2
+    )
 
 
 def test_without_a_config_it_examines_the_variables_of_nccl_and_torch() -> None:
     program = (
-        "import sys\n"
-        "from nemo_patches.tools.doctor import command, machine\n"
-        "from nemo_patches.tools.doctor.request import Request\n"
-        "code = command.carry_out(Request(json=True))\n"
-        "print(code, dict(machine.gather().environment), 'torch' in sys.modules, file=sys.stderr)"
+        "import sys\nfrom nemo_patches.tools.doctor import command, machine\nfrom"
+        " nemo_patches.tools.doctor.request import Request\ncode ="
+        " command.carry_out(Request(json=True))\nprint(code,"
+        " dict(machine.gather().environment), 'torch' in sys.modules, file=sys.stderr)"
     )
     variables = {"NCCL_ASYNC_ERROR_HANDLING": "0", "SECRET": "not kept"}
     done = python("-c", program, path=(CHECKOUT,), **variables)
     (report_,) = json.loads(done.stdout)
     assert report_["config"] == socket.gethostname()
-    assert [(each["rule"], each["severity"]) for each in report_["findings"]] == [("NP208", "error")]
+    assert [(each["rule"], each["severity"]) for each in report_["findings"]] == [
+        ("NP208", "error")
+    ]
     assert done.stderr == "1 {'NCCL_ASYNC_ERROR_HANDLING': '0'} False\n"
 
 
@@ -161,8 +208,15 @@ def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
     command_line = [sys.executable, "-m", "nemo_patches", "doctor", str(path)]
     for no_color, coloured in (("", True), ("1", False)):
         ours, theirs = os.openpty()
-        variables = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "NO_COLOR": no_color}
-        process = subprocess.Popen(command_line, stdout=theirs, stderr=theirs, env=variables)
+        variables = {
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "TERM": "xterm",
+            "NO_COLOR": no_color,
+        }
+        process = subprocess.Popen(
+            command_line, stdout=theirs, stderr=theirs, env=variables
+        )
         os.close(theirs)
         written = b""
         try:
@@ -175,7 +229,9 @@ def test_colour_only_on_a_terminal_that_wants_it(tmp_path: Path) -> None:
         assert (b"\x1b[33mNP102" in written) is coloured, written
 
 
-def test_a_config_cannot_steer_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_config_cannot_steer_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = STOCK.replace("strategy: ddp", 'strategy: "ddp\\e[2J\\a\\r"')
     _, out, _ = doctor(capfd, write(tmp_path, text))
     assert "ddp\\x1b[2J\\x07\\r" in out
@@ -195,7 +251,9 @@ def test_rules_are_listed_and_explained(capfd: pytest.CaptureFixture[str]) -> No
     assert doctor(capfd, explain="NP1")[0] == 2
 
 
-def test_rules_are_selected_and_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rules_are_selected_and_ignored(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK)
     _, out, _ = doctor(capfd, path, select=("NP101",), severity="note")
     assert "NP101" in out
@@ -214,36 +272,61 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert read["config"] == str(path)
     assert read["error"] is None
     finding = read["findings"][0]
-    assert (finding["rule"], finding["severity"], finding["line"], finding["safe_change"]) == (
+    assert (
+        finding["rule"],
+        finding["severity"],
+        finding["line"],
+        finding["safe_change"],
+    ) == (
         "NP102",
         "warning",
         16,
         True,
     )
-    room = {"key": "model.encoder.pos_emb_max_len", "value": 5000, "known": True, "origin": "line 14"}
+    room = {
+        "key": "model.encoder.pos_emb_max_len",
+        "value": 5000,
+        "known": True,
+        "origin": "line 14",
+    }
     assert room in finding["read"]
 
 
-def test_json_has_no_infinity(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_has_no_infinity(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = STOCK.replace("max_duration: 60.0", "use_lhotse: true")
     _, out, _ = doctor(capfd, write(tmp_path, text), json=True)
     values = [
-        value for finding in json.loads(out, parse_constant=pytest.fail)[0]["findings"] for value in finding["read"]
+        value
+        for finding in json.loads(out, parse_constant=pytest.fail)[0]["findings"]
+        for value in finding["read"]
     ]
-    assert {"key": "model.train_ds.max_duration", "value": "inf", "known": True, "origin": "default"} in values
+    assert {
+        "key": "model.train_ds.max_duration",
+        "value": "inf",
+        "known": True,
+        "origin": "default",
+    } in values
 
 
-def test_with_nemo_patches_what_it_makes_safe_is_no_finding(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK)
     code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false")
     assert code == 1
     assert "NP102 error" in out
-    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false", patched=True)
+    code, out, _ = doctor(
+        capfd, path, "model.encoder.sync_max_audio_length=false", patched=True
+    )
     assert code == 0
     assert "NP102 error" not in out
 
 
-def test_a_rule_that_crashes_is_a_finding_and_not_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rule_that_crashes_is_a_finding_and_not_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from nemo_patches.tools.doctor.rules.config import np101_length_sync
 
     def crash(job: object) -> None:
@@ -260,7 +343,9 @@ def test_a_rule_that_crashes_is_a_finding_and_not_the_end(tmp_path: Path, capfd:
 # --- what is worth a person's time
 
 
-def test_severity_is_what_is_shown_and_what_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_severity_is_what_is_shown_and_what_counts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK)
     code, out, _ = doctor(capfd, path, severity="note")
     assert code == 1
@@ -285,9 +370,13 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     code, out, _ = doctor(capfd, *paths, quiet=True)
     said = [line.split(": ")[:2] for line in out.splitlines()]
     assert said == [
-        [f"{path}:{rule}", word] for path in paths for rule, word in ((16, "NP102 warning"), (13, "NP101 note"))
+        [f"{path}:{rule}", word]
+        for path in paths
+        for rule, word in ((16, "NP102 warning"), (13, "NP101 note"))
     ]
-    assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2  # what cannot be read is no finding
+    assert (
+        doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2
+    )  # what cannot be read is no finding
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
 
@@ -302,7 +391,10 @@ def test_folders_patterns_and_the_standard_input(
     assert code == 1
     assert "2 warnings, 2 notes" in out
     assert "1 YAML files" in err
-    for pattern, count in ((tmp_path / "conf" / "*.y*ml", 3), (tmp_path / "**" / "a.yaml", 1)):
+    for pattern, count in (
+        (tmp_path / "conf" / "*.y*ml", 3),
+        (tmp_path / "**" / "a.yaml", 1),
+    ):
         _, out, _ = doctor(capfd, pattern, quiet=True, select=("NP102",))
         assert len(out.splitlines()) == count - (count == 3)
     (tmp_path / "empty").mkdir()
@@ -316,7 +408,9 @@ def test_folders_patterns_and_the_standard_input(
     assert out.startswith("<stdin>:16: NP102 warning: ")
 
 
-def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_annotations_of_github_and_sarif(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK, "100%,a.yaml")
     code, out, _ = doctor(capfd, path, tmp_path / "no.yaml", output_format="github")
     assert code == 2
@@ -333,9 +427,16 @@ def test_annotations_of_github_and_sarif(tmp_path: Path, capfd: pytest.CaptureFi
     assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 16}
     rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
     assert set(rules) == {rule.identifier for rule in all_rules()}
-    assert rules["NP102"]["helpUri"] == "https://github.com/NVIDIA-NeMo/Speech/pull/3304"
-    assert all(rule.get("helpUri", "https://").startswith("https://") for rule in rules.values())
-    assert rules["NP004"]["help"]["text"].endswith(" docs/doctor.md")  # which has no address
+    assert (
+        rules["NP102"]["helpUri"] == "https://github.com/NVIDIA-NeMo/Speech/pull/3304"
+    )
+    assert all(
+        rule.get("helpUri", "https://").startswith("https://")
+        for rule in rules.values()
+    )
+    assert rules["NP004"]["help"]["text"].endswith(
+        " docs/doctor.md"
+    )  # which has no address
     code, out, _ = doctor(capfd, path, output_format="json")
     assert json.loads(out)[0]["suppressed"] == 0
 
@@ -344,23 +445,41 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rules = [rule for rule in all_rules() if rule.about == "config"]
-    assert {rule.identifier for rule in rules if not rule.bad} == {"NP001", "NP004", "NP005"}
+    assert {rule.identifier for rule in rules if not rule.bad} == {
+        "NP001",
+        "NP004",
+        "NP005",
+    }
     for rule in rules:
-        for text, expected in ((rule.bad, True), (rule.good, False)) if rule.bad else ():
+        for text, expected in (
+            ((rule.bad, True), (rule.good, False)) if rule.bad else ()
+        ):
             report_ = examination.examine(write(tmp_path, text), (), rules)
-            said = {found.identifier for found, finding in report_.findings if expected or finding.severity}
+            said = {
+                found.identifier
+                for found, finding in report_.findings
+                if expected or finding.severity
+            }
             assert (rule.identifier in said) is expected, rule.identifier
-            assert expected or not said, rule.identifier  # what is mended has no other finding
+            assert expected or not said, (
+                rule.identifier
+            )  # what is mended has no other finding
             assert text.splitlines()[0] in doctor(capfd, explain=rule.identifier)[1]
 
 
-def test_each_rule_on_code_has_an_example_that_it_finds_and_one_mended(tmp_path: Path) -> None:
+def test_each_rule_on_code_has_an_example_that_it_finds_and_one_mended(
+    tmp_path: Path,
+) -> None:
     rules = [rule for rule in all_rules() if rule.about == "code"]
     for rule in rules:
         for text, expected in ((rule.bad, True), (rule.good, False)):
             done = examination.examine_code(write(tmp_path, text, "code.py"), rules)
             said = {found.identifier for found, _ in done.findings}
-            assert said == ({rule.identifier} if expected and rule.identifier not in done.unchecked else set()), rule
+            assert said == (
+                {rule.identifier}
+                if expected and rule.identifier not in done.unchecked
+                else set()
+            ), rule
 
 
 def test_a_check_that_needs_nemo_is_none_without_it(
@@ -370,28 +489,45 @@ def test_a_check_that_needs_nemo_is_none_without_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     code, out, _ = doctor(capfd, path)
     assert code == 0
-    assert out.splitlines()[-1] == f"{path}: nothing, not checked without NeMo: NP403 and NP408"
-    assert json.loads(doctor(capfd, path, json=True)[1])[0]["unchecked"] == ["NP403", "NP408"]
+    assert (
+        out.splitlines()[-1]
+        == f"{path}: nothing, not checked without NeMo: NP403 and NP408"
+    )
+    assert json.loads(doctor(capfd, path, json=True)[1])[0]["unchecked"] == [
+        "NP403",
+        "NP408",
+    ]
 
 
-def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_config_against_nemos_own_and_against_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, CLEAN)
     code, out, _ = doctor(capfd, path, against="nest", json=True)
     assert code == 0
-    differences = {each["key"]: (each["value"], each["there"]) for each in json.loads(out)[0]["differences"]}
+    differences = {
+        each["key"]: (each["value"], each["there"])
+        for each in json.loads(out)[0]["differences"]
+    }
     assert differences["model.train_ds.max_duration"] == (40.0, 60.0)
     assert differences["trainer.sync_batchnorm"] == (None, True)
     assert differences["model.encoder.dropout_emb"] == (None, 0.0)
     assert "model.encoder.pos_emb_max_len" not in differences  # is the same
-    assert "trainer.accumulate_grad_batches" not in differences  # is Lightning's default there
+    assert (
+        "trainer.accumulate_grad_batches" not in differences
+    )  # is Lightning's default there
     assert "model.train_ds.manifest_filepath" not in differences  # does not matter
-    _, out, _ = doctor(capfd, path, "+trainer.accumulate_grad_batches=4", against="nest", json=True)
+    _, out, _ = doctor(
+        capfd, path, "+trainer.accumulate_grad_batches=4", against="nest", json=True
+    )
     expected = {"key": "trainer.accumulate_grad_batches", "value": 4, "there": 1}
     assert expected in json.loads(out)[0]["differences"]
     stock = write(tmp_path, STOCK, "stock.yaml")
     _, out, _ = doctor(capfd, path, against=str(stock), json=True)
     (read,) = json.loads(out)
-    assert read["differences"] == [{"key": "model.train_ds.max_duration", "value": 40.0, "there": 60.0}]
+    assert read["differences"] == [
+        {"key": "model.train_ds.max_duration", "value": 40.0, "there": 60.0}
+    ]
     for others, options in (((), {}), ((path,), {"ranks": True})):
         assert doctor(capfd, *others, against="nest", **options)[0] == 2
 
@@ -399,17 +535,28 @@ def test_a_config_against_nemos_own_and_against_a_file(tmp_path: Path, capfd: py
 # --- --fix
 
 
-def fix(capfd: pytest.CaptureFixture[str], *arguments: object, write: bool = False) -> tuple[int, str, str]:
+def fix(
+    capfd: pytest.CaptureFixture[str], *arguments: object, write: bool = False
+) -> tuple[int, str, str]:
     return doctor(capfd, *arguments, fix=True, write=write)
 
 
-def test_fix_prints_a_diff_and_writes_only_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_fix_prints_a_diff_and_writes_only_when_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK)
     path.chmod(0o640)
     code, out, _ = fix(capfd, path)
     assert code == 1
-    changed = [line for line in out.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    assert changed == ["-    pos_emb_max_len:  5000    # frames", "+    pos_emb_max_len:  6016    # frames"]
+    changed = [
+        line
+        for line in out.splitlines()
+        if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert changed == [
+        "-    pos_emb_max_len:  5000    # frames",
+        "+    pos_emb_max_len:  6016    # frames",
+    ]
     assert path.read_text() == STOCK
     code, again, _ = fix(capfd, path, write=True)
     assert (code, again) == (0, out)  # all is mended
@@ -440,7 +587,11 @@ def test_the_options_of_a_training_command_may_be_pasted(
     ):
         code, out, _ = doctor(capfd, "trainer.devices=8", **given)
         assert (code, "NP102 warning" in out, "8 ranks" in out) == (1, True, True)
-    for given in ({"config_path": "../conf", "config_name": "nest"}, {"config_path": "conf"}, {"config_name": "nest"}):
+    for given in (
+        {"config_path": "../conf", "config_name": "nest"},
+        {"config_path": "conf"},
+        {"config_name": "nest"},
+    ):
         code, out, err = doctor(capfd, "trainer.devices=8", **given)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert "--config-name" in err
@@ -455,7 +606,11 @@ def test_the_hook_of_pre_commit_runs_as_it_says(tmp_path: Path) -> None:
 
     (hook,) = yaml.safe_load((CHECKOUT / ".pre-commit-hooks.yaml").read_text())
     name, *options = hook["entry"].split()
-    assert (name, hook["language"], hook["additional_dependencies"]) == ("nemo-patches", "python", [".[tools]"])
+    assert (name, hook["language"], hook["additional_dependencies"]) == (
+        "nemo-patches",
+        "python",
+        [".[tools]"],
+    )
     path = write(tmp_path, STOCK)
     done = python("-m", "nemo_patches", *options, str(path), path=(CHECKOUT,))
     assert (done.returncode, done.stdout.count("\n")) == (1, 1), done
@@ -479,25 +634,41 @@ def test_what_is_not_there_is_put_in_with_the_sections_own_indentation(
     text = mark + LHOTSE.replace("manifest_filepath: ???", "manifest_filepath: x")
     path = write(tmp_path, text.replace("\n", newline))
     fix(capfd, path, write=True)
-    expected = text.replace("    devices", "    use_distributed_sampler: false\n    devices").replace("\n", newline)
+    expected = text.replace(
+        "    devices", "    use_distributed_sampler: false\n    devices"
+    ).replace("\n", newline)
     assert path.read_bytes().decode() == expected
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "said"),
     [
-        (STOCK, ("model.encoder.pos_emb_max_len=5001",), "its value is that of an override"),
-        (STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n", (), "other shares it, by an anchor"),
         (
-            "model: {train_ds: {use_lhotse: true, manifest_filepath: x, batch_size: 8, shard_seed: 0}}\n"
-            "trainer: {devices: 4}\n",
+            STOCK,
+            ("model.encoder.pos_emb_max_len=5001",),
+            "its value is that of an override",
+        ),
+        (
+            STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n",
+            (),
+            "other shares it, by an anchor",
+        ),
+        (
+            (
+                "model: {train_ds: {use_lhotse: true, manifest_filepath: x, batch_size:"
+                " 8, shard_seed: 0}}\ntrainer: {devices: 4}\n"
+            ),
             (),
             "its section is not written line by line",
         ),
     ],
 )
 def test_a_change_that_would_do_more_than_it_says_is_not_made(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, overrides: tuple[str, ...], said: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    overrides: tuple[str, ...],
+    said: str,
 ) -> None:
     path = write(tmp_path, text)
     _, out, err = fix(capfd, path, *overrides)
@@ -510,26 +681,41 @@ def test_a_change_that_would_do_more_than_it_says_is_not_made(
 def test_what_two_sections_share_is_not_changed_for_one_of_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text = STOCK.replace("  encoder:\n", "  encoder: &shared\n").replace("trainer:", "  teacher: *shared\n\ntrainer:")
+    text = STOCK.replace("  encoder:\n", "  encoder: &shared\n").replace(
+        "trainer:", "  teacher: *shared\n\ntrainer:"
+    )
     path = write(tmp_path, text)
     _, out, err = fix(capfd, path)
     assert out == ""
     assert err.count("shares it, by an anchor") == 2
     _, out, _ = doctor(capfd, path, json=True)
-    changes = [finding["safe_change"] for finding in json.loads(out)[0]["findings"] if finding["rule"] == "NP102"]
+    changes = [
+        finding["safe_change"]
+        for finding in json.loads(out)[0]["findings"]
+        if finding["rule"] == "NP102"
+    ]
     assert changes == [False, False]  # as --fix refuses them
 
 
 def test_a_merged_section_and_an_anchor_that_nobody_shares_are_changed_in_place(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    merged = STOCK.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace(" 5000 ", " &room 5000 ")
+    merged = STOCK.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace(
+        " 5000 ", " &room 5000 "
+    )
     text = f"_base: &base {{pos_emb_max_len: 1, n_heads: 8}}\n{merged}"
     fix(capfd, write(tmp_path, text), write=True)
-    assert (tmp_path / "nest.yaml").read_text() == text.replace("&room 5000", "&room 6016")
-    put_in = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "").replace("pos_emb_max_len: 1, ", "")
+    assert (tmp_path / "nest.yaml").read_text() == text.replace(
+        "&room 5000", "&room 6016"
+    )
+    put_in = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "").replace(
+        "pos_emb_max_len: 1, ", ""
+    )
     fix(capfd, write(tmp_path, put_in), write=True)
-    assert "    pos_emb_max_len: 6016\n    <<: *base\n" in (tmp_path / "nest.yaml").read_text()
+    assert (
+        "    pos_emb_max_len: 6016\n    <<: *base\n"
+        in (tmp_path / "nest.yaml").read_text()
+    )
     only_merged = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "")
     _, out, err = fix(capfd, write(tmp_path, only_merged))
     assert out == ""
@@ -545,16 +731,25 @@ def test_a_section_that_only_an_override_makes_cannot_be_changed(
     assert "there is no section for it" in err
 
 
-def test_a_file_without_a_last_newline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, STOCK.replace("    pos_emb_max_len:  5000    # frames\n", "") + "#\n#\n#end")
+def test_a_file_without_a_last_newline(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write(
+        tmp_path,
+        STOCK.replace("    pos_emb_max_len:  5000    # frames\n", "") + "#\n#\n#end",
+    )
     _, out, _ = fix(capfd, path)
     assert "+    pos_emb_max_len: 6016\n     _target_" in out
-    on_the_cpu = "model: {encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}}\n"
+    on_the_cpu = (
+        "model: {encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}}\n"
+    )
     on_the_cpu += "trainer:\n  devices: 2\n  accelerator: cpu\n  sync_batchnorm: "
     path = write(tmp_path, f"{on_the_cpu}true")
     _, out, _ = fix(capfd, path, write=True)
     no_newline = "\\ No newline at end of file\n"
-    assert out.endswith(f"-  sync_batchnorm: true\n{no_newline}+  sync_batchnorm: false\n{no_newline}")
+    assert out.endswith(
+        f"-  sync_batchnorm: true\n{no_newline}+  sync_batchnorm: false\n{no_newline}"
+    )
     assert path.read_text() == f"{on_the_cpu}false"
 
 
@@ -565,14 +760,18 @@ def test_a_file_that_changed_meanwhile_or_cannot_be_written_is_left_alone(
     from nemo_patches.tools.doctor.errors import DoctorError
 
     path = write(tmp_path, CLEAN)
-    with pytest.raises(DoctorError, match="changed since it was read; nothing was written"):
+    with pytest.raises(
+        DoctorError, match="changed since it was read; nothing was written"
+    ):
         fixes.write(path, STOCK, "x")
     assert path.read_text() == CLEAN
     with pytest.raises(DoctorError, match="not written"):
         fixes.write(tmp_path / "gone" / "nest.yaml", STOCK, "x")
 
 
-def test_through_a_link_the_file_changes_and_the_link_stays(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_through_a_link_the_file_changes_and_the_link_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path, STOCK)
     link = tmp_path / "link.yaml"
     link.symlink_to(path)
@@ -600,7 +799,14 @@ def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None
 
 
 def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
-    numbers = {"config": "01", "machine": "2", "ranks": "3", "code": "4"}  # the names' third character
+    numbers = {
+        "config": "01",
+        "machine": "2",
+        "ranks": "3",
+        "code": "4",
+    }  # the names' third character
     for rule in all_rules():
         assert f".rules.{rule.about}.{rule.identifier.lower()}_" in f".{rule.name}"
-        assert rule.identifier[2] in numbers[rule.about], f"{rule.identifier} is in {rule.about}/"
+        assert rule.identifier[2] in numbers[rule.about], (
+            f"{rule.identifier} is in {rule.about}/"
+        )

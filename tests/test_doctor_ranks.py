@@ -1,4 +1,6 @@
-"""`doctor --ranks` on real ranks: all well, ranks that differ, that are absent or tell nonsense, and two hosts."""
+"""`doctor --ranks` on real ranks: all well, ranks that differ, that are absent or tell nonsense,
+and two hosts.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ DOCTOR = ["-m", "nemo_patches", "doctor", "--ranks"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LIMIT = 150.0  # seconds, for what takes 10
 
-# The command on one rank, which waits for all others once torch is imported: how long that takes differs from rank to
-# rank by more than NEMO_PATCHES_TIMEOUT, where the machine is busy.
+# The command on one rank, which waits for all others once torch is imported: how long that takes
+# differs from rank to rank by more than NEMO_PATCHES_TIMEOUT, where the machine is busy.
 TOGETHER = """
 import runpy, sys
 import torch.distributed, nemo_patches.tools.doctor.exchange
@@ -51,10 +53,16 @@ def let_go(processes: list[subprocess.Popen[str]]) -> None:
 
 def test_nothing_is_found_among_ranks_that_are_alike(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("trainer: {devices: 2}\nmodel: {train_ds: {manifest_filepath: a.json, batch_size: 8}}\n")
+    config.write_text(
+        "trainer: {devices: 2}\nmodel: {train_ds: {manifest_filepath: a.json,"
+        " batch_size: 8}}\n"
+    )
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *DOCTOR, str(config)]
     command += ["model.train_ds.batch_size=4"]
-    odd = {"NEMO_PATCHES_TRACE": os.fsdecode("/转储".encode("gbk")), "NEMO_PATCHES_ON_STALL": "page \n --all"}
+    odd = {
+        "NEMO_PATCHES_TRACE": os.fsdecode("/转储".encode("gbk")),
+        "NEMO_PATCHES_ON_STALL": "page \n --all",
+    }
     done = run(command, environment(CHECKOUT, **odd), LIMIT)
     assert done.returncode == 0, done
     first, size, sampler, last = done.stdout.splitlines()
@@ -73,8 +81,16 @@ def started(
     processes = []
     try:
         for rank, own in enumerate(different):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "localhost"}
-            common = {name: str(value) for name, value in {**variables, "MASTER_PORT": port}.items()}
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "MASTER_ADDR": "localhost",
+            }
+            common = {
+                name: str(value)
+                for name, value in {**variables, "MASTER_PORT": port}.items()
+            }
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", TOGETHER, "--json", *options],
@@ -93,7 +109,9 @@ def started(
             process.communicate()
 
 
-def printed(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], dict[str, str]]:
+def printed(
+    process: subprocess.Popen[str],
+) -> tuple[int, dict[str, Any], dict[str, str]]:
     """Rank 0's exit code, its report, and what each rule found, by rule."""
     out, _ = process.communicate(timeout=LIMIT)
     (report,) = json.loads(out)
@@ -103,7 +121,9 @@ def printed(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], dict[s
     return process.returncode, report, found
 
 
-def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_code(tmp_path: Path) -> None:
+def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_code(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "nemo").mkdir()
     (tmp_path / "nemo" / "__init__.py").write_text("")
     (tmp_path / "nemo" / "package_info.py").write_text("__shortversion__ = '9.9.0'\n")
@@ -128,7 +148,9 @@ def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_cod
     assert algorithm.endswith("differs: Tree on rank 1, not set on rank 0")
     assert "rank 2 of 3, " in found["NP301"]
     assert set(found) == {"NP301", "NP302", "NP303"}
-    assert [rank["versions"]["nemo_patches"] for rank in report["ranks"]] == [nemo_patches.__version__] * 2
+    assert [rank["versions"]["nemo_patches"] for rank in report["ranks"]] == [
+        nemo_patches.__version__
+    ] * 2
 
 
 STUCK = """
@@ -149,12 +171,18 @@ time.sleep(60)
 def test_a_rank_that_tells_nonsense_is_as_one_without_an_answer() -> None:
     port = free_port()
     stuck = subprocess.Popen(
-        [sys.executable, "-c", STUCK, str(port)], env=environment(CHECKOUT), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUCK, str(port)],
+        env=environment(CHECKOUT),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert stuck.stdout is not None
         assert stuck.stdout.readline() == "serving\n"  # pytest-timeout bounds this
-        variables = {"NEMO_PATCHES_TIMEOUT": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables = {
+            "NEMO_PATCHES_TIMEOUT": "3",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         with started(4, variables, port=port) as (first,):
             began = time.monotonic()
             code, report, found = printed(first)
@@ -172,13 +200,19 @@ def test_a_rank_that_tells_nonsense_is_as_one_without_an_answer() -> None:
 def test_a_store_that_stops_is_said_in_bounded_time() -> None:
     port = free_port()
     stopped = subprocess.Popen(
-        [sys.executable, "-c", STUCK, str(port)], env=environment(CHECKOUT), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STUCK, str(port)],
+        env=environment(CHECKOUT),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert stopped.stdout is not None
         assert stopped.stdout.readline() == "serving\n"  # pytest-timeout bounds this
         stopped.send_signal(signal.SIGSTOP)
-        variables = {"NEMO_PATCHES_TIMEOUT": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables = {
+            "NEMO_PATCHES_TIMEOUT": "2",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         with started(2, variables, port=port) as (first,):
             out, error = first.communicate(timeout=LIMIT)
         assert (first.returncode, out) == (2, "")
@@ -188,9 +222,21 @@ def test_a_store_that_stops_is_said_in_bounded_time() -> None:
         stopped.communicate()
 
 
-def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_its_own() -> None:
-    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "NEMO_PATCHES_TIMEOUT": "1"}
-    done = run([sys.executable, *DOCTOR], environment(CHECKOUT, **job, MASTER_PORT=str(free_port())), LIMIT)
+def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_its_own() -> (
+    None
+):
+    job = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "NEMO_PATCHES_TIMEOUT": "1",
+    }
+    done = run(
+        [sys.executable, *DOCTOR],
+        environment(CHECKOUT, **job, MASTER_PORT=str(free_port())),
+        LIMIT,
+    )
     assert (done.returncode, done.stdout) == (0, "")
     assert "nemo-patches doctor: rank 1, " in done.stderr
 
@@ -198,11 +244,23 @@ def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_it
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "RANK is not set; it is run on every rank: torchrun ... -m nemo_patches doctor --ranks"),
+        (
+            {},
+            (
+                "RANK is not set; it is run on every rank: torchrun ... -m nemo_patches"
+                " doctor --ranks"
+            ),
+        ),
         ({"RANK": "x"}, "RANK='x' is not allowed"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not allowed with WORLD_SIZE=2; allowed: 0 to 1"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "RANK=2 is not allowed with WORLD_SIZE=2; allowed: 0 to 1",
+        ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "MASTER_PORT is not set"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}, "MASTER_ADDR is not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"},
+            "MASTER_ADDR is not set",
+        ),
     ],
 )
 def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> None:
@@ -216,10 +274,17 @@ def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> 
 def test_slurms_variables_are_a_place() -> None:
     from nemo_patches.tools.doctor.rank_place import RankPlace, place
 
-    slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
+    slurm = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "8",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "9",
+    }
     assert place(slurm) == RankPlace(3, 8, "a", 9, False)
     assert place({**slurm, "SLURM_PROCID": "0"}).has_server
-    assert not place({**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_server
+    assert not place(
+        {**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ).has_server
 
 
 def on_two_hosts(commands: list[list[str]]) -> list[tuple[int, str, str]]:
@@ -245,12 +310,27 @@ def on_two_hosts(commands: list[list[str]]) -> list[tuple[int, str, str]]:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
-    return [(process.returncode, *text) for process, text in zip(processes, texts, strict=True)]
+    return [
+        (process.returncode, *text)
+        for process, text in zip(processes, texts, strict=True)
+    ]
 
 
 def test_two_hosts_under_torchrun() -> None:
-    where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", "29500"]
-    commands = [[*TORCHRUN, *where, "--node-rank", node, *DOCTOR, "--json"] for node in ("0", "1")]
+    where = [
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        ADDRESSES[0],
+        "--master-port",
+        "29500",
+    ]
+    commands = [
+        [*TORCHRUN, *where, "--node-rank", node, *DOCTOR, "--json"]
+        for node in ("0", "1")
+    ]
     (code, out, error), (other, *_) = on_two_hosts(commands)
     assert (code, other) == (0, 0), error
     (report,) = json.loads(out)

@@ -1,4 +1,6 @@
-"""What NP111, NP125, NP130, NP131 and NP134 say of a data set, beside what NeMo's own Lhotse loader does with it."""
+"""What NP111, NP125, NP130, NP131 and NP134 say of a data set, beside what NeMo's own Lhotse loader
+does with it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ TWO = {"batch_size": 2}
 ENTRY = {"type": "nemo", "manifest_filepath": "manifest.json"}
 PARQUET = "p.parquet"  # of which the first bytes are enough to be no JSON
 
-# What a set has beside a manifest and seeds; whether NeMo stops or reads nothing, before 3.0 and from 3.0 on.
+# What a set has beside a manifest and seeds; whether NeMo stops or reads nothing, before 3.0 and
+# from 3.0 on.
 CASES: list[tuple[dict[str, Any], bool, bool]] = [
     (TWO, False, False),
     ({"batch_duration": 10}, False, False),
@@ -33,9 +36,29 @@ CASES: list[tuple[dict[str, Any], bool, bool]] = [
     ({"batch_size": 8.5}, True, True),
     ({"batch_size": 8.0}, True, True),
     ({"batch_duration": 0}, True, True),
-    ({"batch_duration": 10, "bucket_duration_bins": [1.7, 1.2], "use_bucketing": True}, True, True),
-    ({"batch_duration": 10, "bucket_duration_bins": [1.2, 1.2], "use_bucketing": True}, False, False),
-    ({"batch_duration": 10, "bucket_duration_bins": [], "use_bucketing": True}, True, True),
+    (
+        {
+            "batch_duration": 10,
+            "bucket_duration_bins": [1.7, 1.2],
+            "use_bucketing": True,
+        },
+        True,
+        True,
+    ),
+    (
+        {
+            "batch_duration": 10,
+            "bucket_duration_bins": [1.2, 1.2],
+            "use_bucketing": True,
+        },
+        False,
+        False,
+    ),
+    (
+        {"batch_duration": 10, "bucket_duration_bins": [], "use_bucketing": True},
+        True,
+        True,
+    ),
     ({**TWO, "force_map_dataset": True, "force_iterable_dataset": True}, True, True),
     ({**TWO, "pad_min_duration": 5, "max_duration": 2.2}, True, True),
     ({**TWO, "pad_min_duration": 2.2, "max_duration": 2.2}, False, False),
@@ -54,15 +77,30 @@ CASES: list[tuple[dict[str, Any], bool, bool]] = [
     ({**TWO, "input_cfg": [{**ENTRY, "type": "nemo_tared"}]}, True, True),
     ({**TWO, "input_cfg": [{"type": "group"}]}, True, True),
     ({**TWO, "input_cfg": [{**ENTRY, "weight": 1}, ENTRY]}, True, True),
-    ({**TWO, "input_cfg": [{**ENTRY, "weight": 1}, {**ENTRY, "weight": 2}]}, False, False),
-    ({**TWO, "input_cfg": [{**ENTRY, "weight": 0}, {**ENTRY, "weight": 1}]}, False, True),
+    (
+        {**TWO, "input_cfg": [{**ENTRY, "weight": 1}, {**ENTRY, "weight": 2}]},
+        False,
+        False,
+    ),
+    (
+        {**TWO, "input_cfg": [{**ENTRY, "weight": 0}, {**ENTRY, "weight": 1}]},
+        False,
+        True,
+    ),
     ({**TWO, "input_cfg": [{**ENTRY, "weight": 0}]}, False, False),
     ({**TWO, "input_cfg": "inputs.yaml"}, False, False),
     ({**TWO, "input_cfg": "inner.yaml"}, True, True),
     ({**TWO, "manifest_filepath": PARQUET}, True, True),
-    ({**TWO, "input_cfg": [{"type": "nemo", "manifest_filepath": PARQUET}]}, True, True),
+    (
+        {**TWO, "input_cfg": [{"type": "nemo", "manifest_filepath": PARQUET}]},
+        True,
+        True,
+    ),
 ]
-SETS: dict[str, Any] = {"multi_config": True, "a": {"manifest_filepath": "manifest.json", **TWO}}
+SETS: dict[str, Any] = {
+    "multi_config": True,
+    "a": {"manifest_filepath": "manifest.json", **TWO},
+}
 WEIGHTED = {"sampler_fusion": "randomized_round_robin"}
 MULTI: list[tuple[dict[str, Any], bool]] = [
     (SETS, False),
@@ -76,7 +114,10 @@ CONFIGS: list[dict[str, Any]] = [
     *({**WHOLE, "manifest_filepath": "manifest.json", **case} for case, _, _ in CASES),
     *({**WHOLE, **case} for case, _ in MULTI),
 ]
-STOPS = [*((from_3 if NEMO_3 else before) for _, before, from_3 in CASES), *(stops for _, stops in MULTI)]
+STOPS = [
+    *((from_3 if NEMO_3 else before) for _, before, from_3 in CASES),
+    *(stops for _, stops in MULTI),
+]
 
 
 def write_data(folder: Path) -> None:
@@ -88,19 +129,34 @@ def write_data(folder: Path) -> None:
             audio.setsampwidth(2)
             audio.setframerate(16000)
             audio.writeframes(b"\0\0" * int(16000 * seconds))
-        lines.append(json.dumps({"audio_filepath": str(path), "duration": seconds, "text": "a", "lang": "en"}))
+        lines.append(
+            json.dumps(
+                {
+                    "audio_filepath": str(path),
+                    "duration": seconds,
+                    "text": "a",
+                    "lang": "en",
+                }
+            )
+        )
     (folder / "manifest.json").write_text("\n".join(lines))
     (folder / PARQUET).write_bytes(b"PAR1\x15\x04\x15\x80\x8c")
     (folder / "inputs.yaml").write_text("- {type: group, input_cfg: more.yaml}\n")
-    (folder / "more.yaml").write_text("- {type: nemo, manifest_filepath: manifest.json}\n")
-    (folder / "inner.yaml").write_text("input_cfg:\n- {type: nemo, manifest_filepath: manifest.json}\n")
+    (folder / "more.yaml").write_text(
+        "- {type: nemo, manifest_filepath: manifest.json}\n"
+    )
+    (folder / "inner.yaml").write_text(
+        "input_cfg:\n- {type: nemo, manifest_filepath: manifest.json}\n"
+    )
 
 
 def stopped(_rank: int, _size: int, folder: str) -> list[str]:
     """Why NeMo does not come to a second batch with each config; empty where it does."""
     import os
 
-    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
+    from nemo.collections.common.data.lhotse.dataloader import (
+        get_lhotse_dataloader_from_config,
+    )
     from torch.utils.data import Dataset
 
     class Counted(Dataset[int]):
@@ -117,7 +173,9 @@ def stopped(_rank: int, _size: int, folder: str) -> list[str]:
     reasons = []
     for given in CONFIGS:
         try:
-            loader = get_lhotse_dataloader_from_config(OmegaConf.create({**small, **given}), 0, 1, Counted())
+            loader = get_lhotse_dataloader_from_config(
+                OmegaConf.create({**small, **given}), 0, 1, Counted()
+            )
             reasons.append("" if next(iter(loader), 0) else "nothing is left")
         except Exception as error:
             reasons.append(f"{type(error).__name__}: {error}")
@@ -139,10 +197,13 @@ def test_the_doctor_stops_what_nemo_stops(tmp_path: Path, monkeypatch: Any) -> N
     of_3 = [*(from_3 for _, _, from_3 in CASES), *(stops for _, stops in MULTI)]
     for config, stops in zip(CONFIGS, of_3, strict=True):
         source = yaml_text.parse(
-            Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create({"model": {"train_ds": config}}))
+            Path("config.yaml"),
+            OmegaConf.to_yaml(OmegaConf.create({"model": {"train_ds": config}})),
         )
         found = examination.checked(Job(reading.with_overrides(source)), rules)
-        said = [finding.what for _, finding in found if finding.severity > Severity.NOTE]
+        said = [
+            finding.what for _, finding in found if finding.severity > Severity.NOTE
+        ]
         if bool(said) != stops:
             wrong.append((config, said))
     assert wrong == []
@@ -167,7 +228,9 @@ def longest_batches(_rank: int, _size: int, folder: str) -> list[list[float]]:
     """Of each of these, how many seconds the longest batch of each of two ranks has."""
     import os
 
-    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
+    from nemo.collections.common.data.lhotse.dataloader import (
+        get_lhotse_dataloader_from_config,
+    )
     from torch.utils.data import Dataset
 
     class Seconds(Dataset[float]):
@@ -175,7 +238,12 @@ def longest_batches(_rank: int, _size: int, folder: str) -> list[list[float]]:
             return sum(cut.duration for cut in cuts)
 
     os.chdir(folder)
-    small = {**WHOLE, "manifest_filepath": "manifest.json", "bucket_buffer_size": 100, "concurrent_bucketing": False}
+    small = {
+        **WHOLE,
+        "manifest_filepath": "manifest.json",
+        "bucket_buffer_size": 100,
+        "concurrent_bucketing": False,
+    }
     return [
         [max(get_lhotse_dataloader_from_config(OmegaConf.create({**small, **given}), rank, 2, Seconds()))
          for rank in (0, 1)]
@@ -195,32 +263,49 @@ def test_one_rank_alone_gets_a_very_long_entry(tmp_path: Path) -> None:
         audio.setparams((1, 2, 16000, 0, "NONE", ""))
         audio.writeframes(b"\0\0" * int(16000 * LONG_S))
     (rank,) = run_ranks(longest_batches, 1, str(tmp_path), group=False)
-    ranks_with_it = [sum(seconds >= LONG_S for seconds in ranks) for ranks in rank.value]
+    ranks_with_it = [
+        sum(seconds >= LONG_S for seconds in ranks) for ranks in rank.value
+    ]
     assert ranks_with_it == [int(alone) for _, alone in BY_DURATION], rank.value
     for given, alone in BY_DURATION:
-        config = {"trainer": {"devices": 2}, "model": {"train_ds": {**WHOLE, "shar_path": "a", **given}}}
-        source = yaml_text.parse(Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create(config)))
-        found = examination.checked(Job(reading.with_overrides(source)), examination.chosen(["NP134"]))
+        config = {
+            "trainer": {"devices": 2},
+            "model": {"train_ds": {**WHOLE, "shar_path": "a", **given}},
+        }
+        source = yaml_text.parse(
+            Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create(config))
+        )
+        found = examination.checked(
+            Job(reading.with_overrides(source)), examination.chosen(["NP134"])
+        )
         assert [rule.identifier for rule, _ in found].count("NP134") == alone, given
 
 
 # --- what NeMo asks the length of a training set for
 
 SETS_OF_LHOTSE: list[dict[str, Any]] = [{}, {"force_iterable_dataset": True}]
-SCHEDULES: list[dict[str, Any]] = [{"t_limit_train_batches": 1.0}, {"t_limit_train_batches": 9}, {"max_steps": 9}]
+SCHEDULES: list[dict[str, Any]] = [
+    {"t_limit_train_batches": 1.0},
+    {"t_limit_train_batches": 9},
+    {"max_steps": 9},
+]
 FLAGS: list[dict[str, Any]] = [{}, {"is_tarred": True}]
 MODELS = {"EncDecCTCModel": [], "EncDecMultiTaskModel": ["+model.transf_decoder={}"]}
 LIMITS = (1.0, 100)
 
 
 def has_no_length(_rank: int, _size: int, folder: str) -> tuple[list[bool], list[bool]]:
-    """Whether NeMo's scheduler, and then its models, stop with each of these, as a set of Lhotse has no len()."""
+    """Whether NeMo's scheduler, and then its models, stop with each of these, as a set of Lhotse
+    has no len().
+    """
     import os
     from types import SimpleNamespace
 
     import torch
     from nemo.collections.asr import models
-    from nemo.collections.common.data.lhotse.dataloader import get_lhotse_dataloader_from_config
+    from nemo.collections.common.data.lhotse.dataloader import (
+        get_lhotse_dataloader_from_config,
+    )
     from nemo.core.optim.lr_scheduler import prepare_lr_scheduler
 
     os.chdir(folder)
@@ -234,13 +319,26 @@ def has_no_length(_rank: int, _size: int, folder: str) -> tuple[list[bool], list
         return False
 
     def loader(given: dict[str, Any]) -> Any:
-        config = OmegaConf.create({**WHOLE, "manifest_filepath": "manifest.json", **TWO, **given})
-        return get_lhotse_dataloader_from_config(config, 0, 1, torch.utils.data.Dataset())
+        config = OmegaConf.create(
+            {**WHOLE, "manifest_filepath": "manifest.json", **TWO, **given}
+        )
+        return get_lhotse_dataloader_from_config(
+            config, 0, 1, torch.utils.data.Dataset()
+        )
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    usual = {"name": "CosineAnnealing", "t_max_epochs": 2, "t_accumulate_grad_batches": 1, "t_num_workers": 1}
+    usual = {
+        "name": "CosineAnnealing",
+        "t_max_epochs": 2,
+        "t_accumulate_grad_batches": 1,
+        "t_num_workers": 1,
+    }
     schedules = [
-        stops(lambda given=given, more=more: prepare_lr_scheduler(optimizer, {**usual, **more}, loader(given)))
+        stops(
+            lambda given=given, more=more: prepare_lr_scheduler(
+                optimizer, {**usual, **more}, loader(given)
+            )
+        )
         for given in SETS_OF_LHOTSE
         for more in SCHEDULES
     ]
@@ -259,8 +357,8 @@ def has_no_length(_rank: int, _size: int, folder: str) -> tuple[list[bool], list
                     setup = getattr(models, name).setup_training_data
                     asking.append(
                         stops(
-                            lambda given=given, flag=flag, model=model, setup=setup: setup(
-                                model, OmegaConf.create({**given, **flag, **TWO})
+                            lambda given=given, flag=flag, model=model, setup=setup: (
+                                setup(model, OmegaConf.create({**given, **flag, **TWO}))
                             )
                         )
                     )
@@ -273,10 +371,14 @@ def test_the_doctor_knows_who_asks_for_a_length(tmp_path: Path) -> None:
     by_nemo_schedules, by_nemo_models = rank.value
     encoder = {"_target_": "nemo.collections.asr.modules.ConformerEncoder"}
 
-    def said(rule: str, given: dict[str, Any], trainer: dict[str, Any], *overrides: str) -> bool:
+    def said(
+        rule: str, given: dict[str, Any], trainer: dict[str, Any], *overrides: str
+    ) -> bool:
         train = {**WHOLE, "manifest_filepath": "manifest.json", **TWO, **given}
         config = {"model": {"encoder": encoder, "train_ds": train}, "trainer": trainer}
-        source = yaml_text.parse(Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create(config)))
+        source = yaml_text.parse(
+            Path("config.yaml"), OmegaConf.to_yaml(OmegaConf.create(config))
+        )
         job = Job(reading.with_overrides(source, overrides))
         found = examination.checked(job, examination.chosen([rule]))
         return any("stops at its start" in finding.what for _, finding in found)
@@ -286,7 +388,10 @@ def test_the_doctor_knows_who_asks_for_a_length(tmp_path: Path) -> None:
         said(
             "NP133",
             given,
-            {"limit_train_batches": more.get("t_limit_train_batches", 1.0), "max_steps": more.get("max_steps", -1)},
+            {
+                "limit_train_batches": more.get("t_limit_train_batches", 1.0),
+                "max_steps": more.get("max_steps", -1),
+            },
             schedule,
         )
         for given in SETS_OF_LHOTSE
@@ -296,7 +401,10 @@ def test_the_doctor_knows_who_asks_for_a_length(tmp_path: Path) -> None:
     by_doctor = [
         said("NP104", {**given, **flag}, {"limit_train_batches": limit}, *of_model)
         for of_model in MODELS.values()
-        for given in [{}, {"shar_path": "shar", "manifest_filepath": None}]  # a stream that has no end
+        for given in [
+            {},
+            {"shar_path": "shar", "manifest_filepath": None},
+        ]  # a stream that has no end
         for flag in FLAGS
         for limit in LIMITS
     ]
@@ -304,7 +412,9 @@ def test_the_doctor_knows_who_asks_for_a_length(tmp_path: Path) -> None:
 
 
 def is_validated(_rank: int, _size: int) -> list[bool]:
-    """Whether Lightning comes to validation, with 8 batches, and without a length as Lhotse's sets are."""
+    """Whether Lightning comes to validation, with 8 batches, and without a length as Lhotse's sets
+    are.
+    """
     import lightning.pytorch as pl
     import torch
     from torch.utils.data import DataLoader, Dataset
@@ -337,13 +447,30 @@ def is_validated(_rank: int, _size: int) -> list[bool]:
         {"limit_train_batches": 20},
         {"limit_train_batches": 8},
         {"limit_train_batches": 20, "val_check_interval": 0.4},
-        {"limit_train_batches": 20, "val_check_interval": 15, "check_val_every_n_epoch": None},
+        {
+            "limit_train_batches": 20,
+            "val_check_interval": 15,
+            "check_val_every_n_epoch": None,
+        },
     ):
         model = Model()
-        loaders = [DataLoader(Batches(), sampler=Sampler(), batch_size=None) for _ in range(2)]  # type: ignore[arg-type]
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        given: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0, "enable_model_summary": False, **trainer}
-        pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **given).fit(model, *loaders)
+        loaders = [
+            DataLoader(Batches(), sampler=Sampler(), batch_size=None) for _ in range(2)
+        ]  # type: ignore[arg-type]
+        quiet = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
+        given: dict[str, Any] = {
+            **quiet,
+            "num_sanity_val_steps": 0,
+            "enable_model_summary": False,
+            **trainer,
+        }
+        pl.Trainer(accelerator="cpu", devices=1, max_epochs=2, **given).fit(
+            model, *loaders
+        )
         validated.append(model.validated > 0)
     return validated
 

@@ -1,4 +1,6 @@
-"""README and documents: both languages say the same, and what they name (commands, settings, files) exists."""
+"""README and documents: both languages say the same, and what they name (commands, settings, files)
+exists.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,19 @@ pytestmark = pytest.mark.one_nemo
 
 MOST_LINES_OF_README = 120
 README, CHINESE = CHECKOUT / "README.md", CHECKOUT / "README.zh-CN.md"
-PAGES = sorted(page for where in ("*.md", "docs/*.md", "examples/*/*.md") for page in CHECKOUT.glob(where))
+PAGES = sorted(
+    page
+    for where in ("*.md", "docs/*.md", "examples/*/*.md")
+    for page in CHECKOUT.glob(where)
+)
 PAGES.remove(CHECKOUT / "CHANGELOG.md")  # which may name what has gone since
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {DISABLE_VARIABLE, UNSUPPORTED_VARIABLE}
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT))
+)
+VARIABLES = {setting.variable for setting in ALL_SETTINGS} | {
+    DISABLE_VARIABLE,
+    UNSUPPORTED_VARIABLE,
+}
 COMMANDS: Any = typer.main.get_command(app)
 CJK = "[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 HALF_WIDTH = "[,:;()?!]"
@@ -36,7 +47,12 @@ HALF_WIDTH = "[,:;()?!]"
 
 def code(page: Path) -> list[str]:
     """Every line of a code block, without its comment, and every piece of code in a sentence."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
+    )
     pieces = re.findall(r"^ {4,}(\S.*)|`([^`]+)`", text, re.MULTILINE)
     return [re.sub(r" +#.*", "", block) or inline for block, inline in pieces]
 
@@ -49,32 +65,53 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_README
 
 
-def test_both_readmes_have_the_same_headings_commands_settings_and_links_in_the_same_order() -> None:
+def test_both_readmes_have_the_same_headings_commands_settings_and_links_in_the_same_order() -> (
+    None
+):
     def headings(page: Path) -> list[str]:
         return re.findall(r"^#+ ", page.read_text(encoding="utf-8"), re.MULTILINE)
 
     def tables(page: Path) -> list[int]:
-        return [row.count("|") for row in re.findall(r"^\|.*", page.read_text(encoding="utf-8"), re.MULTILINE)]
+        return [
+            row.count("|")
+            for row in re.findall(
+                r"^\|.*", page.read_text(encoding="utf-8"), re.MULTILINE
+            )
+        ]
 
     assert headings(CHINESE) == headings(README)
     assert tables(CHINESE) == tables(README)
     assert code(CHINESE) == code(README)
-    assert set(links(CHINESE)) - {"README.md"} == set(links(README)) - {"README.zh-CN.md"}
+    assert set(links(CHINESE)) - {"README.md"} == set(links(README)) - {
+        "README.zh-CN.md"
+    }
 
 
 def chinese_paragraphs(text: str) -> list[str]:
-    """Paragraphs, list items, rows and lines of code with Chinese in them; a piece of code stands as one character."""
+    """Paragraphs, list items, rows and lines of code with Chinese in them; a piece of code stands
+    as one character.
+    """
     text = re.sub(r"\]\([^)\n]*\)", "]", text.strip())
     paragraphs = re.split(r"\n\n|\n(?=[-|#]| {4})", text)
-    return [re.sub(r"`[^`]*`", "码", paragraph) for paragraph in paragraphs if re.search(CJK, paragraph)]
+    return [
+        re.sub(r"`[^`]*`", "码", paragraph)
+        for paragraph in paragraphs
+        if re.search(CJK, paragraph)
+    ]
 
 
 @pytest.mark.wheel
 @each_page
-def test_chinese_has_full_width_punctuation_and_no_line_break_in_a_paragraph(page: Path) -> None:
+def test_chinese_has_full_width_punctuation_and_no_line_break_in_a_paragraph(
+    page: Path,
+) -> None:
     for paragraph in chinese_paragraphs(page.read_text(encoding="utf-8")):
-        assert not re.search(f"{CJK} ?{HALF_WIDTH}|{HALF_WIDTH} ?{CJK}", paragraph), paragraph
-        assert not re.search(f"{CJK}\n|\n *{CJK}", paragraph), f"a line break is rendered as a space: {paragraph}"
+        assert not re.search(f"{CJK} ?{HALF_WIDTH}|{HALF_WIDTH} ?{CJK}", paragraph), (
+            paragraph
+        )
+        assert not re.search(f"{CJK}\n|\n *{CJK}", paragraph), (
+            f"a line break is rendered as a space: {paragraph}"
+        )
 
 
 @pytest.mark.wheel
@@ -89,15 +126,27 @@ def test_the_numbers_of_the_readme_are_the_codes() -> None:
     assert f"NeMo {admission.SUPPORTED}." in text
     assert f"the default is {Settings().timeout.seconds} s" in text
     assert text.count(f"after {Settings().stall_timeout.seconds} s") == 1
-    first, second = re.findall(r"^NEMO_VERSIONS \?= (\S+) (\S+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)[0]
+    first, second = re.findall(
+        r"^NEMO_VERSIONS \?= (\S+) (\S+)$",
+        (CHECKOUT / "Makefile").read_text(),
+        re.MULTILINE,
+    )[0]
     assert f"on NeMo {first} and {second};" in text
-    (python,) = re.findall(r'^requires-python = ">=(.*)"$', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE)
+    (python,) = re.findall(
+        r'^requires-python = ">=(.*)"$',
+        (CHECKOUT / "pyproject.toml").read_text(),
+        re.MULTILINE,
+    )
     assert f"Python {python} or later" in text
 
 
 @each_page
 def test_every_variable_of_ours_exists(page: Path) -> None:
-    named = set(re.findall(r"NEMO_PATCHES_[A-Z]+(?:_[A-Z]+)*\b", page.read_text(encoding="utf-8")))
+    named = set(
+        re.findall(
+            r"NEMO_PATCHES_[A-Z]+(?:_[A-Z]+)*\b", page.read_text(encoding="utf-8")
+        )
+    )
     assert named <= VARIABLES
 
 
@@ -107,13 +156,24 @@ def test_every_command_of_ours_exists_with_its_options(page: Path) -> None:
         for words in re.findall(r"(?:nemo-patches|-m nemo_patches) ([a-z].*)", line):
             name, *given = words.split(" -- ")[0].split()
             assert name in COMMANDS.commands, line
-            known = {"--help", *(option for each in COMMANDS.commands[name].params for option in each.opts)}
-            assert {word.split("=")[0] for word in given if re.match(r"--?[a-z]", word)} <= known, line
+            known = {
+                "--help",
+                *(
+                    option
+                    for each in COMMANDS.commands[name].params
+                    for option in each.opts
+                ),
+            }
+            assert {
+                word.split("=")[0] for word in given if re.match(r"--?[a-z]", word)
+            } <= known, line
 
 
 @each_page
 def test_every_make_target_exists(page: Path) -> None:
-    phony = " ".join(re.findall(r"^\.PHONY:(.*)", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+    phony = " ".join(
+        re.findall(r"^\.PHONY:(.*)", (CHECKOUT / "Makefile").read_text(), re.MULTILINE)
+    )
     families = tuple(re.findall(r"=([a-z-]+)%\)", phony))  # matrix-%, for every release
     for line in code(page):
         for target in re.findall(r"^make ([a-z][a-z-]*)", line):
@@ -128,7 +188,10 @@ def test_every_file_that_is_linked_is_there(page: Path) -> None:
 @each_page
 def test_every_file_that_code_names_is_there(page: Path) -> None:
     for piece in code(page):
-        for name in re.findall(r"(?<![\w/])((?:docs|tests|benchmarks|examples|nemo_patches)/[\w/.-]+\.\w+)", piece):
+        for name in re.findall(
+            r"(?<![\w/])((?:docs|tests|benchmarks|examples|nemo_patches)/[\w/.-]+\.\w+)",
+            piece,
+        ):
             of_nemo = name.startswith(("tests/collections/", "tests/.data/"))
             assert of_nemo or (CHECKOUT / name).is_file(), name
 
@@ -148,11 +211,24 @@ def test_the_reference_is_what_make_reference_writes() -> None:
 
 
 def test_every_message_of_the_reference_is_in_the_code() -> None:
-    section = (CHECKOUT / "docs" / "reference.md").read_text(encoding="utf-8").split("## What does a log line mean?")[1]
-    messages = re.findall(r"^\| `([^`]+)` \| [A-Z]", section.split("\n## ")[0], re.MULTILINE)
-    sources = [path.read_text(encoding="utf-8") for path in (CHECKOUT / "nemo_patches").rglob("*.py")]
-    code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", source) for source in sources)  # texts that go on in the next line
-    pieces = [piece.strip(" :") for message in messages for piece in message.split("...")]
+    section = (
+        (CHECKOUT / "docs" / "reference.md")
+        .read_text(encoding="utf-8")
+        .split("## What does a log line mean?")[1]
+    )
+    messages = re.findall(
+        r"^\| `([^`]+)` \| [A-Z]", section.split("\n## ")[0], re.MULTILINE
+    )
+    sources = [
+        path.read_text(encoding="utf-8")
+        for path in (CHECKOUT / "nemo_patches").rglob("*.py")
+    ]
+    code = "\n".join(
+        re.sub(r'"\s*\n\s*f?"', "", source) for source in sources
+    )  # texts that go on in the next line
+    pieces = [
+        piece.strip(" :") for message in messages for piece in message.split("...")
+    ]
     assert len(messages) > 10
     assert [piece for piece in pieces if piece not in code] == []
 
@@ -160,23 +236,40 @@ def test_every_message_of_the_reference_is_in_the_code() -> None:
 def test_every_verdict_has_its_row() -> None:
     page = (CHECKOUT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     table = page.split("## What does a verdict mean?")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(ids.ORDER)
+    assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(
+        ids.ORDER
+    )
     assert f"| `format` | {JSON_FORMAT}; another number" in page
 
 
 def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
     page = (CHECKOUT / "docs" / "for-agents.md").read_text(encoding="utf-8")
-    fields = {field.name for of in (ids.Diagnosis, ids.Finding) for field in dataclasses.fields(of)}
-    named = re.findall(r"^\| `([a-z]+)(?:\[\d*\])?(?:\.([a-z_]+))?` \| ", page, re.MULTILINE)
+    fields = {
+        field.name
+        for of in (ids.Diagnosis, ids.Finding)
+        for field in dataclasses.fields(of)
+    }
+    named = re.findall(
+        r"^\| `([a-z]+)(?:\[\d*\])?(?:\.([a-z_]+))?` \| ", page, re.MULTILINE
+    )
     assert len(named) > 8
     assert {name for pair in named for name in pair if name} <= fields
     acted_on = page.split("## What do I do next?")[1]
-    assert set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", re.sub(r"`nemo-patches.*?`", "", acted_on))) <= set(ids.ORDER)
+    assert set(
+        re.findall(
+            r"`([a-z]+(?:-[a-z]+)+)`", re.sub(r"`nemo-patches.*?`", "", acted_on)
+        )
+    ) <= set(ids.ORDER)
 
 
 def test_the_picture_shows_what_its_caption_says(tmp_path: Path) -> None:
     write(tmp_path, program_of_the_documents("stalled_job").schedules())
-    findings = {finding.id: finding for finding in diagnose(Folder(tmp_path).read()).findings}
+    findings = {
+        finding.id: finding for finding in diagnose(Folder(tmp_path).read()).findings
+    }
     stuck, late = findings[ids.MISSING_RANK], findings[ids.LATE]
     assert (stuck.ranks, stuck.call, late.ranks, late.call) == ((5,), 71, (5,), 38)
-    assert all(number in README.read_text(encoding="utf-8") for number in ("Rank 5 of 8", "call 38", "call 71"))
+    assert all(
+        number in README.read_text(encoding="utf-8")
+        for number in ("Rank 5 of 8", "call 38", "call 71")
+    )

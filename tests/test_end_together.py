@@ -1,6 +1,8 @@
-"""The rounds of StopTogether over random schedules: all ranks' passes end together, or every rank raises; none hangs.
+"""The rounds of StopTogether over random schedules: all ranks' passes end together, or every rank
+raises; none hangs.
 
-The ranks are threads, and the transport is a MAX in memory: what is tested is who says what, and what is made of it.
+The ranks are threads, and the transport is a MAX in memory: what is tested is who says what, and
+what is made of it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class MemoryRounds:
     def wait(self, limit: timedelta) -> int | None:
         arrived = self.job.values[self.key, self.issued]
         with self.job.changed:
-            assert self.job.changed.wait_for(lambda: len(arrived) == self.job.size or self.job.ended, LIMIT_S)
+            assert self.job.changed.wait_for(
+                lambda: len(arrived) == self.job.size or self.job.ended, LIMIT_S
+            )
         if len(arrived) < self.job.size:
             raise RoundFailed(self.job.ended)
         self.latest = Latest(self.issued, max(arrived.values()))
@@ -64,12 +68,16 @@ class MemoryRounds:
 
 
 def rank_of(job: Job, rank: int) -> Any:
-    exchange = SimpleNamespace(rank=rank, rounds=lambda key: MemoryRounds(job, rank, key))
+    exchange = SimpleNamespace(
+        rank=rank, rounds=lambda key: MemoryRounds(job, rank, key)
+    )
     return SimpleNamespace(exchange=exchange, group=None, begin=lambda: None)
 
 
 class Source:
-    """A loader whose passes have these numbers of batches; pass_number: the present one's, also if it begins again."""
+    """A loader whose passes have these numbers of batches; pass_number: the present one's, also if
+    it begins again.
+    """
 
     def __init__(self, passes: list[int]) -> None:
         self._passes, self.pass_number = passes, 0
@@ -81,7 +89,8 @@ class Source:
 def ran(schedule: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[str]]:
     """Of each rank: how many batches each pass gave, and what was raised (empty: nothing).
 
-    schedule: of each rank, of each pass: how many batches its loader has, and after how many it leaves the pass.
+    schedule: of each rank, of each pass: how many batches its loader has, and after how many it
+    leaves the pass.
     """
     job = Job(len(schedule))
     given_out: list[list[int]] = [[] for _ in schedule]
@@ -104,7 +113,10 @@ def ran(schedule: list[list[tuple[int, int]]]) -> tuple[list[list[int]], list[st
             job.ended = job.ended or f"rank {rank} has left"
             job.changed.notify_all()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(schedule))]
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True)
+        for rank in range(len(schedule))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -118,31 +130,61 @@ NEVER = 99
 
 
 @settings(max_examples=60)
-@given(st.integers(2, 4).flatmap(lambda size: st.lists(st.lists(BATCHES, min_size=size, max_size=size), min_size=1)))
-def test_all_ranks_passes_end_where_the_first_ranks_does(passes: list[list[int]]) -> None:
-    given_out, raised = ran([[(batches, NEVER) for batches in of_rank] for of_rank in zip(*passes, strict=True)])
+@given(
+    st.integers(2, 4).flatmap(
+        lambda size: st.lists(
+            st.lists(BATCHES, min_size=size, max_size=size), min_size=1
+        )
+    )
+)
+def test_all_ranks_passes_end_where_the_first_ranks_does(
+    passes: list[list[int]],
+) -> None:
+    given_out, raised = ran(
+        [
+            [(batches, NEVER) for batches in of_rank]
+            for of_rank in zip(*passes, strict=True)
+        ]
+    )
     assert raised == [""] * len(raised)
     assert given_out == [[min(batches) for batches in passes]] * len(raised)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(BATCHES, BATCHES, BATCHES), min_size=1, max_size=4))
-def test_ranks_that_leave_a_pass_at_the_same_batch_go_on(passes: list[tuple[int, int, int]]) -> None:
-    given_out, raised = ran([[(one, leave) for one, _, leave in passes], [(two, leave) for _, two, leave in passes]])
+def test_ranks_that_leave_a_pass_at_the_same_batch_go_on(
+    passes: list[tuple[int, int, int]],
+) -> None:
+    given_out, raised = ran(
+        [
+            [(one, leave) for one, _, leave in passes],
+            [(two, leave) for _, two, leave in passes],
+        ]
+    )
     assert raised == ["", ""]
     assert given_out == [[min(of_pass) for of_pass in passes]] * 2
 
 
 @settings(max_examples=80)
-@given(st.lists(st.lists(st.tuples(st.integers(0, 5), BATCHES), min_size=3, max_size=3), min_size=2, max_size=3))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 5), BATCHES), min_size=3, max_size=3),
+        min_size=2,
+        max_size=3,
+    )
+)
 def test_whatever_they_do_no_rank_gets_a_batch_that_another_has_not_said_it_has(
     schedule: list[list[tuple[int, int]]],
 ) -> None:
     given_out, raised = ran(schedule)
     for number in range(3):
         most = min(of_rank[number][0] for of_rank in schedule)
-        assert all(passes[number] <= most for passes in given_out if len(passes) > number)
-    lengths = {len(passes) for passes in given_out if not raised[given_out.index(passes)]}
+        assert all(
+            passes[number] <= most for passes in given_out if len(passes) > number
+        )
+    lengths = {
+        len(passes) for passes in given_out if not raised[given_out.index(passes)]
+    }
     assert lengths <= {3}  # who has not raised has gone through all
     if any("out of step" in text for text in raised):
         assert all(raised)  # nobody goes on alone
@@ -151,10 +193,14 @@ def test_whatever_they_do_no_rank_gets_a_batch_that_another_has_not_said_it_has(
 def test_a_rank_without_a_batch_raises_on_all() -> None:
     given_out, raised = ran([[(3, NEVER)], [(0, NEVER)], [(2, NEVER)]])
     assert given_out == [[0], [0], [0]]
-    assert all("test loader 1 (numbers): rank 1 has no batch at all" in text for text in raised)
+    assert all(
+        "test loader 1 (numbers): rank 1 has no batch at all" in text for text in raised
+    )
 
 
-def test_before_torch_distributed_it_does_nothing_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_torch_distributed_it_does_nothing_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = Said()
     monkeypatch.setattr(even_loader, "even_loaders", even_loader.EvenLoaders())
     assert even_loader.stop_together([1]) == [1]  # alone
@@ -162,7 +208,10 @@ def test_before_torch_distributed_it_does_nothing_and_says_so_once(monkeypatch: 
     assert even_loader.stop_together([1]) == even_loader.stop_together([1]) == [1]
     logger.removeHandler(said)
     (line,) = said.lines
-    assert "ranks do not end their passes together: torch.distributed is not initialized" in line
+    assert (
+        "ranks do not end their passes together: torch.distributed is not initialized"
+        in line
+    )
 
 
 class ItsOwnIterator(IterableDataset[int]):
@@ -203,12 +252,20 @@ class Wrapped(IterableDataset[int]):
     ],
     ids=["data set", "inner data set", "sampler", "generator"],
 )
-def test_a_loader_that_may_go_on_with_a_cut_pass_is_refused_by_name(loader: Any, name: str) -> None:
+def test_a_loader_that_may_go_on_with_a_cut_pass_is_refused_by_name(
+    loader: Any, name: str
+) -> None:
     with pytest.raises(StopTogetherError) as error:
         EvenLoader(loader, Agreement(rank_of(Job(1), 0), "training", 1, "numbers"))
     text = str(error.value)
-    assert text.startswith(f"training loader 1 (numbers): stop_together does not allow {name}: it is its own iterator")
-    assert "allowed: NeMo's and Lhotse's own, and loaders, data sets and samplers whose __iter__ begins" in text
+    assert text.startswith(
+        f"training loader 1 (numbers): stop_together does not allow {name}: it is its"
+        " own iterator"
+    )
+    assert (
+        "allowed: NeMo's and Lhotse's own, and loaders, data sets and samplers whose"
+        " __iter__ begins" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,4 +294,6 @@ def test_extremes_have_a_rank_that_has_them_and_fit_an_int64(values: list[int]) 
 
 @given(st.integers(1, (1 << 16) - 1), st.integers(1, (1 << 26) - 1), st.booleans())
 def test_a_place_is_read_as_it_was_said(number: int, batch: int, ended: bool) -> None:
-    assert Position.of(Position(number, batch, ended).value()) == Position(number, batch, ended)
+    assert Position.of(Position(number, batch, ended).value()) == Position(
+        number, batch, ended
+    )

@@ -1,4 +1,5 @@
-"""examples/: the doctor finds nothing in them, they train, and the demo's model is that of the NEST example, small.
+"""examples/: the doctor finds nothing in them, they train, and the demo's model is that of the NEST
+example, small.
 
 On two ranks, examples/nest/pretrain.py is trained in test_auto_apply.py.
 """
@@ -38,12 +39,17 @@ def test_the_doctor_finds_nothing(path: Path) -> None:
 
 def test_the_doctor_finds_nothing_with_the_tests_own_overrides(tmp_path: Path) -> None:
     overrides = nest_training.overrides(tmp_path)
-    report = examination.examine(EXAMPLES / "nest" / "nest_ddp.yaml", overrides, examination.chosen())
+    report = examination.examine(
+        EXAMPLES / "nest" / "nest_ddp.yaml", overrides, examination.chosen()
+    )
     assert (report.error, report.exit_code) == ("", 0), report.findings
 
 
 def test_both_nest_configs_are_the_same_but_for_the_trainer() -> None:
-    plain, ddp = (OmegaConf.load(EXAMPLES / "nest" / name) for name in ("nest.yaml", "nest_ddp.yaml"))
+    plain, ddp = (
+        OmegaConf.load(EXAMPLES / "nest" / name)
+        for name in ("nest.yaml", "nest_ddp.yaml")
+    )
     assert (plain.trainer.devices, plain.trainer.get("strategy")) == (1, None)
     assert (ddp.trainer.devices, ddp.trainer.strategy) == (8, "ddp")
     for config in (plain, ddp):
@@ -52,18 +58,45 @@ def test_both_nest_configs_are_the_same_but_for_the_trainer() -> None:
     assert plain == ddp
 
 
-# The demo's own: its size, its data, and inputs of 60 s as in NeMo's config, which outgrow the positional encodings.
+# The demo's own: its size, its data, and inputs of 60 s as in NeMo's config, which outgrow the
+# positional encodings.
 OF_THE_DEMO = {
-    *("num_classes", "d_model", "n_layers", "n_heads", "subsampling_conv_channels", "ff_expansion_factor", "dropout"),
-    *("manifest_filepath", "noise_manifest", "batch_size", "num_workers", "shuffle", "channel_selector", "pin_memory"),
-    *("max_duration", "min_duration", "mask_prob", "warmup_steps", "pos_emb_max_len", "sync_max_audio_length"),
+    *(
+        "num_classes",
+        "d_model",
+        "n_layers",
+        "n_heads",
+        "subsampling_conv_channels",
+        "ff_expansion_factor",
+        "dropout",
+    ),
+    *(
+        "manifest_filepath",
+        "noise_manifest",
+        "batch_size",
+        "num_workers",
+        "shuffle",
+        "channel_selector",
+        "pin_memory",
+    ),
+    *(
+        "max_duration",
+        "min_duration",
+        "mask_prob",
+        "warmup_steps",
+        "pos_emb_max_len",
+        "sync_max_audio_length",
+    ),
 }
 
 
 def test_the_demo_trains_the_model_of_the_example(tmp_path: Path) -> None:
     config = OmegaConf.load(EXAMPLES / "nest" / "nest.yaml")
     del config.model.train_ds.manifest_filepath, config.model.train_ds.noise_manifest
-    del config.model.validation_ds.manifest_filepath, config.model.validation_ds.noise_manifest
+    del (
+        config.model.validation_ds.manifest_filepath,
+        config.model.validation_ds.noise_manifest,
+    )
     config.model.encoder.d_model, config.model.num_classes = nest.WIDTH, nest.CODES
     example: Any = OmegaConf.to_container(config, resolve=True)
     del example["model"]["noise"]  # shared by the two data sets
@@ -82,19 +115,31 @@ def test_the_demo_trains_the_model_of_the_example(tmp_path: Path) -> None:
 
 def commands(readme: Path, folder: Path) -> list[list[str]]:
     """The README's first command, split at its &&, with its data in `folder`."""
-    block = re.findall(r"(?:^    .*\n)+", readme.read_text(), re.MULTILINE)[0].replace("/tmp/tones", str(folder))
+    block = re.findall(r"(?:^    .*\n)+", readme.read_text(), re.MULTILINE)[0].replace(
+        "/tmp/tones", str(folder)
+    )
     words = shlex.split(block.replace("\\\n", " "))
     split = words.index("&&")
     return [words[:split], words[split + 1 :]]
 
 
 def trained(rank: int, size: int, port: int, folder: str) -> None:
-    """What torchrun would run, one after the other: a launcher for each would import NeMo six times."""
+    """What torchrun would run, one after the other: a launcher for each would import NeMo six
+    times.
+    """
     import torch
 
     torch.set_num_threads(1)
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "x"}
-    os.environ.update({name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1")
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "x",
+    }
+    os.environ.update(
+        {name: str(value) for name, value in variables.items()}, MASTER_ADDR="127.0.0.1"
+    )
     os.chdir(folder)
     nemo_patches.apply(timeout=5)
     for readme in READMES:
@@ -115,8 +160,13 @@ def test_the_commands_of_the_readmes_train_on_two_ranks(tmp_path: Path) -> None:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", "2"]
         if readme.parent.name != "own_manifest":  # its script has the apply() itself
             launcher = ["nemo-patches", "run", "--timeout", "5", "--", *launcher]
-        assert launched[: len(launcher) + 1] == [*launcher, next(word for word in launched if word.endswith(".py"))]
-    subprocess.run([sys.executable, EXAMPLES / "make_audio.py", tmp_path], check=True, timeout=60)
+        assert launched[: len(launcher) + 1] == [
+            *launcher,
+            next(word for word in launched if word.endswith(".py")),
+        ]
+    subprocess.run(
+        [sys.executable, EXAMPLES / "make_audio.py", tmp_path], check=True, timeout=60
+    )
     results = run_ranks(trained, 2, free_port(), str(tmp_path), group=False)
     assert results[0].stderr.count("`max_steps=4` reached") == 3
     assert len(results[0].lines("patched on all 2 ranks: ConformerEncoder")) == 1

@@ -24,7 +24,14 @@ import torch.distributed as dist
 from exchange_job import LIMIT_S, Job, Rank, heard, silences
 
 from nemo_patches.channel import link, meeting
-from nemo_patches.channel.answers import ENDED, HELD_UP, LEFT, NO_ANSWER, NOT_COME, NOT_HEARD
+from nemo_patches.channel.answers import (
+    ENDED,
+    HELD_UP,
+    LEFT,
+    NO_ANSWER,
+    NOT_COME,
+    NOT_HEARD,
+)
 from nemo_patches.channel.exchange import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
@@ -75,7 +82,9 @@ def rounds_with_handlers_that_raise(rank: Rank) -> int:
 
     signal.signal(signal.SIGALRM, handler)
     count = 0
-    while True:  # a timer fires once: none is set while the handler of the last one runs
+    while (
+        True
+    ):  # a timer fires once: none is set while the handler of the last one runs
         try:
             while (number := rank.key.latest.number) < 1500:
                 if rank.number == 1:
@@ -131,10 +140,15 @@ def test_a_stopped_rank_hides_nobody(size: int, stopped: list[int]) -> None:
         expected = dict.fromkeys(stopped, NO_ANSWER)
 
         def all_are_right() -> bool:
-            """Of a question of all, and then of one. A busy machine keeps a rank from answering within 0.8 s."""
+            """Of a question of all, and then of one. A busy machine keeps a rank from answering
+            within 0.8 s.
+            """
             answers = [*job.do(living, Rank.ask), *job.do(living[-1:], Rank.ask)]
             assert all(took_s < SOON_S for took_s, _ in answers)
-            return all(heard(one) == set(living) and silences(one) == expected for _, one in answers)
+            return all(
+                heard(one) == set(living) and silences(one) == expected
+                for _, one in answers
+            )
 
         wait_for(all_are_right)
         job.signal(stopped, signal.SIGCONT)
@@ -143,7 +157,9 @@ def test_a_stopped_rank_hides_nobody(size: int, stopped: list[int]) -> None:
 
 
 def is_stopped(process: int) -> bool:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return (
+        Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    )
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -177,7 +193,9 @@ def runs_at_rest(rank: Rank) -> int:
 
     def switches() -> int:
         with open(file) as status:
-            return sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
+            return sum(
+                int(line.split()[1]) for line in status if "ctxt_switches" in line
+            )
 
     before = switches()
     time.sleep(1.0)  # what is looked at is that nothing happens meanwhile
@@ -187,7 +205,9 @@ def runs_at_rest(rank: Rank) -> int:
 def test_nothing_is_sent_while_nobody_asks() -> None:
     with Job(16, per_host=8, by_file=True) as job:
         job.do(job.all, Rank.hold_rounds, 1)
-        wait_for(lambda: not any(job.do([0], runs_at_rest)))  # the ranks' first connections have closed
+        wait_for(
+            lambda: not any(job.do([0], runs_at_rest))
+        )  # the ranks' first connections have closed
         job.do(job.all, count_sent)
         job.do([1], runs_at_rest)
         assert not any(job.do(job.all, sent))
@@ -206,7 +226,9 @@ def has_a_large_state(rank: Rank) -> None:
 def test_every_rank_has_another_state_and_one_is_too_long() -> None:
     with Job(128, per_host=8, by_file=True) as job:
         job.do(job.all, has_key, "place {}")
-        assert all(len(heard(verdict)) == 128 for _, verdict in job.do(job.all, Rank.ask))
+        assert all(
+            len(heard(verdict)) == 128 for _, verdict in job.do(job.all, Rank.ask)
+        )
         job.do([5], has_a_large_state)
         _, verdict = job.do([1], Rank.ask)[0]
         assert len(heard(verdict)) == 128
@@ -236,7 +258,12 @@ def sends_no_answers_of_this_format(rank: Rank) -> None:
         id_ = content["id"]
         run = {"id": id_, "groups": [["k", [[0, 99999999999]], 0, {}]], "silent": []}
         how = {"id": id_, "groups": [], "silent": [["by magic", 0, [[1, 1]]]]}
-        for body in (b"[" * 100_000, b'{"id": 3}', b'{"id": "x", "groups": 7}', b"\xff"):
+        for body in (
+            b"[" * 100_000,
+            b'{"id": 3}',
+            b'{"id": "x", "groups": 7}',
+            b"\xff",
+        ):
             self.send(kind, body=body)
         for one in (run, how):
             self.send(kind, body=json.dumps(one).encode())
@@ -247,7 +274,10 @@ def sends_no_answers_of_this_format(rank: Rank) -> None:
 def test_a_watch_that_fails_ends_no_rounds() -> None:
     with Job(8, per_host=8, by_file=True) as job:
         job.do([3], answers_nothing)
-        assert all(silences(verdict) == {3: HELD_UP} for _, verdict in job.do(job.all, Rank.ask))
+        assert all(
+            silences(verdict) == {3: HELD_UP}
+            for _, verdict in job.do(job.all, Rank.ask)
+        )
         job.do([0], judges_with_an_error)
         assert all("not judged" in verdict for _, verdict in job.do(job.all, Rank.ask))
         job.do(job.all, Rank.hold_rounds, 10)
@@ -259,7 +289,11 @@ def test_a_rank_that_holds_pythons_lock_and_one_that_sends_nonsense() -> None:
         verdicts = [verdict for _, verdict in job.do(job.others(2), Rank.ask)]
         assert all(silences(verdict) == {2: NO_ANSWER} for verdict in verdicts[-1:])
         job.get([2])
-        wait_for(lambda: all(len(heard(verdict)) == 8 for _, verdict in job.do(job.all, Rank.ask)))
+        wait_for(
+            lambda: all(
+                len(heard(verdict)) == 8 for _, verdict in job.do(job.all, Rank.ask)
+            )
+        )
         job.do([3], sends_no_answers_of_this_format)
         verdicts = [verdict for _, verdict in job.do(job.others(3), Rank.ask)]
         assert all(heard(verdict) == set(job.others(3)) for verdict in verdicts)
@@ -308,7 +342,9 @@ ENDS = [(8, "killed"), (0, "killed"), (8, "closed"), (0, "closed")]
 
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize(("rank", "how"), ENDS)
-def test_the_end_of_a_rank_is_told_to_all_at_once(rank: int, how: str, resets: bool) -> None:
+def test_the_end_of_a_rank_is_told_to_all_at_once(
+    rank: int, how: str, resets: bool
+) -> None:
     with Job(16, per_host=8, by_file=True) as job:
         if resets:
             job.do(job.all, begin_resets, 0.02)
@@ -326,7 +362,9 @@ def test_the_end_of_a_rank_is_told_to_all_at_once(rank: int, how: str, resets: b
         assert all(str(why).startswith(tuple(words)) for why in job.get(others))
         if not resets:
             expected = {rank: ENDED if how == "killed" else LEFT}
-            assert all(silences(verdict) == expected for _, verdict in job.do(others, Rank.ask))
+            assert all(
+                silences(verdict) == expected for _, verdict in job.do(others, Rank.ask)
+            )
 
 
 def few_files(rank: Rank) -> None:
@@ -386,7 +424,9 @@ def test_a_rank_that_has_not_come_is_named_and_comes() -> None:
 def test_without_rank_0_the_others_know_that_it_is_the_one() -> None:
     with Job(3, joins=False) as job:
         job.do([1, 2], Rank.join)
-        assert all(silences(verdict)[0] == NOT_COME for _, verdict in job.do([1, 2], Rank.ask))
+        assert all(
+            silences(verdict)[0] == NOT_COME for _, verdict in job.do([1, 2], Rank.ask)
+        )
 
 
 def test_process_groups_in_a_row_on_one_key() -> None:
@@ -418,7 +458,11 @@ def test_60_process_groups_leave_nothing() -> None:
         job.do(job.all, Rank.hold_rounds, 2)
         before = job.do(job.all, resources)
         job.do(job.all, many_groups)
-        wait_for(lambda: all(a <= b for a, b in zip(job.do(job.all, resources), before, strict=True)))
+        wait_for(
+            lambda: all(
+                a <= b for a, b in zip(job.do(job.all, resources), before, strict=True)
+            )
+        )
 
 
 def leave_a_stale_key(rank: Rank, port: int) -> None:
@@ -440,8 +484,12 @@ def test_a_stale_key_leads_nobody_astray() -> None:
             job.do(job.all, Rank.close)
 
 
-def test_a_round_completes_after_a_rank_had_held_pythons_lock_through_questions() -> None:
-    """The others have opened connections to it meanwhile, and given them up: what it sends over those is lost."""
+def test_a_round_completes_after_a_rank_had_held_pythons_lock_through_questions() -> (
+    None
+):
+    """The others have opened connections to it meanwhile, and given them up: what it sends over
+    those is lost.
+    """
     for holder in (0, 2):
         with Job(3) as job:
             job.do(job.all, Rank.hold_rounds, 3)
@@ -477,7 +525,9 @@ def has_no_interface(rank: int) -> None:
 
 def test_an_interface_that_is_not_there_is_named_on_all_ranks() -> None:
     with Job(3, setup=has_no_interface) as job:
-        expected = "rank 2 cannot take part: GLOO_SOCKET_IFNAME='nowhere0' has no address here"
+        expected = (
+            "rank 2 cannot take part: GLOO_SOCKET_IFNAME='nowhere0' has no address here"
+        )
         assert job.do(job.all, Rank.one_round, 1) == [expected] * 3
 
 
@@ -501,7 +551,9 @@ def test_the_tree_has_one_connection_to_each_other_host() -> None:
         assert parents[0] == -1
         firsts = sorted({names.index(name) for name in names} - {0})
         pairs = list(enumerate(parents))[1:]
-        assert firsts == [rank for rank, parent in pairs if names[rank] != names[parent]]
+        assert firsts == [
+            rank for rank, parent in pairs if names[rank] != names[parent]
+        ]
         assert all(parent < rank for rank, parent in pairs)  # so there is no circle
         assert max(parents.count(rank) for rank in range(size)) <= meeting.FAN_OUT
         assert sorted(meeting.succession_of(names)) == list(range(size))
@@ -513,7 +565,11 @@ def test_the_tree_has_one_connection_to_each_other_host() -> None:
         ("", "=ib0", "ib0's"),
         ("", "none0,eth0", "eth0's"),
         ("eth0", "^eth0", "eth0's"),
-        ("", "^none0,eth0,ib0", "127.0.0.1"),  # any but these: the one on the way to the store
+        (
+            "",
+            "^none0,eth0,ib0",
+            "127.0.0.1",
+        ),  # any but these: the one on the way to the store
     ],
 )
 def test_an_interface_that_nccl_is_to_leave_alone_is_not_taken(
@@ -531,7 +587,9 @@ def test_an_interface_that_nccl_is_to_leave_alone_is_not_taken(
 
 def low_soft_limit(rank: Rank) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, hard)
+    )
 
 
 def test_the_soft_limit_on_files_is_raised() -> None:
@@ -566,7 +624,9 @@ def give_files_back(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
-def test_a_rank_without_files_says_so_once_and_joins_when_there_are_some(free: int) -> None:
+def test_a_rank_without_files_says_so_once_and_joins_when_there_are_some(
+    free: int,
+) -> None:
     with Job(3, joins=False) as job:
         job.do([1], no_files, free)
         job.do([0, 2], Rank.join)
@@ -627,7 +687,10 @@ def sockets_in_a_forked_child(rank: Rank) -> tuple[int, int, str]:
     exchange = rank.exchange
     assert exchange._listener is not None
     numbers = [one.socket.fileno() for one in exchange._all_links]
-    ours = {os.readlink(f"/proc/self/fd/{one}") for one in [*numbers, exchange._listener.fileno()]}
+    ours = {
+        os.readlink(f"/proc/self/fd/{one}")
+        for one in [*numbers, exchange._listener.fileno()]
+    }
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -703,7 +766,10 @@ def test_blocked_ports_are_said_once_with_peer_address_and_port() -> None:
         assert silences(verdict) == {0: NOT_HEARD}
         time.sleep(1.0)  # it tries again meanwhile
         (line,) = job.do([1], what_was_said)[0]
-        assert line == f"no connection to rank 0 (elsewhere, 127.0.0.1, port {port}): no answer"
+        assert (
+            line
+            == f"no connection to rank 0 (elsewhere, 127.0.0.1, port {port}): no answer"
+        )
 
 
 def has_moved(rank: Rank, other: int, port: int) -> None:
@@ -716,9 +782,15 @@ def has_moved(rank: Rank, other: int, port: int) -> None:
 
 def test_connections_that_hang_slow_no_round() -> None:
     with Job(6, by_file=True) as job, a_host_that_takes_no_connection() as port:
-        calm = [one for times in job.do(job.all, Rank.hold_rounds, 200) for one in times]
+        calm = [
+            one for times in job.do(job.all, Rank.hold_rounds, 200) for one in times
+        ]
         for other in (3, 4, 5):
             job.do([0, 1, 2], has_moved, other, port)
         job.do([0, 1, 2], opens_connections, [3, 4, 5])
-        busy = [one for times in job.do(job.all, Rank.hold_rounds, 200, 0.005) for one in times]
+        busy = [
+            one
+            for times in job.do(job.all, Rank.hold_rounds, 200, 0.005)
+            for one in times
+        ]
         assert statistics.median(busy) < 20 * statistics.median(calm) + 0.1

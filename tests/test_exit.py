@@ -1,4 +1,6 @@
-"""How an interpreter ends while a round is pending: as fast as stock's, with the exit code it had, and no abort."""
+"""How an interpreter ends while a round is pending: as fast as stock's, with the exit code it had,
+and no abort.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,15 @@ import pytest
 import torch.distributed as dist
 from ranks import free_port
 
-LIMIT = 240.0  # seconds, for a program: on a vendored NeMo it imports all of NeMo, on a busy machine for minutes
+# Seconds, for a program: on a vendored NeMo it imports all of NeMo, on a busy machine for minutes
+LIMIT = 240.0
 
 # Of Gloo and processes, not of NeMo's version.
-pytestmark = [pytest.mark.one_nemo, pytest.mark.alone, pytest.mark.timeout(4 * LIMIT + 60)]
+pytestmark = [
+    pytest.mark.one_nemo,
+    pytest.mark.alone,
+    pytest.mark.timeout(4 * LIMIT + 60),
+]
 
 PROGRAM = """
 import datetime, os, sys, time
@@ -49,7 +56,13 @@ if ending == "exception":
 sys.exit(7)
 """
 
-ENDINGS = ("pending", "never connected", "encoder dropped", "group destroyed", "exception")
+ENDINGS = (
+    "pending",
+    "never connected",
+    "encoder dropped",
+    "group destroyed",
+    "exception",
+)
 
 
 def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
@@ -57,7 +70,12 @@ def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
     port, done = free_port(), folder / f"{ending}.done"
     command = [sys.executable, "-c", PROGRAM]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(port), ending, str(done)], stdout=-1, stderr=-1, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(port), ending, str(done)],
+            stdout=-1,
+            stderr=-1,
+            text=True,
+        )
         for rank in (0, 1)
     ]
     try:
@@ -78,9 +96,13 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_exit_with_a_pending_round_is_as_fast_as_stocks(ending: str, stock: float, tmp_path: Path) -> None:
+def test_exit_with_a_pending_round_is_as_fast_as_stocks(
+    ending: str, stock: float, tmp_path: Path
+) -> None:
     ours, code, error = seconds_to_exit(ending, tmp_path)
-    assert ours < 2 * stock + 15  # a hang lasts for minutes; on a vendored NeMo most of it is its own end
+    assert (
+        ours < 2 * stock + 15
+    )  # a hang lasts for minutes; on a vendored NeMo most of it is its own end
     assert code == (1 if ending == "exception" else 7), error
     assert "Exception ignored" not in error
     assert "terminate called" not in error
@@ -102,9 +124,15 @@ sys.exit(7)
 
 
 def test_exit_while_a_rank_that_died_before_it_connected_is_waited_for() -> None:
-    done = subprocess.run([sys.executable, "-c", HALF_CONNECTED], capture_output=True, text=True, timeout=LIMIT)
+    done = subprocess.run(
+        [sys.executable, "-c", HALF_CONNECTED],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
     assert done.returncode == 7, done.stderr
-    # A hang would last for the test's limit. A vendored runtime brings all of NeMo, whose own end takes 3 s.
+    # A hang would last for the test's limit. A vendored runtime brings all of NeMo, whose own end
+    # takes 3 s.
     assert time.time() - float(done.stdout) < 40
 
 
@@ -148,7 +176,9 @@ sys.exit(7)
 
 def test_an_answer_while_the_interpreter_finalizes_does_not_abort_it() -> None:
     """The server is stopped when the process ends, and goes on while it does."""
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True
+    )
     ending = None
     try:
         port = read_line(server)

@@ -1,4 +1,5 @@
-"""One example of what `diagnose` says for each verdict, and what commands say of what is typed wrong.
+"""One example of what `diagnose` says for each verdict, and what commands say of what is typed
+wrong.
 
 Both stand in tests/golden; `make golden` writes them anew.
 """
@@ -36,7 +37,11 @@ def _traces(schedules: list[list[Any]], stray: str = "", **more: Any) -> None:
     folder = Path(mkdtemp(dir="."))
     if stray:
         (folder / stray).write_text("x")
-    _show(test_diagnose.report_on(replace(test_diagnose.Scenario(schedules, "", ()), **more), folder))
+    _show(
+        test_diagnose.report_on(
+            replace(test_diagnose.Scenario(schedules, "", ()), **more), folder
+        )
+    )
 
 
 def _two(common: list[Any], odd: list[Any], usual: list[Any]) -> list[list[Any]]:
@@ -59,25 +64,51 @@ def _facts(*given: Any, **more: Any) -> None:
 
 def _dumps(entries: Mapping[int, Any]) -> None:
     """Of torch's Flight Recorder."""
-    _show(test_flight_recorder.diagnose_dumps(test_flight_recorder.write(Path(mkdtemp(dir=".")), dict(entries))))
+    _show(
+        test_flight_recorder.diagnose_dumps(
+            test_flight_recorder.write(Path(mkdtemp(dir=".")), dict(entries))
+        )
+    )
 
 
 def _crossed() -> None:
     """Two ranks, each in a collective of another group."""
     folder = Path(mkdtemp(dir="."))
     groups = {"0": [0, 1], "1": [0, 1]}
-    waits = {0: test_flight_recorder.steps(1), 1: [test_flight_recorder.in_group("1", 1)]}
-    test_flight_recorder.of_groups(folder, {rank: (groups, waits[rank]) for rank in waits})
+    waits = {
+        0: test_flight_recorder.steps(1),
+        1: [test_flight_recorder.in_group("1", 1)],
+    }
+    test_flight_recorder.of_groups(
+        folder, {rank: (groups, waits[rank]) for rank in waits}
+    )
     _show(test_flight_recorder.diagnose_dumps(folder))
 
 
-def test_the_words_of_each_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_of_each_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {"traces": _traces, "log": _log, "public": _public, "facts": _facts, "dumps": _dumps, "crossed": _crossed}
-    given |= {"two": _two, "recorded": test_flight_recorder.steps, "facts_of": test_evidence.facts}
-    transcripts.compare("diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given})
+    given = {
+        "traces": _traces,
+        "log": _log,
+        "public": _public,
+        "facts": _facts,
+        "dumps": _dumps,
+        "crossed": _crossed,
+    }
+    given |= {
+        "two": _two,
+        "recorded": test_flight_recorder.steps,
+        "facts_of": test_evidence.facts,
+    }
+    transcripts.compare(
+        "diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given}
+    )
 
 
-def test_the_words_for_what_is_typed_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_words_for_what_is_typed_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     transcripts.compare("command_line", tmp_path)

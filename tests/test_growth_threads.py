@@ -1,4 +1,6 @@
-"""What has grown privately: beside other threads, with buffers that are cast one by one, and after its group."""
+"""What has grown privately: beside other threads, with buffers that are cast one by one, and after
+its group.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,16 @@ def grown(**changes: Any) -> Any:
 
 
 def beside_other_threads() -> dict[str, int]:
-    """What another thread sees wrong while one takes checkpoints and another one evaluates longer and longer input."""
+    """What another thread sees wrong while one takes checkpoints and another one evaluates longer
+    and longer input.
+    """
     encoder = grown()
     positions: Any = encoder.pos_enc
-    registered, shortest, over = positions._buffers["pe"].shape, positions.pe.size(1), threading.Event()
+    registered, shortest, over = (
+        positions._buffers["pe"].shape,
+        positions.pe.size(1),
+        threading.Event(),
+    )
     assert shortest > registered[1]
 
     def save() -> None:
@@ -57,7 +65,9 @@ def beside_other_threads() -> dict[str, int]:
             thread.start()
         for _ in range(LOOKS):
             wrong["small"] += positions.pe.size(1) < shortest
-            wrong["grown among the buffers"] += positions._buffers["pe"].shape != registered
+            wrong["grown among the buffers"] += (
+                positions._buffers["pe"].shape != registered
+            )
             wrong["registered"] += len(list(positions.named_buffers())) != 1
     finally:
         over.set()
@@ -105,7 +115,9 @@ def mixed_precision() -> torch.Tensor:
     encoder = grown()
     precision = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     cpu = torch.device("cpu")
-    model = FullyShardedDataParallel(encoder, mixed_precision=precision, device_id=cpu, use_orig_params=True)
+    model = FullyShardedDataParallel(
+        encoder, mixed_precision=precision, device_id=cpu, use_orig_params=True
+    )
     with torch.no_grad():
         return encoders.run(model, LONG)
 
@@ -115,7 +127,9 @@ def growth(rank: int, size: int) -> dict[str, Any]:
     expected = mixed_precision()
     nemo_patches.apply(timeout=60.0)
     dist.barrier()
-    found: dict[str, Any] = {f"cast {name}": same(cast(name), stock[name]) for name in CASTS}
+    found: dict[str, Any] = {
+        f"cast {name}": same(cast(name), stock[name]) for name in CASTS
+    }
     found["mixed precision"] = torch.equal(mixed_precision(), expected)
     dist.barrier()
     nemo_patches.apply(sync="local")
@@ -126,15 +140,23 @@ def growth(rank: int, size: int) -> dict[str, Any]:
     dist.destroy_process_group()
     found["seconds of a call"] = min(seconds_of_a_call(deep) for _ in range(5))
     torch.compiler.reset()
-    found["compiled"] = torch.equal(output(torch.compile(encoder, backend="eager", fullgraph=True)), eager)
+    found["compiled"] = torch.equal(
+        output(torch.compile(encoder, backend="eager", fullgraph=True)), eager
+    )
     encoders.sync(encoder, 3 * LONG)
-    found["grown on"] = encoders.wrong_rows(encoder) == 0 and encoder.max_audio_length == 3 * LONG
+    found["grown on"] = (
+        encoders.wrong_rows(encoder) == 0 and encoder.max_audio_length == 3 * LONG
+    )
     return found
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     alike = all(one[path].dtype == other[path].dtype for path in one)
-    return one.keys() == other.keys() and alike and all(torch.equal(one[path], other[path]) for path in one)
+    return (
+        one.keys() == other.keys()
+        and alike
+        and all(torch.equal(one[path], other[path]) for path in one)
+    )
 
 
 def output(module: torch.nn.Module) -> torch.Tensor:
@@ -153,6 +175,12 @@ def seconds_of_a_call(encoder: torch.nn.Module) -> float:
 def test_growth_beside_threads_and_casts_and_after_its_process_group() -> None:
     for result in run_ranks(growth, 2):
         found = dict(result.value)
-        assert found.pop("threads") == {"small": 0, "grown among the buffers": 0, "registered": 0}
-        assert found.pop("seconds of a call") < 1e-4  # through a growth that grows nothing: 1 ms
+        assert found.pop("threads") == {
+            "small": 0,
+            "grown among the buffers": 0,
+            "registered": 0,
+        }
+        assert (
+            found.pop("seconds of a call") < 1e-4
+        )  # through a growth that grows nothing: 1 ms
         assert all(found.values()), found

@@ -1,7 +1,9 @@
-"""One rank of a real job under Hydra, Lightning and torchrun raises, and torchrun ends the others: who is named.
+"""One rank of a real job under Hydra, Lightning and torchrun raises, and torchrun ends the others:
+who is named.
 
-Most jobs here are forked by torchrun's own agent from a process that has imported NeMo once. HYDRA_RUNS=20 runs so
-many drawn by chance with `torchrun` itself, on PYTHONPATH alone and installed in turn.
+Most jobs here are forked by torchrun's own agent from a process that has imported NeMo once.
+HYDRA_RUNS=20 runs so many drawn by chance with `torchrun` itself, on PYTHONPATH alone and installed
+in turn.
 """
 
 from __future__ import annotations
@@ -26,16 +28,27 @@ APP = CHECKOUT / "tests" / "hydra_app.py"
 RUNS = int(os.environ.get("HYDRA_RUNS", "0"))
 RANKS = 3
 LIMIT_S = 400.0
-# By place the exception's type and the beginning of its last line, as tests/hydra_app.py raises them.
+# By place the exception's type and the beginning of its last line, as tests/hydra_app.py raises
+# them.
 RAISED = {
     "training_step": ("ValueError", "no such audio: a_17.wav"),
-    "worker": ("RuntimeError", "stack expects each tensor to be equal size, but got [16, 64] at entry 0 and [16, 65]"),
+    "worker": (
+        "RuntimeError",
+        (
+            "stack expects each tensor to be equal size, but got [16, 64] at entry 0"
+            " and [16, 65]"
+        ),
+    ),
     "download": ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
     "validation": ("KeyError", "'transcript'"),
     "callback": ("OSError", "[Errno 28] No space left on device"),
-    "setup": ("FileNotFoundError", "[Errno 2] No such file or directory: '/data/manifest.json'"),
+    "setup": (
+        "FileNotFoundError",
+        "[Errno 2] No such file or directory: '/data/manifest.json'",
+    ),
 }
-# Arguments: folder, then place:culprit for each job, or "alone" for rank 0 of 2 of which the other never starts.
+# Arguments: folder, then place:culprit for each job, or "alone" for rank 0 of 2 of which the other
+# never starts.
 LAUNCHES = """
 import gc, json, multiprocessing, os, runpy, sys
 import lightning.pytorch, nemo.collections.asr.modules, nemo.core.config, torch
@@ -91,7 +104,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By job a folder with what its ranks have left."""
     base = tmp_path_factory.mktemp("jobs")
     jobs = [f"{name}:{place}:{culprit}" for name, (place, culprit) in JOBS.items()]
-    command = [sys.executable, "-c", LAUNCHES, str(base), str(APP), str(RANKS), str(free_port()), *jobs]
+    command = [
+        sys.executable,
+        "-c",
+        LAUNCHES,
+        str(base),
+        str(APP),
+        str(RANKS),
+        str(free_port()),
+        *jobs,
+    ]
     done = run(command, environment(CHECKOUT), LIMIT_S, cwd=base)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
     assert len(ended) == len(JOBS), (done.stdout[-2000:], done.stderr[-6000:])
@@ -101,10 +123,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def names(report: Any, place: str, culprit: int) -> bool:
     kind, message = RAISED[place]
     first = report.findings[0]
-    return (first.id, first.ranks) == ("exception", (culprit,)) and f"raised {kind}: {message}" in first.text
+    return (first.id, first.ranks) == (
+        "exception",
+        (culprit,),
+    ) and f"raised {kind}: {message}" in first.text
 
 
-@pytest.mark.parametrize("name", [name for name, (place, _) in JOBS.items() if place in RAISED])
+@pytest.mark.parametrize(
+    "name", [name for name, (place, _) in JOBS.items() if place in RAISED]
+)
 def test_the_rank_and_its_exception_are_named(folder: Path, name: str) -> None:
     place, culprit = JOBS[name]
     report = diagnosed(folder / name)
@@ -116,7 +143,11 @@ def test_the_rank_and_its_exception_are_named(folder: Path, name: str) -> None:
 def test_its_time_is_recorded_and_is_before_the_others_ends(folder: Path) -> None:
     culprit, raised_at, ended_at = JOBS["callback"][1], 0.0, []
     for file in traces.files(folder / "callback"):
-        found = [json.loads(line) for line in file.read_bytes().splitlines() if line.startswith(b"{")]
+        found = [
+            json.loads(line)
+            for line in file.read_bytes().splitlines()
+            if line.startswith(b"{")
+        ]
         started = found[0]["started"]
         if found[0]["rank"] == culprit:
             (failed,) = traces.of_kind(found, "raised")
@@ -130,9 +161,13 @@ def test_who_catches_it_and_goes_on_is_not_accused(folder: Path) -> None:
     files = traces.files(folder / "caught")
     assert len(files) == RANKS
     for file in files:
-        assert len(traces.of_kind(traces.records(file), "raised", type="ValueError")) == 1
+        assert (
+            len(traces.of_kind(traces.records(file), "raised", type="ValueError")) == 1
+        )
     report = diagnosed(folder / "caught")
-    assert not critical(report) and "exception" not in [one.id for one in report.findings], report.verdict
+    assert not critical(report) and "exception" not in [
+        one.id for one in report.findings
+    ], report.verdict
 
 
 def test_who_catches_it_and_ends_is_not_said_to_have_broken_a_job(folder: Path) -> None:
@@ -149,20 +184,35 @@ def test_a_start_up_that_timed_out_is_called_so(folder: Path) -> None:
     assert "1/2 clients joined" in start_up[0].text
 
 
-def torchrun(place: str, culprit: int, step: int, path: tuple[Path, ...], folder: Path) -> Any:
+def torchrun(
+    place: str, culprit: int, step: int, path: tuple[Path, ...], folder: Path
+) -> Any:
     arguments = [f"+place={place}", f"+culprit={culprit}", f"+step={step}"]
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", str(free_port())]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(RANKS),
+        "--master-port",
+        str(free_port()),
+    ]
     variables = environment(*path, NEMO_PATCHES_TRACE=str(folder))
-    done = run([sys.executable, *launch, APP, *arguments], variables, LIMIT_S, cwd=folder)
+    done = run(
+        [sys.executable, *launch, APP, *arguments], variables, LIMIT_S, cwd=folder
+    )
     assert done.returncode != 0
     (folder / "stderr").write_text(done.stderr)
     return diagnosed(folder)
 
 
 def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
-    metadata = tmp_path / "nothing" / "nemo_patches-9.dist-info"  # no entry points, whatever is installed
+    metadata = (
+        tmp_path / "nothing" / "nemo_patches-9.dist-info"
+    )  # no entry points, whatever is installed
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n"
+    )
     (jobs := tmp_path / "job").mkdir()
     report = torchrun("training_step", 1, 2, (metadata.parent, CHECKOUT), jobs)
     assert names(report, "training_step", 1), report.verdict
@@ -173,7 +223,11 @@ def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
 def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
     chance, right, innocents = random.Random(28), 0, []
     for number in range(RUNS):
-        place, culprit, step = chance.choice(list(RAISED)), chance.randrange(RANKS), chance.randint(1, 8)
+        place, culprit, step = (
+            chance.choice(list(RAISED)),
+            chance.randrange(RANKS),
+            chance.randint(1, 8),
+        )
         path = [(CHECKOUT,), (entry_point, LAUNCHER)][number % 2]
         (folder := tmp_path / str(number)).mkdir()
         report = torchrun(place, culprit, step, path, folder)

@@ -1,6 +1,8 @@
-"""The import hook on real NeMo: modules imported early, late, lazily, again or by others' finders, and every refusal.
+"""The import hook on real NeMo: modules imported early, late, lazily, again or by others' finders,
+and every refusal.
 
-Each test runs in a process that is forked with NeMo imported, and imports one of its modules again, as a first time.
+Each test runs in a process that is forked with NeMo imported, and imports one of its modules again,
+as a first time.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ def alone(function: Callable[..., Any], *args: Any) -> Result:
     return result
 
 
-def _call(rank: int, size: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call(
+    rank: int, size: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     return function(*args)
 
 
 def start(**variables: str) -> None:
-    """What auto-apply does at start-up, in a process that has imported nothing of NeMo's encoders yet."""
+    """What auto-apply does at start-up, in a process that has imported nothing of NeMo's encoders
+    yet.
+    """
     for name in (*TARGET_MODULES, COLLECTION):
         modules[name] = sys.modules.pop(name, None)
     os.environ.update(variables)
@@ -67,7 +73,9 @@ def first_import(name: str = CONFORMER) -> ModuleType:
 
 
 def come_first(finder: Any) -> None:
-    """A finder that is installed after ours; something that it does not answer for is imported before NeMo is."""
+    """A finder that is installed after ours; something that it does not answer for is imported
+    before NeMo is.
+    """
     sys.meta_path.insert(0, finder)
     sys.modules.pop("colorsys", None)
     importlib.import_module("colorsys")
@@ -80,7 +88,9 @@ def complete() -> None:
 
 def is_patched(module: ModuleType) -> bool:
     owner = getattr(module, "ConformerEncoder", None) or module.ConvASREncoder
-    return nemo_patches.status().patched != () and any(patch.owner is owner for patch in replacements())
+    return nemo_patches.status().patched != () and any(
+        patch.owner is owner for patch in replacements()
+    )
 
 
 def at_first_import() -> list[bool]:
@@ -122,13 +132,21 @@ def reloaded(by_hand: bool) -> list[bool]:
     importlib.reload(module)
     states = [module.ConformerEncoder is not old, is_patched(module)]
     nemo_patches.revert()
-    states += [hasattr(cls.update_max_seq_length, "__wrapped__") for cls in (old, module.ConformerEncoder)]
+    states += [
+        hasattr(cls.update_max_seq_length, "__wrapped__")
+        for cls in (old, module.ConformerEncoder)
+    ]
     importlib.reload(module)
-    return [*states, hasattr(module.ConformerEncoder.update_max_seq_length, "__wrapped__")]
+    return [
+        *states,
+        hasattr(module.ConformerEncoder.update_max_seq_length, "__wrapped__"),
+    ]
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_reloaded_module_is_patched_again_and_after_revert_it_is_not(by_hand: bool) -> None:
+def test_a_reloaded_module_is_patched_again_and_after_revert_it_is_not(
+    by_hand: bool,
+) -> None:
     assert alone(reloaded, by_hand).value == [True, True, False, False, False]
 
 
@@ -143,13 +161,19 @@ def lazily() -> tuple[bool, bool, bool]:
     spec.loader.exec_module(module)
     before = bool(replacements())
     owner = module.ConformerEncoder  # loads it
-    return before, is_patched(module), any(patch.owner is owner for patch in replacements())
+    return (
+        before,
+        is_patched(module),
+        any(patch.owner is owner for patch in replacements()),
+    )
 
 
 def lazily_by_a_finder() -> tuple[bool, bool, bool]:
     class Lazy:
         @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        def find_spec(
+            name: str, path: Any = None, target: Any = None
+        ) -> ModuleSpec | None:
             spec = PathFinder.find_spec(name, path) if name == CONFORMER else None
             if spec is not None and spec.loader is not None:
                 spec.loader = importlib.util.LazyLoader(spec.loader)
@@ -160,11 +184,17 @@ def lazily_by_a_finder() -> tuple[bool, bool, bool]:
     module = first_import()
     before = bool(replacements())
     owner = module.ConformerEncoder
-    return before, is_patched(module), any(patch.owner is owner for patch in replacements())
+    return (
+        before,
+        is_patched(module),
+        any(patch.owner is owner for patch in replacements()),
+    )
 
 
 @pytest.mark.parametrize("how", [lazily, lazily_by_a_finder])
-def test_a_lazily_loaded_module_is_patched_when_it_is_loaded(how: Callable[..., Any]) -> None:
+def test_a_lazily_loaded_module_is_patched_when_it_is_loaded(
+    how: Callable[..., Any],
+) -> None:
     assert alone(how).value == (False, True, True)
 
 
@@ -173,7 +203,9 @@ def foreign_finder(when: str) -> tuple[bool, bool]:
         asked = False
 
         @classmethod
-        def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        def find_spec(
+            cls, name: str, path: Any = None, target: Any = None
+        ) -> ModuleSpec | None:
             cls.asked = cls.asked or name == CONFORMER
             return PathFinder.find_spec(name, path) if name.startswith("nemo") else None
 
@@ -192,10 +224,14 @@ def test_another_finder_that_answers_for_nemo(when: str) -> None:
 
 def beside_wrapt() -> tuple[bool, list[str]]:
     told: list[str] = []
-    wrapt.register_post_import_hook(lambda module: told.append(module.__name__), CONFORMER)
+    wrapt.register_post_import_hook(
+        lambda module: told.append(module.__name__), CONFORMER
+    )
     start()
     told.clear()
-    wrapt.register_post_import_hook(lambda module: told.append("after " + module.__name__), CONV)
+    wrapt.register_post_import_hook(
+        lambda module: told.append("after " + module.__name__), CONV
+    )
     sys.modules.pop(CONV)
     return is_patched(first_import(CONV)), told
 
@@ -212,13 +248,21 @@ def test_two_hooks_of_ours_ask_each_other_once() -> None:
 
 
 def applied_while_a_thread_imports() -> bool:
-    """The thread has Python's lock of a module that apply() wants, and imports an encoder meanwhile."""
+    """The thread has Python's lock of a module that apply() wants, and imports an encoder
+    meanwhile.
+    """
     start()
     first_import()  # so that our hook is in force
-    asr_model, begun, imported = METRIC_TARGETS[0].module, threading.Event(), threading.Event()
+    asr_model, begun, imported = (
+        METRIC_TARGETS[0].module,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def wants_metrics() -> bool:
-        frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+        frames = traceback.walk_stack(
+            sys._current_frames()[threading.main_thread().ident or 0]
+        )
         return any(frame.f_code.co_name == "import_targets" for frame, _ in frames)
 
     class Slow(SourceFileLoader):
@@ -234,7 +278,9 @@ def applied_while_a_thread_imports() -> bool:
     class Finder:
         @staticmethod
         def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-            slow = importlib.util.spec_from_file_location(name, file, loader=Slow(name, file))
+            slow = importlib.util.spec_from_file_location(
+                name, file, loader=Slow(name, file)
+            )
             return slow if name == asr_model else None
 
     file = str(sys.modules.pop(asr_model).__file__)
@@ -261,11 +307,26 @@ def faces(module: ModuleType) -> dict[str, Any]:
     """What inspect and everybody else see of the module, of its class and of the patched methods."""
     assert module.__spec__ is not None
     found: dict[str, Any] = {
-        "loader": (type(module.__loader__), type(module.__spec__.loader), module.__loader__ is module.__spec__.loader),
-        "module": (module.__name__, module.__file__, module.__doc__, inspect.getsource(module), sorted(vars(module))),
+        "loader": (
+            type(module.__loader__),
+            type(module.__spec__.loader),
+            module.__loader__ is module.__spec__.loader,
+        ),
+        "module": (
+            module.__name__,
+            module.__file__,
+            module.__doc__,
+            inspect.getsource(module),
+            sorted(vars(module)),
+        ),
     }
     owner = module.ConformerEncoder
-    for thing in (owner, owner.update_max_seq_length, owner.set_max_audio_length, owner.forward):
+    for thing in (
+        owner,
+        owner.update_max_seq_length,
+        owner.set_max_audio_length,
+        owner.forward,
+    ):
         found[thing.__qualname__] = (
             thing.__name__,
             thing.__module__,
@@ -301,7 +362,11 @@ def error_of_ours() -> list[str]:
 def test_an_error_of_ours_never_fails_nemos_import_and_is_said_once() -> None:
     result = alone(error_of_ours)
     assert result.value == [CONFORMER, CONV]
-    (line,) = [line for line in result.stderr.splitlines() if line.startswith("nemo_patches ERROR")]
+    (line,) = [
+        line
+        for line in result.stderr.splitlines()
+        if line.startswith("nemo_patches ERROR")
+    ]
     assert "[rank 0/1" in line
     assert "not patched, NeMo runs as stock: TypeError" in line
 
@@ -312,7 +377,9 @@ def interrupted() -> str:
 
     signal.signal(signal.SIGUSR1, handler)
     start()
-    monkeypatch.this_process.on_import = lambda name: os.kill(os.getpid(), signal.SIGUSR1)
+    monkeypatch.this_process.on_import = lambda name: os.kill(
+        os.getpid(), signal.SIGUSR1
+    )
     with pytest.raises(RuntimeError, match="the user's own"):
         first_import()
     return "raised"
@@ -326,7 +393,11 @@ def test_what_a_signal_handler_raises_meanwhile_is_not_swallowed() -> None:
 
 def without_wrapt() -> str:
     start()
-    for name in [name for name in sys.modules if name.startswith("wrapt") or name == monkeypatch.__name__]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith("wrapt") or name == monkeypatch.__name__
+    ]:
         sys.modules[name] = None  # type: ignore[assignment]
     del nemo_patches.patching.monkeypatch
     return first_import().__name__
@@ -344,13 +415,19 @@ class Edited(SourceFileLoader):
     def get_code(self, name: str) -> Any:
         text = self.get_source(name) or ""
         assert "seq_length: int, device" in text
-        return compile(text.replace("seq_length: int, device", "seq_length: int, more, device"), self.path, "exec")
+        return compile(
+            text.replace("seq_length: int, device", "seq_length: int, more, device"),
+            self.path,
+            "exec",
+        )
 
 
 def drifted(first: str, second: str) -> tuple[bool, int]:
     class Finder:
         @staticmethod
-        def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        def find_spec(
+            name: str, path: Any = None, target: Any = None
+        ) -> ModuleSpec | None:
             spec = PathFinder.find_spec(name, path) if name == CONFORMER else None
             if spec is not None and spec.origin is not None:
                 spec.loader = Edited(name, spec.origin)
@@ -365,7 +442,9 @@ def drifted(first: str, second: str) -> tuple[bool, int]:
 
 
 @pytest.mark.parametrize("order", [(CONFORMER, CONV), (CONV, CONFORMER)])
-def test_a_drifted_target_leaves_all_of_nemo_as_stock_and_is_said_once(order: tuple[str, str]) -> None:
+def test_a_drifted_target_leaves_all_of_nemo_as_stock_and_is_said_once(
+    order: tuple[str, str],
+) -> None:
     result = alone(drifted, *order)
     assert result.value == (False, 0)
     (line,) = result.lines()
@@ -391,17 +470,42 @@ def refused(variables: dict[str, str], version: str) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("variables", "version", "said"),
     [
-        ({"NEMO_PATCHES_TIMEOUT": "soon"}, "", "NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: a number"),
-        ({"NEMO_PATCHES_SYNC": "x"}, "", "NEMO_PATCHES_SYNC='x' is not allowed; allowed: 'bounded'"),
-        ({"NEMO_PATCHES_DISABLE": "yes"}, "", "NEMO_PATCHES_DISABLE='yes' is not allowed; allowed: '1' (on), '0'"),
-        ({}, "9.9.0", "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0. With NEMO_PATCHES_UNSUPPORTED=1"),
+        (
+            {"NEMO_PATCHES_TIMEOUT": "soon"},
+            "",
+            "NEMO_PATCHES_TIMEOUT='soon' is not allowed; allowed: a number",
+        ),
+        (
+            {"NEMO_PATCHES_SYNC": "x"},
+            "",
+            "NEMO_PATCHES_SYNC='x' is not allowed; allowed: 'bounded'",
+        ),
+        (
+            {"NEMO_PATCHES_DISABLE": "yes"},
+            "",
+            "NEMO_PATCHES_DISABLE='yes' is not allowed; allowed: '1' (on), '0'",
+        ),
+        (
+            {},
+            "9.9.0",
+            (
+                "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0. With"
+                " NEMO_PATCHES_UNSUPPORTED=1"
+            ),
+        ),
         ({}, "1.23.0", "NeMo 1.23.0 is not supported"),
         ({}, "3.01.0", "NeMo 3.01.0 is not supported"),
         ({}, "main", "NeMo main is not supported"),
-        ({"NEMO_PATCHES_UNSUPPORTED": "sure"}, "", "NEMO_PATCHES_UNSUPPORTED='sure' is not allowed"),
+        (
+            {"NEMO_PATCHES_UNSUPPORTED": "sure"},
+            "",
+            "NEMO_PATCHES_UNSUPPORTED='sure' is not allowed",
+        ),
     ],
 )
-def test_a_refusal_is_one_line_and_nemo_runs_as_stock(variables: dict[str, str], version: str, said: str) -> None:
+def test_a_refusal_is_one_line_and_nemo_runs_as_stock(
+    variables: dict[str, str], version: str, said: str
+) -> None:
     result = alone(refused, variables, version)
     patched, reasons = result.value
     assert patched == 0
@@ -417,7 +521,10 @@ def test_an_unsupported_nemo_is_patched_on_demand_if_its_targets_look_right() ->
     (line,) = result.lines("INFO", "nemo 9.9.0")
     assert "ConformerEncoder" in line
     (line,) = result.lines("WARNING")
-    assert "NeMo 9.9.0 is newer than any that was tested" in line and "no difference (looked at: Conf" in line
+    assert (
+        "NeMo 9.9.0 is newer than any that was tested" in line
+        and "no difference (looked at: Conf" in line
+    )
 
 
 def apply_of_an_unsupported_nemo() -> str:
@@ -431,7 +538,9 @@ def apply_of_an_unsupported_nemo() -> str:
 
 
 def test_apply_refuses_an_unsupported_nemo() -> None:
-    assert alone(apply_of_an_unsupported_nemo).value.startswith("UnsupportedNeMo: NeMo 9.9.0 is not supported")
+    assert alone(apply_of_an_unsupported_nemo).value.startswith(
+        "UnsupportedNeMo: NeMo 9.9.0 is not supported"
+    )
 
 
 def one_without_a_reduce() -> tuple[list[str], list[str], str]:
@@ -441,7 +550,11 @@ def one_without_a_reduce() -> tuple[list[str], list[str], str]:
     first_import(CONV)
     complete()
     status = nemo_patches.status()
-    reasons = [one.reason for one in status.skipped if one.target.startswith("ConformerEncoder")]
+    reasons = [
+        one.reason
+        for one in status.skipped
+        if one.target.startswith("ConformerEncoder")
+    ]
     return [*status.patched], reasons, status.state
 
 
@@ -451,13 +564,17 @@ def without_a_reduce(self: Any, seq_length: int, device: object) -> None:
         self.set_max_audio_length(seq_length)
 
 
-def test_of_two_encoders_that_with_a_reduce_is_patched_and_the_other_is_said_to_be_left() -> None:
+def test_of_two_encoders_that_with_a_reduce_is_patched_and_the_other_is_said_to_be_left() -> (
+    None
+):
     result = alone(one_without_a_reduce)
     patched, reasons, state = result.value
     assert "ConvASREncoder.update_max_sequence_length" in patched
     assert not any(title.startswith("ConformerEncoder") for title in patched)
     assert (reasons, state) == (["no reduce here: nothing to bound"], "on")
-    (line,) = result.lines("left as it is: ConformerEncoder: no reduce here: nothing to bound")
+    (line,) = result.lines(
+        "left as it is: ConformerEncoder: no reduce here: nothing to bound"
+    )
     assert line.endswith("; stall reports watch the job")
     assert result.lines("patched ConvASREncoder")
 
@@ -471,7 +588,9 @@ def disabled_by_hand() -> int:
 def test_disabled_apply_patches_nothing_and_says_so() -> None:
     result = alone(disabled_by_hand)
     assert result.value == 0
-    assert result.lines("WARNING", "not patched, NeMo runs as stock: NEMO_PATCHES_DISABLE=1")
+    assert result.lines(
+        "WARNING", "not patched, NeMo runs as stock: NEMO_PATCHES_DISABLE=1"
+    )
 
 
 def apply_as_well() -> tuple[list[str], int]:
@@ -509,12 +628,15 @@ def misspelt(by_hand: bool) -> bool:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_misspelt_variable_is_said_once_in_a_process_that_is_patched(by_hand: bool) -> None:
+def test_a_misspelt_variable_is_said_once_in_a_process_that_is_patched(
+    by_hand: bool,
+) -> None:
     result = alone(misspelt, by_hand)
     assert result.value
     (line,) = result.lines("WARNING")
     assert line.endswith(
-        "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+        "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean"
+        " NEMO_PATCHES_TIMEOUT?"
     )
     assert "[rank 0/1 " in line
 
@@ -532,14 +654,18 @@ def test_apply_installs_the_hook_only_if_it_patches(disabled: str) -> None:
 
 
 def worker_says(pipe: Any) -> None:
-    os.environ["NEMO_PATCHES_TIMEOUTS"] = "3"  # misspelt: the rank says it, its workers do not
+    os.environ["NEMO_PATCHES_TIMEOUTS"] = (
+        "3"  # misspelt: the rank says it, its workers do not
+    )
     start_up.install()
     pipe.send(nemo_patches.status().patched)
 
 
 def in_a_loader_worker() -> Any:
     ours, theirs = multiprocessing.Pipe()
-    worker = multiprocessing.get_context("fork").Process(target=worker_says, args=(theirs,), daemon=True)
+    worker = multiprocessing.get_context("fork").Process(
+        target=worker_says, args=(theirs,), daemon=True
+    )
     worker.start()
     try:
         assert ours.poll(60)

@@ -1,4 +1,6 @@
-"""Ranks that are not missing: no line names one; and a rank that takes no part is told as what it is."""
+"""Ranks that are not missing: no line names one; and a rank that takes no part is told as what it
+is.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from typing import Any, cast
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import Said, come_in, in_step, run_ranks, stall_monitor, wait_for_others, wait_until
+from ranks import (
+    Said,
+    come_in,
+    in_step,
+    run_ranks,
+    stall_monitor,
+    wait_for_others,
+    wait_until,
+)
 
 import nemo_patches
 from nemo_patches.sync import length_sync
@@ -19,12 +29,16 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
 
 
-def apart(rank: int, size: int, why: str) -> tuple[list[tuple[int, str]], tuple[int, ...]]:
+def apart(
+    rank: int, size: int, why: str
+) -> tuple[list[tuple[int, str]], tuple[int, ...]]:
     encoder = cast(Any, encoders.conformer())
     wait_for_others("ready", size)
     if rank == 1:
         encoder.sync_max_audio_length = why != "flag"
-    nemo_patches.apply(timeout=TIMEOUT, sync="local" if rank == 1 and why == "local" else "bounded")
+    nemo_patches.apply(
+        timeout=TIMEOUT, sync="local" if rank == 1 and why == "local" else "bounded"
+    )
     encoders.sync(encoder, 100)
     if rank == 1:
         wait_for_others("named", size)
@@ -33,17 +47,25 @@ def apart(rank: int, size: int, why: str) -> tuple[list[tuple[int, str]], tuple[
     (stall,) = nemo_patches.status().stalls
     wait_until(lambda: not nemo_patches.status().unannounced)
     wait_for_others("named", size)
-    return [(one.rank, one.kind) for one in stall.missing], nemo_patches.status().unannounced
+    return [
+        (one.rank, one.kind) for one in stall.missing
+    ], nemo_patches.status().unannounced
 
 
 @pytest.mark.parametrize(
     ("why", "kind", "text"),
     [
-        ("flag", "sync_max_audio_length is false", "its encoder's sync_max_audio_length is false"),
+        (
+            "flag",
+            "sync_max_audio_length is false",
+            "its encoder's sync_max_audio_length is false",
+        ),
         ("local", "sync=local", "sync=local there"),
     ],
 )
-def test_a_rank_that_takes_no_part_is_told_as_what_it_is(why: str, kind: str, text: str) -> None:
+def test_a_rank_that_takes_no_part_is_told_as_what_it_is(
+    why: str, kind: str, text: str
+) -> None:
     results = run_ranks(apart, 3, why)
     for rank in (0, 2):
         assert results[rank].value == ([(1, kind)], ())
@@ -96,7 +118,9 @@ def interrupted(rank: int, size: int, function: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("function", ["value", "issue", "post", "_wake"])
-def test_an_interrupted_call_leaves_the_numbers_of_the_rounds_alone(function: str) -> None:
+def test_an_interrupted_call_leaves_the_numbers_of_the_rounds_alone(
+    function: str,
+) -> None:
     results = run_ranks(interrupted, 3, function)
     assert len({number for number, _ in (result.value for result in results)}) == 1
     for rank in (0, 1):
@@ -127,21 +151,34 @@ def is_reported() -> bool:
     reports = stall_monitor().reports
     if reports is None:
         return False
-    return any(late is not None and late.said_at for late in (one._late for one in reports._watches.values()))
+    return any(
+        late is not None and late.said_at
+        for late in (one._late for one in reports._watches.values())
+    )
 
 
-def test_ranks_that_have_ended_an_evaluation_are_not_missing_where_metrics_are_deferred() -> None:
+def test_ranks_that_have_ended_an_evaluation_are_not_missing_where_metrics_are_deferred() -> (
+    None
+):
     results = run_ranks(uneven_evaluations, 3, "deferred")
     for rank, result in enumerate(results):
         assert result.value == []
-        ended = result.lines("INFO", "rank 2 has ended this evaluation, it had fewer batches; the others go on with ")
+        ended = result.lines(
+            "INFO",
+            "rank 2 has ended this evaluation, it had fewer batches; the others go on"
+            " with ",
+        )
         assert len(ended) == (rank != 2)
 
 
 def test_they_are_where_every_batch_of_an_evaluation_waits_for_all_ranks() -> None:
     results = run_ranks(uneven_evaluations, 3, "stock")
     for rank in (0, 1):
-        lines = [line for line in results[rank].value if "Missing: rank 2 of 3 | rank 2 (" in line]
+        lines = [
+            line
+            for line in results[rank].value
+            if "Missing: rank 2 of 3 | rank 2 (" in line
+        ]
         assert len(lines) == 2
         assert "waits itself, in all_gather_object: " in lines[0]
         assert results[rank].lines("has ended this evaluation") == []

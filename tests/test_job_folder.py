@@ -23,11 +23,19 @@ from nemo_patches.judging.rank_groups import WAITING
 from nemo_patches.watch import report_file
 from nemo_patches.watch.job_folder import job_name, private_folder
 from nemo_patches.watch.report_file import ReportFile
-from nemo_patches.watch.torch_knows import LONGEST, FlightRecording, out_of_memory_errors
+from nemo_patches.watch.torch_knows import (
+    LONGEST,
+    FlightRecording,
+    out_of_memory_errors,
+)
 
 pytestmark = pytest.mark.one_nemo
 NOW = 1.7e9
-BARRIER = {"where": "train (train.py:80)", "collective": "barrier", "caller": "save (train.py:77)"}
+BARRIER = {
+    "where": "train (train.py:80)",
+    "collective": "barrier",
+    "caller": "save (train.py:77)",
+}
 READS = {"where": "read (data.py:41)", "collective": ""}
 
 
@@ -50,7 +58,9 @@ def test_a_folder_that_somebody_else_has_put_there_is_refused(temporary: Path) -
     mine = temporary / f"nemo_patches-{os.getuid()}"
     (temporary / "elsewhere").mkdir(mode=0o700)
     mine.symlink_to(temporary / "elsewhere")
-    with pytest.raises(PermissionError, match="not a folder that this user alone may read; set TMPDIR"):
+    with pytest.raises(
+        PermissionError, match="not a folder that this user alone may read; set TMPDIR"
+    ):
         private_folder(0)
     mine.unlink()
     mine.mkdir()
@@ -64,35 +74,48 @@ def test_a_folder_that_somebody_else_has_put_there_is_refused(temporary: Path) -
     ("environment", "name"),
     [
         ({"TORCHELASTIC_RUN_ID": "a7", "SLURM_JOB_ID": "8"}, "a7"),
-        ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "8"}, "torchrun-77"),  # torchrun's default
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "8"},
+            "torchrun-77",
+        ),  # torchrun's default
         ({"SLURM_JOB_ID": "8"}, "8"),
         ({}, "port-2950"),
     ],
 )
-def test_a_job_has_a_name_that_all_its_ranks_know(environment: dict[str, str], name: str) -> None:
+def test_a_job_has_a_name_that_all_its_ranks_know(
+    environment: dict[str, str], name: str
+) -> None:
     assert job_name(environment, 2950, 77) == name
 
 
 # The file.
 
 
-def test_a_report_takes_the_place_of_the_one_before_and_the_folder_is_named(temporary: Path, said: list[str]) -> None:
+def test_a_report_takes_the_place_of_the_one_before_and_the_folder_is_named(
+    temporary: Path, said: list[str]
+) -> None:
     reports = ReportFile(3, 0)
     for text in ("first", "second"):
         reports.write({"text": text}, is_first=text == "first")
         assert reports._writer is not None
         reports._writer.join(20)
     (file,) = private_folder(0).iterdir()
-    assert (file.name, json.loads(file.read_text())["text"]) == ("stall_rank_3.json", "second")
+    assert (file.name, json.loads(file.read_text())["text"]) == (
+        "stall_rank_3.json",
+        "second",
+    )
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     (line,) = said
     folder = file.parent
     assert line.endswith(
-        f"this report is in {file}; `nemo-patches diagnose {folder}` reads those of all ranks on this host"
+        f"this report is in {file}; `nemo-patches diagnose {folder}` reads those of all"
+        " ranks on this host"
     )
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(temporary: Path, said: list[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_said_once(
+    temporary: Path, said: list[str]
+) -> None:
     (temporary / f"nemo_patches-{os.getuid()}").touch()
     reports = ReportFile(3, 0)
     for _ in range(2):
@@ -100,7 +123,10 @@ def test_a_folder_that_cannot_be_written_is_said_once(temporary: Path, said: lis
         assert reports._writer is not None
         reports._writer.join(20)
     (line,) = said
-    assert f"the stall report is not written to a file: {temporary}/nemo_patches-{os.getuid()}: it is not" in line
+    assert (
+        "the stall report is not written to a file:"
+        f" {temporary}/nemo_patches-{os.getuid()}: it is not" in line
+    )
 
 
 def test_a_folder_that_does_not_answer_holds_nobody_up_and_is_said_once(
@@ -122,7 +148,9 @@ def test_a_folder_that_does_not_answer_holds_nobody_up_and_is_said_once(
     assert reports._writer is not None
     reports._writer.join(20)
     reports.write({"text": "fourth"}, is_first=False)
-    wait_until(lambda: "fourth" in (private_folder(0) / "stall_rank_3.json").read_text())
+    wait_until(
+        lambda: "fourth" in (private_folder(0) / "stall_rank_3.json").read_text()
+    )
 
 
 def test_what_torch_does_not_tell_in_time_is_said_in_the_report(
@@ -140,12 +168,23 @@ def test_what_torch_does_not_tell_in_time_is_said_in_the_report(
     wait_until(lambda: (private_folder(0) / "stall_rank_3.json").exists())
     answers.set()
     report = json.loads((private_folder(0) / "stall_rank_3.json").read_text())
-    assert report == {"text": "first", "flight_recorder": {"error": "no answer within 1 s"}}
+    assert report == {
+        "text": "first",
+        "flight_recorder": {"error": "no answer within 1 s"},
+    }
 
 
-def test_of_many_collectives_the_report_has_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_collectives_the_report_has_the_latest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def dump(**_: bool) -> bytes:
-        return json.dumps({"entries": [{"record_id": number, "more": "x" * 400} for number in range(2000)]}).encode()
+        return json.dumps(
+            {
+                "entries": [
+                    {"record_id": number, "more": "x" * 400} for number in range(2000)
+                ]
+            }
+        ).encode()
 
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
     content = FlightRecording().wait()
@@ -165,7 +204,9 @@ def test_an_error_of_torchs_is_in_the_report(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Cuda(ModuleType):
-    """In place of torch.cuda, which has no GPU here: two of them, of which one has run out of memory."""
+    """In place of torch.cuda, which has no GPU here: two of them, of which one has run out of
+    memory.
+    """
 
     def __init__(self, is_initialized: bool) -> None:
         super().__init__("torch.cuda")
@@ -195,7 +236,9 @@ def test_out_of_memory_errors_are_read_once_a_stall_and_only_where_cuda_is_in_us
         assert reports._writer is not None
         reports._writer.join(20)
     (line,) = [line for line in said if "out-of-memory" in line]
-    assert line.endswith("caught out-of-memory errors, and may have left out a step: 3 on cuda:1")
+    assert line.endswith(
+        "caught out-of-memory errors, and may have left out a step: 3 on cuda:1"
+    )
     report = json.loads((private_folder(0) / "stall_rank_3.json").read_text())
     assert (report["text"], report["out_of_memory"]) == ("hangs", {"cuda:1": 3})
 
@@ -203,26 +246,58 @@ def test_out_of_memory_errors_are_read_once_a_stall_and_only_where_cuda_is_in_us
 # What `diagnose FOLDER` makes of them.
 
 
-def group(ranks: list[int], kind: str, place: dict[str, str], **more: Any) -> dict[str, Any]:
+def group(
+    ranks: list[int], kind: str, place: dict[str, str], **more: Any
+) -> dict[str, Any]:
     process = {"host": "node1", "pid": 4000 + ranks[0], "calls": 7}
-    return {"ranks": ranks, "kind": kind, "idle": 60.0, "still": 55.0, **process, **place, **more}
+    return {
+        "ranks": ranks,
+        "kind": kind,
+        "idle": 60.0,
+        "still": 55.0,
+        **process,
+        **place,
+        **more,
+    }
 
 
-def write(folder: Path, rank: int, *groups: dict[str, Any], time: float = NOW, size: int = 3) -> Path:
-    content = {"rank": rank, "world_size": size, "level": "WARNING", "time": time, "idle_s": 60.0, "remark": ""}
+def write(
+    folder: Path, rank: int, *groups: dict[str, Any], time: float = NOW, size: int = 3
+) -> Path:
+    content = {
+        "rank": rank,
+        "world_size": size,
+        "level": "WARNING",
+        "time": time,
+        "idle_s": 60.0,
+        "remark": "",
+    }
     file = folder / f"stall_rank_{rank}.json"
-    file.write_text(json.dumps({**content, "text": f"rank {rank}'s line", "missing": [], "groups": groups}))
+    file.write_text(
+        json.dumps(
+            {**content, "text": f"rank {rank}'s line", "missing": [], "groups": groups}
+        )
+    )
     return file
 
 
-def test_the_reports_of_all_ranks_name_the_missing_one_and_its_place(tmp_path: Path) -> None:
+def test_the_reports_of_all_ranks_name_the_missing_one_and_its_place(
+    tmp_path: Path,
+) -> None:
     for rank in range(3):
-        write(tmp_path, rank, group([1], ELSEWHERE, READS), group([0, 2], WAITING, BARRIER), time=NOW + rank)
+        write(
+            tmp_path,
+            rank,
+            group([1], ELSEWHERE, READS),
+            group([0, 2], WAITING, BARRIER),
+            time=NOW + rank,
+        )
     report = diagnosed(tmp_path)
     assert [(one.id, one.ranks) for one in report.findings] == [("missing-rank", (1,))]
-    assert report.verdict == (
-        "Rank 1: it is in read (data.py:41). "
-        "It has not entered barrier of save (train.py:77), which ranks 0, 2 have waited in for 55 s."
+    assert (
+        report.verdict
+        == "Rank 1: it is in read (data.py:41). It has not entered barrier of save"
+        " (train.py:77), which ranks 0, 2 have waited in for 55 s."
     )
     assert any("rank 1's stall report" in line for line in report.findings[0].evidence)
     assert [one.rank for one in report.ranks] == [0, 1, 2]
@@ -236,23 +311,45 @@ def test_a_rank_that_cannot_speak_is_known_by_the_others(tmp_path: Path) -> None
     assert [(one.id, one.ranks) for one in report.findings] == [("no-heartbeat", (1,))]
 
 
-def test_what_a_rank_says_of_itself_outweighs_what_another_one_says_of_it(tmp_path: Path) -> None:
+def test_what_a_rank_says_of_itself_outweighs_what_another_one_says_of_it(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 1, group([1], ELSEWHERE, READS), group([0, 2], WAITING, BARRIER))
     elsewhere = {**READS, "where": "unpack (tar.py:7)"}
-    write(tmp_path, 0, group([1], ELSEWHERE, elsewhere), group([0, 2], WAITING, BARRIER), time=NOW + 1)
+    write(
+        tmp_path,
+        0,
+        group([1], ELSEWHERE, elsewhere),
+        group([0, 2], WAITING, BARRIER),
+        time=NOW + 1,
+    )
     assert "it is in read (data.py:41)" in diagnosed(tmp_path).verdict
 
 
-def test_a_report_of_an_earlier_stall_tells_nothing_of_the_latest(tmp_path: Path) -> None:
-    write(tmp_path, 1, group([0], ELSEWHERE, READS), group([1, 2], WAITING, BARRIER), time=NOW - 61)
+def test_a_report_of_an_earlier_stall_tells_nothing_of_the_latest(
+    tmp_path: Path,
+) -> None:
+    write(
+        tmp_path,
+        1,
+        group([0], ELSEWHERE, READS),
+        group([1, 2], WAITING, BARRIER),
+        time=NOW - 61,
+    )
     for rank in (0, 2):
-        write(tmp_path, rank, group([1], SILENT, READS), group([0, 2], WAITING, BARRIER))
+        write(
+            tmp_path, rank, group([1], SILENT, READS), group([0, 2], WAITING, BARRIER)
+        )
     report = diagnosed(tmp_path)
     assert [(one.id, one.ranks) for one in report.findings] == [("no-heartbeat", (1,))]
-    assert report.earlier == ("stall_rank_1.json: the report of an earlier stall, not taken into account",)
+    assert report.earlier == (
+        "stall_rank_1.json: the report of an earlier stall, not taken into account",
+    )
 
 
-@pytest.mark.parametrize("content", [b"", b"[", b"{}", b"[" * 100_000, b'{"world_size": "many"}', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"", b"[", b"{}", b"[" * 100_000, b'{"world_size": "many"}', b"\xff"]
+)
 def test_what_is_no_report_is_said(content: bytes, tmp_path: Path) -> None:
     write(tmp_path, 0, group([1], SILENT, READS), group([0, 2], WAITING, BARRIER))
     (tmp_path / "stall_rank_1.json").write_bytes(content)

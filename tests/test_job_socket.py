@@ -1,4 +1,6 @@
-"""A rank's Unix socket: who removes which, also where two containers share the folder; and this host's own name."""
+"""A rank's Unix socket: who removes which, also where two containers share the folder; and this
+host's own name.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ def test_only_what_nobody_listens_at_is_removed(folder: Path) -> None:
     here, there = job_socket._pid_namespace(), 1
     with ExitStack() as stack:
         kept = [
-            bound(stack, folder, f"rank_0.{there}.{NOBODY}{ENDING}", listens=True),  # another container's
-            bound(stack, folder, f"rank_1.{here}.{os.getpid()}{ENDING}", listens=False),  # about to listen
+            bound(
+                stack, folder, f"rank_0.{there}.{NOBODY}{ENDING}", listens=True
+            ),  # another container's
+            bound(
+                stack, folder, f"rank_1.{here}.{os.getpid()}{ENDING}", listens=False
+            ),  # about to listen
         ]
         bound(stack, folder, f"rank_2.{there}.{os.getpid()}{ENDING}", listens=False)
         bound(stack, folder, f"rank_3.{here}.{NOBODY}{ENDING}", listens=False)
@@ -89,13 +95,26 @@ def test_a_visitor_that_waits_is_answered(folder: Path) -> None:
         own.close()
 
 
-def test_a_hosts_name_forges_no_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hosts_name_forges_no_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "node7\nnemo_patches ERROR [rank 0/8 node1] forged"
     monkeypatch.setattr(socket, "gethostname", lambda: name)
-    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", name, "", "", "")))
+    monkeypatch.setattr(
+        os, "uname", lambda: os.uname_result(("Linux", name, "", "", ""))
+    )
     said = Said()
     rank_log.report(30, "a rank is late")
     patching.say_error("not patched")
     assert ["\n" in line for line in said.lines] == [False]
-    assert len([line for line in capsys.readouterr().err.splitlines() if "not patched" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in capsys.readouterr().err.splitlines()
+                if "not patched" in line
+            ]
+        )
+        == 1
+    )
     rank_log.logger.removeHandler(said)

@@ -1,4 +1,6 @@
-"""Stalls anywhere in the job: where all ranks are, and who is waited for, as every rank's stderr says it; real DDP."""
+"""Stalls anywhere in the job: where all ranks are, and who is waited for, as every rank's stderr
+says it; real DDP.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Result, _say_what_is_left, all_have_come, run_ranks, stall_monitor, wait_until
+from ranks import (
+    Result,
+    _say_what_is_left,
+    all_have_come,
+    run_ranks,
+    stall_monitor,
+    wait_until,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -32,7 +41,10 @@ from nemo_patches.sync import rank_log
 from nemo_patches.watch.job_stall import EXIT_CODE
 from nemo_patches.watch.log_line import LogLines
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
+pytestmark = [
+    pytest.mark.one_nemo,
+    pytest.mark.alone,
+]  # nothing here depends on NeMo's version
 STALL_TIMEOUT = 3.0
 AT_ONCE = {"stall_timeout": STALL_TIMEOUT}
 
@@ -50,17 +62,27 @@ class Lines(logging.Handler):
         self.found.append((record.levelno, record.getMessage()))
 
     def stalls(self) -> list[tuple[int, str]]:
-        return [(level, text) for level, text in self.found if "no encoder call for" in text]
+        return [
+            (level, text) for level, text in self.found if "no encoder call for" in text
+        ]
 
 
 class Trainer:
-    """A Conformer in DDP on this rank, and the files by which the ranks tell each other what they have said."""
+    """A Conformer in DDP on this rank, and the files by which the ranks tell each other what they
+    have said.
+    """
 
     def __init__(self, folder: Path, broadcast_buffers: bool) -> None:
-        self.folder, self.rank, self.size = folder, dist.get_rank(), dist.get_world_size()
+        self.folder, self.rank, self.size = (
+            folder,
+            dist.get_rank(),
+            dist.get_world_size(),
+        )
         folder.mkdir(exist_ok=True)
         self.lines = Lines()
-        self.ddp = DistributedDataParallel(encoders.conformer(), broadcast_buffers=broadcast_buffers)
+        self.ddp = DistributedDataParallel(
+            encoders.conformer(), broadcast_buffers=broadcast_buffers
+        )
         threading.Thread(target=self._tell, daemon=True).start()
 
     def step(self) -> None:
@@ -73,7 +95,9 @@ class Trainer:
         (self.folder / f"said.{self.rank}").touch()
 
     def others_have_said_it(self, but: int = -1) -> None:
-        wait_until(lambda: len(list(self.folder.glob("said.*"))) >= self.size - (but >= 0), 120)
+        wait_until(
+            lambda: len(list(self.folder.glob("said.*"))) >= self.size - (but >= 0), 120
+        )
 
 
 def read_audio(trainer: Trainer) -> None:
@@ -84,7 +108,12 @@ def take_the_lock(trainer: Trainer) -> None:
     path = trainer.folder / "lock"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        threading.Thread(target=lambda: (trainer.others_have_said_it(), fcntl.flock(held, fcntl.LOCK_UN))).start()
+        threading.Thread(
+            target=lambda: (
+                trainer.others_have_said_it(),
+                fcntl.flock(held, fcntl.LOCK_UN),
+            )
+        ).start()
         with path.open("w") as wanted:
             fcntl.flock(wanted, fcntl.LOCK_EX)
 
@@ -108,9 +137,13 @@ class Shards(Dataset[int]):
 
 def next_batch(trainer: Trainer) -> None:
     go_on, told = os.pipe()
-    loader = DataLoader(Shards(trainer.folder, go_on), num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(
+        Shards(trainer.folder, go_on), num_workers=1, multiprocessing_context="fork"
+    )
     batches = iter(loader)  # the worker is there
-    threading.Thread(target=lambda: (trainer.others_have_said_it(), os.write(told, bytes(8)))).start()
+    threading.Thread(
+        target=lambda: (trainer.others_have_said_it(), os.write(told, bytes(8)))
+    ).start()
     next(batches)
 
 
@@ -125,17 +158,23 @@ class SlowDisk(io.BytesIO):
 
 
 def save_checkpoint(trainer: Trainer) -> None:
-    torch.save({"w": torch.zeros(4)}, SlowDisk(trainer), _use_new_zipfile_serialization=False)
+    torch.save(
+        {"w": torch.zeros(4)}, SlowDisk(trainer), _use_new_zipfile_serialization=False
+    )
 
 
 def hold_the_gil(trainer: Trainer) -> None:
-    ctypes.PyDLL(None).sleep(int(STALL_TIMEOUT) + 10)  # PyDLL keeps the lock during the call
+    ctypes.PyDLL(None).sleep(
+        int(STALL_TIMEOUT) + 10
+    )  # PyDLL keeps the lock during the call
 
 
 def be_stopped(trainer: Trainer) -> None:
     child = os.fork()  # who wakes this rank must not be stopped with it
     if child == 0:
-        wait_until(lambda: len(list(trainer.folder.glob("said.*"))) >= trainer.size - 1, 120)
+        wait_until(
+            lambda: len(list(trainer.folder.glob("said.*"))) >= trainer.size - 1, 120
+        )
         os.kill(os.getppid(), signal.SIGCONT)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -153,7 +192,9 @@ WAYS: dict[str, tuple[Callable[[Trainer], None], str]] = {
 }
 
 
-def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: str) -> dict[str, Any]:
+def each_way(
+    rank: int, size: int, folder: str, broadcast_buffers: bool, *only: str
+) -> dict[str, Any]:
     found = {}
     for way in only or WAYS:
         nemo_patches.apply(stall_timeout=0)
@@ -167,28 +208,47 @@ def each_way(rank: int, size: int, folder: str, broadcast_buffers: bool, *only: 
             WAYS[way][0](trainer)
         trainer.step()
         stalls = trainer.lines.stalls()
-        for _ in range(2):  # in the first one a rank may wait in vain, whose last round had not come everywhere
+        for _ in range(
+            2
+        ):  # in the first one a rank may wait in vain, whose last round had not come everywhere
             trainer.step()
-        wait_until(lambda t=trainer: not t.lines.stalls() or any("go on" in text for _, text in t.lines.found))
+        wait_until(
+            lambda t=trainer: (
+                not t.lines.stalls()
+                or any("go on" in text for _, text in t.lines.found)
+            )
+        )
         dist.barrier()
         found[way] = stalls
         logging.getLogger("nemo_patches").removeHandler(trainer.lines)
     nemo_patches.revert()
-    wait_until(lambda: stall_monitor()._own_facts.make().idle == -1)  # calls that are not seen are no stall
+    wait_until(
+        lambda: stall_monitor()._own_facts.make().idle == -1
+    )  # calls that are not seen are no stall
     dist.barrier()
     return found
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["buffers broadcast", "gradients only"])
-def ways(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, list[Result]]:
-    return request.param, run_ranks(each_way, 3, str(tmp_path_factory.mktemp("ways")), request.param)
+@pytest.fixture(
+    scope="module", params=[True, False], ids=["buffers broadcast", "gradients only"]
+)
+def ways(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[bool, list[Result]]:
+    return request.param, run_ranks(
+        each_way, 3, str(tmp_path_factory.mktemp("ways")), request.param
+    )
 
 
-IN_A_COLLECTIVE = "DDP's buffer broadcast|length sync|backward, which reduces the gradients"
+IN_A_COLLECTIVE = (
+    "DDP's buffer broadcast|length sync|backward, which reduces the gradients"
+)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_rank_that_is_waited_for_is_named_on_every_rank(ways: tuple[bool, list[Result]], way: str) -> None:
+def test_the_rank_that_is_waited_for_is_named_on_every_rank(
+    ways: tuple[bool, list[Result]], way: str
+) -> None:
     _, results = ways
     for rank, result in enumerate(results):
         stalls = result.value[way]
@@ -202,7 +262,10 @@ def test_the_rank_that_is_waited_for_is_named_on_every_rank(ways: tuple[bool, li
         assert WAYS[way][1] in first
         # Rank 2 has rank 0's buffers, and may go on until it needs rank 1's length or gradients.
         assert all(
-            re.fullmatch(rf"ranks? 0?(, )?2?( \(.*\))?: ({IN_A_COLLECTIVE}), in .*", other) for other in others
+            re.fullmatch(
+                rf"ranks? 0?(, )?2?( \(.*\))?: ({IN_A_COLLECTIVE}), in .*", other
+            )
+            for other in others
         ), text
 
 
@@ -251,11 +314,15 @@ def write_a_report() -> None:
 
 
 def keep_the_connections() -> None:
-    """As a data loader's worker does, which was forked: so the others' collectives do not fail when this rank dies."""
+    """As a data loader's worker does, which was forked: so the others' collectives do not fail when
+    this rank dies.
+    """
     if os.fork() == 0:
         parent = os.getppid()
         wait_until(lambda: os.getppid() != parent, 200)
-        time.sleep(STALL_TIMEOUT + 20)  # what a test would wait for is in other processes
+        time.sleep(
+            STALL_TIMEOUT + 20
+        )  # what a test would wait for is in other processes
         os._exit(0)
 
 
@@ -272,21 +339,43 @@ def end(trainer: Trainer) -> None:
 
 
 DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
-    "a barrier on one rank": (a_barrier_too_many, EXIT_CODE, r"rank 1 \(.*\): barrier, in a_barrier_too_many"),
-    "another collective": (another_collective, EXIT_CODE, r"rank 1 \(.*\): all_gather, in another_collective"),
+    "a barrier on one rank": (
+        a_barrier_too_many,
+        EXIT_CODE,
+        r"rank 1 \(.*\): barrier, in a_barrier_too_many",
+    ),
+    "another collective": (
+        another_collective,
+        EXIT_CODE,
+        r"rank 1 \(.*\): all_gather, in another_collective",
+    ),
     "evaluation": (
         evaluation_in_place_of_training,
         EXIT_CODE,
         r"rank 1 \(.*\): all_gather_object, in eval.*, after enco",
     ),
-    "uneven batches": (end_of_the_epoch, EXIT_CODE, r"rank 1 \(.*\): monitored_barrier, in end_of_the_epoch"),
-    "an exception": (an_exception_in_backward, EXIT_CODE, r"rank 1 \(.*\): write_a_report \(tests/test_job_stalls.py"),
-    "killed": (be_killed, -signal.SIGKILL, r"rank 1 \(.*\): its process has gone|rank 1 has not announced"),
+    "uneven batches": (
+        end_of_the_epoch,
+        EXIT_CODE,
+        r"rank 1 \(.*\): monitored_barrier, in end_of_the_epoch",
+    ),
+    "an exception": (
+        an_exception_in_backward,
+        EXIT_CODE,
+        r"rank 1 \(.*\): write_a_report \(tests/test_job_stalls.py",
+    ),
+    "killed": (
+        be_killed,
+        -signal.SIGKILL,
+        r"rank 1 \(.*\): its process has gone|rank 1 has not announced",
+    ),
     "ended": (end, 0, r"rank 1 \(.*\) has left"),
 }
 
 
-def deadlock(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:
+def deadlock(
+    rank: int, size: int, folder: str, way: str, broadcast_buffers: bool
+) -> None:
     nemo_patches.apply(stall_timeout=0)
     trainer = Trainer(Path(folder), broadcast_buffers)
     for _ in range(3):
@@ -294,7 +383,12 @@ def deadlock(rank: int, size: int, folder: str, way: str, broadcast_buffers: boo
     wait_until(all_have_come)
     dist.barrier()
     report = shlex.quote(str(Path(folder, f"report.{rank}.json")))
-    nemo_patches.apply(**AT_ONCE, timeout=1.0, stall_exit=STALL_TIMEOUT + 2, on_stall=f"tee -a {report}")
+    nemo_patches.apply(
+        **AT_ONCE,
+        timeout=1.0,
+        stall_exit=STALL_TIMEOUT + 2,
+        on_stall=f"tee -a {report}",
+    )
     if rank == CULPRIT:
         DEADLOCKS[way][0](trainer)
     trainer.step()
@@ -303,18 +397,30 @@ def deadlock(rank: int, size: int, folder: str, way: str, broadcast_buffers: boo
 
 @pytest.mark.parametrize(
     ("way", "broadcast_buffers"),
-    [*((way, True) for way in DEADLOCKS), ("uneven batches", False), ("an exception", False), ("killed", False)],
+    [
+        *((way, True) for way in DEADLOCKS),
+        ("uneven batches", False),
+        ("an exception", False),
+        ("killed", False),
+    ],
 )
-def test_a_deadlock_is_told_handed_to_the_command_and_ended(way: str, broadcast_buffers: bool, tmp_path: Path) -> None:
+def test_a_deadlock_is_told_handed_to_the_command_and_ended(
+    way: str, broadcast_buffers: bool, tmp_path: Path
+) -> None:
     _, exit_code, culprit = DEADLOCKS[way]
-    results = run_ranks(deadlock, 3, str(tmp_path), way, broadcast_buffers, dies=(0, 1, 2))
+    results = run_ranks(
+        deadlock, 3, str(tmp_path), way, broadcast_buffers, dies=(0, 1, 2)
+    )
     for rank in (0, 2):
         lines = results[rank].lines("no encoder call for", " | ")
         assert lines
-        for line in lines:  # another one where what the culprit did last was later than its last encoder call
+        # Another one where what the culprit did last was later than its last encoder call
+        for line in lines:
             assert " WARNING " in line
             _, _, groups = line.partition(" s. ")
-            suspects = [group for group in groups.split(" | ") if re.match(culprit, group)]
+            suspects = [
+                group for group in groups.split(" | ") if re.match(culprit, group)
+            ]
             assert len(suspects) == 1, line
             if exit_code != EXIT_CODE or way == "an exception":
                 assert groups.startswith(suspects[0])
@@ -323,17 +429,29 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(way: str, broadcast_
     # Who is not the first to end may have lost its connection to the one that was.
     first_to_end = [result for result in results if result.exit_code == EXIT_CODE]
     assert first_to_end
-    assert all(result.lines("more than stall_exit=", f"exit code {EXIT_CODE}") for result in first_to_end)
+    assert all(
+        result.lines("more than stall_exit=", f"exit code {EXIT_CODE}")
+        for result in first_to_end
+    )
     (report,) = tmp_path.glob("report.*.json")  # one rank for all
     told = json.loads(report.read_text())
     assert told["world_size"] == 3
     assert told["missing"] or "cannot be told" in told["remark"]
-    assert any(re.match(culprit, group) for group in told["text"].partition(" s. ")[2].split(" | "))
-    assert sorted(rank for group in told["groups"] for rank in group["ranks"]) == [0, 1, 2]
+    assert any(
+        re.match(culprit, group)
+        for group in told["text"].partition(" s. ")[2].split(" | ")
+    )
+    assert sorted(rank for group in told["groups"] for rank in group["ranks"]) == [
+        0,
+        1,
+        2,
+    ]
 
 
 def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
-    """A launcher that hangs has it: the progress bar of one rank blocks, and so do the lines about that."""
+    """A launcher that hangs has it: the progress bar of one rank blocks, and so do the lines about
+    that.
+    """
     trace = "-" if rank == CULPRIT else ""  # its thread blocks, too
     nemo_patches.apply(stall_timeout=0, trace=trace)
     trainer = Trainer(Path(folder), broadcast_buffers=True)
@@ -341,7 +459,9 @@ def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
         trainer.step()
     wait_until(all_have_come)
     dist.barrier()
-    nemo_patches.apply(**AT_ONCE, timeout=1.0, stall_exit=STALL_TIMEOUT + 1, trace=trace)
+    nemo_patches.apply(
+        **AT_ONCE, timeout=1.0, stall_exit=STALL_TIMEOUT + 1, trace=trace
+    )
     if rank == CULPRIT:
         _, pipe = os.pipe()
         os.set_blocking(pipe, False)
@@ -356,9 +476,12 @@ def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
 
 
 def test_stall_exit_ends_a_rank_whose_stderr_nobody_reads(tmp_path: Path) -> None:
-    waiting, culprit = run_ranks(stderr_that_nobody_reads, 2, str(tmp_path), limit=90, dies=(0, 1))
+    waiting, culprit = run_ranks(
+        stderr_that_nobody_reads, 2, str(tmp_path), limit=90, dies=(0, 1)
+    )
     assert any(
-        "stderr_that_nobody_reads (tests/test_job_stalls.py" in line for line in waiting.lines("no encoder call")
+        "stderr_that_nobody_reads (tests/test_job_stalls.py" in line
+        for line in waiting.lines("no encoder call")
     )
     assert culprit.exit_code == EXIT_CODE
 
@@ -392,17 +515,23 @@ def test_a_log_handler_that_hangs_holds_up_the_monitor_once() -> None:
         handler.answer.set()
         rank_log.logger.removeHandler(handler)
     assert took_s < 15  # not half a second for each line
-    assert handler.texts[-1].endswith("it has come | 36 lines before this one are lost: nobody took them")
+    assert handler.texts[-1].endswith(
+        "it has come | 36 lines before this one are lost: nobody took them"
+    )
 
 
 def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
-    """Every rank is busy with the same, or has not begun, or is in a debugger: nobody waits for another."""
+    """Every rank is busy with the same, or has not begun, or is in a debugger: nobody waits for
+    another.
+    """
     nemo_patches.apply(**AT_ONCE)
     trainer = Trainer(Path(folder), broadcast_buffers=True)
     trainer.step()
     dist.barrier()
     set_up(1.5 * STALL_TIMEOUT)
-    assert trainer.lines.stalls() == []  # before its second call a job may take any time
+    assert (
+        trainer.lines.stalls() == []
+    )  # before its second call a job may take any time
     for _ in range(2):
         trainer.step()
     wait_until(all_have_come)
@@ -432,7 +561,9 @@ def test_ranks_that_are_busy_with_the_same_are_no_stall(tmp_path: Path) -> None:
         ((level, text),) = result.value
         assert level == logging.INFO
         assert re.search(
-            r" s\. ranks 0-1: wait_until .* < score_the_set .* | no rank is known to wait for another", text
+            r" s\. ranks 0-1: wait_until .* < score_the_set .* | no rank is known to"
+            r" wait for another",
+            text,
         )
         assert not result.lines("nemo_patches WARNING")
 
@@ -456,7 +587,9 @@ def has_warned(trainer: Trainer) -> bool:
     return (trainer.folder / "warned").exists()
 
 
-def one_goes_on_alone(rank: int, size: int, folder: str, goes_on: Callable[[Trainer], None]) -> list[tuple[int, str]]:
+def one_goes_on_alone(
+    rank: int, size: int, folder: str, goes_on: Callable[[Trainer], None]
+) -> list[tuple[int, str]]:
     """The stall's lines on the rank that waits, until the first warning and a while after it."""
     nemo_patches.apply(stall_timeout=0)
     trainer = Trainer(Path(folder, "ranks"), broadcast_buffers=True)
@@ -466,7 +599,9 @@ def one_goes_on_alone(rank: int, size: int, folder: str, goes_on: Callable[[Trai
     dist.barrier()
     stall_exit = 2 * STALL_TIMEOUT if goes_on is computes else 0
     page = shlex.quote(str(Path(folder, "page")))
-    nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=stall_exit, on_stall=f"tee {page}")
+    nemo_patches.apply(
+        stall_timeout=STALL_TIMEOUT, stall_exit=stall_exit, on_stall=f"tee {page}"
+    )
     if rank == CULPRIT:
         goes_on(trainer)
     else:
@@ -477,28 +612,41 @@ def one_goes_on_alone(rank: int, size: int, folder: str, goes_on: Callable[[Trai
 
 
 def tell_of_a_warning(trainer: Trainer) -> None:
-    wait_until(lambda: any(level == logging.WARNING for level, _ in trainer.lines.stalls()), 120)
+    wait_until(
+        lambda: any(level == logging.WARNING for level, _ in trainer.lines.stalls()),
+        120,
+    )
     (trainer.folder / "warned").touch()
 
 
 def test_a_rank_that_retries_for_ever_is_a_warning_at_once(tmp_path: Path) -> None:
     results = run_ranks(one_goes_on_alone, 2, str(tmp_path), retries)
     levels = [level for level, _ in results[0].value]
-    assert logging.WARNING in levels[:2]  # before it, that the other rank has not stood still for long enough
+    assert (
+        logging.WARNING in levels[:2]
+    )  # before it, that the other rank has not stood still for long enough
     first = next(text for level, text in results[0].value if level == logging.WARNING)
     # Or it is seen in the function by which it knows when to end.
     assert re.search(
-        r" s\. rank 1 \(.*\): (has_warned \(.* < )?retries \(tests/test_job_stalls.py:.* \| rank 0 \(", first
+        r" s\. rank 1 \(.*\): (has_warned \(.* < )?retries"
+        r" \(tests/test_job_stalls.py:.* \| rank 0 \(",
+        first,
     )
     assert (tmp_path / "page").exists()
 
 
-def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_is_not_ended(tmp_path: Path) -> None:
+def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_is_not_ended(
+    tmp_path: Path,
+) -> None:
     results = run_ranks(one_goes_on_alone, 2, str(tmp_path), computes)
     levels = [level for level, _ in results[0].value]
     assert levels[:3] == [logging.INFO, logging.INFO, logging.WARNING]
     for _, text in results[0].value[:3]:
-        assert re.search(r" s\. rank 1 \(.*\): computes, without a step, now in \w+ \(tests/test_job_stalls", text)
+        assert re.search(
+            r" s\. rank 1 \(.*\): computes, without a step, now in \w+"
+            r" \(tests/test_job_stalls",
+            text,
+        )
     assert results[0].value[2][1].endswith("; no rank takes a step")
     assert (tmp_path / "page").exists()
     assert not results[0].lines("more than stall_exit")

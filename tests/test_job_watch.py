@@ -1,7 +1,8 @@
-"""Hangs of real NeMo, Lightning and DDP with the checkout on PYTHONPATH and nothing else: none is silent.
+"""Hangs of real NeMo, Lightning and DDP with the checkout on PYTHONPATH and nothing else: none is
+silent.
 
-Whatever the config is, and whenever it hangs: a line on every rank that can speak, its stall report in the job's
-folder, the page, exit code 83.
+Whatever the config is, and whenever it hangs: a line on every rank that can speak, its stall report
+in the job's folder, the page, exit code 83.
 """
 
 from __future__ import annotations
@@ -40,28 +41,44 @@ READS = r"rank 1 \(.*\): read_audio \(tests/watched_jobs.py:\d+\)"
 
 @dataclass(frozen=True)
 class Expected:
-    """line: what every rank that can speak says; those in `mute` cannot. codes: exit codes that differ from ours."""
+    """line: what every rank that can speak says; those in `mute` cannot. codes: exit codes that
+    differ from ours.
+    """
 
     line: str
     mute: tuple[int, ...] = ()
     codes: tuple[tuple[int, int], ...] = ()
     level: str = "WARNING"
-    verdict: tuple[str, tuple[int, ...]] = (ids.MISSING_RANK, (1,))  # of the reports in the job's folder
+    verdict: tuple[str, tuple[int, ...]] = (
+        ids.MISSING_RANK,
+        (1,),
+    )  # of the reports in the job's folder
 
 
 EXPECTED = {
-    "the flag is false": Expected(READS + r".* \| rank 0 \(.*\): DDP's buffer broadcast, in run \(encoders.py:"),
+    "the flag is false": Expected(
+        READS + r".* \| rank 0 \(.*\): DDP's buffer broadcast, in run \(encoders.py:"
+    ),
     "sync=local": Expected(READS),
-    "no encoder": Expected(READS + r".* \| rank 0 \(.*\): backward, which reduces the gradients, in train \("),
-    "before the first step": Expected(READS + r".* \| rank 0 \(.*\): DDP's buffer broadcast"),
-    "before the second step": Expected(READS + r".* \| rank 0 \(.*\): DDP's second step, which makes its buckets anew"),
+    "no encoder": Expected(
+        READS
+        + r".* \| rank 0 \(.*\): backward, which reduces the gradients, in train \("
+    ),
+    "before the first step": Expected(
+        READS + r".* \| rank 0 \(.*\): DDP's buffer broadcast"
+    ),
+    "before the second step": Expected(
+        READS + r".* \| rank 0 \(.*\): DDP's second step, which makes its buckets anew"
+    ),
     "a checkpoint on a dead mount": Expected(
-        r"rank 0 \(.*\) writes a checkpoint: .* \| rank 1 \(.*\): barrier, in .*, while saving a checkpoint",
+        r"rank 0 \(.*\) writes a checkpoint: .* \| rank 1 \(.*\): barrier, in .*, while"
+        r" saving a checkpoint",
         level="INFO",
         verdict=(ids.MISSING_RANK, (0,)),
     ),
     "all ranks read": Expected(
-        r"no rank moves: ranks 0-1: read_audio \(tests/watched_jobs.py:\d+\)", verdict=(ids.NO_RANK_MOVES, ())
+        r"no rank moves: ranks 0-1: read_audio \(tests/watched_jobs.py:\d+\)",
+        verdict=(ids.NO_RANK_MOVES, ()),
     ),
     "the store's host is gone": Expected(
         r"rank 0 .*: its process has gone",
@@ -91,10 +108,17 @@ class Ended:
 
     def __init__(self, folder: Path, codes: list[int]) -> None:
         self.folder, self.codes = folder, codes
-        self.logs = [(folder / f"stderr.{rank}").read_text(errors="replace") for rank in range(len(codes))]
+        self.logs = [
+            (folder / f"stderr.{rank}").read_text(errors="replace")
+            for rank in range(len(codes))
+        ]
 
     def stalls(self, rank: int) -> list[str]:
-        return [line for line in self.logs[rank].splitlines() if re.search(r" no (encoder call|step) for ", line)]
+        return [
+            line
+            for line in self.logs[rank].splitlines()
+            if re.search(r" no (encoder call|step) for ", line)
+        ]
 
     def hang_began(self) -> float:
         return max(float(file.read_text()) for file in self.folder.glob("hangs.*"))
@@ -108,13 +132,27 @@ class Server:
         pipe = subprocess.PIPE
         all_ = {**LIMITS, "TMPDIR": str(temporary), **variables}
         self.process = subprocess.Popen(
-            command, env=environment(CHECKOUT, **all_), stdin=pipe, stdout=pipe, text=True, start_new_session=True
+            command,
+            env=environment(CHECKOUT, **all_),
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            start_new_session=True,
         )
 
     def run(self, name: str, folder: Path) -> Ended:
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps([name, free_port(), str(folder), JOB_S]), file=self.process.stdin, flush=True)
-        return Ended(folder, next(json.loads(line) for line in self.process.stdout if line.startswith("[")))
+        print(
+            json.dumps([name, free_port(), str(folder), JOB_S]),
+            file=self.process.stdin,
+            flush=True,
+        )
+        return Ended(
+            folder,
+            next(
+                json.loads(line) for line in self.process.stdout if line.startswith("[")
+            ),
+        )
 
     def end(self) -> None:
         self.process.kill()
@@ -122,13 +160,17 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+def servers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], Server]]:
     """By what NEMO_PATCHES_SYNC is."""
     made: dict[str, Server] = {}
 
     def server(sync: str) -> Server:
         if sync not in made:
-            made[sync] = Server(tmp_path_factory.mktemp("temporary"), NEMO_PATCHES_SYNC=sync)
+            made[sync] = Server(
+                tmp_path_factory.mktemp("temporary"), NEMO_PATCHES_SYNC=sync
+            )
         return made[sync]
 
     yield server
@@ -137,26 +179,50 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_no_hang_is_silent_whatever_the_config(name: str, servers: Callable[[str], Server], tmp_path: Path) -> None:
-    server, expected = servers("local" if name == "sync=local" else "bounded"), EXPECTED[name]
+def test_no_hang_is_silent_whatever_the_config(
+    name: str, servers: Callable[[str], Server], tmp_path: Path
+) -> None:
+    server, expected = (
+        servers("local" if name == "sync=local" else "bounded"),
+        EXPECTED[name],
+    )
     job = server.run(name, tmp_path)
     speak = [rank for rank in range(len(job.codes)) if rank not in expected.mute]
     for rank in speak:
         assert job.stalls(rank), job.logs[rank][-3000:]
-        said = [line for line in job.stalls(rank) if f" {expected.level} " in line and re.search(expected.line, line)]
+        said = [
+            line
+            for line in job.stalls(rank)
+            if f" {expected.level} " in line and re.search(expected.line, line)
+        ]
         assert said, job.stalls(rank)
-        first = said[0]  # before it, on a busy machine, that another rank has not answered yet
-        after_s = datetime.strptime(first[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp() - job.hang_began()
+        first = said[
+            0
+        ]  # before it, on a busy machine, that another rank has not answered yet
+        after_s = (
+            datetime.strptime(first[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            - job.hang_began()
+        )
         assert after_s < STALL_TIMEOUT + LINE_S + ROOM_S, (after_s, first)
         print(f"{name}: rank {rank} said it after {after_s:.1f} s")
         assert any(" WARNING " in line for line in job.stalls(rank))
     codes = dict(expected.codes)
-    assert job.codes == [codes.get(rank, EXIT_CODE) for rank in range(len(job.codes))], "\n".join(job.logs)[-5000:]
+    assert job.codes == [
+        codes.get(rank, EXIT_CODE) for rank in range(len(job.codes))
+    ], "\n".join(job.logs)[-5000:]
     page: Any = json.loads((job.folder / "page.json").read_text())  # one rank for all
     assert page["level"] == "WARNING"
-    assert any(page["text"] in line for log in job.logs for line in log.splitlines() if " WARNING " in line)
+    assert any(
+        page["text"] in line
+        for log in job.logs
+        for line in log.splitlines()
+        if " WARNING " in line
+    )
     for rank in speak:
-        (folder,) = re.findall(r" INFO .*; `nemo-patches diagnose (\S+)` reads those of all ranks", job.logs[rank])
+        (folder,) = re.findall(
+            r" INFO .*; `nemo-patches diagnose (\S+)` reads those of all ranks",
+            job.logs[rank],
+        )
         report: Any = json.loads(Path(folder, f"stall_rank_{rank}.json").read_text())
         assert (report["rank"], report["level"]) == (rank, "WARNING")
         assert any(report["text"] in line for line in job.stalls(rank))

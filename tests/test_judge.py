@@ -1,4 +1,6 @@
-"""The judge over seats, on the records of jobs that are played through: who stopped is known there, and who waits."""
+"""The judge over seats, on the records of jobs that are played through: who stopped is known there,
+and who waits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from nemo_patches.judging.judge import Judgement, Seat, judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))  # 100,000 take some minutes
+JOBS = int(
+    os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000")
+)  # 100,000 take some minutes
 KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
 
 
@@ -31,7 +35,11 @@ class Hang:
     def absent(self, rank: int) -> set[int]:
         """Whom a rank that waits waits for."""
         seat = self.waits[rank]
-        entered = {one.rank for one in self.seats if (one.group, one.number) == (seat.group, seat.number)}
+        entered = {
+            one.rank
+            for one in self.seats
+            if (one.group, one.number) == (seat.group, seat.number)
+        }
         return set(self.groups[seat.group]) - entered
 
 
@@ -42,32 +50,58 @@ def hang_of(
     ahead: Sequence[int],
     tells_completion: bool = True,
 ) -> Hang:
-    """Of a job in which each rank makes the collectives of its program. stop: ranks of which it is cut short."""
+    """Of a job in which each rank makes the collectives of its program. stop: ranks of which it is
+    cut short.
+    """
     job = Job(len(groups["0"]), groups)
-    ranks = [Rank(number, program, job, Listener(), ahead=ahead[number]) for number, program in enumerate(programs)]
+    ranks = [
+        Rank(number, program, job, Listener(), ahead=ahead[number])
+        for number, program in enumerate(programs)
+    ]
     run(ranks)
     seats, waits = [], {}
     stopped = {number for number in stop if ranks[number].finished}
     for rank in ranks:
         for event, number, round_ in rank.joined:
-            done, completed = (round_.came, round_.came) if tells_completion else (None, False)
-            seats.append(Seat(rank.number, event.group, number, event.kind, done=done, completed=completed))
+            done, completed = (
+                (round_.came, round_.came) if tells_completion else (None, False)
+            )
+            seats.append(
+                Seat(
+                    rank.number,
+                    event.group,
+                    number,
+                    event.kind,
+                    done=done,
+                    completed=completed,
+                )
+            )
             if not round_.came and rank.number not in stopped:
                 waits[rank.number] = seats[-1]
     return Hang(groups, seats, stopped, waits)
 
 
-def played(chance: random.Random, stops: int = 0, swaps: int = 0, tells_completion: bool = True) -> Hang:
+def played(
+    chance: random.Random, stops: int = 0, swaps: int = 0, tells_completion: bool = True
+) -> Hang:
     """A job of some ranks and groups, to the point where nobody can go on.
 
-    stops: so many ranks stop somewhere. swaps: so many ranks make two of their collectives in the other order.
+    stops: so many ranks stop somewhere. swaps: so many ranks make two of their collectives in the
+    other order.
     """
     world = chance.randint(2, 6)
     groups = {"0": list(range(world))}
     for number in range(1, chance.randint(1, 4)):
-        groups[str(number)] = sorted(chance.sample(range(world), chance.randint(2, world)))
-    steps = [Collective(name, chance.choice(KINDS)) for name in chance.choices(sorted(groups), k=chance.randint(1, 25))]
-    programs: list[list[Event]] = [[step for step in steps if rank in groups[step.group]] for rank in range(world)]
+        groups[str(number)] = sorted(
+            chance.sample(range(world), chance.randint(2, world))
+        )
+    steps = [
+        Collective(name, chance.choice(KINDS))
+        for name in chance.choices(sorted(groups), k=chance.randint(1, 25))
+    ]
+    programs: list[list[Event]] = [
+        [step for step in steps if rank in groups[step.group]] for rank in range(world)
+    ]
     for rank in chance.sample(range(world), swaps):
         program = programs[rank]
         if len(program) > 1:
@@ -92,15 +126,22 @@ def test_who_stopped_is_named_and_nobody_who_waits(tells_completion: bool) -> No
     named = 0
     for seed in range(JOBS):
         chance = random.Random(seed)
-        job = played(chance, stops=chance.randint(1, 2), tells_completion=tells_completion)
+        job = played(
+            chance, stops=chance.randint(1, 2), tells_completion=tells_completion
+        )
         found = of(job, chance)
         assert accused(found) <= job.stopped, (seed, found)
-        if job.waits:  # in the first collective that not all have come to, for whoever stopped before it
+        # In the first collective that not all have come to, for whoever stopped before it
+        if job.waits:
             assert accused(found), (seed, found)
             named += 1
         for one in found:
             for rank in one.accused:
-                assert any(rank in job.absent(other) for other in one.waiting if other in job.waits), (seed, one)
+                assert any(
+                    rank in job.absent(other)
+                    for other in one.waiting
+                    if other in job.waits
+                ), (seed, one)
     assert named > JOBS / 3
 
 
@@ -114,29 +155,52 @@ def test_where_all_end_in_good_order_there_is_nothing() -> None:
 
 @pytest.mark.parametrize("tells_completion", [True, False])
 def test_where_all_made_as_many_nobody_made_fewer(tells_completion: bool) -> None:
-    """Collectives in another order: all wait, in as many collectives of each group or not, and nobody is missing."""
+    """Collectives in another order: all wait, in as many collectives of each group or not, and
+    nobody is missing.
+    """
     for seed in range(JOBS):
         chance = random.Random(seed)
-        job = played(chance, swaps=chance.randint(1, 2), tells_completion=tells_completion)
+        job = played(
+            chance, swaps=chance.randint(1, 2), tells_completion=tells_completion
+        )
         found = of(job, chance)
         assert not accused(found), (seed, found)
         counts = {
-            group: {sum(s.rank == r and s.group == group for s in job.seats) for r in ranks}
+            group: {
+                sum(s.rank == r and s.group == group for s in job.seats) for r in ranks
+            }
             for group, ranks in job.groups.items()
         }
-        assert all(one.id != j.MISSING or len(counts[one.seat.group]) > 1 for one in found), (seed, found)
+        assert all(
+            one.id != j.MISSING or len(counts[one.seat.group]) > 1 for one in found
+        ), (seed, found)
 
 
-def test_records_that_are_not_there_or_lost_their_beginning_accuse_nobody_who_waits() -> None:
+def test_records_that_are_not_there_or_lost_their_beginning_accuse_nobody_who_waits() -> (
+    None
+):
     for seed in range(JOBS):
         chance = random.Random(seed)
         job = played(chance, stops=chance.randint(0, 2), swaps=chance.randint(0, 1))
-        here = set(chance.sample(range(len(job.groups["0"])), chance.randint(1, len(job.groups["0"]))))
+        here = set(
+            chance.sample(
+                range(len(job.groups["0"])), chance.randint(1, len(job.groups["0"]))
+            )
+        )
         keeps = {rank: chance.choice((1, 2, 5, 100)) for rank in here}
-        kept = [seat for rank in here for seat in [one for one in job.seats if one.rank == rank][-keeps[rank] :]]
+        kept = [
+            seat
+            for rank in here
+            for seat in [one for one in job.seats if one.rank == rank][-keeps[rank] :]
+        ]
         whole = {rank for rank in here if keeps[rank] == 100}
         members = {
-            group: [rank for rank in ranks if rank in whole or any((s.rank, s.group) == (rank, group) for s in kept)]
+            group: [
+                rank
+                for rank in ranks
+                if rank in whole
+                or any((s.rank, s.group) == (rank, group) for s in kept)
+            ]
             for group, ranks in job.groups.items()
         }
         found = judge(kept, members)
@@ -148,12 +212,23 @@ def test_records_of_different_moments_accuse_nobody() -> None:
     late = [Seat(0, "0", number, done=True, completed=True) for number in range(1, 9)]
     early = [Seat(1, "0", number, done=True, completed=True) for number in range(1, 6)]
     (found,) = judge([*late, *early], {"0": [0, 1]})
-    assert (found.id, found.accused, found.absent, found.seat.number) == (j.OLDER, (), (1,), 6)
+    assert (found.id, found.accused, found.absent, found.seat.number) == (
+        j.OLDER,
+        (),
+        (1,),
+        6,
+    )
 
 
-def test_of_records_with_one_seat_each_the_last_is_named_where_it_is_told_where_they_begin() -> None:
+def test_of_records_with_one_seat_each_the_last_is_named_where_it_is_told_where_they_begin() -> (
+    None
+):
     """As RAS tells: rank 2 has launched 60 operations, rank 1 62, rank 0 64."""
-    seats = [Seat(0, "0", 64, done=None), Seat(1, "0", 62, done=None), Seat(2, "0", 60, done=None)]
+    seats = [
+        Seat(0, "0", 64, done=None),
+        Seat(1, "0", 62, done=None),
+        Seat(2, "0", 60, done=None),
+    ]
     (found,) = judge(seats, {"0": [0, 1, 2]}, {("0", rank): 60 for rank in range(3)})
     assert (found.id, found.accused, found.seat.number) == (j.MISSING, (2,), 62)
 
@@ -171,7 +246,9 @@ def test_of_records_with_one_seat_each_the_last_is_named_where_it_is_told_where_
         ("nccl:coalesced", True),
     ],
 )
-def test_in_some_collectives_ranks_may_give_unlike_sizes(kind: str, may_differ: bool) -> None:
+def test_in_some_collectives_ranks_may_give_unlike_sizes(
+    kind: str, may_differ: bool
+) -> None:
     found = judge([Seat(rank, "0", 1, kind, f"[{rank}]") for rank in range(2)], {})
     assert [one.id for one in found] == [j.ALL_IN if may_differ else j.SIZES]
 

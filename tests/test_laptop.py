@@ -1,4 +1,6 @@
-"""`doctor` and `diagnose` where Python lacks what is Unix's: in real interpreters, with that taken away."""
+"""`doctor` and `diagnose` where Python lacks what is Unix's: in real interpreters, with that taken
+away.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from interpreters import CHECKOUT, python
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-# As sitecustomize. The standard library's own modules were made for this system, and may keep what they need to be
-# imported; numpy, too, asks a Linux kernel for its version.
+# As sitecustomize. The standard library's own modules were made for this system, and may keep what
+# they need to be imported; numpy, too, asks a Linux kernel for its version.
 AS_ON_WINDOWS = """
 import contextlib, os, select, selectors, shutil, signal, socket, subprocess, sys, tempfile
 with contextlib.suppress(ImportError):
@@ -38,8 +40,13 @@ for module, names in LACKS.items():
         if hasattr(module, name):
             delattr(module, name)
 """
-HANG = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, "
-HANG += "NumelOut=1, Timeout(ms)=1800000) ran for 1800190 milliseconds before timing out.\n"
+HANG = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7,"
+    " OpType=ALLREDUCE, NumelIn=1, "
+)
+HANG += (
+    "NumelOut=1, Timeout(ms)=1800000) ran for 1800190 milliseconds before timing out.\n"
+)
 CONFIG = """\
 trainer: {devices: 4, strategy: ddpp}
 model:
@@ -59,22 +66,42 @@ def test_the_doctor_reads_configs_and_code(tmp_path: Path, lacking: Path) -> Non
     config, code = tmp_path / "config.yaml", tmp_path / "model.py"
     config.write_text(CONFIG)
     code.write_text("class Model: ...\n")
-    done = python("-m", "nemo_patches", "doctor", str(config), "+trainer.num_nodes=2", path=(lacking, CHECKOUT))
+    done = python(
+        "-m",
+        "nemo_patches",
+        "doctor",
+        str(config),
+        "+trainer.num_nodes=2",
+        path=(lacking, CHECKOUT),
+    )
     assert done.returncode == 1, done
     assert "NP123 warning: there is no strategy 'ddpp'" in done.stdout
     assert "NP005 warning: not judged: " in done.stdout
-    for options in ((str(code),), ("--list-rules",), ("--explain", "NP210")):  # all rules, those on machines too
-        done = python("-m", "nemo_patches", "doctor", *options, path=(lacking, CHECKOUT))
+    for options in (
+        (str(code),),
+        ("--list-rules",),
+        ("--explain", "NP210"),
+    ):  # all rules, those on machines too
+        done = python(
+            "-m", "nemo_patches", "doctor", *options, path=(lacking, CHECKOUT)
+        )
         assert (done.returncode, done.stderr) == (0, ""), done
 
 
-def test_diagnose_reads_a_folder_and_finds_no_job_here(tmp_path: Path, lacking: Path) -> None:
+def test_diagnose_reads_a_folder_and_finds_no_job_here(
+    tmp_path: Path, lacking: Path
+) -> None:
     job = tmp_path / "job"
     job.mkdir()
     (job / "rank0.log").write_text(HANG)
     done = python("-m", "nemo_patches", "diagnose", str(job), path=(lacking, CHECKOUT))
     assert done.returncode == 1, done
     assert "ALLREDUCE" in done.stdout
-    done = python("-m", "nemo_patches", "diagnose", "--job", str(job), path=(lacking, CHECKOUT))
+    done = python(
+        "-m", "nemo_patches", "diagnose", "--job", str(job), path=(lacking, CHECKOUT)
+    )
     assert done.returncode == 2, done
-    assert done.stderr.startswith("nemo-patches diagnose: ") and "Traceback" not in done.stderr
+    assert (
+        done.stderr.startswith("nemo-patches diagnose: ")
+        and "Traceback" not in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""Which batch a rank is at, as Lightning's own loops tell; and that nothing of the user's is run to know it."""
+"""Which batch a rank is at, as Lightning's own loops tell; and that nothing of the user's is run to
+know it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LIMIT_S = 60.0
 
 
 class Held:
-    """A thread that is held at some points, where it is asked what is known of its batch; each time it then goes on."""
+    """A thread that is held at some points, where it is asked what is known of its batch; each time
+    it then goes on.
+    """
 
     def __init__(self) -> None:
         self.is_held = threading.Event()
@@ -54,8 +58,23 @@ def running(work: Callable[[Held], object]) -> Iterator[Held]:
 
 
 def trainer(**settings: Any) -> Trainer:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=[KnownTrainer()], **quiet, **settings)
+    quiet = dict.fromkeys(
+        (
+            "logger",
+            "enable_checkpointing",
+            "enable_progress_bar",
+            "enable_model_summary",
+        ),
+        False,
+    )
+    return Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[KnownTrainer()],
+        **quiet,
+        **settings,
+    )
 
 
 class Reads:
@@ -130,7 +149,10 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "with many": ((*FOUR, torch.arange(9)), ": samples 0, 1, 2, 3, +5"),
     "with cuts": (
         (*FOUR, CUTS),
-        ": cuts dummy-mono-cut-0000, dummy-mono-cut-0001, dummy-mono-cut-0002, dummy-mono-cut-0003, +2",
+        (
+            ": cuts dummy-mono-cut-0000, dummy-mono-cut-0001, dummy-mono-cut-0002,"
+            " dummy-mono-cut-0003, +2"
+        ),
     ),
     "lazy cuts": ((AUDIO, CUTS.repeat()), ""),
     "a dataclass": (AudioBatch(AUDIO, ["a", "b\x1b[31m"]), ": samples a, b?[31m"),
@@ -164,7 +186,9 @@ class Untouched(LightningModule):
         self.held = held
         self.automatic_optimization = False
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         return batch
 
     def training_step(self, batch: Any) -> None:  # Lightning gives it no index
@@ -176,7 +200,11 @@ class Untouched(LightningModule):
 
 def test_what_a_step_is_given_and_that_nothing_of_the_users_is_run() -> None:
     def fit(held: Held) -> None:
-        items = DataLoader(Items([batch for batch, _ in BATCHES.values()]), batch_size=None, collate_fn=lambda one: one)
+        items = DataLoader(
+            Items([batch for batch, _ in BATCHES.values()]),
+            batch_size=None,
+            collate_fn=lambda one: one,
+        )
         trainer(limit_val_batches=0).fit(Untouched(held), items)
 
     with running(fit) as held:
@@ -226,7 +254,9 @@ class Model(LightningModule):
 
 
 def fit(held: Held) -> None:
-    trainer(num_sanity_val_steps=0).fit(Model(held), DataLoader(Data(held, 3)), DataLoader(Data(held, 2)))
+    trainer(num_sanity_val_steps=0).fit(
+        Model(held), DataLoader(Data(held, 3)), DataLoader(Data(held, 2))
+    )
 
 
 def test_lightnings_loops_know_the_last_batch_also_while_the_next_is_read() -> None:
@@ -234,4 +264,6 @@ def test_lightnings_loops_know_the_last_batch_also_while_the_next_is_read() -> N
         assert held.known() == "2"  # reads the fourth
         assert held.known() == "4"  # in the fifth's backward
         assert held.known() == "1"  # validates: reads the third
-    assert subscriber.process._notes.batch() == ""  # the trainer has gone, or does nothing
+    assert (
+        subscriber.process._notes.batch() == ""
+    )  # the trainer has gone, or does nothing

@@ -1,4 +1,6 @@
-"""What judges a stall is there at the stall: without a file descriptor, and with our checkout replaced."""
+"""What judges a stall is there at the stall: without a file descriptor, and with our checkout
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ STALL_TIMEOUT = 8  # its first quarter is longer than a step takes on a busy mac
 
 
 def as_folder(folder: Path) -> Path:
-    shutil.copytree(PACKAGE, folder / "nemo_patches", ignore=shutil.ignore_patterns("__pycache__", "patches"))
+    shutil.copytree(
+        PACKAGE,
+        folder / "nemo_patches",
+        ignore=shutil.ignore_patterns("__pycache__", "patches"),
+    )
     return folder
 
 
@@ -77,7 +83,11 @@ def test_what_was_read_runs_without_a_file_and_imports_no_other_module(
 ) -> None:
     folder = tmp_path / "installed"
     folder.mkdir()
-    told = run([sys.executable, "-c", AT_A_STALL, folder, "read"], environment(form(folder)), cwd=tmp_path)
+    told = run(
+        [sys.executable, "-c", AT_A_STALL, folder, "read"],
+        environment(form(folder)),
+        cwd=tmp_path,
+    )
     assert not told.returncode, told.stderr
     file, early, why, others, missing = json.loads(told.stdout)
     assert file.startswith(str(folder))
@@ -86,7 +96,11 @@ def test_what_was_read_runs_without_a_file_and_imports_no_other_module(
 
 def test_what_was_not_read_is_not_there_and_it_is_said_why(tmp_path: Path) -> None:
     folder = as_folder(tmp_path / "installed")
-    told = run([sys.executable, "-c", AT_A_STALL, folder, "not read"], environment(folder), cwd=tmp_path)
+    told = run(
+        [sys.executable, "-c", AT_A_STALL, folder, "not read"],
+        environment(folder),
+        cwd=tmp_path,
+    )
     assert not told.returncode, told.stderr
     file, _, why, _, missing = json.loads(told.stdout)
     assert file.startswith(str(folder))
@@ -110,22 +124,34 @@ def test_what_cannot_be_executed_is_tried_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.alone
-def test_a_stall_is_judged_without_a_descriptor_and_with_a_replaced_checkout(tmp_path: Path) -> None:
+def test_a_stall_is_judged_without_a_descriptor_and_with_a_replaced_checkout(
+    tmp_path: Path,
+) -> None:
     checkout = as_folder(tmp_path / "checkout")
     shutil.copy(CHECKOUT / "sitecustomize.py", checkout)
-    with running("ddp", "sleeps", tmp_path, stall_timeout=STALL_TIMEOUT, checkout=checkout) as job:
+    with running(
+        "ddp", "sleeps", tmp_path, stall_timeout=STALL_TIMEOUT, checkout=checkout
+    ) as job:
         (checkout / "nemo_patches").rename(checkout / "another")
         for name in ("judging", "watch"):
             broken = checkout / "nemo_patches" / name
             broken.mkdir(parents=True)
-            (broken / "__init__.py").write_text("raise SystemExit('this is not the code that runs')")
+            (broken / "__init__.py").write_text(
+                "raise SystemExit('this is not the code that runs')"
+            )
         for process in job.ranks:
             _, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, most))  # none is left
+            resource.prlimit(
+                process.pid, resource.RLIMIT_NOFILE, (3, most)
+            )  # none is left
         wait_until(lambda: all(job.stalls(rank) for rank in range(2)), LONG_S)
         for rank in range(2):
-            (line, *_) = job.stalls(rank)
-            assert re.search(r" WARNING .* s\. rank 1 \(.*\): sleeps \(tests/plain_job\.py:.* \| rank 0 \(", line)
+            line, *_ = job.stalls(rank)
+            assert re.search(
+                r" WARNING .* s\. rank 1 \(.*\): sleeps \(tests/plain_job\.py:.* \|"
+                r" rank 0 \(",
+                line,
+            )
 
 
 def cannot_judge(rank: int, size: int) -> list[str]:
@@ -145,10 +171,19 @@ def cannot_judge(rank: int, size: int) -> list[str]:
 
 
 @pytest.mark.alone
-def test_where_it_cannot_be_judged_what_the_ranks_say_is_logged_with_the_reason() -> None:
+def test_where_it_cannot_be_judged_what_the_ranks_say_is_logged_with_the_reason() -> (
+    None
+):
     first, _ = run_ranks(cannot_judge, 2)
     (line,) = first.lines("WARNING", "no step for ")
     facts: dict[str, Any] = json.loads(line.partition("what the ranks say: ")[2])
     assert "This cannot be judged here (OSError: no file left); " in line
     assert {state["rank"] for _, _, _, state in facts["groups"]} <= {0, 1}
-    assert sum(last - start + 1 for _, runs, _, _ in facts["groups"] for start, last in runs) == 2
+    assert (
+        sum(
+            last - start + 1
+            for _, runs, _, _ in facts["groups"]
+            for start, last in runs
+        )
+        == 2
+    )

@@ -1,4 +1,6 @@
-"""Process groups that come and go, ranks that cannot connect, signals during a wait, and nothing left behind."""
+"""Process groups that come and go, ranks that cannot connect, signals during a wait, and nothing
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,25 @@ def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
         before = resources()
         for step in range(3):
             encoders.sync(encoder, 100 * (generation + 1) + 10 * step + rank)
-        found.append((encoder.max_audio_length, nemo_patches.status().encoders[0].rounds))
+        found.append(
+            (encoder.max_audio_length, nemo_patches.status().encoders[0].rounds)
+        )
         dist.barrier()
-        found.append("nemo_patches exchange" in {thread.name for thread in threading.enumerate()})
+        found.append(
+            "nemo_patches exchange" in {thread.name for thread in threading.enumerate()}
+        )
         dist.destroy_process_group()
-        wait_until(lambda before=before: no_more_than(before))  # threads and sockets end a little later
+        wait_until(
+            lambda before=before: no_more_than(before)
+        )  # threads and sockets end a little later
     encoders.sync(encoder, 2000)
     found.append((encoder.max_audio_length, 0))
     return found
 
 
-def no_more_than(before: tuple[int, int, int], threads: int = 0, files: int = 0) -> bool:
+def no_more_than(
+    before: tuple[int, int, int], threads: int = 0, files: int = 0
+) -> bool:
     now = resources()
     return now[0] <= before[0] + threads and now[1] <= before[1] + files
 
@@ -69,7 +79,11 @@ def resources() -> tuple[int, int, int]:
     """Threads and open files of this process, and the MiB of memory that it holds."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), pages * 4 // 1024
+    return (
+        len(os.listdir("/proc/self/task")),
+        len(os.listdir("/proc/self/fd")),
+        pages * 4 // 1024,
+    )
 
 
 def test_a_new_process_group_starts_afresh_and_an_old_one_leaves_nothing() -> None:
@@ -89,7 +103,11 @@ def alone(rank: int, size: int) -> Any:
     encoder = encoders.conformer()
     before = os.listdir("/proc/self/task")
     seconds = encoders.sync(encoder, 500)
-    return seconds, encoder.max_audio_length, len(os.listdir("/proc/self/task")) - len(before)
+    return (
+        seconds,
+        encoder.max_audio_length,
+        len(os.listdir("/proc/self/task")) - len(before),
+    )
 
 
 def test_a_world_of_one_does_nothing() -> None:
@@ -101,7 +119,9 @@ def test_a_world_of_one_does_nothing() -> None:
 
 def without_an_address(rank: int, size: int) -> Any:
     if rank == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"  # read where we connect; the default group is there
+        os.environ["GLOO_SOCKET_IFNAME"] = (
+            "no_such_interface"  # read where we connect; the default group is there
+        )
     nemo_patches.apply(timeout=20.0)
     encoder = encoders.conformer()
     seconds = [encoders.sync(encoder, 100 * (step + 1) + rank) for step in range(3)]
@@ -135,7 +155,9 @@ def test_a_default_group_without_a_cpu_backend() -> None:
 
 
 def with_a_file_store(rank: int, size: int, path: str) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size
+    )
     nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     encoders.sync(encoder, 100 * (rank + 1))
@@ -154,7 +176,11 @@ def test_a_file_store(tmp_path: Path) -> None:
     results = run_ranks(with_a_file_store, 2, str(tmp_path / "store"), group=False)
     assert [result.value[0] for result in results] == [200, 200]
     (line,) = results[0].value[1]
-    assert re.search(r"Missing: rank 1 of 2 \| rank 1 \(.*\) is elsewhere: .* its last encoder call, 1, began ", line)
+    assert re.search(
+        r"Missing: rank 1 of 2 \| rank 1 \(.*\) is elsewhere: .* its last encoder call,"
+        r" 1, began ",
+        line,
+    )
 
 
 def without_store_clone(rank: int, size: int) -> Any:
@@ -170,7 +196,9 @@ def without_store_clone(rank: int, size: int) -> Any:
 
 
 def test_a_store_that_cannot_be_cloned() -> None:
-    assert [result.value for result in run_ranks(without_store_clone, 2)] == [(200, True)] * 2
+    assert [result.value for result in run_ranks(without_store_clone, 2)] == [
+        (200, True)
+    ] * 2
 
 
 class Stopped(RuntimeError):
@@ -216,7 +244,10 @@ def interrupted(rank: int, size: int, number: int) -> Any:
 def in_a_wait(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)] if frame else []
-    return any(code.co_name == "wait" and code.co_filename.endswith("exchange.py") for code in codes)
+    return any(
+        code.co_name == "wait" and code.co_filename.endswith("exchange.py")
+        for code in codes
+    )
 
 
 @pytest.mark.alone
@@ -229,12 +260,16 @@ def test_signals_act_during_a_wait(number: int) -> None:
     assert all(delay < 5 for _, delay in first.value)  # no wait to its end, at 20 s
 
 
-def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, folder: str) -> Any:
+def destroyed_in_a_wait(
+    rank: int, size: int, ports: list[int], where: str, folder: str
+) -> Any:
     nemo_patches.apply(timeout=100.0)
     encoder = encoders.conformer()
     done = Path(folder, "done")
     join_group(rank, size, ports[0])
-    wrapped = torch.nn.parallel.DistributedDataParallel(encoder)  # it keeps the process group
+    wrapped = torch.nn.parallel.DistributedDataParallel(
+        encoder
+    )  # it keeps the process group
     if rank == 1:
         wait_until(done.exists)  # never comes to the call
         dist.destroy_process_group()
@@ -262,13 +297,29 @@ def destroyed_in_a_wait(rank: int, size: int, ports: list[int], where: str, fold
     for step in range(3):
         encoders.sync(encoder, 200 + 10 * step + rank)
     dist.barrier()
-    return seconds, during, encoder.max_audio_length, nemo_patches.status().encoders[0].timeouts
+    return (
+        seconds,
+        during,
+        encoder.max_audio_length,
+        nemo_patches.status().encoders[0].timeouts,
+    )
 
 
-@pytest.mark.parametrize("where", ["a thread", "a signal handler", "a handler of a signal to another thread"])
-def test_a_process_group_that_is_destroyed_during_a_wait(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "where", ["a thread", "a signal handler", "a handler of a signal to another thread"]
+)
+def test_a_process_group_that_is_destroyed_during_a_wait(
+    where: str, tmp_path: Path
+) -> None:
     """The call goes on with its own length at once, and the next process group syncs."""
-    results = run_ranks(destroyed_in_a_wait, 2, [free_port(), free_port()], where, str(tmp_path), group=False)
+    results = run_ranks(
+        destroyed_in_a_wait,
+        2,
+        [free_port(), free_port()],
+        where,
+        str(tmp_path),
+        group=False,
+    )
     for rank, result in enumerate(results):
         seconds, during, last, timeouts = result.value
         assert seconds < 50  # not the timeout
@@ -301,7 +352,9 @@ def destroyed_as_the_first_call_begins(rank: int, size: int, ports: list[int]) -
 
 
 def test_a_process_group_that_is_destroyed_as_the_first_call_begins() -> None:
-    results = run_ranks(destroyed_as_the_first_call_begins, 2, [free_port(), free_port()], group=False)
+    results = run_ranks(
+        destroyed_as_the_first_call_begins, 2, [free_port(), free_port()], group=False
+    )
     assert [result.value for result in results] == [201, 201]
     assert [result.lines("ERROR") for result in results] == [[], []]
 
@@ -317,7 +370,13 @@ class Handlers:
 
 
 @pytest.mark.parametrize(
-    "handler", [lambda *_: Handlers().method(), Handlers().method, Handlers(), functools.partial(Handlers().method, 1)]
+    "handler",
+    [
+        lambda *_: Handlers().method(),
+        Handlers().method,
+        Handlers(),
+        functools.partial(Handlers().method, 1),
+    ],
 )
 def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> None:
     from nemo_patches.sync.rank_log import raised_by_signal_handler
@@ -335,7 +394,9 @@ def test_an_exception_of_a_signal_handler_is_told_from_our_own(handler: Any) -> 
 
 
 def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
-    """Rank 1 drops an encoder whose round it has issued; rank 0 comes to it only then, and keeps it."""
+    """Rank 1 drops an encoder whose round it has issued; rank 0 comes to it only then, and keeps
+    it.
+    """
     nemo_patches.apply(timeout=4.0)
     dropped = Path(folder, "dropped")
     first = encoders.conformer()
@@ -358,12 +419,16 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
 
 
 @pytest.mark.alone
-def test_an_encoder_that_one_rank_drops_does_not_hold_up_the_next(tmp_path: Path) -> None:
+def test_an_encoder_that_one_rank_drops_does_not_hold_up_the_next(
+    tmp_path: Path,
+) -> None:
     for result in run_ranks(dropped_on_one, 2, str(tmp_path)):
         assert result.value[-1] == 201
 
 
-def test_two_threads_first_calls_of_an_encoder_share_one_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_first_calls_of_an_encoder_share_one_sync(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from nemo_patches.sync import length_sync
@@ -375,7 +440,9 @@ def test_two_threads_first_calls_of_an_encoder_share_one_sync(monkeypatch: pytes
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             exchanges.append(self)
-            with contextlib.suppress(threading.BrokenBarrierError):  # the other thread does not come, as it should
+            with contextlib.suppress(
+                threading.BrokenBarrierError
+            ):  # the other thread does not come, as it should
                 both.wait(0.5)
 
     monkeypatch.setattr(length_sync, "Exchange", SlowExchange)
@@ -440,8 +507,15 @@ def forked_before_the_first_call(rank: int, size: int) -> int:
 def test_a_child_forked_before_its_parents_first_call_does_not_take_its_place() -> None:
     results = run_ranks(forked_before_the_first_call, 2)
     assert [result.value for result in results] == [101, 101]
-    (line,) = [line for result in results for line in (*result.lines("WARNING"), *result.lines("ERROR"))]
-    assert "uses its own lengths from now on: this process was forked from the rank's own" in line
+    (line,) = [
+        line
+        for result in results
+        for line in (*result.lines("WARNING"), *result.lines("ERROR"))
+    ]
+    assert (
+        "uses its own lengths from now on: this process was forked from the rank's own"
+        in line
+    )
 
 
 def without_a_free_thread(rank: int, size: int, folder: str) -> None:
@@ -454,11 +528,16 @@ def without_a_free_thread(rank: int, size: int, folder: str) -> None:
     assert encoder.max_audio_length == 200
 
 
-def test_where_no_thread_can_be_started_that_is_said_and_training_goes_on(tmp_path: Path) -> None:
+def test_where_no_thread_can_be_started_that_is_said_and_training_goes_on(
+    tmp_path: Path,
+) -> None:
     _, result = run_ranks(without_a_free_thread, 2, str(tmp_path))
     lines = [*result.lines("WARNING"), *result.lines("ERROR")]
     assert len(lines) == 3
-    assert all("can't start new thread" in line and "please report it" not in line for line in lines)
+    assert all(
+        "can't start new thread" in line and "please report it" not in line
+        for line in lines
+    )
 
 
 def many_encoders(rank: int, size: int) -> Any:
@@ -470,12 +549,16 @@ def many_encoders(rank: int, size: int) -> Any:
 
     before = middle = resources()
     for number in range(1000):
-        dropped = torch.nn.Linear(1, 1)  # what the sync keeps does not depend on the encoder's own size
+        dropped = torch.nn.Linear(
+            1, 1
+        )  # what the sync keeps does not depend on the encoder's own size
         assert synced_length(dropped, 10 + rank) == 10 + size - 1
         del dropped
         if number == 500:
             middle = resources()
-    wait_until(lambda: no_more_than(before, threads=4, files=6))  # they end a little later
+    wait_until(
+        lambda: no_more_than(before, threads=4, files=6)
+    )  # they end a little later
     return resources()[2] - middle[2]
 
 

@@ -1,4 +1,6 @@
-"""A host that is gone, and a rank that was killed: named by what shows it, and no living rank with them."""
+"""A host that is gone, and a rank that was killed: named by what shows it, and no living rank with
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from typing import Any
 import encoders
 import pytest
 from hosts import CABLE, THREE, address_of, move_to, three_hosts, unplug
-from ranks import REPORT_S, SLACK_S, Said, free_port, in_step, join_group, run_ranks, wait_until
+from ranks import (
+    REPORT_S,
+    SLACK_S,
+    Said,
+    free_port,
+    in_step,
+    join_group,
+    run_ranks,
+    wait_until,
+)
 
 import nemo_patches
 
@@ -37,11 +48,15 @@ def hosts() -> Iterator[None]:
 def meet(folder: str, event: str, rank: int, ranks: range) -> None:
     """Over the file system, which the hosts share."""
     Path(folder, f"{event}-{rank}").touch()
-    wait_until(lambda: all(Path(folder, f"{event}-{one}").exists() for one in ranks), 180)
+    wait_until(
+        lambda: all(Path(folder, f"{event}-{one}").exists() for one in ranks), 180
+    )
 
 
 def loses_power(rank: int, size: int, port: int, folder: str) -> Any:
-    """The host of ranks 0 and 1, with the job's store, is gone; ranks 2 and 3 are on hosts of their own."""
+    """The host of ranks 0 and 1, with the job's store, is gone; ranks 2 and 3 are on hosts of their
+    own.
+    """
     move_to(HOST_OF[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = CABLE
     join_group(rank, size, port, host=address_of(THREE[0]))
@@ -63,16 +78,32 @@ def loses_power(rank: int, size: int, port: int, folder: str) -> Any:
     nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL_TIMEOUT)
 
     def idle_s() -> list[int]:
-        return [int(seconds) for line in said.lines for seconds in re.findall(r"no encoder call for (\d+) s", line)]
+        return [
+            int(seconds)
+            for line in said.lines
+            for seconds in re.findall(r"no encoder call for (\d+) s", line)
+        ]
 
     wait_until(lambda: max(idle_s(), default=0) >= LOST_S, 120)
     meet(folder, "told", rank, range(2, size))
-    return call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
+    return (
+        call,
+        report,
+        [(one.rank, one.kind, one.host) for one in stall.missing],
+        stall.unknown,
+    )
 
 
-def test_a_host_without_power_is_named_and_no_living_rank_with_it(hosts: None, tmp_path: Path) -> None:
-    results = run_ranks(loses_power, 4, free_port(), str(tmp_path), group=False, dies=(0, 1))
-    of_a = r"all ranks of nemo-patches-a \(0-1\): their connections were lost \d+ s ago: the host or the network"
+def test_a_host_without_power_is_named_and_no_living_rank_with_it(
+    hosts: None, tmp_path: Path
+) -> None:
+    results = run_ranks(
+        loses_power, 4, free_port(), str(tmp_path), group=False, dies=(0, 1)
+    )
+    of_a = (
+        r"all ranks of nemo-patches-a \(0-1\): their connections were lost \d+ s ago:"
+        r" the host or the network"
+    )
     for result in results[2:]:
         call, report, missing, unknown = result.value
         assert call < TIMEOUT + SLACK_S
@@ -119,7 +150,14 @@ def test_a_killed_rank_is_named_before_the_error_that_follows_ends_the_others(
     try:
         for rank, log in enumerate(logs):
             program = PROGRAM.replace("KILLED", str(killed))
-            command = [sys.executable, "-c", program, str(rank), port, str(Path(__file__).parent)]
+            command = [
+                sys.executable,
+                "-c",
+                program,
+                str(rank),
+                port,
+                str(Path(__file__).parent),
+            ]
             with log.open("w") as stderr:
                 processes.append(subprocess.Popen(command, stderr=stderr))
         codes = [process.wait(LIMIT_S) for process in processes]
@@ -131,6 +169,11 @@ def test_a_killed_rank_is_named_before_the_error_that_follows_ends_the_others(
     for rank in {0, 1, 2} - {killed}:
         stderr = logs[rank].read_text()
         assert codes[rank] == 1, stderr  # Gloo's error
-        (line,) = [line for line in stderr.splitlines() if " nemo_patches WARNING " in line]
-        who = re.escape(f"rank {killed} of 3 | rank {killed} ({THREE[killed]}, pid {processes[killed].pid})")
+        (line,) = [
+            line for line in stderr.splitlines() if " nemo_patches WARNING " in line
+        ]
+        who = re.escape(
+            f"rank {killed} of 3 | rank {killed} ({THREE[killed]}, pid"
+            f" {processes[killed].pid})"
+        )
         assert re.search(rf"this job: gone: {who}: its process has gone$", line), line

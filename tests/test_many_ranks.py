@@ -1,4 +1,6 @@
-"""The exchange among hundreds of light ranks: not beside tests that wait, which so many processes hold up."""
+"""The exchange among hundreds of light ranks: not beside tests that wait, which so many processes
+hold up.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def many_ranks(rank: Rank, late: int, victim: int) -> Figures:
     files = open_files()
     rank.meet("all are here")
     rank.hold_rounds(10)
-    wait_until(lambda: open_files() - files <= MOST_FILES)  # connections for joining close after 5 s
+    wait_until(
+        lambda: open_files() - files <= MOST_FILES
+    )  # connections for joining close after 5 s
     if rank.number == late:
         rank.meet("the others gave up")
         rank.rounds.issue(rank.number)
@@ -59,10 +63,18 @@ MANY, MIB_PER_RANK = 256, 12  # benchmarks/rounds.py measures 1,024
 
 
 @pytest.mark.parametrize("victim", [INNER, ROOT])
-def test_many_ranks_connect_wait_for_a_late_one_and_are_told_of_a_death(victim: int) -> None:
-    available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+def test_many_ranks_connect_wait_for_a_late_one_and_are_told_of_a_death(
+    victim: int,
+) -> None:
+    available = next(
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
     if (mib := int(available.split()[1]) // 1024) < MANY * MIB_PER_RANK:
-        pytest.skip(f"{MANY} ranks need {MANY * MIB_PER_RANK} MiB of memory, {mib} are free")
+        pytest.skip(
+            f"{MANY} ranks need {MANY * MIB_PER_RANK} MiB of memory, {mib} are free"
+        )
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if 0 <= processes < 8 * MANY:
         pytest.skip(f"{MANY} ranks need more processes and threads than {processes}")

@@ -1,4 +1,6 @@
-"""Which threads compute or get on, and which only count, poll, spin or wait: real threads, looked at often."""
+"""Which threads compute or get on, and which only count, poll, spin or wait: real threads, looked
+at often.
+"""
 
 from __future__ import annotations
 
@@ -132,8 +134,13 @@ def test_who_computes_is_seen_to() -> None:
         thread.end()
 
 
-@pytest.mark.parametrize("work", [counts, reads_batches, goes_from_one_to_the_next, polls, tries_again, waits])
-def test_who_counts_polls_or_waits_does_not_compute(work: Callable[[Thread], None]) -> None:
+@pytest.mark.parametrize(
+    "work",
+    [counts, reads_batches, goes_from_one_to_the_next, polls, tries_again, waits],
+)
+def test_who_counts_polls_or_waits_does_not_compute(
+    work: Callable[[Thread], None],
+) -> None:
     thread = Thread(work)
     try:
         thread.looks(2)  # it begins
@@ -143,7 +150,9 @@ def test_who_counts_polls_or_waits_does_not_compute(work: Callable[[Thread], Non
 
 
 @pytest.mark.parametrize("work", [spins, is_in_one_call])
-def test_who_spins_or_is_in_one_call_computes_and_does_not_move(work: Callable[[Thread], None]) -> None:
+def test_who_spins_or_is_in_one_call_computes_and_does_not_move(
+    work: Callable[[Thread], None],
+) -> None:
     thread = Thread(work)
     try:
         thread.looks(2)
@@ -171,7 +180,9 @@ def alone_in_a_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_collectives_are_progress_and_a_pause_of_the_monitor_begins_anew(alone_in_a_group: None) -> None:
+def test_collectives_are_progress_and_a_pause_of_the_monitor_begins_anew(
+    alone_in_a_group: None,
+) -> None:
     progress, began = Progress(TrainingNotes(), LateModules()), time.monotonic()
 
     def still_s(after: float) -> float:
@@ -179,7 +190,10 @@ def test_collectives_are_progress_and_a_pause_of_the_monitor_begins_anew(alone_i
         progress.look(began + after, limit_s=1000)
         return round(progress.still_s(began + after))
 
-    assert (still_s(10), still_s(20)) == (0, 10)  # what it had begun before is seen at the first look
+    assert (still_s(10), still_s(20)) == (
+        0,
+        10,
+    )  # what it had begun before is seen at the first look
     before = progress.begun
     dist.barrier()
     assert (still_s(30), still_s(31), progress.begun - before) == (0, 1, 1)
@@ -203,7 +217,9 @@ def progress_of(thread: Thread) -> Progress:
     """Of a rank with this training thread, whose last encoder call was some time ago."""
     notes, native_thread = TrainingNotes(), thread.thread.native_id or 0
     long_ago = time.monotonic() - LIMIT_S
-    notes.last = LastCall(2, since=long_ago, thread=thread.thread.ident or 0, native_thread=native_thread)
+    notes.last = LastCall(
+        2, since=long_ago, thread=thread.thread.ident or 0, native_thread=native_thread
+    )
     progress = Progress(notes, LateModules())
     progress.stepped_at = progress.moved_at = long_ago
     return progress
@@ -222,11 +238,15 @@ def test_a_rank_whose_loaders_worker_computes_moves() -> None:
     thread = Thread(waits)
     progress = progress_of(thread)
     ours, theirs = multiprocessing.Pipe()
-    worker = multiprocessing.get_context("fork").Process(target=fills_a_buffer, args=(theirs,), daemon=True)
+    worker = multiprocessing.get_context("fork").Process(
+        target=fills_a_buffer, args=(theirs,), daemon=True
+    )
     worker.start()
 
     try:
-        wait_until(lambda: still_s(progress) < 0.5, 30)  # less than the thread waits for
+        wait_until(
+            lambda: still_s(progress) < 0.5, 30
+        )  # less than the thread waits for
         ours.send(True)
         assert ours.recv()
         wait_until(lambda: still_s(progress) > 3)  # it is idle
@@ -238,7 +258,8 @@ def test_a_rank_whose_loaders_worker_computes_moves() -> None:
 
 def test_a_rank_that_waits_for_a_command_that_computes_moves(tmp_path: Path) -> None:
     done = tmp_path / "done"
-    command = f"sh -c 'while [ ! -e {done} ]; do :; done; sleep 600'; :"  # "; :": else the shell becomes the command
+    # "; :": else the shell becomes the command
+    command = f"sh -c 'while [ ! -e {done} ]; do :; done; sleep 600'; :"
 
     def runs_a_command(thread: Thread) -> None:
         with subprocess.Popen(["sh", "-c", command], start_new_session=True) as process:
@@ -257,7 +278,9 @@ def test_a_rank_that_waits_for_a_command_that_computes_moves(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_one_wait", [True, False])
-def test_a_thread_that_has_not_run_at_all_is_in_one_wait_and_one_that_polls_is_not(is_one_wait: bool) -> None:
+def test_a_thread_that_has_not_run_at_all_is_in_one_wait_and_one_that_polls_is_not(
+    is_one_wait: bool,
+) -> None:
     def work(thread: Thread) -> None:
         while not thread.stopped.wait(600 if is_one_wait else 0.05):
             pass
@@ -275,7 +298,9 @@ def test_a_thread_that_has_not_run_at_all_is_in_one_wait_and_one_that_polls_is_n
         thread.end()
 
 
-def test_where_collectives_are_not_counted_it_is_said_once(alone_in_a_group: None) -> None:
+def test_where_collectives_are_not_counted_it_is_said_once(
+    alone_in_a_group: None,
+) -> None:
     said, notes = Said(), TrainingNotes()
     said.setLevel(0)
     progress, world = Progress(notes, LateModules()), dist.group.WORLD
@@ -286,11 +311,23 @@ def test_where_collectives_are_not_counted_it_is_said_once(alone_in_a_group: Non
     finally:
         dist.group.WORLD = world  # type: ignore[misc]
     assert progress.begun == NOT_COUNTED
-    assert len([line for line in said.lines if "collectives that this rank begins are not counted" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in said.lines
+                if "collectives that this rank begins are not counted" in line
+            ]
+        )
+        == 1
+    )
 
 
 def test_a_workers_files_are_those_that_it_reads(tmp_path: Path) -> None:
     read, written = tmp_path / "shard.tar", tmp_path / "worker.log"
     read.touch()
     with read.open(), written.open("w"), (tmp_path / "both").open("w+"):
-        assert loader_workers._open_files(Path("/proc/self")) == [str(tmp_path / "both"), str(read)]
+        assert loader_workers._open_files(Path("/proc/self")) == [
+            str(tmp_path / "both"),
+            str(read),
+        ]

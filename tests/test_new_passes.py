@@ -1,7 +1,8 @@
-"""StopTogether on every kind of NeMo's loaders: each epoch is a whole new pass on each rank, also after one cut short.
+"""StopTogether on every kind of NeMo's loaders: each epoch is a whole new pass on each rank, also
+after one cut short.
 
-One spawn of ranks has many short trainings. Each rank has its own data, and each cut its own length, by which it is
-known again in a batch.
+One spawn of ranks has many short trainings. Each rank has its own data, and each cut its own
+length, by which it is known again in a batch.
 """
 
 from __future__ import annotations
@@ -43,14 +44,18 @@ class Recorded(pl.Callback):  # type: ignore[misc]
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.epochs.append([])
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, index: int
+    ) -> None:
         self.epochs = self.epochs or [[]]
         self.epochs[-1].append(cuts_of(batch))
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
         self.validations.append([])
 
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, *_: Any
+    ) -> None:
         self.validations[-1].append(cuts_of(batch))
 
 
@@ -59,19 +64,34 @@ def cuts_of(batch: Any) -> Batch:
 
 
 def write_cuts(folder: Path, count: int, longer: int = 0) -> None:
-    """As single files, and as shards of Lhotse's and of NeMo's own naming. longer: so many more, of a second."""
+    """As single files, and as shards of Lhotse's and of NeMo's own naming. longer: so many more, of
+    a second.
+    """
     folder.mkdir(parents=True)
     lines, files = [], []
     for number in range(count + longer):
         samples = 4800 + 16 * number + (16000 if number >= count else 0)
         files.append(folder / f"{number:03}.wav")
         soundfile.write(files[-1], 0.01 * torch.randn(samples).numpy(), 16000)
-        lines.append({"audio_filepath": files[-1].name, "duration": samples / 16000, "text": "ab cd"})
-    whole = [{**line, "audio_filepath": str(folder / line["audio_filepath"])} for line in lines]
-    (folder / "whole.json").write_text("".join(json.dumps(line) + "\n" for line in whole))
+        lines.append(
+            {
+                "audio_filepath": files[-1].name,
+                "duration": samples / 16000,
+                "text": "ab cd",
+            }
+        )
+    whole = [
+        {**line, "audio_filepath": str(folder / line["audio_filepath"])}
+        for line in lines
+    ]
+    (folder / "whole.json").write_text(
+        "".join(json.dumps(line) + "\n" for line in whole)
+    )
     for shard in range(SHARDS):
         part = slice(shard * len(files) // SHARDS, (shard + 1) * len(files) // SHARDS)
-        (folder / f"manifest_{shard}.json").write_text("".join(json.dumps(line) + "\n" for line in lines[part]))
+        (folder / f"manifest_{shard}.json").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines[part])
+        )
         with tarfile.open(folder / f"audio_{shard}.tar", "w") as tar:
             for file in files[part]:
                 tar.add(file, file.name)
@@ -79,9 +99,17 @@ def write_cuts(folder: Path, count: int, longer: int = 0) -> None:
 
 def config(folder: Path, kind: str, workers: int, **more: Any) -> Any:
     """For NeMo's setup_training_data."""
-    common = {"sample_rate": 16000, "labels": asr_models.LABELS, "batch_size": 2, "num_workers": workers}
+    common = {
+        "sample_rate": 16000,
+        "labels": asr_models.LABELS,
+        "batch_size": 2,
+        "num_workers": workers,
+    }
     if kind == "native":
-        kinds: dict[str, Any] = {"manifest_filepath": f"{folder}/whole.json", "shuffle": False}
+        kinds: dict[str, Any] = {
+            "manifest_filepath": f"{folder}/whole.json",
+            "shuffle": False,
+        }
     elif kind == "lhotse":
         kinds = {"manifest_filepath": f"{folder}/whole.json", "use_lhotse": True}
     else:
@@ -117,7 +145,9 @@ def write_native_tarred(folder: Path, size: int) -> None:
         of_rank = folder / f"of {rank}"
         write_cuts(of_rank, CUTS[min(rank, 1)], longer=6 * min(rank, 1))
         with tarfile.open(folder / f"shard_{rank}.tar", "w") as tar:
-            for line in map(json.loads, (of_rank / "whole.json").read_text().splitlines()):
+            for line in map(
+                json.loads, (of_rank / "whole.json").read_text().splitlines()
+            ):
                 name = f"{rank}_{Path(line['audio_filepath']).name}"
                 tar.add(line["audio_filepath"], name)
                 manifest.append(json.dumps({**line, "audio_filepath": name}) + "\n")
@@ -125,7 +155,12 @@ def write_native_tarred(folder: Path, size: int) -> None:
 
 
 def trained(
-    train: Any, callbacks: Any = None, change: Any = None, val: Any = None, times: int = 1, **settings: Any
+    train: Any,
+    callbacks: Any = None,
+    change: Any = None,
+    val: Any = None,
+    times: int = 1,
+    **settings: Any,
 ) -> Recorded:
     """Trainings under DDP, one after the other. change: what is done to the loader."""
     recorded = Recorded()
@@ -145,7 +180,9 @@ def trained(
     trainer.fit(model)
     recorded.model = model
     for _ in range(times - 1):
-        model.trainer = trainer = asr_models.trainer_of([*callbacks, recorded], **settings)
+        model.trainer = trainer = asr_models.trainer_of(
+            [*callbacks, recorded], **settings
+        )
         trainer.fit(model)
     return recorded
 
@@ -163,9 +200,15 @@ def persistent(loader: Any) -> None:
 
 def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     asr_models.prepare()
-    multiprocessing.set_start_method("fork", force=True)  # the default, but in ranks of tests
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # the default, but in ranks of tests
     nemo_patches.apply(timeout=60)
-    own, all_ranks, even = Path(folder, f"rank {rank}"), Path(folder, "all"), Path(folder, "even")
+    own, all_ranks, even = (
+        Path(folder, f"rank {rank}"),
+        Path(folder, "all"),
+        Path(folder, "even"),
+    )
     seen = dict[str, Any]()
     write_cuts(own, CUTS[min(rank, 1)])
     if rank == 0:
@@ -174,50 +217,81 @@ def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     torch.distributed.barrier()
     for workers in (0, 1):
         seen[f"native {workers}"] = trained(config(own, "native", workers)).epochs
-        seen[f"native tarred {workers}"] = trained(native_tarred(all_ranks, size, workers)).epochs
+        seen[f"native tarred {workers}"] = trained(
+            native_tarred(all_ranks, size, workers)
+        ).epochs
         seen[f"lhotse {workers}"] = trained(config(own, "lhotse", workers)).epochs
-    seen["native persistent"] = trained(config(own, "native", 1), change=persistent).epochs
-    seen["native tarred persistent"] = trained(native_tarred(all_ranks, size, 1), change=persistent).epochs
+    seen["native persistent"] = trained(
+        config(own, "native", 1), change=persistent
+    ).epochs
+    seen["native tarred persistent"] = trained(
+        native_tarred(all_ranks, size, 1), change=persistent
+    ).epochs
     seen["two workers"] = trained(config(own, "lhotse tarred", 2)).epochs
     for workers in (0, 1):
         shards = config(own, "lhotse tarred", workers, **FIXED)
-        seen[f"passes {workers}"], seen[f"lhotse tarred {workers}"] = passes(shards, 3), trained(shards).epochs
+        seen[f"passes {workers}"], seen[f"lhotse tarred {workers}"] = (
+            passes(shards, 3),
+            trained(shards).epochs,
+        )
         recorded = trained(shards, val=shards, val_check_interval=2)
         seen[f"validated {workers}"] = (recorded.epochs, recorded.validations)
         for limit in (3, 4, 6):
-            seen[f"limit {limit}, {workers}"] = trained(shards, limit_train_batches=limit).epochs
+            seen[f"limit {limit}, {workers}"] = trained(
+                shards, limit_train_batches=limit
+            ).epochs
         seen[f"again {workers}"] = trained(shards, max_epochs=1, times=2).epochs
         seen[f"counted {workers}"] = counted(shards)
     seen["plain loops"] = plain_loops(config(own, "lhotse tarred", 1, **FIXED))
     seen["broken"] = broken_loops(config(own, "lhotse tarred", 0, **FIXED))
-    seen["stock"], seen["even"] = (evens(even, callbacks) for callbacks in ([], [StopTogether(True, True)]))
+    seen["stock"], seen["even"] = (
+        evens(even, callbacks) for callbacks in ([], [StopTogether(True, True)])
+    )
     return seen
 
 
 def evens(folder: Path, callbacks: Any) -> dict[str, Any]:
     """Trainings in which all ranks have as many batches."""
-    seen = {"native": trained(config(folder, "native", 0), callbacks, limit_train_batches=3).epochs}
+    seen = {
+        "native": (
+            trained(
+                config(folder, "native", 0), callbacks, limit_train_batches=3
+            ).epochs
+        )
+    }
     for workers in (0, 1):
-        seen[f"lhotse {workers}"] = trained(config(folder, "lhotse", workers, **FIXED), callbacks).epochs
+        seen[f"lhotse {workers}"] = trained(
+            config(folder, "lhotse", workers, **FIXED), callbacks
+        ).epochs
         shards = config(folder, "lhotse tarred", workers, **FIXED)
         for limit in (2, 4):
             name = f"limit {limit}, {workers}"
-            seen[name] = trained(shards, callbacks, limit_train_batches=limit, max_epochs=4).epochs
+            seen[name] = trained(
+                shards, callbacks, limit_train_batches=limit, max_epochs=4
+            ).epochs
         limits = {"limit_val_batches": 2, "num_sanity_val_steps": 2}
-        recorded = trained(shards, callbacks, val=shards, val_check_interval=2, **limits)
+        recorded = trained(
+            shards, callbacks, val=shards, val_check_interval=2, **limits
+        )
         seen[f"validated {workers}"] = (recorded.epochs, recorded.validations)
         endless = config(folder, "lhotse tarred", workers, **FIXED, force_finite=False)
-        seen[f"endless {workers}"] = trained(endless, callbacks, limit_train_batches=3).epochs
+        seen[f"endless {workers}"] = trained(
+            endless, callbacks, limit_train_batches=3
+        ).epochs
     return seen
 
 
 def counted(train: Any) -> list[int]:
-    """How many passes the sources of cuts have counted in this process: at first, after one read to its end, cut."""
+    """How many passes the sources of cuts have counted in this process: at first, after one read to
+    its end, cut.
+    """
     model = asr_models.ctc(asr_models.trainer_of(limit_train_batches=50))
     model.setup_training_data(train)
     ends = cut_pass.PassEnds(model._train_dl, "loader")
     parts = cut_pass._inner_parts(model._train_dl.dataset.sampler)
-    (source,) = (part for part in parts if type(part).__name__ == "LazyNeMoTarredIterator")
+    (source,) = (
+        part for part in parts if type(part).__name__ == "LazyNeMoTarredIterator"
+    )
     seen = [source.epoch]
     for end in (ends.ended, ends.cut):
         end()
@@ -231,7 +305,10 @@ def plain_loops(train: Any) -> list[list[Batch]]:
     model.setup_training_data(train)
     for _ in model._train_dl:
         pass
-    return [[cuts_of(batch) for batch in nemo_patches.stop_together(model._train_dl)] for _ in range(EPOCHS)]
+    return [
+        [cuts_of(batch) for batch in nemo_patches.stop_together(model._train_dl)]
+        for _ in range(EPOCHS)
+    ]
 
 
 def broken_loops(train: Any) -> list[list[Batch]]:
@@ -285,28 +362,41 @@ def test_nemos_own_loaders_begin_anew(name: str, tarred: str, seen: Any) -> None
         ("plain loops", 4),
     ],
 )
-def test_each_epoch_is_a_whole_pass_of_the_rank_with_the_fewest(name: str, batches: int, seen: Any) -> None:
+def test_each_epoch_is_a_whole_pass_of_the_rank_with_the_fewest(
+    name: str, batches: int, seen: Any
+) -> None:
     for rank in seen:
         assert sizes(rank[name]) == [batches] * EPOCHS
         if name != "two workers":
-            assert all(len(set(sum(epoch, ()))) == 2 * batches for epoch in rank[name])  # no cut twice in a pass
+            assert all(
+                len(set(sum(epoch, ()))) == 2 * batches for epoch in rank[name]
+            )  # no cut twice in a pass
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_begins_with_the_beginning_of_a_later_pass(workers: int, seen: Any) -> None:
+def test_an_epoch_begins_with_the_beginning_of_a_later_pass(
+    workers: int, seen: Any
+) -> None:
     for rank in seen:
         whole, epochs = rank[f"passes {workers}"], rank[f"lhotse tarred {workers}"]
         assert epochs[0] == whole[0][:4]
-        # One that was left may have been read to its end by what shuffles: it counts for one more then.
+        # One that was left may have been read to its end by what shuffles: it counts for one more
+        # then.
         assert epochs[1] in ([batches[:4] for batches in whole[1:]])
         assert rank[f"again {workers}"][0] == whole[0][:4]
         assert rank[f"again {workers}"][1] in ([batches[:4] for batches in whole])
 
 
 def test_this_process_counts_what_persistent_workers_have_read(seen: Any) -> None:
-    """New workers, after a cut, begin with this process's sources, by whose count the next pass is shuffled."""
+    """New workers, after a cut, begin with this process's sources, by whose count the next pass is
+    shuffled.
+    """
     for rank in seen:
-        assert rank["counted 0"] == [0, 0, 1]  # without workers, its own sources count what they read
+        assert rank["counted 0"] == [
+            0,
+            0,
+            1,
+        ]  # without workers, its own sources count what they read
         assert rank["counted 1"] == [0, 1, 2]
 
 
@@ -319,23 +409,39 @@ def test_validation_in_mid_epoch_has_whole_passes_too(workers: int, seen: Any) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_pass_that_ends_at_a_limit_goes_on_as_without(workers: int, seen: Any) -> None:
+def test_a_pass_that_ends_at_a_limit_goes_on_as_without(
+    workers: int, seen: Any
+) -> None:
     for limit in (3, 4):
         both = [sizes(rank[f"limit {limit}, {workers}"]) for rank in seen]
-        assert both[0] == both[1] and both[0][0] == limit and both[0][2] == limit and both[0][1] > 0
+        assert (
+            both[0] == both[1]
+            and both[0][0] == limit
+            and both[0][2] == limit
+            and both[0][1] > 0
+        )
     first, *_ = seen
     if workers == 0:
-        assert first["limit 3, 0"][:2] == [first["passes 0"][0][:3], first["passes 0"][0][3:4]]
+        assert first["limit 3, 0"][:2] == [
+            first["passes 0"][0][:3],
+            first["passes 0"][0][3:4],
+        ]
 
 
 def test_even_ranks_have_stocks_batches(seen: Any) -> None:
     for rank in seen:
-        assert {name for name in rank["stock"] if rank["stock"][name] != rank["even"][name]} == set()
+        assert {
+            name for name in rank["stock"] if rank["stock"][name] != rank["even"][name]
+        } == set()
 
 
-def test_a_loop_that_is_left_by_a_break_goes_on_and_no_rank_is_left_alone(seen: Any) -> None:
+def test_a_loop_that_is_left_by_a_break_goes_on_and_no_rank_is_left_alone(
+    seen: Any,
+) -> None:
     first, second = (rank["broken"] for rank in seen)
-    assert sizes(first) == sizes(second) == [1, 1, 4]  # then rank 1 has nothing left, and all begin anew
+    assert (
+        sizes(first) == sizes(second) == [1, 1, 4]
+    )  # then rank 1 has nothing left, and all begin anew
     for loops in (first, second):
         assert len({*loops[0][0], *loops[1][0]}) == 4
 
@@ -343,9 +449,14 @@ def test_a_loop_that_is_left_by_a_break_goes_on_and_no_rank_is_left_alone(seen: 
 def test_a_pass_that_was_cut_is_said_on_both_sides(results: list[Result]) -> None:
     title = "(IterableDatasetWrapper): pass 1 ends on every rank after 4 batches: "
     lines = results[0].lines(title)
-    assert lines and all(line.endswith("rank 1 has no more; this rank's others are left out") for line in lines)
+    assert lines and all(
+        line.endswith("rank 1 has no more; this rank's others are left out")
+        for line in lines
+    )
     lines = results[1].lines(title)
-    assert lines and all(line.endswith("this rank has no more, others have") for line in lines)
+    assert lines and all(
+        line.endswith("this rank has no more, others have") for line in lines
+    )
 
 
 def with_a_thread(rank: int, size: int, folder: str) -> list[int]:

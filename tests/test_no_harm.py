@@ -1,7 +1,8 @@
-"""What a rank computes, its random states and what it keeps are as in stock, with the watch at its smallest timeouts.
+"""What a rank computes, its random states and what it keeps are as in stock, with the watch at its
+smallest timeouts.
 
-Small programs drawn by chance: real functions with variables of their own, run once without nemo_patches' watch and
-once with it, on every rank.
+Small programs drawn by chance: real functions with variables of their own, run once without
+nemo_patches' watch and once with it, on every rank.
 """
 
 from __future__ import annotations
@@ -33,12 +34,24 @@ STALL_TIMEOUT = 0.004  # so that nearly every look is at the stack
 
 # A program is a function with some of these in its loop. `told` takes what it computes.
 STATEMENTS = (
-    "big = torch.zeros(250_000); seen = weakref.ref(big); pause(); big = None; told(seen() is None)",
-    "kept = [Tracked() for _ in range(3)]; alive = weakref.WeakSet(kept); pause(); kept = 0; told(len(alive))",
-    "lr = 1.0; scope = locals(); exec(HALVE, {'pause': pause}, scope); told(scope['lr'])",
+    (
+        "big = torch.zeros(250_000); seen = weakref.ref(big); pause(); big = None;"
+        " told(seen() is None)"
+    ),
+    (
+        "kept = [Tracked() for _ in range(3)]; alive = weakref.WeakSet(kept); pause();"
+        " kept = 0; told(len(alive))"
+    ),
+    (
+        "lr = 1.0; scope = locals(); exec(HALVE, {'pause': pause}, scope);"
+        " told(scope['lr'])"
+    ),
     "here = locals(); later = step; pause(); told(here.get('later') == step)",
     "names = [(pause(), name)[1] for name in locals()]; told(len(names))",
-    "told(random.random()); told(float(numpy.random.rand())); told(float(torch.rand(1)))",
+    (
+        "told(random.random()); told(float(numpy.random.rand()));"
+        " told(float(torch.rand(1)))"
+    ),
     "batch = Lazy(); batch_idx = step; pause(); told(batch.reads)",
     "batch = LazyDict(ids=1); batch_idx = step; pause(); told(batch.reads)",
     "told(sum(value for value in numbers(step)))",
@@ -107,7 +120,11 @@ def compiled(statements: tuple[str, ...]) -> Callable[..., None]:
 
 def states() -> str:
     """Of all that draws random numbers."""
-    found = (random.getstate(), numpy.random.get_state(), torch.get_rng_state().tolist())
+    found = (
+        random.getstate(),
+        numpy.random.get_state(),
+        torch.get_rng_state().tolist(),
+    )
     return hashlib.sha256(pickle.dumps(found)).hexdigest()
 
 
@@ -120,30 +137,45 @@ def recorded(main: Callable[..., None], rank: int) -> list[Any]:
     return [*record, states()]
 
 
-def stock_and_watched(rank: int, size: int, programs: list[tuple[str, ...]]) -> list[tuple[list[Any], list[Any]]]:
+def stock_and_watched(
+    rank: int, size: int, programs: list[tuple[str, ...]]
+) -> list[tuple[list[Any], list[Any]]]:
     """Of each program, the two records; how often the watch has looked is checked here."""
     mains = [compiled(program) for program in programs]
     stock = [recorded(main, rank) for main in mains]
     rank_log.logger.setLevel(logging.CRITICAL)  # a line at every step
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
+    wait_until(
+        lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole
+    )
     dist.barrier()
     looks: list[float] = []
     progress = stall_monitor().progress
     original = progress._look_at_the_thread
-    progress._look_at_the_thread = lambda *when: (looks.append(when[0]), original(*when))
+    progress._look_at_the_thread = lambda *when: (
+        looks.append(when[0]),
+        original(*when),
+    )
     watched = [recorded(main, rank) for main in mains]
     assert len(looks) > 10, "the watch has not looked"
     return list(zip(stock, watched, strict=True))
 
 
-PROGRAMS = st.lists(st.lists(st.sampled_from(STATEMENTS), min_size=1, max_size=4).map(tuple), min_size=5, max_size=5)
+PROGRAMS = st.lists(
+    st.lists(st.sampled_from(STATEMENTS), min_size=1, max_size=4).map(tuple),
+    min_size=5,
+    max_size=5,
+)
 
 
 @settings(max_examples=2, phases=[Phase.generate])  # a run takes long
 @given(PROGRAMS)
-def test_a_rank_computes_draws_and_keeps_what_it_does_in_stock(programs: list[tuple[str, ...]]) -> None:
+def test_a_rank_computes_draws_and_keeps_what_it_does_in_stock(
+    programs: list[tuple[str, ...]],
+) -> None:
     every = [(statement, "pause()") for statement in STATEMENTS]
     for result in run_ranks(stock_and_watched, 2, [*programs, *every], limit=280):
-        for program, (stock, watched) in zip([*programs, *every], result.value, strict=True):
+        for program, (stock, watched) in zip(
+            [*programs, *every], result.value, strict=True
+        ):
             assert watched == stock, program

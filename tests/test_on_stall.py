@@ -1,4 +1,6 @@
-"""on_stall's command is no child of the rank: os.wait() gives the user's own children, and nothing else."""
+"""on_stall's command is no child of the rank: os.wait() gives the user's own children, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ STALL_TIMEOUT = 1.0
 WAITS = 0  # the rank, which would run the command if it were not in os.wait()
 
 
-def waits_for_a_child(rank: int, size: int, page: str, all_wait: bool) -> tuple[bool, list[str]]:
+def waits_for_a_child(
+    rank: int, size: int, page: str, all_wait: bool
+) -> tuple[bool, list[str]]:
     """Whether os.wait() gave this rank its own child, and what was said of on_stall."""
     nemo_patches.apply(stall_timeout=0)
     said = Said()
@@ -49,7 +53,9 @@ def waits_for_a_child(rank: int, size: int, page: str, all_wait: bool) -> tuple[
 
 
 @pytest.mark.alone
-def test_a_rank_in_os_wait_gets_its_own_child_and_another_rank_pages(tmp_path: Path) -> None:
+def test_a_rank_in_os_wait_gets_its_own_child_and_another_rank_pages(
+    tmp_path: Path,
+) -> None:
     page = tmp_path / "page"
     results = run_ranks(waits_for_a_child, 2, str(page), False, limit=120)
     assert [result.value for result in results] == [(True, [])] * 2
@@ -57,12 +63,16 @@ def test_a_rank_in_os_wait_gets_its_own_child_and_another_rank_pages(tmp_path: P
 
 
 @pytest.mark.alone
-def test_where_every_rank_is_in_os_wait_that_is_said_in_place_of_the_page(tmp_path: Path) -> None:
+def test_where_every_rank_is_in_os_wait_that_is_said_in_place_of_the_page(
+    tmp_path: Path,
+) -> None:
     page = tmp_path / "page"
     results = run_ranks(waits_for_a_child, 2, str(page), True, limit=120)
     assert all(is_own for is_own, _ in (result.value for result in results))
     (line,) = [line for result in results for line in result.value[1]]
-    assert "is not run: each rank that can be asked is in os.wait(), for any child" in line
+    assert (
+        "is not run: each rank that can be asked is in os.wait(), for any child" in line
+    )
     assert not page.exists()
 
 
@@ -101,7 +111,9 @@ def started(command: str, text: str, began: Path) -> tuple[str, str]:
         process.kill()
 
 
-def test_a_command_that_runs_is_no_child_and_its_exit_code_is_said(tmp_path: Path) -> None:
+def test_a_command_that_runs_is_no_child_and_its_exit_code_is_said(
+    tmp_path: Path,
+) -> None:
     began, got = tmp_path / "began", tmp_path / "got"
     text = "x" * 300_000  # more than a pipe takes at once
     text = json.dumps([text[:100_000]])
@@ -109,7 +121,9 @@ def test_a_command_that_runs_is_no_child_and_its_exit_code_is_said(tmp_path: Pat
     waited, said = started(command, text, began)
     assert waited == "no child\n"
     assert got.read_text() == text
-    assert said.rstrip().endswith(f"on_stall={command!r} has ended with exit code 3"), said
+    assert said.rstrip().endswith(f"on_stall={command!r} has ended with exit code 3"), (
+        said
+    )
 
 
 @pytest.fixture
@@ -122,15 +136,27 @@ def said() -> Any:
     [
         ("true", ""),
         (shell("exit 7"), "has ended with exit code 7"),
-        ("no-such-program --now", "has failed: FileNotFoundError: 'no-such-program' is no program that can be run"),
-        ("exit 3", "has failed: FileNotFoundError: 'exit' is no program that can be run"),
+        (
+            "no-such-program --now",
+            "has failed: FileNotFoundError: 'no-such-program' is no program that can be run",
+        ),
+        (
+            "exit 3",
+            "has failed: FileNotFoundError: 'exit' is no program that can be run",
+        ),
         (shell("kill -9 $$"), f"has ended with exit code {128 + signal.SIGKILL}"),
         (shell("kill -9 -$(ps -o pgid= $$ | tr -d ' ')"), "was killed"),
-        (shell("""test "$1" = "a  'b" -a "$2" = '' || exit 1""") + """ sh "a  'b" '' """, ""),
+        (
+            shell("""test "$1" = "a  'b" -a "$2" = '' || exit 1""")
+            + """ sh "a  'b" '' """,
+            "",
+        ),
         (shell("exec <&-; exec sleep 0"), ""),
     ],
 )
-def test_how_a_command_ends_is_said_if_not_well(command: str, text: str, said: Said) -> None:
+def test_how_a_command_ends_is_said_if_not_well(
+    command: str, text: str, said: Said
+) -> None:
     thread = on_stall.start(command, "report" * 100_000)
     assert thread is not None
     thread.join(60)
@@ -148,16 +174,32 @@ print("goes on")
 """
 
 
-def test_a_command_that_reads_nothing_ends_no_process_with_sigpipes_default_action() -> None:
-    done = subprocess.run([sys.executable, "-c", DEFAULT_ACTION], capture_output=True, text=True, timeout=120)
+def test_a_command_that_reads_nothing_ends_no_process_with_sigpipes_default_action() -> (
+    None
+):
+    done = subprocess.run(
+        [sys.executable, "-c", DEFAULT_ACTION],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
-def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, said: Said, tmp_path: Path) -> None:
+def test_a_command_that_does_not_end_is_ended(
+    monkeypatch: pytest.MonkeyPatch, said: Said, tmp_path: Path
+) -> None:
     monkeypatch.setattr(on_stall, "_LIMIT_S", 1.0)
-    thread = on_stall.start(shell(f"echo $$ >{tmp_path}/pid; sleep 600; :"), "report" * 100_000)
+    thread = on_stall.start(
+        shell(f"echo $$ >{tmp_path}/pid; sleep 600; :"), "report" * 100_000
+    )
     assert thread is not None
     thread.join(60)
     assert [line for line in said.lines if line.endswith("has been ended after 1 s")]
     pid = int((tmp_path / "pid").read_text())
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+    wait_until(
+        lambda: (
+            not Path(f"/proc/{pid}").exists()
+            or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        )
+    )

@@ -1,4 +1,6 @@
-"""One folder with evidence of several kinds: what lies there is read together, and what is of another job is not."""
+"""One folder with evidence of several kinds: what lies there is read together, and what is of
+another job is not.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ Thread {pid} (idle): "MainThread"
 
 def traces_of_a_stuck_rank(folder: Path) -> Path:
     """Rank 2 of 4 does not come to a call; the ranks give no stall reports."""
-    return write(folder, SCENARIOS["stuck before it, no stall reports"].schedules, reports=False)
+    return write(
+        folder, SCENARIOS["stuck before it, no stall reports"].schedules, reports=False
+    )
 
 
 def test_a_log_says_why_a_rank_of_the_traces_did_not_come(tmp_path: Path) -> None:
@@ -83,7 +87,9 @@ def test_what_ncclras_has_printed_is_said_once_to_be_not_read(tmp_path: Path) ->
     (tmp_path / "ras.txt").write_text(RAS)
     after = diagnosed(tmp_path)
     assert after.findings == before.findings
-    assert [line for line in after.problems if "ras" in line] == ["ras.txt: NCCL RAS output: not read; see `ncclras`"]
+    assert [line for line in after.problems if "ras" in line] == [
+        "ras.txt: NCCL RAS output: not read; see `ncclras`"
+    ]
 
 
 def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:
@@ -91,11 +97,16 @@ def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:
     write_dumps(tmp_path, {0: steps(7), 1: steps(7), 2: done, 3: steps(7)})
     (tmp_path / "stacks").mkdir()
     for rank in range(4):
-        (tmp_path / "stacks" / f"rank{rank}.txt").write_text((READS if rank == 2 else WAITS).format(pid=100 + rank))
+        (tmp_path / "stacks" / f"rank{rank}.txt").write_text(
+            (READS if rank == 2 else WAITS).format(pid=100 + rank)
+        )
     content = diagnosed(tmp_path)
     first = content.findings[0]
     assert (first.id, first.ranks, content.world_size) == ("missing-rank", (2,), 4)
-    assert "nccl:all_reduce [1], number 7" in first.text and "it is in read (data.py:41)" in first.text
+    assert (
+        "nccl:all_reduce [1], number 7" in first.text
+        and "it is in read (data.py:41)" in first.text
+    )
     assert any("nccl_trace_rank_0" in line for line in first.evidence)
     assert any("rank2.txt" in line for line in first.evidence)
 
@@ -107,13 +118,23 @@ def test_stacks_that_contradict_dumps_take_the_accusation_away(tmp_path: Path) -
         (tmp_path / f"rank{rank}.txt").write_text(WAITS.format(pid=100 + rank))
     content = diagnosed(tmp_path)
     assert not any(2 in one.ranks for one in content.findings)
-    lines = [line for one in content.findings for line in one.evidence if line.startswith("contradiction")]
-    assert any("nccl_trace_rank_0" in line and "rank2.txt" in line for line in lines), content
+    lines = [
+        line
+        for one in content.findings
+        for line in one.evidence
+        if line.startswith("contradiction")
+    ]
+    assert any("nccl_trace_rank_0" in line and "rank2.txt" in line for line in lines), (
+        content
+    )
 
 
 def test_a_log_of_another_job_is_listed_and_not_joined(tmp_path: Path) -> None:
     traces_of_a_stuck_rank(tmp_path)
-    eight = "distributed_backend=nccl\nAll distributed processes registered. Starting with 8 processes\n" + KEY_ERROR
+    eight = (
+        "distributed_backend=nccl\nAll distributed processes registered. Starting with"
+        " 8 processes\n" + KEY_ERROR
+    )
     (tmp_path / "other.log").write_text(eight)
     content = diagnosed(tmp_path)
     assert (content.findings[0].id, content.findings[0].ranks) == ("missing-rank", (2,))
@@ -122,9 +143,16 @@ def test_a_log_of_another_job_is_listed_and_not_joined(tmp_path: Path) -> None:
 
 def test_code_beside_a_jobs_logs_is_no_evidence(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text(KEY_ERROR)
-    for name in ("tests/rank0.py", "README.md", ".venv/rank0.txt", "lib/site-packages/rank0.txt"):
+    for name in (
+        "tests/rank0.py",
+        "README.md",
+        ".venv/rank0.txt",
+        "lib/site-packages/rank0.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(READS.format(pid=100) + KEY_ERROR.replace("rank2", "rank0"))
+        (tmp_path / name).write_text(
+            READS.format(pid=100) + KEY_ERROR.replace("rank2", "rank0")
+        )
     content = diagnosed(tmp_path)
     assert [(one.id, one.ranks) for one in content.findings] == [("exception", (2,))]
     (tmp_path / "rank0.md").write_text(KEY_ERROR.replace("rank2", "rank0"))

@@ -1,4 +1,6 @@
-"""Properties of the judge over all evidence, on random jobs: what several sources tell of one, and what is made up."""
+"""Properties of the judge over all evidence, on random jobs: what several sources tell of one, and
+what is made up.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +15,62 @@ from test_judge import Hang, hang_of, played
 from nemo_patches.judging.judge import Seat
 from nemo_patches.tools.diagnose import fates as f
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))  # 100,000 take some minutes
+JOBS = int(
+    os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000")
+)  # 100,000 take some minutes
 STUCK = Place(where="read (data.py:41) < main (train.py:80)")
 WAITED = Fate(f.WAITED, "Timed out waiting 1800000 ms")
 
 
 def evidence(job: Hang) -> Evidence:
     size = len(job.groups["0"])
-    return Evidence(groups={name: set(ranks) for name, ranks in job.groups.items()}, world_size=size)
+    return Evidence(
+        groups={name: set(ranks) for name, ranks in job.groups.items()}, world_size=size
+    )
 
 
 def records(job: Hang, ranks: set[int]) -> list[Fact]:
     """As Flight Recorder dumps tell."""
-    return [Fact(seat.rank, seat, f"trace_{seat.rank}", at=100.0) for seat in job.seats if seat.rank in ranks]
+    return [
+        Fact(seat.rank, seat, f"trace_{seat.rank}", at=100.0)
+        for seat in job.seats
+        if seat.rank in ranks
+    ]
 
 
 def place_of(job: Hang, rank: int) -> Place:
     seat = job.waits.get(rank)
-    return Place(collective=seat.kind, caller=f"group {seat.group} (train.py:{seat.number})") if seat else STUCK
+    return (
+        Place(
+            collective=seat.kind, caller=f"group {seat.group} (train.py:{seat.number})"
+        )
+        if seat
+        else STUCK
+    )
 
 
 def stacks(job: Hang, ranks: set[int], looked_twice: bool) -> list[Fact]:
     found = []
     for rank in ranks:
         cite = f"node1, pid {100 + rank}"
-        values = [Member(len(job.groups["0"]), 100 + rank), Fate(f.RUNS), place_of(job, rank)]
+        values = [
+            Member(len(job.groups["0"]), 100 + rank),
+            Fate(f.RUNS),
+            place_of(job, rank),
+        ]
         values += [Motion(False, still_s=60.0)] if looked_twice else []
         found += [Fact(rank, value, cite, 200.0, "node1") for value in values]
     return found
@@ -51,7 +78,11 @@ def stacks(job: Hang, ranks: set[int], looked_twice: bool) -> list[Fact]:
 
 def some(chance: random.Random, size: int) -> set[int]:
     """All, or some of them."""
-    return set(range(size)) if chance.random() < 0.5 else set(chance.sample(range(size), chance.randint(0, size)))
+    return (
+        set(range(size))
+        if chance.random() < 0.5
+        else set(chance.sample(range(size), chance.randint(0, size)))
+    )
 
 
 def accused(report: Diagnosis) -> set[int]:
@@ -59,7 +90,9 @@ def accused(report: Diagnosis) -> set[int]:
 
 
 def hung(chance: random.Random) -> tuple[Hang, Evidence]:
-    """A job that hangs, or has hung, as some sources tell of it: records, stacks, the errors of those that waited."""
+    """A job that hangs, or has hung, as some sources tell of it: records, stacks, the errors of
+    those that waited.
+    """
     job = played(chance, stops=chance.randint(0, 2), swaps=chance.randint(0, 1))
     size, told = len(job.groups["0"]), evidence(job)
     here = some(chance, size)
@@ -72,7 +105,13 @@ def hung(chance: random.Random) -> tuple[Hang, Evidence]:
             told.facts.append(Fact(rank, WAITED, f"train.log:{rank}", 1900.0, "node1"))
     for rank in job.stopped:
         if chance.random() < 0.3:
-            told.facts.append(Fact(rank, Fate(chance.choice((f.KILLED, f.RAISED, f.GONE, f.SILENT))), f"log:{rank}"))
+            told.facts.append(
+                Fact(
+                    rank,
+                    Fate(chance.choice((f.KILLED, f.RAISED, f.GONE, f.SILENT))),
+                    f"log:{rank}",
+                )
+            )
     chance.shuffle(told.facts)
     return job, told
 
@@ -81,9 +120,17 @@ def test_nobody_whom_any_fact_shows_waiting_is_accused() -> None:
     named = 0
     for seed in range(JOBS):
         job, told = hung(random.Random(seed))
-        waits = {fact.rank for fact in told.facts if isinstance(fact.value, Place) and fact.value.collective}
+        waits = {
+            fact.rank
+            for fact in told.facts
+            if isinstance(fact.value, Place) and fact.value.collective
+        }
         waits |= {fact.rank for fact in told.facts if fact.value == WAITED}
-        waits |= {fact.rank for fact in told.facts if isinstance(fact.value, Seat) and fact.value in job.waits.values()}
+        waits |= {
+            fact.rank
+            for fact in told.facts
+            if isinstance(fact.value, Seat) and fact.value in job.waits.values()
+        }
         report = judge(told)
         assert not accused(report) & waits, (seed, report.findings)
         named += bool(accused(report))
@@ -91,19 +138,29 @@ def test_nobody_whom_any_fact_shows_waiting_is_accused() -> None:
 
 
 def ran_ahead(chance: random.Random, fails: bool) -> Hang:
-    """As on GPUs: each rank enqueues some collectives before it waits for the first of them; they end in that order.
+    """As on GPUs: each rank enqueues some collectives before it waits for the first of them; they
+    end in that order.
 
     fails: the network does, and no collective ends any more. Else a rank stops.
     """
     world = chance.randint(2, 5)
-    groups = {"0": list(range(world)), "1": sorted(chance.sample(range(world), chance.randint(2, world)))}
+    groups = {
+        "0": list(range(world)),
+        "1": sorted(chance.sample(range(world), chance.randint(2, world))),
+    }
     steps = chance.choices("001", k=chance.randint(3, 20))
     ahead = [chance.randint(1, 4) for _ in range(world)]
-    stop_at = {chance.randrange(world): chance.randint(0, len(steps))} if not fails else {}
+    stop_at = (
+        {chance.randrange(world): chance.randint(0, len(steps))} if not fails else {}
+    )
     last_ended = chance.randint(0, len(steps)) if fails else len(steps)
-    events = [Collective(group, "", lost=number >= last_ended) for number, group in enumerate(steps)]
+    events = [
+        Collective(group, "", lost=number >= last_ended)
+        for number, group in enumerate(steps)
+    ]
     programs: list[list[Event]] = [
-        [event for event in events[: stop_at.get(rank)] if rank in groups[event.group]] for rank in range(world)
+        [event for event in events[: stop_at.get(rank)] if rank in groups[event.group]]
+        for rank in range(world)
     ]
     return hang_of(groups, programs, stop_at, ahead)
 
@@ -126,14 +183,19 @@ def test_who_stopped_is_named_by_records_and_by_stacks_alike() -> None:
         chance = random.Random(seed)
         job = played(chance, stops=1)
         everybody = set(range(len(job.groups["0"])))
-        if not job.waits or job.waits.keys() | job.stopped != everybody:  # of who has ended stacks tell no more
+        if (
+            not job.waits or job.waits.keys() | job.stopped != everybody
+        ):  # of who has ended stacks tell no more
             continue
         by_records, by_stacks, by_both = evidence(job), evidence(job), evidence(job)
         by_records.facts = records(job, everybody)
         by_stacks.facts = stacks(job, everybody, looked_twice=True)
         by_both.facts = [*by_records.facts, *by_stacks.facts]
         reports = [judge(told) for told in (by_records, by_stacks, by_both)]
-        assert [accused(report) for report in reports] == [job.stopped] * 3, (seed, reports)
+        assert [accused(report) for report in reports] == [job.stopped] * 3, (
+            seed,
+            reports,
+        )
         assert [report.exit_code for report in reports] == [1, 1, 1]
         assert {report.findings[0].id for report in reports} == {ids.MISSING_RANK}
 
@@ -145,10 +207,16 @@ def test_nothing_is_critical_where_all_ended_in_good_order() -> None:
         told = evidence(job)
         everybody = set(range(len(job.groups["0"])))
         told.facts = records(job, everybody) if chance.random() < 0.7 else []
-        told.facts += [Fact(rank, Fate(f.ENDED), f"rank {rank}'s trace", 300.0 + rank) for rank in everybody]
+        told.facts += [
+            Fact(rank, Fate(f.ENDED), f"rank {rank}'s trace", 300.0 + rank)
+            for rank in everybody
+        ]
         chance.shuffle(told.facts)
         report = judge(told)
-        assert not [one for one in report.findings if one.severity == CRITICAL], (seed, report.findings)
+        assert not [one for one in report.findings if one.severity == CRITICAL], (
+            seed,
+            report.findings,
+        )
         assert not accused(report), (seed, report.findings)
 
 
@@ -160,31 +228,71 @@ def test_where_all_made_as_many_nobody_made_fewer() -> None:
         told.facts = records(job, set(range(len(job.groups["0"]))))
         report = judge(told)
         assert not accused(report), (seed, report.findings)
-        assert all(one.id != ids.FEWER_BATCHES for one in report.findings), (seed, report.findings)
+        assert all(one.id != ids.FEWER_BATCHES for one in report.findings), (
+            seed,
+            report.findings,
+        )
 
 
 def test_whatever_the_facts_are_there_is_a_report() -> None:
-    """Also where they contradict: the accused have a fact of their own, and none that shows them waiting."""
-    kinds = (f.RAISED, f.KILLED, f.STOPPED, f.TRACED, f.ENDED, f.GONE, f.SILENT, f.UNSEEN, f.FAILED, f.WAITED, f.CUT)
+    """Also where they contradict: the accused have a fact of their own, and none that shows them
+    waiting.
+    """
+    kinds = (
+        f.RAISED,
+        f.KILLED,
+        f.STOPPED,
+        f.TRACED,
+        f.ENDED,
+        f.GONE,
+        f.SILENT,
+        f.UNSEEN,
+        f.FAILED,
+        f.WAITED,
+        f.CUT,
+    )
     kinds += (f.TERMINATED, f.RUNS, f.UNREADABLE)
     for seed in range(JOBS):
         chance = random.Random(seed)
         size = chance.randint(1, 5)
-        told = Evidence(world_size=chance.choice((0, size)), groups={"0": some(chance, size), "1": some(chance, size)})
+        told = Evidence(
+            world_size=chance.choice((0, size)),
+            groups={"0": some(chance, size), "1": some(chance, size)},
+        )
         for _ in range(chance.randint(0, 20)):
             value = chance.choice(
                 (
                     Fate(chance.choice(kinds)),
-                    Place(collective=chance.choice(("all_reduce", "barrier", "perhaps the GPU, in item()"))),
+                    Place(
+                        collective=chance.choice(
+                            ("all_reduce", "barrier", "perhaps the GPU, in item()")
+                        )
+                    ),
                     STUCK,
-                    Motion(chance.random() < 0.5, still_s=chance.choice((None, 5.0, 60.0))),
+                    Motion(
+                        chance.random() < 0.5, still_s=chance.choice((None, 5.0, 60.0))
+                    ),
                     Member(size, chance.randint(0, 99)),
-                    Seat(0, chance.choice("01"), chance.randint(1, 4), chance.choice(("", "all_reduce", "barrier"))),
+                    Seat(
+                        0,
+                        chance.choice("01"),
+                        chance.randint(1, 4),
+                        chance.choice(("", "all_reduce", "barrier")),
+                    ),
                 )
             )
             rank = chance.randrange(size)
             value = value._replace(rank=rank) if isinstance(value, Seat) else value
-            told.facts.append(Fact(rank, value, "a file", float(chance.randint(0, 9)), "node1", chance.random() < 0.7))
+            told.facts.append(
+                Fact(
+                    rank,
+                    value,
+                    "a file",
+                    float(chance.randint(0, 9)),
+                    "node1",
+                    chance.random() < 0.7,
+                )
+            )
         before = [replace(fact) for fact in told.facts]
         report = judge(told)
         assert report.exit_code in (0, 1, 2) and report.verdict, seed

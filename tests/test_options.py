@@ -28,14 +28,22 @@ def imported(rank: int, size: int, folder: str) -> dict[str, set[str]]:
     seen = {}
     nemo_patches.apply(timeout=60)
     trainer = asr_models.trainer_of(max_epochs=1, limit_val_batches=1)
-    trainer.fit(asr_models.ctc(trainer), loader(Batches(range(STEPS))), loader(Batches(range(1))))
+    trainer.fit(
+        asr_models.ctc(trainer),
+        loader(Batches(range(STEPS))),
+        loader(Batches(range(1))),
+    )
     assert trainer.global_step == STEPS
     str(nemo_patches.status())
     seen["defaults"] = options()
-    saves = asr_models.trainer_of([checkpoint_callback(folder)], max_epochs=1, enable_checkpointing=True)
+    saves = asr_models.trainer_of(
+        [checkpoint_callback(folder)], max_epochs=1, enable_checkpointing=True
+    )
     saves.fit(asr_models.ctc(saves), loader(Batches(range(1))))
     seen["NeMo's checkpoints"] = options()
-    nemo_patches.apply(metrics="deferred", stop_together="training", checkpoints="stock")
+    nemo_patches.apply(
+        metrics="deferred", stop_together="training", checkpoints="stock"
+    )
     seen["by setting"] = options()
     return seen
 
@@ -43,7 +51,9 @@ def imported(rank: int, size: int, folder: str) -> dict[str, set[str]]:
 def checkpoint_callback(folder: str) -> Any:
     from nemo.utils.callbacks.nemo_model_checkpoint import NeMoModelCheckpoint
 
-    return NeMoModelCheckpoint(dirpath=folder, prefix="model", save_nemo_on_train_end=False)
+    return NeMoModelCheckpoint(
+        dirpath=folder, prefix="model", save_nemo_on_train_end=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +66,31 @@ def test_a_training_by_default_imports_nothing_of_it(results: list[Result]) -> N
         assert result.value["defaults"] == set()
 
 
-def test_the_first_use_of_nemos_checkpoint_callback_imports_its_part_alone(results: list[Result]) -> None:
+def test_the_first_use_of_nemos_checkpoint_callback_imports_its_part_alone(
+    results: list[Result],
+) -> None:
     for result in results:
-        parts = {"nemo_patches.options.checkpoints", "nemo_patches.options.patient_rounds"}
+        parts = {
+            "nemo_patches.options.checkpoints",
+            "nemo_patches.options.patient_rounds",
+        }
         assert result.value["NeMo's checkpoints"] == {"nemo_patches.options", *parts}
 
 
 def test_a_setting_imports_its_part(results: list[Result]) -> None:
     for result in results:
         parts = {"deferred_metrics", "stop_together"}
-        assert {f"nemo_patches.options.{part}" for part in parts} <= result.value["by setting"]
+        assert {f"nemo_patches.options.{part}" for part in parts} <= result.value[
+            "by setting"
+        ]
 
 
 def alone_with_a_callback(rank: int, size: int, folder: str) -> set[str]:
     asr_models.prepare()
     nemo_patches.apply()
-    trainer = asr_models.trainer_of([checkpoint_callback(folder)], enable_checkpointing=True)
+    trainer = asr_models.trainer_of(
+        [checkpoint_callback(folder)], enable_checkpointing=True
+    )
     trainer.fit(asr_models.ctc(trainer), loader(Batches(range(1))))
     return options()
 
@@ -81,7 +100,10 @@ def test_one_rank_alone_has_no_need_of_it(tmp_path: Path) -> None:
     assert result.value == set()
 
 
-BROKEN = {"metrics": ("deferred", "deferred_metrics"), "stop_together": ("training", "stop_together")}
+BROKEN = {
+    "metrics": ("deferred", "deferred_metrics"),
+    "stop_together": ("training", "stop_together"),
+}
 
 
 def refused(rank: int, size: int, setting: str) -> dict[str, Any]:
@@ -96,11 +118,17 @@ def refused(rank: int, size: int, setting: str) -> dict[str, Any]:
     nemo_patches.revert()
     with pytest.raises(ImportError):
         nemo_patches.apply(**{setting: value})
-    return {"error": str(error.value), "unchanged": unchanged, "patched": nemo_patches.status().patched}
+    return {
+        "error": str(error.value),
+        "unchanged": unchanged,
+        "patched": nemo_patches.status().patched,
+    }
 
 
 @pytest.mark.parametrize("setting", BROKEN)
-def test_a_setting_that_cannot_be_imported_leaves_the_old_ones_in_force(setting: str) -> None:
+def test_a_setting_that_cannot_be_imported_leaves_the_old_ones_in_force(
+    setting: str,
+) -> None:
     (result,) = run_ranks(refused, 1, setting, group=False)
     assert BROKEN[setting][1] in result.value["error"]
     assert result.value["unchanged"]
@@ -113,7 +141,10 @@ def under_auto_apply(rank: int, size: int) -> tuple[str, ...]:
 
     os.environ["NEMO_PATCHES_METRICS"] = "deferred"
     sys.modules["nemo_patches.options.deferred_metrics"] = None  # type: ignore[assignment]
-    for name in (*(target.module for target in TARGETS if target.module in sys.modules), "nemo.collections.asr"):
+    for name in (
+        *(target.module for target in TARGETS if target.module in sys.modules),
+        "nemo.collections.asr",
+    ):
         this_process.on_import(name)
     return nemo_patches.status().patched
 

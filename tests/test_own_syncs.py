@@ -1,4 +1,6 @@
-"""Classes that override a bounded length sync: said at apply(), when the class is made and by status(); no other is."""
+"""Classes that override a bounded length sync: said at apply(), when the class is made and by
+status(); no other is.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[Said]:
     nemo_patches.revert()
     rank_log.enable()
     rank_log.logger.addHandler(caplog.handler)
-    yield lambda title: [record.getMessage() for record in caplog.records if f".{title}." in record.getMessage()]
+    yield lambda title: [
+        record.getMessage()
+        for record in caplog.records
+        if f".{title}." in record.getMessage()
+    ]
     rank_log.logger.removeHandler(caplog.handler)
     nemo_patches.revert()
 
@@ -47,7 +53,9 @@ def subclass(name: str, base: Any = ConformerEncoder, method: str = METHOD) -> A
 
 
 @pytest.mark.parametrize("when", ["before apply()", "after apply()"])
-def test_an_override_is_said_once_with_its_place(when: str, title: str, said: Said) -> None:
+def test_an_override_is_said_once_with_its_place(
+    when: str, title: str, said: Said
+) -> None:
     if when == "after apply()":
         nemo_patches.apply()
     made = subclass(title)
@@ -57,20 +65,27 @@ def test_an_override_is_said_once_with_its_place(when: str, title: str, said: Sa
     (line,) = said(title)
     name = f"{__name__}.{title}.{METHOD}"
     place = f"({__file__}:{override.__code__.co_firstlineno})"
-    sentence = f"{name} {place} overrides ConformerEncoder's: not bounded, unless it calls super().{METHOD}(...)"
+    sentence = (
+        f"{name} {place} overrides ConformerEncoder's: not bounded, unless it calls"
+        f" super().{METHOD}(...)"
+    )
     assert line.endswith(f"] {sentence}")
     nemo_patches.apply(timeout=3)
     again = subclass(title)  # as by a reload, or a decorator that makes a class anew
     status = nemo_patches.status()
     assert len(said(title)) == 1
     first = str(status).splitlines()[0]
-    assert first.startswith(f"on: {len(status.patched)} of NeMo's methods patched; overridden by ")
+    assert first.startswith(
+        f"on: {len(status.patched)} of NeMo's methods patched; overridden by "
+    )
     assert first.count(name) == 1
     assert sentence in status.own_syncs and sentence in str(status)
     assert made is not again
 
 
-def test_a_mixins_is_said_every_target_is_looked_at_and_an_alias_of_ours_is_fine(title: str, said: Said) -> None:
+def test_a_mixins_is_said_every_target_is_looked_at_and_an_alias_of_ours_is_fine(
+    title: str, said: Said
+) -> None:
     mixin = type(title + "Mixin", (), {METHOD: override, "__module__": __name__})
     nemo_patches.apply()
     made = [type(title, (mixin, ConformerEncoder), {})]
@@ -80,15 +95,26 @@ def test_a_mixins_is_said_every_target_is_looked_at_and_an_alias_of_ours_is_fine
     assert said(title) == said(title + "Below") == []
     made.append(subclass(title + "Conv", ConvASREncoder, "update_max_sequence_length"))
     (line,) = said(title + "Conv")
-    assert "overrides ConvASREncoder's" in line and "calls super().update_max_sequence_length(...)" in line
-    made.append(type(title + "Ours", (ConformerEncoder,), {METHOD: ConformerEncoder.update_max_seq_length}))
+    assert (
+        "overrides ConvASREncoder's" in line
+        and "calls super().update_max_sequence_length(...)" in line
+    )
+    made.append(
+        type(
+            title + "Ours",
+            (ConformerEncoder,),
+            {METHOD: ConformerEncoder.update_max_seq_length},
+        )
+    )
     made.append(type(title + "None", (ConformerEncoder,), {}))
     assert said(title + "Ours") == said(title + "None") == []
     assert len(made) == 5
 
 
 class Closed(type(ConformerEncoder)):  # type: ignore[misc]
-    """A metaclass that tells nobody anything, once it has made its class, and whose classes are never compared."""
+    """A metaclass that tells nobody anything, once it has made its class, and whose classes are
+    never compared.
+    """
 
     def __getattribute__(cls, name: str) -> Any:
         if name.startswith("__") and type.__getattribute__(cls, "closed"):
@@ -116,20 +142,38 @@ def test_neither_a_metaclass_nor_an_override_that_raises_breaks_apply_or_status(
 ) -> None:
     if when == "after apply()":
         nemo_patches.apply()
-    closed: Any = Closed(title, (ConformerEncoder,), {METHOD: override, "closed": False, "__module__": __name__})
-    silent = type(title + "Silent", (ConformerEncoder,), {METHOD: Silent(), "__module__": __name__})
+    closed: Any = Closed(
+        title,
+        (ConformerEncoder,),
+        {METHOD: override, "closed": False, "__module__": __name__},
+    )
+    silent = type(
+        title + "Silent",
+        (ConformerEncoder,),
+        {METHOD: Silent(), "__module__": __name__},
+    )
     closed.closed = True
     try:
         nemo_patches.apply()
         status = nemo_patches.status()
-        assert [line for line in status.own_syncs if f".{title}.{METHOD} ({__file__}:" in line]
-        assert [line for line in status.own_syncs if f".{title}Silent.{METHOD} overrides" in line]
+        assert [
+            line
+            for line in status.own_syncs
+            if f".{title}.{METHOD} ({__file__}:" in line
+        ]
+        assert [
+            line
+            for line in status.own_syncs
+            if f".{title}Silent.{METHOD} overrides" in line
+        ]
         assert len(said(title)) == len(said(title + "Silent")) == 1 and silent
     finally:
         closed.closed = False
 
 
-def test_users_class_statements_are_as_without_us(title: str, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_class_statements_are_as_without_us(
+    title: str, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nemo_patches.apply()
     kwargs: list[Any] = []
 
@@ -152,13 +196,17 @@ def test_users_class_statements_are_as_without_us(title: str, said: Said, monkey
         type("Unknown", (ConformerEncoder,), {}, name="x")
     with pytest.raises(LookupError, match="the user's own"):
         type("Refused", (ConformerEncoder, Refuses), {})
-    abstract = abc.ABCMeta(title, (ConformerEncoder, abc.ABC), {METHOD: abc.abstractmethod(override)})
+    abstract = abc.ABCMeta(
+        title, (ConformerEncoder, abc.ABC), {METHOD: abc.abstractmethod(override)}
+    )
     assert len(said(title)) == 1
     monkeypatch.setattr(own_syncs, "_override", lambda *_: 1 / 0)
     assert subclass(title + "Other") is not abstract
 
 
-def test_after_revert_nothing_is_said_and_an_own_init_subclass_is_kept(title: str, said: Said) -> None:
+def test_after_revert_nothing_is_said_and_an_own_init_subclass_is_kept(
+    title: str, said: Said
+) -> None:
     seen: list[type] = []
 
     def __init_subclass__(cls: type) -> None:
@@ -203,10 +251,19 @@ print(str(nemo_patches.status()).splitlines()[0])
 def test_under_auto_apply_it_is_named_when_the_class_is_made(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
-    done = run([sys.executable, script], environment(CHECKOUT, RANK="3", WORLD_SIZE="4"), 300)
+    done = run(
+        [sys.executable, script], environment(CHECKOUT, RANK="3", WORLD_SIZE="4"), 300
+    )
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "nemo_patches WARNING" in line]
-    assert "[rank 3/4 " in line and f"__main__.Mine.update_max_seq_length ({script}:6) overrides" in line
+    (line,) = [
+        line for line in done.stderr.splitlines() if "nemo_patches WARNING" in line
+    ]
+    assert (
+        "[rank 3/4 " in line
+        and f"__main__.Mine.update_max_seq_length ({script}:6) overrides" in line
+    )
     first = done.stdout.splitlines()[-1]
     assert first.startswith("on: ")
-    assert first.endswith(" methods patched; overridden by __main__.Mine.update_max_seq_length")
+    assert first.endswith(
+        " methods patched; overridden by __main__.Mine.update_max_seq_length"
+    )

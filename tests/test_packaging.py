@@ -1,4 +1,6 @@
-"""The source distribution and the wheel: what is in them, and that the wheel's files are those that its tests run."""
+"""The source distribution and the wheel: what is in them, and that the wheel's files are those that
+its tests run.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,21 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
-    shutil.copytree(CHECKOUT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCES))
-    stray = source / "build" / "lib" / "nemo_patches" / "stray.py"  # as an earlier build leaves a module, since removed
+    shutil.copytree(
+        CHECKOUT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCES)
+    )
+    stray = (
+        source / "build" / "lib" / "nemo_patches" / "stray.py"
+    )  # as an earlier build leaves a module, since removed
     stray.parent.mkdir(parents=True)
     stray.touch()
     for way, command in WAYS.items():
-        done = run([sys.executable, "-m", *command, folder / way, "."], environment(), BUILD_LIMIT_S, cwd=source)
+        done = run(
+            [sys.executable, "-m", *command, folder / way, "."],
+            environment(),
+            BUILD_LIMIT_S,
+            cwd=source,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     (sdist,) = (folder / "build").glob("*.tar.gz")
     wheels = {way: next((folder / way).glob("*.whl")) for way in WAYS}
@@ -56,12 +67,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def files_below(folder: Path) -> set[str]:
     """By path from the folder's parent, also those behind the symbolic link to patches/."""
     walked = os.walk(folder, followlinks=True)
-    return {Path(at, name).relative_to(folder.parent).as_posix() for at, _, names in walked for name in names}
+    return {
+        Path(at, name).relative_to(folder.parent).as_posix()
+        for at, _, names in walked
+        for name in names
+    }
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
     """Without what pip, or a test's import, has compiled."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"
+    )
     return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
@@ -72,15 +89,34 @@ def metadata(built: Built) -> PathDistribution:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_wheel_has_the_packages_files_and_none_of_an_earlier_build(built: Built, way: str) -> None:
-    names = {name for name in zipfile.ZipFile(built.wheels[way]).namelist() if ".dist-info/" not in name}
+def test_a_wheel_has_the_packages_files_and_none_of_an_earlier_build(
+    built: Built, way: str
+) -> None:
+    names = {
+        name
+        for name in zipfile.ZipFile(built.wheels[way]).namelist()
+        if ".dist-info/" not in name
+    }
     assert names == files_below(built.source / "nemo_patches")
 
 
-def test_the_source_distribution_has_what_it_takes_to_read_test_and_build_it(built: Built) -> None:
+def test_the_source_distribution_has_what_it_takes_to_read_test_and_build_it(
+    built: Built,
+) -> None:
     with tarfile.open(built.sdist) as archive:
-        names = {member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()}
-    for folder in ("nemo_patches", "tests", "docs", "examples", "benchmarks", "patches"):
+        names = {
+            member.name.split("/", 1)[1]
+            for member in archive.getmembers()
+            if member.isfile()
+        }
+    for folder in (
+        "nemo_patches",
+        "tests",
+        "docs",
+        "examples",
+        "benchmarks",
+        "patches",
+    ):
         assert files_below(built.source / folder) <= names, folder
     assert {page.name for page in built.source.glob("*.md")} <= names
     assert {
@@ -98,7 +134,10 @@ def test_the_licence_is_an_spdx_expression_with_its_text(built: Built) -> None:
     found = metadata(built).metadata
     assert found["License-Expression"] == "Apache-2.0"
     assert found.get_all("License-File") == ["LICENSE"]
-    assert metadata(built).read_text("licenses/LICENSE") == (CHECKOUT / "LICENSE").read_text()
+    assert (
+        metadata(built).read_text("licenses/LICENSE")
+        == (CHECKOUT / "LICENSE").read_text()
+    )
     assert found["Version"] == nemo_patches.__version__
 
 
@@ -108,20 +147,33 @@ def test_every_link_of_the_readme_works_on_a_package_index(built: Built) -> None
     assert "`docs/design.md`" in readme
 
 
-def test_a_checkout_that_is_not_installed_names_all_that_is_needed(built: Built) -> None:
-    program = "import runpy, sys; sys.modules['typer'] = None; runpy.run_module('nemo_patches', run_name='__main__')"
+def test_a_checkout_that_is_not_installed_names_all_that_is_needed(
+    built: Built,
+) -> None:
+    program = (
+        "import runpy, sys; sys.modules['typer'] = None;"
+        " runpy.run_module('nemo_patches', run_name='__main__')"
+    )
     said = run([sys.executable, "-c", program], environment()).stderr
-    needed = [one for one in metadata(built).requires or () if 'extra == "tools"' in one]
-    assert set(said.split("pip install ")[1].split()) == {re.split(r"[<>=;]", name)[0].strip() for name in needed}
+    needed = [
+        one for one in metadata(built).requires or () if 'extra == "tools"' in one
+    ]
+    assert set(said.split("pip install ")[1].split()) == {
+        re.split(r"[<>=;]", name)[0].strip() for name in needed
+    }
 
 
 def test_what_trains_needs_wrapt_alone(built: Built) -> None:
-    assert [one for one in metadata(built).requires or () if "extra ==" not in one] == ["wrapt>=1.14"]
+    assert [one for one in metadata(built).requires or () if "extra ==" not in one] == [
+        "wrapt>=1.14"
+    ]
 
 
 @pytest.mark.wheel
 def test_what_is_imported_is_this_checkouts_or_else_installed() -> None:
-    assert (PACKAGE == CHECKOUT / "nemo_patches") == (CHECKOUT / "nemo_patches").is_dir()
+    assert (PACKAGE == CHECKOUT / "nemo_patches") == (
+        CHECKOUT / "nemo_patches"
+    ).is_dir()
 
 
 @pytest.mark.wheel
@@ -133,6 +185,8 @@ def test_the_files_that_are_no_modules_are_there() -> None:
 
 @pytest.mark.wheel
 def test_the_console_script_is_the_command() -> None:
-    done = run([Path(sys.executable).with_name("nemo-patches"), "--help"], environment())
+    done = run(
+        [Path(sys.executable).with_name("nemo-patches"), "--help"], environment()
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "doctor" in done.stdout

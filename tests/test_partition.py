@@ -1,7 +1,8 @@
-"""A network that is cut between two hosts: each side names the ranks on the other, without waiting for the network.
+"""A network that is cut between two hosts: each side names the ranks on the other, without waiting
+for the network.
 
-The cable between the two hosts is cut by giving each the wrong hardware address of the other: packets leave, and are
-dropped on arrival, as where a switch has failed.
+The cable between the two hosts is cut by giving each the wrong hardware address of the other:
+packets leave, and are dropped on arrival, as where a switch has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ import encoders
 import pytest
 import torch.distributed as dist
 from hosts import HOSTS, ip, move_to, two_hosts
-from ranks import REPORT_S, SLACK_S, Said, free_port, in_step, join_group, run_ranks, wait_until
+from ranks import (
+    REPORT_S,
+    SLACK_S,
+    Said,
+    free_port,
+    in_step,
+    join_group,
+    run_ranks,
+    wait_until,
+)
 
 import nemo_patches
 
@@ -57,10 +67,19 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
     report = time.monotonic() - began
     (stall,) = nemo_patches.status().stalls
     meet(folder, "said", rank, size)
-    found = call, report, [(one.rank, one.kind, one.host) for one in stall.missing], stall.unknown
+    found = (
+        call,
+        report,
+        [(one.rank, one.kind, one.host) for one in stall.missing],
+        stall.unknown,
+    )
     said = Said()
     nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL_TIMEOUT)
-    told = threading.Thread(target=lambda: wait_until(lambda: any("no encoder call" in line for line in said.lines)))
+    told = threading.Thread(
+        target=lambda: wait_until(
+            lambda: any("no encoder call" in line for line in said.lines)
+        )
+    )
     told.start()
     with contextlib.suppress(RuntimeError):  # in vain
         dist.monitored_barrier(timeout=timedelta(seconds=STALL_TIMEOUT + REPORT_S))
@@ -72,10 +91,14 @@ def parted(rank: int, size: int, port: int, folder: str) -> Any:
 def meet(folder: str, event: str, rank: int, size: int) -> None:
     """Over the file system, which the hosts share."""
     Path(folder, f"{event}-{rank}").touch()
-    wait_until(lambda: all(Path(folder, f"{event}-{one}").exists() for one in range(size)), 180)
+    wait_until(
+        lambda: all(Path(folder, f"{event}-{one}").exists() for one in range(size)), 180
+    )
 
 
-def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tmp_path: Path) -> None:
+def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(
+    hosts: None, tmp_path: Path
+) -> None:
     results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False)
     for result in results:
         call, report, _, _ = result.value
@@ -85,17 +108,25 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(hosts: None, tm
         _, _, missing, unknown = result.value
         assert missing == [(2, "no heartbeat", HOSTS[1])]
         assert unknown == ""
-        assert result.lines("Missing: rank 2 of 3 | all ranks of nemo-patches-b (2): its connection was lost ")
+        assert result.lines(
+            "Missing: rank 2 of 3 | all ranks of nemo-patches-b (2): its connection was lost "
+        )
     _, _, missing, unknown = results[2].value
     assert missing == [(0, "no heartbeat", HOSTS[0]), (1, "no heartbeat", HOSTS[0])]
     assert unknown == ""
     of_a = "all ranks of nemo-patches-a (0-1): their connections were lost "
-    assert results[2].lines("not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}")
+    assert results[2].lines(
+        "not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}"
+    )
     of_b = "all ranks of nemo-patches-b (2): its connection was lost "
     for result, apart in zip(results, (of_b, of_b, of_a), strict=True):
-        (line, *_) = result.lines("WARNING", "no encoder call for ")  # before, who has only just begun it goes on
+        (line, *_) = result.lines(
+            "WARNING", "no encoder call for "
+        )  # before, who has only just begun it goes on
         groups = line.partition(" s. ")[2].split(" | ")
-        assert re.fullmatch(re.escape(apart) + r"\d+ s ago: the host or the network", groups[0])
+        assert re.fullmatch(
+            re.escape(apart) + r"\d+ s ago: the host or the network", groups[0]
+        )
         assert ": monitored_barrier, in parted (test_partition.py:" in groups[1]
 
 
@@ -125,14 +156,18 @@ def vanishing(rank: int, size: int, port: int, folder: str) -> Any:
     return report, [(one.rank, one.kind) for one in stall.missing], stall.unknown
 
 
-def test_a_store_whose_host_has_vanished_holds_up_no_report(hosts: None, tmp_path: Path) -> None:
+def test_a_store_whose_host_has_vanished_holds_up_no_report(
+    hosts: None, tmp_path: Path
+) -> None:
     results = run_ranks(vanishing, 3, free_port(), str(tmp_path), group=False)
     report, missing, unknown = results[2].value
     assert report < TIMEOUT + REPORT_S
     assert missing == [(0, "no heartbeat"), (1, "elsewhere")]
     assert unknown == ""
     of_a = "all ranks of nemo-patches-a (0): its connection was lost "
-    assert results[2].lines("not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}")
+    assert results[2].lines(
+        "not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}"
+    )
     (line, *_) = results[2].lines("no encoder call for ")
     assert f". {of_a}" in line and " s ago: the host or the network | " in line
     assert "rank 1 (nemo-patches-b, pid " in line and "meet (" in line

@@ -12,7 +12,10 @@ import pytest
 import torch.distributed as dist
 from ranks import SLACK_S, come_in, in_step, run_ranks, wait_until
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # of Gloo and processes, not of NeMo's version
+pytestmark = [
+    pytest.mark.one_nemo,
+    pytest.mark.alone,
+]  # of Gloo and processes, not of NeMo's version
 
 
 def with_a_killed_peer(rank: int, size: int) -> Any:
@@ -21,7 +24,10 @@ def with_a_killed_peer(rank: int, size: int) -> Any:
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    calls = [(encoders.sync(encoder, 1000 + 100 * step + rank), encoder.max_audio_length) for step in range(5)]
+    calls = [
+        (encoders.sync(encoder, 1000 + 100 * step + rank), encoder.max_audio_length)
+        for step in range(5)
+    ]
     encoders.sync(encoders.conformer(), 100)  # another one, whose end is the same
     return calls
 
@@ -29,7 +35,9 @@ def with_a_killed_peer(rank: int, size: int) -> Any:
 def test_a_killed_peer_costs_no_wait_and_one_line() -> None:
     results = run_ranks(with_a_killed_peer, 3, dies=(1,))
     for rank in (0, 2):
-        assert sum(seconds for seconds, _ in results[rank].value) < 15  # no wait of 20 s
+        assert (
+            sum(seconds for seconds, _ in results[rank].value) < 15
+        )  # no wait of 20 s
         assert [maximum for _, maximum in results[rank].value][-1] == 1400 + rank
         (line,) = results[rank].lines("the length sync has ended")
         assert f"rank {rank}/3" in line
@@ -46,13 +54,17 @@ def with_a_peer_killed_during_the_wait(rank: int, size: int) -> Any:
 
 
 def test_a_peer_killed_during_the_wait_ends_it() -> None:
-    seconds, maximum = run_ranks(with_a_peer_killed_during_the_wait, 2, dies=(1,))[0].value
+    seconds, maximum = run_ranks(with_a_peer_killed_during_the_wait, 2, dies=(1,))[
+        0
+    ].value
     assert seconds < 15  # no wait of 20 s
     assert maximum == 300
 
 
 def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
-    encoder = in_step(timeout=8.0)  # the next wait is an eighth of it, and must bear a busy machine
+    encoder = in_step(
+        timeout=8.0
+    )  # the next wait is an eighth of it, and must bear a busy machine
     peers: list[Any] = [0] * size
     dist.all_gather_object(peers, os.getpid())
     dist.barrier()

@@ -1,6 +1,8 @@
-"""Jobs that have nothing to do with NeMo or Lightning: they are watched, and their stalls are told, by steps.
+"""Jobs that have nothing to do with NeMo or Lightning: they are watched, and their stalls are told,
+by steps.
 
-Real processes, as torchrun starts them, with auto-apply and without a word of nemo_patches in the script.
+Real processes, as torchrun starts them, with auto-apply and without a word of nemo_patches in the
+script.
 """
 
 from __future__ import annotations
@@ -45,8 +47,19 @@ class Job:
         checkout: Path,
     ) -> None:
         self.folder = folder
-        work = [sys.executable, "-u", str(Path(__file__).parent / "plain_job.py"), script, way, str(folder)]
-        command = [sys.executable, "-m", "nemo_patches", "run", "--", *work] if by_run else work
+        work = [
+            sys.executable,
+            "-u",
+            str(Path(__file__).parent / "plain_job.py"),
+            script,
+            way,
+            str(folder),
+        ]
+        command = (
+            [sys.executable, "-m", "nemo_patches", "run", "--", *work]
+            if by_run
+            else work
+        )
         port = str(free_port())
         settings = {
             "NEMO_PATCHES_STALL_TIMEOUT": str(stall_timeout),
@@ -71,14 +84,23 @@ class Job:
             self.ranks.append(process)
 
     def stalls(self, rank: int) -> list[str]:
-        lines = (self.folder / f"stderr.{rank}").read_text(errors="replace").splitlines()
-        return [line for line in lines if " no step for " in line and "stall_exit" not in line]
+        lines = (
+            (self.folder / f"stderr.{rank}").read_text(errors="replace").splitlines()
+        )
+        return [
+            line
+            for line in lines
+            if " no step for " in line and "stall_exit" not in line
+        ]
 
     def levels(self, rank: int) -> list[str]:
         return [line.split("nemo_patches ")[1].split()[0] for line in self.stalls(rank)]
 
     def log(self) -> str:
-        return "\n".join(file.read_text(errors="replace")[-2000:] for file in self.folder.glob("stderr.*"))
+        return "\n".join(
+            file.read_text(errors="replace")[-2000:]
+            for file in self.folder.glob("stderr.*")
+        )
 
 
 @contextmanager
@@ -137,59 +159,110 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
     script: str, way: str, by_run: bool, tmp_path: Path
 ) -> None:
     with running(script, way, tmp_path, by_run=by_run) as job:
-        wait_until(lambda: EXIT_CODE in [process.poll() for process in job.ranks], LONG_S)
+        wait_until(
+            lambda: EXIT_CODE in [process.poll() for process in job.ranks], LONG_S
+        )
         # The other one may lose its connection to the one that ends first.
         assert all(process.wait(LONG_S) for process in job.ranks)
         told = [rank for rank in range(2) if job.stalls(rank)]
         assert told
         for rank in told:
-            # Before it, on a busy machine, that the other rank has not answered yet, or has just taken a step.
+            # Before it, on a busy machine, that the other rank has not answered yet, or has just
+            # taken a step.
             assert "WARNING" in job.levels(rank)[:2]
             warning = next(line for line in job.stalls(rank) if " WARNING " in line)
             place = "retries" if way == "retries" else "sleeps"
-            assert f"{place} (tests/plain_job.py:" in warning.split(" s. rank 1 (")[1].split(" | ")[0]
+            assert (
+                f"{place} (tests/plain_job.py:"
+                in warning.split(" s. rank 1 (")[1].split(" | ")[0]
+            )
         logs = [file.read_text(errors="replace") for file in tmp_path.glob("stderr.*")]
-        assert any("more than stall_exit=6 s, and some wait in a collective: this process" in log for log in logs)
+        assert any(
+            "more than stall_exit=6 s, and some wait in a collective: this process"
+            in log
+            for log in logs
+        )
         page: Any = json.loads((tmp_path / "page").read_text())
         assert page["level"] == "WARNING"
         assert [one["rank"] for one in page["missing"]] == [1]
-        report: Any = json.loads(next(tmp_path.glob("nemo_patches-*/*/stall_rank_0.json")).read_text())
-        latest = report["flight_recorder"]["entries"][-1]  # torch's own: of Gloo since 2.13
+        report: Any = json.loads(
+            next(tmp_path.glob("nemo_patches-*/*/stall_rank_0.json")).read_text()
+        )
+        latest = report["flight_recorder"]["entries"][
+            -1
+        ]  # torch's own: of Gloo since 2.13
         assert latest["profiling_name"].startswith("gloo:")
         assert latest["retired"] == (way == "makes_no_group")
 
 
-def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(tmp_path: Path) -> None:
-    with running("trainer", "computes", tmp_path, stall_timeout=2 * STALL_TIMEOUT) as job:
+def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(
+    tmp_path: Path,
+) -> None:
+    with running(
+        "trainer", "computes", tmp_path, stall_timeout=2 * STALL_TIMEOUT
+    ) as job:
         wait_until(lambda: "WARNING" in job.levels(0), LONG_S)
         assert job.levels(0)[:3] == ["INFO", "INFO", "WARNING"]
         for line in job.stalls(0)[:3]:
             assert " s. rank 1 (" in line
-            assert "computes, without a step, now in computes (tests/plain_job.py:" in line
-        assert [process.poll() for process in job.ranks] == [None, None]  # longer than stall_exit
+            assert (
+                "computes, without a step, now in computes (tests/plain_job.py:" in line
+            )
+        assert [process.poll() for process in job.ranks] == [
+            None,
+            None,
+        ]  # longer than stall_exit
         answer: Any = asked(next(tmp_path.glob("nemo_patches-*/*/rank_0.*.ask")))
-        assert answer["flight_recorder"]["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+        assert (
+            answer["flight_recorder"]["entries"][-1]["profiling_name"]
+            == "gloo:all_reduce"
+        )
         # An empty loop is no sign of life: ten times stall_timeout is enough.
-        wait_until(lambda: EXIT_CODE in [process.poll() for process in job.ranks], LONG_S)
-        assert "more than stall_exit=6 s, and some wait in a collective, and whatever it is" in job.log()
+        wait_until(
+            lambda: EXIT_CODE in [process.poll() for process in job.ranks], LONG_S
+        )
+        assert (
+            "more than stall_exit=6 s, and some wait in a collective, and whatever"
+            " it is" in job.log()
+        )
 
 
-def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(tmp_path: Path) -> None:
+def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(
+    tmp_path: Path,
+) -> None:
     with running("ddp", "opens_a_fifo", tmp_path) as job:
         wait_until(lambda: job.stalls(0), LONG_S)
-        wait_until(lambda: "its data loader's worker 0 (pid " in job.stalls(0)[-1], LONG_S)
+        wait_until(
+            lambda: "its data loader's worker 0 (pid " in job.stalls(0)[-1], LONG_S
+        )
         assert f"is in open() of {tmp_path / 'audio'}"[-60:] in job.stalls(0)[-1]
 
 
-def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_outside(tmp_path: Path) -> None:
+def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_outside(
+    tmp_path: Path,
+) -> None:
     """Its own words cannot tell which of two is wrong; their stacks show which is further on."""
     with running("ddp", "skips_a_collective", tmp_path, stall_exit=0) as job:
         wait_until(lambda: "WARNING" in job.levels(0), LONG_S)
-        assert "the ranks wait in different collectives; which of them is wrong cannot be told" in job.stalls(0)[-1]
+        assert (
+            "the ranks wait in different collectives; which of them is wrong cannot be"
+            " told" in job.stalls(0)[-1]
+        )
         (folder,) = tmp_path.glob("nemo_patches-*/*")
-        command = [sys.executable, "-m", "nemo_patches", "diagnose", "--job", str(folder), "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "nemo_patches",
+            "diagnose",
+            "--job",
+            str(folder),
+            "--json",
+        ]
         done = run(command, environment(CHECKOUT, TMPDIR=str(tmp_path)), limit=LONG_S)
         report = json.loads(done.stdout)
         assert report["findings"][0]["id"] == ids.OUT_OF_STEP
-        lines = r"Further on: in skips_a_collective \(plain_job.py\) rank 1 is at line \d+, rank 0 at line \d+"
+        lines = (
+            r"Further on: in skips_a_collective \(plain_job.py\) rank 1 is at line \d+,"
+            r" rank 0 at line \d+"
+        )
         assert re.search(lines, report["verdict"])

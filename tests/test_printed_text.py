@@ -1,4 +1,6 @@
-"""Text of another rank, of the store or of a file is one short line wherever it is printed, and steers no terminal."""
+"""Text of another rank, of the store or of a file is one short line wherever it is printed, and
+steers no terminal.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def said() -> Iterator[list[str]]:
 
 
 @evil
-def test_a_log_line_is_one_line_whatever_it_is_made_of(text: str, said: list[str]) -> None:
+def test_a_log_line_is_one_line_whatever_it_is_made_of(
+    text: str, said: list[str]
+) -> None:
     rank_log.report(logging.WARNING, text)
     (line,) = said
     assert line.isprintable() and len(line) < (1 << 16) + 1000
@@ -88,7 +92,10 @@ def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -
     root, token = found
     link = Link.opened(root.address, root.port, 1, 0, token)
     try:
-        link.tell(REGISTER, {"member": [text[:200], "127.0.0.1", 1, 1, f"out of order: {text[:200]}"]})
+        link.tell(
+            REGISTER,
+            {"member": [text[:200], "127.0.0.1", 1, 1, f"out of order: {text[:200]}"]},
+        )
         wait_until(lambda: exchange.over or link.flush())  # once it is connected
         with pytest.raises(RoundFailed) as caught:
             rounds.wait(timedelta(seconds=60))
@@ -102,13 +109,39 @@ def test_what_keeps_another_rank_from_taking_part_is_printed_safely(text: str) -
 
 @evil
 def test_what_another_rank_says_of_itself_is_printed_safely(text: str) -> None:
-    fields = ("host", "versions", "settings", "encoder", "where", "caller", "hook", "batch", "collective")
-    content = {**state(3).to_json(), **dict.fromkeys(fields, text), "rounds": {text: 1}, "apart": {text: text}}
+    fields = (
+        "host",
+        "versions",
+        "settings",
+        "encoder",
+        "where",
+        "caller",
+        "hook",
+        "batch",
+        "collective",
+    )
+    content = {
+        **state(3).to_json(),
+        **dict.fromkeys(fields, text),
+        "rounds": {text: 1},
+        "apart": {text: text},
+    }
     told = read_facts(json.loads(json.dumps(content)))
     assert told is not None
-    missing = MissingRank(3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch)
+    missing = MissingRank(
+        3, ELSEWHERE, told.host, 1, 1, 1.0, told.where, batch=told.batch
+    )
     assert is_harmless(Answer((missing,) * 4, safe(text)).text(8))
-    assert all(map(is_harmless, (*(getattr(told, field) for field in fields), *told.rounds, *told.apart.values())))
+    assert all(
+        map(
+            is_harmless,
+            (
+                *(getattr(told, field) for field in fields),
+                *told.rounds,
+                *told.apart.values(),
+            ),
+        )
+    )
 
 
 def texts_in(content: Any) -> Iterator[str]:
@@ -126,20 +159,41 @@ def texts_in(content: Any) -> Iterator[str]:
 def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
     own = ranks.Facts(0, "node0", 1, {"nemo": "3.0.0"}, {"sync": "bounded"}, {})
     short = text if len(text) < 1000 else text[:20_000]  # so that all of it is taken
-    other = ranks.Facts(1, short, 2, {"nemo": short}, {"sync": short}, {short: short}, {"batch_size": short})
+    other = ranks.Facts(
+        1,
+        short,
+        2,
+        {"nemo": short},
+        {"sync": short},
+        {short: short},
+        {"batch_size": short},
+    )
     store = dist.HashStore()
     for facts in (own, other):
         store.set(f"facts/{facts.rank}", json.dumps(msgspec.to_builtins(facts)))
     collected = exchange._collect(store, 2, timedelta(seconds=5))
-    assert not store.check(["facts/0"])  # a launcher that starts all ranks again may keep the store
-    assert collected[0] == own and ((1 in collected) == (text != EVIL["half a character"]))  # which is no JSON
+    assert not store.check(
+        ["facts/0"]
+    )  # a launcher that starts all ranks again may keep the store
+    assert collected[0] == own and (
+        (1 in collected) == (text != EVIL["half a character"])
+    )  # which is no JSON
     job = ranks.Ranks(2, timedelta(seconds=5), collected)
     assert all(map(is_harmless, job.lines()))
     assert all(map(is_harmless, texts_in(json.loads(json.dumps(job.as_json())))))
-    for what in (lambda facts: facts.versions, lambda facts: facts.settings, lambda facts: facts.environment):
-        assert all(is_harmless(name + values) for name, values in ranks.differing(job, what))
+    for what in (
+        lambda facts: facts.versions,
+        lambda facts: facts.settings,
+        lambda facts: facts.environment,
+    ):
+        assert all(
+            is_harmless(name + values) for name, values in ranks.differing(job, what)
+        )
     store.set("facts/0", json.dumps(msgspec.to_builtins(own)))
-    store.set("facts/1", json.dumps({**msgspec.to_builtins(own), "rank": 1, "host": "x" * (1 << 20)}))
+    store.set(
+        "facts/1",
+        json.dumps({**msgspec.to_builtins(own), "rank": 1, "host": "x" * (1 << 20)}),
+    )
     assert list(exchange._collect(store, 2, timedelta(seconds=5))) == [0]
 
 
@@ -150,17 +204,29 @@ def test_diagnose_prints_what_files_say_safely(text: str, tmp_path: Path) -> Non
     for rank in (0, 1):
         first = header(rank, 2, 1e9, Setup())
         lines: list[records.Record] = [
-            replace(first, host=text, versions={**first.versions, text: f"{rank}{text}", "nemo": f"{rank}{text}"}),
+            replace(
+                first,
+                host=text,
+                versions={
+                    **first.versions,
+                    text: f"{rank}{text}",
+                    "nemo": f"{rank}{text}",
+                },
+            ),
             records.Enter(1e9 + 1, text, 1, True, [1, 80, 100], text, text),
             records.Stalled(1e9 + 2, text, 1, [1 - rank], [text], [text], text=text),
             records.Raised(1e9 + 3, text, 1, text, text, "\n".join([text] * 3)),
         ]
-        (tmp_path / file_name(rank, 1e9)).write_bytes(b"".join(map(records.encode, lines)))
+        (tmp_path / file_name(rank, 1e9)).write_bytes(
+            b"".join(map(records.encode, lines))
+        )
     (tmp_path / "an\x1b[2Jother").touch()
     command = [sys.executable, "-m", "nemo_patches", "diagnose", str(tmp_path)]
     shown = run(command, environment(CHECKOUT), cwd=tmp_path)
     assert shown.returncode == 1, shown.stderr
     assert "raised" in shown.stdout
     assert all(map(is_harmless, shown.stdout.split("\n")))
-    content = json.loads(run([*command, "--json"], environment(CHECKOUT), cwd=tmp_path).stdout)
+    content = json.loads(
+        run([*command, "--json"], environment(CHECKOUT), cwd=tmp_path).stdout
+    )
     assert all(map(is_harmless, texts_in(content)))

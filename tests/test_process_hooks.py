@@ -81,6 +81,10 @@ def test_hooks_and_threads_are_ours_in_one_place_each() -> None:
     for path in PACKAGE.rglob("*.py"):
         inner = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in found and "tools/" not in inner:
+            if (
+                isinstance(node, ast.Call)
+                and (name := ast.unparse(node.func)) in found
+                and "tools/" not in inner
+            ):
                 found[name].add(inner)
     assert found == OF_THE_SYSTEM

@@ -1,4 +1,6 @@
-"""The bound on waiting (docs/design.md, "Breaker"), over a hundred thousand schedules in which incidents come again."""
+"""The bound on waiting (docs/design.md, "Breaker"), over a hundred thousand schedules in which
+incidents come again.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from nemo_patches.sync import protocol
 pytestmark = pytest.mark.one_nemo
 
 SCHEDULES = 100_000
-CALM_ROUNDS = 4  # in place of a hundred: so that short schedules forget incidents, and have them again
+# In place of a hundred: so that short schedules forget incidents, and have them again
+CALM_ROUNDS = 4
 
 
 def schedules(seed: int) -> list[list[Event]]:
-    """Two or three ranks, lockstep after training calls; late, skipped and extra calls, uneven evaluations."""
+    """Two or three ranks, lockstep after training calls; late, skipped and extra calls, uneven
+    evaluations.
+    """
     plan = random.Random(seed)
     trouble = plan.random() ** 2
     ranks: list[list[Event]] = [[] for _ in range(plan.randint(2, 3))]
@@ -27,7 +32,13 @@ def schedules(seed: int) -> list[list[Event]]:
             calls = 1 if plan.random() >= trouble / 3 else plan.choice((0, 0, 2))
             for _ in range(calls):
                 late = plan.random() < trouble / 10
-                events.append(Call(plan.randint(1, 5000), True, plan.random() * (40 if late else 0.5)))
+                events.append(
+                    Call(
+                        plan.randint(1, 5000),
+                        True,
+                        plan.random() * (40 if late else 0.5),
+                    )
+                )
             events.append(Gradients())
             uneven = plan.random() < trouble / 3
             for _ in range(evaluations + uneven):
@@ -35,7 +46,9 @@ def schedules(seed: int) -> list[list[Event]]:
     return ranks
 
 
-def test_waits_in_vain_keep_the_bound_where_incidents_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_in_vain_keep_the_bound_where_incidents_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "CALM_ROUNDS", CALM_ROUNDS)
     most = 0
     for seed in range(SCHEDULES):

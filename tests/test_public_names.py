@@ -35,13 +35,19 @@ def test_a_class_is_there_by_its_name(name: str) -> None:
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'nemo_patches' has no attribute 'LengthSyncTimeouts'"):
+    with pytest.raises(
+        AttributeError,
+        match="module 'nemo_patches' has no attribute 'LengthSyncTimeouts'",
+    ):
         nemo_patches.LengthSyncTimeouts  # noqa: B018
     assert {"apply", "__version__", *LAZY} <= set(dir(nemo_patches))
 
 
 def test_importing_the_package_imports_nothing() -> None:
-    program = "import sys; before = set(sys.modules); import nemo_patches; print(sorted(set(sys.modules) - before))"
+    program = (
+        "import sys; before = set(sys.modules); import nemo_patches;"
+        " print(sorted(set(sys.modules) - before))"
+    )
     done = run([sys.executable, "-c", program], clean_environment(), cwd=CHECKOUT)
     assert done.stdout == "['nemo_patches']\n", done.stderr
 
@@ -83,8 +89,23 @@ ignore_errors = true
 def test_a_type_checker_knows_the_names_and_no_others(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(CONFIGURATION)
-    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--no-error-summary", "script.py"]
-    done = run(command, clean_environment(CHECKOUT, MYPYPATH=str(CHECKOUT)), limit=280, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        "mypy.ini",
+        "--no-error-summary",
+        "script.py",
+    ]
+    done = run(
+        command,
+        clean_environment(CHECKOUT, MYPYPATH=str(CHECKOUT)),
+        limit=280,
+        cwd=tmp_path,
+    )
     refusal, unknown = done.stdout.splitlines()
-    assert all(name in refusal for name in ("DriftError", "SettingsError", "UnsupportedNeMo"))
+    assert all(
+        name in refusal for name in ("DriftError", "SettingsError", "UnsupportedNeMo")
+    )
     assert 'Module has no attribute "LengthSyncTimeouts"' in unknown

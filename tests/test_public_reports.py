@@ -16,15 +16,17 @@ from nemo_patches.tools.diagnose.sources.stall_reports import Group
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 GLOO = (
-    "RuntimeError: [/p/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to "
-    "complete"
+    "RuntimeError: [/p/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting"
+    " 600000ms for recv operation to complete"
 )
 C10D = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 
 
 @dataclass(frozen=True)
 class Report:
-    """files: their texts by name. ranks: those accused by the first finding. said, unsaid: parts of the verdict."""
+    """files: their texts by name. ranks: those accused by the first finding. said, unsaid: parts of
+    the verdict.
+    """
 
     files: dict[str, str]
     id: str
@@ -40,21 +42,32 @@ def log(*lines: str) -> dict[str, str]:
     return {"train.log": "\n".join(lines) + "\n"}
 
 
-def timed_out(rank: int, number: int, kind: str, numel: int, group: str) -> tuple[str, str]:
+def timed_out(
+    rank: int, number: int, kind: str, numel: int, group: str
+) -> tuple[str, str]:
     prefix = f"[rank{rank}]:[E901 07:00:00.{rank}00000000 ProcessGroupNCCL.cpp"
-    work = f"WorkNCCL(SeqNum={number}, OpType={kind}, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000)"
+    work = (
+        f"WorkNCCL(SeqNum={number}, OpType={kind}, NumelIn={numel}, NumelOut={numel},"
+        " Timeout(ms)=600000)"
+    )
     return (
-        f"{prefix}:688] [Rank {rank}] Watchdog caught collective operation timeout: {work} ran for 600011 "
-        "milliseconds before timing out.",
-        f"{prefix}:2271] [PG ID {group} Rank {rank}]  failure detected by watchdog at work sequence id: {number} PG "
-        f"status: last enqueued work: {number}, last completed work: {number - 1}",
+        (
+            f"{prefix}:688] [Rank {rank}] Watchdog caught collective operation timeout:"
+            f" {work} ran for 600011 milliseconds before timing out."
+        ),
+        (
+            f"{prefix}:2271] [PG ID {group} Rank {rank}]  failure detected by watchdog"
+            f" at work sequence id: {number} PG status: last enqueued work: {number},"
+            f" last completed work: {number - 1}"
+        ),
     )
 
 
 def heard(rank: int) -> str:
     return (
-        f"[rank{rank}]:[E901 07:00:01.000000000 ProcessGroupNCCL.cpp:1849] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
-        "Observed flight recorder dump signal from another rank via TCPStore."
+        f"[rank{rank}]:[E901 07:00:01.000000000 ProcessGroupNCCL.cpp:1849] [PG ID 0 PG"
+        f" GUID 0(default_pg) Rank {rank}] Observed flight recorder dump signal from"
+        " another rank via TCPStore."
     )
 
 
@@ -68,7 +81,8 @@ def in_checkpoint(rank: int) -> tuple[str, ...]:
         "Traceback (most recent call last):",
         '  File "/job/train.py", line 70, in main',
         "    save(step)",
-        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])",
+        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException"
+        " ranks:dict_keys([1])",
         "Traceback (most recent call last): (RANK 1)",
         '  File "/job/writer.py", line 12, in write',
         "    file.flush()",
@@ -101,22 +115,36 @@ LOGURU = (
 )
 IN_PACKAGE = (
     "Traceback (most recent call last):",
-    '  File "/venv/lib/python3.11/site-packages/my_recipes/finetune.py", line 745, in write_state',
+    (
+        '  File "/venv/lib/python3.11/site-packages/my_recipes/finetune.py", line 745,'
+        " in write_state"
+    ),
     "    torch.distributed.barrier()",
-    '  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line 81, in wrapper',
+    (
+        '  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py",'
+        " line 81, in wrapper"
+    ),
     "    return func(*args, **kwargs)",
     f'  File "{C10D}", line 4556, in barrier',
     "    work.wait()",
     GLOO,
 )
 SLURM = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO "
-FAILED = "E0901 07:00:05.000000 71 api.py:869] failed (exitcode: 1) local_rank: 0 (pid: 81) of binary: /venv/bin/python"
-STARTS = tuple(f"INFO started: pid {100 + rank}, rank {rank} / size 3" for rank in range(3))
+FAILED = (
+    "E0901 07:00:05.000000 71 api.py:869] failed (exitcode: 1) local_rank: 0 (pid: 81)"
+    " of binary: /venv/bin/python"
+)
+STARTS = tuple(
+    f"INFO started: pid {100 + rank}, rank {rank} / size 3" for rank in range(3)
+)
 
 
 def unhandled(pid: int) -> tuple[str, ...]:
     return (
-        f"Unhandled exception <class 'RuntimeError'> in thread <_MainThread>, proc {pid}.",
+        (
+            "Unhandled exception <class 'RuntimeError'> in thread <_MainThread>, proc"
+            f" {pid}."
+        ),
         "Traceback (most recent call last):",
         '  File "/job/engine.py", line 291, in one_epoch',
         f'  File "{C10D}", line 1707, in all_reduce',
@@ -128,13 +156,22 @@ def table(*codes: int) -> list[str]:
     """torchrun's, of ranks that failed in one second. Local ranks have the pids from 100 on."""
     lines = []
     for rank, code in enumerate(codes):
-        lines += [f"  rank      : {rank} (local_rank: {rank})", f"  exitcode  : {code} (pid: {100 + rank})"]
+        lines += [
+            f"  rank      : {rank} (local_rank: {rank})",
+            f"  exitcode  : {code} (pid: {100 + rank})",
+        ]
         lines[-2:-2] = ["  time      : 2026-09-01_07:00:05", "  host      : node1"]
     return lines
 
 
-CLOSING = "W0901 07:00:04.000000 71 api.py:897] Sending process 101 closing signal SIGTERM"
-ALL_BUT_ONE = [line for rank in (0, 2, 3) for line in timed_out(rank, 57, "ALLREDUCE", 4096, "0 PG GUID 0(default_pg)")]
+CLOSING = (
+    "W0901 07:00:04.000000 71 api.py:897] Sending process 101 closing signal SIGTERM"
+)
+ALL_BUT_ONE = [
+    line
+    for rank in (0, 2, 3)
+    for line in timed_out(rank, 57, "ALLREDUCE", 4096, "0 PG GUID 0(default_pg)")
+]
 
 READ_TRACEBACK = (
     "Traceback (most recent call last):",
@@ -152,7 +189,12 @@ LOGS = {
         log(*ALL_BUT_ONE, CLOSING, *table(-6, -15, -6, -6)),
         ids.WAITED_IN_VAIN,
         (),
-        ("rank 1 alone had no time-out, and somebody else ended it: most likely it had not come",),
+        (
+            (
+                "rank 1 alone had no time-out, and somebody else ended it: most likely"
+                " it had not come"
+            ),
+        ),
     ),
     "one that did not heed SIGTERM": Report(
         log(*ALL_BUT_ONE, CLOSING, *table(-6, -9, -6, -6)),
@@ -171,8 +213,18 @@ LOGS = {
     "a checkpoint's exception without the other rank's traceback": Report(
         log(*in_checkpoint(0)[:4]), ids.EXCEPTION, (1,), ("Rank 1",), never=(0,)
     ),
-    "rich": Report(log(*prefixed(1, *RICH), FAILED), ids.EXCEPTION, (1,), ("a.wav is empty", "read (data.py:41)")),
-    "loguru": Report(log(*prefixed(1, *LOGURU), FAILED), ids.EXCEPTION, (1,), ("a.wav is empty", "read (data.py:41)")),
+    "rich": Report(
+        log(*prefixed(1, *RICH), FAILED),
+        ids.EXCEPTION,
+        (1,),
+        ("a.wav is empty", "read (data.py:41)"),
+    ),
+    "loguru": Report(
+        log(*prefixed(1, *LOGURU), FAILED),
+        ids.EXCEPTION,
+        (1,),
+        ("a.wav is empty", "read (data.py:41)"),
+    ),
     "a rank that was told of the time-out is known": Report(
         log(
             *timed_out(0, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
@@ -187,7 +239,8 @@ LOGS = {
     "the recorder's stack explains, and is no look at the rank": Report(
         log(
             *timed_out(5, 40, "ALLTOALL_BASE", 1 << 22, "7 PG GUID 31(experts)"),
-            "[rank5]:[E901 07:00:00.500000001 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: ",
+            "[rank5]:[E901 07:00:00.500000001 ProcessGroupNCCL.cpp:730] Stack trace of"
+            " the failed collective: ",
             f"#0 all_to_all_single from {C10D}:4561",
             "#1 route from /job/moe.py:212",
             heard(0),
@@ -204,7 +257,10 @@ LOGS = {
         ),
         ids.WAITED_IN_VAIN,
         (),
-        ("rank 0 in ALLREDUCE of 1, number 3 of group 3 (dp)", "rank 1 in _ALLGATHER_BASE"),
+        (
+            "rank 0 in ALLREDUCE of 1, number 3 of group 3 (dp)",
+            "rank 1 in _ALLGATHER_BASE",
+        ),
         ("another rank did not come",),
     ),
     "all have enqueued it": Report(
@@ -219,7 +275,10 @@ LOGS = {
         ("did not come",),
     ),
     "sizes that no buffer of a model has": Report(
-        log(*timed_out(0, 8, "ALLREDUCE", 400_000_000, "0"), *timed_out(1, 8, "ALLREDUCE", 250_000_000, "0")),
+        log(
+            *timed_out(0, 8, "ALLREDUCE", 400_000_000, "0"),
+            *timed_out(1, 8, "ALLREDUCE", 250_000_000, "0"),
+        ),
         ids.SIZES,
         (),
         ("different sizes", "400000000 on rank 0"),
@@ -228,11 +287,15 @@ LOGS = {
     ),
     "unlike models": Report(
         log(
-            *prefixed(0, "Traceback (most recent call last):", '  File "/job/train.py", line 9, in main'),
             *prefixed(
                 0,
-                "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 1 has "
-                "inconsistent 14 params.",
+                "Traceback (most recent call last):",
+                '  File "/job/train.py", line 9, in main',
+            ),
+            *prefixed(
+                0,
+                "RuntimeError: DDP expects same model across all ranks, but Rank 0 has"
+                " 12 params, while rank 1 has inconsistent 14 params.",
             ),
         ),
         ids.SIZES,
@@ -241,13 +304,19 @@ LOGS = {
         step="Make the model the same",
     ),
     "nccl2": Report(
-        log("E0901 07:00:00 [TC][rank=3][name=dp] Aborting process on rank 3 due to timeout - watchdog"),
+        log(
+            "E0901 07:00:00 [TC][rank=3][name=dp] Aborting process on rank 3 due to"
+            " timeout - watchdog"
+        ),
         ids.WAITED_IN_VAIN,
         (),
         ("Rank 3",),
     ),
     "a node that failed": Report(
-        log(f"{SLURM}NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***", "srun: error: Node failure on n9"),
+        log(
+            f"{SLURM}NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+            "srun: error: Node failure on n9",
+        ),
         ids.NODE_FAILED,
         (),
         ("node failure on n9",),
@@ -266,19 +335,36 @@ LOGS = {
         ("node n4",),
     ),
     "a process that ended improperly": Report(
-        log("mpirun has exited due to process rank 6 with PID 77 on node n4 exiting", "improperly. There are"),
+        log(
+            "mpirun has exited due to process rank 6 with PID 77 on node n4 exiting",
+            "improperly. There are",
+        ),
         ids.FIRST_FAILURE,
         (6,),
         ("n4",),
     ),
     "the time limit": Report(
-        log(f"{SLURM}TIME LIMIT ***"), ids.FIRST_FAILURE, (), ("time limit", "no hang"), ("no record",), step="--time"
+        log(f"{SLURM}TIME LIMIT ***"),
+        ids.FIRST_FAILURE,
+        (),
+        ("time limit", "no hang"),
+        ("no record",),
+        step="--time",
     ),
     "the time limit of a job that hung": Report(
-        log(heard(5), f"{SLURM}TIME LIMIT ***"), ids.FIRST_FAILURE, (), ("time limit", "it hung"), ("no record",)
+        log(heard(5), f"{SLURM}TIME LIMIT ***"),
+        ids.FIRST_FAILURE,
+        (),
+        ("time limit", "it hung"),
+        ("no record",),
     ),
     "preemption": Report(
-        log(f"{SLURM}PREEMPTION ***"), ids.FIRST_FAILURE, (), ("preempted",), ("no record",), step="checkpoint"
+        log(f"{SLURM}PREEMPTION ***"),
+        ids.FIRST_FAILURE,
+        (),
+        ("preempted",),
+        ("no record",),
+        step="checkpoint",
     ),
     "a loader's worker that was killed": Report(
         log(
@@ -286,7 +372,8 @@ LOGS = {
                 2,
                 "Traceback (most recent call last):",
                 '  File "/job/train.py", line 9, in main',
-                "RuntimeError: DataLoader worker (pid 31) is killed by signal: Killed. ",
+                "RuntimeError: DataLoader worker (pid 31) is killed by signal:"
+                " Killed. ",
             )
         ),
         ids.EXCEPTION,
@@ -306,8 +393,10 @@ LOGS = {
     ),
     "a worker that died after training had ended": Report(
         log(
-            "(RayTrainWorker pid=31, ip=10.0.0.1) INFO Training finished after 3 epochs",
-            "ray.exceptions.RayActorError: The actor died unexpectedly before finishing this task.",
+            "(RayTrainWorker pid=31, ip=10.0.0.1) INFO Training finished after 3"
+            " epochs",
+            "ray.exceptions.RayActorError: The actor died unexpectedly before finishing"
+            " this task.",
             "\tpid: 31",
         ),
         ids.FIRST_FAILURE,
@@ -328,11 +417,14 @@ LOGS = {
                 1,
                 "Exception in thread Thread-4 (_pin_memory_loop):",
                 "Traceback (most recent call last):",
-                '  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/pin_memory.py", line 61, in step',
+                "  File"
+                ' "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/pin_memory.py",'
+                " line 61, in step",
                 "RuntimeError: CUDA error: out of pages",
             ),
-            f"{heard(1)[:62]}1743] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump signal due to a "
-            "collective timeout from  rank 0 and more. Last enqueued NCCL work: 884, last completed NCCL work: 884.",
+            f"{heard(1)[:62]}1743] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a"
+            " dump signal due to a collective timeout from  rank 0 and more. Last"
+            " enqueued NCCL work: 884, last completed NCCL work: 884.",
             *timed_out(0, 885, "ALLREDUCE", 1, "0 PG GUID 0(default_pg)"),
         ),
         ids.MISSING_RANK,
@@ -346,8 +438,9 @@ LOGS = {
                 1,
                 "Traceback (most recent call last):",
                 '  File "/job/train.py", line 9, in main',
-                "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
-                "Pass `find_unused_parameters=True`.",
+                "RuntimeError: Expected to have finished reduction in the prior"
+                " iteration before starting a new one. Pass"
+                " `find_unused_parameters=True`.",
             )
         ),
         ids.EXCEPTION,
@@ -358,7 +451,8 @@ LOGS = {
         log(
             *prefixed(
                 0,
-                "socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
+                "socketProgress: Connection closed by remote peer"
+                " gpu-14.cluster<51234>",
             )
         ),
         ids.WAITED_IN_VAIN,
@@ -367,8 +461,10 @@ LOGS = {
     ),
     "a start-up without the address": Report(
         log(
-            "[W socket.cpp:697] The IPv6 network addresses of (head, 29500) cannot be retrieved (gai error: -2 - no)",
-            "[E socket.cpp:957] The client socket has timed out after 600s while trying to connect to (head, 29500).",
+            "[W socket.cpp:697] The IPv6 network addresses of (head, 29500) cannot be"
+            " retrieved (gai error: -2 - no)",
+            "[E socket.cpp:957] The client socket has timed out after 600s while trying"
+            " to connect to (head, 29500).",
         ),
         ids.START_UP,
         (),
@@ -376,19 +472,27 @@ LOGS = {
     ),
     "the worker and its file come first in what a stall line knew": Report(
         log(
-            "nemo_patches WARNING [rank 0/2 node1] no step for 60 s. rank 1 (node1, pid 33): select (selectors.py:415) "
-            "< train (train.py:28); its data loader's worker 3 (pid 81) has /data/s.tar open | rank 0: barrier, in "
-            "save (train.py:9)"
+            "nemo_patches WARNING [rank 0/2 node1] no step for 60 s. rank 1 (node1, pid"
+            " 33): select (selectors.py:415) < train (train.py:28); its data loader's"
+            " worker 3 (pid 81) has /data/s.tar open | rank 0: barrier, in save"
+            " (train.py:9)"
         ),
         ids.MISSING_RANK,
         (1,),
-        ("Rank 1: its data loader's worker 3 (pid 81) has /data/s.tar open. It has not entered barrier of save",),
+        (
+            (
+                "Rank 1: its data loader's worker 3 (pid 81) has /data/s.tar open. It"
+                " has not entered barrier of save"
+            ),
+        ),
     ),
     "the recorder's stack with a prefix": Report(
         log(
             *timed_out(0, 9, "ALLREDUCE", 4096, "3 PG GUID 5"),
-            "[rank0]:[E901 07:00:01.0 ProcessGroupNCCL.cpp:682] Stack trace of the failed collective: ",
-            "[rank0]: #0 all_reduce from /v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:2810",
+            "[rank0]:[E901 07:00:01.0 ProcessGroupNCCL.cpp:682] Stack trace of the"
+            " failed collective: ",
+            "[rank0]: #0 all_reduce from"
+            " /v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:2810",
             "[rank0]: #1 step from /job/train.py:50",
         ),
         ids.WAITED_IN_VAIN,
@@ -396,7 +500,13 @@ LOGS = {
         ("waited in ALLREDUCE",),
     ),
     "Gloo that could not connect had no time limit": Report(
-        log(*prefixed(2, "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:144] no error")),
+        log(
+            *prefixed(
+                2,
+                "RuntimeError: Gloo connectFullMesh failed with"
+                " [gloo/transport/tcp/pair.cc:144] no error",
+            )
+        ),
         ids.WAITED_IN_VAIN,
         (),
         ("had a connection closed",),
@@ -413,7 +523,12 @@ LOGS = {
         log(heard(1), heard(2)),
         ids.NOT_ENOUGH,
         (),
-        ("Ranks 1-2 [train.log:1, ...]: it was told of another rank's time-out, and had none itself",),
+        (
+            (
+                "Ranks 1-2 [train.log:1, ...]: it was told of another rank's time-out,"
+                " and had none itself"
+            ),
+        ),
         exit_code=2,
     ),
     "ranks that Ctrl-C ended": Report(
@@ -430,7 +545,12 @@ LOGS = {
         ),
         ids.WAITED_IN_VAIN,
         (),
-        ("The log of rank 1 has ValueError: a.wav is empty, in its thread Thread-3 in read (data.py:41)",),
+        (
+            (
+                "The log of rank 1 has ValueError: a.wav is empty, in its thread"
+                " Thread-3 in read (data.py:41)"
+            ),
+        ),
     ),
     "ranks as srun -l writes them": Report(
         log(
@@ -445,7 +565,8 @@ LOGS = {
     "a rank as mpirun writes it": Report(
         log(
             *labelled("[1,2]<stderr>:", (2,), *READ_TRACEBACK),
-            "mpirun detected that one or more processes exited with non-zero status, thus causing",
+            "mpirun detected that one or more processes exited with non-zero status,"
+            " thus causing",
             "the job to be terminated. The first process to do so was:",
             "",
             "  Process name: [[15,1],2]",
@@ -456,7 +577,10 @@ LOGS = {
         ("a.wav is empty",),
     ),
     "prte's first process": Report(
-        log("  Process name: [prterun-head-1@1,3]", "  Exit code:    139"), ids.FIRST_FAILURE, (3,), ("SIGSEGV",)
+        log("  Process name: [prterun-head-1@1,3]", "  Exit code:    139"),
+        ids.FIRST_FAILURE,
+        (3,),
+        ("SIGSEGV",),
     ),
     "the launcher's kills on other nodes follow from a node's failure": Report(
         log("srun: error: Node failure on gpu05", "srun: error: gpu04: task 0: Killed"),
@@ -465,33 +589,53 @@ LOGS = {
         ("node failure on gpu05",),
     ),
     "another form of Slurm's line": Report(
-        log("slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE TO TIME LIMIT ***"),
+        log(
+            "slurmstepd-n1: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-02T03:04:05 DUE"
+            " TO TIME LIMIT ***"
+        ),
         ids.FIRST_FAILURE,
         (),
         ("reached its time limit",),
     ),
     "LSF's time limit": Report(
-        log("TERM_RUNLIMIT: job killed after reaching LSF run time limit."), ids.FIRST_FAILURE, (), ("its time limit",)
+        log("TERM_RUNLIMIT: job killed after reaching LSF run time limit."),
+        ids.FIRST_FAILURE,
+        (),
+        ("its time limit",),
     ),
     "PBS's time limit": Report(
-        log("=>> PBS: job killed: walltime 3615 exceeded limit 3600"), ids.FIRST_FAILURE, (), ("its time limit",)
+        log("=>> PBS: job killed: walltime 3615 exceeded limit 3600"),
+        ids.FIRST_FAILURE,
+        (),
+        ("its time limit",),
     ),
     "Slurm's limit of memory": Report(
-        log("slurmstepd: error: Step 7.0 exceeded memory limit (66322 > 65536), being killed"), ids.OUT_OF_MEMORY
+        log(
+            "slurmstepd: error: Step 7.0 exceeded memory limit (66322 > 65536), being"
+            " killed"
+        ),
+        ids.OUT_OF_MEMORY,
     ),
     "srun's abort after the end of training": Report(
-        log("Training done", "srun: error: n1: task 0: Aborted"), ids.FIRST_FAILURE, (), ("after training had come",)
+        log("Training done", "srun: error: n1: task 0: Aborted"),
+        ids.FIRST_FAILURE,
+        (),
+        ("after training had come",),
     ),
     "a spawned process that ended with an exit code": Report(
-        log("torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with exit code 1"),
+        log(
+            "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated"
+            " with exit code 1"
+        ),
         ids.FIRST_FAILURE,
         (),
         ("process 2 terminated with exit code 1",),
     ),
     "a watchdog without a heartbeat": Report(
         log(
-            "[rank0]:[F318 10:00:00.0 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) Rank 0] Terminating "
-            "the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
+            "[rank0]:[F318 10:00:00.0 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID"
+            " 0(default_pg) Rank 0] Terminating the process after attempting to dump"
+            " debug info, due to ProcessGroupNCCL watchdog hang."
         ),
         ids.STUCK_WATCHDOG,
     ),
@@ -499,7 +643,8 @@ LOGS = {
         log(
             *prefixed(
                 1,
-                "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317, internal error",
+                "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:317,"
+                " internal error",
                 "ncclInternalError: Internal check failed.",
                 "Last error:",
                 "Bootstrap : no socket interface found",
@@ -512,8 +657,9 @@ LOGS = {
     ),
     "an address that cannot be resolved, and nothing after it": Report(
         log(
-            "[W1126 10:00:00.000 socket.cpp:767] [c10d] The IPv6 network addresses of (head, 29400) cannot be "
-            "retrieved (gai error: -3 - Temporary failure in name resolution)."
+            "[W1126 10:00:00.000 socket.cpp:767] [c10d] The IPv6 network addresses of"
+            " (head, 29400) cannot be retrieved (gai error: -3 - Temporary failure in"
+            " name resolution)."
         ),
         ids.NOT_ENOUGH,
         (),
@@ -539,18 +685,28 @@ def check(report: Report, folder: Path) -> None:
         (folder / file).write_text(text)
     found = diagnose_logs([folder / file for file in report.files])
     first = found.findings[0]
-    assert (first.id, first.ranks, found.exit_code) == (report.id, report.ranks, report.exit_code), found
+    assert (first.id, first.ranks, found.exit_code) == (
+        report.id,
+        report.ranks,
+        report.exit_code,
+    ), found
     for words in report.said:
         assert words in found.verdict, found
     for words in report.unsaid:
         assert words not in found.verdict + found.next_step, found
     assert report.step in found.next_step, found
-    assert not {rank for one in found.findings for rank in one.ranks} & set(report.never), found
+    assert not {rank for one in found.findings for rank in one.ranks} & set(
+        report.never
+    ), found
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_the_lines_that_decide_pass_the_filter_before_the_patterns(name: str, tmp_path: Path) -> None:
-    """Lines are filtered by words before any pattern sees them, some at a time: far from each other all must pass."""
+def test_the_lines_that_decide_pass_the_filter_before_the_patterns(
+    name: str, tmp_path: Path
+) -> None:
+    """Lines are filtered by words before any pattern sees them, some at a time: far from each other
+    all must pass.
+    """
     padding = "\n" + "step 1 of 2, loss 0.5\n" * 2000
     [(file, text)] = LOGS[name].files.items()
     begins = (
@@ -568,25 +724,39 @@ def test_the_lines_that_decide_pass_the_filter_before_the_patterns(name: str, tm
     )
     parts = text.splitlines(keepends=True)
     apart = "".join(
-        (padding if part.startswith(begins) and not part.startswith("[rank") else "") + part for part in parts
+        (padding if part.startswith(begins) and not part.startswith("[rank") else "")
+        + part
+        for part in parts
     )
     assert logs.recognises(file, apart.encode())
     check(replace(LOGS[name], files={file: apart}, step="", never=()), tmp_path)
 
 
 def py_spy(pid: int, *threads: str, command: str = "python train.py") -> str:
-    return f"Process {pid}: {command}\nPython v3.11.7 (/usr/bin/python3.11)\n\n" + "\n".join(threads) + "\n"
+    return (
+        f"Process {pid}: {command}\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
+        + "\n".join(threads)
+        + "\n"
+    )
 
 
 def main_thread(pid: int, *frames: str) -> str:
-    return "\n".join([f'Thread {pid} (idle): "MainThread"', *(f"    {one}" for one in (*frames, "main (train.py:80)"))])
+    return "\n".join(
+        [
+            f'Thread {pid} (idle): "MainThread"',
+            *(f"    {one}" for one in (*frames, "main (train.py:80)")),
+        ]
+    )
 
 
 def hook(*frames: str) -> str:
     return "\n".join(["Thread 9001 (active)", *(f"    {one}" for one in frames)])
 
 
-BACKWARD = ("_engine_run_backward (torch/autograd/graph.py:768)", "backward (torch/_tensor.py:522)")
+BACKWARD = (
+    "_engine_run_backward (torch/autograd/graph.py:768)",
+    "backward (torch/_tensor.py:522)",
+)
 GATHER = "all_gather_into_tensor (torch/distributed/distributed_c10d.py:2709)"
 SCATTER = "reduce_scatter_tensor (torch/distributed/distributed_c10d.py:3100)"
 READS = "read_table (my_hooks.py:7)"
@@ -600,33 +770,50 @@ LOADER = (
 
 
 def in_backward(pid: int, *frames: str) -> str:
-    return py_spy(pid, main_thread(pid, *BACKWARD), hook(*frames, "unshard (my_hooks.py:41)"))
+    return py_spy(
+        pid, main_thread(pid, *BACKWARD), hook(*frames, "unshard (my_hooks.py:41)")
+    )
 
 
 def loop(*frames: tuple[str, int, str, str]) -> str:
     """As a loop over sys._current_frames() prints it."""
-    lines = [f'File: "{file}", line {line}, in {function}\n  {text}' for file, line, function, text in frames]
+    lines = [
+        f'File: "{file}", line {line}, in {function}\n  {text}'
+        for file, line, function, text in frames
+    ]
     return "\n".join(["# Thread: MainThread(140)", *lines, ""])
 
 
 SPY = "dump-1.txt"
 STACKS = {
     "unlike collectives in autograd's threads": Report(
-        {f"rank{rank}.txt": in_backward(50 + rank, SCATTER if rank == 1 else GATHER) for rank in range(3)},
+        {
+            f"rank{rank}.txt": in_backward(50 + rank, SCATTER if rank == 1 else GATHER)
+            for rank in range(3)
+        },
         ids.OUT_OF_STEP,
         (),
         ("rank 1 in reduce_scatter_tensor", "ranks 0, 2 in all_gather_into_tensor"),
         ("No rank is missing",),
     ),
     "one that reads a file in autograd's thread": Report(
-        {f"rank{rank}.txt": in_backward(50 + rank, READS if rank == 1 else GATHER) for rank in range(3)},
+        {
+            f"rank{rank}.txt": in_backward(50 + rank, READS if rank == 1 else GATHER)
+            for rank in range(3)
+        },
         ids.MISSING_RANK,
         (1,),
         ("read_table (my_hooks.py:7)",),
         never=(0, 2),
     ),
     "several processes in one file": Report(
-        {"hang_0924.txt": in_backward(50, GATHER) + in_backward(51, READS) + in_backward(52, GATHER)},
+        {
+            "hang_0924.txt": (
+                in_backward(50, GATHER)
+                + in_backward(51, READS)
+                + in_backward(52, GATHER)
+            )
+        },
         ids.MISSING_RANK,
         (1,),
     ),
@@ -636,7 +823,8 @@ STACKS = {
     "headings between the stacks, in another order": Report(
         {
             "all.txt": "".join(
-                f"{mark} {rank}\n" + in_backward(50 + rank, READS if rank == 2 else GATHER)
+                f"{mark} {rank}\n"
+                + in_backward(50 + rank, READS if rank == 2 else GATHER)
                 for mark, rank in (("##### Rank", 2), ("--- rank", 0), ("rank", 1))
             )
         },
@@ -645,7 +833,10 @@ STACKS = {
         never=(0, 1),
     ),
     "two files with looks at the same processes": Report(
-        {f"dump-{look}.txt": in_backward(50, READS) + in_backward(51, GATHER) for look in (1, 2)},
+        {
+            f"dump-{look}.txt": in_backward(50, READS) + in_backward(51, GATHER)
+            for look in (1, 2)
+        },
         ids.MISSING_RANK,
         (0,),
         never=(1, 2, 3),
@@ -666,12 +857,26 @@ STACKS = {
     ),
     "a launcher and a loader's worker in the file are no ranks": Report(
         {
-            "hang.txt": py_spy(40, main_thread(40, "_invoke_run (torch/distributed/elastic/agent/server/api.py:868)"))
-            + py_spy(50, main_thread(50, *LOADER))
-            + py_spy(
-                70, main_thread(70, "open_slowly (corpus.py:9)", "_worker_loop (torch/utils/data/_utils/worker.py:349)")
+            "hang.txt": (
+                py_spy(
+                    40,
+                    main_thread(
+                        40,
+                        "_invoke_run"
+                        " (torch/distributed/elastic/agent/server/api.py:868)",
+                    ),
+                )
+                + py_spy(50, main_thread(50, *LOADER))
+                + py_spy(
+                    70,
+                    main_thread(
+                        70,
+                        "open_slowly (corpus.py:9)",
+                        "_worker_loop (torch/utils/data/_utils/worker.py:349)",
+                    ),
+                )
+                + py_spy(51, main_thread(51, ALL_REDUCE))
             )
-            + py_spy(51, main_thread(51, ALL_REDUCE))
         },
         ids.MISSING_RANK,
         (0,),
@@ -681,7 +886,9 @@ STACKS = {
     "nobody in a collective": Report(
         {
             "rank0.txt": py_spy(50, main_thread(50, *LOADER)),
-            "rank1.txt": py_spy(51, main_thread(51, "backward (torch/autograd/__init__.py:197)")),
+            "rank1.txt": py_spy(
+                51, main_thread(51, "backward (torch/autograd/__init__.py:197)")
+            ),
         },
         ids.NOT_ENOUGH,
         (),
@@ -691,7 +898,10 @@ STACKS = {
     ),
     "a loop over all threads' frames": Report(
         {
-            "rank0.txt": loop(("/job/train.py", 80, "main", "go()"), (C10D, 9, "barrier", "work.wait()")),
+            "rank0.txt": loop(
+                ("/job/train.py", 80, "main", "go()"),
+                (C10D, 9, "barrier", "work.wait()"),
+            ),
             "rank1.txt": loop(("/job/train.py", 81, "main", "dist.all_reduce(done)")),
         },
         ids.OUT_OF_STEP,
@@ -707,7 +917,9 @@ def test_stacks(name: str, tmp_path: Path) -> None:
 
 
 def test_the_recorders_stack_with_a_prefix_is_read(tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text(LOGS["the recorder's stack with a prefix"].files["train.log"])
+    (tmp_path / "train.log").write_text(
+        LOGS["the recorder's stack with a prefix"].files["train.log"]
+    )
     evidence = Evidence()
     logs.read([tmp_path / "train.log"], evidence)
     places = [one.value.where for one in evidence.facts if isinstance(one.value, Fate)]
@@ -716,16 +928,33 @@ def test_the_recorders_stack_with_a_prefix_is_read(tmp_path: Path) -> None:
 
 def test_a_stall_report_tells_the_worker_first() -> None:
     states = ("worker 3 (pid 81) has /data/s.tar open", "worker 4 (pid 82) computes")
-    group = Group((1,), "elsewhere", "n1", 7, 5, 60.0, "select (selectors.py:415)", "", worker_states=states)
-    assert group.place.worker == "its data loader's worker 3 (pid 81) has /data/s.tar open"
+    group = Group(
+        (1,),
+        "elsewhere",
+        "n1",
+        7,
+        5,
+        60.0,
+        "select (selectors.py:415)",
+        "",
+        worker_states=states,
+    )
+    assert (
+        group.place.worker == "its data loader's worker 3 (pid 81) has /data/s.tar open"
+    )
     assert group.place.details == ("its data loader's worker 4 (pid 82) computes",)
 
 
 def test_a_thread_is_told_of_the_rank_that_has_it(tmp_path: Path) -> None:
     """And of no other one that stands at the same place."""
-    watcher = '\nThread 9 (idle): "watcher"\n    poll (my_watch.py:3)\n    _bootstrap (threading.py:973)'
+    watcher = (
+        '\nThread 9 (idle): "watcher"\n    poll (my_watch.py:3)\n    _bootstrap'
+        " (threading.py:973)"
+    )
     for rank in range(3):
-        threads = main_thread(50 + rank, "compute (train.py:9)") + (watcher if rank == 2 else "")
+        threads = main_thread(50 + rank, "compute (train.py:9)") + (
+            watcher if rank == 2 else ""
+        )
         (tmp_path / f"rank{rank}.txt").write_text(py_spy(50 + rank, threads))
     evidence = diagnose_logs(sorted(tmp_path.iterdir())).findings[0].evidence
     [told] = [line for line in evidence if "watcher" in line]

@@ -1,6 +1,8 @@
-"""The target that apply() does not import itself: patched when it is imported, as stock in step, and never a wrong row.
+"""The target that apply() does not import itself: patched when it is imported, as stock in step,
+and never a wrong row.
 
-The model is real, but bare: no language model and no audio encoder, only what its length sync and padding mask need.
+The model is real, but bare: no language model and no audio encoder, only what its length sync and
+padding mask need.
 """
 
 from __future__ import annotations
@@ -16,9 +18,18 @@ from ranks import run_ranks
 import nemo_patches
 from nemo_patches.patching.targets import TARGETS
 
-(TARGET,) = [target for target in TARGETS if (target.module, target.owner) == encoders.PUNCTUATION]
+(TARGET,) = [
+    target
+    for target in TARGETS
+    if (target.module, target.owner) == encoders.PUNCTUATION
+]
 BUILT_FOR = 1024  # as in the model's own __init__
-LENGTHS = [(100, 200), (5000, 3000), (3000, 7000), (50, 50)]  # in audio samples, by step and rank
+LENGTHS = [
+    (100, 200),
+    (5000, 3000),
+    (3000, 7000),
+    (50, 50),
+]  # in audio samples, by step and rank
 
 
 class Training(torch.nn.Module):
@@ -49,7 +60,9 @@ def train(rank: int) -> tuple[Any, list[tuple[int, torch.Tensor]]]:
 
 def late_import(rank: int, size: int) -> None:
     nemo_patches.apply()
-    reasons = {skipped.target: skipped.reason for skipped in nemo_patches.status().skipped}
+    reasons = {
+        skipped.target: skipped.reason for skipped in nemo_patches.status().skipped
+    }
     assert "not imported yet" in reasons[str(TARGET)]
     importlib.import_module(TARGET.module)
     assert str(TARGET) in nemo_patches.status().patched
@@ -58,7 +71,9 @@ def late_import(rank: int, size: int) -> None:
 
     nemo_patches.apply()
     model, patched = train(rank)
-    for (maximum, mask), (stocks_maximum, stocks_mask) in zip(patched, stock, strict=True):
+    for (maximum, mask), (stocks_maximum, stocks_mask) in zip(
+        patched, stock, strict=True
+    ):
         assert maximum == stocks_maximum
         assert torch.equal(mask, stocks_mask)
     assert len(model.seq_range) == 7000
@@ -68,13 +83,24 @@ def late_import(rank: int, size: int) -> None:
 
     nemo_patches.apply(sync="local")
     model, uneven = train(rank)
-    assert model.max_audio_length == len(model.seq_range) == max(lengths[rank] for lengths in LENGTHS)
+    assert (
+        model.max_audio_length
+        == len(model.seq_range)
+        == max(lengths[rank] for lengths in LENGTHS)
+    )
     assert encoders.wrong_rows(model) == 0
-    assert all(torch.equal(mask, stocks_mask) for (_, mask), (_, stocks_mask) in zip(uneven, stock, strict=True))
+    assert all(
+        torch.equal(mask, stocks_mask)
+        for (_, mask), (_, stocks_mask) in zip(uneven, stock, strict=True)
+    )
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(TARGET.source_file() is None, reason=f"this NeMo has no {TARGET.owner}")
-def test_it_is_patched_when_it_is_imported_and_grows_privately_to_stocks_length() -> None:
+@pytest.mark.skipif(
+    TARGET.source_file() is None, reason=f"this NeMo has no {TARGET.owner}"
+)
+def test_it_is_patched_when_it_is_imported_and_grows_privately_to_stocks_length() -> (
+    None
+):
     for result in run_ranks(late_import, 2):
         assert result.lines("WARNING") == []

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.one_nemo
 GRADIENTS = "backward, which reduces the gradients"
 
 
-def verdict(*states: RankFacts, size: int = 0, silent: dict[int, str] | None = None) -> Verdict:
+def verdict(
+    *states: RankFacts, size: int = 0, silent: dict[int, str] | None = None
+) -> Verdict:
     return judged(grouped(found(*states, size=size, silent=silent)))
 
 
@@ -43,11 +45,15 @@ def named(judged_: Verdict) -> list[int]:
 
 def test_who_is_not_in_the_collective_of_the_others_is_waited_for() -> None:
     others = waiting(0, 1, 2, 4, 6, 7)
-    seen = verdict(*others, state(5, "read_audio (dataset.py:41)"), state(3, "lock (a.py:1)"))
+    seen = verdict(
+        *others, state(5, "read_audio (dataset.py:41)"), state(3, "lock (a.py:1)")
+    )
     assert (seen.level, named(seen)) == (logging.WARNING, [3, 5])
-    assert seen.text() == (
-        "rank 3 (node3, pid 103): lock (a.py:1) | rank 5 (node5, pid 105): read_audio (dataset.py:41) | "
-        f"ranks 0-2, 4, 6-7: {GRADIENTS}, in step (train.py:7)"
+    assert (
+        seen.text()
+        == "rank 3 (node3, pid 103): lock (a.py:1) | rank 5 (node5, pid 105):"
+        f" read_audio (dataset.py:41) | ranks 0-2, 4, 6-7: {GRADIENTS}, in step"
+        " (train.py:7)"
     )
 
 
@@ -60,7 +66,13 @@ def test_the_smallest_group_comes_first() -> None:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        (NO_ANSWER, "rank 1 answers nothing, its connection stands: stopped, or Python's lock (GIL) is held | "),
+        (
+            NO_ANSWER,
+            (
+                "rank 1 answers nothing, its connection stands: stopped, or Python's"
+                " lock (GIL) is held | "
+            ),
+        ),
         (ENDED, "rank 1: its process has gone | "),
         (HAS_LEFT, "rank 1 has left: "),
     ],
@@ -85,10 +97,13 @@ def test_a_rank_without_a_sign_is_waited_for() -> None:
 
 
 def test_who_waits_in_another_collective_is_not_accused() -> None:
-    seen = verdict(*waiting(0, 2), state(1, "score (metric.py:9) < main (t.py:3)", "all_gather"))
+    seen = verdict(
+        *waiting(0, 2), state(1, "score (metric.py:9) < main (t.py:3)", "all_gather")
+    )
     assert (seen.level, named(seen)) == (logging.WARNING, [])
-    assert "rank 1 (node1, pid 101): all_gather, in score (metric.py:9) < main (t.py:3), after encoder call 40 | " in (
-        seen.text()
+    assert (
+        "rank 1 (node1, pid 101): all_gather, in score (metric.py:9) < main (t.py:3),"
+        " after encoder call 40 | " in (seen.text())
     )
     assert seen.text().endswith("which of them is wrong cannot be told")
 
@@ -102,28 +117,45 @@ def test_who_goes_on_with_encoder_calls_is_not_accused() -> None:
 def test_a_checkpoint_is_named_but_no_warning() -> None:
     seen = verdict(*waiting(1, 2), state(0, "save (train.py:5)", activity=CHECKPOINT))
     assert (seen.level, named(seen)) == (logging.INFO, [0])
-    assert seen.text().startswith("rank 0 (node0, pid 100) writes a checkpoint: save (train.py:5)")
+    assert seen.text().startswith(
+        "rank 0 (node0, pid 100) writes a checkpoint: save (train.py:5)"
+    )
 
 
 @pytest.mark.parametrize("activity", [COMPILATION, EXPORT])
-def test_what_ends_by_itself_is_no_warning_also_after_others_have_left(activity: str) -> None:
-    seen = verdict(*waiting(2), state(0, "train (t.py:5)", activity=activity), silent={1: HAS_LEFT})
+def test_what_ends_by_itself_is_no_warning_also_after_others_have_left(
+    activity: str,
+) -> None:
+    seen = verdict(
+        *waiting(2), state(0, "train (t.py:5)", activity=activity), silent={1: HAS_LEFT}
+    )
     assert (seen.level, seen.is_certain) == (logging.INFO, False)
-    seen = verdict(*waiting(2), state(0, "train (t.py:5)", activity=activity), state(1, "read (d.py:1)"))
+    seen = verdict(
+        *waiting(2),
+        state(0, "train (t.py:5)", activity=activity),
+        state(1, "read (d.py:1)"),
+    )
     assert (seen.level, seen.is_certain) == (logging.WARNING, False)
 
 
 def test_who_moves_is_not_accused_and_nobody_else_is_meanwhile() -> None:
     moves = state(1, "decode (a.py:1)", goes_on=MOVING)
-    seen = verdict(*waiting(0), moves, state(2, "read (data.py:1)"), silent={3: NO_ANSWER})
+    seen = verdict(
+        *waiting(0), moves, state(2, "read (data.py:1)"), silent={3: NO_ANSWER}
+    )
     assert (seen.level, named(seen), seen.is_certain) == (logging.INFO, [], False)
-    assert "rank 1 (node1, pid 101): goes on without encoder calls, now in decode (a.py:1)" in seen.text()
+    assert (
+        "rank 1 (node1, pid 101): goes on without encoder calls, now in decode (a.py:1)"
+        in seen.text()
+    )
     seen = verdict(*waiting(0), replace(moves, goes_on=""))
     assert (seen.level, named(seen), seen.is_certain) == (logging.WARNING, [1], True)
 
 
 def test_a_rank_that_begins_collectives_moves_also_where_it_is_seen_to_wait() -> None:
-    seen = verdict(*waiting(0), state(1, "score (m.py:9)", "all_gather_object", goes_on=MOVING))
+    seen = verdict(
+        *waiting(0), state(1, "score (m.py:9)", "all_gather_object", goes_on=MOVING)
+    )
     assert (seen.level, seen.is_certain) == (logging.INFO, False)
 
 
@@ -133,23 +165,33 @@ GPU = "perhaps the GPU, in item()"
 def test_that_a_rank_waits_for_its_gpu_is_a_guess_and_ends_no_process() -> None:
     seen = verdict(state(0, "log (t.py:3)", GPU), state(1, "read (data.py:1)"))
     assert (seen.level, named(seen), seen.is_certain) == (logging.WARNING, [1], False)
-    both = (state(0, "log (t.py:3)", GPU), state(1, "log (t.py:4)", "perhaps a collective's wait()"))
+    both = (
+        state(0, "log (t.py:3)", GPU),
+        state(1, "log (t.py:4)", "perhaps a collective's wait()"),
+    )
     assert (verdict(*both).level, verdict(*both).is_certain) == (logging.INFO, False)
 
 
 def test_a_group_has_stood_still_as_short_as_any_of_it() -> None:
-    (group,) = verdict(*(replace(one, still=60.0 + one.rank) for one in waiting(2, 0, 1))).groups
+    (group,) = verdict(
+        *(replace(one, still=60.0 + one.rank) for one in waiting(2, 0, 1))
+    ).groups
     assert group.still == 60.0
 
 
-@pytest.mark.parametrize("places", [["decode (a.py:1)"] * 3, ["decode (a.py:1)", "decode (a.py:2)", "idle (b.py:1)"]])
+@pytest.mark.parametrize(
+    "places",
+    [["decode (a.py:1)"] * 3, ["decode (a.py:1)", "decode (a.py:2)", "idle (b.py:1)"]],
+)
 def test_where_nobody_waits_nobody_is_accused(places: list[str]) -> None:
     seen = verdict(*(state(rank, place) for rank, place in enumerate(places)))
     assert (seen.level, named(seen)) == (logging.INFO, [])
 
 
 def test_many_groups_make_a_line_of_bounded_length() -> None:
-    seen = verdict(*(state(rank, f"f (a.py:{rank})") for rank in range(1000)), *waiting(1000))
+    seen = verdict(
+        *(state(rank, f"f (a.py:{rank})") for rank in range(1000)), *waiting(1000)
+    )
     assert len(seen.text()) < 2000
     assert " more groups: ranks 4-999 | rank 1000 (" in seen.text()
 
@@ -160,29 +202,70 @@ def test_all_in_one_dead_wait_or_the_other_are_said_to_be_so() -> None:
     assert (seen.level, named(seen), seen.is_certain) == (logging.WARNING, [], True)
     assert seen.text() == "no rank moves: ranks 0-7: read_audio (data.py:3)"
     assert verdict(*dead[:7], replace(dead[7], sleeps=False)).level == logging.INFO
-    assert verdict(*dead[:7], replace(dead[7], activity=CHECKPOINT)).level == logging.INFO
+    assert (
+        verdict(*dead[:7], replace(dead[7], activity=CHECKPOINT)).level == logging.INFO
+    )
 
 
 def test_ranks_in_one_collective_from_different_places_are_told_apart() -> None:
-    saving = state(0, "x", "barrier", caller="file_exists (nemo_model_checkpoint.py:540)", hook="saving a checkpoint")
-    other = state(1, "x", "barrier", caller="train (pretrain.py:29)", hook="on_validation_epoch_end")
+    saving = state(
+        0,
+        "x",
+        "barrier",
+        caller="file_exists (nemo_model_checkpoint.py:540)",
+        hook="saving a checkpoint",
+    )
+    other = state(
+        1,
+        "x",
+        "barrier",
+        caller="train (pretrain.py:29)",
+        hook="on_validation_epoch_end",
+    )
     seen = verdict(saving, other)
     assert (seen.level, named(seen)) == (logging.WARNING, [])
-    assert "rank 0 (node0, pid 100): barrier, in file_exists (nemo_model_checkpoint.py:540), while saving a che" in (
-        seen.text()
+    assert (
+        "rank 0 (node0, pid 100): barrier, in file_exists"
+        " (nemo_model_checkpoint.py:540), while saving a che" in (seen.text())
     )
-    assert "barrier, in train (pretrain.py:29), during on_validation_epoch_end" in seen.text()
-    assert seen.text().endswith("the ranks wait at different places; which of them is wrong cannot be told")
+    assert (
+        "barrier, in train (pretrain.py:29), during on_validation_epoch_end"
+        in seen.text()
+    )
+    assert seen.text().endswith(
+        "the ranks wait at different places; which of them is wrong cannot be told"
+    )
 
 
 def test_who_computes_is_not_accused_but_after_a_while_that_is_a_warning() -> None:
-    seen = verdict(*waiting(0), state(1, "decode (a.py:1)", goes_on=COMPUTING), state(2, "read (data.py:1)"))
-    assert (seen.level, named(seen), seen.is_certain, seen.stays_info) == (logging.INFO, [], False, False)
-    assert "rank 1 (node1, pid 101): computes, without a step, now in decode (a.py:1)" in seen.text()
+    seen = verdict(
+        *waiting(0),
+        state(1, "decode (a.py:1)", goes_on=COMPUTING),
+        state(2, "read (data.py:1)"),
+    )
+    assert (seen.level, named(seen), seen.is_certain, seen.stays_info) == (
+        logging.INFO,
+        [],
+        False,
+        False,
+    )
+    assert (
+        "rank 1 (node1, pid 101): computes, without a step, now in decode (a.py:1)"
+        in seen.text()
+    )
     late = seen.overdue(60.0)
-    assert (late.level, named(late), late.is_certain, late.goes_on) == (logging.WARNING, [], False, True)
-    assert late.text().endswith("who waits may wait for a rank that goes on; no rank takes a step")
-    alone = verdict(state(0, "read (data.py:1)"), state(1, "decode (a.py:1)", goes_on=COMPUTING))
+    assert (late.level, named(late), late.is_certain, late.goes_on) == (
+        logging.WARNING,
+        [],
+        False,
+        True,
+    )
+    assert late.text().endswith(
+        "who waits may wait for a rank that goes on; no rank takes a step"
+    )
+    alone = verdict(
+        state(0, "read (data.py:1)"), state(1, "decode (a.py:1)", goes_on=COMPUTING)
+    )
     assert (alone.level, alone.stays_info) == (logging.INFO, True)
 
 
@@ -204,44 +287,64 @@ def test_a_rank_that_waits_for_a_request_is_idle_where_the_others_may_wait_for_i
     collective: str, request_: str, is_idle: bool
 ) -> None:
     others = [state(1, "serve (s.py:3)", collective)] if collective else []
-    asks = state(0, "get (q.py:1)", request=request_, caller="serve (s.py:9)", sleeps=True)
+    asks = state(
+        0, "get (q.py:1)", request=request_, caller="serve (s.py:9)", sleeps=True
+    )
     seen = verdict(*others, asks)
     assert (seen.is_idle, seen.stays_info) == (is_idle, is_idle)
     if is_idle:
         assert (seen.level, named(seen), seen.is_certain) == (logging.INFO, [], False)
         what = request_.removeprefix("perhaps ")
-        assert seen.text().startswith(f"rank 0 (node0, pid 100) waits for a request: {what} in serve (s.py:9)")
+        assert seen.text().startswith(
+            f"rank 0 (node0, pid 100) waits for a request: {what} in serve (s.py:9)"
+        )
     else:
         assert seen.level == logging.WARNING
-    for hung in (verdict(*others, asks, silent={2: NO_ANSWER}), verdict(*others, asks, state(2, "read (d.py:1)"))):
+    for hung in (
+        verdict(*others, asks, silent={2: NO_ANSWER}),
+        verdict(*others, asks, state(2, "read (d.py:1)")),
+    ):
         assert not hung.is_idle
 
 
-KINDS = st.sampled_from(["waiting", "elsewhere", "calling", "moving", "computing", "silent", "left", "gone"])
+KINDS = st.sampled_from(
+    ["waiting", "elsewhere", "calling", "moving", "computing", "silent", "left", "gone"]
+)
 
 
 @given(st.lists(KINDS, min_size=2, max_size=20))
-def test_whoever_waits_or_calls_is_never_accused_and_every_rank_is_in_one_group(kinds: list[str]) -> None:
+def test_whoever_waits_or_calls_is_never_accused_and_every_rank_is_in_one_group(
+    kinds: list[str],
+) -> None:
     silent = {"silent": NO_ANSWER, "left": HAS_LEFT}
     states = [
         state(
             rank,
             f"at (a.py:{rank})",
             GRADIENTS if kind == "waiting" else "",
-            goes_on={"calling": CALLING, "moving": MOVING, "computing": COMPUTING}.get(kind, ""),
+            goes_on={"calling": CALLING, "moving": MOVING, "computing": COMPUTING}.get(
+                kind, ""
+            ),
         )
         for rank, kind in enumerate(kinds)
         if kind not in (*silent, "gone")
     ]
     reasons = {rank: silent[kind] for rank, kind in enumerate(kinds) if kind in silent}
     seen = verdict(*states, size=len(kinds), silent=reasons)
-    assert all(kinds[rank] not in ("waiting", "calling", "moving", "computing") for rank in named(seen))
+    assert all(
+        kinds[rank] not in ("waiting", "calling", "moving", "computing")
+        for rank in named(seen)
+    )
     assert not (seen.is_certain and {"moving", "computing"} & set(kinds))
-    assert sorted(rank for group in seen.groups for rank in group.ranks) == list(range(len(kinds)))
+    assert sorted(rank for group in seen.groups for rank in group.ranks) == list(
+        range(len(kinds))
+    )
 
 
 def occupied(work: Callable[[threading.Event, threading.Event], None]) -> Occupation:
-    """What a thread is occupied with that runs `work`, which says when it has begun and ends when it may."""
+    """What a thread is occupied with that runs `work`, which says when it has begun and ends when
+    it may.
+    """
     began, may_end = threading.Event(), threading.Event()
     thread = threading.Thread(target=work, args=(began, may_end))
     thread.start()
@@ -323,7 +426,9 @@ def in_an_export(began: threading.Event, may_end: threading.Event) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_what_a_thread_is_occupied_with(work: Callable[..., None], found: Occupation) -> None:
+def test_what_a_thread_is_occupied_with(
+    work: Callable[..., None], found: Occupation
+) -> None:
     assert occupied(work)[:2] == found[:2]
 
 
@@ -333,7 +438,9 @@ def test_a_thread_that_is_gone_is_occupied_with_nothing() -> None:
 
 # As Lightning calls a hook, from a file of its.
 LIGHTNING = compile(
-    "def _call_lightning_module_hook(hook): hook()", "/x/site-packages/lightning/pytorch/trainer/call.py", "exec"
+    "def _call_lightning_module_hook(hook): hook()",
+    "/x/site-packages/lightning/pytorch/trainer/call.py",
+    "exec",
 )
 
 
@@ -354,18 +461,26 @@ def test_the_hook_and_the_caller_are_told_of_whatever_waits_there() -> None:
     assert occupied(in_a_save).hook == "saving a checkpoint"
 
 
-@pytest.mark.parametrize("method", ["item", "to", "cuda", "nonzero", "copy_", "masked_select", "unique", "equal"])
+@pytest.mark.parametrize(
+    "method",
+    ["item", "to", "cuda", "nonzero", "copy_", "masked_select", "unique", "equal"],
+)
 def test_a_method_that_may_wait_for_the_gpu_is_a_guess_by_its_name(method: str) -> None:
     """C functions have no frame: here a lock's stands in for the tensor's, since there is no GPU."""
     lock = threading.Lock()
     lock.acquire()
     names: dict[str, Any] = {}
     exec(compile(f"def step(tensor): tensor.{method}()", "/my/train.py", "exec"), names)
-    thread = threading.Thread(target=names["step"], args=(SimpleNamespace(**{method: lock.acquire}),))
+    thread = threading.Thread(
+        target=names["step"], args=(SimpleNamespace(**{method: lock.acquire}),)
+    )
     thread.start()
     wait_until(lambda: thread.ident and stacks.occupation(thread.ident).collective)
     found = stacks.occupation(thread.ident or 0)
     lock.release()
     thread.join(60)
-    assert (found.collective, is_guess(found.collective)) == (f"perhaps the GPU, in {method}()", True)
+    assert (found.collective, is_guess(found.collective)) == (
+        f"perhaps the GPU, in {method}()",
+        True,
+    )
     assert found.caller == "step (train.py:1)"

@@ -1,4 +1,6 @@
-"""What ranks say of themselves on its way: merged in any order, of bounded size, and harmless whatever it is."""
+"""What ranks say of themselves on its way: merged in any order, of bounded size, and harmless
+whatever it is.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ pytestmark = pytest.mark.one_nemo
 QUESTION = Question("key", 5, None)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=9), inner, max_size=4)
+    ),
 )
 
 
@@ -44,9 +49,14 @@ def all_merged(answers: list[Answers]) -> Answers:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 1 << 30))
-def test_it_does_not_matter_in_what_order_answers_are_merged(places: list[int], seed: int) -> None:
+def test_it_does_not_matter_in_what_order_answers_are_merged(
+    places: list[int], seed: int
+) -> None:
     size = len(places)
-    answers = [answers_of(state(rank, f"at (a.py:{place})")) for rank, place in enumerate(places)]
+    answers = [
+        answers_of(state(rank, f"at (a.py:{place})"))
+        for rank, place in enumerate(places)
+    ]
     at_once = found_of(all_merged(answers), size, (), "").states
     random.Random(seed).shuffle(answers)
     while len(answers) > 1:  # as up a tree; some come by two ways
@@ -57,7 +67,10 @@ def test_it_does_not_matter_in_what_order_answers_are_merged(places: list[int], 
 
 
 def test_of_many_places_all_ranks_are_kept_and_the_size_is_bounded() -> None:
-    states = [state(rank, f"at {'x' * 500} (a.py:{rank})", rounds={"key": rank % 3}) for rank in range(999)]
+    states = [
+        state(rank, f"at {'x' * 500} (a.py:{rank})", rounds={"key": rank % 3})
+        for rank in range(999)
+    ]
     merged = all_merged([answers_of(one) for one in states])
     assert len(json.dumps(merged.to_json())) < 64 * LONGEST_STATE
     seen = found_of(all_merged([merged]), 999, (), "").states
@@ -65,18 +78,26 @@ def test_of_many_places_all_ranks_are_kept_and_the_size_is_bounded() -> None:
     assert all(one.rounds["key"] == rank % 3 for rank, one in seen.items())
 
 
-def test_where_ranks_are_alone_at_many_places_the_ones_that_wait_together_stay_together() -> None:
+def test_where_ranks_are_alone_at_many_places_the_ones_that_wait_together_stay_together() -> (
+    None
+):
     """Those that wait are merged by what they wait in, whatever the others' places are."""
     alone = [state(rank, f"at (a.py:{rank})") for rank in range(100)]
-    wait = [state(rank, f"at (b.py:{rank % 2})", "all_reduce") for rank in range(100, 999)]
+    wait = [
+        state(rank, f"at (b.py:{rank % 2})", "all_reduce") for rank in range(100, 999)
+    ]
     merged = all_merged([answers_of(one) for one in (*alone, *wait)])
     seen = found_of(all_merged([merged]), 999, (), "").states
-    assert {one.collective for rank, one in seen.items() if rank >= 100} == {"all_reduce"}
+    assert {one.collective for rank, one in seen.items() if rank >= 100} == {
+        "all_reduce"
+    }
     assert {one.collective for rank, one in seen.items() if rank < 100} == {""}
 
 
 def test_of_more_kinds_than_fit_nothing_is_known_and_nobody_is_accused() -> None:
-    kinds = [state(rank, "at (a.py:1)", rounds={f"key {rank}": 1}) for rank in range(200)]
+    kinds = [
+        state(rank, "at (a.py:1)", rounds={f"key {rank}": 1}) for rank in range(200)
+    ]
     merged = all_merged([answers_of(one) for one in kinds])
     seen = found_of(all_merged([merged]), 200, (), "")
     assert sorted({*seen.states, *seen.silent}) == list(range(200))
@@ -85,7 +106,9 @@ def test_of_more_kinds_than_fit_nothing_is_known_and_nobody_is_accused() -> None
 
 
 def test_a_group_was_seen_to_move_when_any_of_it_was() -> None:
-    merged = all_merged([answers_of(state(rank, still=60.0 + rank)) for rank in (2, 0, 1)])
+    merged = all_merged(
+        [answers_of(state(rank, still=60.0 + rank)) for rank in (2, 0, 1)]
+    )
     (group,) = merged.groups.values()
     assert (group.state["rank"], group.still) == (0, 60.0)
     assert {one.still for one in found_of(merged, 3, (), "").states.values()} == {60.0}
@@ -113,7 +136,11 @@ def test_what_is_no_answer_is_refused(content: Any) -> None:
     (key, _, still, told), *_ = good["groups"]
     answers = Answers()
     answers.add_json(good)
-    for other in (content, {"groups": content, "silent": []}, {"groups": [[key, content, still, told]], "silent": []}):
+    for other in (
+        content,
+        {"groups": content, "silent": []},
+        {"groups": [[key, content, still, told]], "silent": []},
+    ):
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             answers.add_json(other)
     assert 2 in found_of(answers, 4, (), "").states
@@ -130,7 +157,10 @@ def test_ranks_that_do_not_exist_are_not_taken() -> None:
 
 
 def at_round(number: int, *ranks: int) -> list[Any]:
-    return [state(rank, f"place_{number} (train.py:1)", rounds={"key": number}) for rank in ranks]
+    return [
+        state(rank, f"place_{number} (train.py:1)", rounds={"key": number})
+        for rank in ranks
+    ]
 
 
 def missing(answer: Any) -> list[tuple[int, str]]:
@@ -139,7 +169,10 @@ def missing(answer: Any) -> list[tuple[int, str]]:
 
 def test_who_has_not_come_is_missing_and_who_does_not_answer() -> None:
     seen = found(*at_round(5, 0, 3), *at_round(4, 1), silent={2: NO_ANSWER})
-    assert missing(answered(QUESTION, seen, None)) == [(1, "elsewhere"), (2, "no heartbeat")]
+    assert missing(answered(QUESTION, seen, None)) == [
+        (1, "elsewhere"),
+        (2, "no heartbeat"),
+    ]
 
 
 def test_who_had_come_before_it_fell_silent_is_not_while_another_has_not() -> None:
@@ -150,7 +183,9 @@ def test_who_had_come_before_it_fell_silent_is_not_while_another_has_not() -> No
     assert missing(answered(QUESTION, seen, before)) == [(2, "no heartbeat")]
 
 
-def test_the_one_rank_of_which_nothing_is_known_is_late_where_all_others_have_come() -> None:
+def test_the_one_rank_of_which_nothing_is_known_is_late_where_all_others_have_come() -> (
+    None
+):
     seen = found(*at_round(5, 0, 1, 3), silent={2: HELD_UP})
     answer = answered(QUESTION, seen, None)
     assert (missing(answer), answer.unknown) == ([(2, "late")], "")
@@ -162,15 +197,24 @@ def test_the_one_rank_of_which_nothing_is_known_is_late_where_all_others_have_co
 def test_who_came_only_just_is_named_with_where_it_was() -> None:
     before = found(*at_round(5, 0, 2), *at_round(4, 1))
     answer = answered(QUESTION, found(*at_round(5, 0, 1, 2)), before)
-    assert [(one.rank, one.kind, one.where) for one in answer.missing] == [(1, "late", "place_4 (train.py:1)")]
+    assert [(one.rank, one.kind, one.where) for one in answer.missing] == [
+        (1, "late", "place_4 (train.py:1)")
+    ]
     answer = answered(QUESTION, found(*at_round(5, 0, 1, 2)), None)
     assert answer.text(3) == "none, every rank has come to this call by now"
 
 
 def of_hosts(hosts: str, lost: dict[int, float]) -> Found:
     """Rank 0 has come; these are lost, since when."""
-    members = [Member(f"node-{host}", "127.0.0.1", 1, 100 + rank) for rank, host in enumerate(hosts)]
-    states = {rank: state(rank, rounds={"key": 5}) for rank in range(len(hosts)) if rank not in lost}
+    members = [
+        Member(f"node-{host}", "127.0.0.1", 1, 100 + rank)
+        for rank, host in enumerate(hosts)
+    ]
+    states = {
+        rank: state(rank, rounds={"key": 5})
+        for rank in range(len(hosts))
+        if rank not in lost
+    }
     silent = {rank: Silence(LOST, seconds) for rank, seconds in lost.items()}
     return Found(len(hosts), states, silent, members)
 
@@ -178,8 +222,10 @@ def of_hosts(hosts: str, lost: dict[int, float]) -> Found:
 def test_a_silent_rank_has_the_host_and_pid_that_it_joined_with() -> None:
     seen = replace(of_hosts("ab", {1: 3.0}), silent={1: Silence(NO_ANSWER)})
     (one,) = answered(QUESTION, seen, None).missing
-    assert str(one) == (
-        "rank 1 (node-b, pid 101) answers nothing, its connection stands: stopped, or Python's lock (GIL) is held"
+    assert (
+        str(one)
+        == "rank 1 (node-b, pid 101) answers nothing, its connection stands: stopped,"
+        " or Python's lock (GIL) is held"
     )
 
 
@@ -189,15 +235,23 @@ def test_a_host_that_is_lost_with_all_its_ranks_is_named() -> None:
         (2, "no heartbeat", "node-b"),
         (3, "no heartbeat", "node-b"),
     ]
-    assert answer.text(4) == (
-        "ranks 2-3 of 4 | all ranks of node-b (2-3): their connections were lost 24 s ago: the host or the network"
+    assert (
+        answer.text(4)
+        == "ranks 2-3 of 4 | all ranks of node-b (2-3): their connections were lost 24"
+        " s ago: the host or the network"
     )
     (one,) = answered(QUESTION, of_hosts("ab", {1: 24.4}), None).missing
-    assert str(one) == "all ranks of node-b (1): its connection was lost 24 s ago: the host or the network"
+    assert (
+        str(one)
+        == "all ranks of node-b (1): its connection was lost 24 s ago: the host or the"
+        " network"
+    )
 
 
 def test_where_others_of_a_host_are_heard_it_is_the_network() -> None:
     (one,) = answered(QUESTION, of_hosts("abb", {2: 7.0}), None).missing
-    assert str(one) == (
-        "rank 2 (node-b, pid 102): its connection was lost 7 s ago: the network; node-b answers otherwise"
+    assert (
+        str(one)
+        == "rank 2 (node-b, pid 102): its connection was lost 7 s ago: the network;"
+        " node-b answers otherwise"
     )

@@ -15,10 +15,19 @@ from nemo_patches.tracing import records
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 HEADER = records.Header(records.FORMAT, 0, 2, "node0", 4711, 1.5e9, 0, {}, {}, [])
-OUTCOMES = (records.CAME, records.CAME, records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED)
+OUTCOMES = (
+    records.CAME,
+    records.CAME,
+    records.CAME,
+    records.SERVED,
+    records.TIMEOUT,
+    records.UNWAITED,
+)
 
 
-def regular(draw: random.Random, calls: int, e: str = "Encoder", first_round: int = 0) -> list[records.Record]:
+def regular(
+    draw: random.Random, calls: int, e: str = "Encoder", first_round: int = 0
+) -> list[records.Record]:
     """What a recorder writes of so many calls of one encoder."""
     written: list[records.Record] = []
     t, rounds = 1.0, first_round
@@ -27,8 +36,14 @@ def regular(draw: random.Random, calls: int, e: str = "Encoder", first_round: in
         size, waited = draw.choice([8, 8, 7]), draw.random() / 8
         rounds += draw.random() < 0.9
         outcome = draw.choice(OUTCOMES)
-        written.append(records.Enter(t, e, n, draw.random() < 0.8, [size, 80, 1600], "float32", "cpu"))
-        written.append(records.Sync(t + waited, e, n, outcome, rounds, waited, 1500, 1500 + n))
+        written.append(
+            records.Enter(
+                t, e, n, draw.random() < 0.8, [size, 80, 1600], "float32", "cpu"
+            )
+        )
+        written.append(
+            records.Sync(t + waited, e, n, outcome, rounds, waited, 1500, 1500 + n)
+        )
         if draw.random() < 0.2:
             written.append(records.Grow(t + waited, e, n, 1500, 1500 + n))
         written.append(records.Leave(t + 0.5, e, n, [size, 512, 200]))
@@ -50,7 +65,9 @@ def disturbed(draw: random.Random, written: list[records.Record]) -> list[bytes]
             "shape": [],
         }
         name = draw.choice(list(changes))
-        at = draw.choice([at for at, record in enumerate(written) if name in vars(record)])
+        at = draw.choice(
+            [at for at, record in enumerate(written) if name in vars(record)]
+        )
         record: Any = written[at]
         match draw.randrange(6):
             case 0:
@@ -68,7 +85,10 @@ def disturbed(draw: random.Random, written: list[records.Record]) -> list[bytes]
 
 
 def content(trace: RankTrace) -> str:
-    tracks = {e: {**vars(track), "calls": vars(track.calls)} for e, track in trace.tracks.items()}
+    tracks = {
+        e: {**vars(track), "calls": vars(track.calls)}
+        for e, track in trace.tracks.items()
+    }
     return repr({**vars(trace), "tracks": tracks})
 
 
@@ -80,12 +100,16 @@ def read(lines: list[bytes], batch: int) -> RankTrace:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_batches_of_any_size_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_any_size_give_the_same(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(seed)
     if seed % 5 == 0:
         monkeypatch.setattr(rank_trace, "MOST_CALLS", 64)  # older ones go
     written = regular(draw, draw.choice([9, 40, 150]))
-    if seed % 3 == 0:  # a second encoder, whose calls come after, or between, those of the first
+    if (
+        seed % 3 == 0
+    ):  # a second encoder, whose calls come after, or between, those of the first
         written += regular(draw, 20, e="Encoder #2")
     if seed % 6 == 0:
         written.sort(key=lambda record: record.t)  # type: ignore[union-attr]

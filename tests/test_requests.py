@@ -1,4 +1,6 @@
-"""Idle by design is no stall: a rank waits for a person or a request, and the others for it; on real ranks."""
+"""Idle by design is no stall: a rank waits for a person or a request, and the others for it; on
+real ranks.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def a_socket() -> None:
 
 
 def a_server() -> None:
-    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+    with socketserver.TCPServer(
+        ("127.0.0.1", 0), socketserver.BaseRequestHandler
+    ) as server:
         Later(server.shutdown)
         server.serve_forever()
 
@@ -129,7 +133,9 @@ def serves(rank: int, size: int, way: str, page: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_server_without_requests_is_said_once_and_is_neither_paged_nor_ended(way: str, tmp_path: Path) -> None:
+def test_a_server_without_requests_is_said_once_and_is_neither_paged_nor_ended(
+    way: str, tmp_path: Path
+) -> None:
     page = tmp_path / "page"
     for result in run_ranks(serves, 2, way, str(page), limit=120):
         assert not result.lines("nemo_patches WARNING")
@@ -164,7 +170,9 @@ def prefetches(rank: int, size: int, loads: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("loads", [own_reader, a_loader])
-def test_a_reader_that_waits_for_its_data_is_a_stall_and_is_ended(loads: Callable[[Any], None]) -> None:
+def test_a_reader_that_waits_for_its_data_is_a_stall_and_is_ended(
+    loads: Callable[[Any], None],
+) -> None:
     results = run_ranks(prefetches, 2, loads, limit=120, dies=(0, 1))
     assert any(result.exit_code == EXIT_CODE for result in results)
     for result in results:
@@ -180,9 +188,14 @@ def waits_in_a_loader_for_what_others_broadcast(rank: int, size: int) -> None:
 
 
 def test_torchs_loader_is_no_server_whatever_the_others_wait_in() -> None:
-    results = run_ranks(waits_in_a_loader_for_what_others_broadcast, 2, limit=120, dies=(0, 1))
+    results = run_ranks(
+        waits_in_a_loader_for_what_others_broadcast, 2, limit=120, dies=(0, 1)
+    )
     assert any(result.exit_code == EXIT_CODE for result in results)
-    assert all(result.lines("WARNING", f" s. rank {ASKED} (", "a_loader (") for result in results)
+    assert all(
+        result.lines("WARNING", f" s. rank {ASKED} (", "a_loader (")
+        for result in results
+    )
 
 
 def in_file(path: str, function: str) -> Callable[[Callable[[], object]], object]:
@@ -205,12 +218,26 @@ PACKAGES = "/x/site-packages"
         ([(f"{PACKAGES}/grpc/_channel.py", "result")], ""),
         ([(f"{PACKAGES}/wandb/sdk/wandb_init.py", "init")], ""),
         ([(f"{PACKAGES}/torch/utils/data/dataloader.py", "_try_get_data")], ""),
-        ([(f"{PACKAGES}/lightning/pytorch/loops/fetchers.py", "__next__"), ("/my/data.py", "read")], ""),
+        (
+            [
+                (f"{PACKAGES}/lightning/pytorch/loops/fetchers.py", "__next__"),
+                ("/my/data.py", "read"),
+            ],
+            "",
+        ),
         ([("/my/serve.py", "main")], "perhaps queue.get()"),
-        ([(f"{PACKAGES}/ipykernel/kernelapp.py", "start"), ("/tmp/ipykernel_7/1.py", "cell")], "perhaps queue.get()"),
+        (
+            [
+                (f"{PACKAGES}/ipykernel/kernelapp.py", "start"),
+                ("/tmp/ipykernel_7/1.py", "cell"),
+            ],
+            "perhaps queue.get()",
+        ),
     ],
 )
-def test_whose_wait_it_is_decides(callers: list[tuple[str, str]], request_: str) -> None:
+def test_whose_wait_it_is_decides(
+    callers: list[tuple[str, str]], request_: str
+) -> None:
     """callers: the outermost first; the last of them is in queue.get()."""
     requests = queue.Queue[int]()
     work: Callable[[], object] = requests.get
@@ -218,7 +245,12 @@ def test_whose_wait_it_is_decides(callers: list[tuple[str, str]], request_: str)
         work = functools.partial(in_file(path, function), work)
     thread = threading.Thread(target=work)
     thread.start()
-    wait_until(lambda: stacks.seen(thread.ident or 0)[:1] and stacks.seen(thread.ident or 0)[0].package == "python")
+    wait_until(
+        lambda: (
+            stacks.seen(thread.ident or 0)[:1]
+            and stacks.seen(thread.ident or 0)[0].package == "python"
+        )
+    )
     found = stacks.occupation(thread.ident or 0, thread.native_id or 0).request
     requests.put(1)
     thread.join(60)

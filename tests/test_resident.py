@@ -1,4 +1,5 @@
-"""How much of nemo_patches a rank imports by default: no command, no option, no trace, and how many tokens of code.
+"""How much of nemo_patches a rank imports by default: no command, no option, no trace, and how many
+tokens of code.
 
 Tokens, not lines: a limit on lines once packed the code.
 """
@@ -44,7 +45,9 @@ NO_CODE = {
 
 
 def train(rank: int, size: int) -> dict[str, str]:
-    """Twenty steps on real NeMo, everything by default: the modules of ours that are there then, and their files."""
+    """Twenty steps on real NeMo, everything by default: the modules of ours that are there then,
+    and their files.
+    """
     nemo_patches.apply()
     encoder = encoders.conformer()
     model = torch.nn.parallel.DistributedDataParallel(encoder)
@@ -54,7 +57,11 @@ def train(rank: int, size: int) -> dict[str, str]:
         encoders.run(model, 80 + 40 * step, seed=rank).pow(2).mean().backward()
         optimizer.step()
     found = dict(sys.modules)
-    return {name: str(module.__file__) for name, module in found.items() if name.partition(".")[0] == "nemo_patches"}
+    return {
+        name: str(module.__file__)
+        for name, module in found.items()
+        if name.partition(".")[0] == "nemo_patches"
+    }
 
 
 def code_tokens(path: Path) -> int:
@@ -62,13 +69,20 @@ def code_tokens(path: Path) -> int:
     source = path.read_text()
     documentation: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if not isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ):
             continue
         if ast.get_docstring(node) is not None:
             first = node.body[0]
-            documentation.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+            documentation.update(
+                range(first.lineno, (first.end_lineno or first.lineno) + 1)
+            )
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(token.type not in NO_CODE and token.start[0] not in documentation for token in tokens)
+    return sum(
+        token.type not in NO_CODE and token.start[0] not in documentation
+        for token in tokens
+    )
 
 
 def imported_by(path: Path) -> set[str]:
@@ -87,11 +101,19 @@ def test_a_rank_imports_the_layer_and_no_more() -> None:
     for result in run_ranks(train, 2):
         modules |= result.value
     assert not [name for name in modules if name.startswith(NOT_BY_DEFAULT)]
-    assert not set(late_modules.NAMES).intersection(modules)  # until there is something to judge
+    assert not set(late_modules.NAMES).intersection(
+        modules
+    )  # until there is something to judge
     files = sorted({Path(file) for file in modules.values()})
-    assert not {str(path): names for path in files if (names := imported_by(path) & NOT_IN_A_RANK)}
+    assert not {
+        str(path): names
+        for path in files
+        if (names := imported_by(path) & NOT_IN_A_RANK)
+    }
     tokens = {path.relative_to(PACKAGE): code_tokens(path) for path in files}
     total = sum(tokens.values())
     print(f"{total:,} tokens of code in {len(files)} modules; aim {AIM_TOKENS:,}")
     largest = sorted(tokens.items(), key=lambda item: -item[1])
-    assert total <= ROOM * AIM_TOKENS, "\n".join(f"{count:7,} {path}" for path, count in largest)
+    assert total <= ROOM * AIM_TOKENS, "\n".join(
+        f"{count:7,} {path}" for path, count in largest
+    )

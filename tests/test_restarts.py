@@ -1,4 +1,6 @@
-"""torchrun on two nodes that restart: their restart counts differ then, and the length sync works as before."""
+"""torchrun on two nodes that restart: their restart counts differ then, and the length sync works
+as before.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # of torchrun and its store, not of NeMo's version
+pytestmark = [
+    pytest.mark.one_nemo,
+    pytest.mark.alone,
+]  # of torchrun and its store, not of NeMo's version
 
 LIMIT_S = 150
 WORKER = """
@@ -39,20 +44,39 @@ dist.barrier()
 """
 
 
-def test_lengths_are_agreed_on_after_restarts_that_the_nodes_count_differently(tmp_path: Path) -> None:
+def test_lengths_are_agreed_on_after_restarts_that_the_nodes_count_differently(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     endpoint = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=restarts", "--monitor-interval=0.2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--max-restarts=3",
+    ]
+    command += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
+        "--rdzv-id=restarts",
+        "--monitor-interval=0.2",
+    ]
     nodes = [
         subprocess.Popen(
             [*command, str(script), str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A store for each attempt: in one for all, Gloo itself may find an earlier attempt's addresses.
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            # A store for each attempt: in one for all, Gloo itself may find an earlier attempt's
+            # addresses.
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            },
         )
         for _ in range(2)
     ]
@@ -62,10 +86,16 @@ def test_lengths_are_agreed_on_after_restarts_that_the_nodes_count_differently(t
         for node in nodes:
             node.kill()
             node.wait()
-    assert [node.returncode for node in nodes] == [0, 0], "\n".join(log[-3000:] for log in logs)
-    found = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(
+        log[-3000:] for log in logs
+    )
+    found = [
+        json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)
+    ]
     assert found[0]["restart"] != found[1]["restart"], "the case that this test is for"
     for of_rank in found:
         assert of_rank["lengths"] == [100 * step + 1 for step in range(5)]
         assert of_rank["timeouts"] == 0
-    assert not any("not patched" in log or "not every rank's length" in log for log in logs)
+    assert not any(
+        "not patched" in log or "not every rank's length" in log for log in logs
+    )

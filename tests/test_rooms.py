@@ -32,7 +32,17 @@ MAY_IMPORT = {
     "patching": {"text", "growth", "channel", "sync", "watch", "judging", "patching"},
     "vendoring": {"patching", "vendoring"},
     # "" is the package: its public API.
-    "": {"text", "channel", "sync", "watch", "judging", "tracing", "options", "patching", ""},
+    "": {
+        "text",
+        "channel",
+        "sync",
+        "watch",
+        "judging",
+        "tracing",
+        "options",
+        "patching",
+        "",
+    },
 }
 LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
@@ -40,10 +50,26 @@ LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/trainer_callbacks.py": "tracing",
 }
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
-TORCH_ONLY = ("growth", "channel", "sync", "watch")  # what a rank always imports needs torch and the standard library
-LAYER = {"", "text", "facts", "growth", "channel", "sync", "watch", "patching"}  # what a rank imports by default
+TORCH_ONLY = (
+    "growth",
+    "channel",
+    "sync",
+    "watch",
+)  # what a rank always imports needs torch and the standard library
+LAYER = {
+    "",
+    "text",
+    "facts",
+    "growth",
+    "channel",
+    "sync",
+    "watch",
+    "patching",
+}  # what a rank imports by default
 FILES = sorted(PACKAGE.rglob("*.py"))
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+each_file = pytest.mark.parametrize(
+    "path", FILES, ids=lambda path: str(path.relative_to(PACKAGE))
+)
 
 
 def module(path: Path) -> str:
@@ -66,7 +92,9 @@ def room(path: Path) -> str:
 
 def home(path: Path) -> str:
     """The package from which a file's relative imports count."""
-    return module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+    return (
+        module(path) if path.name == "__init__.py" else module(path).rpartition(".")[0]
+    )
 
 
 def imports(path: Path, at_once: bool = False) -> set[str]:
@@ -80,7 +108,9 @@ def imports(path: Path, at_once: bool = False) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = home(path).split(".")[: -(node.level - 1) or None] if node.level else []
+            base = (
+                home(path).split(".")[: -(node.level - 1) or None] if node.level else []
+            )
             source = ".".join([*base, *([node.module] if node.module else [])])
             names |= {f"{source}.{alias.name}" for alias in node.names}
     return names
@@ -107,33 +137,63 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
 
 @pytest.mark.parametrize("file", LOADERS)
 def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
-    at_once = {ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body}
-    assert not [line for line in at_once if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line]
+    at_once = {
+        ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body
+    }
+    assert not [
+        line
+        for line in at_once
+        if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line
+    ]
 
 
 @each_file
-def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone(path: Path) -> None:
+def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone(
+    path: Path,
+) -> None:
     """By files that a rank always imports."""
     if room(path) in LAYER and module(path) not in late_modules.NAMES:
-        assert not {modules_of(name) for name in imports(path, at_once=True)}.intersection(late_modules.NAMES)
+        assert not {
+            modules_of(name) for name in imports(path, at_once=True)
+        }.intersection(late_modules.NAMES)
 
 
 def test_a_watch_reads_all_of_judging() -> None:
-    assert {name for name in MODULES if name.startswith("nemo_patches.judging")} <= set(late_modules.NAMES)
+    assert {name for name in MODULES if name.startswith("nemo_patches.judging")} <= set(
+        late_modules.NAMES
+    )
     assert set(late_modules.NAMES) <= MODULES
 
 
 def test_judging_needs_the_standard_library_alone() -> None:
     """In a process of its own: what is imported with all of judging/."""
-    modules = [name for name in sorted(MODULES) if name.startswith("nemo_patches.judging")]
-    script = f"import sys, importlib; [importlib.import_module(name) for name in {modules}]; print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-S", "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True)
+    modules = [
+        name for name in sorted(MODULES) if name.startswith("nemo_patches.judging")
+    ]
+    script = (
+        f"import sys, importlib; [importlib.import_module(name) for name in {modules}];"
+        " print(*sys.modules)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+    )
     assert not told.returncode, told.stderr
     found = set(told.stdout.split())
     assert not {
-        name for name in found if name.partition(".")[0] not in {"__main__", "nemo_patches", *sys.stdlib_module_names}
+        name
+        for name in found
+        if name.partition(".")[0]
+        not in {"__main__", "nemo_patches", *sys.stdlib_module_names}
     }
-    shared = {"nemo_patches", "nemo_patches.text", "nemo_patches.facts", "nemo_patches.channel"}
+    shared = {
+        "nemo_patches",
+        "nemo_patches.text",
+        "nemo_patches.facts",
+        "nemo_patches.channel",
+    }
     assert found & MODULES <= {*modules, *shared, "nemo_patches.channel.answers"}
 
 
@@ -148,13 +208,19 @@ def test_judging_has_the_words_of_the_sync() -> None:
 def test_training_needs_wrapt_alone(path: Path) -> None:
     """What the commands need is the extra `tools`."""
     if room(path) != "tools":
-        others = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
+        others = {
+            name.split(".")[0] for name in imports(path)
+        } - sys.stdlib_module_names
         assert others <= {"nemo_patches", "nemo", *TRAINING_NEEDS, ""}
 
 
 def test_there_is_no_import_circle() -> None:
-    graph = {module(path): {modules_of(name) for name in imports(path)} - {"", module(path)} for path in FILES}
-    # A package's __init__.py runs before its modules; none but the first, the public API, imports anything of theirs.
+    graph = {
+        module(path): {modules_of(name) for name in imports(path)} - {"", module(path)}
+        for path in FILES
+    }
+    # A package's __init__.py runs before its modules; none but the first, the public API, imports
+    # anything of theirs.
     graphlib.TopologicalSorter(graph).prepare()
 
 
@@ -163,9 +229,16 @@ def test_nothing_draws_from_the_generators_that_training_draws_from(path: Path) 
     if room(path) == "tools":
         return
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "random":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "random"
+        ):
             assert node.attr == "Random", ast.unparse(node)
-        assert not (isinstance(node, ast.ImportFrom) and node.module in ("random", "numpy.random")), ast.unparse(node)
+        assert not (
+            isinstance(node, ast.ImportFrom)
+            and node.module in ("random", "numpy.random")
+        ), ast.unparse(node)
 
 
 @each_file

@@ -1,4 +1,6 @@
-"""Settings: a keyword wins over a variable; a bad value and a misspelt variable are named with what is allowed."""
+"""Settings: a keyword wins over a variable; a bad value and a misspelt variable are named with what
+is allowed.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,14 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
     by_variables = Settings.resolve(environment=environment)
     assert by_variables == Settings("local", 2.5 * seconds, "raise", 0 * seconds)
     given: dict[str, Any] = {"sync": "bounded", "timeout": 4, "on_timeout": "fallback"}
-    assert Settings.resolve(given, environment) == Settings("bounded", 4 * seconds, "fallback", 0 * seconds)
+    assert Settings.resolve(given, environment) == Settings(
+        "bounded", 4 * seconds, "fallback", 0 * seconds
+    )
     given |= {"stall_timeout": 8, "stall_exit": 9, "on_stall": "page --me"}
     by_keywords = Settings.resolve(given, environment)
-    assert by_keywords == Settings("bounded", 4 * seconds, "fallback", 8 * seconds, 9 * seconds, "page --me")
+    assert by_keywords == Settings(
+        "bounded", 4 * seconds, "fallback", 8 * seconds, 9 * seconds, "page --me"
+    )
     assert Settings.resolve(environment={"NEMO_PATCHES_TIMEOUT": ""}) == Settings()
 
 
@@ -70,7 +76,9 @@ def test_a_keyword_wins_over_a_variable_and_a_variable_over_the_default() -> Non
         ("timeout", 0.0005, "0.001"),  # c10d would take it as no limit at all
     ],
 )
-def test_a_bad_value_is_named_with_what_is_allowed(keyword: str, value: object, allowed: str) -> None:
+def test_a_bad_value_is_named_with_what_is_allowed(
+    keyword: str, value: object, allowed: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         Settings.resolve({keyword: value}, {})
     assert f"{keyword}={value!r}" in str(caught.value)
@@ -83,8 +91,12 @@ def test_a_bad_variable_is_named() -> None:
 
 
 def test_the_fields_are_the_table_in_its_order() -> None:
-    assert list(Settings().items()) == [(setting, setting.default) for setting in ALL_SETTINGS]
-    assert [setting.name for setting in ALL_SETTINGS] == [one.name for one in fields(Settings)]
+    assert list(Settings().items()) == [
+        (setting, setting.default) for setting in ALL_SETTINGS
+    ]
+    assert [setting.name for setting in ALL_SETTINGS] == [
+        one.name for one in fields(Settings)
+    ]
 
 
 def test_the_text_has_the_layer_the_trace_and_the_options() -> None:
@@ -93,27 +105,47 @@ def test_the_text_has_the_layer_the_trace_and_the_options() -> None:
     assert str(settings) == by_default
     assert settings.short() == "sync=bounded, timeout=2.5 s"
     settings = replace(
-        settings, on_stall="page me", trace=Path("/a"), metrics="deferred", stop_together=("training", "evaluation")
+        settings,
+        on_stall="page me",
+        trace=Path("/a"),
+        metrics="deferred",
+        stop_together=("training", "evaluation"),
     )
     options = "metrics=deferred, stop_together=training,evaluation"
     assert str(settings) == f"{by_default}, on_stall='page me'; trace=/a; {options}"
     assert settings.alike() == f"{by_default}, on_stall='page me'; {options}"
-    assert settings.short() == f"sync=bounded, timeout=2.5 s, on_stall='page me', trace=/a, {options}"
+    assert (
+        settings.short()
+        == f"sync=bounded, timeout=2.5 s, on_stall='page me', trace=/a, {options}"
+    )
     assert str(settings.of_layer()) == f"{by_default}, on_stall='page me'"
 
 
 def test_each_value_that_is_refused_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEMO_PATCHES_TIMEOUT", "ten")
     monkeypatch.setenv("NEMO_PATCHES_METRICS", "none")
-    assert ["TIMEOUT='ten'" in text or "METRICS='none'" in text for text in map(str, refusals())] == [True, True]
+    assert [
+        "TIMEOUT='ten'" in text or "METRICS='none'" in text
+        for text in map(str, refusals())
+    ] == [True, True]
     assert not list(refusals({"timeout": 10, "metrics": "stock"}))
-    (text,) = map(str, refusals({"timeout": 10, "metrics": "stock", "stall_timeout": 0, "stall_exit": 5}))
+    (text,) = map(
+        str,
+        refusals(
+            {"timeout": 10, "metrics": "stock", "stall_timeout": 0, "stall_exit": 5}
+        ),
+    )
     assert text.startswith("stall_exit=5 is not allowed with stall_timeout=0")
 
 
 @pytest.mark.parametrize("given", [{"stall_exit": 5}, {"on_stall": "page"}])
-def test_what_needs_a_stall_timeout_is_not_allowed_without_one(given: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=rf"{next(iter(given))}=.* is not allowed with stall_timeout=0"):
+def test_what_needs_a_stall_timeout_is_not_allowed_without_one(
+    given: dict[str, Any],
+) -> None:
+    with pytest.raises(
+        SettingsError,
+        match=rf"{next(iter(given))}=.* is not allowed with stall_timeout=0",
+    ):
         Settings.resolve({"stall_timeout": 0, **given}, {})
 
 
@@ -147,18 +179,31 @@ def test_the_text_of_a_value_is_read_as_that_value(setting: Setting) -> None:
         ),
     ],
 )
-def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(variable: str, hint: str) -> None:
-    (sentence,) = admission.misspelt({variable: "1", "NEMO_PATCHES_SYNC": "local", "NEMO_PATCHES_DISABLE": "1"})
-    assert sentence.startswith(f"{variable} is not a setting, and has no effect; {hint}")
+def test_a_misspelt_variable_is_named_with_the_near_miss_or_all_settings(
+    variable: str, hint: str
+) -> None:
+    (sentence,) = admission.misspelt(
+        {variable: "1", "NEMO_PATCHES_SYNC": "local", "NEMO_PATCHES_DISABLE": "1"}
+    )
+    assert sentence.startswith(
+        f"{variable} is not a setting, and has no effect; {hint}"
+    )
 
 
 def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
     known = {setting.variable: "x" for setting in ALL_SETTINGS}
-    others = {"NEMO_PATCHES_TIMEOUTS": "", "NEMO_PATCHES": "1", "MY_NEMO_PATCHES_TIMEOUTS": "1", "PATH": "/"}
+    others = {
+        "NEMO_PATCHES_TIMEOUTS": "",
+        "NEMO_PATCHES": "1",
+        "MY_NEMO_PATCHES_TIMEOUTS": "1",
+        "PATH": "/",
+    }
     assert admission.misspelt({**known, **others}) == []
 
 
-def test_until_settings_are_in_force_the_environments_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_until_settings_are_in_force_the_environments_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("torch")
     from ranks import Said
 

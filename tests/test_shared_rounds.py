@@ -1,4 +1,6 @@
-"""Encoders and threads that share the rounds: nobody waits for nothing, and no rank that came is named."""
+"""Encoders and threads that share the rounds: nobody waits for nothing, and no rank that came is
+named.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Expert(torch.nn.Linear):
 def begin(rank: Rank, timeout_s: float = TIMEOUT_S) -> None:
     """A process group, watched as under apply()."""
     length_sync.use(Settings.resolve({"timeout": timeout_s}))
-    dist.init_process_group("gloo", store=rank.store, rank=rank.number, world_size=rank.size)
+    dist.init_process_group(
+        "gloo", store=rank.store, rank=rank.number, world_size=rank.size
+    )
     subscriber.subscribe()
 
 
@@ -52,7 +56,9 @@ def call(encoder: torch.nn.Module, length: int) -> tuple[int, float]:
 
 
 def in_other_orders(rank: Rank, is_router: bool) -> list[int]:
-    """Each step one of two encoders, another one on each rank; or both, each rank in an order of its own."""
+    """Each step one of two encoders, another one on each rank; or both, each rank in an order of
+    its own.
+    """
     begin(rank)
     encoders = [Router(1, 1), Expert(1, 1)]
     found = []
@@ -62,24 +68,41 @@ def in_other_orders(rank: Rank, is_router: bool) -> list[int]:
             found.append(length_sync.synced_length(encoder, 100 * step + rank.number))
         dist.barrier()  # as the gradients' reduce
     counters = length_sync.counters()
-    assert sum(one.calls for one in counters) == len(found) == sum(one.rounds for one in counters)
+    assert (
+        sum(one.calls for one in counters)
+        == len(found)
+        == sum(one.rounds for one in counters)
+    )
     assert sum(one.timeouts + one.fallbacks for one in counters) == 0
     return found
 
 
 @pytest.mark.parametrize("is_router", [True, False])
-def test_ranks_that_call_encoders_in_another_order_pair_whatever_comes_like_stock(is_router: bool) -> None:
+def test_ranks_that_call_encoders_in_another_order_pair_whatever_comes_like_stock(
+    is_router: bool,
+) -> None:
     for ended in light_ranks.run(in_other_orders, 3, is_router):
-        assert ended.value == [100 * step + 2 for step in range(STEPS) for _ in range(1 if is_router else 2)]
+        assert ended.value == [
+            100 * step + 2
+            for step in range(STEPS)
+            for _ in range(1 if is_router else 2)
+        ]
         assert lines(ended) == []
 
 
 def many_encoders(rank: Rank) -> list[tuple[str, ...]]:
-    """Forty encoders, which each rank calls in an order of its own; the last rank stays away from the second round."""
+    """Forty encoders, which each rank calls in an order of its own; the last rank stays away from
+    the second round.
+    """
     begin(rank)
     encoders = [Router(1, 1) for _ in range(40)]
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(rank.number)).tolist()
-    assert {length_sync.synced_length(encoders[number], 100 + rank.number) for number in order} == {103}
+    order = torch.randperm(
+        40, generator=torch.Generator().manual_seed(rank.number)
+    ).tolist()
+    assert {
+        length_sync.synced_length(encoders[number], 100 + rank.number)
+        for number in order
+    } == {103}
     dist.barrier()
     stalls: list[tuple[str, ...]] = []
     length_sync.use(Settings.resolve({"timeout": 2.0}))
@@ -94,7 +117,9 @@ def many_encoders(rank: Rank) -> list[tuple[str, ...]]:
     return stalls
 
 
-def test_of_forty_encoders_only_the_rank_that_stays_away_is_missing_and_said_once() -> None:
+def test_of_forty_encoders_only_the_rank_that_stays_away_is_missing_and_said_once() -> (
+    None
+):
     *others, last = light_ranks.run(many_encoders, 4)
     for ended in others:
         assert ended.value == [("3",)]
@@ -123,7 +148,9 @@ def one_encoder_is_apart(rank: Rank) -> list[tuple[int, str]]:
     return found
 
 
-def test_a_rank_is_not_said_to_take_no_part_because_one_of_its_encoders_takes_none() -> None:
+def test_a_rank_is_not_said_to_take_no_part_because_one_of_its_encoders_takes_none() -> (
+    None
+):
     assert light_ranks.run(one_encoder_is_apart, 2)[0].value == [(1, "elsewhere")]
 
 
@@ -132,9 +159,19 @@ def two_threads(rank: Rank) -> list[int]:
     begin(rank)
     encoder = Router(1, 1).eval()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda number: length_sync.synced_length(encoder, 100 + rank.number), range(200)))
+        found = list(
+            pool.map(
+                lambda number: length_sync.synced_length(encoder, 100 + rank.number),
+                range(200),
+            )
+        )
     (counters,) = length_sync.counters()
-    assert (counters.calls, counters.rounds, counters.timeouts, counters.fallbacks) == (200, 200, 0, 0)
+    assert (counters.calls, counters.rounds, counters.timeouts, counters.fallbacks) == (
+        200,
+        200,
+        0,
+        0,
+    )
     return found
 
 
@@ -145,12 +182,16 @@ def test_one_encoder_called_by_two_threads_of_a_rank() -> None:
 
 
 def behind_a_straggler(rank: Rank) -> Any:
-    """Rank 1 does not come: a second thread waits no longer than the first; a signal handler's call not at all."""
+    """Rank 1 does not come: a second thread waits no longer than the first; a signal handler's call
+    not at all.
+    """
     begin(rank, timeout_s=2.0)
     encoder = Router(1, 1)
     found: dict[str, tuple[int, float]] = {}
     if rank.number == 0:
-        second = threading.Thread(target=lambda: found.update(second=call(encoder, 102)))
+        second = threading.Thread(
+            target=lambda: found.update(second=call(encoder, 102))
+        )
 
         def handler(*_: object) -> None:
             found["handler"] = call(encoder, 101)
@@ -164,9 +205,15 @@ def behind_a_straggler(rank: Rank) -> Any:
     return found
 
 
-def test_a_second_thread_and_a_signal_handler_never_wait_without_limit_behind_the_first() -> None:
+def test_a_second_thread_and_a_signal_handler_never_wait_without_limit_behind_the_first() -> (
+    None
+):
     found = light_ranks.run(behind_a_straggler, 2)[0].value
-    assert {who: length for who, (length, _) in found.items()} == {"first": 100, "handler": 101, "second": 102}
+    assert {who: length for who, (length, _) in found.items()} == {
+        "first": 100,
+        "handler": 101,
+        "second": 102,
+    }
     assert found["first"][1] >= 2.0
     assert found["handler"][1] < 1.0
     assert found["second"][1] < 2.0 + SOON_S
@@ -242,5 +289,8 @@ def test_where_sockets_are_anothers_that_is_said_at_once(kind: str) -> None:
         assert length == 100 + number
         assert seconds < SOON_S
         (line,) = [line for line in lines(ended) if " ERROR " in line]
-        assert "the length sync has ended at call 1, this rank uses its own lengths from now on: " in line
+        assert (
+            "the length sync has ended at call 1, this rank uses its own lengths from now on: "
+            in line
+        )
         assert "is in the place of Python's socket.socket" in line

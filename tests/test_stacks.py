@@ -15,7 +15,14 @@ from nemo_patches.judging.kinds import CHECKPOINT
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, look
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.running import is_told
 from nemo_patches.tools.diagnose.sources.stacks import of_samples
@@ -31,7 +38,8 @@ OUT_OF_STEP = (ids.SKIPPED, ids.OUT_OF_STEP, ids.FEWER_BATCHES)
 
 @dataclass(frozen=True)
 class Hang:
-    """What there is to be seen. waiting: by rank, how its wait begins. elsewhere: by rank, the function that it is in.
+    """What there is to be seen. waiting: by rank, how its wait begins. elsewhere: by rank, the
+    function that it is in.
 
     accused: by the verdict; nobody where all wait. words: of the verdict.
     """
@@ -53,7 +61,12 @@ class Hang:
 
 LATE = {0: LENGTH_SYNC, 2: LENGTH_SYNC}
 HANGS = [
-    Hang(jobs.late, LATE, {1: "ask_metadata_server"}, words=("ask_metadata_server (stock_hangs.py:",)),
+    Hang(
+        jobs.late,
+        LATE,
+        {1: "ask_metadata_server"},
+        words=("ask_metadata_server (stock_hangs.py:",),
+    ),
     Hang(
         jobs.late_for_buffers,
         dict.fromkeys((1, 2), "DDP's buffer broadcast of run (encoders.py:"),
@@ -69,21 +82,31 @@ HANGS = [
         {0: LENGTH_SYNC, 1: LENGTH_SYNC},
         {2: "worker_in_fifo"},
         activity=LOADER,
-        words=("it waits for its data loader", "__getitem__ (stock_hangs.py:", f"/{jobs.FIFO}"),
+        words=(
+            "it waits for its data loader",
+            "__getitem__ (stock_hangs.py:",
+            f"/{jobs.FIFO}",
+        ),
     ),
     Hang(
         jobs.worker_spins,
         {0: LENGTH_SYNC, 1: LENGTH_SYNC},
         {2: "worker_spins"},
         activity=LOADER,
-        words=("it waits for its data loader: its worker (pid", "spin (stock_hangs.py:", ", computing"),
+        words=(
+            "it waits for its data loader: its worker (pid",
+            "spin (stock_hangs.py:",
+            ", computing",
+        ),
     ),
     Hang(
         jobs.child_of_a_pool_is_killed,
         LATE,
         {1: "at_step"},
         activity=CHILD,
-        words=("its multiprocessing.Pool has nothing to do: the child that had the task was killed",),
+        words=(
+            "its multiprocessing.Pool has nothing to do: the child that had the task was killed",
+        ),
     ),
     Hang(
         jobs.keeps_gil,
@@ -92,7 +115,9 @@ HANGS = [
         details="it holds Python's lock (GIL) in a C call",
         words=("decode_with_c_extension", "GIL"),
     ),
-    Hang(jobs.stopped, LATE, {1: "<lambda>"}, fate=fates.STOPPED, verdict=(ids.STOPPED,)),
+    Hang(
+        jobs.stopped, LATE, {1: "<lambda>"}, fate=fates.STOPPED, verdict=(ids.STOPPED,)
+    ),
     Hang(
         jobs.deadlock,
         LATE,
@@ -101,7 +126,13 @@ HANGS = [
         details="its thread 'prefetcher' is in take_feed (stock_hangs.py:",
         words=("take_lock", "take_feed"),
     ),
-    Hang(jobs.spins, LATE, {1: "spin"}, details="it computes (", words=("spin (stock_hangs.py:",)),
+    Hang(
+        jobs.spins,
+        LATE,
+        {1: "spin"},
+        details="it computes (",
+        words=("spin (stock_hangs.py:",),
+    ),
     Hang(jobs.polls, LATE, {1: "poll_for"}, words=("poll_for (stock_hangs.py:",)),
     Hang(
         jobs.pool,
@@ -129,18 +160,28 @@ HANGS = [
     ),
     Hang(
         jobs.collective_of_a_thread,
-        dict.fromkeys((0, 2), "all_reduce of collective_of_a_thread.<lambda> (stock_hangs.py:"),
+        dict.fromkeys(
+            (0, 2), "all_reduce of collective_of_a_thread.<lambda> (stock_hangs.py:"
+        ),
         {1: "ask_metadata_server"},
     ),
     Hang(
         jobs.two_missing,
         LATE,
         {1: "ask_metadata_server", 3: "poll_for"},
-        words=("Ranks 1, 3", "rank 1: it is in ask_metadata_server", "rank 3: it is in poll_for"),
+        words=(
+            "Ranks 1, 3",
+            "rank 1: it is in ask_metadata_server",
+            "rank 3: it is in poll_for",
+        ),
     ),
     Hang(
         jobs.checkpoint_on_rank_0,
-        {0: "barrier of save_checkpoint (stock_hangs.py:", 1: LENGTH_SYNC, 2: LENGTH_SYNC},
+        {
+            0: "barrier of save_checkpoint (stock_hangs.py:",
+            1: LENGTH_SYNC,
+            2: LENGTH_SYNC,
+        },
         activity=CHECKPOINT,
         verdict=OUT_OF_STEP,
         words=("rank 0 in barrier of save_checkpoint", "= 2"),
@@ -155,7 +196,11 @@ HANGS = [
     ),
     Hang(
         jobs.other_order,
-        {0: "broadcast of other_order", 1: "all_gather of other_order", 2: "broadcast of other_order"},
+        {
+            0: "broadcast of other_order",
+            1: "all_gather of other_order",
+            2: "broadcast of other_order",
+        },
         verdict=OUT_OF_STEP,
         words=("rank 1 in all_gather", "ranks 0, 2 in broadcast"),
         reaching=(0, 1, 2),
@@ -169,9 +214,17 @@ HANGS = [
     ),
     Hang(
         jobs.swallowed,
-        {0: "backward, which reduces the gradients", 1: LENGTH_SYNC, 2: "backward, which reduces the gradients"},
+        {
+            0: "backward, which reduces the gradients",
+            1: LENGTH_SYNC,
+            2: "backward, which reduces the gradients",
+        },
         verdict=(ids.SKIPPED,),
-        words=("rank 1 is at i of swallowed (stock_hangs.py) = 3", "ranks 0, 2 at 2", "rank 1 went on without"),
+        words=(
+            "rank 1 is at i of swallowed (stock_hangs.py) = 3",
+            "ranks 0, 2 at 2",
+            "rank 1 went on without",
+        ),
         reaching=(1,),
     ),
     Hang(
@@ -185,7 +238,11 @@ HANGS = [
         jobs.one_evaluation_batch_more,
         {0: "all_gather of validate (stock_hangs.py:", 1: LENGTH_SYNC, 2: LENGTH_SYNC},
         verdict=OUT_OF_STEP,
-        words=("rank 0 in all_gather of validate", "ranks 1-2 went on", "at j of evaluate (stock_hangs.py) = 4: fewer"),
+        words=(
+            "rank 0 in all_gather of validate",
+            "ranks 1-2 went on",
+            "at j of evaluate (stock_hangs.py) = 4: fewer",
+        ),
         reaching=(0, 1, 2),
     ),
     Hang(
@@ -205,31 +262,51 @@ HANGS = [
 ]
 
 
-def looked_at(pids: Sequence[int], until: Callable[[list[Fact]], bool]) -> tuple[HostJob, list[Fact]]:
+def looked_at(
+    pids: Sequence[int], until: Callable[[list[Fact]], bool]
+) -> tuple[HostJob, list[Fact]]:
     """The samples that show it; a busy machine takes its time until a job hangs."""
     [ranks] = jobs_here(pids=pids)
     deadline = time.monotonic() + LIMIT_S
     while True:
-        job = look(ranks, lambda job: is_told(job, STUCK_AFTER_S), between_s=0.5, at_most_s=10.0)
+        job = look(
+            ranks,
+            lambda job: is_told(job, STUCK_AFTER_S),
+            between_s=0.5,
+            at_most_s=10.0,
+        )
         facts = of_samples(job)
         if until(facts) or time.monotonic() > deadline:
             return job, facts
 
 
 def of(facts: Sequence[Fact], rank: int, kind: type[Any]) -> Any:
-    return next((fact.value for fact in facts if fact.rank == rank and isinstance(fact.value, kind)), None)
+    return next(
+        (
+            fact.value
+            for fact in facts
+            if fact.rank == rank and isinstance(fact.value, kind)
+        ),
+        None,
+    )
 
 
 def waits(facts: Sequence[Fact], rank: int, at_least_s: float = STUCK_AFTER_S) -> bool:
     motion = of(facts, rank, Motion)
-    return bool(of(facts, rank, Place).collective) and not motion.moved and (motion.still_s or 0) >= at_least_s
+    return (
+        bool(of(facts, rank, Place).collective)
+        and not motion.moved
+        and (motion.still_s or 0) >= at_least_s
+    )
 
 
 @pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.scenario.__name__)
 def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> None:
     reaching = hang.reaching or tuple(hang.elsewhere)
     with jobs.running(hang.scenario, hang.size, tmp_path, *reaching) as pids:
-        _, facts = looked_at(pids, lambda facts: all(waits(facts, rank) for rank in hang.waiting))
+        _, facts = looked_at(
+            pids, lambda facts: all(waits(facts, rank) for rank in hang.waiting)
+        )
     for rank in range(hang.size):
         assert of(facts, rank, Member) == Member(hang.size, pids[rank])
     for rank, title in hang.waiting.items():
@@ -251,13 +328,21 @@ def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> N
         assert word.lower() in report.verdict.lower(), report.verdict
 
 
-def test_a_script_that_ended_before_one_of_its_threads_is_told_as_that(tmp_path: Path) -> None:
+def test_a_script_that_ended_before_one_of_its_threads_is_told_as_that(
+    tmp_path: Path,
+) -> None:
     with jobs.running(jobs.thread_left, 2, tmp_path, 1) as pids:
         _, facts = looked_at(pids, lambda facts: waits(facts, 0))
-    first = judge(Evidence(facts, world_size=2), stuck_after_s=STUCK_AFTER_S).findings[0]
+    first = judge(Evidence(facts, world_size=2), stuck_after_s=STUCK_AFTER_S).findings[
+        0
+    ]
     assert first.ranks == (1,)
-    assert "its script has come to its end, and waits for its other threads" in first.text
-    assert "its thread 'uploader' is in ask_metadata_server (stock_hangs.py:" in first.text
+    assert (
+        "its script has come to its end, and waits for its other threads" in first.text
+    )
+    assert (
+        "its thread 'uploader' is in ask_metadata_server (stock_hangs.py:" in first.text
+    )
 
 
 def test_a_checkpoint_that_is_being_written_is_no_hang(tmp_path: Path) -> None:
@@ -270,8 +355,14 @@ def test_a_checkpoint_that_is_being_written_is_no_hang(tmp_path: Path) -> None:
     assert "it wrote" in report.verdict
 
 
-@pytest.mark.parametrize("scenario", [jobs.healthy, jobs.straggling, jobs.pausing], ids=lambda one: one.__name__)
-def test_nobody_of_a_job_that_goes_on_is_accused(scenario: Callable[[jobs.Rank], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "scenario",
+    [jobs.healthy, jobs.straggling, jobs.pausing],
+    ids=lambda one: one.__name__,
+)
+def test_nobody_of_a_job_that_goes_on_is_accused(
+    scenario: Callable[[jobs.Rank], Any], tmp_path: Path
+) -> None:
     with jobs.running(scenario, 3, tmp_path, 0, 1, 2) as pids:
         [ranks] = jobs_here(pids=pids)
         for _ in range(3):

@@ -1,4 +1,6 @@
-"""Which processes of a host are ranks, what is collected of them, and what without the right to look inside."""
+"""Which processes of a host are ranks, what is collected of them, and what without the right to
+look inside.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,11 @@ from nemo_patches.tools.diagnose.verdicts import LOADER
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 CHECKOUT = Path(__file__).parent.parent
-needs_py_spy = pytest.mark.skipif(not samples.py_spy(), reason="py-spy is not installed")
-# It starts itself with what is left of its arguments, each as the variables of one child; ends when its input does.
+needs_py_spy = pytest.mark.skipif(
+    not samples.py_spy(), reason="py-spy is not installed"
+)
+# It starts itself with what is left of its arguments, each as the variables of one child; ends when
+# its input does.
 PROGRAM = """
 import json, os, subprocess, sys
 for variables in json.loads(sys.argv[1]):
@@ -50,17 +55,31 @@ for variables in json.loads(sys.argv[1]):
 print(os.getpid(), flush=True)
 sys.stdin.read()
 """
-TORCHRUN = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
 
 
 @contextlib.contextmanager
 def process(
-    folder: Path, variables: Mapping[str, str], children: list[dict[str, str]] | None = None, text: str = PROGRAM
+    folder: Path,
+    variables: Mapping[str, str],
+    children: list[dict[str, str]] | None = None,
+    text: str = PROGRAM,
 ) -> Iterator[int]:
-    """A Python process with these variables that works in the folder, with its children; its process id."""
+    """A Python process with these variables that works in the folder, with its children; its
+    process id.
+    """
     program = folder / "program.py"
     program.write_text(text)
-    own = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LD_LIBRARY_PATH")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name in ("PATH", "HOME", "LD_LIBRARY_PATH")
+    }
     started = subprocess.Popen(
         [sys.executable, str(program), json.dumps(children or [])],
         env={**own, **variables},
@@ -85,13 +104,22 @@ def process(
 
 def here(folder: Path) -> list[tuple[int, int, int, str, str]]:
     [ranks] = jobs_here(str(folder))
-    return [(one.rank, one.world_size, one.local_world_size, one.job, one.found_by) for one in ranks]
+    return [
+        (one.rank, one.world_size, one.local_world_size, one.job, one.found_by)
+        for one in ranks
+    ]
 
 
 def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
-    ranks = [{**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "2"} for rank in (4, 5)]
+    ranks = [
+        {**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "2"}
+        for rank in (4, 5)
+    ]
     with process(tmp_path, ranks[0], [{}]) as pid, process(tmp_path, ranks[1]):
-        assert here(tmp_path) == [(4, 8, 2, "node1:29500", "torchrun"), (5, 8, 2, "node1:29500", "torchrun")]
+        assert here(tmp_path) == [
+            (4, 8, 2, "node1:29500", "torchrun"),
+            (5, 8, 2, "node1:29500", "torchrun"),
+        ]
         [found] = jobs_here(str(tmp_path))
         assert found[0].pid == pid
         assert found[0].launch == "2"
@@ -103,19 +131,35 @@ def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
     "agent",
     [
         {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "4711"},
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"},
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "pod-0",
+            "MASTER_PORT": "23456",
+        },
     ],
     ids=["srun torchrun", "a pod's torchrun"],
 )
-def test_torchruns_agent_is_no_rank_whatever_its_own_launcher_has_set(agent: dict[str, str], tmp_path: Path) -> None:
-    ranks = [{**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"} for rank in (2, 3)]
+def test_torchruns_agent_is_no_rank_whatever_its_own_launcher_has_set(
+    agent: dict[str, str], tmp_path: Path
+) -> None:
+    ranks = [
+        {**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RUN_ID": "none"}
+        for rank in (2, 3)
+    ]
     with process(tmp_path, agent, ranks) as pid:
-        assert here(tmp_path) == [(rank, 8, 2, "node1:29500", "torchrun") for rank in (2, 3)]
+        assert here(tmp_path) == [
+            (rank, 8, 2, "node1:29500", "torchrun") for rank in (2, 3)
+        ]
         assert pid not in {rank.pid for rank in jobs_here(str(tmp_path))[0]}
 
 
 def test_a_launcher_without_a_run_id_under_srun_is_no_rank(tmp_path: Path) -> None:
-    with process(tmp_path, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, [{**TORCHRUN, "RANK": "0"}]):
+    with process(
+        tmp_path,
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        [{**TORCHRUN, "RANK": "0"}],
+    ):
         assert here(tmp_path) == [(0, 8, 2, "node1:29500", "torchrun")]
 
 
@@ -123,17 +167,30 @@ def test_a_rank_that_is_not_there_has_ended(tmp_path: Path) -> None:
     with process(tmp_path, {**TORCHRUN, "RANK": "5"}) as pid:
         [ranks] = jobs_here(str(tmp_path))
         facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
-        assert [fact.rank for fact in facts if isinstance(fact.value, Fate) and fact.value.kind == fates.GONE] == [4]
+        assert [
+            fact.rank
+            for fact in facts
+            if isinstance(fact.value, Fate) and fact.value.kind == fates.GONE
+        ] == [4]
         [ranks] = jobs_here(pids=[pid])  # who is given alone has others beside it
         facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
         assert {fact.rank for fact in facts} == {5}
 
 
 def test_lightnings_launcher_gives_its_first_rank_no_variables(tmp_path: Path) -> None:
-    child = {"LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    child = {
+        "LOCAL_RANK": "1",
+        "NODE_RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
     with process(tmp_path, {}, [child]) as pid:
         launcher = "Lightning's launcher"
-        assert here(tmp_path) == [(2, 4, 2, "a:1", launcher), (3, 4, 2, "a:1", launcher)]
+        assert here(tmp_path) == [
+            (2, 4, 2, "a:1", launcher),
+            (3, 4, 2, "a:1", launcher),
+        ]
         assert jobs_here(str(tmp_path))[0][0].pid == pid
 
 
@@ -141,11 +198,21 @@ def test_lightnings_launcher_gives_its_first_rank_no_variables(tmp_path: Path) -
     ("variables", "told"),
     [
         (
-            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_ID": "4711"},
+            {
+                "SLURM_PROCID": "3",
+                "SLURM_NTASKS": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+                "SLURM_JOB_ID": "4711",
+            },
             (3, 8, 4, "4711", "Slurm"),
         ),
         (
-            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "5,3", "MASTER_PORT": "9"},
+            {
+                "SLURM_PROCID": "3",
+                "SLURM_NTASKS": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "5,3",
+                "MASTER_PORT": "9",
+            },
             (3, 8, 0, ":9", "Slurm"),
         ),
         (
@@ -161,25 +228,36 @@ def test_lightnings_launcher_gives_its_first_rank_no_variables(tmp_path: Path) -
     ],
     ids=["slurm", "slurm, uneven nodes", "open mpi under slurm"],
 )
-def test_other_launchers(variables: dict[str, str], told: tuple[Any, ...], tmp_path: Path) -> None:
+def test_other_launchers(
+    variables: dict[str, str], told: tuple[Any, ...], tmp_path: Path
+) -> None:
     with process(tmp_path, variables):
         assert here(tmp_path) == [told]
 
 
-def test_a_shell_may_be_between_a_rank_and_its_launcher_and_is_none(tmp_path: Path) -> None:
+def test_a_shell_may_be_between_a_rank_and_its_launcher_and_is_none(
+    tmp_path: Path,
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = f"{sys.executable} {program} '[]'; true"
     variables = {**os.environ, **TORCHRUN, "RANK": "0"}
-    with subprocess.Popen(["sh", "-c", command], env=variables, cwd=tmp_path, stdin=-1, stdout=-1) as shell:
+    with subprocess.Popen(
+        ["sh", "-c", command], env=variables, cwd=tmp_path, stdin=-1, stdout=-1
+    ) as shell:
         assert shell.stdout is not None
         pid = int(shell.stdout.readline())
         [[rank]] = jobs_here(str(tmp_path))
         assert rank.pid == pid != shell.pid
 
 
-def test_given_processes_are_ranks_by_their_variables_or_else_by_their_order(tmp_path: Path) -> None:
-    with process(tmp_path, {**TORCHRUN, "RANK": "5"}) as five, process(tmp_path, {**TORCHRUN, "RANK": "4"}) as four:
+def test_given_processes_are_ranks_by_their_variables_or_else_by_their_order(
+    tmp_path: Path,
+) -> None:
+    with (
+        process(tmp_path, {**TORCHRUN, "RANK": "5"}) as five,
+        process(tmp_path, {**TORCHRUN, "RANK": "4"}) as four,
+    ):
         [ranks] = jobs_here(pids=[five, four])
         assert [(one.rank, one.pid) for one in ranks] == [(4, four), (5, five)]
     with process(tmp_path, {}) as first, process(tmp_path, {}) as second:
@@ -284,12 +362,20 @@ def test_the_connection_or_the_pipe_that_a_rank_is_at(tmp_path: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert details(AT.format(to=port), "wait") == f"its system call is at a connection to 127.0.0.1:{port}"
-    assert details(AT.format(to=0), "pipe").startswith("its system call is at its standard output (pipe:[")
+        assert (
+            details(AT.format(to=port), "wait")
+            == f"its system call is at a connection to 127.0.0.1:{port}"
+        )
+    assert details(AT.format(to=0), "pipe").startswith(
+        "its system call is at its standard output (pipe:["
+    )
 
 
 def of(job: Any, kind: type[Any]) -> Any:
-    return next((fact.value for fact in reader.of_samples(job) if isinstance(fact.value, kind)), None)
+    return next(
+        (fact.value for fact in reader.of_samples(job) if isinstance(fact.value, kind)),
+        None,
+    )
 
 
 @needs_py_spy
@@ -308,7 +394,9 @@ def test_a_stopped_rank_is_read_without_stopping_it_once_more(tmp_path: Path) ->
 def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
     with (
         process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid,
-        subprocess.Popen(["gdb", "-q", "-nx", "-p", str(pid)], stdin=-1, stdout=-1, stderr=-1) as debugger,
+        subprocess.Popen(
+            ["gdb", "-q", "-nx", "-p", str(pid)], stdin=-1, stdout=-1, stderr=-1
+        ) as debugger,
     ):
         deadline = time.monotonic() + 60
         while not samples.number_in(samples.read(f"/proc/{pid}/status"), "TracerPid"):
@@ -316,7 +404,9 @@ def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
             time.sleep(0.05)
         [ranks] = jobs_here(str(tmp_path))
         job = look(ranks, lambda _: True, between_s=0.1)
-        assert of(job, Fate) == Fate(fates.TRACED, f"traced by pid {debugger.pid} (gdb, strace)")
+        assert of(job, Fate) == Fate(
+            fates.TRACED, f"traced by pid {debugger.pid} (gdb, strace)"
+        )
         debugger.kill()
 
 
@@ -325,7 +415,9 @@ def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
 def test_strace_holds_nobody(tmp_path: Path) -> None:
     with (
         process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid,
-        subprocess.Popen(["strace", "-o", "/dev/null", "-p", str(pid)], stdin=-3, stderr=-3) as tracer,
+        subprocess.Popen(
+            ["strace", "-o", "/dev/null", "-p", str(pid)], stdin=-3, stderr=-3
+        ) as tracer,
     ):
         deadline = time.monotonic() + 60
         while not samples.number_in(samples.read(f"/proc/{pid}/status"), "TracerPid"):
@@ -347,7 +439,13 @@ def alone() -> Iterator[Path]:
     if not (CHECKOUT / "nemo_patches").exists() or not shutil.which("make"):
         pytest.skip("of the checkout")
     subprocess.run(
-        ["make", "-s", "stacks.pyz", f"PYTHON={sys.executable}", f"PYZ={folder / 'stacks'}"],
+        [
+            "make",
+            "-s",
+            "stacks.pyz",
+            f"PYTHON={sys.executable}",
+            f"PYZ={folder / 'stacks'}",
+        ],
         check=True,
         cwd=CHECKOUT,
         timeout=60,
@@ -358,7 +456,9 @@ def alone() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def run_alone(pyz: Path, pid: int, python: str = sys.executable, path: str = "", **more: Any) -> Evidence:
+def run_alone(
+    pyz: Path, pid: int, python: str = sys.executable, path: str = "", **more: Any
+) -> Evidence:
     """What the one file tells of a process, which knows nothing of the package's other modules."""
     done = subprocess.run(
         [python, "-I", str(pyz), "--pids", str(pid)],
@@ -382,7 +482,9 @@ def run_alone(pyz: Path, pid: int, python: str = sys.executable, path: str = "",
 
 
 @needs_py_spy
-def test_the_one_file_for_containers_tells_the_same(alone: Path, tmp_path: Path) -> None:
+def test_the_one_file_for_containers_tells_the_same(
+    alone: Path, tmp_path: Path
+) -> None:
     with process(tmp_path, {**TORCHRUN, "RANK": "3"}, text=GOES_ON) as pid:
         evidence = run_alone(alone, pid)
     assert not evidence.problems
@@ -394,8 +496,12 @@ def test_the_one_file_for_containers_tells_the_same(alone: Path, tmp_path: Path)
     assert told[3].by.startswith("i of train (program.py) went from ")
 
 
-@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no second Python")
-def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(alone: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not os.path.exists("/usr/bin/python3"), reason="there is no second Python"
+)
+def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(
+    alone: Path, tmp_path: Path
+) -> None:
     if shutil.which("py-spy", path="/usr/bin:/usr/local/bin"):
         pytest.skip("py-spy is beside it")
     with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
@@ -403,7 +509,9 @@ def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(alone:
     fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
     assert fate.kind == fates.UNREADABLE
     assert "pip install py-spy" in fate.text
-    motion = next(fact.value for fact in evidence.facts if isinstance(fact.value, Motion))
+    motion = next(
+        fact.value for fact in evidence.facts if isinstance(fact.value, Motion)
+    )
     assert not motion.moved  # it has slept
     assert motion.still_s is not None
     assert motion.still_s > 1.0
@@ -411,21 +519,42 @@ def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(alone:
 
 @needs_py_spy
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="no Python that everybody may run")
-def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(alone: Path, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not os.path.exists("/usr/bin/python3"), reason="no Python that everybody may run"
+)
+def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(
+    alone: Path, tmp_path: Path
+) -> None:
     shutil.copy(samples.py_spy(), alone.parent / "py-spy")
     with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
-        evidence = run_alone(alone, pid, python="/usr/bin/python3", path=str(alone.parent), user=65534, group=65534)
+        evidence = run_alone(
+            alone,
+            pid,
+            python="/usr/bin/python3",
+            path=str(alone.parent),
+            user=65534,
+            group=65534,
+        )
     fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
-    assert (fate.kind, fate.text) == (fates.UNREADABLE, "it is user 0's: run this as that user, or as root")
-    assert fate.details[0].startswith("state ") and fate.details[0].endswith(" s of CPU time")
-    assert any(isinstance(fact.value, Motion) and not fact.value.moved for fact in evidence.facts)
+    assert (fate.kind, fate.text) == (
+        fates.UNREADABLE,
+        "it is user 0's: run this as that user, or as root",
+    )
+    assert fate.details[0].startswith("state ") and fate.details[0].endswith(
+        " s of CPU time"
+    )
+    assert any(
+        isinstance(fact.value, Motion) and not fact.value.moved
+        for fact in evidence.facts
+    )
 
 
 def test_a_job_has_settled_where_its_ranks_slept_long_or_ran_on() -> None:
     def sample(frames: str, slept_s: float, uptime_s: float) -> samples.Sample:
         thread = samples.Thread(tid=1, frames=(samples.Frame(frames, "a.py", 1),))
-        return samples.Sample(1, "S", uptime_s=uptime_s, slept_s=slept_s, threads=(thread,))
+        return samples.Sample(
+            1, "S", uptime_s=uptime_s, slept_s=slept_s, threads=(thread,)
+        )
 
     def job(*two: samples.Sample) -> HostJob:
         return HostJob("node1", 1.0, (SampledRank(HostRank(0, 1, 1, 1), two),))
@@ -435,7 +564,9 @@ def test_a_job_has_settled_where_its_ranks_slept_long_or_ran_on() -> None:
     assert not has_settled(job(sample("f", 1, 100), sample("f", 3, 102)))
 
 
-def test_python_that_has_no_launchers_variables_is_named_with_torch_loaded(tmp_path: Path) -> None:
+def test_python_that_has_no_launchers_variables_is_named_with_torch_loaded(
+    tmp_path: Path,
+) -> None:
     with process(tmp_path, {}) as pid:
         among = host_ranks.processes()
         assert among[pid].is_python
@@ -446,7 +577,10 @@ def test_python_that_has_no_launchers_variables_is_named_with_torch_loaded(tmp_p
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from nemo_patches.cli import main; main()"
     return subprocess.run(
-        [sys.executable, "-c", code, "stacks", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, "stacks", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -457,7 +591,9 @@ def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
         as_json = command("--pids", str(pid), "--json")
     assert done.returncode == 0, done.stderr
     first, second, *_ = done.stdout.splitlines()
-    assert first == f"job node1:29500 on {socket.gethostname()}: 1 rank, found by torchrun"
+    assert (
+        first == f"job node1:29500 on {socket.gethostname()}: 1 rank, found by torchrun"
+    )
     assert second.startswith(f"  rank 3 (pid {pid}): in train (program.py:")
     assert "moved: i of train (program.py) went from " in second
     file = tmp_path / "node1.json"
@@ -470,7 +606,11 @@ def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     done = command("--pids", "x")
     assert done.returncode == 2
-    assert done.stderr == "nemo-patches stacks: --pids=x: allowed are process ids with commas between: 4711,4712\n"
+    assert (
+        done.stderr
+        == "nemo-patches stacks: --pids=x: allowed are process ids with commas between:"
+        " 4711,4712\n"
+    )
     done = command("--job", str(tmp_path))
     assert done.returncode == 2
     assert "no rank of a job works there" in done.stderr
@@ -479,19 +619,35 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
 IN_LOADER = (
     samples.Frame("select", "/usr/lib/python3.11/selectors.py", 415),
     samples.Frame("poll", "/usr/lib/python3.11/multiprocessing/connection.py", 257),
-    samples.Frame("_try_get_data", "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 1300),
+    samples.Frame(
+        "_try_get_data",
+        "/v/lib/python3.11/site-packages/torch/utils/data/dataloader.py",
+        1300,
+    ),
     samples.Frame("train", "/job/train.py", 80),
 )
 IDLE = (
     *IN_LOADER[:2],
     samples.Frame("get", "/usr/lib/python3.11/multiprocessing/queues.py", 113),
-    samples.Frame("_worker_loop", "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", 330),
-    samples.Frame("train", "/job/train.py", 80),  # of its parent, which it was forked from
+    samples.Frame(
+        "_worker_loop",
+        "/v/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py",
+        330,
+    ),
+    samples.Frame(
+        "train", "/job/train.py", 80
+    ),  # of its parent, which it was forked from
 )
 READS = (
     samples.Frame("read", "/v/lib/python3.11/site-packages/soundfile.py", 285),
-    samples.Frame("__getitem__", "/v/lib/python3.11/site-packages/nemo/collections/asr/data/audio_to_text.py", 600),
-    samples.Frame("fetch", "/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py", 54),
+    samples.Frame(
+        "__getitem__",
+        "/v/lib/python3.11/site-packages/nemo/collections/asr/data/audio_to_text.py",
+        600,
+    ),
+    samples.Frame(
+        "fetch", "/v/lib/python3.11/site-packages/torch/utils/data/_utils/fetch.py", 54
+    ),
     *IDLE[-2:],
 )
 
@@ -503,40 +659,66 @@ READS = (
         (
             (IDLE, READS),
             "S",
-            "its worker (pid 102) is in read (soundfile.py:285) < __getitem__ (audio_to_text.py:600) <",
+            (
+                "its worker (pid 102) is in read (soundfile.py:285) < __getitem__"
+                " (audio_to_text.py:600) <"
+            ),
         ),
-        ((READS, READS), "S", "its workers (pids 101, 102) are in read (soundfile.py:285)"),
+        (
+            (READS, READS),
+            "S",
+            "its workers (pids 101, 102) are in read (soundfile.py:285)",
+        ),
         ((IDLE, IDLE), "Z", "its worker (pid 101) has died"),
-        ((IDLE, IDLE), "T", "its workers (pids 101, 102) are in select (selectors.py:415) < poll"),
+        (
+            (IDLE, IDLE),
+            "T",
+            "its workers (pids 101, 102) are in select (selectors.py:415) < poll",
+        ),
     ],
     ids=["idle", "one reads, in libraries only", "both read", "dead", "stopped"],
 )
 def test_the_worker_that_a_rank_waits_for(frames: Any, state: str, told: str) -> None:
     workers = tuple(
-        samples.Sample(pid, state, threads=(samples.Thread(tid=pid, frames=of_one),), slept_s=50.0)
+        samples.Sample(
+            pid, state, threads=(samples.Thread(tid=pid, frames=of_one),), slept_s=50.0
+        )
         for pid, of_one in zip((101, 102), frames, strict=True)
     )
     main = samples.Thread(tid=100, frames=IN_LOADER)
-    two = tuple(samples.Sample(100, "S", at, threads=(main,), workers=workers, slept_s=1.0) for at in (10.0, 12.0))
+    two = tuple(
+        samples.Sample(100, "S", at, threads=(main,), workers=workers, slept_s=1.0)
+        for at in (10.0, 12.0)
+    )
     job = HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),))
     place = of(job, Place)
     assert place.activity == LOADER
     assert place.worker.startswith(told)
     assert bool(place.worker) == bool(told)
     assert ("stopped (state T)" in place.worker) == (state == "T")
-    assert of(job, Motion) == Motion(False, still_s=52.0)  # its workers' time: it looks for dead ones every few seconds
+    assert of(job, Motion) == Motion(
+        False, still_s=52.0
+    )  # its workers' time: it looks for dead ones every few seconds
 
 
 IN_POOL = (
     samples.Frame("wait", "/usr/lib/python3.11/threading.py", 327),
-    samples.Frame("ApplyResult.get", "/usr/lib/python3.11/multiprocessing/pool.py", 768),
+    samples.Frame(
+        "ApplyResult.get", "/usr/lib/python3.11/multiprocessing/pool.py", 768
+    ),
     samples.Frame("decode", "/job/train.py", 80),
 )
 WAITS_FOR_A_TASK = (
-    samples.Frame("SimpleQueue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 365),
+    samples.Frame(
+        "SimpleQueue.get", "/usr/lib/python3.11/multiprocessing/queues.py", 365
+    ),
     samples.Frame("worker", "/usr/lib/python3.11/multiprocessing/pool.py", 114),
-    samples.Frame("BaseProcess._bootstrap", "/usr/lib/python3.11/multiprocessing/process.py", 314),
-    samples.Frame("decode", "/job/train.py", 79),  # of its parent, which it was forked from
+    samples.Frame(
+        "BaseProcess._bootstrap", "/usr/lib/python3.11/multiprocessing/process.py", 314
+    ),
+    samples.Frame(
+        "decode", "/job/train.py", 79
+    ),  # of its parent, which it was forked from
 )
 HAS_A_TASK = (samples.Frame("decode_file", "/job/train.py", 12), *WAITS_FOR_A_TASK[1:])
 
@@ -551,31 +733,61 @@ HAS_A_TASK = (samples.Frame("decode_file", "/job/train.py", 12), *WAITS_FOR_A_TA
     ],
     ids=["all wait", "one works", "one is not read", "there may be more"],
 )
-def test_a_pool_has_lost_a_task_where_all_its_children_wait_for_one(of_children: Any, said: bool) -> None:
+def test_a_pool_has_lost_a_task_where_all_its_children_wait_for_one(
+    of_children: Any, said: bool
+) -> None:
     children = tuple(
-        samples.Sample(200 + number, "S", threads=(samples.Thread(tid=200 + number, frames=frames),))
+        samples.Sample(
+            200 + number,
+            "S",
+            threads=(samples.Thread(tid=200 + number, frames=frames),),
+        )
         for number, frames in enumerate(of_children)
     )
     main = samples.Thread(tid=100, frames=IN_POOL)
-    two = tuple(samples.Sample(100, "S", at, threads=(main,), workers=children) for at in (10.0, 12.0))
-    details = of(HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),)), Place).details
+    two = tuple(
+        samples.Sample(100, "S", at, threads=(main,), workers=children)
+        for at in (10.0, 12.0)
+    )
+    details = of(
+        HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),)), Place
+    ).details
     assert ("the child that had the task was killed" in "; ".join(details)) == said
 
 
 @pytest.mark.parametrize(
     ("state", "channel", "told"),
     [
-        ("D", "mem_cgroup_oom_synchronize", "its cgroup is out of memory, and the kernel holds it until some is free"),
+        (
+            "D",
+            "mem_cgroup_oom_synchronize",
+            "its cgroup is out of memory, and the kernel holds it until some is free",
+        ),
         ("D", "__refrigerator", "its cgroup is frozen (cgroup.freeze)"),
-        ("S", "do_freezer_trap", "in state S (do_freezer_trap): its cgroup is frozen (cgroup.freeze)"),
-        ("D", "rpc_wait_bit_killable", "(rpc_wait_bit_killable): a disk or a network file system"),
+        (
+            "S",
+            "do_freezer_trap",
+            "in state S (do_freezer_trap): its cgroup is frozen (cgroup.freeze)",
+        ),
+        (
+            "D",
+            "rpc_wait_bit_killable",
+            "(rpc_wait_bit_killable): a disk or a network file system",
+        ),
         ("D", "0", "an uninterruptible system call: a disk or a network file system"),
         ("S", "futex_wait_queue", ""),
     ],
 )
 def test_what_the_kernel_holds_a_rank_in(state: str, channel: str, told: str) -> None:
     main = samples.Thread(tid=100, frames=READS[:1])
-    two = tuple(samples.Sample(100, state, at, wait_channel=channel, threads=(main,)) for at in (10.0, 12.0))
-    details = "; ".join(of(HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),)), Place).details)
+    two = tuple(
+        samples.Sample(100, state, at, wait_channel=channel, threads=(main,))
+        for at in (10.0, 12.0)
+    )
+    details = "; ".join(
+        of(
+            HostJob("node1", 1.0, (SampledRank(HostRank(0, 100, 1, 1), two),)), Place
+        ).details
+    )
     assert told in details
     assert bool(told) == ("in state" in details)

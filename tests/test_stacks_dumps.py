@@ -1,4 +1,6 @@
-"""Stacks that somebody has made by hand, of a stock job that hangs: each form is read, and none ends the reader."""
+"""Stacks that somebody has made by hand, of a stock job that hangs: each form is read, and none
+ends the reader.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,22 @@ from test_stacks import LENGTH_SYNC, STUCK_AFTER_S, looked_at, of, waits
 
 from nemo_patches.tools.diagnose import fates, places
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, jobs_here, look
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    FORMAT,
+    WHAT,
+    HostFile,
+    jobs_here,
+    look,
+)
 from nemo_patches.tools.diagnose.collect.samples import Frame, py_spy
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources.stacks import of_samples, read, recognises
 from nemo_patches.tools.diagnose.verdicts import ENDING
@@ -39,7 +54,9 @@ def told_by(*files: Path) -> Evidence:
 
 
 @pytest.fixture(scope="module")
-def late_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int], HostFile]]:
+def late_job(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, list[int], HostFile]]:
     """Its folder, its ranks' processes, and what was collected of it, once it hangs."""
     folder = tmp_path_factory.mktemp("late")
     with jobs.running(jobs.late, 3, folder, 1) as pids:
@@ -50,7 +67,9 @@ def late_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, l
 
 def dump(pid: int, *options: str) -> str:
     command = [py_spy(), "dump", "--pid", str(pid), *options]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=120
+    ).stdout
 
 
 def faulthandlers(folder: Path, rank: int, pid: int) -> str:
@@ -76,22 +95,42 @@ def in_forms(job: tuple[Path, list[int], HostFile], out: Path) -> dict[str, list
         put("py-spy", f"rank{rank}.txt", texts[rank])
         put("py-spy json", f"{rank}.json", dump(pid, "--json"))
         put("py-spy native json", f"dump-{rank}.json", dump(pid, "--json", "--native"))
-        put("faulthandler", f"{rank}/stderr.log", f"step 1\n{faulthandlers(folder, rank, pid)}step 2\n")
+        put(
+            "faulthandler",
+            f"{rank}/stderr.log",
+            f"step 1\n{faulthandlers(folder, rank, pid)}step 2\n",
+        )
         put("no rank told", f"{'abc'[rank]}.txt", texts[rank])
     put(
         "debug server",
         "stacks.dump",
-        "".join(f"=== Rank {rank}: node1:1 ===\n{text}" for rank, text in enumerate(texts)),
+        "".join(
+            f"=== Rank {rank}: node1:1 ===\n{text}" for rank, text in enumerate(texts)
+        ),
     )
-    lines = [[f"[rank{rank}]: {line}" for line in text.splitlines()] for rank, text in enumerate(texts)]
+    lines = [
+        [f"[rank{rank}]: {line}" for line in text.splitlines()]
+        for rank, text in enumerate(texts)
+    ]
     longest = max(map(len, lines))
-    mixed = [of_rank[number] for number in range(longest) for of_rank in lines if number < len(of_rank)]
-    put("prefixes, mixed", "job.log", "\n".join(["[rank0]: begins", *mixed, "12:30:01 ends"]))
+    mixed = [
+        of_rank[number]
+        for number in range(longest)
+        for of_rank in lines
+        if number < len(of_rank)
+    ]
+    put(
+        "prefixes, mixed",
+        "job.log",
+        "\n".join(["[rank0]: begins", *mixed, "12:30:01 ends"]),
+    )
     put("own json", "node1.json", host_file.as_json())
     return made
 
 
-def test_every_form_tells_the_same(late_job: tuple[Path, list[int], HostFile], tmp_path: Path) -> None:
+def test_every_form_tells_the_same(
+    late_job: tuple[Path, list[int], HostFile], tmp_path: Path
+) -> None:
     for form, files in in_forms(late_job, tmp_path).items():
         facts = told_by(*files).facts
         for rank in (0, 2):
@@ -107,15 +146,23 @@ def test_every_form_tells_the_same(late_job: tuple[Path, list[int], HostFile], t
             assert "moment" in report.verdict, form
 
 
-def test_a_citation_leads_to_the_place(late_job: tuple[Path, list[int], HostFile], tmp_path: Path) -> None:
+def test_a_citation_leads_to_the_place(
+    late_job: tuple[Path, list[int], HostFile], tmp_path: Path
+) -> None:
     forms = in_forms(late_job, tmp_path)
     cites = {fact.rank: fact.cite for fact in told_by(*forms["py-spy"]).facts}
     assert cites[1] == "rank1.txt:4"  # after the process, its Python and an empty line
-    assert {fact.cite for fact in told_by(*forms["py-spy json"]).facts} == {"0.json", "1.json", "2.json"}
+    assert {fact.cite for fact in told_by(*forms["py-spy json"]).facts} == {
+        "0.json",
+        "1.json",
+        "2.json",
+    }
     cites = {fact.rank: fact.cite for fact in told_by(*forms["faulthandler"]).facts}
     assert cites[2].startswith("2/stderr.log:")
     problems = told_by(*forms["no rank told"]).problems
-    assert problems == ["no file name or line tells a rank: they are numbered in the order of the files"]
+    assert problems == [
+        "no file name or line tells a rank: they are numbered in the order of the files"
+    ]
 
 
 def test_faulthandlers_stack_does_not_say_that_a_process_runs(
@@ -134,30 +181,54 @@ def test_hosts_are_read_together_and_a_second_job_apart(
     job = late_job[2].jobs[0]
 
     def on(host: str, job_name: str, *numbers: int) -> Path:
-        some = [replace(one, rank=replace(one.rank, job=job_name, local_world_size=2)) for one in job.ranks]
+        some = [
+            replace(one, rank=replace(one.rank, job=job_name, local_world_size=2))
+            for one in job.ranks
+        ]
         part = replace(job, host=host, ranks=tuple(some[number] for number in numbers))
         file = tmp_path / f"{host}.json"
         file.write_text(HostFile(WHAT, FORMAT, (part,)).as_json())
         return file
 
-    evidence = told_by(on("node1", "a:1", 0, 1), on("node2", "a:1", 2), on("node3", "b:1", 1))
-    assert {fact.rank: fact.host for fact in evidence.facts} == {0: "node1", 1: "node1", 2: "node2"}
+    evidence = told_by(
+        on("node1", "a:1", 0, 1), on("node2", "a:1", 2), on("node3", "b:1", 1)
+    )
+    assert {fact.rank: fact.host for fact in evidence.facts} == {
+        0: "node1",
+        1: "node1",
+        2: "node2",
+    }
     assert evidence.world_size == 3
     assert "stacks of 2 jobs (a:1, b:1)" in evidence.problems[0]
-    report = judge(Evidence(told_by(tmp_path / "node1.json").facts, world_size=3), stuck_after_s=STUCK_AFTER_S)
+    report = judge(
+        Evidence(told_by(tmp_path / "node1.json").facts, world_size=3),
+        stuck_after_s=STUCK_AFTER_S,
+    )
     assert report.findings[0].ranks == (1,)
 
 
-def test_two_dumps_of_a_rank_are_two_looks(late_job: tuple[Path, list[int], HostFile], tmp_path: Path) -> None:
+def test_two_dumps_of_a_rank_are_two_looks(
+    late_job: tuple[Path, list[int], HostFile], tmp_path: Path
+) -> None:
     folder, pids, _ = late_job
-    first, second, third = (tmp_path / name for name in ("rank1.txt", "rank1.2.txt", "rank0.txt"))
+    first, second, third = (
+        tmp_path / name for name in ("rank1.txt", "rank1.2.txt", "rank0.txt")
+    )
     for file in (first, second):
         file.write_text(dump(pids[1]))
-    third.write_text(dump(pids[0]) + "\n" + dump(pids[0]).replace("update_max_seq_length", "another_function"))
+    third.write_text(
+        dump(pids[0])
+        + "\n"
+        + dump(pids[0]).replace("update_max_seq_length", "another_function")
+    )
     facts = told_by(first, second, third).facts
     assert of(facts, 1, Motion) == Motion(False)
     assert of(facts, 0, Motion) == Motion(True, "another place")
-    again = faulthandlers(folder, 1, pids[1]) + "step 2\n" + faulthandlers(folder, 1, pids[1])
+    again = (
+        faulthandlers(folder, 1, pids[1])
+        + "step 2\n"
+        + faulthandlers(folder, 1, pids[1])
+    )
     third.write_text(again)
     assert of(told_by(third).facts, 0, Motion) == Motion(False)
     # Another process of this rank, after a restart, is none of it.
@@ -197,13 +268,18 @@ Traceback (most recent call first):
 
 @pytest.mark.parametrize(
     ("text", "rank"),
-    [(PYSTACK.replace("(python)", "(MainThread)"), 3), (GDB[GDB.index("Thread 1") :], 3)],
+    [
+        (PYSTACK.replace("(python)", "(MainThread)"), 3),
+        (GDB[GDB.index("Thread 1") :], 3),
+    ],
     ids=["pystack", "gdb"],
 )
 def test_pystack_and_gdb(text: str, rank: int, tmp_path: Path) -> None:
     file = tmp_path / f"rank{rank}.txt"
     file.write_text(text)
-    assert of(told_by(file).facts, rank, Place).seat == "all_reduce of main (train.py:80)"
+    assert (
+        of(told_by(file).facts, rank, Place).seat == "all_reduce of main (train.py:80)"
+    )
 
 
 SEGFAULT = """\
@@ -219,7 +295,11 @@ Traceback (most recent call last):
 
 
 def test_the_standard_library_is_not_the_users_own_code_on_any_distribution() -> None:
-    for folder in ("/usr/lib/python3.11", "/usr/lib64/python3.12", "/opt/conda/lib/python3.10/site-packages/torch"):
+    for folder in (
+        "/usr/lib/python3.11",
+        "/usr/lib64/python3.12",
+        "/opt/conda/lib/python3.10/site-packages/torch",
+    ):
         assert places.is_library(Frame("wait", f"{folder}/threading.py", 320))
     assert not places.is_library(Frame("wait", "/home/me/lib64/train.py", 320))
 
@@ -227,7 +307,10 @@ def test_the_standard_library_is_not_the_users_own_code_on_any_distribution() ->
 def test_a_traceback_behind_a_stack_is_none_of_its_frames(tmp_path: Path) -> None:
     file = tmp_path / "rank0.log"
     file.write_text(SEGFAULT)
-    assert of(told_by(file).facts, 0, Place).way == ("main (train.py:80)", "read (data.py:41)")
+    assert of(told_by(file).facts, 0, Place).way == (
+        "main (train.py:80)",
+        "read (data.py:41)",
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,13 +334,17 @@ def test_the_rank_by_a_files_name(name: str, rank: int, tmp_path: Path) -> None:
     assert {fact.rank for fact in told_by(file).facts} == {rank}
 
 
-def test_nothing_in_a_file_ends_the_reader(late_job: tuple[Path, list[int], HostFile], tmp_path: Path) -> None:
+def test_nothing_in_a_file_ends_the_reader(
+    late_job: tuple[Path, list[int], HostFile], tmp_path: Path
+) -> None:
     whole = late_job[2].as_json()
     file = tmp_path / "node1.json"
     hostile = [whole[:cut] for cut in range(0, len(whole), max(1, len(whole) // 60))]
     hostile += [
         whole.replace('"rank": 1,', '"rank": -1,'),
-        whole.replace('"world_size": 3', '"world_size": 1000000000').replace('size": 3', 'size": 1000000000'),
+        whole.replace('"world_size": 3', '"world_size": 1000000000').replace(
+            'size": 3', 'size": 1000000000'
+        ),
         whole.replace('"rank": 1,', '"rank": 99999999999999999999,'),
         whole.replace('"format": 1', '"format": 2'),
         whole.replace('"uptime_s": ', '"uptime_s": 1e999'),
@@ -289,12 +376,20 @@ def scripts(folder: Path, *commands: Sequence[str]) -> Iterator[list[int]]:
     started = []
     try:
         for rank, command in enumerate(commands):
-            variables = {"RANK": str(rank), "WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(len(commands))}
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(commands)),
+                "LOCAL_WORLD_SIZE": str(len(commands)),
+            }
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             with open(folder / f"rank{rank}.log", "wb") as log:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, *command], env={**os.environ, **variables}, cwd=folder, stdout=log, stderr=log
+                        [sys.executable, *command],
+                        env={**os.environ, **variables},
+                        cwd=folder,
+                        stdout=log,
+                        stderr=log,
                     )
                 )
         yield [one.pid for one in started]
@@ -307,7 +402,9 @@ def scripts(folder: Path, *commands: Sequence[str]) -> Iterator[list[int]]:
 def test_a_script_that_has_ended_with_a_collective_pending(tmp_path: Path) -> None:
     command = (jobs.__file__, str(tmp_path))
     with scripts(tmp_path, command, command) as pids:
-        real_ranks.wait_until(lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)), 120)
+        real_ranks.wait_until(
+            lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)), 120
+        )
         deadline = time.monotonic() + 90
         ending: list[Fact] = []
         while time.monotonic() < deadline and not (ending and waits(ending, 0, 0.1)):
@@ -333,18 +430,35 @@ if __name__ == "__main__":
 def test_ranks_that_torch_has_spawned_are_in_its_order(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(SPAWN.format(tests=str(Path(jobs.__file__).parent)))
-    with subprocess.Popen([sys.executable, str(program)], cwd=tmp_path, start_new_session=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(program)], cwd=tmp_path, start_new_session=True
+    ) as parent:
         try:
-            real_ranks.wait_until(lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)), 120)
-            of_parent = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-            children = [int(pid) for pid in of_parent if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            real_ranks.wait_until(
+                lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)),
+                120,
+            )
+            of_parent = (
+                Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+                .read_text()
+                .split()
+            )
+            children = [
+                int(pid)
+                for pid in of_parent
+                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
             # With their parent, and with multiprocessing's resource tracker: those are no ranks.
             [ranks] = jobs_here(pids=[parent.pid, *map(int, of_parent[::-1])])
             job = look(ranks, lambda _: True, between_s=0.1)
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
-    assert [(one.rank.rank, one.rank.pid) for one in job.ranks] == list(enumerate(sorted(children)))
-    assert {(one.rank.world_size, one.rank.local_world_size) for one in job.ranks} == {(2, 2)}
+    assert [(one.rank.rank, one.rank.pid) for one in job.ranks] == list(
+        enumerate(sorted(children))
+    )
+    assert {(one.rank.world_size, one.rank.local_world_size) for one in job.ranks} == {
+        (2, 2)
+    }
     assert job.ranks[0].rank.found_by == "torch.multiprocessing.spawn"
     main = job.ranks[0].samples[-1].main
     assert main is not None

@@ -1,8 +1,8 @@
-"""stall_exit on real ranks: healthy schedules without an encoder call, drawn by chance, which it must not end; and
-hangs, which it must.
+"""stall_exit on real ranks: healthy schedules without an encoder call, drawn by chance, which it
+must not end; and hangs, which it must.
 
-Everything is in the small: a stall of a second and a half ends the process. A
-schedule lasts two to three times as long, and no rank is without a sign of motion for more than half of it.
+Everything is in the small: a stall of a second and a half ends the process. A schedule lasts two to
+three times as long, and no rank is without a sign of motion for more than half of it.
 SCHEDULES=1000 runs so many, a seed for each 25, instead of a few.
 """
 
@@ -50,7 +50,9 @@ SCHEDULES = int(os.environ.get("SCHEDULES", "0"))
 class Job:
     """What this rank has, and the draws that all ranks make alike."""
 
-    def __init__(self, rank: int, size: int, seed: int, is_connected: bool = True) -> None:
+    def __init__(
+        self, rank: int, size: int, seed: int, is_connected: bool = True
+    ) -> None:
         progress._HELD_UP_S, job_stall._TOGETHER_S = HELD_UP_S, TOGETHER_S
         self.rank, self.size, self.chance = rank, size, random.Random(seed)
         nemo_patches.apply(stall_timeout=0)
@@ -170,7 +172,9 @@ def a_wait_that_ends_just_before(job: Job) -> None:
 
 
 class Gpu:
-    """Its method is all that is seen of it, as of a tensor's: it has no Python frame, and waits for no time."""
+    """Its method is all that is seen of it, as of a tensor's: it has no Python frame, and waits for
+    no time.
+    """
 
     busy = threading.Lock()
     busy.acquire()
@@ -230,7 +234,11 @@ class SlowDisk(io.BytesIO):
 def one_saves(job: Job) -> None:
     who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
     if job.rank == who:
-        torch.save({"w": torch.zeros(4)}, SlowDisk(long_s), _use_new_zipfile_serialization=False)
+        torch.save(
+            {"w": torch.zeros(4)},
+            SlowDisk(long_s),
+            _use_new_zipfile_serialization=False,
+        )
     dist.barrier()
 
 
@@ -285,7 +293,9 @@ WITHOUT_STEPS = (
 
 
 def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool]]:
-    """Each schedule's name, and whether it was looked at for stall_exit; at last one rank alone exports."""
+    """Each schedule's name, and whether it was looked at for stall_exit; at last one rank alone
+    exports.
+    """
     job = Job(rank, size, seed)
     order: list[Callable[[Job], None]] = []
     while len(order) < count:
@@ -295,7 +305,12 @@ def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool
         job.encode()
         schedule(job)
         reports = stall_monitor().reports
-        found.append((schedule.__name__, reports is not None and reports.job_stall._exit_look_at > 0))
+        found.append(
+            (
+                schedule.__name__,
+                reports is not None and reports.job_stall._exit_look_at > 0,
+            )
+        )
     job.encode()
     if rank == 0:
         torch.jit.trace(SlowModel(LONG_S), torch.ones(1), check_trace=False)
@@ -312,7 +327,12 @@ def test_no_healthy_schedule_is_ended() -> None:
     first = random.SystemRandom().randrange(1 << 30)
     if SCHEDULES:
         with ThreadPoolExecutor(7) as pool:
-            runs = list(pool.map(lambda n: run_healthy(first + n, PER_SEED), range(-(-SCHEDULES // PER_SEED))))
+            runs = list(
+                pool.map(
+                    lambda n: run_healthy(first + n, PER_SEED),
+                    range(-(-SCHEDULES // PER_SEED)),
+                )
+            )
     else:
         runs = [run_healthy(first, len(HEALTHY))]
     # Else nothing was tried. In the others every rank takes steps: nobody looks.
@@ -320,7 +340,10 @@ def test_no_healthy_schedule_is_ended() -> None:
         assert len(runs) < MOST_RUNS, looked_at(runs)
         runs.append(run_healthy(first + len(runs), len(HEALTHY)))
     found = [one for run in runs for one in run]
-    print(f"{len(found) // RANKS} schedules, {sum(looked for _, looked in found) // RANKS} looked at for stall_exit")
+    print(
+        f"{len(found) // RANKS} schedules,"
+        f" {sum(looked for _, looked in found) // RANKS} looked at for stall_exit"
+    )
 
 
 def looked_at(runs: list[list[tuple[str, bool]]]) -> set[str]:
@@ -331,7 +354,9 @@ CULPRIT = 1
 
 
 def end_with_the_others(job: Job) -> None:
-    """A child of this rank sees to that. It has the connections too, as a data loader's worker: no collective fails."""
+    """A child of this rank sees to that. It has the connections too, as a data loader's worker: no
+    collective fails.
+    """
     rank = os.getpid()
     others = [process for process in job.processes if process != rank]
     if os.fork() == 0:
@@ -346,7 +371,10 @@ def end_with_the_others(job: Job) -> None:
 
 def _is_alive(process: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            != "Z"
+        )
     return False
 
 
@@ -371,14 +399,30 @@ def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> Non
 
 
 @pytest.mark.parametrize("way", ["gone", "silent"])
-def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(way: str, proxy: Proxy) -> None:
+def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(
+    way: str, proxy: Proxy
+) -> None:
     mode = str(proxy._mode)
-    results = run_ranks(without_a_store, RANKS, proxy.port, mode, way, limit=90, dies=(0, 1, 2), group=False)
+    results = run_ranks(
+        without_a_store,
+        RANKS,
+        proxy.port,
+        mode,
+        way,
+        limit=90,
+        dies=(0, 1, 2),
+        group=False,
+    )
     ended = [result for result in results if result.exit_code == EXIT_CODE]
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
     for result in ended:
-        (line,) = result.lines("more than stall_exit=1.5 s", "waits in barrier, and the others cannot be asked")
-        assert int(re.findall(r"no encoder call for (\d+) s", line)[0]) >= int(LONG_S)  # so long it went on
+        (line,) = result.lines(
+            "more than stall_exit=1.5 s",
+            "waits in barrier, and the others cannot be asked",
+        )
+        assert int(re.findall(r"no encoder call for (\d+) s", line)[0]) >= int(
+            LONG_S
+        )  # so long it went on
     assert results[CULPRIT].exit_code != EXIT_CODE
 
 
@@ -461,8 +505,17 @@ def hung(rank: int, size: int, folder: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*HUNG, hangs_at_first_after_long_work.__name__])
 def test_every_hang_is_ended(name: str, tmp_path: Path) -> None:
-    results = run_ranks(hung, RANKS, str(tmp_path), name, limit=90, dies=tuple(range(RANKS)))
-    ended = [result for result in results if result.exit_code == EXIT_CODE]  # the others may lose their connection
+    results = run_ranks(
+        hung, RANKS, str(tmp_path), name, limit=90, dies=tuple(range(RANKS))
+    )
+    ended = [
+        result for result in results if result.exit_code == EXIT_CODE
+    ]  # the others may lose their connection
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
-    assert all(result.lines("more than stall_exit=1.5 s", " in a collective") for result in ended)
-    assert any(result.lines("some wait in a collective") for result in ended)  # who ends later may see who was first
+    assert all(
+        result.lines("more than stall_exit=1.5 s", " in a collective")
+        for result in ended
+    )
+    assert any(
+        result.lines("some wait in a collective") for result in ended
+    )  # who ends later may see who was first

@@ -1,4 +1,6 @@
-"""Who is missing and what it does: each way to be missing, on real ranks, as every waiting rank reports it."""
+"""Who is missing and what it does: each way to be missing, on real ranks, as every waiting rank
+reports it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ from nemo_patches.watch.looks import Heard, Look
 from nemo_patches.watch.roll_call import RollCall
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
-pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]  # nothing here depends on NeMo's version
+pytestmark = [
+    pytest.mark.one_nemo,
+    pytest.mark.alone,
+]  # nothing here depends on NeMo's version
 TIMEOUT = 2.0
 
 
@@ -64,7 +69,10 @@ class Report:
     missing: tuple[MissingRank, ...]
 
 
-CONTEXT = {0: None, 2: "fork"}  # Linux's default, which a test's rank has not: it was itself forked by a server
+CONTEXT = {
+    0: None,
+    2: "fork",
+}  # Linux's default, which a test's rank has not: it was itself forked by a server
 
 
 class SlowAudio(Dataset[int]):
@@ -84,7 +92,15 @@ def read_audio(go_on: Path) -> int:
 
 
 def first_batch(go_on: Path, workers: int) -> None:
-    next(iter(DataLoader(SlowAudio(go_on), num_workers=workers, multiprocessing_context=CONTEXT[workers])))
+    next(
+        iter(
+            DataLoader(
+                SlowAudio(go_on),
+                num_workers=workers,
+                multiprocessing_context=CONTEXT[workers],
+            )
+        )
+    )
 
 
 def endless_loop(go_on: Path) -> None:
@@ -93,7 +109,9 @@ def endless_loop(go_on: Path) -> None:
 
 
 def hold_the_gil(go_on: Path) -> None:
-    ctypes.PyDLL(None).sleep(int(TIMEOUT + REPORT_S))  # PyDLL keeps the lock during the call
+    ctypes.PyDLL(None).sleep(
+        int(TIMEOUT + REPORT_S)
+    )  # PyDLL keeps the lock during the call
 
 
 def be_stopped(go_on: Path) -> None:
@@ -128,19 +146,29 @@ def reported(encoder: torch.nn.Module, length: int) -> Report:
     return Report(call, seconds, stall.missing)
 
 
-def each_way(rank: int, size: int, folder: str, missing: tuple[int, ...]) -> dict[str, Report | None]:
+def each_way(
+    rank: int, size: int, folder: str, missing: tuple[int, ...]
+) -> dict[str, Report | None]:
     """One encoder for each way to be missing."""
     said = Said()
     reports = {}
     for number, way in enumerate(WAYS, 1):
-        reports[way] = one_way(rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing)
+        reports[way] = one_way(
+            rank, size, Path(folder, way.replace(" ", "_")), WAYS[way], missing
+        )
         if rank in missing:
             wait_until(lambda n=number: len(said.lines) >= n)
         dist.barrier()
     return reports
 
 
-def one_way(rank: int, size: int, go_on: Path, way: Callable[[Path], None], missing: tuple[int, ...]) -> Report | None:
+def one_way(
+    rank: int,
+    size: int,
+    go_on: Path,
+    way: Callable[[Path], None],
+    missing: tuple[int, ...],
+) -> Report | None:
     forget_incidents()
     encoder = in_step(timeout=TIMEOUT)
     if rank in missing:
@@ -167,39 +195,75 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 @pytest.mark.parametrize(
     ("way", "kind", "where"),
     [
-        ("loader without workers", "elsewhere", r"read_audio (tests/test_stall_reports.py:"),
-        ("loader with workers", "elsewhere", r"_try_get_data (torch/utils/data/dataloader.py:"),
+        (
+            "loader without workers",
+            "elsewhere",
+            r"read_audio (tests/test_stall_reports.py:",
+        ),
+        (
+            "loader with workers",
+            "elsewhere",
+            r"_try_get_data (torch/utils/data/dataloader.py:",
+        ),
         ("endless loop", "elsewhere", "endless_loop (tests/test_stall_reports.py:"),
         ("holds the GIL", "no heartbeat", ANSWERS_NOTHING),
         ("stopped", "no heartbeat", ANSWERS_NOTHING),
     ],
 )
-def test_each_way_to_be_missing_is_told_in_time(ways: list[Result], way: str, kind: str, where: str) -> None:
+def test_each_way_to_be_missing_is_told_in_time(
+    ways: list[Result], way: str, kind: str, where: str
+) -> None:
     for rank in (0, 2):
         report = ways[rank].value[way]
         (missing,) = report.missing
         assert (missing.rank, missing.kind) == (1, kind)
         assert missing.pid > 0
-        assert (missing.calls > 0) == (kind == "elsewhere")  # who does not answer does not say
+        assert (missing.calls > 0) == (
+            kind == "elsewhere"
+        )  # who does not answer does not say
         assert where in missing.where
         assert len(missing.workers) == (2 if way == "loader with workers" else 0)
         assert report.call < TIMEOUT + SLACK_S
         assert report.report < TIMEOUT + REPORT_S
 
 
-def test_the_lines_are_one_warning_one_recovery_and_one_of_the_late_rank(ways: list[Result]) -> None:
+def test_the_lines_are_one_warning_one_recovery_and_one_of_the_late_rank(
+    ways: list[Result],
+) -> None:
     for rank in (0, 2):
-        warnings = ways[rank].lines("WARNING", "not every rank's length came", "Missing: rank 1 of 3 | rank 1 (")
+        warnings = ways[rank].lines(
+            "WARNING", "not every rank's length came", "Missing: rank 1 of 3 | rank 1 ("
+        )
         recoveries = ways[rank].lines("WARNING", "recovered: rank 1 came")
         assert len(warnings) == len(recoveries) == len(WAYS)
         assert len(ways[rank].lines("WARNING")) == 2 * len(WAYS)
         assert (
-            len([line for line in recoveries if "rank 1 had been in wait_until (" in line and "read_audio (" in line])
+            len(
+                [
+                    line
+                    for line in recoveries
+                    if "rank 1 had been in wait_until (" in line
+                    and "read_audio (" in line
+                ]
+            )
             == 1
         )
-        assert len([line for line in warnings if "its data loader's workers: pids " in line]) == 1
+        assert (
+            len(
+                [
+                    line
+                    for line in warnings
+                    if "its data loader's workers: pids " in line
+                ]
+            )
+            == 1
+        )
     late = ways[1].lines("WARNING")
-    assert len(late) == len(ways[1].lines("other ranks waited for this one, and gave up")) == len(WAYS)
+    assert (
+        len(late)
+        == len(ways[1].lines("other ranks waited for this one, and gave up"))
+        == len(WAYS)
+    )
     assert len(ways[1].lines("it had been in wait_until (", "read_audio (")) == 1
 
 
@@ -222,12 +286,16 @@ def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
 def the_store_goes_with_its_rank(rank: int, size: int, folder: str) -> Report | None:
     encoder = in_step(timeout=TIMEOUT)
     Path(folder, f"ready-{rank}").touch()
-    wait_until(lambda: all(Path(folder, f"ready-{one}").exists() for one in range(size)))
+    wait_until(
+        lambda: all(Path(folder, f"ready-{one}").exists() for one in range(size))
+    )
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     report = reported(encoder, 200)
     Path(folder, f"said-{rank}").touch()
-    wait_until(lambda: all(Path(folder, f"said-{one}").exists() for one in range(1, size)))
+    wait_until(
+        lambda: all(Path(folder, f"said-{one}").exists() for one in range(1, size))
+    )
     return report
 
 
@@ -235,14 +303,18 @@ def test_the_rank_that_the_store_goes_with_is_named(tmp_path: Path) -> None:
     results = run_ranks(the_store_goes_with_its_rank, 3, str(tmp_path), dies=(0,))
     for rank in (1, 2):
         report = results[rank].value
-        assert [(missing.rank, missing.kind) for missing in report.missing] == [(0, "no heartbeat")]
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [
+            (0, "no heartbeat")
+        ]
         assert report.call < TIMEOUT + SLACK_S
         assert report.report < TIMEOUT + REPORT_S
         assert len(results[rank].lines("gone: rank 0 of 3 | rank 0 (")) == 1
 
 
 def two_come_one_after_the_other(rank: int, size: int, folder: str) -> Any:
-    """Rank 1 comes when rank 0 has reported it and rank 2 as missing; then it waits for rank 2 itself."""
+    """Rank 1 comes when rank 0 has reported it and rank 2 as missing; then it waits for rank 2
+    itself.
+    """
     encoder = in_step(timeout=TIMEOUT)
     said = [Path(folder, f"said-{one}") for one in range(size)]
     if rank:
@@ -273,7 +345,9 @@ def gone(rank: int, size: int) -> Report | None:
     began = time.monotonic()
     calls = [0.0]
 
-    def call_on() -> bool:  # what the killed rank had sent for a round may still serve the first of these calls
+    def call_on() -> (
+        bool
+    ):  # what the killed rank had sent for a round may still serve the first of these calls
         calls.append(encoders.sync(encoder, 200))
         return bool(nemo_patches.status().stalls)
 
@@ -288,10 +362,19 @@ def test_a_killed_rank_is_named() -> None:
     results = run_ranks(gone, 3, dies=(1,))
     for rank in (0, 2):
         report = results[rank].value
-        assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "no heartbeat")]
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [
+            (1, "no heartbeat")
+        ]
         assert report.call < TIMEOUT + SLACK_S
         assert report.report < TIMEOUT + REPORT_S
-        assert len(results[rank].lines(": rank 1 of 3 | rank 1 (", "): its process has gone")) == 1
+        assert (
+            len(
+                results[rank].lines(
+                    ": rank 1 of 3 | rank 1 (", "): its process has gone"
+                )
+            )
+            == 1
+        )
 
 
 def never_announced(rank: int, size: int, why: str) -> Report | None:
@@ -314,13 +397,22 @@ def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
     results = run_ranks(never_announced, 3, why, dies=(1,))
     for rank in (0, 2):
         report, said = results[rank].value, results[rank].lines()
-        assert [(missing.rank, missing.kind) for missing in report.missing] == [(1, "unannounced")], said
+        assert [(missing.rank, missing.kind) for missing in report.missing] == [
+            (1, "unannounced")
+        ], said
         assert report.call < TIMEOUT + SLACK_S
         assert report.report < TIMEOUT + REPORT_S
-        # A busy machine's store may answer late, which is said; the rank is named once all the same.
-        lines = [line for line in results[rank].lines("WARNING") if "cannot see whether" not in line]
+        # A busy machine's store may answer late, which is said; the rank is named once all the
+        # same.
+        lines = [
+            line
+            for line in results[rank].lines("WARNING")
+            if "cannot see whether" not in line
+        ]
         assert len(lines) == 1, "\n".join(lines)
-        assert "rank 1 has not announced itself: not patched, or not started" in lines[0]
+        assert (
+            "rank 1 has not announced itself: not patched, or not started" in lines[0]
+        )
 
 
 def heard_of(silent: dict[int, str]) -> Heard:
@@ -331,11 +423,16 @@ def heard_of(silent: dict[int, str]) -> Heard:
     return Heard(answers, 2)
 
 
-def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> None:
+def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> (
+    None
+):
     said = Said()
     stalls = list[Stall]()
     absent = heard_of({1: NOT_COME})
-    looks = [Look(time.monotonic(), 0.0, one, is_done=True) for one in (replace(absent, trouble="no way"), absent)]
+    looks = [
+        Look(time.monotonic(), 0.0, one, is_done=True)
+        for one in (replace(absent, trouble="no way"), absent)
+    ]
     began = time.monotonic() - 60
     roll_call = RollCall(
         cast(Exchange, SimpleNamespace(is_joined=False, size=2)),
@@ -349,7 +446,11 @@ def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trou
     assert line.endswith("cannot see whether every rank is patched: no way")
     for _ in range(2):
         roll_call.look(time.monotonic() + 60, began)
-    stalls.append(Stall("Encoder", 1, timedelta(seconds=60), (MissingRank(1, UNANNOUNCED),), 2, ""))
+    stalls.append(
+        Stall(
+            "Encoder", 1, timedelta(seconds=60), (MissingRank(1, UNANNOUNCED),), 2, ""
+        )
+    )
     roll_call.look(time.monotonic(), began)
     assert said.lines == [line]
     assert roll_call.missing == (1,)
@@ -368,7 +469,9 @@ class AllAnnounced(Observer):
         return True
 
 
-def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known() -> None:
+def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known() -> (
+    None
+):
     """Rank 1 calls its first encoder only after that line was due."""
     told_of = AllAnnounced()
     now = time.monotonic()
@@ -376,7 +479,10 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
     notes.last = LastCall(calls=1, since=now)
     before = replace(state(1), calls=0)
     after = replace(state(1), settings="sync=local")
-    told = [Heard(answers_of(state(0), other), 2) for other in (*(before,) * 5, *(after,) * 2)]
+    told = [
+        Heard(answers_of(state(0), other), 2)
+        for other in (*(before,) * 5, *(after,) * 2)
+    ]
     all_ranks = AllRanks(
         Group(0, 2, 0),
         cast(Exchange, SimpleNamespace(is_joined=True, is_whole=True)),
@@ -394,7 +500,10 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
             all_ranks.look(now + second)
     finally:
         observers.remove(told_of.name)
-    assert told_of.events == [(2, ()), (2, ("ranks differ in their settings: here ; rank 1: sync=local",))]
+    assert told_of.events == [
+        (2, ()),
+        (2, ("ranks differ in their settings: here ; rank 1: sync=local",)),
+    ]
     assert all_ranks.is_done
     assert not told
 
@@ -415,7 +524,12 @@ def healthy(rank: int, size: int, port: int) -> tuple[int, set[str], int]:
         os._exit(open_sockets())
     there = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     dist.destroy_process_group()
-    wait_until(lambda: "nemo_patches exchange" not in {thread.name for thread in threading.enumerate()})
+    wait_until(
+        lambda: (
+            "nemo_patches exchange"
+            not in {thread.name for thread in threading.enumerate()}
+        )
+    )
     wait_until(lambda: open_sockets() <= before)
     return calls, names, here - there
 
@@ -424,7 +538,9 @@ def open_sockets() -> int:
     found = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            found += os.readlink(descriptor).startswith("socket:") and is_tcp(int(descriptor.name))
+            found += os.readlink(descriptor).startswith("socket:") and is_tcp(
+                int(descriptor.name)
+            )
     return found
 
 
@@ -464,7 +580,9 @@ def raising(rank: int, size: int, folder: str) -> Any:
     return (*found, stall.missing)
 
 
-def test_after_the_exception_the_log_and_the_status_say_who_is_missing_and_where_it_is(tmp_path: Path) -> None:
+def test_after_the_exception_the_log_and_the_status_say_who_is_missing_and_where_it_is(
+    tmp_path: Path,
+) -> None:
     results = run_ranks(raising, 3, str(tmp_path))
     for rank in (0, 2):
         seconds, text, missing = results[rank].value
@@ -502,9 +620,13 @@ def test_the_exception_comes_for_a_killed_rank_too() -> None:
 
 
 def short_stalls(rank: int, size: int) -> tuple[int, int]:
-    """Waits that run out of time and rounds that come, faster than the monitor looks; each on an encoder of its own."""
+    """Waits that run out of time and rounds that come, faster than the monitor looks; each on an
+    encoder of its own.
+    """
     nemo_patches.apply(timeout=0.02)
-    said = Said(logging.INFO)  # no warning where a wait was shortened, and all have come
+    said = Said(
+        logging.INFO
+    )  # no warning where a wait was shortened, and all have come
     timeouts = 0
     kept = [encoders.conformer() for _ in range(15)]
     for encoder in kept:
@@ -515,7 +637,11 @@ def short_stalls(rank: int, size: int) -> tuple[int, int]:
             dist.barrier()
     for counters in nemo_patches.status().encoders:
         timeouts += counters.timeouts > 0
-    wait_until(lambda: len([line for line in said.lines if "not every rank" in line]) >= timeouts)
+    wait_until(
+        lambda: (
+            len([line for line in said.lines if "not every rank" in line]) >= timeouts
+        )
+    )
     dist.barrier()
     return timeouts, len([line for line in said.lines if "not every rank" in line])
 
@@ -532,7 +658,13 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     """Also where the round has come meanwhile, and the monitor's look began before the wait ended."""
     said = Said()
     rounds = Exchange(lambda: None, 0, 2, said.lines.append).rounds("an encoder")
-    sync = WatchedRounds("Encoder", "encoder-1", Group(0, 2, 0), rounds, "late after {waited:.2f} s with {length}")
+    sync = WatchedRounds(
+        "Encoder",
+        "encoder-1",
+        Group(0, 2, 0),
+        rounds,
+        "late after {waited:.2f} s with {length}",
+    )
     watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, heard_of({})))
     look_began_at = time.monotonic()
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
@@ -542,38 +674,63 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     rounds.latest = Latest(round_.number)
     assert sync.has_come(round_)
     watch.look(look_began_at, 10.0, is_last=True)
-    assert "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
+    assert (
+        "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
+    )
 
 
-@pytest.mark.parametrize(("waited_s", "level"), [(0.05, logging.INFO), (10.0, logging.WARNING)])
-def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(waited_s: float, level: int) -> None:
+@pytest.mark.parametrize(
+    ("waited_s", "level"), [(0.05, logging.INFO), (10.0, logging.WARNING)]
+)
+def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(
+    waited_s: float, level: int
+) -> None:
     """As after an incident, on a busy machine: all ranks are there, and nobody is missing."""
     said = Said(logging.INFO)
     rounds = Exchange(lambda: None, 0, 3, print).rounds("an encoder")
     rounds.issued = 1
-    sync = WatchedRounds("Encoder", "an encoder", Group(0, 3, 0), rounds, "late after {waited:.2f} s with {length}")
+    sync = WatchedRounds(
+        "Encoder",
+        "an encoder",
+        Group(0, 3, 0),
+        rounds,
+        "late after {waited:.2f} s with {length}",
+    )
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.issued_at -= waited_s
     round_.gave_up_at = round_.issued_at + waited_s
     sync.timed_out = round_
     states = [state(rank, rounds={"an encoder": 1}) for rank in range(3)]
     all_there = Heard(answers_of(*states), 3)
-    watch = EncoderWatch(sync, 0, 3, lambda: Look(time.monotonic(), 0.0, all_there, is_done=True))
+    watch = EncoderWatch(
+        sync, 0, 3, lambda: Look(time.monotonic(), 0.0, all_there, is_done=True)
+    )
     watch.look(time.monotonic(), 10.0, is_last=False)
     rounds.latest = Latest(1)
     watch.look(time.monotonic(), 10.0, is_last=False)
-    text = f"Encoder: training call 1: late after {waited_s:.2f} s with 7. Missing: none, every rank has come to this"
+    text = (
+        f"Encoder: training call 1: late after {waited_s:.2f} s with 7. Missing: none,"
+        " every rank has come to this"
+    )
     assert said.levels == [level, level]
     assert text in said.lines[0]
     assert "Encoder: recovered: the missing length came " in said.lines[1]
 
 
 def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None:
-    """As a whole job is, by `scontrol suspend`: the report was due long ago when it is first thought of."""
+    """As a whole job is, by `scontrol suspend`: the report was due long ago when it is first
+    thought of.
+    """
     said = Said()
     rounds = Exchange(lambda: None, 0, 2, said.lines.append).rounds("an encoder")
     rounds.issued = 1
-    sync = WatchedRounds("Encoder", "encoder-1", Group(0, 2, 0), rounds, "late after {waited:.2f} s with {length}")
+    sync = WatchedRounds(
+        "Encoder",
+        "encoder-1",
+        Group(0, 2, 0),
+        rounds,
+        "late after {waited:.2f} s with {length}",
+    )
     sync.round = round_ = Round(number=1, call=1, training=True, length=7)
     round_.issued_at -= 3600
     looks: list[Look] = []
@@ -612,7 +769,9 @@ def monitor_that_fails(rank: int, size: int) -> list[str]:
 def test_without_the_monitor_the_sync_itself_says_once_that_a_rank_was_late() -> None:
     ended, late, recovered = run_ranks(monitor_that_fails, 2)[0].value
     assert "the stall monitor has ended by an error of its own" in ended
-    assert "ConformerEncoder: training call 3: not every rank's length came within" in late
+    assert (
+        "ConformerEncoder: training call 3: not every rank's length came within" in late
+    )
     assert "using this rank's own, 200" in late
     assert "ConformerEncoder: recovered: the missing length came" in recovered
 
@@ -626,7 +785,9 @@ def rounds_shifted_by_a_late_rank(rank: int, size: int) -> list[str]:
     wait_for_others("rank 0 has made two calls", 2)
     if rank == 1:
         encoders.sync(encoder, 200)
-        encoders.sync(encoder, 201)  # waits in vain for rank 0, which waits for this rank
+        encoders.sync(
+            encoder, 201
+        )  # waits in vain for rank 0, which waits for this rank
         wait_until(lambda: any("call 4: not every rank" in line for line in said.lines))
     dist.barrier()
     return said.lines
@@ -664,7 +825,9 @@ def blocked_elsewhere(rank: int, size: int, folder: str) -> Report | None:
     return Report(call, seen[0], seen[1].missing)
 
 
-def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(tmp_path: Path) -> None:
+def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(
+    tmp_path: Path,
+) -> None:
     results = run_ranks(blocked_elsewhere, 3, str(tmp_path))
     for rank in (0, 2):
         report = results[rank].value
@@ -697,7 +860,9 @@ def permanent(rank: int, size: int, folder: str) -> list[str]:
 
         calling = threading.Thread(target=call_on)
         calling.start()
-        wait_until(lambda: len(late_lines(said.lines)) >= 4)  # at once, and after 1, 3 and 7 s
+        wait_until(
+            lambda: len(late_lines(said.lines)) >= 4
+        )  # at once, and after 1, 3 and 7 s
         calls.set()
         calling.join()
         go_on.touch()
@@ -706,7 +871,9 @@ def permanent(rank: int, size: int, folder: str) -> list[str]:
     return said.lines
 
 
-def test_a_permanent_stall_is_repeated_with_growing_pauses_and_not_on_every_call(tmp_path: Path) -> None:
+def test_a_permanent_stall_is_repeated_with_growing_pauses_and_not_on_every_call(
+    tmp_path: Path,
+) -> None:
     first, _ = run_ranks(permanent, 2, str(tmp_path))
     reports = late_lines(first.value)[:4]
     assert ["still" in line for line in reports] == [False, True, True, True]
@@ -730,13 +897,24 @@ def left(rank: int, size: int) -> Any:
 def test_a_rank_that_has_left_is_told_from_one_that_was_killed() -> None:
     results = run_ranks(left, 3)
     assert results[0].value == results[2].value == [(1, "left")]
-    assert len(results[0].lines("rank 1 (", "has left: it ended, or destroyed its process group")) == 1
+    assert (
+        len(
+            results[0].lines(
+                "rank 1 (", "has left: it ended, or destroyed its process group"
+            )
+        )
+        == 1
+    )
 
 
 def differing(rank: int, size: int) -> None:
     if rank == 2:
         sys.modules["nemo"].__version__ = "2.7.3"
-    others = {} if rank == 0 else {"timeout": 20.0, "metrics": "deferred", "stop_together": "training"}
+    others = (
+        {}
+        if rank == 0
+        else {"timeout": 20.0, "metrics": "deferred", "stop_together": "training"}
+    )
     nemo_patches.apply(**{"timeout": 30.0, **others})
     encoder = encoders.conformer()
     encoders.sync(encoder, 100)
@@ -749,10 +927,17 @@ def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     (line,) = results[0].lines("patched on all 3 ranks: ")
     assert results[0].lines("WARNING") == [line]
     versions, settings = line.split("; ranks differ in their settings: ")
-    assert "; ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
+    assert (
+        "; ranks differ in their versions: here nemo_patches 0.1.0, nemo " in versions
+    )
     assert versions.endswith("; rank 2: nemo_patches 0.1.0, nemo 2.7.3")
     more = "on_timeout=fallback, stall_timeout=60 s"
     flag = "ConformerEncoder: sync_max_audio_length=True, its config is not known"
-    others = f"ranks 1-2: sync=bounded, timeout=20 s, {more}; metrics=deferred, stop_together=training; {flag}"
-    assert settings.endswith(f"here sync=bounded, timeout=30 s, {more}; {flag}; {others}")
+    others = (
+        f"ranks 1-2: sync=bounded, timeout=20 s, {more}; metrics=deferred,"
+        f" stop_together=training; {flag}"
+    )
+    assert settings.endswith(
+        f"here sync=bounded, timeout=30 s, {more}; {flag}; {others}"
+    )
     assert results[1].lines("WARNING") == results[2].lines("WARNING") == []

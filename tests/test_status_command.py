@@ -1,4 +1,6 @@
-"""`nemo-patches status` in real environments: what it finds without importing NeMo, and its exit code."""
+"""`nemo-patches status` in real environments: what it finds without importing NeMo, and its exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from nemo_patches.options.metric_targets import METRIC_TARGETS
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS
 
 
-def status(*arguments: str, path: tuple[Path, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+def status(
+    *arguments: str, path: tuple[Path, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
     return python("-m", "nemo_patches", "status", *arguments, path=path, **variables)
 
 
@@ -34,15 +38,25 @@ def report(code: int, path: tuple[Path, ...] = (), **variables: str) -> dict[str
 @pytest.mark.matrix
 def test_it_tells_what_apply_would_do() -> None:
     found = report(1)  # off here, and would be patched by apply()
-    would = {target["target"] for target in found["targets"] if target["file"] and not target["problem"]}
+    would = {
+        target["target"]
+        for target in found["targets"]
+        if target["file"] and not target["problem"]
+    }
     nemo_patches.apply()
     try:
         done = nemo_patches.status()
-        later = {skipped.target for skipped in done.skipped if "not imported yet" in skipped.reason}
+        later = {
+            skipped.target
+            for skipped in done.skipped
+            if "not imported yet" in skipped.reason
+        }
         assert would == {*done.patched, *later}
     finally:
         nemo_patches.revert()
-    assert {target["target"] for target in found["targets"]} == {str(one) for one in (*TARGETS, *CHECKPOINT_TARGETS)}
+    assert {target["target"] for target in found["targets"]} == {
+        str(one) for one in (*TARGETS, *CHECKPOINT_TARGETS)
+    }
     assert found["versions"]["nemo"] == nemo.package_info.__shortversion__
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["nemo_patches"] == nemo_patches.__version__
@@ -73,25 +87,32 @@ def test_deferred_metrics_have_targets_of_their_own(tmp_path: Path) -> None:
     path = checkout_of_nemo(tmp_path, "2.7.9")
     assert report(0, (CHECKOUT, path))["reasons"] == []
     found = report(1, (CHECKOUT, path), NEMO_PATCHES_METRICS="deferred")
-    assert found["state"] == "on" and "but the metrics: as in stock NeMo" in found["answer"]
+    assert (
+        found["state"] == "on"
+        and "but the metrics: as in stock NeMo" in found["answer"]
+    )
     reasons = found["reasons"]
-    assert "ModelPT.on_test_epoch_end: this NeMo has no nemo.core.classes.modelPT" in reasons
+    assert (
+        "ModelPT.on_test_epoch_end: this NeMo has no nemo.core.classes.modelPT"
+        in reasons
+    )
     assert "WER.compute: this NeMo has no nemo.collections.asr.metrics.wer" in reasons
 
 
 def test_it_imports_neither_nemos_collections_nor_torch() -> None:
     program = (
-        "import sys\n"
-        "from nemo_patches.tools.status import examine\n"
-        "examine()\n"
-        "print([name for name in sys.modules if name in ('torch', 'nemo.collections', 'wrapt')])"
+        "import sys\nfrom nemo_patches.tools.status import"
+        " examine\nexamine()\nprint([name for name in sys.modules if name in ('torch',"
+        " 'nemo.collections', 'wrapt')])"
     )
     assert python("-c", program).stdout == "[]\n"
 
 
 def test_where_each_setting_comes_from() -> None:
     found = report(0, (CHECKOUT,), NEMO_PATCHES_SYNC="local")
-    assert {"name": "sync", "value": "local", "source": "NEMO_PATCHES_SYNC"} in found["settings"]
+    assert {"name": "sync", "value": "local", "source": "NEMO_PATCHES_SYNC"} in found[
+        "settings"
+    ]
     assert {"name": "timeout", "value": "10", "source": "default"} in found["settings"]
 
 
@@ -99,10 +120,30 @@ def test_where_each_setting_comes_from() -> None:
     ("path", "variables", "state", "said"),
     [
         ((), {}, "off here", "to switch it on: `nemo-patches run -- COMMAND`"),
-        ((), {"NEMO_PATCHES_DISABLE": "1"}, "off here", "unset NEMO_PATCHES_DISABLE, then `nemo-patches run"),
-        ((CHECKOUT,), {"NEMO_PATCHES_DISABLE": "1"}, "off here", "to switch it on: unset NEMO_PATCHES_DISABLE"),
-        ((CHECKOUT,), {"NEMO_PATCHES_DISABLE": "x"}, "cannot be", "NEMO_PATCHES_DISABLE='x' is not allowed"),
-        ((CHECKOUT,), {"NEMO_PATCHES_TIMEOUT": "soon"}, "cannot be", "NEMO_PATCHES_TIMEOUT='soon' is not allowed"),
+        (
+            (),
+            {"NEMO_PATCHES_DISABLE": "1"},
+            "off here",
+            "unset NEMO_PATCHES_DISABLE, then `nemo-patches run",
+        ),
+        (
+            (CHECKOUT,),
+            {"NEMO_PATCHES_DISABLE": "1"},
+            "off here",
+            "to switch it on: unset NEMO_PATCHES_DISABLE",
+        ),
+        (
+            (CHECKOUT,),
+            {"NEMO_PATCHES_DISABLE": "x"},
+            "cannot be",
+            "NEMO_PATCHES_DISABLE='x' is not allowed",
+        ),
+        (
+            (CHECKOUT,),
+            {"NEMO_PATCHES_TIMEOUT": "soon"},
+            "cannot be",
+            "NEMO_PATCHES_TIMEOUT='soon' is not allowed",
+        ),
     ],
 )
 def test_exit_code_1_and_why_where_it_is_not_on(
@@ -120,10 +161,16 @@ def test_exit_code_1_and_why_where_it_is_not_on(
 
 def test_exit_code_1_and_the_sentence_where_a_variable_is_misspelt() -> None:
     found = report(1, (CHECKOUT,), NEMO_PATCHES_TIMEOUTS="4")
-    sentence = "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean NEMO_PATCHES_TIMEOUT?"
+    sentence = (
+        "NEMO_PATCHES_TIMEOUTS is not a setting, and has no effect; did you mean"
+        " NEMO_PATCHES_TIMEOUT?"
+    )
     assert (found["misspelt"], found["reasons"]) == ([sentence], [])
     assert found["state"] == "on"
-    assert status(NEMO_PATCHES_TIMEOUTS="4", path=(CHECKOUT,)).stdout.splitlines()[1] == sentence
+    assert (
+        status(NEMO_PATCHES_TIMEOUTS="4", path=(CHECKOUT,)).stdout.splitlines()[1]
+        == sentence
+    )
 
 
 def checkout_of_nemo(folder: Path, version: str, **changes: str) -> Path:
@@ -133,7 +180,9 @@ def checkout_of_nemo(folder: Path, version: str, **changes: str) -> Path:
     (folder / "nemo" / modules).mkdir(parents=True)
     (folder / "nemo" / "__init__.py").write_text("")
     (folder / "nemo" / "collections" / "__init__.py").write_text("")
-    (folder / "nemo" / "package_info.py").write_text(f"__shortversion__ = __version__ = {version!r}\n")
+    (folder / "nemo" / "package_info.py").write_text(
+        f"__shortversion__ = __version__ = {version!r}\n"
+    )
     for name in ("conformer_encoder.py", "conv_asr.py"):
         text = (installed / modules / name).read_text()
         for old, new in changes.items():
@@ -147,11 +196,15 @@ def test_a_drifted_target(tmp_path: Path) -> None:
     found = report(1, (path,))
     reasons = found["reasons"]
     assert (found["state"], len(reasons)) == ("cannot be", 2)
-    assert all("without ['all_reduce']" in reason and "['all_reduce_coalesced']" in reason for reason in reasons)
+    assert all(
+        "without ['all_reduce']" in reason and "['all_reduce_coalesced']" in reason
+        for reason in reasons
+    )
     assert "ConformerEncoder.update_max_seq_length" in reasons[0]
     path = checkout_of_nemo(tmp_path / "other", "2.7.9", seq_length="frames")
-    assert "expected a plain function (self, seq_length, device), found (self, frames, device)" in str(
-        report(1, (path,))
+    assert (
+        "expected a plain function (self, seq_length, device), found (self, frames,"
+        " device)" in str(report(1, (path,)))
     )
 
 
@@ -159,12 +212,22 @@ def test_an_unsupported_version(tmp_path: Path) -> None:
     path = checkout_of_nemo(tmp_path, "9.9.0")
     (reason,) = report(1, (CHECKOUT, path))["reasons"]
     assert "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0" in reason
-    assert "NeMo 9.9.0 is newer than any that was tested" in reason and "no difference (looked at: Conf" in reason
+    assert (
+        "NeMo 9.9.0 is newer than any that was tested" in reason
+        and "no difference (looked at: Conf" in reason
+    )
     assert reason.endswith("NEMO_PATCHES_UNSUPPORTED=1 nemo-patches demo")
-    changed = checkout_of_nemo(tmp_path / "changed", "3.1.0rc0", all_reduce="all_reduce_coalesced")
-    assert "without ['all_reduce'] and with ['all_reduce_coalesced']" in report(1, (changed,))["reasons"][-1]
+    changed = checkout_of_nemo(
+        tmp_path / "changed", "3.1.0rc0", all_reduce="all_reduce_coalesced"
+    )
+    assert (
+        "without ['all_reduce'] and with ['all_reduce_coalesced']"
+        in report(1, (changed,))["reasons"][-1]
+    )
     (reason,) = report(1, (checkout_of_nemo(tmp_path / "older", "2.0.0"),))["reasons"]
-    assert reason.endswith("for 1.23 and 2.0 there are diffs, and docs/vendors.md says why not more")
+    assert reason.endswith(
+        "for 1.23 and 2.0 there are diffs, and docs/vendors.md says why not more"
+    )
     found = report(0, (CHECKOUT, path), NEMO_PATCHES_UNSUPPORTED="1")
     assert (found["state"], found["reasons"]) == ("on", [])
 
@@ -178,11 +241,17 @@ def test_exit_code_2_where_it_cannot_be_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["nemo", "torch"])
 def test_it_cannot_be_patched_where_nemo_or_torch_is_missing(missing: str) -> None:
-    program = f"import sys; sys.modules[{missing!r}] = None\nfrom nemo_patches.cli import main; main()"
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\nfrom nemo_patches.cli import"
+        " main; main()"
+    )
     done = python("-c", program, "status")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith(f"cannot be patched: {missing} is not installed for ")
-    assert json.loads(python("-c", program, "status", "--json").stdout)["state"] == "cannot be"
+    assert (
+        json.loads(python("-c", program, "status", "--json").stdout)["state"]
+        == "cannot be"
+    )
 
 
 def test_a_nemo_without_the_classes_or_without_a_version(tmp_path: Path) -> None:
@@ -192,11 +261,15 @@ def test_a_nemo_without_the_classes_or_without_a_version(tmp_path: Path) -> None
         file.write_text("")
     done = status(path=(tmp_path,))
     assert done.returncode == 2
-    assert done.stderr.startswith("nemo-patches status: it cannot be told: nemo: no version can be read")
+    assert done.stderr.startswith(
+        "nemo-patches status: it cannot be told: nemo: no version can be read"
+    )
     (other / "package_info.py").write_text("__version__ = '3.0.0'\n")
     found = report(1, (CHECKOUT, tmp_path))
     assert found["state"] == "cannot be"
-    assert found["reasons"] == [f"NeMo 3.0.0 at {other} has none of the classes that would be patched"]
+    assert found["reasons"] == [
+        f"NeMo 3.0.0 at {other} has none of the classes that would be patched"
+    ]
 
 
 def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
@@ -209,17 +282,23 @@ def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
         assert found["state"] == "off here"
         assert found["auto_apply"] == "off"
         assert found["reasons"] == [
-            f"{ours}/sitecustomize.py is on PYTHONPATH, but {vendor} comes first and does not run it"
+            f"{ours}/sitecustomize.py is on PYTHONPATH, but {vendor} comes first and"
+            " does not run it"
         ]
         found = report(1, (ours, tmp_path), NEMO_PATCHES_DISABLE="1")
-        assert (found["auto_apply"], found["chained"]) == ("off, NEMO_PATCHES_DISABLE=1", str(vendor))
+        assert (found["auto_apply"], found["chained"]) == (
+            "off, NEMO_PATCHES_DISABLE=1",
+            str(vendor),
+        )
     assert report(0, (CHECKOUT,))["chained"] == ""
     assert report(1, (tmp_path,))["chained"] == str(vendor)
 
 
 @pytest.mark.one_nemo
 def test_the_words_of_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without versions and defaults. `checkout` stands for our own; the others are NeMo's, or a vendor's."""
+    """Without versions and defaults. `checkout` stands for our own; the others are NeMo's, or a
+    vendor's.
+    """
     monkeypatch.chdir(tmp_path)
     for name, version, changes in (
         ("drifted", "2.7.9", {"all_reduce": "all_reduce_coalesced"}),
@@ -232,8 +311,15 @@ def test_the_words_of_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     Path("shadowing", "sitecustomize.py").write_text("")
 
     def shown(*folders: str, **variables: str) -> None:
-        done = status(path=tuple(CHECKOUT if name == "checkout" else tmp_path / name for name in folders), **variables)
-        sys.stdout.write((done.stdout + done.stderr).replace(str(CHECKOUT), "/checkout"))
+        done = status(
+            path=tuple(
+                CHECKOUT if name == "checkout" else tmp_path / name for name in folders
+            ),
+            **variables,
+        )
+        sys.stdout.write(
+            (done.stdout + done.stderr).replace(str(CHECKOUT), "/checkout")
+        )
         raise SystemExit(done.returncode)
 
     def kept(_: str, line: str) -> bool:

@@ -1,4 +1,6 @@
-"""Rank 0, which hosts the job's store, ends first: the others say that it has left, and c10d logs nothing for us."""
+"""Rank 0, which hosts the job's store, ends first: the others say that it has left, and c10d logs
+nothing for us.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,15 @@ def stderr_of_others(ending: str, folder: Path) -> list[str]:
     processes = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-c", PROGRAM, str(rank), port, ending, str(folder)]
+            command = [
+                sys.executable,
+                "-c",
+                PROGRAM,
+                str(rank),
+                port,
+                ending,
+                str(folder),
+            ]
             with log.open("w") as stderr:
                 processes.append(subprocess.Popen(command, stderr=stderr))
         codes = [process.wait(LIMIT_S) for process in processes]
@@ -68,11 +78,15 @@ def stderr_of_others(ending: str, folder: Path) -> list[str]:
     return [log.read_text() for log in logs[1:]]
 
 
-@pytest.mark.parametrize("ending", ["end of the program", "group destroyed", "exception"])
+@pytest.mark.parametrize(
+    "ending", ["end of the program", "group destroyed", "exception"]
+)
 def test_the_others_say_that_rank_0_has_left(ending: str, tmp_path: Path) -> None:
     for stderr in stderr_of_others(ending, tmp_path):
         ended, gone = stderr.splitlines()
-        assert ended.endswith(": rank 0 has left: it ended, or destroyed its process group")
+        assert ended.endswith(
+            ": rank 0 has left: it ended, or destroyed its process group"
+        )
         assert "Linear: gone: rank 0 of 3 | rank 0 (" in gone
         assert ") has left: it ended, or destroyed its process group" in gone
         assert "its process has gone" not in gone
@@ -80,7 +94,8 @@ def test_the_others_say_that_rank_0_has_left(ending: str, tmp_path: Path) -> Non
 
 def test_a_rank_0_that_is_killed_has_not_left(tmp_path: Path) -> None:
     for stderr in stderr_of_others("killed", tmp_path):
-        # c10d may log its frames: who is killed in the middle of an answer resets the connection of whoever asks
+        # c10d may log its frames: who is killed in the middle of an answer resets the connection of
+        # whoever asks
         ended, gone = [line for line in stderr.splitlines() if " nemo_patches " in line]
         assert ended.endswith(": rank 0 has ended: its port is closed")
         assert "rank 0 (" in gone and "): its process has gone" in gone

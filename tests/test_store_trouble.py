@@ -1,4 +1,6 @@
-"""A store that is slow, silent or gone while a rank is missing: what the waiting ranks still say, and how soon."""
+"""A store that is slow, silent or gone while a rank is missing: what the waiting ranks still say,
+and how soon.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,21 @@ def two_are_missing(rank: int, size: int, port: int, folder: str, mode: str) -> 
     (stall,) = nemo_patches.status().stalls
     Path(folder, f"said-{rank}").touch()
     dist.barrier()
-    found = [(one.rank, one.kind, one.host, one.pid > 0, one.where) for one in stall.missing]
+    found = [
+        (one.rank, one.kind, one.host, one.pid > 0, one.where) for one in stall.missing
+    ]
     return call, report, found, stall.unknown, encoder.max_audio_length
 
 
 def is_stopped(pid: Path) -> bool:
-    return pid.exists() and Path(f"/proc/{pid.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return (
+        pid.exists()
+        and Path(f"/proc/{pid.read_text()}/stat")
+        .read_text()
+        .rpartition(")")[2]
+        .split()[0]
+        == "T"
+    )
 
 
 def wait_for_files(files: list[Path]) -> None:
@@ -64,14 +75,23 @@ def wait_for_files(files: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["slow", "silent", "gone"])
-def test_the_report_comes_in_time_and_names_who_is_missing(mode: str, proxy: Proxy, tmp_path: Path) -> None:
-    results = run_ranks(two_are_missing, 4, proxy.port, str(tmp_path), mode, group=False)
+def test_the_report_comes_in_time_and_names_who_is_missing(
+    mode: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    results = run_ranks(
+        two_are_missing, 4, proxy.port, str(tmp_path), mode, group=False
+    )
     for rank in (0, 2):
         call, report, missing, unknown, maximum = results[rank].value
         assert call < TIMEOUT + SLACK_S
         assert report < TIMEOUT + REPORT_S
         (first, kind, host, has_pid, where), other = missing
-        assert (first, kind, host, has_pid) == (1, "elsewhere", socket.gethostname(), True)
+        assert (first, kind, host, has_pid) == (
+            1,
+            "elsewhere",
+            socket.gethostname(),
+            True,
+        )
         assert "wait_for_files" in where
         assert other == (3, "no heartbeat", socket.gethostname(), True, ANSWERS_NOTHING)
         assert unknown == ""
@@ -83,7 +103,9 @@ def test_the_report_comes_in_time_and_names_who_is_missing(mode: str, proxy: Pro
 
 
 def nobody_calls(rank: int, size: int, port: int, folder: str, mode: str) -> None:
-    """Rank 1 is elsewhere, rank 3 stopped, and the others wait in a barrier. The store's server is in no rank."""
+    """Rank 1 is elsewhere, rank 3 stopped, and the others wait in a barrier. The store's server is
+    in no rank.
+    """
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     in_step(timeout=TIMEOUT, stall_timeout=0)
@@ -100,27 +122,40 @@ def nobody_calls(rank: int, size: int, port: int, folder: str, mode: str) -> Non
         os.kill(int(Path(folder, "pid").read_text()), signal.SIGCONT)
     else:
         telling = threading.Thread(
-            target=lambda: (wait_until(lambda: said.lines), files[rank // 2].touch()), daemon=True
+            target=lambda: (wait_until(lambda: said.lines), files[rank // 2].touch()),
+            daemon=True,
         )
         telling.start()
     dist.barrier()
 
 
 @pytest.mark.parametrize("mode", ["slow", "silent", "gone"])
-def test_where_all_ranks_are_is_told_in_time(mode: str, proxy: Proxy, tmp_path: Path) -> None:
+def test_where_all_ranks_are_is_told_in_time(
+    mode: str, proxy: Proxy, tmp_path: Path
+) -> None:
     results = run_ranks(nobody_calls, 4, proxy.port, str(tmp_path), mode, group=False)
     for rank in (0, 2):
         (line,) = results[rank].lines("WARNING", "no encoder call for ")
         seconds, _, groups = line.partition("no encoder call for ")[2].partition(" s. ")
         assert int(seconds) < STALL_TIMEOUT + REPORT_S
         elsewhere, stopped, waiting = groups.split(" | ")
-        assert elsewhere.startswith(f"rank 1 ({socket.gethostname()}, pid ") and "wait_for_files (" in elsewhere
-        assert stopped.startswith(f"rank 3 ({socket.gethostname()}, pid ") and f") {ANSWERS_NOTHING}" in stopped
-        assert waiting.startswith("ranks 0, 2: barrier, in nobody_calls (test_store_trouble.py:")
+        assert (
+            elsewhere.startswith(f"rank 1 ({socket.gethostname()}, pid ")
+            and "wait_for_files (" in elsewhere
+        )
+        assert (
+            stopped.startswith(f"rank 3 ({socket.gethostname()}, pid ")
+            and f") {ANSWERS_NOTHING}" in stopped
+        )
+        assert waiting.startswith(
+            "ranks 0, 2: barrier, in nobody_calls (test_store_trouble.py:"
+        )
 
 
 def asked(rank: int, size: int) -> set[str]:
-    """Which methods of a store any thread of ours has called since the ranks are connected: healthy, and hung."""
+    """Which methods of a store any thread of ours has called since the ranks are connected:
+    healthy, and hung.
+    """
     found: set[str] = set()
     encoder = in_step(timeout=TIMEOUT)
     dist.barrier()
@@ -134,7 +169,9 @@ def asked(rank: int, size: int) -> set[str]:
         return noted
 
     for method in ("set", "get", "add", "check", "multi_get", "compare_set"):
-        setattr(dist.PrefixStore, method, noting(method, getattr(dist.PrefixStore, method)))
+        setattr(
+            dist.PrefixStore, method, noting(method, getattr(dist.PrefixStore, method))
+        )
     encoders.sync(encoder, 150)
     if rank == 0:
         encoders.sync(encoder, 200)

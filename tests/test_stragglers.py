@@ -1,4 +1,6 @@
-"""Late, skipped, extra and uneven calls on real ranks: how long anyone waits, what it says, and that they recover."""
+"""Late, skipped, extra and uneven calls on real ranks: how long anyone waits, what it says, and
+that they recover.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import REPORT_S, SLACK_S, Result, Said, come_in, in_step, run_ranks, wait_for_others, wait_until
+from ranks import (
+    REPORT_S,
+    SLACK_S,
+    Result,
+    Said,
+    come_in,
+    in_step,
+    run_ranks,
+    wait_for_others,
+    wait_until,
+)
 
 import nemo_patches
 
@@ -21,7 +33,9 @@ RACE_S = 0.01
 
 @dataclass(frozen=True)
 class Step:
-    """One encoder call: seconds it took, the encoder's max_audio_length after it, this rank's own length."""
+    """One encoder call: seconds it took, the encoder's max_audio_length after it, this rank's own
+    length.
+    """
 
     seconds: float
     maximum: int
@@ -44,8 +58,17 @@ def call(encoder: torch.nn.Module, length: int) -> Step:
 def life(steps: list[Step]) -> Life:
     (counters,) = nemo_patches.status().encoders
     shares = [1, 1 / 8] + [1 / 64] * counters.timeouts
-    taken = sum(step.seconds for step in steps) / nemo_patches.status().settings.timeout.total_seconds()
-    return Life(steps, counters.timeouts, counters.fallbacks, sum(shares[: counters.timeouts]), taken)
+    taken = (
+        sum(step.seconds for step in steps)
+        / nemo_patches.status().settings.timeout.total_seconds()
+    )
+    return Life(
+        steps,
+        counters.timeouts,
+        counters.fallbacks,
+        sum(shares[: counters.timeouts]),
+        taken,
+    )
 
 
 def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
@@ -57,7 +80,9 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
     for step in range(late_step + 4):
         if rank == 1 and step == late_step:
             time.sleep(seconds)  # the straggler itself, not a wait of the test's
-            wait_until(lambda: store.add("reports", 0) >= size - 1)  # a busy machine may report later
+            wait_until(
+                lambda: store.add("reports", 0) >= size - 1
+            )  # a busy machine may report later
         steps.append(call(encoder, 100 * (step + 1) + rank))
         if rank != 1 and step == late_step:
             wait_until(lambda: said.lines)
@@ -90,29 +115,41 @@ def test_a_rank_ten_seconds_late(late_step: int) -> None:
             (told,) = result.lines("WARNING")
             assert (
                 "other ranks waited for this one, and gave up "
-                f"(ConformerEncoder: training call {calls_before + late_step + 1})" in told
+                f"(ConformerEncoder: training call {calls_before + late_step + 1})"
+                in told
             )
         else:
             assert 7.9 <= steps[late_step].seconds <= 8 + SLACK_S
             assert steps[late_step].maximum == steps[late_step].length
             assert result.value.timeouts == result.value.fallbacks == 1
             (warning,) = result.lines(
-                "WARNING", "ConformerEncoder", f"rank {rank}/3", f"own, {steps[late_step].length}"
+                "WARNING",
+                "ConformerEncoder",
+                f"rank {rank}/3",
+                f"own, {steps[late_step].length}",
             )
             assert f"call {calls_before + late_step + 1}:" in warning
             assert ". Missing: rank 1 of 3 | rank 1 " in warning
             assert "is elsewhere: late_once (" in warning  # before its first call, too
             (recovery,) = result.lines("recovered")
-            assert 8.0 <= float(recovery.split("came ")[1].split(" s late")[0]) <= 10 + REPORT_S
+            assert (
+                8.0
+                <= float(recovery.split("came ")[1].split(" s late")[0])
+                <= 10 + REPORT_S
+            )
         for later in range(late_step + 1, late_step + 4):
-            assert steps[later].seconds < 1.0 + SLACK_S  # an eighth of the timeout, at most
+            assert (
+                steps[later].seconds < 1.0 + SLACK_S
+            )  # an eighth of the timeout, at most
             assert steps[later].maximum == 100 * (later + 1) + 2
 
 
 def patient_timeout_s(encoder: torch.nn.Module, races: random.Random) -> float:
-    """A timeout whose 64th, the shortest wait, is ten times the slowest of fifty healthy rounds here and now.
+    """A timeout whose 64th, the shortest wait, is ten times the slowest of fifty healthy rounds
+    here and now.
 
-    Of a shorter one healthy rounds would run out, on a busy machine: another incident. The same on all ranks.
+    Of a shorter one healthy rounds would run out, on a busy machine: another incident. The same on
+    all ranks.
     """
     slowest_s = torch.zeros(1)
     for step in range(50):
@@ -133,12 +170,16 @@ def one_incident(rank: int, size: int, kind: str, seed: int) -> Life:
     at, culprit = chance.randint(0, 6), chance.randrange(size)
     steps = []
     for step in range(40):
-        time.sleep(races.random() * RACE_S)  # so that the ranks race, each time otherwise
+        time.sleep(
+            races.random() * RACE_S
+        )  # so that the ranks race, each time otherwise
         if rank == culprit and step == at:
             if kind == "extra":
                 steps.append(call(encoder, 70))
             if kind == "late":
-                time.sleep(1.5 * timeout_s)  # the straggler itself, not a wait of the test's
+                time.sleep(
+                    1.5 * timeout_s
+                )  # the straggler itself, not a wait of the test's
         if not (kind == "skipped" and rank == culprit and step == at):
             steps.append(call(encoder, 50 * (step + 1) + rank))
         dist.barrier()
@@ -156,20 +197,32 @@ def incidents(rank: int, size: int, seed: int) -> dict[str, Life]:
 
 @pytest.mark.one_nemo
 @pytest.mark.parametrize(("size", "seed"), [(2, 1), (3, 2), (4, 3)])
-def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(size: int, seed: int) -> None:
+def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(
+    size: int, seed: int
+) -> None:
     results = run_ranks(incidents, size, seed)
     for result in results:
         for kind, lived in result.value.items():
             assert lived.vain <= 1.2, (kind, lived.timeouts)
-            assert lived.taken < 1.9, kind  # a fifth for forty healthy rounds, and no second timeout
-            # In step again well before the end: on a busy machine not at every call (docs/design.md, "Breaker").
+            assert lived.taken < 1.9, (
+                kind
+            )  # a fifth for forty healthy rounds, and no second timeout
+            # In step again well before the end: on a busy machine not at every call
+            # (docs/design.md, "Breaker").
             stocks = [50 * (step + 1) + size - 1 for step in range(40)]
             last = [step.maximum for step in lived.steps[-25:]]
             assert set(last) & set(stocks[-25:]), kind
     for rank, result in enumerate(results):
         # One kind after the other, each on a new encoder: at most one warning for each.
-        for name in ("ConformerEncoder:", "ConformerEncoder #2:", "ConformerEncoder #3:"):
-            assert len(result.lines("WARNING", name, "not every rank")) <= 1, (rank, name)
+        for name in (
+            "ConformerEncoder:",
+            "ConformerEncoder #2:",
+            "ConformerEncoder #3:",
+        ):
+            assert len(result.lines("WARNING", name, "not every rank")) <= 1, (
+                rank,
+                name,
+            )
     assert any(result.lines("not every rank") for result in results)
 
 
@@ -191,7 +244,9 @@ def persistent_asymmetry(rank: int, size: int, kind: str) -> Life:
 def test_persistent_asymmetry_costs_at_most_1_3_timeouts(kind: str) -> None:
     for result in run_ranks(persistent_asymmetry, 2, kind):
         assert result.value.vain <= 1.3
-        assert sum(step.seconds for step in result.value.steps) < 1.3 + 30  # the rest is work, on a busy machine
+        assert (
+            sum(step.seconds for step in result.value.steps) < 1.3 + 30
+        )  # the rest is work, on a busy machine
 
 
 def local(rank: int, size: int) -> tuple[list[Step], Any]:
@@ -212,7 +267,9 @@ def test_local_never_waits() -> None:
         steps, counters = result.value
         assert result.lines("WARNING") == []
         assert all(step.seconds < SLACK_S for step in steps)
-        assert [step.maximum for step in steps] == [100 * (step + 1) + rank for step in range(5)]
+        assert [step.maximum for step in steps] == [
+            100 * (step + 1) + rank for step in range(5)
+        ]
         assert counters.rounds == 0
 
 
@@ -273,7 +330,9 @@ def copies(rank: int, size: int, kept: bool) -> tuple[float, Life]:
 
 @pytest.mark.one_nemo
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_copy_that_one_rank_alone_has_called_costs_the_others_nothing(kept: bool) -> None:
+def test_a_copy_that_one_rank_alone_has_called_costs_the_others_nothing(
+    kept: bool,
+) -> None:
     results = run_ranks(copies, 2, kept)
     assert results[0].value[0] >= 7.9  # it waited for that copy
     for result in results:

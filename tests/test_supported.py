@@ -1,4 +1,6 @@
-"""The supported range is stated once, and `make test-matrix` covers it with the releases that it says."""
+"""The supported range is stated once, and `make test-matrix` covers it with the releases that it
+says.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,31 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from nemo_patches.patching.admission import DIFFS_ONLY, SUPPORTED_SERIES, UnsupportedNeMo, require_supported
+from nemo_patches.patching.admission import (
+    DIFFS_ONLY,
+    SUPPORTED_SERIES,
+    UnsupportedNeMo,
+    require_supported,
+)
 
 MAKEFILE = Path(__file__).parent.parent / "Makefile"
 
 
 def test_the_matrix_has_one_release_of_each_supported_series() -> None:
     (releases,) = re.findall(r"^MATRIX = (.+)$", MAKEFILE.read_text(), re.MULTILINE)
-    assert tuple(release.rpartition(".")[0] for release in releases.split()) == SUPPORTED_SERIES
+    assert (
+        tuple(release.rpartition(".")[0] for release in releases.split())
+        == SUPPORTED_SERIES
+    )
 
 
 def test_why_two_series_have_diffs_only_is_said_where_the_refusal_points() -> None:
     both = " and ".join(DIFFS_ONLY)
     for series in DIFFS_ONLY:
-        with pytest.raises(UnsupportedNeMo, match=f"for {both} there are diffs, and docs/vendors.md says why"):
+        with pytest.raises(
+            UnsupportedNeMo,
+            match=f"for {both} there are diffs, and docs/vendors.md says why",
+        ):
             require_supported(f"{series}.0", {})
     page = (MAKEFILE.parent / "docs" / "vendors.md").read_text()
     assert f"For {both} there are diffs, and `apply()` refuses them" in page
@@ -33,7 +46,9 @@ def this_nemo(rank: int = 0, size: int = 1) -> str:
     import nemo.collections.asr  # so that the version is that of the code under test
     import nemo.package_info
 
-    assert Path(nemo.collections.asr.__file__).is_relative_to(Path(nemo.package_info.__file__).parent)
+    assert Path(nemo.collections.asr.__file__).is_relative_to(
+        Path(nemo.package_info.__file__).parent
+    )
     return str(nemo.package_info.__version__)
 
 

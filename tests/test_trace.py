@@ -1,4 +1,6 @@
-"""Traces of real NeMo encoders: what is recorded on two ranks, what the checks find, and that no number changes."""
+"""Traces of real NeMo encoders: what is recorded on two ranks, what the checks find, and that no
+number changes.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +44,37 @@ def only_trace(folder: Path) -> Trace:
 # In this process: the same numbers, and nothing left behind.
 
 
-def outcome(run: Callable[[], torch.Tensor], module: torch.nn.Module) -> list[torch.Tensor]:
+def outcome(
+    run: Callable[[], torch.Tensor], module: torch.nn.Module
+) -> list[torch.Tensor]:
     """All that a step may change: output, gradients, state, and the random state after it."""
     torch.manual_seed(7)
     with torch.set_grad_enabled(not isinstance(module, encoders_without_backward())):
         output = run()
     if output.requires_grad:
         output.pow(2).mean().backward()
-    gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
-    return [output.detach(), *gradients, *module.state_dict().values(), torch.get_rng_state()]
+    gradients = [
+        weight.grad for weight in module.parameters() if weight.grad is not None
+    ]
+    return [
+        output.detach(),
+        *gradients,
+        *module.state_dict().values(),
+        torch.get_rng_state(),
+    ]
 
 
 def encoders_without_backward() -> tuple[type, ...]:
-    return tuple(type(encoders.makers()[name]()) for name in encoders.FORWARD_ONLY if name in encoders.makers())
+    return tuple(
+        type(encoders.makers()[name]())
+        for name in encoders.FORWARD_ONLY
+        if name in encoders.makers()
+    )
 
 
-def traced_and_not(make: Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor]]], folder: Path) -> Trace:
+def traced_and_not(
+    make: Callable[[], tuple[torch.nn.Module, Callable[[], torch.Tensor]]], folder: Path
+) -> Trace:
     """Assert that a trace changes no bit; what it holds."""
     found = []
     for trace in ("", str(folder)):
@@ -75,23 +92,36 @@ def traced_and_not(make: Callable[[], tuple[torch.nn.Module, Callable[[], torch.
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", list(encoders.makers()))
-def test_every_target_class_is_recorded_and_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_every_target_class_is_recorded_and_gives_the_same_bits(
+    name: str, tmp_path: Path
+) -> None:
     def make() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
         encoder = encoders.makers()[name]()
         return encoder, lambda: encoders.run(encoder, 700)
 
     found = traced_and_not(make, tmp_path)
-    assert traces.kinds(found) == ["header", "enter", "leave", "end"]  # as in stock nothing syncs: there is no group
+    assert traces.kinds(found) == [
+        "header",
+        "enter",
+        "leave",
+        "end",
+    ]  # as in stock nothing syncs: there is no group
     _, enter, leave, _ = found
     assert enter["e"].lower().startswith(name.replace("_", "")[:7])
-    assert (enter["shape"], enter["dtype"], enter["device"]) == ([2, encoders.FEATURES, 700], "float32", "cpu")
+    assert (enter["shape"], enter["dtype"], enter["device"]) == (
+        [2, encoders.FEATURES, 700],
+        "float32",
+        "cpu",
+    )
     assert enter["training"] and leave["shape"][0] == 2
     assert found[0]["versions"]["nemo"] and found[0]["settings"]["sync"] == "bounded"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("masked", ["pre_conv", "post_conv"])
-def test_the_masked_token_model_with_and_without_its_pre_encoder(masked: str, tmp_path: Path) -> None:
+def test_the_masked_token_model_with_and_without_its_pre_encoder(
+    masked: str, tmp_path: Path
+) -> None:
     from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
     from omegaconf import OmegaConf
 
@@ -106,9 +136,12 @@ def test_the_masked_token_model_with_and_without_its_pre_encoder(masked: str, tm
         config["encoder"]["sync_max_audio_length"] = True
 
     def make() -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-        model = EncDecDenoiseMaskedTokenPredModel(cfg=OmegaConf.create(copy.deepcopy(config)))
+        model = EncDecDenoiseMaskedTokenPredModel(
+            cfg=OmegaConf.create(copy.deepcopy(config))
+        )
         assert (model.pre_encoder is not None) == (masked == "post_conv")
-        # NeMo's pre_encoder takes features and frames the wrong way round: there must be as many of each.
+        # NeMo's pre_encoder takes features and frames the wrong way round: there must be as many of
+        # each.
         audio, length = torch.randn(2, 12_600), torch.tensor([12_600, 9_000])
         signals = {"input_signal": audio, "input_signal_length": length}
         noisy = {"noisy_input_signal": audio * 0.9, "noisy_input_signal_length": length}
@@ -132,25 +165,36 @@ def test_nothing_of_a_recorded_call_stays_in_the_model(tmp_path: Path) -> None:
         assert not module._forward_hooks and not module._forward_pre_hooks
     assert encoder.state_dict().keys() == stock.state_dict().keys()
     for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
-        assert torch.equal(encoders.run(other.eval(), 50), encoders.run(encoder.eval(), 50))
+        assert torch.equal(
+            encoders.run(other.eval(), 50), encoders.run(encoder.eval(), 50)
+        )
     nemo_patches.revert()
     first, second = traces.of_kind(only_trace(tmp_path), "raised")
     assert (first["type"], first["n"]) == ("ValueError", 2)
-    assert "should have shape" in first["message"] and "conformer_encoder.py" in first["traceback"]
+    assert (
+        "should have shape" in first["message"]
+        and "conformer_encoder.py" in first["traceback"]
+    )
     assert (second["type"], second["n"]) == ("TypeError", 3)
     names = {one["e"] for one in traces.of_kind(only_trace(tmp_path), "enter")}
     assert names == {"ConformerEncoder", "ConformerEncoder #2", "ConformerEncoder #3"}
 
 
-def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: Any, capsys: Any) -> None:
+def test_forward_is_replaced_only_while_a_trace_is_on(
+    tmp_path: Path, caplog: Any, capsys: Any
+) -> None:
     nemo_patches.apply()
     before = attributes()
     with listening(caplog):
         nemo_patches.apply(trace=str(tmp_path / "one"))
-        assert any(name == "forward" for (_, name), _ in attributes().items() ^ before.items())
+        assert any(
+            name == "forward" for (_, name), _ in attributes().items() ^ before.items()
+        )
         encoders.run(encoders.conformer(), 50)
         assert f"trace: {tmp_path / 'one'}/rank-" in str(nemo_patches.status())
-        nemo_patches.apply(trace=str(tmp_path / "one"), timeout=7)  # the same trace goes on
+        nemo_patches.apply(
+            trace=str(tmp_path / "one"), timeout=7
+        )  # the same trace goes on
         encoders.run(encoders.conformer(), 50)
         nemo_patches.apply(trace=tmp_path / "two", timeout=7)
         encoders.run(encoders.conformer(), 50)
@@ -158,14 +202,21 @@ def test_forward_is_replaced_only_while_a_trace_is_on(tmp_path: Path, caplog: An
     assert attributes() == before
     changes = [message for message in caplog.messages if "settings changed" in message]
     assert len(changes) == 4 and f"; trace={tmp_path / 'one'} (before: " in changes[0]
-    assert [len(traces.of_kind(only_trace(tmp_path / name), "leave")) for name in ("one", "two")] == [2, 1]
+    assert [
+        len(traces.of_kind(only_trace(tmp_path / name), "leave"))
+        for name in ("one", "two")
+    ] == [2, 1]
     for name in ("one", "two"):
-        assert only_trace(tmp_path / name)[-1]["reason"].startswith("revert(), or apply()")
+        assert only_trace(tmp_path / name)[-1]["reason"].startswith(
+            "revert(), or apply()"
+        )
     nemo_patches.revert()
     nemo_patches.apply(trace="-")
     encoders.run(encoders.conformer(), 50)
     nemo_patches.revert()
-    assert capsys.readouterr().err.count("ConformerEncoder: call 1 ") == 2  # begins, is done
+    assert (
+        capsys.readouterr().err.count("ConformerEncoder: call 1 ") == 2
+    )  # begins, is done
     with listening(caplog):
         nemo_patches.apply(trace=tmp_path)
     assert f"sync=bounded, timeout=10 s, trace={tmp_path}" in caplog.messages[0]
@@ -176,7 +227,9 @@ def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert_and_is_rec
 ) -> None:
     from nemo.collections.asr.modules import ConformerEncoder
 
-    monkeypatch.setattr(ConformerEncoder, "forward", ConformerEncoder.__dict__["forward"])  # restored in the end
+    monkeypatch.setattr(
+        ConformerEncoder, "forward", ConformerEncoder.__dict__["forward"]
+    )  # restored in the end
     nemo_patches.apply(trace=tmp_path / "one")
     ours = ConformerEncoder.forward
     ConformerEncoder.forward = lambda self, **inputs: ours(self, **inputs)
@@ -188,10 +241,15 @@ def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert_and_is_rec
     encoders.run(encoder, 50)
     nemo_patches.revert()
     encoders.run(encoder, 50)
-    assert [len(traces.of_kind(only_trace(tmp_path / name), "leave")) for name in ("one", "two")] == [1, 1]
+    assert [
+        len(traces.of_kind(only_trace(tmp_path / name), "leave"))
+        for name in ("one", "two")
+    ] == [1, 1]
 
 
-def test_data_parallels_replicas_end_the_trace_and_it_is_said_once(tmp_path: Path, caplog: Any) -> None:
+def test_data_parallels_replicas_end_the_trace_and_it_is_said_once(
+    tmp_path: Path, caplog: Any
+) -> None:
     nemo_patches.apply(trace=tmp_path)
     encoder = encoders.conformer()
     encoders.run(encoder, 50)
@@ -211,14 +269,20 @@ class CallsItsParent:
         return super().forward(audio_signal=audio_signal, length=length)  # type: ignore[misc]
 
 
-def test_a_subclass_that_calls_its_parents_forward_makes_one_call(tmp_path: Path) -> None:
+def test_a_subclass_that_calls_its_parents_forward_makes_one_call(
+    tmp_path: Path,
+) -> None:
     from nemo.collections.asr.modules import ConformerEncoder
 
     nemo_patches.apply(trace=tmp_path)
-    encoders.run(type("Own", (CallsItsParent, ConformerEncoder), {})(**encoders.CONFORMER), 50)
+    encoders.run(
+        type("Own", (CallsItsParent, ConformerEncoder), {})(**encoders.CONFORMER), 50
+    )
     nemo_patches.revert()
     found = only_trace(tmp_path)
-    assert len(traces.of_kind(found, "enter")) == len(traces.of_kind(found, "leave")) == 1
+    assert (
+        len(traces.of_kind(found, "enter")) == len(traces.of_kind(found, "leave")) == 1
+    )
     assert found[1]["e"] == "Own"
 
 
@@ -232,15 +296,21 @@ class Inside(torch.nn.Module):
 
 
 @pytest.mark.one_nemo
-def test_a_compiled_encoder_is_compiled_as_without_a_trace_and_that_is_said_once(tmp_path: Path, caplog: Any) -> None:
+def test_a_compiled_encoder_is_compiled_as_without_a_trace_and_that_is_said_once(
+    tmp_path: Path, caplog: Any
+) -> None:
     def graphs() -> list[tuple[int, int]]:
         found = []
-        # NeMo's type checks cannot be compiled inside another module, with or without us; ConvASREncoder's can.
+        # NeMo's type checks cannot be compiled inside another module, with or without us;
+        # ConvASREncoder's can.
         for make in (encoders.conformer, lambda: Inside(encoders.conv_asr())):
             torch._dynamo.reset()
             torch.manual_seed(0)
             module = make().eval()
-            inputs = {"audio_signal": torch.ones(2, encoders.FEATURES, 80), "length": torch.tensor([80, 80])}
+            inputs = {
+                "audio_signal": torch.ones(2, encoders.FEATURES, 80),
+                "length": torch.tensor([80, 80]),
+            }
             with torch.no_grad():
                 explained = torch._dynamo.explain(module)(**inputs)
             found.append((explained.graph_count, explained.graph_break_count))
@@ -282,20 +352,29 @@ def train(rank: int, size: int, folder: str) -> None:
     encoder.train()
     dist.barrier()
 
-    flagged = encoders.conformer(**({"sync_max_audio_length": False} if encoders.has_flag(encoder) else {}))
+    flagged = encoders.conformer(
+        **({"sync_max_audio_length": False} if encoders.has_flag(encoder) else {})
+    )
     encoders.run(flagged, 50)
     other = encoders.conformer()
     nemo_patches.apply(sync="local", trace=folder, timeout=TIMEOUT)
     encoders.run(other, 50)
     nemo_patches.apply(trace=folder, timeout=TIMEOUT)
-    own = type("Own", (type(encoder),), {"forward": without_its_parent})(**encoders.CONFORMER)
+    own = type("Own", (type(encoder),), {"forward": without_its_parent})(
+        **encoders.CONFORMER
+    )
     encoders.run(own, 50)
     last = encoders.conformer(n_layers=2)
     encoders.run(last, 50)
     dist.barrier()
     if rank == 1:
         os._exit(0)  # killed, as far as anybody can see
-    wait_until(lambda: encoders.run(last, 50) is not None and any("has ended" in line for line in said.lines))
+    wait_until(
+        lambda: (
+            encoders.run(last, 50) is not None
+            and any("has ended" in line for line in said.lines)
+        )
+    )
     wait_until(lambda: any("gone: rank 1" in line for line in said.lines))
 
 
@@ -303,8 +382,12 @@ def recorded_by_rank_0(folder: str, text: str) -> bool:
     return any(text in file.read_text() for file in Path(folder).glob("rank-00000.*"))
 
 
-def without_its_parent(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> Any:
-    self.update_max_seq_length(seq_length=audio_signal.size(2), device=audio_signal.device)
+def without_its_parent(
+    self: Any, audio_signal: torch.Tensor, length: torch.Tensor
+) -> Any:
+    self.update_max_seq_length(
+        seq_length=audio_signal.size(2), device=audio_signal.device
+    )
     return self.forward_internal(audio_signal, length)
 
 
@@ -325,8 +408,15 @@ FIRST = "ConformerEncoder"
 def test_the_header_tells_whose_file_it_is(trained: list[Trace]) -> None:
     for rank, trace in enumerate(trained):
         header = trace[0]
-        assert (header["k"], header["rank"], header["world_size"]) == ("header", rank, 2)
-        assert header["settings"]["timeout"] == f"{TIMEOUT:g}" and header["versions"]["torch"] == torch.__version__
+        assert (header["k"], header["rank"], header["world_size"]) == (
+            "header",
+            rank,
+            2,
+        )
+        assert (
+            header["settings"]["timeout"] == f"{TIMEOUT:g}"
+            and header["versions"]["torch"] == torch.__version__
+        )
 
 
 @pytest.mark.one_nemo
@@ -335,7 +425,12 @@ def test_a_healthy_call_is_recorded_in_order(trained: list[Trace]) -> None:
         call = [one for one in trace if one.get("e") == FIRST and one.get("n") == 3]
         assert traces.kinds(call) == ["enter", "sync", "leave"]
         enter, sync, leave = call
-        assert (sync["outcome"], sync["round"], sync["local"], sync["result"]) == ("came", 3, 60, 60)
+        assert (sync["outcome"], sync["round"], sync["local"], sync["result"]) == (
+            "came",
+            3,
+            60,
+            60,
+        )
         assert 0 < sync["waited"] <= leave["t"] - enter["t"] and leave["shape"][0] == 2
         assert enter["training"]
         assert [one["t"] for one in trace[1:]] == sorted(one["t"] for one in trace[1:])
@@ -364,20 +459,28 @@ def test_uneven_calls(trained: list[Trace]) -> None:
     first, second = trained
     alone = [traces.of_kind(first, "sync", e=FIRST, n=n)[0]["outcome"] for n in (5, 6)]
     assert alone == ["timeout", "unwaited"]
-    assert [one["training"] for one in traces.of_kind(first, "enter", e=FIRST)][4:] == [False, False]
+    assert [one["training"] for one in traces.of_kind(first, "enter", e=FIRST)][4:] == [
+        False,
+        False,
+    ]
     assert len(traces.of_kind(second, "enter", e=FIRST)) == 4
 
 
 @pytest.mark.one_nemo
 def test_a_rank_that_does_not_sync(trained: list[Trace]) -> None:
     for trace in trained:
-        outcomes = [traces.of_kind(trace, "sync", e=f"{FIRST} #{e}")[0]["outcome"] for e in (2, 3)]
+        outcomes = [
+            traces.of_kind(trace, "sync", e=f"{FIRST} #{e}")[0]["outcome"]
+            for e in (2, 3)
+        ]
         has_flag = encoders.has_flag(encoders.conformer())
         assert outcomes == ["local" if has_flag else "came", "local"]
 
 
 @pytest.mark.one_nemo
-def test_of_a_class_whose_forward_does_not_call_its_parents_only_the_sync_is_recorded(trained: list[Trace]) -> None:
+def test_of_a_class_whose_forward_does_not_call_its_parents_only_the_sync_is_recorded(
+    trained: list[Trace],
+) -> None:
     for trace in trained:
         (sync,) = [one for one in trace if one.get("e") == "Own"]
         assert (sync["k"], sync["n"]) == ("sync", 1)
@@ -395,7 +498,9 @@ def test_a_rank_that_has_gone(trained: list[Trace]) -> None:
 def check(rank: int, size: int, folder: str) -> list[str]:
     """The errors that reached the caller."""
     said = Said()
-    nemo_patches.apply(trace=folder, trace_checks="inputs,barrier,cuda", timeout=TIMEOUT)
+    nemo_patches.apply(
+        trace=folder, trace_checks="inputs,barrier,cuda", timeout=TIMEOUT
+    )
     encoder = encoders.conformer()
     nan = torch.full((2, encoders.FEATURES, 80), torch.nan)
     finite, lengths = torch.ones_like(nan), torch.tensor([80, 80])
@@ -421,7 +526,10 @@ def check(rank: int, size: int, folder: str) -> list[str]:
     else:
         finding = "call 18: check barrier: "
         saying = threading.Thread(
-            target=lambda: (wait_until(lambda: any(finding in line for line in said.lines)), waited_for.touch())
+            target=lambda: (
+                wait_until(lambda: any(finding in line for line in said.lines)),
+                waited_for.touch(),
+            )
         )
         saying.start()
     call()  # call 18
@@ -434,16 +542,32 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 
 
 @pytest.mark.one_nemo
-def test_what_is_found_is_said_the_first_and_the_tenth_time(checked: list[Result]) -> None:
-    first, second = ([line.partition("ConformerEncoder: ")[2] for line in one.lines("check inputs")] for one in checked)
-    nan = f"the signal has {2 * encoders.FEATURES * 80} NaN and 0 Inf among {2560} values"
+def test_what_is_found_is_said_the_first_and_the_tenth_time(
+    checked: list[Result],
+) -> None:
+    first, second = (
+        [line.partition("ConformerEncoder: ")[2] for line in one.lines("check inputs")]
+        for one in checked
+    )
+    nan = (
+        f"the signal has {2 * encoders.FEATURES * 80} NaN and 0 Inf among {2560} values"
+    )
     common = [
         "call 14: check inputs: the signal has 0 NaN and 2560 Inf among 2560 values",
-        "call 15: check inputs: the longest length is 81, beyond the signal's 80 frames",
+        (
+            "call 15: check inputs: the longest length is 81, beyond the signal's 80"
+            " frames"
+        ),
         "call 16: check inputs: a batch of 2, but lengths of shape [3]",
-        "call 17: check inputs: the signal is torch.float64, the weights are torch.float32, without autocast",
+        (
+            "call 17: check inputs: the signal is torch.float64, the weights are"
+            " torch.float32, without autocast"
+        ),
     ]
-    assert second[:2] == [f"call 2: check inputs: {nan}", f"call 11: check inputs: {nan} (found 10 times)"]
+    assert second[:2] == [
+        f"call 2: check inputs: {nan}",
+        f"call 11: check inputs: {nan} (found 10 times)",
+    ]
     assert first == second[2:] == common
     assert len(checked[1].lines("check cuda: does nothing")) == 1
 
@@ -452,15 +576,23 @@ def test_what_is_found_is_said_the_first_and_the_tenth_time(checked: list[Result
 def test_the_barrier_names_who_does_not_come(checked: list[Result]) -> None:
     first, second = checked
     (finding,) = first.lines("check barrier")
-    text = "not every rank came to this call in time; who is missing, a stall report says"
+    text = (
+        "not every rank came to this call in time; who is missing, a stall report says"
+    )
     assert f"ConformerEncoder: call 18: check barrier: {text}" in finding
-    assert first.lines("ConformerEncoder, barrier: training call", "not every rank came within", "Missing: rank 1")
+    assert first.lines(
+        "ConformerEncoder, barrier: training call",
+        "not every rank came within",
+        "Missing: rank 1",
+    )
     assert second.lines("check barrier") == []
 
 
 @pytest.mark.one_nemo
 def test_a_finding_raises_nothing(checked: list[Result]) -> None:
-    """What NeMo itself raises is raised: for lengths of another batch, and for a signal of another dtype."""
+    """What NeMo itself raises is raised: for lengths of another batch, and for a signal of another
+    dtype.
+    """
     for result in checked:
         assert "LengthSyncTimeout" not in result.value
         assert len(result.value) <= 2

@@ -22,10 +22,15 @@ pytestmark = pytest.mark.one_nemo
             {"metrics": "deferred", "stop_together": "evaluation"},
         ),
         (Settings(stop_together=STAGES), {"stop_together": f"{TRAINING},{EVALUATION}"}),
-        (Settings(trace=Path("/a"), trace_checks=("cuda",)), {}),  # the folders may differ
+        (
+            Settings(trace=Path("/a"), trace_checks=("cuda",)),
+            {},
+        ),  # the folders may differ
     ],
 )
-def test_the_header_carries_what_is_done_about_uneven_batches(chosen: Settings, told: dict[str, str]) -> None:
+def test_the_header_carries_what_is_done_about_uneven_batches(
+    chosen: Settings, told: dict[str, str]
+) -> None:
     settings = make_header(chosen, chosen.trace_checks, 1e9).settings
     of_layer = {
         "sync": "bounded",

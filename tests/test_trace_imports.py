@@ -1,4 +1,6 @@
-"""Nothing of tracing/ is imported where there is no trace; and where it cannot be imported, nothing has changed."""
+"""Nothing of tracing/ is imported where there is no trace; and where it cannot be imported, nothing
+has changed.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ print(nemo_patches.status().state)
 """
 
 
-def test_what_a_trace_needs_is_imported_with_it_and_before_anything_changes(tmp_path: Path) -> None:
+def test_what_a_trace_needs_is_imported_with_it_and_before_anything_changes(
+    tmp_path: Path,
+) -> None:
     variables = environment(CHECKOUT, CHECKOUT / "tests")
     done = run([sys.executable, "-c", CHOSEN, str(tmp_path)], variables)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -85,5 +89,10 @@ def test_with_auto_apply_nemo_stays_as_stock_and_that_is_said(tmp_path: Path) ->
     done = run([sys.executable, "-c", BY_ITSELF], variables)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.splitlines()[-1] == "cannot be"
-    errors = [line for line in done.stderr.splitlines() if " nemo_patches ERROR " in line]
-    assert len(errors) == 1 and " runs as stock: import of nemo_patches.tracing.checks halted" in errors[0]
+    errors = [
+        line for line in done.stderr.splitlines() if " nemo_patches ERROR " in line
+    ]
+    assert (
+        len(errors) == 1
+        and " runs as stock: import of nemo_patches.tracing.checks halted" in errors[0]
+    )

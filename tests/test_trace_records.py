@@ -1,4 +1,6 @@
-"""The trace's writer and recorder without NeMo: size, kills, full disks, forks, exits; training never notices."""
+"""The trace's writer and recorder without NeMo: size, kills, full disks, forks, exits; training
+never notices.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,18 @@ def traced(settings: Settings) -> tuple[Path | None, tuple[str, ...]]:
     return settings.trace, settings.trace_checks
 
 
-def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path: Path) -> None:
+def test_settings_come_from_a_keyword_else_a_variable_else_the_default(
+    tmp_path: Path,
+) -> None:
     assert traced(Settings.resolve(environment={})) == (None, ())
-    environment = {"NEMO_PATCHES_TRACE": str(tmp_path), "NEMO_PATCHES_TRACE_CHECKS": "barrier, inputs"}
-    assert traced(Settings.resolve(environment=environment)) == (tmp_path, ("inputs", "barrier"))
+    environment = {
+        "NEMO_PATCHES_TRACE": str(tmp_path),
+        "NEMO_PATCHES_TRACE_CHECKS": "barrier, inputs",
+    }
+    assert traced(Settings.resolve(environment=environment)) == (
+        tmp_path,
+        ("inputs", "barrier"),
+    )
     keywords = {"trace": tmp_path / "there", "trace_checks": ["cuda"]}
     there = Settings.resolve(keywords, environment)
     assert traced(there) == (tmp_path / "there", ("cuda",))
@@ -62,7 +72,10 @@ def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path:
     ("given", "text"),
     [
         ({"trace": 5}, "trace=5 is not allowed; allowed: a folder"),
-        ({"trace_checks": "input"}, "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'"),
+        (
+            {"trace_checks": "input"},
+            "trace_checks='input' is not allowed; allowed.*'inputs', 'cuda', 'barrier'",
+        ),
         (
             {"trace": "", "trace_checks": "inputs"},
             "trace_checks='inputs' is not allowed without a trace: set trace=DIR",
@@ -73,14 +86,18 @@ def test_settings_come_from_a_keyword_else_a_variable_else_the_default(tmp_path:
         ),
     ],
 )
-def test_what_is_not_allowed_is_refused_with_what_is(given: dict[str, Any], text: str) -> None:
+def test_what_is_not_allowed_is_refused_with_what_is(
+    given: dict[str, Any], text: str
+) -> None:
     with pytest.raises(SettingsError, match=text):
         Settings.resolve({"trace": "here", **given}, given.get("environment", {}))
 
 
 def test_a_file_begins_with_its_header_and_ends_with_its_end(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "new" / "folder", header())
-    writer.put(Enter(writer.now(), "ConformerEncoder", 1, True, [2, 80, 700], "float32", "cpu"))
+    writer.put(
+        Enter(writer.now(), "ConformerEncoder", 1, True, [2, 80, 700], "float32", "cpu")
+    )
     writer.put(grow(writer, 1))
     writer.close(LIMIT)
     (file,) = traces.files(tmp_path / "new" / "folder")
@@ -119,7 +136,9 @@ def test_a_file_ends_at_its_size_and_says_so_in_its_last_record_and_once_on_stde
     writer.close(LIMIT)
     found = traces.records(file)
     assert (1 << 20) - 2 * trace_file._FOR_THE_LAST < file.stat().st_size <= 1 << 20
-    assert [one["n"] for one in traces.of_kind(found, "grow")] == list(range(1, len(found) - 1))
+    assert [one["n"] for one in traces.of_kind(found, "grow")] == list(
+        range(1, len(found) - 1)
+    )
     assert (found[-1]["k"], found[-1]["reason"]) == ("end", AT_ITS_SIZE)
     (line,) = said
     assert f"the trace ends at its size, 1 MiB: {file}" in line
@@ -153,7 +172,9 @@ def test_a_disk_that_does_not_keep_up_ends_the_trace_and_that_is_said(
         writer.put(grow(writer, number))
     assert writer.ended
     (line,) = said
-    assert f"tracing has ended, training goes on: 100 records wait for {tmp_path}" in line
+    assert (
+        f"tracing has ended, training goes on: 100 records wait for {tmp_path}" in line
+    )
     disk.goes_on.set()
     wait_until(lambda: b'"end"' in traces.files(tmp_path)[0].read_bytes())
     found = traces.records(*traces.files(tmp_path))
@@ -175,7 +196,9 @@ def test_a_disk_that_does_not_answer_holds_up_the_exit_no_longer_than_the_limit(
     disk.goes_on.set()
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_is_raised(tmp_path: Path, said: list[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_is_raised(
+    tmp_path: Path, said: list[str]
+) -> None:
     (tmp_path / "file").touch()
     writer = TraceWriter(tmp_path / "file" / "folder", header())
     wait_until(lambda: writer.ended)
@@ -183,11 +206,15 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_nothing_is_raised(tmp_
         writer.put(grow(writer, number))
     writer.close(LIMIT)
     (line,) = said
-    assert "tracing has ended, training goes on" in line and str(tmp_path / "file") in line
+    assert (
+        "tracing has ended, training goes on" in line and str(tmp_path / "file") in line
+    )
     assert "[rank " in line
 
 
-def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(tmp_path: Path, said: list[str]) -> None:
+def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(
+    tmp_path: Path, said: list[str]
+) -> None:
     writer = TraceWriter(tmp_path / "folder", header())
     wait_until(lambda: traces.files(tmp_path / "folder"))
     shutil.rmtree(tmp_path / "folder")
@@ -195,10 +222,15 @@ def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(tmp_path: 
         writer.put(grow(writer, number))
     wait_until(lambda: writer.ended)
     (line,) = said
-    assert "tracing has ended, training goes on" in line and "jsonl: it was removed" in line
+    assert (
+        "tracing has ended, training goes on" in line
+        and "jsonl: it was removed" in line
+    )
 
 
-def test_an_observers_error_is_said_once_and_it_is_told_no_more(said: list[str]) -> None:
+def test_an_observers_error_is_said_once_and_it_is_told_no_more(
+    said: list[str],
+) -> None:
     class Broken(Observer):
         name = "tracing"
         calls = 0
@@ -222,7 +254,9 @@ def recorded_class(forward: Any) -> Any:
 
 
 def test_a_call_by_position_in_any_class(tmp_path: Path) -> None:
-    def forward(self: Any, features: torch.Tensor, features_length: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self: Any, features: torch.Tensor, features_length: torch.Tensor
+    ) -> torch.Tensor:
         return features
 
     encoder = recorded_class(forward)()
@@ -231,14 +265,20 @@ def test_a_call_by_position_in_any_class(tmp_path: Path) -> None:
     tracing.stop()
     found = traces.records(*traces.files(tmp_path))
     assert traces.kinds(found)[1:] == ["enter", "leave", "end"]
-    assert (found[1]["shape"], found[1]["e"], found[1]["device"]) == ([2, 9], "Encoder", "cpu")
+    assert (found[1]["shape"], found[1]["e"], found[1]["device"]) == (
+        [2, 9],
+        "Encoder",
+        "cpu",
+    )
     assert found[-1]["reason"].startswith("revert()")
 
 
 def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self: Any, audio_signal: torch.Tensor, length: torch.Tensor
+    ) -> torch.Tensor:
         return audio_signal + length
 
     def broken(self: TraceWriter, record: Timed) -> None:
@@ -262,7 +302,9 @@ def test_an_error_of_the_recorders_is_said_once_and_does_not_reach_the_call(
 def test_a_trace_for_a_person_is_a_line_before_and_a_line_after_each_call(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forward(self: Any, audio_signal: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self: Any, audio_signal: torch.Tensor, length: torch.Tensor
+    ) -> torch.Tensor:
         if len(length) > 2:
             raise ValueError("too many")
         return audio_signal * 2
@@ -271,15 +313,22 @@ def test_a_trace_for_a_person_is_a_line_before_and_a_line_after_each_call(
     encoder = recorded_class(forward)()
     tracing.start(Settings.resolve(environment={"NEMO_PATCHES_TRACE": "-"}))
     assert tracing.recorder is not None
-    assert str(tracing.recorder.settings).endswith("; trace=-") and tracing.where().startswith("not begun")
+    assert str(tracing.recorder.settings).endswith(
+        "; trace=-"
+    ) and tracing.where().startswith("not begun")
     encoder(torch.ones(2, 3, 4), torch.tensor([4, 3]))
     with pytest.raises(ValueError, match="too many"):
         encoder.eval()(torch.ones(1, 3, 4), torch.tensor([4, 3, 2]))
     assert tracing.where() == "-"
     tracing.stop()
     begins, done, second, raised = capsys.readouterr().err.splitlines()
-    who = rf"\d\d:\d\d:\d\d nemo_patches \[rank 0/1 {re.escape(socket.gethostname())}\] Encoder: call"
-    assert re.fullmatch(rf"{who} 1 begins: training, signal \[2, 3, 4\] float32 on cpu", begins)
+    who = (
+        rf"\d\d:\d\d:\d\d nemo_patches \[rank 0/1 {re.escape(socket.gethostname())}\]"
+        r" Encoder: call"
+    )
+    assert re.fullmatch(
+        rf"{who} 1 begins: training, signal \[2, 3, 4\] float32 on cpu", begins
+    )
     assert re.fullmatch(rf"{who} 1 is done: output \[2, 3, 4\], \d\.\d+ s", done)
     assert re.match(rf"{who} 2 begins: evaluation, ", second)
     assert re.fullmatch(rf"{who} 2 has raised ValueError: too many", raised)
@@ -331,55 +380,72 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
         process.kill()
 
 
-ENDINGS = {  # the program's last lines, its exit code, and what the end record says of the error and the exit code
+# The program's last lines, its exit code, and what the end record says of the error and the exit
+# code
+ENDINGS = {
     "sys.exit": ("sys.exit(7)", 7, ("", None)),
-    "exception": ("raise KeyError('the user\\'s own')", 1, ('KeyError: "the user\'s own"', 1)),
+    "exception": (
+        "raise KeyError('the user\\'s own')",
+        1,
+        ('KeyError: "the user\'s own"', 1),
+    ),
     "caught": (  # by whoever called Lightning's trainer: training goes on
         "tracing.recorder.trainer_failed(ValueError('caught'))\ncall()",
         0,
         ("", None),
     ),
-    "hydra": (  # makes an exit of it, whose code nobody tells; somebody else may have caught it, and exit with 0
+    # Makes an exit of it, whose code nobody tells; somebody else may have caught it, and exit with
+    # 0
+    "hydra": (
         "tracing.recorder.trainer_failed(ValueError('no such audio'))\nsys.exit(1)",
         1,
         ("ValueError: no such audio", None),
     ),
     "before any call": (
-        "tracing.stop()\ntracing.start(Settings(trace=folder / 'again'))\n"
-        "tracing.recorder.trainer_failed(ValueError('no such audio'))\nraise ValueError('no such audio')",
+        (
+            "tracing.stop()\ntracing.start(Settings(trace=folder /"
+            " 'again'))\ntracing.recorder.trainer_failed(ValueError('no such"
+            " audio'))\nraise ValueError('no such audio')"
+        ),
         1,
         ("ValueError: no such audio", 1),
     ),
     "multiprocessing": (  # a forked process leaves without the interpreter's exit
-        "tracing.stop()\n"
-        "import multiprocessing\n"
-        "def rank():\n"
-        "    tracing.start(Settings(trace=folder))\n"
-        "    call()\n"
-        "process = multiprocessing.get_context('fork').Process(target=rank)\n"
-        "process.start(); process.join(30); sys.exit(process.exitcode)",
+        (
+            "tracing.stop()\n"
+            "import multiprocessing\n"
+            "def rank():\n"
+            "    tracing.start(Settings(trace=folder))\n"
+            "    call()\n"
+            "process = multiprocessing.get_context('fork').Process(target=rank)\n"
+            "process.start(); process.join(30); sys.exit(process.exitcode)"
+        ),
         0,
         ("", None),
     ),
     "spawn": (  # as torch.multiprocessing.spawn's processes end
-        "tracing.stop()\n"
-        "import multiprocessing\n"
-        "def rank():\n"
-        "    tracing.start(Settings(trace=folder))\n"
-        "    call()\n"
-        "    try:\n"
-        "        raise ValueError('no such audio')\n"
-        "    except ValueError:\n"
-        "        sys.exit(3)\n"
-        "process = multiprocessing.get_context('fork').Process(target=rank)\n"
-        "process.start(); process.join(30); sys.exit(process.exitcode)",
+        (
+            "tracing.stop()\n"
+            "import multiprocessing\n"
+            "def rank():\n"
+            "    tracing.start(Settings(trace=folder))\n"
+            "    call()\n"
+            "    try:\n"
+            "        raise ValueError('no such audio')\n"
+            "    except ValueError:\n"
+            "        sys.exit(3)\n"
+            "process = multiprocessing.get_context('fork').Process(target=rank)\n"
+            "process.start(); process.join(30); sys.exit(process.exitcode)"
+        ),
         3,
         ("ValueError: no such audio", 3),
     ),
 }
 
 
-def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(tmp_path: Path) -> None:
+def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(
+    tmp_path: Path,
+) -> None:
     running = {
         name: start(f"call()\n{ending}", tmp_path / name, RANK="5", WORLD_SIZE="6")
         for name, (ending, _, _) in ENDINGS.items()
@@ -390,25 +456,37 @@ def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(tmp_path: Path
         for file in traces.files(tmp_path / name):
             found = traces.records(file)
             call = ["enter", "leave"]
-            stopped = name in ("multiprocessing", "spawn", "before any call") and found[0]["pid"] == process.pid
+            stopped = (
+                name in ("multiprocessing", "spawn", "before any call")
+                and found[0]["pid"] == process.pid
+            )
             raised = traces.of_kind(found, "raised")
             last = ["raised"] * len(raised) + call * (name == "caught")
             assert traces.kinds(found) == ["header", *call, *last, "end"]
             assert (found[0]["rank"], found[0]["world_size"]) == (5, 6)
             assert bool(found[-1]["reason"]) == stopped
             if not stopped:
-                assert (found[-1]["error"], found[-1]["exit_code"]) == ENDINGS[name][2], name
+                assert (found[-1]["error"], found[-1]["exit_code"]) == ENDINGS[name][
+                    2
+                ], name
                 said = {"exception": "KeyError", "sys.exit": "", "multiprocessing": ""}
-                assert [one["type"] for one in raised] == ([kind] if (kind := said.get(name, "ValueError")) else [])
-                assert not raised or raised[0]["traceback"].startswith(("Traceback", "ValueError"))
+                assert [one["type"] for one in raised] == (
+                    [kind] if (kind := said.get(name, "ValueError")) else []
+                )
+                assert not raised or raised[0]["traceback"].startswith(
+                    ("Traceback", "ValueError")
+                )
                 assert [(one["e"], one["n"]) for one in raised] in ([], [("", 0)])
     assert len(traces.files(tmp_path / "multiprocessing")) == 2
 
 
-def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(
+    tmp_path: Path,
+) -> None:
     endless = (
         "for number in range(10**9):\n    call()\n    time.sleep(0.003)\n"
-        "    if number == 60: time.sleep(1); print('on', flush=True)\n"  # a busy machine's writer takes more than 1 ms
+        # A busy machine's writer takes more than 1 ms
+        "    if number == 60: time.sleep(1); print('on', flush=True)\n"
     )
     process = start(endless, tmp_path)
     assert process.stdout is not None
@@ -416,7 +494,9 @@ def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(tmp_path: Pa
     process.send_signal(signal.SIGKILL)
     end(process)
     found = traces.records(*traces.files(tmp_path), cut=True)
-    assert max(one["n"] for one in traces.of_kind(found, "leave")) >= 58  # of 61: what a moment's records are
+    assert (
+        max(one["n"] for one in traces.of_kind(found, "leave")) >= 58
+    )  # of 61: what a moment's records are
     assert not traces.of_kind(found, "end")
 
 
@@ -437,7 +517,11 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 0, error
     assert out.splitlines() == ["trained", f"ended: {tmp_path}"]
     (line,) = error.splitlines()
-    assert "tracing has ended, training goes on" in line and "[rank 2/4 " in line and "too large" in line.lower()
+    assert (
+        "tracing has ended, training goes on" in line
+        and "[rank 2/4 " in line
+        and "too large" in line.lower()
+    )
     assert len(traces.records(*traces.files(tmp_path), cut=True)) > 50
 
 
@@ -466,7 +550,9 @@ print(os.getpid(), child)
 """
 
 
-def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(tmp_path: Path) -> None:
+def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(
+    tmp_path: Path,
+) -> None:
     process = start(CHILDREN, tmp_path, RANK="1", WORLD_SIZE="2")
     out, error = end(process)
     assert process.returncode == 0, error

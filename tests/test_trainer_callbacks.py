@@ -1,5 +1,5 @@
-"""Every Lightning trainer is given what records its exceptions, and by NEMO_PATCHES_STOP_TOGETHER a StopTogether: by an
-entry point, or by the import hook."""
+"""Every Lightning trainer is given what records its exceptions, and by NEMO_PATCHES_STOP_TOGETHER a
+StopTogether: by an entry point, or by the import hook."""
 
 from __future__ import annotations
 
@@ -38,40 +38,62 @@ print(json.dumps([[without, ours], *settings, "nemo" in sys.modules, recorders, 
 
 @pytest.fixture(scope="module")
 def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which nemo_patches looks installed, with the entry point of this checkout's pyproject.toml."""
+    """A folder in which nemo_patches looks installed, with the entry point of this checkout's
+    pyproject.toml.
+    """
     lines = (CHECKOUT / "pyproject.toml").read_text().splitlines()
     at = lines.index('[project.entry-points."lightning.pytorch.callbacks_factory"]')
     folder = tmp_path_factory.mktemp("installed")
     metadata = folder / "nemo_patches-9.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n"
+    )
     value = re.sub('"', "", lines[at + 1])
-    (metadata / "entry_points.txt").write_text(f"[lightning.pytorch.callbacks_factory]\n{value}\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[lightning.pytorch.callbacks_factory]\n{value}\n"
+    )
     return folder
 
 
 def started(*path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROGRAM, str(path[0] / "trace")]
-    return run(command, environment(*path), cwd=path[0])  # a checkout may hold an egg-info
+    return run(
+        command, environment(*path), cwd=path[0]
+    )  # a checkout may hold an egg-info
 
 
 def seen(done: subprocess.CompletedProcess[str]) -> Any:
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if "nemo_patches " in line]
     assert len(errors) == 1
-    assert "NEMO_PATCHES_STOP_TOGETHER='soon' is not allowed; allowed: 'training', 'evaluation'" in errors[0]
+    assert (
+        "NEMO_PATCHES_STOP_TOGETHER='soon' is not allowed; allowed: 'training',"
+        " 'evaluation'" in errors[0]
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-OF_THE_HOOK = ["nemo_patches", *(f"nemo_patches.patching{name}" for name in ("", ".start_up", ".trainer_callbacks"))]
-WATCH = "nemo_patches.patching.job_watch"  # a callback, which imports more where the trainer has several ranks
+OF_THE_HOOK = [
+    "nemo_patches",
+    *(
+        f"nemo_patches.patching{name}"
+        for name in ("", ".start_up", ".trainer_callbacks")
+    ),
+]
+# A callback, which imports more where the trainer has several ranks
+WATCH = "nemo_patches.patching.job_watch"
 
 
 def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
     """Nothing of ours is imported until a setting asks for it; then there is one of each."""
     (without, ours), *found, with_nemo, recorders, traced = seen(done)
     assert without == []
-    assert set(ours) == ({*OF_THE_HOOK, WATCH} if hooked else {*OF_THE_HOOK} - {"nemo_patches.patching.start_up"})
+    assert set(ours) == (
+        {*OF_THE_HOOK, WATCH}
+        if hooked
+        else {*OF_THE_HOOK} - {"nemo_patches.patching.start_up"}
+    )
     assert found == [[[True, False]], [[True, True]], []]
     assert not with_nemo
     assert recorders == RECORDERS
@@ -79,15 +101,21 @@ def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
 
 
 @pytest.mark.parametrize("hooked", [True, False], ids=["both", "entry point"])
-def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(hooked: bool, entry_point: Path) -> None:
+def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(
+    hooked: bool, entry_point: Path
+) -> None:
     path = (entry_point, *([CHECKOUT] if hooked else []))
     as_expected(started(*path), hooked)
 
 
 def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
-    metadata = tmp_path / "nemo_patches-9.dist-info"  # first on the path: no entry points, whatever is installed
+    metadata = (
+        tmp_path / "nemo_patches-9.dist-info"
+    )  # first on the path: no entry points, whatever is installed
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n")
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n"
+    )
     as_expected(started(tmp_path, CHECKOUT), hooked=True)
 
 
@@ -97,7 +125,9 @@ print(*sorted(name for name in sys.modules if name.startswith("nemo_patches")))
 """
 
 
-def test_a_process_that_imports_lightning_only_has_no_more_of_ours_than_the_hook() -> None:
+def test_a_process_that_imports_lightning_only_has_no_more_of_ours_than_the_hook() -> (
+    None
+):
     done = run([sys.executable, "-c", ALONE], environment(CHECKOUT))
     assert done.stdout.split() == OF_THE_HOOK, done.stderr
 
@@ -107,9 +137,13 @@ def test_with_a_broken_wrapt_a_trainer_is_made_and_one_line_says_it(
     hooked: bool, entry_point: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "wrapt").mkdir()
-    (tmp_path / "wrapt" / "__init__.py").write_text("raise ImportError('a broken wrapt')")
+    (tmp_path / "wrapt" / "__init__.py").write_text(
+        "raise ImportError('a broken wrapt')"
+    )
     done = started(tmp_path, entry_point, *([CHECKOUT] if hooked else []))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "nemo_patches " in line]
-    assert line.endswith("no callback is added to Lightning's trainers: ImportError: a broken wrapt")
+    assert line.endswith(
+        "no callback is added to Lightning's trainers: ImportError: a broken wrapt"
+    )
     assert json.loads(done.stdout.splitlines()[-1])[1:4] == [[], [], []]

@@ -1,4 +1,6 @@
-"""A rank that is not patched while others are: named on stderr and in status() within one timeout, in every mode."""
+"""A rank that is not patched while others are: named on stderr and in status() within one timeout,
+in every mode.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from typing import Any
 import encoders
 import pytest
 from omegaconf import OmegaConf
-from ranks import CONNECTING_S, REPORT_S, Said, free_port, join_group, run_ranks, wait_for_others, wait_until
+from ranks import (
+    CONNECTING_S,
+    REPORT_S,
+    Said,
+    free_port,
+    join_group,
+    run_ranks,
+    wait_for_others,
+    wait_until,
+)
 
 import nemo_patches
 from nemo_patches.judging.answer import Answer
@@ -22,8 +33,12 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
 
 
-def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[float, tuple[int, ...]]:
-    """The seconds until both status() and a line have named a rank, and the ranks that status() names."""
+def one_is_stock(
+    rank: int, size: int, mode: str, stock_rank: int
+) -> tuple[float, tuple[int, ...]]:
+    """The seconds until both status() and a line have named a rank, and the ranks that status()
+    names.
+    """
     encoder = encoders.conformer()
     wait_for_others("ready", size)
     if rank == stock_rank:
@@ -37,7 +52,9 @@ def one_is_stock(rank: int, size: int, mode: str, stock_rank: int) -> tuple[floa
     wait_until(lambda: nemo_patches.status().unannounced == (stock_rank,))
     wait_until(lambda: any("not announced itself" in line for line in said.lines))
     visible_after = time.monotonic() - began
-    assert f"not patched, or not started: rank {stock_rank}" in str(nemo_patches.status())
+    assert f"not patched, or not started: rank {stock_rank}" in str(
+        nemo_patches.status()
+    )
     wait_for_others("named", size - 1)
     return visible_after, nemo_patches.status().unannounced
 
@@ -49,7 +66,11 @@ def all_are_compared() -> bool:
 
 def has_said_who_is_missing() -> bool:
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.reports is not None and monitor.reports.roll_call._said_at > 0
+    return (
+        monitor is not None
+        and monitor.reports is not None
+        and monitor.reports.roll_call._said_at > 0
+    )
 
 
 @pytest.mark.parametrize("mode", ["bounded", "local"])
@@ -59,7 +80,9 @@ def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
         visible_after, unannounced = results[rank].value
         assert unannounced == (1,)
         assert visible_after < TIMEOUT + REPORT_S
-        (line,) = results[rank].lines("WARNING", "not announced itself", "What keeps it from being patched")
+        (line,) = results[rank].lines(
+            "WARNING", "not announced itself", "What keeps it from being patched"
+        )
         assert "rank 1 of 3" in line
         assert f"rank {rank}/3" in line
     assert results[1].lines() == []
@@ -76,11 +99,16 @@ def no_report_knows(rank: int, size: int) -> None:
     nemo_patches.apply(timeout=TIMEOUT)
     said = Said()
     encoders.sync(encoder, 100)
-    wait_until(lambda: any("has not announced itself" in line for line in said.lines), REPORT_S + 2 * TIMEOUT)
+    wait_until(
+        lambda: any("has not announced itself" in line for line in said.lines),
+        REPORT_S + 2 * TIMEOUT,
+    )
     wait_for_others("named", size)
 
 
-def test_a_report_that_does_not_know_the_unpatched_rank_leaves_it_to_the_roll_call() -> None:
+def test_a_report_that_does_not_know_the_unpatched_rank_leaves_it_to_the_roll_call() -> (
+    None
+):
     results = run_ranks(no_report_knows, 3)
     for rank in (0, 2):
         unknown, named = results[rank].lines("WARNING")
@@ -121,15 +149,25 @@ def flag_is_off(rank: int, size: int) -> Any:
     return nemo_patches.status().encoders[0].rounds, nemo_patches.status().unannounced
 
 
-def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_rank_says_so() -> None:
+def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_rank_says_so() -> (
+    None
+):
     results = run_ranks(flag_is_off, 2)
     assert [result.value for result in results] == [(0, ())] * 2
     # Two threads log them.
-    line, all_patched = sorted(results[0].lines(), key=lambda line: "patched on all 2 ranks" in line)
+    line, all_patched = sorted(
+        results[0].lines(), key=lambda line: "patched on all 2 ranks" in line
+    )
     assert "patched on all 2 ranks" in all_patched
     for said in (line, *results[1].lines()):
-        assert "first encoder call: ConformerEncoder, sync_max_audio_length=False, and True in the config" in said
-        assert "; the process group is initialized; it grows privately, and has no length sync" in said
+        assert (
+            "first encoder call: ConformerEncoder, sync_max_audio_length=False, and"
+            " True in the config" in said
+        )
+        assert (
+            "; the process group is initialized; it grows privately, and has no length"
+            " sync" in said
+        )
         assert said.endswith("; stall reports watch the job all the same")
     assert len(results[1].lines()) == 1
 
@@ -137,8 +175,13 @@ def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_
 def calls_its_first_encoder(rank: int, size: int, port: int) -> None:
     """Rank 0 before there is a process group, too."""
     nemo_patches.apply(timeout=CONNECTING_S)
-    before, encoder = encoders.conformer(), encoders.conformer(sync_max_audio_length=rank == 0)
-    encoder._cfg = OmegaConf.create({"sync_max_audio_length": True} if rank == 0 else {})
+    before, encoder = (
+        encoders.conformer(),
+        encoders.conformer(sync_max_audio_length=rank == 0),
+    )
+    encoder._cfg = OmegaConf.create(
+        {"sync_max_audio_length": True} if rank == 0 else {}
+    )
     if rank == 0:
         encoders.sync(before, 100)
     join_group(rank, size, port)
@@ -148,22 +191,48 @@ def calls_its_first_encoder(rank: int, size: int, port: int) -> None:
     wait_for_others("done", size)
 
 
-def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_what_differs_is_a_warning() -> None:
+def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_what_differs_is_a_warning() -> (
+    None
+):
     first, second = run_ranks(calls_its_first_encoder, 2, free_port(), group=False)
     said = "first encoder call: ConformerEncoder, sync_max_audio_length="
-    assert len(first.lines(f"{said}True, its config is not known; no process group is initialized")) == 1
-    assert len(first.lines(f"{said}True, set in the config; the process group is initialized")) == 1
+    assert (
+        len(
+            first.lines(
+                f"{said}True, its config is not known; no process group is initialized"
+            )
+        )
+        == 1
+    )
+    assert (
+        len(
+            first.lines(
+                f"{said}True, set in the config; the process group is initialized"
+            )
+        )
+        == 1
+    )
     (line,) = second.lines(said)
-    assert "=False, not set; the process group is initialized; it grows privately" in line
-    (differing,) = first.lines("WARNING", "patched on all 2 ranks: ", "; ranks differ in their settings: here ")
+    assert (
+        "=False, not set; the process group is initialized; it grows privately" in line
+    )
+    (differing,) = first.lines(
+        "WARNING", "patched on all 2 ranks: ", "; ranks differ in their settings: here "
+    )
     assert len(first.lines("patched on all 2 ranks")) == 1
-    assert "ConformerEncoder: sync_max_audio_length=True, set in the config; rank 1: " in differing
+    assert (
+        "ConformerEncoder: sync_max_audio_length=True, set in the config; rank 1: "
+        in differing
+    )
     assert differing.endswith("ConformerEncoder: sync_max_audio_length=False, not set")
 
 
 def flag_is_not_in_force(rank: int, size: int) -> None:
     nemo_patches.apply(timeout=CONNECTING_S)
-    living = [encoders.conformer(), encoders.conformer()]  # until the line is said, which is of those that live
+    living = [
+        encoders.conformer(),
+        encoders.conformer(),
+    ]  # until the line is said, which is of those that live
     for encoder, configured in zip(living, (False, True), strict=True):
         encoder._cfg = OmegaConf.create({"sync_max_audio_length": configured})
         encoders.sync(encoder, 100)
@@ -171,18 +240,23 @@ def flag_is_not_in_force(rank: int, size: int) -> None:
     wait_for_others("done", size)
 
 
-def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_says_no() -> None:
+def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_says_no() -> (
+    None
+):
     results = run_ranks(flag_is_not_in_force, 2)
     (line,) = results[0].lines("patched on all 2 ranks")
     assert line.endswith(
-        "; ConformerEncoder: sync_max_audio_length is false in the config that it was made from, and not in force"
+        "; ConformerEncoder: sync_max_audio_length is false in the config that it was"
+        " made from, and not in force"
     )
     assert results[1].lines("patched") == []
 
 
 def one_has_no_stall_reports(rank: int, size: int) -> list[str] | None:
     said = Said()
-    stack_size = threading.stack_size(1 << 50 if rank == 1 else 0)  # no thread can be started
+    stack_size = threading.stack_size(
+        1 << 50 if rank == 1 else 0
+    )  # no thread can be started
     nemo_patches.apply(timeout=CONNECTING_S)
     threading.stack_size(stack_size)
     encoder = encoders.conformer()
@@ -206,18 +280,29 @@ def one_has_no_stall_reports(rank: int, size: int) -> list[str] | None:
 
 def test_a_rank_that_syncs_and_has_no_stall_reports_is_not_called_unpatched() -> None:
     results = run_ranks(one_has_no_stall_reports, 3)
-    assert "rank 1 of 3: there are no stall reports there; stderr there says why" in results[0].value[0]
+    assert (
+        "rank 1 of 3: there are no stall reports there; stderr there says why"
+        in results[0].value[0]
+    )
     for rank in (0, 2):
-        (late,) = [line for line in results[rank].value if "Missing: rank 1 of 3 | rank 1 (" in line]
+        (late,) = [
+            line
+            for line in results[rank].value
+            if "Missing: rank 1 of 3 | rank 1 (" in line
+        ]
         assert late.endswith(") is late")
 
 
 def store_goes(rank: int, size: int, goes_on: bool) -> None:
-    """Rank 0 has the store's server, and ends; whether rank 1 goes on past the timeout is what is said or not."""
+    """Rank 0 has the store's server, and ends; whether rank 1 goes on past the timeout is what is
+    said or not.
+    """
     if rank == 0:
         wait_for_others("looked", size)
         os._exit(0)
-    nemo_patches.apply(sync="local", timeout=8.0)  # half of it for the first look, the rest for what is to come then
+    nemo_patches.apply(
+        sync="local", timeout=8.0
+    )  # half of it for the first look, the rest for what is to come then
     encoders.sync(encoders.conformer(), 100)
     wait_until(lambda: nemo_patches.status().unannounced == (0,))
     wait_for_others("looked", size)
@@ -226,7 +311,15 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
-def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(goes_on: bool) -> None:
-    lines = run_ranks(store_goes, 2, goes_on, dies=(0,))[1].lines("WARNING", "every rank is patched")
+def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(
+    goes_on: bool,
+) -> None:
+    lines = run_ranks(store_goes, 2, goes_on, dies=(0,))[1].lines(
+        "WARNING", "every rank is patched"
+    )
     assert len(lines) == goes_on
-    assert all("cannot see whether every rank is patched: this rank is not connected to" in line for line in lines)
+    assert all(
+        "cannot see whether every rank is patched: this rank is not connected to"
+        in line
+        for line in lines
+    )

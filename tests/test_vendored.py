@@ -1,6 +1,8 @@
-"""NeMo with the diff of its series, without nemo_patches: its ranks, and what they compute, against stock NeMo.
+"""NeMo with the diff of its series, without nemo_patches: its ranks, and what they compute, against
+stock NeMo.
 
-TEST_VENDORED names another NeMo than the installed one, a folder with `nemo/`, as `make test-vendored` does.
+TEST_VENDORED names another NeMo than the installed one, a folder with `nemo/`, as `make
+test-vendored` does.
 """
 
 from __future__ import annotations
@@ -28,8 +30,25 @@ SLACK_S = 3.0  # what a busy machine may add to a call
 EXIT_S = 60.0  # an exit that hangs takes minutes
 LIMIT_S = 800.0  # for all scenarios, which take a minute on an idle machine
 SCENARIOS = (
-    *("late", "skip", "extra", "two encoders", "stopped rank", "stopped server", "dead", "uneven"),
-    *("leaves", "leaves unconnected", "growth0", "growth1", "healthy", "watch", "flag is off"),
+    *(
+        "late",
+        "skip",
+        "extra",
+        "two encoders",
+        "stopped rank",
+        "stopped server",
+        "dead",
+        "uneven",
+    ),
+    *(
+        "leaves",
+        "leaves unconnected",
+        "growth0",
+        "growth1",
+        "healthy",
+        "watch",
+        "flag is off",
+    ),
     *("switched off", "again", "inference"),
 )
 Rank = dict[str, Any]
@@ -46,20 +65,38 @@ def stock() -> Path:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     """What each scenario's ranks did, by its name; "stock" is the healthy one on stock NeMo."""
     tree = tmp_path_factory.mktemp("vendored")
-    shutil.copytree(stock() / "nemo", tree / "nemo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        stock() / "nemo", tree / "nemo", ignore=shutil.ignore_patterns("__pycache__")
+    )
     series = ".".join(checkouts.read(tree).version.split(".")[:2])
-    git = ["git", "apply", "--whitespace=nowarn", str(CHECKOUT / "patches" / f"nemo-{series}.diff")]
+    git = [
+        "git",
+        "apply",
+        "--whitespace=nowarn",
+        str(CHECKOUT / "patches" / f"nemo-{series}.diff"),
+    ]
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     subprocess.run(git, cwd=tree, env=outside, check=True, timeout=60)
-    results = run_program(tree, "edited", *SCENARIOS) | {"stock": run_program(stock(), "stock", "healthy")["healthy"]}
+    results = run_program(tree, "edited", *SCENARIOS) | {
+        "stock": run_program(stock(), "stock", "healthy")["healthy"]
+    }
     shutil.rmtree(tree)
     return results
 
 
 def run_program(nemo: Path, *arguments: str) -> dict[str, list[Rank]]:
     beside = map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    done = run([sys.executable, PROGRAM, *arguments], environment(nemo, *beside), LIMIT_S, cwd=nemo)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"nemo": ')]
+    done = run(
+        [sys.executable, PROGRAM, *arguments],
+        environment(nemo, *beside),
+        LIMIT_S,
+        cwd=nemo,
+    )
+    lines = [
+        json.loads(line)
+        for line in done.stdout.splitlines()
+        if line.startswith('{"nemo": ')
+    ]
     assert len(lines) == len(arguments) - 1, done.stderr[-3000:]
     assert {line["nemo"] for line in lines} == {str(nemo / "nemo" / "__init__.py")}
     return {line["name"]: line["ranks"] for line in lines}
@@ -67,7 +104,9 @@ def run_program(nemo: Path, *arguments: str) -> dict[str, list[Rank]]:
 
 def values(ranks: list[Rank]) -> list[Any]:
     for rank in ranks:
-        assert (rank["code"], rank.get("error")) == (0, None), rank.get("error", "") + rank["stderr"]
+        assert (rank["code"], rank.get("error")) == (0, None), (
+            rank.get("error", "") + rank["stderr"]
+        )
     return [rank["value"] for rank in ranks]
 
 
@@ -77,21 +116,42 @@ def lines(rank: Rank, *words: str) -> list[str]:
 
 
 def timed_out(call: dict[str, Any]) -> bool:
-    return bool(TIMEOUT_S - 0.1 <= call["seconds"] < TIMEOUT_S + SLACK_S and call["max"] == call["length"])
+    return bool(
+        TIMEOUT_S - 0.1 <= call["seconds"] < TIMEOUT_S + SLACK_S
+        and call["max"] == call["length"]
+    )
 
 
 def test_a_late_rank_is_waited_for_once_and_named(found: dict[str, list[Rank]]) -> None:
     first, second = values(found["late"])
     assert timed_out(first["first"])
     assert second["first"]["seconds"] < TIMEOUT_S
-    own = "[rank 0 of 2] ConformerEncoder #1: not every rank's length came within 4 s, using this rank's own, 300; "
-    assert lines(found["late"][0], "not every rank") == [f"{own}of 3 calls rank 1 made 2"]
+    own = (
+        "[rank 0 of 2] ConformerEncoder #1: not every rank's length came within 4 s,"
+        " using this rank's own, 300; "
+    )
+    assert lines(found["late"][0], "not every rank") == [
+        f"{own}of 3 calls rank 1 made 2"
+    ]
     assert lines(found["late"][1]) == []
 
 
-@pytest.mark.parametrize("name", ["skip", "extra", "two encoders", "uneven", "stopped rank", "stopped server", "again"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "skip",
+        "extra",
+        "two encoders",
+        "uneven",
+        "stopped rank",
+        "stopped server",
+        "again",
+    ],
+)
 def test_they_agree_again(name: str, found: dict[str, list[Rank]]) -> None:
-    """The program has asserted it; no call waits longer than the timeout, and none has less than its own length."""
+    """The program has asserted it; no call waits longer than the timeout, and none has less than
+    its own length.
+    """
     for value in values(found[name]):
         for call in value["then"]:
             assert call["seconds"] < TIMEOUT_S + SLACK_S
@@ -112,7 +172,11 @@ def test_a_dead_rank_costs_no_wait_and_one_line(found: dict[str, list[Rank]]) ->
     (calls,) = values([first])
     assert sum(call["seconds"] for call in calls) < 15  # no wait of 20 s
     assert [call["max"] for call in calls] == [300, 310, 320]
-    assert len(lines(first, "ConformerEncoder #1: the length sync has ended")) == len(lines(first)) == 1
+    assert (
+        len(lines(first, "ConformerEncoder #1: the length sync has ended"))
+        == len(lines(first))
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["leaves", "leaves unconnected"])
@@ -123,7 +187,9 @@ def test_an_exit_waits_for_no_rank(name: str, found: dict[str, list[Rank]]) -> N
 
 
 @pytest.mark.parametrize("name", ["growth0", "growth1"])
-def test_ranks_with_tables_of_their_own_have_no_wrong_row(name: str, found: dict[str, list[Rank]]) -> None:
+def test_ranks_with_tables_of_their_own_have_no_wrong_row(
+    name: str, found: dict[str, list[Rank]]
+) -> None:
     long_rank = int(name[-1])
     for rank, value in enumerate(values(found[name])):
         assert {"conformer", "conv_asr"} <= value.keys()
@@ -132,8 +198,12 @@ def test_ranks_with_tables_of_their_own_have_no_wrong_row(name: str, found: dict
             assert (longest >= 1200) == (rank == long_rank)
 
 
-def test_a_healthy_job_computes_what_stock_computes_to_the_bit(found: dict[str, list[Rank]]) -> None:
-    for edited, before in zip(values(found["healthy"]), values(found["stock"]), strict=True):
+def test_a_healthy_job_computes_what_stock_computes_to_the_bit(
+    found: dict[str, list[Rank]],
+) -> None:
+    for edited, before in zip(
+        values(found["healthy"]), values(found["stock"]), strict=True
+    ):
         assert edited == before
         for name in edited:
             assert len(set(edited[name]["sums"])) > 3
@@ -141,18 +211,26 @@ def test_a_healthy_job_computes_what_stock_computes_to_the_bit(found: dict[str, 
     assert [lines(rank) for rank in found["healthy"]] == [[], []]
 
 
-def test_the_watch_names_the_rank_that_does_not_call(found: dict[str, list[Rank]]) -> None:
+def test_the_watch_names_the_rank_that_does_not_call(
+    found: dict[str, list[Rank]],
+) -> None:
     """Its own log says it, too, and nothing before: six calls were made."""
     values(found["watch"])
     text = "no encoder call for 1 s; ConformerEncoder #1: of 6 calls rank 2 made 5"
     for rank in (0, 1):
-        assert lines(found["watch"][rank], "of 6 calls") == [f"[rank {rank} of 3] {text}"]
+        assert lines(found["watch"][rank], "of 6 calls") == [
+            f"[rank {rank} of 3] {text}"
+        ]
 
 
-def test_with_the_flag_off_nobody_waits_and_the_watch_counts(found: dict[str, list[Rank]]) -> None:
+def test_with_the_flag_off_nobody_waits_and_the_watch_counts(
+    found: dict[str, list[Rank]],
+) -> None:
     if values(found["flag is off"]) != ["no flag", "no flag"]:  # NeMo 2.1
         assert values(found["flag is off"]) == [300, 60]
-        assert lines(found["flag is off"][0], "ConformerEncoder #1: of 1 calls rank 1 made 0")
+        assert lines(
+            found["flag is off"][0], "ConformerEncoder #1: of 1 calls rank 1 made 0"
+        )
 
 
 def test_switched_off_it_does_nothing(found: dict[str, list[Rank]]) -> None:
@@ -161,7 +239,9 @@ def test_switched_off_it_does_nothing(found: dict[str, list[Rank]]) -> None:
         assert (value["max"], value["threads"]) == (300 + rank, 0)
 
 
-def test_a_validation_longer_than_the_table_leaves_one_that_training_can_use(found: dict[str, list[Rank]]) -> None:
+def test_a_validation_longer_than_the_table_leaves_one_that_training_can_use(
+    found: dict[str, list[Rank]],
+) -> None:
     for value in values(found["inference"]):
         assert all(wrong == 0 and longest >= 1200 for wrong, longest in value.values())
 
@@ -170,10 +250,19 @@ def test_a_validation_longer_than_the_table_leaves_one_that_training_can_use(fou
 def importing(variable: str, value: str) -> subprocess.CompletedProcess[str]:
     """The file alone needs torch, and neither NeMo nor nemo_patches."""
     file = CHECKOUT / "patches" / "bounded_length_sync.py"
-    program = f"import runpy; found = runpy.run_path({str(file)!r}); print(found['TIMEOUT_S'], found['WATCH_S'])"
+    program = (
+        f"import runpy; found = runpy.run_path({str(file)!r});"
+        " print(found['TIMEOUT_S'], found['WATCH_S'])"
+    )
     blocked = "import sys; sys.modules.update(nemo=None, nemo_patches=None); "
     command = [sys.executable, "-c", blocked + program]
-    return subprocess.run(command, env={**environment(), variable: value}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command,
+        env={**environment(), variable: value},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_the_settings_are_seconds() -> None:
@@ -181,5 +270,8 @@ def test_the_settings_are_seconds() -> None:
     assert importing("NEMO_ENCODER_WATCH_S", "0").stdout == "10.0 0.0\n"
     for text in ("soon", "-1", "nan", "inf", "86401"):
         refused = importing("NEMO_LENGTH_SYNC_TIMEOUT", text)
-        said = f"NEMO_LENGTH_SYNC_TIMEOUT={text!r} is not allowed; allowed: 0 (off) to 86400 seconds"
+        said = (
+            f"NEMO_LENGTH_SYNC_TIMEOUT={text!r} is not allowed; allowed: 0 (off) to"
+            " 86400 seconds"
+        )
         assert refused.stderr.endswith(f"ValueError: {said}\n"), refused.stderr

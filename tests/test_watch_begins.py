@@ -1,4 +1,6 @@
-"""The watch of the job: what begins it, which processes have none, and what it costs while nobody asks."""
+"""The watch of the job: what begins it, which processes have none, and what it costs while nobody
+asks.
+"""
 
 from __future__ import annotations
 
@@ -39,17 +41,29 @@ print({COUNT}, "nemo_patches.watch" in sys.modules)
         ("import json", OF_TORCHRUN, "0 False"),
         ("import torch", OF_TORCHRUN, "1 True"),
         ("import torch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
-        ("import torch", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "1 True"),
+        (
+            "import torch",
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "1 True",
+        ),
         ("import torch", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "1 True"),
         ("import torch", {}, "0 False"),
         ("import torch", {"WORLD_SIZE": "2"}, "0 False"),
         ("import torch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
         ("import torch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
         ("import lightning.pytorch", OF_TORCHRUN, "1 True"),
-        ("import lightning.pytorch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
+        (
+            "import lightning.pytorch",
+            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"},
+            "1 True",
+        ),
         ("import lightning.pytorch", {}, "0 False"),
         ("import lightning.pytorch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
-        ("import lightning.pytorch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
+        (
+            "import lightning.pytorch",
+            {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"},
+            "0 False",
+        ),
     ],
 )
 def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
@@ -62,7 +76,8 @@ def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_python
 
 def test_it_patches_nothing_and_imports_nothing_of_torchs_that_torch_has_not() -> None:
     program = (
-        "import sys, torch; print('nemo_patches.patching.monkeypatch' in sys.modules, 'torch._dynamo' in sys.modules)"
+        "import sys, torch; print('nemo_patches.patching.monkeypatch' in sys.modules,"
+        " 'torch._dynamo' in sys.modules)"
     )
     done = python("-c", program, path=(CHECKOUT,), **OF_TORCHRUN)
     assert done.stdout.strip() == "False False", done.stderr
@@ -97,20 +112,45 @@ def test_what_multiprocessing_starts_in_a_rank_has_none(tmp_path: Path) -> None:
 def test_torchrun_which_slurm_has_started_has_none(tmp_path: Path) -> None:
     script = tmp_path / "torchrun"
     script.write_text(THREADS.format("import torch"))
-    done = python("-u", str(script), path=(CHECKOUT,), SLURM_PROCID="0", SLURM_NTASKS="2")
+    done = python(
+        "-u", str(script), path=(CHECKOUT,), SLURM_PROCID="0", SLURM_NTASKS="2"
+    )
     assert done.stdout.strip() == "0 False", done.stderr
 
 
 def test_where_ours_imports_torch_first_apply_begins_it() -> None:
-    program = "from nemo_patches import apply, status; apply(stall_timeout=7); print(status().settings.stall_timeout)"
-    done = python("-c", f"{program}; import threading; print({COUNT})", path=(CHECKOUT,), **OF_TORCHRUN)
+    program = (
+        "from nemo_patches import apply, status; apply(stall_timeout=7);"
+        " print(status().settings.stall_timeout)"
+    )
+    done = python(
+        "-c",
+        f"{program}; import threading; print({COUNT})",
+        path=(CHECKOUT,),
+        **OF_TORCHRUN,
+    )
     assert done.stdout.splitlines() == ["0:00:07", "1"], done.stdout + done.stderr
 
 
 def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:
     program = THREADS.format("import lightning.pytorch, nemo.collections.asr")
-    done = python("-c", program, path=(CHECKOUT,), NEMO_PATCHES_STALL_TIMEOUT="soon", **OF_TORCHRUN)
-    assert len([line for line in done.stderr.splitlines() if "NEMO_PATCHES_STALL_TIMEOUT='soon'" in line]) == 1
+    done = python(
+        "-c",
+        program,
+        path=(CHECKOUT,),
+        NEMO_PATCHES_STALL_TIMEOUT="soon",
+        **OF_TORCHRUN,
+    )
+    assert (
+        len(
+            [
+                line
+                for line in done.stderr.splitlines()
+                if "NEMO_PATCHES_STALL_TIMEOUT='soon'" in line
+            ]
+        )
+        == 1
+    )
 
 
 UNTRACED = """
@@ -131,7 +171,9 @@ for child in children:
 """
 
 
-def test_a_trace_of_a_job_without_nemo_says_on_each_rank_that_there_is_none(tmp_path: Path) -> None:
+def test_a_trace_of_a_job_without_nemo_says_on_each_rank_that_there_is_none(
+    tmp_path: Path,
+) -> None:
     folder, over, log = tmp_path / "traces", tmp_path / "over", tmp_path / "log"
     with log.open("w") as stderr:
         job = subprocess.Popen(
@@ -146,8 +188,13 @@ def test_a_trace_of_a_job_without_nemo_says_on_each_rank_that_there_is_none(tmp_
     finally:
         job.kill()
         job.wait()
-    said = [line for line in log.read_text().splitlines() if "nothing is traced: " in line]
-    assert sorted(line.partition("[rank ")[2][:3] for line in said) == ["0/2", "1/2"], said
+    said = [
+        line for line in log.read_text().splitlines() if "nothing is traced: " in line
+    ]
+    assert sorted(line.partition("[rank ")[2][:3] for line in said) == [
+        "0/2",
+        "1/2",
+    ], said
     assert not folder.exists()
 
 
@@ -184,8 +231,12 @@ process.join(100)
 """
 
 
-def test_ranks_that_are_forked_before_their_process_group_have_it_and_a_loaders_workers_do_not(tmp_path: Path) -> None:
-    done = python("-c", FORKED, str(tmp_path / "store"), path=(CHECKOUT,), **OF_TORCHRUN)
+def test_ranks_that_are_forked_before_their_process_group_have_it_and_a_loaders_workers_do_not(
+    tmp_path: Path,
+) -> None:
+    done = python(
+        "-c", FORKED, str(tmp_path / "store"), path=(CHECKOUT,), **OF_TORCHRUN
+    )
     assert done.stdout.splitlines() == ["[0, 0]", "True"], done.stderr
 
 
@@ -225,19 +276,27 @@ def test_lightnings_own_launcher_begins_it_with_the_trainers_process_group(
     script.write_text(WITHOUT_NEMO)
     done = python(str(script), devices, path=(CHECKOUT,))
     said = [line for line in done.stdout.splitlines() if line.endswith(f"[] {threads}")]
-    assert sorted(said) == [f"{rank} [] {threads}" for rank in range(int(devices))], done.stdout + done.stderr
+    assert sorted(said) == [f"{rank} [] {threads}" for rank in range(int(devices))], (
+        done.stdout + done.stderr
+    )
 
 
 QUIET_S = 3.0
 MOST_OF_A_CORE = 0.01  # 0.002 is what an idle machine shows
 
 
-def stays_quiet(rank: int, size: int, port: int, counter: str) -> tuple[float, int, list[int]]:
-    """The part of a core that the monitor takes; bytes to and from the store, by the proxy; ports that listen."""
+def stays_quiet(
+    rank: int, size: int, port: int, counter: str
+) -> tuple[float, int, list[int]]:
+    """The part of a core that the monitor takes; bytes to and from the store, by the proxy; ports
+    that listen.
+    """
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     nemo_patches.apply()
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
+    wait_until(
+        lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole
+    )
     dist.barrier()  # over Gloo's own connections
     (thread,) = (one for one in threading.enumerate() if one.name == THREAD)
     time.sleep(1.0)  # requests that were under way
@@ -250,7 +309,12 @@ def stays_quiet(rank: int, size: int, port: int, counter: str) -> tuple[float, i
 
 
 def ran_s(thread: threading.Thread) -> float:
-    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+    return (
+        int(
+            Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+        )
+        / 1e9
+    )
 
 
 def listening_ports() -> list[int]:
@@ -281,11 +345,16 @@ def test_a_job_that_goes_on_costs_no_request_one_port_and_next_to_no_time(
         share, moved, listening = result.value
         assert share < MOST_OF_A_CORE
         assert moved == 0
-        assert len(listening) == len(stock.value) + 1  # Gloo's, and the exchange's: that it refuses shows an end
+        assert (
+            len(listening) == len(stock.value) + 1
+        )  # Gloo's, and the exchange's: that it refuses shows an end
 
 
 def only_gloo(rank: int, size: int, port: int) -> list[Any]:
-    store = dist.PrefixStore("stock", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    store = dist.PrefixStore(
+        "stock",
+        dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     return listening_ports()
@@ -305,7 +374,11 @@ def cannot_be_watched(rank: int, size: int, port: int) -> list[str]:
     so_far = len(attempts)
     wait_until(lambda: len(attempts) > so_far + 3)
     dist.barrier()
-    return [line for line in said.lines if "there are no stall reports of this rank, training goes on" in line]
+    return [
+        line
+        for line in said.lines
+        if "there are no stall reports of this rank, training goes on" in line
+    ]
 
 
 def test_a_rank_that_cannot_be_watched_says_so_once() -> None:
@@ -318,10 +391,17 @@ def ends_beside_a_wake(rank: int, size: int, port: int) -> list[str]:
     """Another thread is about to write to the monitor's file when the monitor closes it."""
     nemo_patches.apply()
     join_group(rank, size, port)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
+    wait_until(
+        lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole
+    )
     monitor = stall_monitor()
     order: list[str] = []
-    writes, may_write, write, close = threading.Event(), threading.Event(), os.eventfd_write, os.close
+    writes, may_write, write, close = (
+        threading.Event(),
+        threading.Event(),
+        os.eventfd_write,
+        os.close,
+    )
 
     def slow_write(descriptor: int, value: int) -> None:
         if threading.current_thread() is waker:
@@ -361,7 +441,9 @@ def forks_while_the_lock_is_held(rank: int, size: int, port: int) -> int:
     """The exit code of a child of this rank that ends as any interpreter does."""
     nemo_patches.apply()
     join_group(rank, size, port)
-    wait_until(lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole)
+    wait_until(
+        lambda: subscriber.monitor() is not None and stall_monitor().exchange.is_whole
+    )
     with stall_monitor()._wakes_lock:
         child = os.fork()
         if child == 0:

@@ -1,4 +1,6 @@
-"""Training logs with the NCCL watchdog's lines, in the wording of several releases of torch: what they mean."""
+"""Training logs with the NCCL watchdog's lines, in the wording of several releases of torch: what
+they mean.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,23 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 def diagnose_logs(paths: list[Path]) -> Diagnosis:
     """As the command does."""
     found = reading.find(paths)
-    return judge(reading.joined(reading.read(found), found.problems, found.earlier), ", ".join(map(str, paths)))
+    return judge(
+        reading.joined(reading.read(found), found.problems, found.earlier),
+        ", ".join(map(str, paths)),
+    )
 
 
-def line(rank: int, sequence: int = 4711, kind: str = "ALLREDUCE", numel: int = 1, torch: str = "2.6") -> str:
+def line(
+    rank: int,
+    sequence: int = 4711,
+    kind: str = "ALLREDUCE",
+    numel: int = 1,
+    torch: str = "2.6",
+) -> str:
     """What the watchdog of a rank writes about a collective that ran out of time."""
-    size = {"1.13": "", "2.0": f"TensorShape=[{numel}], "}.get(torch, f"NumelIn={numel}, NumelOut={numel}, ")
+    size = {"1.13": "", "2.0": f"TensorShape=[{numel}], "}.get(
+        torch, f"NumelIn={numel}, NumelOut={numel}, "
+    )
     comma = ", " if not size else ", " + size
     work = f"WorkNCCL(SeqNum={sequence}, OpType={kind}{comma}Timeout(ms)=1800000)"
     prefix = {
@@ -66,9 +79,14 @@ def line(rank: int, sequence: int = 4711, kind: str = "ALLREDUCE", numel: int = 
         "2.0": f"[E ProcessGroupNCCL.cpp:828] [Rank {rank}]",
         "2.1": f"[E ProcessGroupNCCL.cpp:474] [Rank {rank}]",
         "2.2": f"[rank{rank}]:[E ProcessGroupNCCL.cpp:523] [Rank {rank}]",
-    }.get(torch, f"[rank{rank}]:[E513 13:25:57.714781669 ProcessGroupNCCL.cpp:616] [Rank {rank}]")
+    }.get(
+        torch,
+        f"[rank{rank}]:[E513 13:25:57.714781669 ProcessGroupNCCL.cpp:616] [Rank"
+        f" {rank}]",
+    )
     return (
-        f"{prefix} Watchdog caught collective operation timeout: {work} ran for 1800042 milliseconds before timing out."
+        f"{prefix} Watchdog caught collective operation timeout: {work} ran for 1800042"
+        " milliseconds before timing out."
     )
 
 
@@ -76,25 +94,32 @@ def status(rank: int, sequence: int, enqueued: int, torch: str = "2.6") -> str:
     """What follows: how far that rank has come."""
     if torch == "2.3":
         return (
-            f"[rank{rank}]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank {rank}] Timeout at NCCL work: {sequence}, last "
-            f"enqueued NCCL work: {enqueued}, last completed NCCL work: {sequence - 1}."
+            f"[rank{rank}]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank {rank}] Timeout at"
+            f" NCCL work: {sequence}, last enqueued NCCL work: {enqueued}, last"
+            f" completed NCCL work: {sequence - 1}."
         )
     if torch == "2.8":
         return (
-            f"[rank{rank}]:[E513 13:25:57.7 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]  "
-            f"failure detected by watchdog at work sequence id: {sequence} PG status: last enqueued work: {enqueued}, "
-            f"last completed work: {sequence - 1}"
+            f"[rank{rank}]:[E513 13:25:57.7 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID"
+            f" 0(default_pg) Rank {rank}]  failure detected by watchdog at work"
+            f" sequence id: {sequence} PG status: last enqueued work: {enqueued}, last"
+            f" completed work: {sequence - 1}"
         )
     return (
-        f"[rank{rank}]:[E513 13:25:57.7 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
-        f"Exception (either an error or timeout) detected by watchdog at work: {sequence}, last enqueued NCCL work: "
-        f"{enqueued}, last completed NCCL work: {sequence - 1}."
+        f"[rank{rank}]:[E513 13:25:57.7 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID"
+        f" 0(default_pg) Rank {rank}] Exception (either an error or timeout) detected"
+        f" by watchdog at work: {sequence}, last enqueued NCCL work: {enqueued}, last"
+        f" completed NCCL work: {sequence - 1}."
     )
 
 
 NOISE = [
     "Epoch 0:  78%|#######   | 64809/83556 [25:06:58<7:15:54,  1.40s/it, v_num=18]",
-    "frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(std::optional<std::chrono::duration<long>>) + 0x282",
+    (
+        "frame #1:"
+        " c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(std::optional<std::chrono::duration<long>>)"
+        " + 0x282"
+    ),
     "[NeMo I 2025-05-13 12:00:00 nemo_logging:393] Validation DataLoader 0",
 ]
 
@@ -116,8 +141,14 @@ def facts_of(folder: Path, *lines: str) -> list[Fact]:
 
 
 @pytest.mark.parametrize("torch", ["2.0", "2.1", "2.2", "2.6"])
-def test_an_all_reduce_of_one_number_is_the_length_syncs_signature(torch: str, tmp_path: Path) -> None:
-    report = report_on(tmp_path, *(line(rank, torch=torch) for rank in (0, 1, 3)), "Starting with 4 processes")
+def test_an_all_reduce_of_one_number_is_the_length_syncs_signature(
+    torch: str, tmp_path: Path
+) -> None:
+    report = report_on(
+        tmp_path,
+        *(line(rank, torch=torch) for rank in (0, 1, 3)),
+        "Starting with 4 processes",
+    )
     (finding,) = report.findings
     assert (finding.id, finding.ranks, report.exit_code) == (MISSING_RANK, (2,), 1)
     assert "ALLREDUCE of 1, number 4711" in report.verdict
@@ -125,9 +156,14 @@ def test_an_all_reduce_of_one_number_is_the_length_syncs_signature(torch: str, t
 
 def test_the_rank_that_had_not_enqueued_it_is_named(tmp_path: Path) -> None:
     for torch in ("2.3", "2.6", "2.8"):
-        told = [line(rank, 100, torch=torch) for rank in (0, 2)] + [status(rank, 100, 101, torch) for rank in (0, 2)]
+        told = [line(rank, 100, torch=torch) for rank in (0, 2)] + [
+            status(rank, 100, 101, torch) for rank in (0, 2)
+        ]
         report = report_on(tmp_path, *told, signal(1, " rank 0", 99, 99))
-        assert (report.findings[0].id, report.findings[0].ranks) == (MISSING_RANK, (1,)), torch
+        assert (report.findings[0].id, report.findings[0].ranks) == (
+            MISSING_RANK,
+            (1,),
+        ), torch
         # One that waits itself, in an earlier collective, is not accused.
         report = report_on(tmp_path, *told, status(1, 99, 99, torch))
         assert (report.findings[0].id, report.findings[0].ranks) == (SKIPPED, ()), torch
@@ -135,8 +171,8 @@ def test_the_rank_that_had_not_enqueued_it_is_named(tmp_path: Path) -> None:
 
 def test_where_nemo_patches_was_on_it_is_another_reduce(tmp_path: Path) -> None:
     ours = (
-        "2025-05-13 12:00:00,1 nemo_patches INFO [rank 0/2 node7] patched ConformerEncoder.update_max_seq_length (nemo "
-        "3.0.0)"
+        "2025-05-13 12:00:00,1 nemo_patches INFO [rank 0/2 node7] patched"
+        " ConformerEncoder.update_max_seq_length (nemo 3.0.0)"
     )
     report = report_on(tmp_path, ours, *(line(rank) for rank in range(2)))
     assert report.findings[0].id == WAITED_IN_VAIN
@@ -158,8 +194,14 @@ def test_a_broadcast_against_an_all_gather_is_out_of_step(tmp_path: Path) -> Non
 
 
 def test_sequence_numbers_that_drift_apart(tmp_path: Path) -> None:
-    report = report_on(tmp_path, *(line(rank, 96 if rank == 3 else 100, numel=4096) for rank in range(4)))
-    assert (report.findings[0].id, report.findings[0].ranks) == (SKIPPED, ()), "all of them wait"
+    report = report_on(
+        tmp_path,
+        *(line(rank, 96 if rank == 3 else 100, numel=4096) for rank in range(4)),
+    )
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        SKIPPED,
+        (),
+    ), "all of them wait"
     assert "number 96, ranks 0-2 in" in report.verdict and "100" in report.verdict
 
 
@@ -169,48 +211,85 @@ def test_numbers_of_different_groups_are_not_compared(tmp_path: Path) -> None:
             "PG ID 0 PG GUID 0(default_pg)", f"PG ID {group} PG GUID {group}"
         )
 
-    told = [line(0, 5, numel=99), of_group(0, 5, 1), line(1, 9, numel=99), of_group(1, 9, 2)]
+    told = [
+        line(0, 5, numel=99),
+        of_group(0, 5, 1),
+        line(1, 9, numel=99),
+        of_group(1, 9, 2),
+    ]
     report = report_on(tmp_path, *told)
     assert (report.findings[0].id, report.findings[0].ranks) == (WAITED_IN_VAIN, ())
     assert "of several groups" in report.verdict
 
 
 def test_one_number_of_a_sub_group_is_not_the_length_sync(tmp_path: Path) -> None:
-    of_3 = status(0, 5, 5).replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 3 PG GUID 3(tensor_parallel)")
+    of_3 = status(0, 5, 5).replace(
+        "PG ID 0 PG GUID 0(default_pg)", "PG ID 3 PG GUID 3(tensor_parallel)"
+    )
     report = report_on(tmp_path, line(0, 5), of_3)
-    assert "number 5 of group 3" in report.verdict and "length sync" not in report.verdict + report.next_step
+    assert (
+        "number 5 of group 3" in report.verdict
+        and "length sync" not in report.verdict + report.next_step
+    )
 
 
 def test_sizes_that_differ_in_ddps_broadcast(tmp_path: Path) -> None:
-    report = report_on(tmp_path, *(line(rank, kind="BROADCAST", numel=115264 + rank) for rank in range(2)))
-    assert report.findings[0].id == SIZES and "keeps their shapes equal" in report.next_step
+    report = report_on(
+        tmp_path,
+        *(line(rank, kind="BROADCAST", numel=115264 + rank) for rank in range(2)),
+    )
+    assert (
+        report.findings[0].id == SIZES
+        and "keeps their shapes equal" in report.next_step
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "numel", "words"),
-    [("BROADCAST", 5158880, "as DDP makes of a model's buffers"), ("ALLREDUCE", 6553600, ""), ("ALLTOALL", 100, "")],
+    [
+        ("BROADCAST", 5158880, "as DDP makes of a model's buffers"),
+        ("ALLREDUCE", 6553600, ""),
+        ("ALLTOALL", 100, ""),
+    ],
 )
-def test_another_collective_is_not_blamed_on_the_length_sync(kind: str, numel: int, words: str, tmp_path: Path) -> None:
-    report = report_on(tmp_path, *(line(rank, kind=kind, numel=numel) for rank in range(2)))
+def test_another_collective_is_not_blamed_on_the_length_sync(
+    kind: str, numel: int, words: str, tmp_path: Path
+) -> None:
+    report = report_on(
+        tmp_path, *(line(rank, kind=kind, numel=numel) for rank in range(2))
+    )
     assert report.findings[0].id == WAITED_IN_VAIN and words in report.verdict
-    assert "length sync" not in report.verdict + report.next_step and f"{kind} of {numel}" in report.verdict
+    assert (
+        "length sync" not in report.verdict + report.next_step
+        and f"{kind} of {numel}" in report.verdict
+    )
 
 
-def test_a_reduce_of_unknown_size_is_not_said_to_be_of_one_number(tmp_path: Path) -> None:
+def test_a_reduce_of_unknown_size_is_not_said_to_be_of_one_number(
+    tmp_path: Path,
+) -> None:
     report = report_on(tmp_path, *(line(rank, torch="1.13") for rank in range(2)))
-    assert report.findings[0].id == WAITED_IN_VAIN and " in ALLREDUCE, number 4711 " in report.verdict
+    assert (
+        report.findings[0].id == WAITED_IN_VAIN
+        and " in ALLREDUCE, number 4711 " in report.verdict
+    )
     assert "DDP's gradients" in report.next_step
 
 
 def test_a_mismatch_that_the_debug_wrapper_found(tmp_path: Path) -> None:
     report = report_on(
         tmp_path,
-        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
-        "CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[1], TensorDtypes=Float), but Rank 0 "
-        "is running collective: CollectiveFingerPrint(SequenceNumber=485, OpType=BROADCAST, TensorShape=[25]).",
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is"
+        " running collective: CollectiveFingerPrint(SequenceNumber=485,"
+        " OpType=ALLREDUCE, TensorShape=[1], TensorDtypes=Float), but Rank 0 is running"
+        " collective: CollectiveFingerPrint(SequenceNumber=485, OpType=BROADCAST,"
+        " TensorShape=[25]).",
     )
     assert (report.findings[0].id, report.findings[0].ranks) == (OUT_OF_STEP, ())
-    assert "rank 0 in BROADCAST [25]" in report.verdict and "rank 1 in ALLREDUCE [1]" in report.verdict
+    assert (
+        "rank 0 in BROADCAST [25]" in report.verdict
+        and "rank 1 in ALLREDUCE [1]" in report.verdict
+    )
 
 
 def test_colours_mixed_ranks_and_lines_that_a_terminal_wrapped(tmp_path: Path) -> None:
@@ -229,73 +308,118 @@ def test_colours_mixed_ranks_and_lines_that_a_terminal_wrapped(tmp_path: Path) -
 def public_logs() -> list[tuple[str, str, str, str]]:
     """Of each its issue, the verdict, the ranks that it names, and its text."""
     _, *logs = Path(__file__).with_name("public_logs.txt").read_text().split("=== ")
-    return [(*text.partition("\n")[0].split(), text.partition("\n")[2]) for text in logs]
+    return [
+        (*text.partition("\n")[0].split(), text.partition("\n")[2]) for text in logs
+    ]
 
 
 # Where a wrap is in the word by which a message is recognised.
 WRAPPED_IN_A_WORD = {("dhcode-cpp/X-R1#23", 90), ("NVIDIA-NeMo/Speech#14399", 90)}
 
 
-@pytest.mark.parametrize(("issue", "finding", "ranks", "text"), public_logs(), ids=[one[0] for one in public_logs()])
-def test_public_logs(issue: str, finding: str, ranks: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("issue", "finding", "ranks", "text"),
+    public_logs(),
+    ids=[one[0] for one in public_logs()],
+)
+def test_public_logs(
+    issue: str, finding: str, ranks: str, text: str, tmp_path: Path
+) -> None:
     file = tmp_path / "train.log"
     file.write_text(text)
     report = diagnose_logs([file])
     first = report.findings[0]
-    assert (first.id, named(first.ranks).partition(" ")[2].replace(" ", "") if first.ranks else "-") == (
+    assert (
+        first.id,
+        named(first.ranks).partition(" ")[2].replace(" ", "") if first.ranks else "-",
+    ) == (
         finding,
         ranks,
     ), report
-    told = re.findall(r"Starting with (\d+) processes|world_size=(\d+)|\d/(\d+) clients", text)
+    told = re.findall(
+        r"Starting with (\d+) processes|world_size=(\d+)|\d/(\d+) clients", text
+    )
     assert report.world_size == max((int("".join(one)) for one in told), default=0)
     # A terminal that has wrapped every line changes nothing, nor do Windows' line ends and quoting.
     file.write_bytes("".join(f"> {line}\r\n" for line in text.splitlines()).encode())
     assert diagnose_logs([file]).findings[0].ranks == first.ranks
     for width in (90, 211):
-        lines = [line[at : at + width] for line in text.splitlines() for at in range(0, max(len(line), 1), width)]
-        if max(map(len, text.splitlines())) <= 3 * width and (issue, width) not in WRAPPED_IN_A_WORD:
+        lines = [
+            line[at : at + width]
+            for line in text.splitlines()
+            for at in range(0, max(len(line), 1), width)
+        ]
+        if (
+            max(map(len, text.splitlines())) <= 3 * width
+            and (issue, width) not in WRAPPED_IN_A_WORD
+        ):
             file.write_text("\n".join(lines))
             assert diagnose_logs([file]).findings[0].id == finding, width
 
 
 def test_a_rank_that_has_enqueued_the_collective_has_come_to_it(tmp_path: Path) -> None:
-    """Of ranks 1 and 2 there is no time-out; rank 1 had enqueued work 4715 by then, in the same group."""
+    """Of ranks 1 and 2 there is no time-out; rank 1 had enqueued work 4715 by then, in the same
+    group.
+    """
     came = status(1, 4711, 4715)
-    assert report_on(tmp_path, line(0), status(0, 4711, 4711), came).findings[0].ranks == ()
+    assert (
+        report_on(tmp_path, line(0), status(0, 4711, 4711), came).findings[0].ranks
+        == ()
+    )
     told = [line(0), status(0, 4711, 4711), came, "Starting with 3 processes"]
     assert report_on(tmp_path, *told).findings[0].ranks == (2,)
     assert report_on(tmp_path, *told, status(2, 4711, 4712)).findings[0].ranks == ()
 
 
-def test_the_same_operation_with_different_shapes_is_not_different_collectives(tmp_path: Path) -> None:
+def test_the_same_operation_with_different_shapes_is_not_different_collectives(
+    tmp_path: Path,
+) -> None:
     text = (
-        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
-        "CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float), but Rank 0 "
-        "is running collective: CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[25])."
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is"
+        " running collective: CollectiveFingerPrint(SequenceNumber=485,"
+        " OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float), but Rank 0 is running"
+        " collective: CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE,"
+        " TensorShape=[25])."
     )
     report = report_on(tmp_path, text)
     assert report.findings[0].id == SIZES
-    assert "ALLREDUCE [25] on rank 0" in report.verdict and "ALLREDUCE [2] Float on rank 1" in report.verdict
+    assert (
+        "ALLREDUCE [25] on rank 0" in report.verdict
+        and "ALLREDUCE [2] Float on rank 1" in report.verdict
+    )
 
 
 def test_what_torchs_analyser_prints(tmp_path: Path) -> None:
     report = report_on(
-        tmp_path, "Collective sequence number: 7", "collective: nccl:all_reduce", "missing ranks: {1, 5}"
+        tmp_path,
+        "Collective sequence number: 7",
+        "collective: nccl:all_reduce",
+        "missing ranks: {1, 5}",
     )
     assert (report.findings[0].id, report.findings[0].ranks) == (MISSING_RANK, (1, 5))
 
 
 def test_who_torchrun_saw_fail_may_be_one_that_waited(tmp_path: Path) -> None:
-    table = "Root Cause (first observed failure):\n[0]:\n  rank      : 3 (local_rank: 3)\n  exitcode  : {} (pid: 77)"
+    table = (
+        "Root Cause (first observed failure):\n[0]:\n  rank      : 3 (local_rank: 3)\n "
+        " exitcode  : {} (pid: 77)"
+    )
     waited = report_on(tmp_path, line(3), table.format(-6)).findings
-    assert [(one.id, one.ranks) for one in waited] == [(WAITED_IN_VAIN, ()), (FIRST_FAILURE, ())]
+    assert [(one.id, one.ranks) for one in waited] == [
+        (WAITED_IN_VAIN, ()),
+        (FIRST_FAILURE, ()),
+    ]
     killed = report_on(tmp_path, line(0), table.format(-9)).findings
     assert [(one.id, one.ranks) for one in killed] == [(KILLED, (3,))]
     assert "ut-of-memory" in killed[0].next_step
 
 
-@pytest.mark.parametrize("content", [b"loss 1.0\na watchdog barked\n", b"", bytes(range(256)) * 4096])
-def test_what_is_not_recognised_is_said_and_is_no_success(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", [b"loss 1.0\na watchdog barked\n", b"", bytes(range(256)) * 4096]
+)
+def test_what_is_not_recognised_is_said_and_is_no_success(
+    content: bytes, tmp_path: Path
+) -> None:
     file = tmp_path / "train.log"
     file.write_bytes(content)
     report = diagnose_logs([file])
@@ -316,7 +440,10 @@ def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
             (folder / "stderr.log").write_bytes(text)
     report = diagnose_logs([tmp_path / "run"])
     evidence = "\n".join(report.findings[0].evidence)
-    assert all(f"rank {rank} [{rank}/stderr.log" in evidence or f"rank {rank} [" in evidence for rank in range(3))
+    assert all(
+        f"rank {rank} [{rank}/stderr.log" in evidence or f"rank {rank} [" in evidence
+        for rank in range(3)
+    )
     assert evidence.count("ALLREDUCE of 1, number 4711") == 3, report
     files = sorted((tmp_path / "run").rglob("stderr*"))
     assert diagnose_logs(files) == replace(report, folder=", ".join(map(str, files)))
@@ -325,18 +452,40 @@ def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
     assert "data are not whole" in diagnose_logs([cut]).problems[0]
     command = [sys.executable, "-m", "nemo_patches", "diagnose", "-"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
+    done = subprocess.run(
+        command,
+        input=text,
+        stdout=subprocess.PIPE,
+        env=environment,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 1 and done.stdout.startswith(b"Rank 2 ")
     # What was read from a pipe, to see what it is, would be gone.
     command[-1:] = ["/dev/stdin", "--json"]
-    done = subprocess.run(command, input=text, stdout=subprocess.PIPE, env=environment, timeout=200, check=False)
-    assert done.returncode == 1 and json.loads(done.stdout)["findings"][0]["id"] == WAITED_IN_VAIN
+    done = subprocess.run(
+        command,
+        input=text,
+        stdout=subprocess.PIPE,
+        env=environment,
+        timeout=200,
+        check=False,
+    )
+    assert (
+        done.returncode == 1
+        and json.loads(done.stdout)["findings"][0]["id"] == WAITED_IN_VAIN
+    )
     (tmp_path / "log.xz").write_bytes(lzma.compress(text))
     (tmp_path / "utf16.log").write_bytes(text.decode().encode("utf-16"))
     for name in ("log.xz", "utf16.log"):
-        with pytest.raises(UnreadableError, match="compressed, not by gzip, or in UTF-16"):
+        with pytest.raises(
+            UnreadableError, match="compressed, not by gzip, or in UTF-16"
+        ):
             diagnose_logs([tmp_path / name])
-    assert len(diagnose_logs([tmp_path]).problems) == 3 and diagnose_logs([tmp_path]).findings[0].id == WAITED_IN_VAIN
+    assert (
+        len(diagnose_logs([tmp_path]).problems) == 3
+        and diagnose_logs([tmp_path]).findings[0].id == WAITED_IN_VAIN
+    )
 
 
 def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
@@ -352,9 +501,16 @@ def test_a_huge_log_is_streamed(tmp_path: Path) -> None:
 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 1 << 30), data=st.binary(max_size=300))
-def test_a_damaged_log_is_no_crash(seed: int, data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_damaged_log_is_no_crash(
+    seed: int, data: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     draw = random.Random(seed)
-    text = bytearray("\n".join([line(0), status(0, 4711, 4711), line(1, 4712, "BROADCAST", 9), *NOISE]).encode() + data)
+    text = bytearray(
+        "\n".join(
+            [line(0), status(0, 4711, 4711), line(1, 4712, "BROADCAST", 9), *NOISE]
+        ).encode()
+        + data
+    )
     for _ in range(draw.randrange(30)):
         text[draw.randrange(len(text))] = draw.choice(string.printable.encode())
     file = tmp_path_factory.getbasetemp() / "damaged.log"
@@ -367,15 +523,23 @@ def test_a_log_that_is_cut_accuses_nobody(tmp_path: Path) -> None:
     """Neither whose lines are lost, nor who waited by a message that ends in the middle."""
     waiting = "\n".join([START, *(line(rank) for rank in (0, 1, 3))])
     (tmp_path / "a.log").write_text(waiting)
-    (tmp_path / "b.log.gz").write_bytes(gzip.compress(f"{line(2)}\n{NOISE}".encode())[:-20])
+    (tmp_path / "b.log.gz").write_bytes(
+        gzip.compress(f"{line(2)}\n{NOISE}".encode())[:-20]
+    )
     report = diagnose_logs([tmp_path])
-    assert not any(one.ranks for one in report.findings) and "not whole" in report.problems[0], report
+    assert (
+        not any(one.ranks for one in report.findings)
+        and "not whole" in report.problems[0]
+    ), report
     for error in (OF_GLOO, "KeyboardInterrupt"):
         whole = CLOSED.format(rank=2, error=error).rstrip()
         for end in range(whole.rindex("\n") + len("[rank2]: ") + 1, len(whole)):
             (tmp_path / "c.log").write_text(whole[:end])
             report = diagnose_logs([tmp_path / "c.log"])
-            assert not any(one.ranks for one in report.findings), (whole[:end][-60:], report)
+            assert not any(one.ranks for one in report.findings), (
+                whole[:end][-60:],
+                report,
+            )
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:
@@ -391,25 +555,41 @@ def test_the_command_takes_a_log(tmp_path: Path) -> None:
     assert done.stdout.startswith("Ranks 0-1 ")
 
 
-def signal(rank: int, source: str, enqueued: int, completed: int, group: str = "0(default_pg)") -> str:
+def signal(
+    rank: int, source: str, enqueued: int, completed: int, group: str = "0(default_pg)"
+) -> str:
     return (
-        f"[rank{rank}]:[E1128 21:11:49.04 ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID {group} Rank {rank}] Received a "
-        f"dump signal due to a collective timeout from {source} and we will try our best to dump the debug info. Last "
-        f"enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}.This is most likely caused by"
+        f"[rank{rank}]:[E1128 21:11:49.04 ProcessGroupNCCL.cpp:1870] [PG ID 0 PG GUID"
+        f" {group} Rank {rank}] Received a dump signal due to a collective timeout from"
+        f" {source} and we will try our best to dump the debug info. Last enqueued NCCL"
+        f" work: {enqueued}, last completed NCCL work: {completed}.This is most likely"
+        " caused by"
     )
 
 
-def test_dump_signals_alone_tell_who_waited_and_who_had_not_come(tmp_path: Path) -> None:
+def test_dump_signals_alone_tell_who_waited_and_who_had_not_come(
+    tmp_path: Path,
+) -> None:
     waited = [signal(rank, "this local rank", 22, 21) for rank in (0, 1)]
     first = report_on(tmp_path, *waited, signal(2, " rank 0", 21, 21)).findings[0]
     assert (first.id, first.ranks) == (MISSING_RANK, (2,))
     told = report_on(tmp_path, *(signal(rank, " rank 3", 22, 21) for rank in (0, 1, 2)))
-    assert told.verdict.startswith("Ranks 0-3 waited for others") and not any(one.ranks for one in told.findings)
-    for other in (signal(2, " rank 0", 22, 21), signal(2, " rank 0", 21, 21, "7")):  # it has come; another group
+    assert told.verdict.startswith("Ranks 0-3 waited for others") and not any(
+        one.ranks for one in told.findings
+    )
+    for other in (
+        signal(2, " rank 0", 22, 21),
+        signal(2, " rank 0", 21, 21, "7"),
+    ):  # it has come; another group
         assert report_on(tmp_path, *waited, other).findings[0].ranks == ()
 
 
-def table(rank: int, code: int, time: str = "12:35", title: str = "Root Cause (first observed failure):") -> str:
+def table(
+    rank: int,
+    code: int,
+    time: str = "12:35",
+    title: str = "Root Cause (first observed failure):",
+) -> str:
     """An entry of torchrun's table of failures."""
     return (
         f"{title}\n[0]:\n  time      : 2025-05-01_11:{time}\n  host      : n1\n"
@@ -420,17 +600,23 @@ def table(rank: int, code: int, time: str = "12:35", title: str = "Root Cause (f
 START = "Starting with 4 processes"
 FR = "collective: nccl:all_reduce\n"  # as fr_trace begins
 OTHERS = "\n".join(line(rank) for rank in (0, 1, 3))
-WRAPPED = status(2, 4711, 4711).replace(" GUID", "\nGUID").replace("at work", "at\nwork")
+WRAPPED = (
+    status(2, 4711, 4711).replace(" GUID", "\nGUID").replace("at work", "at\nwork")
+)
 MISMATCH = (
-    "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: CollectiveFingerPrint("
-    "SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype="
-    "float (default), device=cuda)), but Rank 0 is running collective: CollectiveFingerPrint(SequenceNumber=485, "
-    "OpType=ALLREDUCE, TensorShape=[2], TensorDtypes=Half)."
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running"
+    " collective: CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE,"
+    " TensorShape=[2], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float"
+    " (default), device=cuda)), but Rank 0 is running collective:"
+    " CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE, TensorShape=[2],"
+    " TensorDtypes=Half)."
 )
 
 
 def of_group_9(rank: int) -> str:
-    told = status(rank, 50, 50).replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 2 PG GUID 9")
+    told = status(rank, 50, 50).replace(
+        "PG ID 0 PG GUID 0(default_pg)", "PG ID 2 PG GUID 9"
+    )
     return f"{line(rank, 50, 'ALLTOALL', 100)}\n{told}"
 
 
@@ -444,7 +630,8 @@ def of_group_9(rank: int) -> str:
             MISSING_RANK,
             (1,),
         ),
-        # A rank whose own line tells that it waited is not one that did not come, whatever that line is.
+        # A rank whose own line tells that it waited is not one that did not come, whatever that
+        # line is.
         (f"{OTHERS}\n[rank2]:[E ProcessGroupNCCL.cpp:684] Some NCCL operations have failed or timed out.\n{START}",
          WAITED_IN_VAIN, ()),
         (f"{OTHERS}\n{status(2, 4711, 4711)}\n{START}", WAITED_IN_VAIN, ()),
@@ -494,13 +681,15 @@ def of_group_9(rank: int) -> str:
         # torchrun's table: ended by somebody else; in the same second as others; of two nodes.
         (table(3, -15), FIRST_FAILURE, ()),
         (table(3, -9), KILLED, (3,)),
-        (table(3, 143), FIRST_FAILURE, ()),  # SIGTERM, SIGABRT and SIGKILL, where a shell script has started Python
+        # SIGTERM, SIGABRT and SIGKILL, where a shell script has started Python
+        (table(3, 143), FIRST_FAILURE, ()),
         (table(3, 134), FIRST_FAILURE, ()),
         (table(3, 137), KILLED, (3,)),
         (table(3, 1, title="Failures:") + table(0, 1), FIRST_FAILURE, ()),
         (table(3, -15, title="Failures:") + table(0, 1), FIRST_FAILURE, (0,)),
         (table(1, 1, "11:00") + table(4, -9, "12:39"), FIRST_FAILURE, (1,)),
-        # An exception that ended a rank before any time-out is the root; one after it, or of a collective, is not.
+        # An exception that ended a rank before any time-out is the root; one after it, or of a
+        # collective, is not.
         (f"[rank2]:     raise KeyError(\n[rank2]: KeyError: 'audio'\n{OTHERS}\n{START}", EXCEPTION, (2,)),
         (f"{OTHERS}\n[rank2]: KeyError: 'audio'", WAITED_IN_VAIN, ()),
         (
@@ -523,36 +712,62 @@ def of_group_9(rank: int) -> str:
         ("srun: error: n1: task 3: Exited with exit code 1", FIRST_FAILURE, ()),
         ("[rank: 1] Child process with PID 22 terminated with code 1. Forcefully", FIRST_FAILURE, ()),
         ("[12.3] Out of memory: Killed process 4711 (python) total-vm:9kB", OUT_OF_MEMORY, ()),
-        ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),  # perhaps caught; nobody's name
+        # Perhaps caught; nobody's name
+        ("CUDA out of memory. Tried to allocate 2 GiB", NOT_ENOUGH, ()),
         ("loading gloomy data ... Connection closed by peer", NOT_ENOUGH, ()),
     ],
 )  # fmt: skip
 def test_what_accuses_an_innocent_rank_or_is_missed(
     text: str, finding: str, ranks: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) ")[: 1 if WRAPPED in text else None]:
+    for prefix in ("", "3: ", "node-3: ", "(WorkerDict pid=123, ip=10.0.0.1) ")[
+        : 1 if WRAPPED in text else None
+    ]:
         report = report_on(tmp_path, *(prefix + one for one in text.splitlines()))
-        assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (prefix, report)
+        assert (report.findings[0].id, report.findings[0].ranks) == (finding, ranks), (
+            prefix,
+            report,
+        )
 
 
 @pytest.mark.parametrize("later", [[], [START], [START, START]])
-def test_of_several_launches_in_one_log_the_last_that_tells_anything_counts(later: list[str], tmp_path: Path) -> None:
-    """As requeued jobs write it: the first launch ended by an exception of rank 2, the second waits for rank 1."""
-    first = [START, "[rank2]: KeyError: 'audio'", *(line(rank, 90) for rank in (0, 1, 3))]
-    report = report_on(tmp_path, *first, START, *(line(rank) for rank in (0, 2, 3)), *later)
+def test_of_several_launches_in_one_log_the_last_that_tells_anything_counts(
+    later: list[str], tmp_path: Path
+) -> None:
+    """As requeued jobs write it: the first launch ended by an exception of rank 2, the second waits
+    for rank 1.
+    """
+    first = [
+        START,
+        "[rank2]: KeyError: 'audio'",
+        *(line(rank, 90) for rank in (0, 1, 3)),
+    ]
+    report = report_on(
+        tmp_path, *first, START, *(line(rank) for rank in (0, 2, 3)), *later
+    )
     assert [(one.id, one.ranks) for one in report.findings] == [(MISSING_RANK, (1,))]
-    assert len(report.earlier) == 1 and report.earlier[0].startswith(f"{2 + len(later)} launches in one log")
+    assert len(report.earlier) == 1 and report.earlier[0].startswith(
+        f"{2 + len(later)} launches in one log"
+    )
     assert report.world_size == 4
 
 
 @pytest.mark.parametrize(
     "between",
-    [table(2, 1) + table(0, -15), "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n"],
+    [
+        table(2, 1) + table(0, -15),
+        "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n",
+    ],
 )
-def test_a_later_launch_is_told_by_what_ended_the_one_before(between: str, tmp_path: Path) -> None:
+def test_a_later_launch_is_told_by_what_ended_the_one_before(
+    between: str, tmp_path: Path
+) -> None:
     """torchrun's table, or its restart: what a rank says after its end, it says in a later launch."""
     first = ["[rank2]: KeyError: 'audio'", *between.splitlines()]
-    second = [*CLOSED.format(rank=0, error=OF_GLOO).splitlines(), *table(1, -9).splitlines()]
+    second = [
+        *CLOSED.format(rank=0, error=OF_GLOO).splitlines(),
+        *table(1, -9).splitlines(),
+    ]
     report = report_on(tmp_path, *first, *second)
     assert [(one.id, one.ranks) for one in report.findings] == [(KILLED, (1,))], report
     assert "2 launches in one log" in report.earlier[0]
@@ -566,29 +781,48 @@ def test_ranks_of_a_host_whose_log_is_not_there_are_not_accused(tmp_path: Path) 
         for number, ranks in enumerate(hosts):
             lines = [
                 "Starting with 12 processes",
-                *(text for rank in ranks for text in (line(rank), status(rank, 4711, 4711))),
+                *(
+                    text
+                    for rank in ranks
+                    for text in (line(rank), status(rank, 4711, 4711))
+                ),
             ]
             (tmp_path / f"host-{number}.err").write_text("\n".join(lines) + "\n")
         (tmp_path / "train.out").write_text("\n".join(NOISE))
         return diagnose_logs([tmp_path])
 
     missing = report((0, 1, 2, 3), (4, 5, 6, 7)).findings[0]
-    assert (missing.id, missing.ranks) == (WAITED_IN_VAIN, ()) and "ranks 8-11" in missing.text
+    assert (missing.id, missing.ranks) == (
+        WAITED_IN_VAIN,
+        (),
+    ) and "ranks 8-11" in missing.text
     assert report((0, 1, 2, 3), (5, 6, 7), (8, 9, 10, 11)).findings[0].ranks == (4,)
 
 
-def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(tmp_path: Path) -> None:
-    """torchrun --log-dir keeps each attempt: who waited in the first one has nothing to do with the last one."""
+def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    """torchrun --log-dir keeps each attempt: who waited in the first one has nothing to do with the
+    last one.
+    """
     for attempt, sequence, ranks in ((0, 100, (0, 1)), (1, 60, (0, 2, 3))):
         for rank in ranks:
             folder = tmp_path / "job" / f"attempt_{attempt}" / str(rank)
             folder.mkdir(parents=True)
             (folder / "stderr.log").write_text(f"{line(rank, sequence)}\n{START}\n")
     (tmp_path / "job" / "notes.gz").write_bytes(b"\x1f\x8b no")
-    (tmp_path / "job" / "rank.jsonl").write_bytes(records.encode(header(0, 1, 1.0, Setup())))
+    (tmp_path / "job" / "rank.jsonl").write_bytes(
+        records.encode(header(0, 1, 1.0, Setup()))
+    )
     report = diagnose_logs([tmp_path / "job"])
-    assert (report.findings[0].id, report.findings[0].ranks) == (MISSING_RANK, (1,)), report
-    assert "attempt_0: an earlier attempt" in report.earlier[0] and len(report.problems) == 1
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        MISSING_RANK,
+        (1,),
+    ), report
+    assert (
+        "attempt_0: an earlier attempt" in report.earlier[0]
+        and len(report.problems) == 1
+    )
     first = diagnose_logs([tmp_path / "job" / "attempt_0"])
     assert first.findings[0].ranks == () and first.earlier == ()
 
@@ -599,20 +833,31 @@ def test_a_folder_of_several_attempts_and_of_files_that_cannot_be_read(tmp_path:
 def stall_line(reporter: int, world: int, *groups: RankGroup) -> str:
     text = judged(groups).text()
     return (
-        f"2025-05-13 12:00:00,1 nemo_patches WARNING [rank {reporter}/{world} node7] no encoder call for 60 s. {text}"
+        f"2025-05-13 12:00:00,1 nemo_patches WARNING [rank {reporter}/{world} node7] no"
+        f" encoder call for 60 s. {text}"
     )
 
 
 def test_the_headline_line_names_the_missing_rank_and_its_place(tmp_path: Path) -> None:
     """As the README has it."""
     headline = (
-        "nemo_patches WARNING [rank 0/8 node7] no encoder call for 60 s. rank 5 (node8, pid 4711): read_audio "
-        "(my_asr/dataset.py:41) < main (my_asr/train.py:88) | ranks 0-4, 6-7: DDP's buffer broadcast"
+        "nemo_patches WARNING [rank 0/8 node7] no encoder call for 60 s. rank 5 (node8,"
+        " pid 4711): read_audio (my_asr/dataset.py:41) < main (my_asr/train.py:88) |"
+        " ranks 0-4, 6-7: DDP's buffer broadcast"
     )
-    for text in (headline, f"2025-05-13 12:00:00,1 {headline}", f"3: {headline}", f"INFO:x: {headline}"):
+    for text in (
+        headline,
+        f"2025-05-13 12:00:00,1 {headline}",
+        f"3: {headline}",
+        f"INFO:x: {headline}",
+    ):
         report = report_on(tmp_path, text)
         first = report.findings[0]
-        assert (first.id, first.ranks, report.world_size) == (MISSING_RANK, (5,), 8), report
+        assert (first.id, first.ranks, report.world_size) == (
+            MISSING_RANK,
+            (5,),
+            8,
+        ), report
         assert "which ranks 0-4, 6-7 are in" in first.text
         assert "(my_asr/dataset.py:41)" in first.text and "4711" in first.next_step
         assert "train.log:4" in "".join(first.evidence)
@@ -621,44 +866,78 @@ def test_the_headline_line_names_the_missing_rank_and_its_place(tmp_path: Path) 
 def test_what_else_our_lines_say(tmp_path: Path) -> None:
     ours = "12:00:00,1 nemo_patches WARNING [rank 0/8 node7] "
     call = (
-        "ConformerEncoder: training call 72: not every rank's length came within 10.00 s; using this rank's own, 1176. "
+        "ConformerEncoder: training call 72: not every rank's length came within 10.00"
+        " s; using this rank's own, 1176. "
     )
     missing = (
-        "Missing: rank 5 of 8 | rank 5 (node8, pid 7) is elsewhere: read (data.py:41); its last encoder call, 71, "
+        "Missing: rank 5 of 8 | rank 5 (node8, pid 7) is elsewhere: read (data.py:41);"
+        " its last encoder call, 71, "
     )
     first = report_on(tmp_path, ours + call + missing + "began 12.0 s ago").findings[0]
-    assert (first.id, first.ranks) == (MISSING_RANK, (5,)) and "read (data.py:41)" in first.text
+    assert (first.id, first.ranks) == (
+        MISSING_RANK,
+        (5,),
+    ) and "read (data.py:41)" in first.text
     for evidence in (
         f"rank 5 (node8, pid 7) {ANSWERS_NOTHING}",
-        "all ranks of node8 (5): its connection was lost 24 s ago: the host or the network",
-        "rank 5 (node8, pid 7): its connection was lost 24 s ago: the network; node8 answers otherwise",
+        (
+            "all ranks of node8 (5): its connection was lost 24 s ago: the host or the"
+            " network"
+        ),
+        (
+            "rank 5 (node8, pid 7): its connection was lost 24 s ago: the network;"
+            " node8 answers otherwise"
+        ),
         f"rank 5 (node8, pid 7): {GONE}; its last encoder call, 71, began 12.0 s ago",
     ):
         report = report_on(tmp_path, f"{ours}{call}Missing: rank 5 of 8 | {evidence}")
         assert report.findings[0].ranks == (5,)
         assert report.findings[0].id == (KILLED if GONE in evidence else SILENT)
     # It came late, and nobody waits any more.
-    late = report_on(tmp_path, ours + call + missing, f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late")
+    late = report_on(
+        tmp_path,
+        ours + call + missing,
+        f"{ours}ConformerEncoder: recovered: rank 5 came 12.50 s late",
+    )
     assert not any(one.ranks for one in late.findings)
     assert "12.50 s late" in late.verdict, late
     gave_up = (
-        "other ranks waited for this one, and gave up (ConformerEncoder call 72); it had been in read (data.py:41)"
+        "other ranks waited for this one, and gave up (ConformerEncoder call 72); it"
+        " had been in read (data.py:41)"
     )
-    came = report_on(tmp_path, ours + call + missing, f"nemo_patches WARNING [rank 5/8 node8] {gave_up}")
+    came = report_on(
+        tmp_path,
+        ours + call + missing,
+        f"nemo_patches WARNING [rank 5/8 node8] {gave_up}",
+    )
     assert not any(one.ranks for one in came.findings), came
     # The line on the report's file: where to look on.
     file = f"{ours}this report is in /tmp/nemo_patches-0/j/stall_rank_0.json"
     report = report_on(tmp_path, f"{file}; `nemo-patches diagnose /tmp/nemo_patches-0/j` reads those of all ranks on "
                        "this host")  # fmt: skip
     assert "/tmp/nemo_patches-0/j" in report.summary[0] and report.exit_code == 2
-    settings = report_on(tmp_path, ours.replace("WARNING", "INFO") + "settings changed: timeout=5")
+    settings = report_on(
+        tmp_path, ours.replace("WARNING", "INFO") + "settings changed: timeout=5"
+    )
     assert settings.findings[0].id == NOT_ENOUGH
-    gone = report_on(tmp_path, f"{ours}ConformerEncoder: gone: rank 5 of 8 | rank 5 (node8, pid 7) has left: it ended")
+    gone = report_on(
+        tmp_path,
+        f"{ours}ConformerEncoder: gone: rank 5 of 8 | rank 5 (node8, pid 7) has left:"
+        " it ended",
+    )
     assert not any(set(one.ranks) - {5} for one in gone.findings)
 
 
-_PLACES = ("read_audio (my_asr/dataset.py:41) < main (my_asr/train.py:88)", "collate (c.py:3)", "")
-_COLLECTIVES = ("DDP's buffer broadcast", "all_gather", "the rounds of training loader 1 (train)")
+_PLACES = (
+    "read_audio (my_asr/dataset.py:41) < main (my_asr/train.py:88)",
+    "collate (c.py:3)",
+    "",
+)
+_COLLECTIVES = (
+    "DDP's buffer broadcast",
+    "all_gather",
+    "the rounds of training loader 1 (train)",
+)
 
 
 @st.composite
@@ -679,11 +958,23 @@ def stalls(draw: st.DrawFn) -> tuple[tuple[RankGroup, ...], int]:
             4000 + ranks[0],
             7,
             61.0,
-            {"elsewhere": what, "moving": what, "no heartbeat": ANSWERS_NOTHING}.get(kind, ""),
+            {"elsewhere": what, "moving": what, "no heartbeat": ANSWERS_NOTHING}.get(
+                kind, ""
+            ),
             what if kind == "waiting" else "",
-            draw(st.sampled_from(["", "run (train.py:88)", "file_exists (nemo_model_checkpoint.py:540)"]))
-            if kind == "waiting"
-            else "",
+            (
+                draw(
+                    st.sampled_from(
+                        [
+                            "",
+                            "run (train.py:88)",
+                            "file_exists (nemo_model_checkpoint.py:540)",
+                        ]
+                    )
+                )
+                if kind == "waiting"
+                else ""
+            ),
         )
         for (kind, what), ranks in groups.items()
     ]
@@ -698,9 +989,16 @@ def test_nobody_whom_a_stall_report_shows_waiting_or_moving_is_accused(
     groups, world = made
     report = report_on(tmp_path_factory.getbasetemp(), stall_line(0, world, *groups))
     accused = {rank for one in report.findings for rank in one.ranks}
-    innocent = {rank for group in groups if group.kind in ("waiting", "moving") for rank in group.ranks}
+    innocent = {
+        rank
+        for group in groups
+        if group.kind in ("waiting", "moving")
+        for rank in group.ranks
+    }
     assert not accused & innocent, report
-    suspects = {rank for group in groups if group.kind == "elsewhere" for rank in group.ranks}
+    suspects = {
+        rank for group in groups if group.kind == "elsewhere" for rank in group.ranks
+    }
     kinds = {group.kind for group in groups}
     if suspects and "waiting" in kinds and "moving" not in kinds and len(groups) <= 4:
         assert suspects <= accused, report
@@ -737,7 +1035,8 @@ CLOSED = """\
 [rank{rank}]: {error}
 """
 OF_GLOO = (
-    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
+    " Connection closed by peer [127.0.0.1]:1"
 )
 OF_NCCL = """\
 torch.distributed.DistBackendError: NCCL error in: /pytorch/NCCLUtils.hpp:268, remote process exited or there was a \
@@ -764,18 +1063,28 @@ def test_a_workers_exception_is_told_by_its_last_line_and_place(
 ) -> None:
     """Whatever its words: the other ranks' connections closed because of it."""
     raised = WORKERS.format(error=error, message=message, function=function)
-    others = [CLOSED.format(rank=rank, error=closed.format(rank=rank)) for rank in (0, 2)]
+    others = [
+        CLOSED.format(rank=rank, error=closed.format(rank=rank)) for rank in (0, 2)
+    ]
     for texts in ([raised, *others], [*others, raised], [others[0], raised, others[1]]):
-        report = report_on(tmp_path, *"".join(texts).splitlines(), *table(1, 1).splitlines())
+        report = report_on(
+            tmp_path, *"".join(texts).splitlines(), *table(1, 1).splitlines()
+        )
         first = report.findings[0]
         assert (first.id, first.ranks) == (EXCEPTION, (1,)), report
         kind = error.rpartition(".")[2]
         assert first.text.startswith(f"Rank 1 raised {kind}: {message}"), first.text
-        assert f"in {function} (data.py:9) < main" in first.text and "Caught" not in first.text
+        assert (
+            f"in {function} (data.py:9) < main" in first.text
+            and "Caught" not in first.text
+        )
 
 
 def test_where_a_rank_waited_is_told_by_its_traceback(tmp_path: Path) -> None:
-    out = OF_GLOO.replace("Connection closed by peer [127.0.0.1]:1", "Timed out waiting 6000ms for recv operation")
+    out = OF_GLOO.replace(
+        "Connection closed by peer [127.0.0.1]:1",
+        "Timed out waiting 6000ms for recv operation",
+    )
     report = report_on(tmp_path, *CLOSED.format(rank=0, error=out).splitlines())
     assert "< main (train.py:17) (Timed" in report.verdict
 
@@ -787,87 +1096,159 @@ Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError: """
 
 
-def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(tmp_path: Path) -> None:
+def test_hydra_and_ray_tell_of_an_exception_without_torchs_prefix(
+    tmp_path: Path,
+) -> None:
     traceback = "\n".join(
         line.removeprefix("[rank1]: ")
-        for line in WORKERS.format(error="RuntimeError", message="bad row", function="read").splitlines()
+        for line in WORKERS.format(
+            error="RuntimeError", message="bad row", function="read"
+        ).splitlines()
     )
     hydra = (
-        f"Error executing job with overrides: ['trainer.devices=3']\n{traceback}\nSet the environment variable HYDRA"
+        f"Error executing job with overrides: ['trainer.devices=3']\n{traceback}\nSet"
+        " the environment variable HYDRA"
     )
     cut = [CLOSED.format(rank=rank, error=OF_GLOO) for rank in (0, 2)]
     first = report_on(tmp_path, hydra, *cut).findings[0]
-    assert (first.id, first.ranks) == (EXCEPTION, ()) and "bad row in read (data.py:9)" in first.text
+    assert (first.id, first.ranks) == (
+        EXCEPTION,
+        (),
+    ) and "bad row in read (data.py:9)" in first.text
     ray = (
-        "(Trainer pid=77, ip=10.0.0.1) [rank1]: hello\n"
-        "ray.exceptions.RayTaskError(ValueError): ray::Trainer.fit() (pid=77, ip=10.0.0.1, actor_id=2)\n"
-        '  File "/job/train.py", line 13, in fit\n    step()\n'
-        "ValueError: bad row\n"
+        "(Trainer pid=77, ip=10.0.0.1) [rank1]:"
+        " hello\nray.exceptions.RayTaskError(ValueError): ray::Trainer.fit() (pid=77,"
+        ' ip=10.0.0.1, actor_id=2)\n  File "/job/train.py", line 13, in fit\n   '
+        " step()\nValueError: bad row\n"
     )
     first = report_on(tmp_path, ray).findings[0]
-    assert (first.id, first.ranks) == (EXCEPTION, (1,)) and "bad row in fit (train.py:13)" in first.text
-    # A traceback that is logged, of an error that was caught, ends nothing; nor is it the launcher's own.
+    assert (first.id, first.ranks) == (
+        EXCEPTION,
+        (1,),
+    ) and "bad row in fit (train.py:13)" in first.text
+    # A traceback that is logged, of an error that was caught, ends nothing; nor is it the
+    # launcher's own.
     assert report_on(tmp_path, traceback).findings[0].id == NOT_ENOUGH
     report = report_on(tmp_path, ELASTIC, table(1, 1))
     assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, (1,))]
 
 
-def test_the_rank_is_told_by_the_folder_where_lines_have_no_prefix(tmp_path: Path) -> None:
+def test_the_rank_is_told_by_the_folder_where_lines_have_no_prefix(
+    tmp_path: Path,
+) -> None:
     """As torchrun --log-dir makes it; Hydra has caught the exception."""
     for rank in range(3):
         folder = tmp_path / "run" / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
         error = "KeyError: 'audio'" if rank == 1 else OF_GLOO
         text = CLOSED.format(rank=rank, error=error).replace(f"[rank{rank}]: ", "")
-        text = text.replace("distributed/distributed_c10d.py", "numpy/a.py") if rank == 1 else text
-        (folder / "stderr.log").write_text(f"Error executing job with overrides: []\n{text}")
+        text = (
+            text.replace("distributed/distributed_c10d.py", "numpy/a.py")
+            if rank == 1
+            else text
+        )
+        (folder / "stderr.log").write_text(
+            f"Error executing job with overrides: []\n{text}"
+        )
     report = diagnose_logs([tmp_path / "run"])
-    assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, (1,)), report
-    assert "[1/stderr.log:7]" in report.verdict and "< main (train.py:17)" in report.verdict
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        EXCEPTION,
+        (1,),
+    ), report
+    assert (
+        "[1/stderr.log:7]" in report.verdict
+        and "< main (train.py:17)" in report.verdict
+    )
 
 
 def test_local_ranks_of_a_job_on_several_hosts_name_nobody(tmp_path: Path) -> None:
     """`torchrun --tee` and `--log-dir` know no others; the second host's are counted from 0 again."""
     stray = [f"[default1]:{one}" for one in STRAY.splitlines()]
     report = report_on(tmp_path, *stray, table(1, 1))
-    assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, (1,)), report
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        EXCEPTION,
+        (1,),
+    ), report
     report = report_on(tmp_path, *stray, "[default1]:[rank9]: a line", table(1, 1))
     assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, ()), report
-    report = report_on(tmp_path, *stray, table(9, 1).replace("local_rank: 9", "local_rank: 1"))
-    assert (report.findings[0].id, report.findings[0].ranks) == (FIRST_FAILURE, (9,)), report
+    report = report_on(
+        tmp_path, *stray, table(9, 1).replace("local_rank: 9", "local_rank: 1")
+    )
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        FIRST_FAILURE,
+        (9,),
+    ), report
     assert "rank 1" not in "\n".join(report.findings[0].evidence)
     for host in ("node0", "node1"):
         folder = tmp_path / host / "attempt_0" / "1"
         folder.mkdir(parents=True)
-        (folder / "stderr.log").write_text(f"Error executing job with overrides: []\n{STRAY}" * (host == "node1"))
+        (folder / "stderr.log").write_text(
+            f"Error executing job with overrides: []\n{STRAY}" * (host == "node1")
+        )
     report = diagnose_logs([tmp_path / "node0", tmp_path / "node1"])
-    assert not any(one.ranks for one in report.findings) and "FileNotFoundError" in report.verdict, report
+    assert (
+        not any(one.ranks for one in report.findings)
+        and "FileNotFoundError" in report.verdict
+    ), report
 
 
-def test_a_log_with_our_lines_that_tells_of_nothing_wrong_is_read_and_healthy(tmp_path: Path) -> None:
-    ours = "nemo_patches INFO [rank 0/8 node0, pid 10] patched on all 8 ranks: ConformerEncoder, timeout 10 s"
+def test_a_log_with_our_lines_that_tells_of_nothing_wrong_is_read_and_healthy(
+    tmp_path: Path,
+) -> None:
+    ours = (
+        "nemo_patches INFO [rank 0/8 node0, pid 10] patched on all 8 ranks:"
+        " ConformerEncoder, timeout 10 s"
+    )
     report = report_on(tmp_path, *NOISE, ours)
-    assert (report.exit_code, report.findings) == (0, ()) and "no line tells of a stall" in report.verdict
+    assert (report.exit_code, report.findings) == (
+        0,
+        (),
+    ) and "no line tells of a stall" in report.verdict
     assert report_on(tmp_path, *NOISE).exit_code == 2
-    dumped = "nemo_patches WARNING [rank 0/8 node0, pid 10] a stall was reported; `nemo-patches diagnose /tmp/j` reads "
-    assert report_on(tmp_path, ours, f"{dumped}those of all ranks on this host").exit_code == 2
+    dumped = (
+        "nemo_patches WARNING [rank 0/8 node0, pid 10] a stall was reported;"
+        " `nemo-patches diagnose /tmp/j` reads "
+    )
+    assert (
+        report_on(tmp_path, ours, f"{dumped}those of all ranks on this host").exit_code
+        == 2
+    )
 
 
 # Launchers.
 
 
 def test_who_was_killed_is_the_suspect_and_no_other(tmp_path: Path) -> None:
-    """torchrun ends the others by SIGTERM, or they have ended by their closed connections, in the same second."""
+    """torchrun ends the others by SIGTERM, or they have ended by their closed connections, in the
+    same second.
+    """
     for code, marked in ((-15, 1), (1, 1), (1, 0), (-6, 0)):
         entries = [
-            table(rank, code if rank != 1 else -9, title="Failures:" if rank != marked else ROOT) for rank in (0, 1, 2)
+            table(
+                rank,
+                code if rank != 1 else -9,
+                title="Failures:" if rank != marked else ROOT,
+            )
+            for rank in (0, 1, 2)
         ]
         report = report_on(tmp_path, *entries)
-        assert (report.findings[0].id, report.findings[0].ranks) == (KILLED, (1,)), (code, marked, report)
+        assert (report.findings[0].id, report.findings[0].ranks) == (KILLED, (1,)), (
+            code,
+            marked,
+            report,
+        )
         assert not any(set(one.ranks) - {1} for one in report.findings)
     # One that its launcher had to kill, since it did not heed SIGTERM, is none.
-    forced = "W1 api.py:885] Unable to shutdown process 77 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL"
-    report = report_on(tmp_path, forced, table(0, 1, title=ROOT), table(1, -9, "12:35", title="Failures:"))
+    forced = (
+        "W1 api.py:885] Unable to shutdown process 77 via Signals.SIGTERM, forcefully"
+        " exiting via Signals.SIGKILL"
+    )
+    report = report_on(
+        tmp_path,
+        forced,
+        table(0, 1, title=ROOT),
+        table(1, -9, "12:35", title="Failures:"),
+    )
     assert not any(1 in one.ranks for one in report.findings), report
 
 
@@ -877,20 +1258,55 @@ ROOT = "Root Cause (first observed failure):"
 @pytest.mark.parametrize(
     ("text", "ranks"),
     [
-        ("mpirun noticed that process rank 3 with PID 77 on node n1 exited on signal 9 (Killed).", (3,)),
-        ("srun: error: n1: task 3: Killed", ()),
-        ("torch.multiprocessing.spawn.ProcessExitedException: process 0 terminated with signal SIGKILL", ()),
-        ("Fatal Python error: Segmentation fault", ()),
-        ("/var/spool/slurmd/job7/slurm_script: line 28:  8156 Killed                  python3 train.py --epochs 4", ()),
-        ("[rank: 1] Child process with PID 22 terminated with code -9. Forcefully terminating all other processes", ()),
-        ("E1 api.py:826] failed (exitcode: 137) local_rank: 2 (pid: 102) of binary: /bin/bash", ()),
         (
-            "(T[rank=3] pid=77, ip=1) [rank3]: x\nray.exceptions.ActorDiedError: The actor died at once\n\tpid: 77",
+            (
+                "mpirun noticed that process rank 3 with PID 77 on node n1 exited on"
+                " signal 9 (Killed)."
+            ),
+            (3,),
+        ),
+        ("srun: error: n1: task 3: Killed", ()),
+        (
+            (
+                "torch.multiprocessing.spawn.ProcessExitedException: process 0"
+                " terminated with signal SIGKILL"
+            ),
+            (),
+        ),
+        ("Fatal Python error: Segmentation fault", ()),
+        (
+            (
+                "/var/spool/slurmd/job7/slurm_script: line 28:  8156 Killed            "
+                "      python3 train.py --epochs 4"
+            ),
+            (),
+        ),
+        (
+            (
+                "[rank: 1] Child process with PID 22 terminated with code -9."
+                " Forcefully terminating all other processes"
+            ),
+            (),
+        ),
+        (
+            (
+                "E1 api.py:826] failed (exitcode: 137) local_rank: 2 (pid: 102) of"
+                " binary: /bin/bash"
+            ),
+            (),
+        ),
+        (
+            (
+                "(T[rank=3] pid=77, ip=1) [rank3]: x\nray.exceptions.ActorDiedError:"
+                " The actor died at once\n\tpid: 77"
+            ),
             (3,),
         ),
     ],
 )
-def test_what_other_launchers_tell(text: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+def test_what_other_launchers_tell(
+    text: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
     report = report_on(tmp_path, *text.splitlines())
     assert (report.findings[0].id, report.findings[0].ranks) == (KILLED, ranks), report
 
@@ -900,9 +1316,18 @@ def test_what_other_launchers_tell(text: str, ranks: tuple[int, ...], tmp_path: 
     [
         "DataLoader worker is killed by signal-handling tests, see docs",
         "our process exits with return code = 0",
-        "The actor is dead because all references were removed. Worker exit type: INTENDED_USER_EXIT",
-        "ray.exceptions.ActorDiedError: The actor died\n\tpid: x\nWorker exit type: INTENDED_USER_EXIT Worker exit",
-        "Rank 0: Completed store-based barrier for key:store_based_barrier_key:1 with 2 nodes.",
+        (
+            "The actor is dead because all references were removed. Worker exit type:"
+            " INTENDED_USER_EXIT"
+        ),
+        (
+            "ray.exceptions.ActorDiedError: The actor died\n\tpid: x\nWorker exit type:"
+            " INTENDED_USER_EXIT Worker exit"
+        ),
+        (
+            "Rank 0: Completed store-based barrier for key:store_based_barrier_key:1"
+            " with 2 nodes."
+        ),
         "the collective was fine; no culprit rank",
         "[rank2]: UserWarning: the client socket may time out",
         "nemo_patches WARNING [rank 0/8 node7] a call of ConformerEncoder takes 31 s",
@@ -914,25 +1339,39 @@ def test_what_looks_alike_and_is_none(text: str, tmp_path: Path) -> None:
 
 
 def test_the_scheduler_is_named_where_it_ended_the_job(tmp_path: Path) -> None:
-    text = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***"
+    text = (
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO"
+        " TIME LIMIT ***"
+    )
     assert "TIME LIMIT) [train.log:4]" in report_on(tmp_path, text).verdict
 
 
 TERM = (
-    "W1124 07:07:55.7 4813 torch/distributed/elastic/agent/server/api.py:753] Received 15 death signal, shutting down"
+    "W1124 07:07:55.7 4813 torch/distributed/elastic/agent/server/api.py:753] Received"
+    " 15 death signal, shutting down"
 )
-SENT = "W1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process {pid} closing signal SIGTERM"
+SENT = (
+    "W1 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process {pid}"
+    " closing signal SIGTERM"
+)
 
 
 def test_what_sigterm_ended_is_not_the_reason(tmp_path: Path) -> None:
-    """torchrun got it: connections that closed then, and a traceback that was caught before, explain nothing."""
+    """torchrun got it: connections that closed then, and a traceback that was caught before,
+    explain nothing.
+    """
     stray = [f"[default1]:{one}" for one in STRAY.splitlines()]
     cut = CLOSED.format(rank=2, error=OF_GLOO).splitlines()
     for lines in ([], stray, [*stray, "", *cut]):
-        before, after = (lines[: len(STRAY.splitlines())], lines[len(STRAY.splitlines()) :])
+        before, after = (
+            lines[: len(STRAY.splitlines())],
+            lines[len(STRAY.splitlines()) :],
+        )
         ended = [f"{TERM} workers", *(SENT.format(pid=pid) for pid in (76, 77, 78))]
         report = report_on(tmp_path, *before, *ended, *after)
-        assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ())], report
+        assert [(one.id, one.ranks) for one in report.findings] == [
+            (FIRST_FAILURE, ())
+        ], report
         assert "torchrun got SIGTERM" in report.verdict
     # After a connection has closed, somebody looks at a job that has ended already.
     assert report_on(tmp_path, *cut, f"{TERM} workers").findings[0].id == WAITED_IN_VAIN
@@ -940,19 +1379,32 @@ def test_what_sigterm_ended_is_not_the_reason(tmp_path: Path) -> None:
 
 def test_a_sigterm_that_torchrun_had_not_sent_came_first(tmp_path: Path) -> None:
     cut = [CLOSED.format(rank=rank, error=OF_GLOO) for rank in (0, 2)]
-    tables = [table(rank, -15).replace("pid: 77", f"pid: {76 + rank}") for rank in (0, 2, 1)]
+    tables = [
+        table(rank, -15).replace("pid: 77", f"pid: {76 + rank}") for rank in (0, 2, 1)
+    ]
     for connections in ([], cut):
-        lines = "".join([*connections, *(SENT.format(pid=pid) + "\n" for pid in (76, 78)), *tables]).splitlines()
+        lines = "".join(
+            [*connections, *(SENT.format(pid=pid) + "\n" for pid in (76, 78)), *tables]
+        ).splitlines()
         report = report_on(tmp_path, *lines)
-        assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, ())], report
+        assert [(one.id, one.ranks) for one in report.findings] == [
+            (FIRST_FAILURE, ())
+        ], report
         assert report.verdict.startswith("Rank 1 ended first, by a")
 
 
 def test_what_slurm_kills_when_it_ends_a_job_is_not_the_reason(tmp_path: Path) -> None:
-    cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***"
+    cancelled = (
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO"
+        " TIME LIMIT ***"
+    )
     report = report_on(tmp_path, cancelled, "srun: error: n1: task 3: Killed")
-    assert [one.id for one in report.findings] == [FIRST_FAILURE] and "TIME LIMIT" in report.verdict, report
-    first = report_on(tmp_path, "srun: error: n1: task 3: Killed", cancelled).findings[0]
+    assert [one.id for one in report.findings] == [
+        FIRST_FAILURE
+    ] and "TIME LIMIT" in report.verdict, report
+    first = report_on(tmp_path, "srun: error: n1: task 3: Killed", cancelled).findings[
+        0
+    ]
     assert first.id == KILLED, first
 
 
@@ -961,51 +1413,90 @@ def test_what_slurm_kills_when_it_ends_a_job_is_not_the_reason(tmp_path: Path) -
     [
         ("ncclUnhandledCudaError", "Cuda failure 2 'out of memory'"),
         ("ncclUnhandledCudaError", "Failed to CUDA calloc async 608 bytes"),
-        ("ncclSystemError", "Error while creating shared memory segment /dev/shm/nccl-AB (size 9637888)"),
+        (
+            "ncclSystemError",
+            (
+                "Error while creating shared memory segment /dev/shm/nccl-AB (size"
+                " 9637888)"
+            ),
+        ),
     ],
 )
-def test_an_error_of_nccls_on_one_rank_is_that_ranks_own(kind: str, last: str, tmp_path: Path) -> None:
+def test_an_error_of_nccls_on_one_rank_is_that_ranks_own(
+    kind: str, last: str, tmp_path: Path
+) -> None:
     """What the others say, that its connection closed, followed from it."""
     own = CLOSED.format(
         rank=1,
-        error="torch.distributed.DistBackendError: NCCL error in: /pytorch/NCCLUtils.hpp:268, unhandled error\n"
-        f"[rank1]: {kind}: Call failed.\n[rank1]: Last error:\n[rank1]: {last}",
+        error=(
+            "torch.distributed.DistBackendError: NCCL error in:"
+            f" /pytorch/NCCLUtils.hpp:268, unhandled error\n[rank1]: {kind}: Call"
+            f" failed.\n[rank1]: Last error:\n[rank1]: {last}"
+        ),
     )
-    others = [CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)) for rank in (0, 2)]
+    others = [
+        CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)) for rank in (0, 2)
+    ]
     for texts in ([own, *others], [*others, own]):
         first = report_on(tmp_path, *"".join(texts).splitlines()).findings[0]
-        assert (first.id, first.ranks) == (EXCEPTION, (1,)) and last in first.text, first
+        assert (first.id, first.ranks) == (
+            EXCEPTION,
+            (1,),
+        ) and last in first.text, first
 
 
 @pytest.mark.parametrize(
     "error",
     [
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
-        "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, internal error\n[rank1]: ncclInternalError: x",
-        "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
-        "via c10d key-value store by key '0', but store->get('0') got error: Connection reset by peer",
+        (
+            "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, internal"
+            " error\n[rank1]: ncclInternalError: x"
+        ),
+        (
+            "torch.distributed.DistBackendError: [1] is setting up NCCL communicator"
+            " and retrieving ncclUniqueId from [0] via c10d key-value store by key '0',"
+            " but store->get('0') got error: Connection reset by peer"
+        ),
     ],
 )
-def test_a_closed_connection_is_not_said_to_be_a_time_limit(error: str, tmp_path: Path) -> None:
-    verdict = report_on(tmp_path, *CLOSED.format(rank=1, error=error).splitlines()).verdict
+def test_a_closed_connection_is_not_said_to_be_a_time_limit(
+    error: str, tmp_path: Path
+) -> None:
+    verdict = report_on(
+        tmp_path, *CLOSED.format(rank=1, error=error).splitlines()
+    ).verdict
     assert verdict.startswith("Rank 1 ") and "time limit" not in verdict
 
 
 @pytest.mark.parametrize(("code", "how"), [(-11, "SIGSEGV"), (3, "exit code 3")])
-def test_who_failed_first_where_all_others_connections_closed(code: int, how: str, tmp_path: Path) -> None:
+def test_who_failed_first_where_all_others_connections_closed(
+    code: int, how: str, tmp_path: Path
+) -> None:
     cut = [CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)) for rank in (0, 2)]
-    failed = table(0, 1, "12:39", "Failures:") + table(2, 1, "12:39") + table(1, code, "12:35")
+    failed = (
+        table(0, 1, "12:39", "Failures:")
+        + table(2, 1, "12:39")
+        + table(1, code, "12:35")
+    )
     report = report_on(tmp_path, *"".join(cut).splitlines(), *failed.splitlines())
-    assert [(one.id, one.ranks) for one in report.findings] == [(FIRST_FAILURE, (1,))], report
+    assert [(one.id, one.ranks) for one in report.findings] == [
+        (FIRST_FAILURE, (1,))
+    ], report
     assert f"Rank 1 failed first, {how}" in report.verdict
     # It may have waited, too: that is not known of it, or of a rank of which there is nothing.
     for more in (line(1), START):
-        report = report_on(tmp_path, *"".join(cut).splitlines(), *failed.splitlines(), more)
+        report = report_on(
+            tmp_path, *"".join(cut).splitlines(), *failed.splitlines(), more
+        )
         assert not any(one.ranks for one in report.findings), report
 
 
 def test_where_each_rank_waited_is_told_where_that_differs(tmp_path: Path) -> None:
-    out = OF_GLOO.replace("Connection closed by peer [127.0.0.1]:1", "Timed out waiting 6000ms for recv operation")
+    out = OF_GLOO.replace(
+        "Connection closed by peer [127.0.0.1]:1",
+        "Timed out waiting 6000ms for recv operation",
+    )
     waits = [CLOSED.format(rank=rank, error=out) for rank in range(3)]
     waits[1] = waits[1].replace("train.py", "validate.py")
     verdict = report_on(tmp_path, *"".join(waits).splitlines()).verdict
@@ -1023,23 +1514,38 @@ FileNotFoundError: [Errno 2] No such file or directory: '/数据/训练.json'
 def test_torchruns_tee_tells_whose_a_traceback_is(tmp_path: Path) -> None:
     """One raised before there is a process group, of which torch puts no rank before the lines."""
     lines = [f"[default1]:{one}" for one in STRAY.splitlines()]
-    lines[2:2] = ["[default0]:Traceback (most recent call last):", '[default0]:  File "/job/x.py", line 1, in f']
+    lines[2:2] = [
+        "[default0]:Traceback (most recent call last):",
+        '[default0]:  File "/job/x.py", line 1, in f',
+    ]
     first = report_on(tmp_path, *lines, *table(1, 1).splitlines()).findings[0]
     assert (first.id, first.ranks) == (EXCEPTION, (1,)), first
     assert "'/数据/训练.json' in <module>" in first.text
     # Where the rank was ended by SIGTERM, or by its connections, it had been caught.
-    for other in (table(1, -15) + table(2, 1), table(2, -9) + CLOSED.format(rank=1, error=OF_GLOO)):
+    for other in (
+        table(1, -15) + table(2, 1),
+        table(2, -9) + CLOSED.format(rank=1, error=OF_GLOO),
+    ):
         report = report_on(tmp_path, *lines, *other.splitlines())
         assert not any(1 in one.ranks for one in report.findings), report
         assert "FileNotFound" not in report.verdict, report
 
 
-def test_a_traceback_that_nobody_says_ended_a_rank_is_told_as_that(tmp_path: Path) -> None:
+def test_a_traceback_that_nobody_says_ended_a_rank_is_told_as_that(
+    tmp_path: Path,
+) -> None:
     report = report_on(tmp_path, *STRAY.splitlines())
-    assert [(one.id, one.ranks) for one in report.findings] == [(NOT_ENOUGH, ())], report
+    assert [(one.id, one.ranks) for one in report.findings] == [(NOT_ENOUGH, ())], (
+        report
+    )
     assert "FileNotFoundError" in report.verdict and "was caught" in report.verdict
-    failed = report_on(tmp_path, *STRAY.splitlines(), ELASTIC, *table(2, 1).splitlines()).findings[0]
-    assert (failed.id, failed.ranks) == (FIRST_FAILURE, (2,)) and "FileNotFoundError" in failed.evidence[1], failed
+    failed = report_on(
+        tmp_path, *STRAY.splitlines(), ELASTIC, *table(2, 1).splitlines()
+    ).findings[0]
+    assert (failed.id, failed.ranks) == (
+        FIRST_FAILURE,
+        (2,),
+    ) and "FileNotFoundError" in failed.evidence[1], failed
     killed = report_on(tmp_path, *STRAY.splitlines(), *table(2, -9).splitlines())
     assert [(one.id, one.ranks) for one in killed.findings] == [(KILLED, (2,))], killed
 
@@ -1047,64 +1553,116 @@ def test_a_traceback_that_nobody_says_ended_a_rank_is_told_as_that(tmp_path: Pat
 # torch's reports.
 
 
-def test_fr_traces_table_names_unlike_collectives_and_accuses_nobody(tmp_path: Path) -> None:
+def test_fr_traces_table_names_unlike_collectives_and_accuses_nobody(
+    tmp_path: Path,
+) -> None:
     """It calls healthy ranks culprits where the first one is wrong."""
     text = (
-        "Collective sequence number: 7 has errors\ninternal record id: 6\ngroup info: 0:default_pg\n"
-        "collective: nccl:all_reduce\ninput sizes: [[1]]\noutput sizes: [[1]]\nworld size: 3\n"
-        "expected ranks: {0, 1, 2}\ncollective state: scheduled\n"
-        "error msg: Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH, Expected collective type: 'nccl:all_reduce' "
-        "does not match found collective type: 'nccl:broadcast'\ncollective stack trace:\n"
+        "Collective sequence number: 7 has errors\ninternal record id: 6\ngroup info:"
+        " 0:default_pg\ncollective: nccl:all_reduce\ninput sizes: [[1]]\noutput sizes:"
+        " [[1]]\nworld size: 3\nexpected ranks: {0, 1, 2}\ncollective state:"
+        " scheduled\nerror msg: Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH,"
+        " Expected collective type: 'nccl:all_reduce' does not match found collective"
+        " type: 'nccl:broadcast'\ncollective stack trace:\n"
     )
     report = report_on(tmp_path, *text.splitlines())
-    assert (report.findings[0].id, report.findings[0].ranks) == (OUT_OF_STEP, ()), report
-    assert "rank 2 in nccl:broadcast" in report.verdict and "ranks 0-1 in nccl:all_reduce" in report.verdict
-    sizes = text.partition("COLLECTIVE_TYPE")[0] + "SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: [[1]] does not match"
+    assert (report.findings[0].id, report.findings[0].ranks) == (
+        OUT_OF_STEP,
+        (),
+    ), report
+    assert (
+        "rank 2 in nccl:broadcast" in report.verdict
+        and "ranks 0-1 in nccl:all_reduce" in report.verdict
+    )
+    sizes = (
+        text.partition("COLLECTIVE_TYPE")[0]
+        + "SIZE_OR_SYNTAX_MISMATCH, Expected input sizes: [[1]] does not match"
+    )
     assert report_on(tmp_path, *sizes.splitlines()).findings[0].id == SIZES
 
 
 def test_the_rank_that_a_dump_signal_comes_from_waited(tmp_path: Path) -> None:
-    report = report_on(tmp_path, signal(0, " rank 3", 21, 21), signal(1, " rank 3", 21, 21), START)
+    report = report_on(
+        tmp_path, signal(0, " rank 3", 21, 21), signal(1, " rank 3", 21, 21), START
+    )
     assert not any(3 in one.ranks for one in report.findings), report
-    fates = [fact for fact in facts_of(tmp_path, signal(0, " rank 3", 21, 21)) if isinstance(fact.value, Fate)]
+    fates = [
+        fact
+        for fact in facts_of(tmp_path, signal(0, " rank 3", 21, 21))
+        if isinstance(fact.value, Fate)
+    ]
     told = [(fact.rank, fact.value.kind, fact.own) for fact in fates]
     assert told == [(3, "waited", False), (0, "heard", True)]
 
 
 def test_start_up_is_no_stall_of_the_length_sync(tmp_path: Path) -> None:
     lines = [
-        f"[rank{rank}]: torch.distributed.DistStoreError: Timed out initializing process group in store based barrier "
-        f"on rank {rank}, for key: store_based_barrier_key:1 (world_size=8, num_workers_joined=7, timeout=0:30:00 x)"
+        f"[rank{rank}]: torch.distributed.DistStoreError: Timed out initializing"
+        f" process group in store based barrier on rank {rank}, for key:"
+        " store_based_barrier_key:1 (world_size=8, num_workers_joined=7,"
+        " timeout=0:30:00 x)"
         for rank in range(7)
     ]
     report = report_on(tmp_path, *lines)
-    assert (report.findings[0].id, report.findings[0].ranks, report.world_size) == (MISSING_RANK, (7,), 8)
+    assert (report.findings[0].id, report.findings[0].ranks, report.world_size) == (
+        MISSING_RANK,
+        (7,),
+        8,
+    )
     assert "7 of 8 had" in report.verdict
-    assert not report_on(tmp_path, *lines[:5]).findings[0].ranks, "rank 5 or 6 may be the one whose line is missing"
+    assert not report_on(tmp_path, *lines[:5]).findings[0].ranks, (
+        "rank 5 or 6 may be the one whose line is missing"
+    )
 
 
 def test_facts_cite_their_lines(tmp_path: Path) -> None:
-    facts = facts_of(tmp_path, "a\rb\rc", line(0), *["x"] * 3, line(1, 4711, "BROADCAST"))
-    assert {(fact.rank, fact.cite) for fact in facts} == {(0, "train.log:5"), (1, "train.log:9")}
-    assert all(fact.host == "train.log" and fact.at == int(fact.cite.rpartition(":")[2]) for fact in facts)
+    facts = facts_of(
+        tmp_path, "a\rb\rc", line(0), *["x"] * 3, line(1, 4711, "BROADCAST")
+    )
+    assert {(fact.rank, fact.cite) for fact in facts} == {
+        (0, "train.log:5"),
+        (1, "train.log:9"),
+    }
+    assert all(
+        fact.host == "train.log" and fact.at == int(fact.cite.rpartition(":")[2])
+        for fact in facts
+    )
 
 
 def test_citations_hold_over_blocks_of_a_large_file(tmp_path: Path) -> None:
     file = tmp_path / "train.log"
     filler = "loss 1.0\n" * 200_000  # more than a block, without anything of interest
-    file.write_text(filler + WORKERS.format(error="KeyError", message="'a'", function="f") + filler + line(0) + "\n")
+    file.write_text(
+        filler
+        + WORKERS.format(error="KeyError", message="'a'", function="f")
+        + filler
+        + line(0)
+        + "\n"
+    )
     evidence = Evidence()
     read([file], evidence)
-    raised = next(fact for fact in evidence.facts if isinstance(fact.value, Fate) and fact.value.kind == "raised")
+    raised = next(
+        fact
+        for fact in evidence.facts
+        if isinstance(fact.value, Fate) and fact.value.kind == "raised"
+    )
     lines = file.read_text().splitlines()
     number = int(raised.cite.rpartition(":")[2])
     assert lines[number - 1] == "[rank1]: KeyError: 'a'"
 
 
 def test_what_is_a_log() -> None:
-    for name in ("train.log", "slurm-77.out", "job.err.gz", "stderr", "a/b/stdout.log.1"):
+    for name in (
+        "train.log",
+        "slurm-77.out",
+        "job.err.gz",
+        "stderr",
+        "a/b/stdout.log.1",
+    ):
         assert recognises(name, b"loss 1.0"), name
-    assert recognises("README", b"... [rank3]: KeyError") and recognises("x", b"\x1f\x8b\x08")
+    assert recognises("README", b"... [rank3]: KeyError") and recognises(
+        "x", b"\x1f\x8b\x08"
+    )
     for name, head in (
         ("x.json", b"{}"),
         ("nccl_trace_rank_3", b"\x80\x02"),
@@ -1118,10 +1676,16 @@ def test_what_is_a_log() -> None:
 
 
 _OF_THE_JOB = (
-    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO TIME LIMIT ***",
+    (
+        "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 DUE TO"
+        " TIME LIMIT ***"
+    ),
     "srun: error: n1: task 0: Exited with exit code 1",
     "srun: error: n1: task 0: Killed",
-    "[rank: 1] Child process with PID 22 terminated with code 1. Forcefully terminating all other processes",
+    (
+        "[rank: 1] Child process with PID 22 terminated with code 1. Forcefully"
+        " terminating all other processes"
+    ),
     "x.sh: line 28:  8156 Killed                  python3 train.py",
     "[default] Worker group FAILED. 3/3 attempts left; will restart worker group",
 )
@@ -1131,7 +1695,10 @@ _OF_THE_JOB = (
 def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
     """Lines of one job, and the ranks that one of them shows waiting."""
     world = draw(st.integers(2, 6))
-    lines, waits = [f"Starting with {world} processes"] if draw(st.booleans()) else [], set()
+    lines, waits = (
+        [f"Starting with {world} processes"] if draw(st.booleans()) else [],
+        set(),
+    )
     for rank in draw(st.lists(st.integers(0, world - 1), max_size=12)):
         number = draw(st.sampled_from([4710, 4711, 4712]))
         kind = draw(st.sampled_from(["ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE"]))
@@ -1143,27 +1710,44 @@ def mixed_logs(draw: st.DrawFn) -> tuple[list[str], set[int]]:
         elif how == 5:
             lines.append(signal(rank, "this local rank", number, number - 1))
         elif how == 6:
-            lines += CLOSED.format(rank=rank, error=OF_NCCL.format(rank=rank)).splitlines()
+            lines += CLOSED.format(
+                rank=rank, error=OF_NCCL.format(rank=rank)
+            ).splitlines()
         elif how == 7:
             lines += CLOSED.format(rank=rank, error=OF_GLOO).splitlines()
         elif how == 8:
-            lines.append(f"[Rank {rank}]: Rank {(rank + 1) % world} failed to pass monitoredBarrier in 1000 ms")
+            lines.append(
+                f"[Rank {rank}]: Rank {(rank + 1) % world} failed to pass"
+                " monitoredBarrier in 1000 ms"
+            )
         elif how == 9:
             others = world - 1
             lines.append(
-                f"[rank{rank}]: torch.distributed.DistStoreError: Timed out initializing process group in store based "
-                f"barrier on rank {rank}, for key: store_based_barrier_key:1 (world_size={world}, "
-                f"num_workers_joined={others}, timeout=0:30:00 error=x)"
+                f"[rank{rank}]: torch.distributed.DistStoreError: Timed out"
+                f" initializing process group in store based barrier on rank {rank},"
+                f" for key: store_based_barrier_key:1 (world_size={world},"
+                f" num_workers_joined={others}, timeout=0:30:00 error=x)"
             )
         else:
-            lines.append(signal(draw(st.integers(0, world - 1)), f" rank {rank}", number, number))
+            lines.append(
+                signal(draw(st.integers(0, world - 1)), f" rank {rank}", number, number)
+            )
         waits.add(rank)
         if draw(st.booleans()):  # caught, and written by torchrun --tee
-            lines.append("\n".join(f"[default{rank}]:{one}" for one in STRAY.splitlines()))
-    lines += draw(st.lists(st.sampled_from([f"{TERM} workers", SENT.format(pid=77), *_OF_THE_JOB]), max_size=3))
+            lines.append(
+                "\n".join(f"[default{rank}]:{one}" for one in STRAY.splitlines())
+            )
+    lines += draw(
+        st.lists(
+            st.sampled_from([f"{TERM} workers", SENT.format(pid=77), *_OF_THE_JOB]),
+            max_size=3,
+        )
+    )
     for rank in draw(st.lists(st.integers(0, world - 1), max_size=4)):
         codes = st.sampled_from([1, -6, -15, 83])  # so a rank may end that waited
-        lines += table(rank, draw(codes), draw(st.sampled_from(["12:35", "12:36"]))).splitlines()
+        lines += table(
+            rank, draw(codes), draw(st.sampled_from(["12:35", "12:36"]))
+        ).splitlines()
     return draw(st.permutations(lines)) if draw(st.booleans()) else lines, waits
 
 
@@ -1178,9 +1762,15 @@ def test_nobody_whom_any_line_shows_waiting_is_accused(
     assert not accused & waits, report
 
 
-def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order() -> None:
+def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order() -> (
+    None
+):
     found = LaunchFacts(several_hosts=True)
     for number in range(8):
-        found.add(number, Fate(WAITED, f"timed out {number}"), Line("", "train.log", number, rank=number))
+        found.add(
+            number,
+            Fate(WAITED, f"timed out {number}"),
+            Line("", "train.log", number, rank=number),
+        )
     found.without_local_ranks()
     assert [fact.at for fact in found.facts.values()] == list(range(8))

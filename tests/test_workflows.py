@@ -1,4 +1,6 @@
-"""What whoever hosts this needs: workflows run the Makefile's commands, releases and Pythons; the tests' order."""
+"""What whoever hosts this needs: workflows run the Makefile's commands, releases and Pythons; the
+tests' order.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from interpreters import CHECKOUT
 pytestmark = pytest.mark.one_nemo
 
 MAKEFILE = (CHECKOUT / "Makefile").read_text()
-WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (CHECKOUT / ".github" / "workflows").glob("*.yml")}
+WORKFLOWS = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in (CHECKOUT / ".github" / "workflows").glob("*.yml")
+}
 
 
 def variable(name: str) -> list[str]:
@@ -25,27 +30,43 @@ def steps(workflow: Any) -> list[dict[str, Any]]:
 
 
 def test_they_run_what_the_makefile_has() -> None:
-    commands = [step["run"] for name in ("ci", "matrix") for step in steps(WORKFLOWS[name]) if "run" in step]
+    commands = [
+        step["run"]
+        for name in ("ci", "matrix")
+        for step in steps(WORKFLOWS[name])
+        if "run" in step
+    ]
     made = [command for command in commands[:-1] if command.startswith("make ")]
     assert made == ["make test", "make test-pythons", "make docs", "make screenshots"]
-    assert "make test-wheel" in [step.get("run") for step in steps(WORKFLOWS["release"])]
+    assert "make test-wheel" in [
+        step.get("run") for step in steps(WORKFLOWS["release"])
+    ]
     for target in WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"]["target"]:
         assert f"$(MATRIX:%={target}-%)" in MAKEFILE
 
 
 def test_on_the_makefiles_releases_and_pythons() -> None:
-    assert WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"]["nemo"] == variable("MATRIX")
+    assert WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"][
+        "nemo"
+    ] == variable("MATRIX")
     (pythons,) = (
-        str(step["with"]["python-version"]).split() for step in WORKFLOWS["ci"]["jobs"]["pythons"]["steps"][1:2]
+        str(step["with"]["python-version"]).split()
+        for step in WORKFLOWS["ci"]["jobs"]["pythons"]["steps"][1:2]
     )
     assert pythons[:-1] == variable("PYTHONS")
 
 
 def test_the_files_that_come_first_are_there() -> None:
     tests = CHECKOUT / "tests"
-    (longest,) = re.findall(r"^LONGEST = \((.*?)^\)", (tests / "conftest.py").read_text(), re.MULTILINE | re.DOTALL)
+    (longest,) = re.findall(
+        r"^LONGEST = \((.*?)^\)",
+        (tests / "conftest.py").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     there = {file.stem for file in tests.rglob("test_*.py")}
-    assert [name for name in re.findall(r'"(\w+)"', longest) if f"test_{name}" not in there] == []
+    assert [
+        name for name in re.findall(r'"(\w+)"', longest) if f"test_{name}" not in there
+    ] == []
 
 
 def test_what_is_run_from_the_wheel_alone_is_run_there() -> None:
@@ -59,4 +80,6 @@ def test_what_is_run_from_the_wheel_alone_is_run_there() -> None:
 def test_every_job_has_a_time_limit_and_no_more_rights_than_it_needs() -> None:
     for name, workflow in WORKFLOWS.items():
         assert workflow["permissions"] == {"contents": "read"}, name
-        assert all(job["timeout-minutes"] <= 90 for job in workflow["jobs"].values()), name
+        assert all(job["timeout-minutes"] <= 90 for job in workflow["jobs"].values()), (
+            name
+        )

@@ -9,7 +9,9 @@ from typing import Any
 
 
 def files(folder: Path) -> list[Path]:
-    """By rank, then in the order in which they were written last; not one that its writer has just removed."""
+    """By rank, then in the order in which they were written last; not one that its writer has just
+    removed.
+    """
     written = {}
     for file in folder.glob("rank-*.jsonl"):
         with contextlib.suppress(FileNotFoundError):
@@ -33,8 +35,15 @@ def records(file: Path, cut: bool = False) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def of_kind(found: list[dict[str, Any]], kind: str, **fields: Any) -> list[dict[str, Any]]:
-    return [one for one in found if one["k"] == kind and all(one[name] == value for name, value in fields.items())]
+def of_kind(
+    found: list[dict[str, Any]], kind: str, **fields: Any
+) -> list[dict[str, Any]]:
+    return [
+        one
+        for one in found
+        if one["k"] == kind
+        and all(one[name] == value for name, value in fields.items())
+    ]
 
 
 def kinds(found: list[dict[str, Any]]) -> list[str]:

@@ -1,7 +1,9 @@
-"""Plays the transcripts in tests/golden: what is typed, and all that it prints; one file holds a command's words.
+"""Plays the transcripts in tests/golden: what is typed, and all that it prints; one file holds a
+command's words.
 
-`$ nemo-patches ...` is the command itself, `>>> f(...)` one of the functions that a test gives, `$ cat > NAME <<.` a
-file up to a line of ".", and `$ # ...` a comment. An exit code other than 0 follows in brackets.
+`$ nemo-patches ...` is the command itself, `>>> f(...)` one of the functions that a test gives, `$
+cat > NAME <<.` a file up to a line of ".", and `$ # ...` a comment. An exit code other than 0
+follows in brackets.
 """
 
 from __future__ import annotations
@@ -27,28 +29,48 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def compare(
-    name: str, folder: Path, names: Mapping[str, Any] | None = None, kept: Callable[[str, str], bool] | None = None
+    name: str,
+    folder: Path,
+    names: Mapping[str, Any] | None = None,
+    kept: Callable[[str, str], bool] | None = None,
 ) -> None:
-    """Play it in the folder, which is the current one; fail where it prints something else than what the file has.
+    """Play it in the folder, which is the current one; fail where it prints something else than
+    what the file has.
 
     kept: whether a line is compared, of the text that was typed and the line.
     """
     file = GOLDEN / f"{name}.txt"
     before = file.read_text()
     with patch.dict(os.environ, interpreters.environment(FORCE_COLOR=""), clear=True):
-        after = "".join(_played(before.splitlines(), names or {}, kept or (lambda *_: True)))
+        after = "".join(
+            _played(before.splitlines(), names or {}, kept or (lambda *_: True))
+        )
     after = after.replace(str(folder), "/folder")
     if before == after:
         return
     if os.environ.get("RENEW_GOLDEN"):
         file.write_text(after)
         return
-    changes = difflib.unified_diff(before.splitlines(), after.splitlines(), file.name, "printed now", n=1, lineterm="")
-    pytest.fail("\n".join([*changes, "As it should be? `make golden` writes it."]), pytrace=False)
+    changes = difflib.unified_diff(
+        before.splitlines(),
+        after.splitlines(),
+        file.name,
+        "printed now",
+        n=1,
+        lineterm="",
+    )
+    pytest.fail(
+        "\n".join([*changes, "As it should be? `make golden` writes it."]),
+        pytrace=False,
+    )
 
 
-def _played(lines: list[str], names: Mapping[str, Any], kept: Callable[[str, str], bool]) -> Iterator[str]:
-    typed = [number for number, line in enumerate(lines) if line.startswith(("$ ", ">>> "))]
+def _played(
+    lines: list[str], names: Mapping[str, Any], kept: Callable[[str, str], bool]
+) -> Iterator[str]:
+    typed = [
+        number for number, line in enumerate(lines) if line.startswith(("$ ", ">>> "))
+    ]
     for number in typed:
         yield lines[number] + "\n"
         line = lines[number].partition(" ")[2]
@@ -70,7 +92,11 @@ def _typed(words: list[str]) -> object:
     while "=" in words[0]:
         variables.update([words.pop(0).split("=", 1)])
     main = sys.modules["__main__"]  # whose package is the program's name in messages
-    with patch.dict(os.environ, variables), patch("sys.argv", words), patch.object(main, "__package__", ""):
+    with (
+        patch.dict(os.environ, variables),
+        patch("sys.argv", words),
+        patch.object(main, "__package__", ""),
+    ):
         return cli.main()
 
 

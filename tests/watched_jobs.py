@@ -1,6 +1,8 @@
-"""Jobs that hang, for test_job_watch.py: real NeMo, Lightning and DDP, without a word of nemo_patches.
+"""Jobs that hang, for test_job_watch.py: real NeMo, Lightning and DDP, without a word of
+nemo_patches.
 
-Started with the checkout on PYTHONPATH, and nothing else; imports NeMo once and forks the ranks of each job.
+Started with the checkout on PYTHONPATH, and nothing else; imports NeMo once and forks the ranks of
+each job.
 """
 
 from __future__ import annotations
@@ -54,7 +56,13 @@ def read_audio(job: Job) -> None:
         audio.read()
 
 
-def train(job: Job, model: torch.nn.Module, step: Callable[[Any], Any], *, hang_at: int = STEPS) -> None:
+def train(
+    job: Job,
+    model: torch.nn.Module,
+    step: Callable[[Any], Any],
+    *,
+    hang_at: int = STEPS,
+) -> None:
     """With DDP; the culprit hangs before its step number `hang_at`."""
     ddp = DistributedDataParallel(model)
     for number in range(HANGS_S):
@@ -81,11 +89,15 @@ def no_encoder(job: Job) -> None:
 
 
 def before_the_first_step(job: Job) -> None:
-    train(job, encoders.conformer(sync_max_audio_length=False), conformer_step, hang_at=0)
+    train(
+        job, encoders.conformer(sync_max_audio_length=False), conformer_step, hang_at=0
+    )
 
 
 def before_the_second_step(job: Job) -> None:
-    train(job, encoders.conformer(sync_max_audio_length=False), conformer_step, hang_at=1)
+    train(
+        job, encoders.conformer(sync_max_audio_length=False), conformer_step, hang_at=1
+    )
 
 
 def all_ranks_read(job: Job) -> None:
@@ -113,12 +125,19 @@ def a_checkpoint_on_a_dead_mount(job: Job) -> None:
     fsspec.register_implementation("dead", DeadMount)
 
     class Slow(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int
+        ) -> None:
             if number == STEPS:
                 job.hangs(trainer.global_rank)
                 trainer.save_checkpoint(f"dead://{job.folder}/model.ckpt")
 
-    trainer = asr_models.trainer_of(callbacks=[Slow()], limit_val_batches=0, num_sanity_val_steps=0, max_steps=HANGS_S)
+    trainer = asr_models.trainer_of(
+        callbacks=[Slow()],
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        max_steps=HANGS_S,
+    )
     model = asr_models.ctc(trainer)
     batches = asr_models.loader([asr_models.batch(number) for number in range(8)])
     trainer.fit(model, train_dataloaders=batches)
@@ -138,7 +157,9 @@ def watched_steps(job: Job) -> Iterator[int]:
     """Steps, counted from when nemo_patches has said on rank 0 that all ranks have joined."""
     number = 0
     for _ in range(HANGS_S * 10):
-        number += number > 0 or "patched on all" in (job.folder / "stderr.0").read_text()
+        number += (
+            number > 0 or "patched on all" in (job.folder / "stderr.0").read_text()
+        )
         yield number
         time.sleep(STEP_S)
 
@@ -181,14 +202,21 @@ JOBS: dict[str, tuple[Callable[[Job], None], int]] = {
 
 
 def no_address(server: Any) -> Any:
-    """As with a wrong GLOO_SOCKET_IFNAME: no rank takes part in rounds, and questions find their way on this host."""
+    """As with a wrong GLOO_SOCKET_IFNAME: no rank takes part in rounds, and questions find their
+    way on this host.
+    """
     raise ValueError("blocked by the test")
 
 
 def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     """Run this rank; the exit code is what nemo_patches makes it."""
     work, size = JOBS[name]
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), JOB_FOLDER=str(folder))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        JOB_FOLDER=str(folder),
+    )
     log = os.open(folder / f"stderr.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -202,15 +230,25 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     if name.endswith("and the store goes") and rank == CULPRIT:
         from nemo_patches.sync import length_sync
 
-        late = datetime.timedelta(seconds=15)  # rank 0, which has the store, ends long before
+        late = datetime.timedelta(
+            seconds=15
+        )  # rank 0, which has the store, ends long before
         length_sync.use(dataclasses.replace(length_sync.current(), stall_exit=late))
     limit = datetime.timedelta(seconds=HANGS_S)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+    )
     work(Job(folder))
 
 
 def serve() -> None:
-    """A job for each line of standard input: its name, port, folder and limit; then the ranks' exit codes."""
+    """A job for each line of standard input: its name, port, folder and limit; then the ranks' exit
+    codes.
+    """
     for line in sys.stdin:
         name, port, folder, limit_s = json.loads(line)
         ranks = {}
@@ -229,8 +267,8 @@ def serve() -> None:
 
 
 def collect(ranks: dict[int, int], limit_s: float) -> dict[int, int]:
-    """By rank: its exit code, or minus the signal that ended it; whoever runs at the limit is killed, and who is
-    stopped when all others have ended."""
+    """By rank: its exit code, or minus the signal that ended it; whoever runs at the limit is
+    killed, and who is stopped when all others have ended."""
     killer = threading.Timer(limit_s, lambda: kill(ranks))
     killer.start()
     codes, stopped = {}, set[int]()

@@ -1,7 +1,9 @@
-"""Write what docs/reference.md takes from the code: settings, commands and the Python API. `make reference` runs it.
+"""Write what docs/reference.md takes from the code: settings, commands and the Python API. `make
+reference` runs it.
 
-A block begins with a comment that names it, and ends with `<!-- end -->`; what stands between is replaced. Neither
-torch nor NeMo is imported, so that the test which compares is fast: classes and functions are read from their source.
+A block begins with a comment that names it, and ends with `<!-- end -->`; what stands between is
+replaced. Neither torch nor NeMo is imported, so that the test which compares is fast: classes and
+functions are read from their source.
 """
 
 from __future__ import annotations
@@ -34,7 +36,13 @@ def settings() -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for setting in ALL_SETTINGS:
         default = setting.text(setting.default) + setting.unit
-        cells = (f"`{setting.name}`", f"`{setting.variable}`", setting.allowed, default, setting.help)
+        cells = (
+            f"`{setting.name}`",
+            f"`{setting.variable}`",
+            setting.allowed,
+            default,
+            setting.help,
+        )
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -43,12 +51,28 @@ def commands() -> Iterator[str]:
     of_settings = {setting.name for setting in ALL_SETTINGS}
     for name, command in group.commands.items():
         yield from ("", f"### nemo-patches {name}", "", _paragraphs(command.help), "")
-        options = [param for param in command.params if not (name == "run" and param.name in of_settings)]
-        yield from ("| argument or option | default | what |", "|---|---|---|") if options else ()
+        options = [
+            param
+            for param in command.params
+            if not (name == "run" and param.name in of_settings)
+        ]
+        yield from (
+            ("| argument or option | default | what |", "|---|---|---|")
+            if options
+            else ()
+        )
         for param in options:
-            names = [option for option in param.opts if option.startswith("-")] or [param.metavar or param.name.upper()]
-            choices = re.sub(r"\[,\.\.\.\]|[][]", "", param.metavar or "") if "|" in (param.metavar or "") else ""
-            what = " · ".join(filter(None, (choices.replace("|", ", "), getattr(param, "help", ""))))
+            names = [option for option in param.opts if option.startswith("-")] or [
+                param.metavar or param.name.upper()
+            ]
+            choices = (
+                re.sub(r"\[,\.\.\.\]|[][]", "", param.metavar or "")
+                if "|" in (param.metavar or "")
+                else ""
+            )
+            what = " · ".join(
+                filter(None, (choices.replace("|", ", "), getattr(param, "help", "")))
+            )
             yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
         if name == "run":
             yield "| `--call-timeout 30`, and so on | as above | an option for every setting |"
@@ -56,27 +80,50 @@ def commands() -> Iterator[str]:
 
 def api() -> Iterator[str]:
     names = dict.fromkeys(FUNCTIONS, "nemo_patches")
-    names |= {name: nemo_patches._MODULE_OF[name] for name in nemo_patches.__all__ if name not in FUNCTIONS}
+    names |= {
+        name: nemo_patches._MODULE_OF[name]
+        for name in nemo_patches.__all__
+        if name not in FUNCTIONS
+    }
     for name, module in (names | ALSO).items():
-        yield from ("", f"### nemo_patches.{name}" if name not in ALSO or "." in name else f"### {name}", "", "```text")
+        yield from (
+            "",
+            f"### nemo_patches.{name}"
+            if name not in ALSO or "." in name
+            else f"### {name}",
+            "",
+            "```text",
+        )
         yield from _described(*_definition(module, name.rpartition(".")[2]))
         yield "```"
 
 
 def _default(param: Any) -> str:
-    told = getattr(param, "show_default", None)  # a text where the value would not say it
+    told = getattr(
+        param, "show_default", None
+    )  # a text where the value would not say it
     value = told if isinstance(told, str) else param.default
-    return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    return (
+        str(value)
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+        else ""
+    )
 
 
 def _paragraphs(text: str | None) -> str:
-    return "\n\n".join(re.sub(r"\s*\n\s*", " ", part) for part in (text or "").strip().split("\n\n"))
+    return "\n\n".join(
+        re.sub(r"\s*\n\s*", " ", part) for part in (text or "").strip().split("\n\n")
+    )
 
 
-def _definition(module: str, name: str) -> tuple[ast.FunctionDef | ast.ClassDef, list[str]]:
+def _definition(
+    module: str, name: str
+) -> tuple[ast.FunctionDef | ast.ClassDef, list[str]]:
     """And the lines of the file that it stands in."""
     path = PACKAGE.parent.joinpath(*module.split("."))
-    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    text = (
+        path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    ).read_text(encoding="utf-8")
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node, text.splitlines()
@@ -89,29 +136,59 @@ def _described(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterat
         bases = ", ".join(map(ast.unparse, node.bases))
         yield f"class {node.name}({bases})" if bases else f"class {node.name}"
     else:
-        arguments = [f"{argument.arg}: {_annotation(argument.annotation)}" for argument in node.args.args]
+        arguments = [
+            f"{argument.arg}: {_annotation(argument.annotation)}"
+            for argument in node.args.args
+        ]
         defaults = [f" = {ast.unparse(default)}" for default in node.args.defaults]
-        given = [a + b for a, b in zip(arguments, [""] * (len(arguments) - len(defaults)) + defaults, strict=True)]
-        inside = "".join(f"\n    {one}," for one in given) + "\n" if len(given) > 2 else ", ".join(given)
+        given = [
+            a + b
+            for a, b in zip(
+                arguments,
+                [""] * (len(arguments) - len(defaults)) + defaults,
+                strict=True,
+            )
+        ]
+        inside = (
+            "".join(f"\n    {one}," for one in given) + "\n"
+            if len(given) > 2
+            else ", ".join(given)
+        )
         yield f"{node.name}({inside}) -> {_annotation(node.returns)}"
     yield from ("", ast.get_docstring(node) or "")
-    fields = [lines[line.lineno - 1].strip() for line in node.body if isinstance(line, ast.AnnAssign)]
+    fields = [
+        lines[line.lineno - 1].strip()
+        for line in node.body
+        if isinstance(line, ast.AnnAssign)
+    ]
     yield from ("", *fields) if fields else ()
 
 
 def _annotation(node: ast.expr | None) -> str:
     """Without the quotes of those that are evaluated late."""
-    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node) if node else "None"
+    return (
+        str(node.value)
+        if isinstance(node, ast.Constant)
+        else ast.unparse(node)
+        if node
+        else "None"
+    )
 
 
 def written(page: str) -> str:
     """The page with its blocks made anew."""
     for block in (settings, commands, api):
-        pattern = re.compile(rf"(<!-- {block.__name__}: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
+        pattern = re.compile(
+            rf"(<!-- {block.__name__}: .*? -->\n).*?(<!-- end -->)", re.DOTALL
+        )
         text = "\n".join(block()).strip()
-        page, count = pattern.subn(lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page)
+        page, count = pattern.subn(
+            lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page
+        )
         if count != 1:
-            raise LookupError(f"{PAGE}: {count} blocks that begin with <!-- {block.__name__}: ... -->")
+            raise LookupError(
+                f"{PAGE}: {count} blocks that begin with <!-- {block.__name__}: ... -->"
+            )
     return page
 
 

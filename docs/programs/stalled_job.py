@@ -1,8 +1,10 @@
-"""Write the traces of the job that the README shows: eight simulated ranks, one late once and then stuck.
+"""Write the traces of the job that the README shows: eight simulated ranks, one late once and then
+stuck.
 
     python docs/programs/stalled_job.py DIR
 
-`make pictures` draws them. The ranks run the real protocol in simulated time (tests/simulated_job.py).
+`make pictures` draws them. The ranks run the real protocol in simulated time
+(tests/simulated_job.py).
 """
 
 from __future__ import annotations
@@ -22,9 +24,22 @@ LATE_S = 26.0
 
 def schedule(rank: int, draw: random.Random) -> list[Event]:
     if rank != STUCK_RANK:
-        return [event for _ in range(STUCK_AT) for event in steps(1, pause=draw.uniform(0.1, 0.16))]
-    usual = [event for _ in range(STUCK_AT - 2) for event in steps(1, pause=draw.uniform(0.1, 0.35))]
-    return [*usual[: 2 * (LATE_AT - 1)], Call(pause=LATE_S), Gradients(), *usual[2 * (LATE_AT - 1) :]]
+        return [
+            event
+            for _ in range(STUCK_AT)
+            for event in steps(1, pause=draw.uniform(0.1, 0.16))
+        ]
+    usual = [
+        event
+        for _ in range(STUCK_AT - 2)
+        for event in steps(1, pause=draw.uniform(0.1, 0.35))
+    ]
+    return [
+        *usual[: 2 * (LATE_AT - 1)],
+        Call(pause=LATE_S),
+        Gradients(),
+        *usual[2 * (LATE_AT - 1) :],
+    ]
 
 
 def schedules() -> list[list[Event]]:

@@ -85,11 +85,19 @@ class Answers:
 
     def to_json(self) -> dict[str, Any]:
         """Of bounded size."""
-        groups = [[key, runs_of(group.ranks), group.still, group.state] for key, group in self._kept()]
+        groups = [
+            [key, runs_of(group.ranks), group.still, group.state]
+            for key, group in self._kept()
+        ]
         by_silence: dict[tuple[str, float], list[int]] = {}
         for rank, silence in self.silent.items():
-            by_silence.setdefault((silence.how, round(silence.seconds)), []).append(rank)
-        silent = [[how, seconds, runs_of(ranks)] for (how, seconds), ranks in by_silence.items()]
+            by_silence.setdefault((silence.how, round(silence.seconds)), []).append(
+                rank
+            )
+        silent = [
+            [how, seconds, runs_of(ranks)]
+            for (how, seconds), ranks in by_silence.items()
+        ]
         return {"groups": groups, "silent": silent}
 
     def _kept(self) -> list[tuple[str, Group]]:
@@ -97,7 +105,10 @@ class Answers:
 
         A state of more kinds than fit is of OTHERS.
         """
-        by_size = sorted(self.groups.items(), key=lambda item: (len(item[1].ranks), min(item[1].ranks)))
+        by_size = sorted(
+            self.groups.items(),
+            key=lambda item: (len(item[1].ranks), min(item[1].ranks)),
+        )
         if len(by_size) <= _MOST_GROUPS:
             return by_size
         kinds: dict[str, Group] = {}
@@ -111,9 +122,13 @@ class Answers:
     def add_json(self, told: dict[str, Any]) -> None:
         """Another rank's. Raises ValueError, TypeError or KeyError if it is not of this format."""
         groups = [
-            (text_of(key), ranks_of(runs), state_of(state), float(still)) for key, runs, still, state in told["groups"]
+            (text_of(key), ranks_of(runs), state_of(state), float(still))
+            for key, runs, still, state in told["groups"]
         ]
-        silent = [(Silence(text_of(how), float(seconds)), ranks_of(runs)) for how, seconds, runs in told["silent"]]
+        silent = [
+            (Silence(text_of(how), float(seconds)), ranks_of(runs))
+            for how, seconds, runs in told["silent"]
+        ]
         for silence, _ in silent:
             if silence.how not in SILENCES or not -1 <= silence.seconds < _LONGEST_S:
                 raise ValueError("not a silence")
@@ -154,7 +169,11 @@ def ranks_of(runs: Any) -> set[int]:
     """Raises ValueError or TypeError if these cannot be ranks of a job."""
     found = set[int]()
     for first, last in runs:
-        if type(first) is not int or type(last) is not int or not 0 <= first <= last < _MOST_RANKS:
+        if (
+            type(first) is not int
+            or type(last) is not int
+            or not 0 <= first <= last < _MOST_RANKS
+        ):
             raise ValueError("no ranks")
         found.update(range(first, last + 1))
     return found

@@ -1,4 +1,7 @@
-"""Our threads: all are daemons, and where this process may have no more of them it goes on without."""
+"""Our threads: all are daemons, and where this process may have no more of them it goes on
+without.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -10,14 +13,18 @@ from collections.abc import Callable
 class Daemon(threading.Thread):
     """A thread that an interpreter does not wait for; `begin` starts it."""
 
-    def __init__(self, name: str, run: Callable[..., object], *arguments: object) -> None:
-        super().__init__(target=run, args=arguments, name=f"nemo_patches {name}", daemon=True)
+    def __init__(
+        self, name: str, run: Callable[..., object], *arguments: object
+    ) -> None:
+        super().__init__(
+            target=run, args=arguments, name=f"nemo_patches {name}", daemon=True
+        )
 
     def begin(self) -> str:
         """Why it cannot start; empty where it runs.
 
-        As many as this user or container may have run already, or the interpreter ends. `ident` is None then, as where
-        a signal handler raised before it started.
+        As many as this user or container may have run already, or the interpreter ends. `ident` is
+        None then, as where a signal handler raised before it started.
         """
         try:
             self.start()

@@ -96,9 +96,13 @@ class Rounds:
 
     def __init__(self, exchange: Exchange, key: int) -> None:
         self.issued = 0
-        self.over = ""  # why this rank issues no more: CLOSED, or how a round has failed
+        self.over = (
+            ""  # why this rank issues no more: CLOSED, or how a round has failed
+        )
         self.latest = Latest()  # the exchange's thread replaces it as a whole
-        self.arrived: dict[int, int] = {}  # the exchange's thread: by rank, of the next round
+        self.arrived: dict[
+            int, int
+        ] = {}  # the exchange's thread: by rank, of the next round
         self.key = key
         self.exchange = exchange
         self._came = queue.SimpleQueue[None]()
@@ -109,7 +113,9 @@ class Rounds:
         number = self.latest.number + 1
         if self.issued < number:
             own = self.exchange.rank
-            self.exchange.post(functools.partial(self.exchange.arrive, self, number, value, own))
+            self.exchange.post(
+                functools.partial(self.exchange.arrive, self, number, value, own)
+            )
             self.issued = number
 
     def wait(self, limit: timedelta) -> int | None:
@@ -148,7 +154,9 @@ class Rounds:
 class Exchange:
     """This rank's part, from its making until `close`. Its thread begins with `start`."""
 
-    def __init__(self, store: Callable[[], Any], rank: int, size: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: Callable[[], Any], rank: int, size: int, say: Callable[[str], None]
+    ) -> None:
         """store: gives this process group's part of the job's store; None once it is gone.
 
         say: logs a trouble.
@@ -179,8 +187,12 @@ class Exchange:
         self._strangers: deque[Link] = deque()
         # By rank: when to connect again, and the pause after that.
         self._tries: dict[int, tuple[float, float]] = {}
-        self._ended: dict[int, tuple[str, float]] = {}  # by rank: how, and time.monotonic()
-        self._lost_at: dict[int, float] = {}  # by rank: since when there is no connection any more
+        self._ended: dict[
+            int, tuple[str, float]
+        ] = {}  # by rank: how, and time.monotonic()
+        self._lost_at: dict[
+            int, float
+        ] = {}  # by rank: since when there is no connection any more
         self._questions = Questions(self)
         self._mend_at = 0.0
         self._leaves_at = math.inf
@@ -189,7 +201,9 @@ class Exchange:
         self._inbox: deque[Callable[[], object]] = deque()
         self._chance = random.Random()  # training's random numbers stay as they are
         self._selector = selectors.PollSelector()  # needs no file
-        self._wakes = -1  # a file that wakes the thread; without, it looks twice a second
+        self._wakes = (
+            -1
+        )  # a file that wakes the thread; without, it looks twice a second
         self._close_wakes: Callable[[], object] = lambda: None
         with contextlib.suppress(OSError):  # no file is left
             self._have_wakes()
@@ -204,7 +218,9 @@ class Exchange:
         with self._starting:
             if self._thread is not None or self._is_closing:
                 return
-            if multiprocessing.parent_process() is not None:  # its child may end without atexit
+            if (
+                multiprocessing.parent_process() is not None
+            ):  # its child may end without atexit
                 process_hooks.at_last(_at_exit)
             self._thread = Daemon("exchange", self._run)
             why = self._thread.begin()
@@ -214,7 +230,9 @@ class Exchange:
 
     def rounds(self, name: str) -> Rounds:
         """The rounds of a name, which is the same on all ranks."""
-        key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        key = int.from_bytes(
+            hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"
+        )
         return self._rounds.setdefault(key, Rounds(self, key))
 
     @property
@@ -239,7 +257,10 @@ class Exchange:
     def ended(self) -> dict[int, Silence]:
         """The ranks that have left or ended, as far as this one has heard, in this order."""
         now = time.monotonic()
-        return {rank: Silence(how, now - at) for rank, (how, at) in list(self._ended.items())}
+        return {
+            rank: Silence(how, now - at)
+            for rank, (how, at) in list(self._ended.items())
+        }
 
     @property
     def has_died(self) -> bool:
@@ -275,7 +296,9 @@ class Exchange:
         """At exit."""
         self.close()
         thread = self._thread
-        if thread is None or thread.ident is None:  # None: interrupted before it started
+        if (
+            thread is None or thread.ident is None
+        ):  # None: interrupted before it started
             return
         thread.join(_EXIT_S)
         store = self._store()
@@ -315,10 +338,18 @@ class Exchange:
             while not self._is_closing:
                 self._step()
             self._leaves_at = time.monotonic() + _LEAVE_S
-            while self.is_joined and not self.is_whole and time.monotonic() < self._leaves_at:
-                self._step()  # a connection that was lost just now comes back: say there, too, that this rank leaves
+            while (
+                self.is_joined
+                and not self.is_whole
+                and time.monotonic() < self._leaves_at
+            ):
+                # A connection that was lost just now comes back: say there, too, that this rank
+                # leaves
+                self._step()
         except Exception as error:
-            self._say(f"the exchange has ended by an error of its own, please report it: {error!r}")
+            self._say(
+                f"the exchange has ended by an error of its own, please report it: {error!r}"
+            )
             self.over = self.over or first_line(error)
         self._leave()
 
@@ -329,7 +360,9 @@ class Exchange:
         now = time.monotonic()
         if now >= self._mend_at:
             self._mend_at = now + self._mend(now)
-        until = min(self._mend_at, self._leaves_at, self._of_questions(self._questions.tick))
+        until = min(
+            self._mend_at, self._leaves_at, self._of_questions(self._questions.tick)
+        )
         for link in self._all_links:
             if link.waits != link.is_watched_for_room:
                 self._watch(link)
@@ -368,13 +401,17 @@ class Exchange:
                 pauses.append(self._let_listener_rest(now))
             if not self.is_joined:
                 pauses.append(self._join(now))
-        except Exception as error:  # torch has no common class for what its stores raise
+        except (
+            Exception
+        ) as error:  # torch has no common class for what its stores raise
             # c10d may log a stack for each request to a server that has died.
             self._trouble_pause_s = min(2 * self._trouble_pause_s, _LONGEST_TROUBLE_S)
             pauses.append(self._trouble_pause_s)
             if not self._is_closing:
                 why = first_line(error)
-                self._trouble(f"this rank is not connected to the others yet, and tries again: {why}")
+                self._trouble(
+                    f"this rank is not connected to the others yet, and tries again: {why}"
+                )
         if self.is_joined:
             missing = self._neighbours() - self._links.keys()
             pauses.extend(self._reconnect(rank, now) for rank in missing)
@@ -454,11 +491,15 @@ class Exchange:
         self._parents = meeting.parents_of(hosts)
         self._children = self.children_of(self.rank)
         above = self._above()
-        self.whom_to_ask = above + [one for one in meeting.succession_of(hosts) if one not in above]
+        self.whom_to_ask = above + [
+            one for one in meeting.succession_of(hosts) if one not in above
+        ]
         self._store = lambda: None
         self.trouble = ""
         self.is_joined = True
-        later = time.monotonic() + self._connect_s  # at first the children come by themselves
+        later = (
+            time.monotonic() + self._connect_s
+        )  # at first the children come by themselves
         absent = [child for child in self._children if child not in self._links]
         self._tries = dict.fromkeys(absent, (later, _FIRST_PAUSE_S))
         self._mend_at = 0.0
@@ -496,7 +537,9 @@ class Exchange:
         try:
             link = Link.opened(address, member.port, self.rank, rank, self._token)
         except OSError as error:
-            self._trouble(f"no connection to {self._address_text(rank)}: {first_line(error)}")
+            self._trouble(
+                f"no connection to {self._address_text(rank)}: {first_line(error)}"
+            )
             return None
         self._watch(link)
         return link
@@ -529,7 +572,9 @@ class Exchange:
             return math.inf
         if left_s <= 0:
             if not self.is_joined and link.is_ours:
-                self._trouble(f"no connection to {self._address_text(link.rank)}: no answer")
+                self._trouble(
+                    f"no connection to {self._address_text(link.rank)}: no answer"
+                )
             self._lost(link)
             return 0.0
         return left_s
@@ -600,22 +645,30 @@ class Exchange:
             return
         if self._links.get(link.rank) is link:
             del self._links[link.rank]
-            others = [one for one in self._all_links if one.rank == link.rank and one.is_ready]
+            others = [
+                one for one in self._all_links if one.rank == link.rank and one.is_ready
+            ]
             for other in others[:1]:
                 self._is_ready(other)  # what went over the lost one may not have come
             if link.rank not in self._links and (link.error or not link.is_ours):
                 self._lost_at[link.rank] = time.monotonic()
         if not self.is_joined:
-            if link.error and link.is_ours:  # not said yet: rank 0's key may be an earlier group's
+            if (
+                link.error and link.is_ours
+            ):  # not said yet: rank 0's key may be an earlier group's
                 why = os.strerror(link.error)
-                self.trouble = f"no connection to {self._address_text(link.rank)}: {why}"
+                self.trouble = (
+                    f"no connection to {self._address_text(link.rank)}: {why}"
+                )
         elif link.error == errno.ECONNREFUSED and link.rank in self._neighbours():
             self._has_ended(link.rank, ENDED)
         self._of_questions(self._questions.lost, link)
 
     def _hear(self, link: Link, message: Message) -> None:
         if not link.is_ready:
-            if message.kind != WELCOME or not link.welcomed(self.rank, self._token, message.body):
+            if message.kind != WELCOME or not link.welcomed(
+                self.rank, self._token, message.body
+            ):
                 raise ValueError("not a rank of this job")
             self._is_ready(link)
         elif message.kind == UP:
@@ -735,13 +788,17 @@ class Exchange:
             return Silence(LOST, time.monotonic() - self._lost_at[rank])
         if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
             return Silence(ENDED)
-        unacknowledged = (one.unacknowledged_s for one in self._all_links if one.rank == rank)
+        unacknowledged = (
+            one.unacknowledged_s for one in self._all_links if one.rank == rank
+        )
         cut_s = max(unacknowledged, default=-1.0)
         if cut_s < 0 and link is not None and link.is_connected:
             return Silence(NO_ANSWER)
         return Silence(LOST if self.is_joined else NOT_HEARD, cut_s)
 
-    def _of_questions(self, step: Callable[..., float | None], *arguments: Any) -> float:
+    def _of_questions(
+        self, step: Callable[..., float | None], *arguments: Any
+    ) -> float:
         """What `step` gives. An error, also the watch's or another rank's, ends no rounds."""
         try:
             due = step(*arguments)

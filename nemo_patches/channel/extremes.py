@@ -1,6 +1,8 @@
-"""Rounds that give every rank the highest and the lowest value of all ranks, each with a rank that has it.
+"""Rounds that give every rank the highest and the lowest value of all ranks, each with a rank that
+has it.
 
-MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its complement.
+MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its
+complement.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -12,7 +14,10 @@ from typing import NamedTuple
 
 from .exchange import CLOSED, Exchange
 
-_RANK_BITS, VALUE_BITS = 20, 43  # a rank and a value are one int64, and never a negative one
+_RANK_BITS, VALUE_BITS = (
+    20,
+    43,
+)  # a rank and a value are one int64, and never a negative one
 _RANKS, VALUES = 1 << _RANK_BITS, 1 << VALUE_BITS
 
 
@@ -40,7 +45,9 @@ def unpacked(highest: int, lowest: int) -> Extremes:
 
 
 class ExtremesRounds:
-    """At most one outstanding: `issue`, then `wait` until it gives the result. Both raise RoundFailed."""
+    """At most one outstanding: `issue`, then `wait` until it gives the result. Both raise
+    RoundFailed.
+    """
 
     def __init__(self, exchange: Exchange, key: str) -> None:
         """key: the same on all ranks."""
@@ -54,8 +61,12 @@ class ExtremesRounds:
         self.last.issue(lowest)
 
     def wait(self, limit: timedelta) -> Extremes | None:
-        """The result; None if it has not come within `limit`, or within twice that if its first half has."""
-        if (highest := self._first.wait(limit)) is None or (lowest := self.last.wait(limit)) is None:
+        """The result; None if it has not come within `limit`, or within twice that if its first
+        half has.
+        """
+        if (highest := self._first.wait(limit)) is None or (
+            lowest := self.last.wait(limit)
+        ) is None:
             return None
         return unpacked(highest, lowest)
 

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from .meeting import family_of
 
 # Kinds of messages.
-WELCOME, REGISTER, RANKS, UP, DOWN, OVER, ASK, HERE, QUESTION, ANSWER, VERDICT = range(11)
+WELCOME, REGISTER, RANKS, UP, DOWN, OVER, ASK, HERE, QUESTION, ANSWER, VERDICT = range(
+    11
+)
 _HEADER = struct.Struct("<BQqqI")
 # What this is, from which rank, to which rank, a random number, the proof.
 _HELLO = struct.Struct("<8sII16s16s")
@@ -25,7 +27,9 @@ _LONGEST_BODY = 4 << 20  # bytes
 # A rank that reads nothing gets no more questions; the messages of rounds are few and small.
 _MOST_UNSENT = 1 << 20
 _KEEPALIVE_S = 5
-_CUT_OFF_S = 25  # the kernel gives up a connection from which nothing has come for so long
+_CUT_OFF_S = (
+    25  # the kernel gives up a connection from which nothing has come for so long
+)
 # Linux: tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv (milliseconds) of struct tcp_info.
 _TCP_INFO = struct.Struct("@2xB21xI28xI")
 
@@ -59,7 +63,9 @@ class Link:
         self.rank = rank
         self.is_ours = is_ours
         self.is_ready = False  # both ends have proved who they are
-        self.is_suspect = False  # the other end has not answered in time: do not rely on it
+        self.is_suspect = (
+            False  # the other end has not answered in time: do not rely on it
+        )
         self.opened_at = time.monotonic()
         self.used_at = self.opened_at
         self.error = 0  # why it is lost
@@ -72,12 +78,18 @@ class Link:
         own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
         own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-        own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _CUT_OFF_S)
+        own_socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _CUT_OFF_S
+        )
 
     @classmethod
-    def opened(cls, address: str, port: int, own_rank: int, rank: int, token: bytes) -> Link:
+    def opened(
+        cls, address: str, port: int, own_rank: int, rank: int, token: bytes
+    ) -> Link:
         """A connection that is being made; what is sent meanwhile follows. Raises OSError."""
-        link = cls(socket.socket(family_of(address), socket.SOCK_STREAM), rank, is_ours=True)
+        link = cls(
+            socket.socket(family_of(address), socket.SOCK_STREAM), rank, is_ours=True
+        )
         link.error = link.socket.connect_ex((address, port))
         if link.error not in (0, errno.EINPROGRESS):
             link.socket.close()
@@ -108,7 +120,9 @@ class Link:
         The kernel of a living host acknowledges also for a process that is stopped.
         """
         try:
-            data = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            data = self.socket.getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size
+            )
         except OSError:
             return -1.0
         retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(data)
@@ -121,7 +135,14 @@ class Link:
         """Whether something is still to be sent."""
         return bool(self._unsent)
 
-    def send(self, kind: int, key: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
+    def send(
+        self,
+        kind: int,
+        key: int = 0,
+        number: int = 0,
+        value: int = 0,
+        body: bytes = b"",
+    ) -> None:
         """A message; what does not fit now is sent when there is room."""
         self._unsent += _HEADER.pack(kind, key, number, value, len(body)) + body
         self.used_at = time.monotonic()
@@ -163,7 +184,9 @@ class Link:
         messages = []
         start = 0
         while len(self._received) - start >= _HEADER.size:
-            kind, key, number, value, length = _HEADER.unpack_from(self._received, start)
+            kind, key, number, value, length = _HEADER.unpack_from(
+                self._received, start
+            )
             end = start + _HEADER.size + length
             if length > _LONGEST_BODY or kind > VERDICT:
                 return None
@@ -185,7 +208,12 @@ class Link:
             return is_there and _MAGIC.startswith(bytes(self._received[: len(_MAGIC)]))
         magic, rank, to, nonce, proof = _HELLO.unpack(self._received)
         self._received.clear()
-        if magic != _MAGIC or to != own_rank or not 0 <= rank < size or rank == own_rank:
+        if (
+            magic != _MAGIC
+            or to != own_rank
+            or not 0 <= rank < size
+            or rank == own_rank
+        ):
             return False
         if not hmac.compare_digest(proof, _proof(token, rank, own_rank, nonce)):
             return False
@@ -196,7 +224,9 @@ class Link:
 
     def welcomed(self, own_rank: int, token: bytes, body: bytes) -> bool:
         """As the end that has opened it: whether the other end knows the token."""
-        self.is_ready = hmac.compare_digest(body, _proof(token, self.rank, own_rank, self._nonce))
+        self.is_ready = hmac.compare_digest(
+            body, _proof(token, self.rank, own_rank, self._nonce)
+        )
         return self.is_ready
 
 

@@ -23,14 +23,18 @@ from ..text import safe
 try:
     import fcntl
     import resource
-except ModuleNotFoundError:  # not Unix: no rank runs there, but `nemo-patches diagnose` reads files there
+except (
+    ModuleNotFoundError
+):  # not Unix: no rank runs there, but `nemo-patches diagnose` reads files there
     pass
 
 FAN_OUT = 16  # connections of a rank to those below it, at most
 ROOT_KEY = "nemo_patches/root"
 _FORMAT = 1
 _BACKLOG = 1024
-_SILENT_S = 5  # the kernel holds back a client that says nothing for so long: it costs no file
+_SILENT_S = (
+    5  # the kernel holds back a client that says nothing for so long: it costs no file
+)
 _ASK_FOR_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 _LONGEST_TEXT = 256  # characters of a host's name, an address or a trouble
 
@@ -53,7 +57,9 @@ class Member:
         """Raises ValueError if no rank of this format has sent it."""
         host, address, port, pid, trouble = told
         texts = (host, address, trouble)
-        if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts):
+        if not all(
+            isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts
+        ):
             raise ValueError("not a member")
         if type(port) is not int or type(pid) is not int or not 0 <= port < 1 << 16:
             raise ValueError("not a member")
@@ -82,7 +88,9 @@ def find_root(store: Any) -> tuple[Member, bytes] | None:
         return None
     told = json.loads(store.get(ROOT_KEY))
     if told[0] != _FORMAT:
-        raise ValueError(f"rank 0 has another version of nemo_patches: format {told[0]!r}, here {_FORMAT}")
+        raise ValueError(
+            f"rank 0 has another version of nemo_patches: format {told[0]!r}, here {_FORMAT}"
+        )
     return Member.from_json(told[2]), bytes.fromhex(told[1])
 
 
@@ -93,7 +101,10 @@ def end_requests(store: Any) -> None:
     """
     port = port_of(store)
     for name in os.listdir("/proc/self/fd") if port else ():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(int(name))) as one,
+        ):
             if one.getpeername()[1] == port:
                 one.shutdown(socket.SHUT_RDWR)
 
@@ -119,7 +130,9 @@ def own_addresses(store: Any) -> tuple[str, str]:
     where Gloo's interface has no address.
     """
     host, port = _server_of(store)
-    family, _, _, _, way = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+    family, _, _, _, way = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[
+        0
+    ]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(way)
         here = str(probe.getsockname()[0])
@@ -142,7 +155,10 @@ def _address_of(interface: str) -> str:
     if not interface:
         return ""
     request = struct.pack("256s", interface.encode())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    with (
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        contextlib.suppress(OSError),
+    ):
         reply = fcntl.ioctl(probe.fileno(), _ASK_FOR_ADDRESS, request)
         return socket.inet_ntoa(reply[20:24])
     with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""What of ours runs when this process ends, and in a child that is forked from it: in these orders."""
+"""What of ours runs when this process ends, and in a child that is forked from it: in these
+orders.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ import torch.distributed  # noqa: F401  # before ours are registered: then torch
 
 
 class AtExit(Enum):
-    """At the interpreter's end, the first of these first; what has not been imported is left out. `at_last` follows.
+    """At the interpreter's end, the first of these first; what has not been imported is left out.
+    `at_last` follows.
 
     None of them runs where os._exit ends the process, or a signal does.
     """
 
-    STALL_MONITORS = auto()  # they report a last time, over the exchanges, for the trace
+    STALL_MONITORS = (
+        auto()
+    )  # they report a last time, over the exchanges, for the trace
     EXCHANGES = auto()  # they tell the other ranks that this one leaves
 
 
@@ -27,7 +33,9 @@ class InForkedChild(Enum):
     """In the child, whose threads and connections are its parent's: the first of these first."""
 
     EXCHANGES = auto()
-    LENGTH_SYNC = auto()  # who comes after it asks it for a process group of the child's own
+    LENGTH_SYNC = (
+        auto()
+    )  # who comes after it asks it for a process group of the child's own
     STALL_MONITORS = auto()
     STALL_SUBSCRIBER = auto()
     TRACE = auto()
@@ -42,7 +50,8 @@ def run(place: AtExit | InForkedChild, step: Callable[[], object]) -> None:
 
 
 def at_last(step: Callable[[], object]) -> None:
-    """Have this done after all of AtExit; also at the end of a process that multiprocessing has forked, if asked there.
+    """Have this done after all of AtExit; also at the end of a process that multiprocessing has
+    forked, if asked there.
 
     Such a process leaves without atexit. What is asked for before a fork is not done in the child.
     """
@@ -54,8 +63,9 @@ def _take(place: AtExit | InForkedChild) -> None:
         step()
 
 
-# Each is a hook of its own, so that an error in one, which Python prints, keeps none of the others from running. What
-# is registered last runs first; multiprocessing has registered its end, which `at_last` is a part of, by its import.
+# Each is a hook of its own, so that an error in one, which Python prints, keeps none of the others
+# from running. What is registered last runs first; multiprocessing has registered its end, which
+# `at_last` is a part of, by its import.
 for _place in reversed(AtExit):
     atexit.register(_take, _place)
 for _step in InForkedChild:

@@ -37,10 +37,14 @@ from .link import ANSWER, ASK, HERE, QUESTION, VERDICT, Link, Message
 
 _HERE_S = 0.8  # for a rank to say that it is there
 _OWN_S = 1.0  # for this rank's own state, which another thread gives
-_LIMIT_S = 2.4  # for all answers; each level of the tree has a bit less than that above it
+_LIMIT_S = (
+    2.4  # for all answers; each level of the tree has a bit less than that above it
+)
 _LEVEL_S = 0.1
 _JUDGE_S = 1.0  # for the verdict
-_GAP_S = 0.3  # between two questions of a judge: ranks that ask meanwhile share the next one
+_GAP_S = (
+    0.3  # between two questions of a judge: ranks that ask meanwhile share the next one
+)
 _PER_RANK_S = 0.0006  # added for each rank of the job: many may share a machine
 
 
@@ -148,7 +152,9 @@ class Questions:
             for question in self._of(id_, link.rank):
                 question.pending[link.rank] = math.inf
         elif message.kind == HERE and link.rank == self._asks:
-            self._asks_until = now + 3 * self._here_s  # it may have to find out who is silent
+            self._asks_until = (
+                now + 3 * self._here_s
+            )  # it may have to find out who is silent
         elif message.kind == QUESTION:
             link.tell(HERE, {"id": id_})
             if id_ in self._told:  # this rank was silent, and the verdict says so
@@ -177,7 +183,11 @@ class Questions:
                     self._cannot_ask(question, link.rank, now, link)
 
     def _of(self, id_: str, rank: int) -> list[Question]:
-        return [one for one in self._open if one.id == id_ and rank in one.pending and not one.is_done]
+        return [
+            one
+            for one in self._open
+            if one.id == id_ and rank in one.pending and not one.is_done
+        ]
 
     def _ask_next(self, now: float) -> None:
         """Ask the first of those who can be asked; judge, where that is this rank."""
@@ -234,14 +244,20 @@ class Questions:
             return
         is_suspect = rank in self._suspects
         limit_s = round(question.ends_at - now - _LEVEL_S, 3)
-        link.tell(QUESTION, {"id": question.id, "limit_s": limit_s, "alone": is_suspect})
+        link.tell(
+            QUESTION, {"id": question.id, "limit_s": limit_s, "alone": is_suspect}
+        )
         question.asked[rank] = link
         question.pending[rank] = now + self._here_s
         if is_suspect:  # at the same time: this costs no time where it still is silent
             self._ask_below(question, rank, now)
 
-    def _cannot_ask(self, question: Question, rank: int, now: float, link: Link | None = None) -> None:
-        silence = self._owner.why_unreachable(rank) or self._owner.silence_of(rank, link)
+    def _cannot_ask(
+        self, question: Question, rank: int, now: float, link: Link | None = None
+    ) -> None:
+        silence = self._owner.why_unreachable(rank) or self._owner.silence_of(
+            rank, link
+        )
         question.found.add_silent([rank], silence)
         self._ask_below(question, rank, now)
 
@@ -281,12 +297,16 @@ class Questions:
         if question.origin is not None:
             # The verdict may take so long, and is to be passed on.
             question.ends_at = now + self._limit_s + 2 * _JUDGE_S
-            self._tell(question.origin, ANSWER, {"id": question.id, **question.found.to_json()})
+            self._tell(
+                question.origin, ANSWER, {"id": question.id, **question.found.to_json()}
+            )
             return
         question.ends_at = now + _JUDGE_S
         self._next_at = now + _GAP_S
         for rank in range(self._owner.size):
-            question.found.add_silent([rank], self._owner.why_unreachable(rank) or Silence(NOT_HEARD))
+            question.found.add_silent(
+                [rank], self._owner.why_unreachable(rank) or Silence(NOT_HEARD)
+            )
         if self._owner.watch is None:
             self._judged(question, {"not judged": question.found.to_json()})
             return

@@ -1,4 +1,6 @@
-"""Which ranks are missing from a round of an encoder, from the result of a look at all ranks. Needs no torch."""
+"""Which ranks are missing from a round of an encoder, from the result of a look at all ranks. Needs
+no torch.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from .missing_rank import MissingRank, described
 class Question:
     """The ranks missing from this round of this encoder.
 
-    clock: before the call, as a rank says it; None: not known. evaluation: the training calls so far, where the round
+    clock: before the call, as a rank says it; None: not known. evaluation: the training calls so
+    far, where the round
     is an evaluation's of which ranks may have fewer batches; else None.
     """
 
@@ -27,13 +30,16 @@ class Question:
     evaluation: int | None = None
 
     def came(self, state: RankFacts) -> bool:
-        """Also if its state does not say: a rank is not missing because it has more encoders than its state lists.
+        """Also if its state does not say: a rank is not missing because it has more encoders than
+        its state lists.
 
-        After a wait in vain a call may issue no round. Whose rank has made that call, and waits in a collective itself,
-        has come to it: it may well wait for this rank.
+        After a wait in vain a call may issue no round. Whose rank has made that call, and waits in
+        a collective itself, has come to it: it may well wait for this rank.
         """
         made = self.clock is not None and state.calls > 0 and state.clock >= self.clock
-        return state.has_come(self.key, self.round_number) is not False or (made and bool(state.collective))
+        return state.has_come(self.key, self.round_number) is not False or (
+            made and bool(state.collective)
+        )
 
     def kind_of(self, state: RankFacts) -> str:
         """The kind of a rank that has not come, by its own state."""
@@ -48,12 +54,22 @@ class Question:
         if state.training or not state.calls or state.clock[:1] != (self.evaluation,):
             return False
         own_rounds = state.collective.startswith((LENGTH_SYNC, ROUNDS_OF))
-        return bool(state.collective) and not own_rounds and not is_guess(state.collective)
+        return (
+            bool(state.collective) and not own_rounds and not is_guess(state.collective)
+        )
 
     def unsaid(self, states: Iterable[RankFacts]) -> str:
         """Why it is not known that all have come; empty if it is known."""
-        ranks = [one.rank for one in states if one.has_come(self.key, self.round_number) is None]
-        return f"{named(sorted(ranks))}: more encoders than a rank tells of" if ranks else ""
+        ranks = [
+            one.rank
+            for one in states
+            if one.has_come(self.key, self.round_number) is None
+        ]
+        return (
+            f"{named(sorted(ranks))}: more encoders than a rank tells of"
+            if ranks
+            else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -68,25 +84,41 @@ class Answer:
         """Whether all missing ranks have ended an evaluation in which the user allows them fewer
         batches.
         """
-        return bool(self.missing) and not self.unknown and all(rank.kind == EVALUATED for rank in self.missing)
+        return (
+            bool(self.missing)
+            and not self.unknown
+            and all(rank.kind == EVALUATED for rank in self.missing)
+        )
 
     def text(self, size: int) -> str:
         """For a log line, of `size` ranks in all."""
         odd = f" | {self.unknown}" if self.unknown else ""
         if self.missing:
             return described(self.missing, size) + odd
-        return f"cannot be told{odd}" if self.unknown else "none, every rank has come to this call by now"
+        return (
+            f"cannot be told{odd}"
+            if self.unknown
+            else "none, every rank has come to this call by now"
+        )
 
 
 def answered(question: Question, found: Found, before: Found | None) -> Answer:
     """before: what an earlier look has found, at half the timeout.
 
-    A rank of which nothing is known is named where all others have come: the round waits for somebody.
+    A rank of which nothing is known is named where all others have come: the round waits for
+    somebody.
     """
     states = found.states
     has_come = {rank for rank, state in states.items() if question.came(state)}
-    had_come = {rank for rank, state in before.states.items() if question.came(state)} if before is not None else set()
-    missing = {rank: _of_state(states[rank], question.kind_of(states[rank])) for rank in states.keys() - has_come}
+    had_come = (
+        {rank for rank, state in before.states.items() if question.came(state)}
+        if before is not None
+        else set()
+    )
+    missing = {
+        rank: _of_state(states[rank], question.kind_of(states[rank]))
+        for rank in states.keys() - has_come
+    }
     missing |= {rank: MissingRank(rank, UNANNOUNCED) for rank in found.absent}
     silent = ended(found)
     unheard = set(range(found.size)) - has_come - missing.keys() - silent.keys()
@@ -100,16 +132,21 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
             unknown += f": {found.trouble}"
         return Answer(tuple(missing[rank] for rank in sorted(missing)), unknown)
     late = sorted(before.states.keys() - had_come) if before is not None else []
-    # A rank that has just come no longer says where it was when the others gave up; it did at the earlier look.
+    # A rank that has just come no longer says where it was when the others gave up; it did at the
+    # earlier look.
     came_late = tuple(_late(rank, found, before) for rank in late if rank in has_come)
     return Answer(came_late, "" if came_late else question.unsaid(states.values()))
 
 
 def ended(found: Found) -> dict[int, MissingRank]:
     """By rank: the ranks that have ended, or do not answer."""
-    kinds = {rank: KINDS_OF_SILENT.get(silence.how) for rank, silence in found.silent.items()}
+    kinds = {
+        rank: KINDS_OF_SILENT.get(silence.how) for rank, silence in found.silent.items()
+    }
     return {
-        rank: MissingRank(rank, kind, *found.process_of(rank), where=found.evidence(rank))
+        rank: MissingRank(
+            rank, kind, *found.process_of(rank), where=found.evidence(rank)
+        )
         for rank, kind in kinds.items()
         if kind not in (None, UNANNOUNCED)
     }
@@ -117,7 +154,15 @@ def ended(found: Found) -> dict[int, MissingRank]:
 
 def _of_state(state: RankFacts, kind: str) -> MissingRank:
     place = (state.host, state.pid, state.calls, state.idle)
-    return MissingRank(state.rank, kind, *place, state.where, state.workers, state.collective, state.batch)
+    return MissingRank(
+        state.rank,
+        kind,
+        *place,
+        state.where,
+        state.workers,
+        state.collective,
+        state.batch,
+    )
 
 
 def _late(rank: int, found: Found, before: Found | None) -> MissingRank:

@@ -1,4 +1,5 @@
 """The result of a look at all ranks: where each is, or why it is not heard. Needs no torch."""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ KINDS_OF_SILENT = {
 
 @dataclass(frozen=True)
 class Found:
-    """Where the ranks are: each is in `states`, or in `silent`, which says why nothing is heard of it.
+    """Where the ranks are: each is in `states`, or in `silent`, which says why nothing is heard of
+    it.
 
-    members: each rank's host and process, by rank; None where it is not known yet. trouble: why this rank is not
+    members: each rank's host and process, by rank; None where it is not known yet. trouble: why
+    this rank is not
     connected to the others; empty if it is.
     """
 
@@ -59,12 +62,18 @@ class Found:
     @cached_property
     def have_ended(self) -> set[int]:
         """The ranks that have certainly ended."""
-        return {rank for rank, silence in self.silent.items() if silence.how in (LEFT, ENDED)}
+        return {
+            rank
+            for rank, silence in self.silent.items()
+            if silence.how in (LEFT, ENDED)
+        }
 
     @property
     def absent(self) -> set[int]:
         """The ranks that have not registered."""
-        return {rank for rank, silence in self.silent.items() if silence.how == NOT_COME}
+        return {
+            rank for rank, silence in self.silent.items() if silence.how == NOT_COME
+        }
 
     def process_of(self, rank: int) -> tuple[str, int]:
         """Its host and pid; empty and 0 if not known."""
@@ -85,17 +94,33 @@ class Found:
         heard.
         """
         host = self.process_of(rank)[0]
-        of_host = [one for one in range(self.size) if self.process_of(one)[0] == host] if host else [rank]
-        lost = [one for one in of_host if one in self.silent and self.silent[one].how == LOST]
+        of_host = (
+            [one for one in range(self.size) if self.process_of(one)[0] == host]
+            if host
+            else [rank]
+        )
+        lost = [
+            one
+            for one in of_host
+            if one in self.silent and self.silent[one].how == LOST
+        ]
         if len(lost) < len(of_host):
-            return f"its connection was lost{_ago(self.silent[rank].seconds)}: the network; {host} answers otherwise"
+            return (
+                f"its connection was lost{_ago(self.silent[rank].seconds)}: the"
+                f" network; {host} answers otherwise"
+            )
         whose = "its connection was" if len(lost) == 1 else "their connections were"
         ranks = named(lost).removeprefix("ranks ").removeprefix("rank ")
         since = _ago(max(self.silent[one].seconds for one in lost))
-        return f"{ALL_RANKS_OF}{host or '?'} ({ranks}): {whose} lost{since}: the host or the network"
+        return (
+            f"{ALL_RANKS_OF}{host or '?'} ({ranks}): {whose} lost{since}: the host or"
+            " the network"
+        )
 
 
-def found_of(answers: Answers, size: int, members: Sequence[Member | None], trouble: str) -> Found:
+def found_of(
+    answers: Answers, size: int, members: Sequence[Member | None], trouble: str
+) -> Found:
     """What a question's answers say of `size` ranks in all; malformed states are left out."""
     states: dict[int, RankFacts] = {}
     for key, group in answers.groups.items():
@@ -106,7 +131,11 @@ def found_of(answers: Answers, size: int, members: Sequence[Member | None], trou
         for rank in group.ranks:
             if rank < size:
                 states[rank] = state if rank == state.rank else state.of_another(rank)
-    silent = {rank: answers.silent.get(rank, Silence(NOT_HEARD)) for rank in range(size) if rank not in states}
+    silent = {
+        rank: answers.silent.get(rank, Silence(NOT_HEARD))
+        for rank in range(size)
+        if rank not in states
+    }
     found = Found(size, states, silent, tuple(members), trouble)
     for rank, state in states.items():
         if not state.pid:

@@ -1,7 +1,8 @@
-"""The one judge: which ranks are waited for, by the collectives that each rank has entered. Needs no torch.
+"""The one judge: which ranks are waited for, by the collectives that each rank has entered. Needs
+no torch.
 
-Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces) becomes Seats. What
-is odd about a source, its reader tells by leaving a rank out.
+Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces)
+becomes Seats. What is odd about a source, its reader tells by leaving a rank out.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -15,7 +16,9 @@ from typing import NamedTuple
 MISSING = "missing-rank"  # others are in a collective that these ranks have not entered
 OUT_OF_STEP = "out-of-step"  # ranks are in different collectives of the same number
 SIZES = "sizes-differ"  # ranks are in the same collective with different sizes
-CROSSED = "crossed-groups"  # every rank that has not entered one waits in another group's
+CROSSED = (
+    "crossed-groups"  # every rank that has not entered one waits in another group's
+)
 ALL_IN = "all-in"  # all are in the same one, and none has come out
 OLDER = "older"  # the records are of different times: some rank has come out of it
 _IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # a rank cannot come out of such a collective
@@ -33,8 +36,10 @@ _ANY_SIZE = (
 class Seat(NamedTuple):
     """One collective that a rank has entered.
 
-    number: of its group, rising by one. kind, size: empty where not known; both are compared as they are. done: the
-    rank has come out of it, or given it up; None: its source never tells, so that it is in it excuses nobody.
+    number: of its group, rising by one. kind, size: empty where not known; both are compared as
+    they are. done: the
+    rank has come out of it, or given it up; None: its source never tells, so that it is in it
+    excuses nobody.
     completed: all ranks had entered it. caller: from where in the user's code; not compared.
     """
 
@@ -50,11 +55,15 @@ class Seat(NamedTuple):
     @property
     def may_have_any_size(self) -> bool:
         """Whether ranks may give different sizes."""
-        return self.kind.rpartition(":")[2].lower().replace("_", "").startswith(_ANY_SIZE)
+        return (
+            self.kind.rpartition(":")[2].lower().replace("_", "").startswith(_ANY_SIZE)
+        )
 
 
 class Judgement(NamedTuple):
-    """accused: empty if the seats do not decide. waiting: ranks in `seat`; absent: ranks that have not entered it."""
+    """accused: empty if the seats do not decide. waiting: ranks in `seat`; absent: ranks that have
+    not entered it.
+    """
 
     id: str
     accused: tuple[int, ...]
@@ -68,33 +77,60 @@ def judge(
     members: Mapping[str, Iterable[int]],
     begins: Mapping[tuple[str, int], int] | None = None,
 ) -> list[Judgement]:
-    """For each group, the first collective in which its ranks differ; groups in the order of their names.
+    """For each group, the first collective in which its ranks differ; groups in the order of their
+    names.
 
-    members: by group the ranks of which anything is known; who has a seat is one anyway. begins: by group and rank the
+    members: by group the ranks of which anything is known; who has a seat is one anyway. begins: by
+    group and rank the
     number from which on its record is whole, where that is not the first one in it.
     """
     of_group: dict[str, dict[int, dict[int, Seat]]] = {
         group: {rank: {} for rank in sorted(ranks)} for group, ranks in members.items()
     }
-    pending: dict[int, set[str]] = defaultdict(set)  # by rank the groups in whose collectives it is
+    pending: dict[int, set[str]] = defaultdict(
+        set
+    )  # by rank the groups in whose collectives it is
     for seat in seats:
-        of_group.setdefault(seat.group, {}).setdefault(seat.rank, {})[seat.number] = seat
+        of_group.setdefault(seat.group, {}).setdefault(seat.rank, {})[seat.number] = (
+            seat
+        )
         if seat.done is False:
             pending[seat.rank].add(seat.group)
-    found = [one for group, ranks in sorted(of_group.items()) if (one := _of_group(group, ranks, begins or {}))]
+    found = [
+        one
+        for group, ranks in sorted(of_group.items())
+        if (one := _of_group(group, ranks, begins or {}))
+    ]
     return [_spared(one, found, pending) if one.id == MISSING else one for one in found]
 
 
 def _of_group(
-    group: str, entered: Mapping[int, Mapping[int, Seat]], begins: Mapping[tuple[str, int], int]
+    group: str,
+    entered: Mapping[int, Mapping[int, Seat]],
+    begins: Mapping[tuple[str, int], int],
 ) -> Judgement | None:
     if len(entered) < 2:
         return None
     tops = {rank: max(of_rank, default=-1) for rank, of_rank in entered.items()}
-    firsts = (begins.get((group, rank), min(of_rank)) for rank, of_rank in entered.items() if of_rank)
+    firsts = (
+        begins.get((group, rank), min(of_rank))
+        for rank, of_rank in entered.items()
+        if of_rank
+    )
     first = max(firsts, default=0)
-    for number in sorted({number for of_rank in entered.values() for number in of_rank if number >= first}):
-        there = {rank: of_rank[number] for rank, of_rank in entered.items() if number in of_rank}
+    for number in sorted(
+        {
+            number
+            for of_rank in entered.values()
+            for number in of_rank
+            if number >= first
+        }
+    ):
+        there = {
+            rank: of_rank[number]
+            for rank, of_rank in entered.items()
+            if number in of_rank
+        }
         some, who = next(iter(there.values())), tuple(sorted(there))
         if len({seat.kind for seat in there.values()} - {""}) > 1:
             return Judgement(OUT_OF_STEP, (), who, some)
@@ -103,14 +139,39 @@ def _of_group(
             return Judgement(SIZES, (), who, some)
         if absent := tuple(sorted(rank for rank, top in tops.items() if top < number)):
             is_older = any(seat.completed for seat in there.values())
-            return Judgement(OLDER if is_older else MISSING, () if is_older else absent, who, some, absent)
+            return Judgement(
+                OLDER if is_older else MISSING,
+                () if is_older else absent,
+                who,
+                some,
+                absent,
+            )
     last = max(tops.values())
-    stuck = [of_rank[last] for of_rank in entered.values() if last in of_rank and not of_rank[last].done]
-    return Judgement(ALL_IN, (), tuple(sorted(entered)), stuck[0]) if len(stuck) == len(entered) else None
+    stuck = [
+        of_rank[last]
+        for of_rank in entered.values()
+        if last in of_rank and not of_rank[last].done
+    ]
+    return (
+        Judgement(ALL_IN, (), tuple(sorted(entered)), stuck[0])
+        if len(stuck) == len(entered)
+        else None
+    )
 
 
-def _spared(one: Judgement, found: list[Judgement], pending: Mapping[int, set[str]]) -> Judgement:
+def _spared(
+    one: Judgement, found: list[Judgement], pending: Mapping[int, set[str]]
+) -> Judgement:
     """A rank that waits in a collective of another group is not to blame."""
-    waits = {rank for other in found if other is not one and other.id in _IN_VAIN for rank in other.waiting}
-    accused = tuple(rank for rank in one.accused if rank not in waits and not pending[rank] - {one.seat.group})
+    waits = {
+        rank
+        for other in found
+        if other is not one and other.id in _IN_VAIN
+        for rank in other.waiting
+    }
+    accused = tuple(
+        rank
+        for rank in one.accused
+        if rank not in waits and not pending[rank] - {one.seat.group}
+    )
     return one._replace(id=MISSING if accused else CROSSED, accused=accused)

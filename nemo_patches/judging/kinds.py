@@ -1,4 +1,6 @@
-"""The kinds of missing ranks, and what a rank may wait in: words of log lines. Needs no torch, so tools use it too."""
+"""The kinds of missing ranks, and what a rank may wait in: words of log lines. Needs no torch, so
+tools use it too.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -7,11 +9,15 @@ ELSEWHERE = "elsewhere"  # it is alive, and not in the others' call
 SILENT = "no heartbeat"  # it does not answer, or has ended without a word
 # What shows why it does not answer:
 GONE = "its process has gone"
-ANSWERS_NOTHING = "answers nothing, its connection stands: stopped, or Python's lock (GIL) is held"
+ANSWERS_NOTHING = (
+    "answers nothing, its connection stands: stopped, or Python's lock (GIL) is held"
+)
 ALL_RANKS_OF = "all ranks of "  # how it begins where a host is lost with all its ranks
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # it has not registered
-LATE = "late"  # it has not come, or came after the others gave up; not known more exactly
+LATE = (
+    "late"  # it has not come, or came after the others gave up; not known more exactly
+)
 EVALUATED = "evaluation ended"  # it had fewer batches than the others, which need not wait for it
 # Activities that end by themselves, or may:
 CHECKPOINT = "a checkpoint"

@@ -1,4 +1,5 @@
 """A missing rank, and how a log line describes the missing ranks."""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from .kinds import (
     UNANNOUNCED,
 )
 
-NOT_ANNOUNCED = "not patched, or not started, or it cannot connect, which its stderr says"
+NOT_ANNOUNCED = (
+    "not patched, or not started, or it cannot connect, which its stderr says"
+)
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 
 UNPATCHED = (
-    "A rank that is not patched waits in the default process group, where the other ranks' next collective meets its "
-    "reduce: the job then hangs, dies or reduces wrong numbers. What keeps it from being patched is on its stderr, and "
-    "`nemo-patches status` says it there"
+    "A rank that is not patched waits in the default process group, where the other"
+    " ranks' next collective meets its reduce: the job then hangs, dies or reduces"
+    " wrong numbers. What keeps it from being patched is on its stderr, and"
+    " `nemo-patches status` says it there"
 )
 
 
@@ -35,12 +39,16 @@ UNPATCHED = (
 class MissingRank:
     """A rank that the others wait for.
 
-    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had fewer batches than
-    the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length sync. The rest is what
-    it last reported: empty, 0 and -1 if it reported nothing, or if too many ranks are missing to describe each.
-    idle: seconds since its last encoder call began. where: what its training thread does, if it answers; else what
+    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had
+    fewer batches than
+    the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length
+    sync. The rest is what it last reported: empty, 0 and -1 if it reported nothing, or if too many
+    ranks are missing to describe each.
+    idle: seconds since its last encoder call began. where: what its training thread does, if it
+    answers; else what
     shows why it does not.
-    workers: process ids of its data loader's workers. collective: the collective in which it waits itself; empty: in
+    workers: process ids of its data loader's workers. collective: the collective in which it waits
+    itself; empty: in
     no known one. batch: its current or last batch: "1041: cuts a, b, +30".
     """
 
@@ -56,12 +64,24 @@ class MissingRank:
     batch: str = ""
 
     def __str__(self) -> str:
-        process = ", ".join(filter(None, (self.host, f"pid {self.pid}" if self.pid else "")))
+        process = ", ".join(
+            filter(None, (self.host, f"pid {self.pid}" if self.pid else ""))
+        )
         who = f"rank {self.rank}" + (f" ({process})" if process else "")
-        least = "at least " if self.kind in (SILENT, LATE) else ""  # it said so when it was last heard
-        last = f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago" if self.idle >= 0 else ""
+        least = (
+            "at least " if self.kind in (SILENT, LATE) else ""
+        )  # it said so when it was last heard
+        last = (
+            f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago"
+            if self.idle >= 0
+            else ""
+        )
         last += f"; last batch {self.batch}" if self.batch else ""
-        workers = f"; its data loader's workers: pids {', '.join(map(str, self.workers))}" if self.workers else ""
+        workers = (
+            f"; its data loader's workers: pids {', '.join(map(str, self.workers))}"
+            if self.workers
+            else ""
+        )
         if self.kind == UNANNOUNCED:
             return f"{who} has not announced itself: {NOT_ANNOUNCED}"
         if self.kind == LEFT:
@@ -71,10 +91,17 @@ class MissingRank:
                 return self.where
             return f"{who}{' ' if self.where == ANSWERS_NOTHING else ': '}{self.where}{last}"
         if self.kind in APART:
-            why = f"its encoder's {self.kind}" if self.kind == FLAG_IS_OFF else f"{self.kind} there"
+            why = (
+                f"its encoder's {self.kind}"
+                if self.kind == FLAG_IS_OFF
+                else f"{self.kind} there"
+            )
             return f"{who}: {why}: it takes no part in the length sync{last}"
         if self.kind == EVALUATED:
-            return f"{who} has ended this evaluation, it had fewer batches, and waits in {self.collective}{last}"
+            return (
+                f"{who} has ended this evaluation, it had fewer batches, and waits in"
+                f" {self.collective}{last}"
+            )
         if self.collective:
             return f"{who} waits itself, in {self.collective}: {self.where}{last}"
         has = "is elsewhere" if self.kind == ELSEWHERE else "is late"
@@ -83,7 +110,9 @@ class MissingRank:
 
 @dataclass(frozen=True)
 class Stall:
-    """Missing ranks that this rank waits for, or has stopped waiting for: `status().stalls` has those that last."""
+    """Missing ranks that this rank waits for, or has stopped waiting for: `status().stalls` has
+    those that last.
+    """
 
     encoder: str
     call: int  # 0 if the encoder's length sync has ended, because the missing ranks have died
@@ -96,16 +125,29 @@ class Stall:
     def __str__(self) -> str:
         if self.text:
             return self.text
-        who = f"not told: {self.unknown}" if self.unknown else described(self.missing, self.size)
-        return f"{self.encoder}: call {self.call}, {self.since.total_seconds():.0f} s ago, missing: {who}"
+        who = (
+            f"not told: {self.unknown}"
+            if self.unknown
+            else described(self.missing, self.size)
+        )
+        return (
+            f"{self.encoder}: call {self.call}, {self.since.total_seconds():.0f} s ago,"
+            f" missing: {who}"
+        )
 
 
 def described(missing: tuple[MissingRank, ...], size: int) -> str:
-    """The missing ranks, at least one, of `size` in all: all named, and what the first DETAILED do."""
-    lines = list(dict.fromkeys(str(rank) for rank in missing[:DETAILED]))  # a host's ranks have one
+    """The missing ranks, at least one, of `size` in all: all named, and what the first DETAILED
+    do.
+    """
+    lines = list(
+        dict.fromkeys(str(rank) for rank in missing[:DETAILED])
+    )  # a host's ranks have one
     rest = missing[DETAILED:]
     for kind in KINDS:
-        ranks = [missing_rank.rank for missing_rank in rest if missing_rank.kind == kind]
+        ranks = [
+            missing_rank.rank for missing_rank in rest if missing_rank.kind == kind
+        ]
         if ranks:
             lines.append(f"{len(ranks)} more {kind}: {named(ranks)}")
     if any(rank.kind == UNANNOUNCED for rank in missing):

@@ -1,4 +1,5 @@
 """Ranks in the same state at the same place, and their text in a log line. Needs no torch."""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ _WHY = {
     NO_WATCH: "there are no stall reports there; stderr there says why",
 }
 _OF_SEVERAL = {
-    ANSWERS_NOTHING: "answer nothing, their connections stand: stopped, or Python's lock (GIL) is held",
+    ANSWERS_NOTHING: (
+        "answer nothing, their connections stand: stopped, or Python's lock (GIL) is"
+        " held"
+    ),
     GONE: "their processes have gone",
 }
 
@@ -48,11 +52,14 @@ _OF_SEVERAL = {
 class RankGroup:
     """Ranks in the same state at the same place.
 
-    runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING, COMPUTING, UNHEARD,
-    or a missing rank's. still: the shortest time in seconds since any of them was seen to move, -1 if not known.
-    goes_on_for: the longest time until one of them counts as standing still. The rest is what the first of them says of
-    itself, or for UNHEARD why nothing is heard in `where`. idle: seconds since its last encoder call began, -1 if not
-    known.
+    runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING,
+    COMPUTING, UNHEARD,
+    or a missing rank's. still: the shortest time in seconds since any of them was seen to move, -1
+    if not known.
+    goes_on_for: the longest time until one of them counts as standing still. The rest is what the
+    first of them says of
+    itself, or for UNHEARD why nothing is heard in `where`. idle: seconds since its last encoder
+    call began, -1 if not known.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -108,26 +115,44 @@ class RankGroup:
         first, *others = self.ranks
         place = (self.host, self.pid, self.calls, self.idle, self.where)
         named_rank = MissingRank(first, self.kind, *place, batch=self.batch)
-        return [named_rank, *(MissingRank(rank, self.kind, where=self.where) for rank in others)]
+        return [
+            named_rank,
+            *(MissingRank(rank, self.kind, where=self.where) for rank in others),
+        ]
 
     def text(self, with_calls: bool = False) -> str:
-        """The text for a log line. with_calls: add the number of encoder calls of ranks that wait."""
-        if self.kind in (SILENT, LEFT, UNANNOUNCED) and (self.size == 1 or self.where.startswith(ALL_RANKS_OF)):
+        """The text for a log line. with_calls: add the number of encoder calls of ranks that
+        wait.
+        """
+        if self.kind in (SILENT, LEFT, UNANNOUNCED) and (
+            self.size == 1 or self.where.startswith(ALL_RANKS_OF)
+        ):
             return str(self.missing()[0])
         ranks = named(self.ranks)
         if self.size == 1 and self.host:
             ranks += f" ({self.host}, pid {self.pid})"
         go = "goes" if self.size == 1 else "go"
         if self.kind == WAITING:
-            after = f", after encoder call {self.calls}" if with_calls and self.calls else ""
+            after = (
+                f", after encoder call {self.calls}"
+                if with_calls and self.calls
+                else ""
+            )
             return f"{ranks}: {self.collective}{self._from()}{after}"
         if self.kind == CALLING:
             return f"{ranks}: {go} on with encoder calls"
-        at = f", now in {self.where or self.collective}" if self.where or self.collective else ""
+        at = (
+            f", now in {self.where or self.collective}"
+            if self.where or self.collective
+            else ""
+        )
         if self.kind == MOVING:
             return f"{ranks}: {go} on without encoder calls{at}"
         if self.kind == COMPUTING:
-            return f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a step{at}{self._workers()}"
+            return (
+                f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a"
+                f" step{at}{self._workers()}"
+            )
         if self.kind == UNHEARD:
             return f"{ranks}: not heard: {self.where}"
         if self.kind == SILENT:
@@ -136,7 +161,9 @@ class RankGroup:
             return f"{ranks}: {_MEANINGS[self.kind]}"
         if self.request and not is_guess(self.request):
             waits = "waits" if self.size == 1 else "wait"
-            return f"{ranks} {waits} for a request: {self.request}" + (f" in {self.caller}" if self.caller else "")
+            return f"{ranks} {waits} for a request: {self.request}" + (
+                f" in {self.caller}" if self.caller else ""
+            )
         batch = f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
         where = self.where or "where is not known"
         return f"{ranks}{_DOES.get(self.activity, '')}: {where}{self._workers()}{batch}"
@@ -148,7 +175,9 @@ class RankGroup:
         caller = f", in {self.caller}" if self.caller else ""
         if not self.hook:
             return caller
-        return caller + (f", while {self.hook}" if " " in self.hook else f", during {self.hook}")
+        return caller + (
+            f", while {self.hook}" if " " in self.hook else f", during {self.hook}"
+        )
 
 
 _MEANINGS = {
@@ -157,13 +186,19 @@ _MEANINGS = {
 }
 
 
-_OF_STATE = {one.name for one in fields(RankGroup)} & {one.name for one in fields(RankFacts)}
+_OF_STATE = {one.name for one in fields(RankGroup)} & {
+    one.name for one in fields(RankFacts)
+}
 
 
 def grouped(found: Found) -> tuple[RankGroup, ...]:
-    """The groups of all ranks: the suspects first, the smallest group of these before the others."""
+    """The groups of all ranks: the suspects first, the smallest group of these before the
+    others.
+    """
     single = [_of_state(rank, state) for rank, state in found.states.items()]
-    single += [_of_silent(rank, silence.how, found) for rank, silence in found.silent.items()]
+    single += [
+        _of_silent(rank, silence.how, found) for rank, silence in found.silent.items()
+    ]
     by_place: dict[tuple[str, ...], list[RankGroup]] = {}
     for group in sorted(single, key=lambda one: one.runs):
         by_place.setdefault(group.place, []).append(group)
@@ -171,19 +206,27 @@ def grouped(found: Found) -> tuple[RankGroup, ...]:
         replace(
             alone[0],
             runs=tuple(ranges(group.runs[0][0] for group in alone)),
-            still=min((group.still for group in alone if group.still >= 0), default=-1.0),
+            still=min(
+                (group.still for group in alone if group.still >= 0), default=-1.0
+            ),
             sleeps=all(group.sleeps for group in alone),
             goes_on_for=max(group.goes_on_for for group in alone),
         )
         for alone in by_place.values()
     ]
     order = {UNHEARD: 1, MOVING: 2, COMPUTING: 2, CALLING: 2, WAITING: 3}
-    return tuple(sorted(joined, key=lambda group: (order.get(group.kind, 0), group.size, group.runs)))
+    return tuple(
+        sorted(
+            joined, key=lambda group: (order.get(group.kind, 0), group.size, group.runs)
+        )
+    )
 
 
 def _of_state(rank: int, state: RankFacts) -> RankGroup:
     kind = state.goes_on or (WAITING if state.collective else ELSEWHERE)
-    return RankGroup(((rank, rank),), kind, **{name: getattr(state, name) for name in _OF_STATE})
+    return RankGroup(
+        ((rank, rank),), kind, **{name: getattr(state, name) for name in _OF_STATE}
+    )
 
 
 def _of_silent(rank: int, how: str, found: Found) -> RankGroup:

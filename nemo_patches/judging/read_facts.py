@@ -1,7 +1,7 @@
 """Reads what another rank says of itself.
 
-It is data: its types are checked, its size is bounded, it is printed without control characters, and
-nothing of it is evaluated.
+It is data: its types are checked, its size is bounded, it is printed without control characters,
+and nothing of it is evaluated.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -24,12 +24,20 @@ def read_facts(content: Any, has_place: bool = True) -> RankFacts | None:
     """
     checks = {one.name: _CHECKS[str(one.type)] for one in fields(RankFacts)}
     try:
-        facts = RankFacts(**{name: checks[name](value) for name, value in content.items() if name in checks})
+        facts = RankFacts(
+            **{
+                name: checks[name](value)
+                for name, value in content.items()
+                if name in checks
+            }
+        )
     except (TypeError, ValueError, AttributeError, OverflowError):
         return None
     if has_place:
         return facts
-    return replace(facts, where="", caller="", hook="", workers=(), worker_states=(), batch="")
+    return replace(
+        facts, where="", caller="", hook="", workers=(), worker_states=(), batch=""
+    )
 
 
 def _text(value: Any) -> str:
@@ -57,7 +65,9 @@ def _yes_or_no(value: Any) -> bool:
 
 
 def _by_encoder(check: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {_text(key): check(each) for key, each in list(value.items())[:MOST_ENCODERS]}
+    return lambda value: {
+        _text(key): check(each) for key, each in list(value.items())[:MOST_ENCODERS]
+    }
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {  # by a field's annotation

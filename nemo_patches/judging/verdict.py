@@ -4,6 +4,7 @@ Steps decide. A rank that waits in a collective is never blamed for it, nor one 
 one of which nothing is known. Where the evidence does not decide, the verdict says so. Needs no
 torch.
 """
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
 
 _NO_RANK_MOVES = "no rank moves: "
-_ALL_IN = "every rank waits in the same collective: possibly one is a call ahead, or the network has failed"
+_ALL_IN = (
+    "every rank waits in the same collective: possibly one is a call ahead, or the"
+    " network has failed"
+)
 _MAY_WAIT = "who waits may wait for a rank that goes on"
 _JOB = "job"  # the group in which all ranks are
-# Collectives in which all ranks wait for what one of them has: so a server's ranks wait for its requests.
+# Collectives in which all ranks wait for what one of them has: so a server's ranks wait for its
+# requests.
 _FROM_ONE = {
     "broadcast",
     "broadcast_object_list",
@@ -80,7 +85,12 @@ class Verdict:
     def waiting_for_sure(self) -> set[int]:
         """The ranks in a collective, unless that is a guess."""
         waiting = (group for group in self.groups if group.kind == WAITING)
-        return {rank for group in waiting if not is_guess(group.collective) for rank in group.ranks}
+        return {
+            rank
+            for group in waiting
+            if not is_guess(group.collective)
+            for rank in group.ranks
+        }
 
     @property
     def is_busy(self) -> bool:
@@ -106,14 +116,21 @@ class Verdict:
         """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none
         goes on.
         """
-        why = "no rank takes a step" if self.goes_on else f"no rank has moved for {still_s:.0f} s"
+        why = (
+            "no rank takes a step"
+            if self.goes_on
+            else f"no rank has moved for {still_s:.0f} s"
+        )
         if self.remark:
             why = f"{self.remark}; {why}"
         return replace(self, level=logging.WARNING, remark=why)
 
     def outline(self) -> list[tuple[object, ...]]:
         """The text without the ranks' places in their code."""
-        return [(group.runs, group.kind, group.collective, group.activity, group.request) for group in self.groups]
+        return [
+            (group.runs, group.kind, group.collective, group.activity, group.request)
+            for group in self.groups
+        ]
 
     def text(self) -> str:
         """The groups in one line."""
@@ -150,19 +167,26 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     return Verdict(logging.INFO, "no rank is known to wait for another", groups)
 
 
-def _wait_for_requests(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> bool:
+def _wait_for_requests(
+    groups: tuple[RankGroup, ...], suspects: list[RankGroup]
+) -> bool:
     """Whether all suspects do, and the others wait for these requests. A rank that has ended is
     none of these.
     """
     collectives = {group.collective for group in groups if group.kind == WAITING}
-    return all(group.request and _is_waited_for(group.request, collectives) for group in suspects)
+    return all(
+        group.request and _is_waited_for(group.request, collectives)
+        for group in suspects
+    )
 
 
 def _is_waited_for(request: str, collectives: Collection[str]) -> bool:
     """Whether ranks that wait in these collectives wait for this rank's request. If none waits:
     whether it is certain that this rank does.
     """
-    return not is_guess(request) or (bool(collectives) and _FROM_ONE.issuperset(collectives))
+    return not is_guess(request) or (
+        bool(collectives) and _FROM_ONE.issuperset(collectives)
+    )
 
 
 def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Verdict:
@@ -174,13 +198,19 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
     are_guesses = all(is_guess(group.collective) for group in waiting)
     if found is not None and found.accused:
         if not suspects:
-            return Verdict(logging.INFO, "the ranks that wait may have had fewer batches", groups)
+            return Verdict(
+                logging.INFO, "the ranks that wait may have had fewer batches", groups
+            )
         slow = [group for group in suspects if not group.has_ended]
         ends_by_itself = bool(slow) and all(group.activity for group in slow)
         guess = "that they wait is a guess, by a method's name" if are_guesses else ""
-        return Verdict(logging.INFO if ends_by_itself else logging.WARNING, guess, groups)
+        return Verdict(
+            logging.INFO if ends_by_itself else logging.WARNING, guess, groups
+        )
     level = logging.INFO if are_guesses else logging.WARNING
-    if unheard := sorted(rank for group in groups if group.kind == UNHEARD for rank in group.ranks):
+    if unheard := sorted(
+        rank for group in groups if group.kind == UNHEARD for rank in group.ranks
+    ):
         are = "is" if len(unheard) == 1 else "are"
         return Verdict(level, f"where {named(unheard)} {are}, nobody knows", groups)
     if found is None or found.id != OUT_OF_STEP:
@@ -188,7 +218,9 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
     at = "at different places"
     if len({group.collective for group in waiting}) > 1:
         at = "in different collectives"
-    return Verdict(level, f"the ranks wait {at}; which of them is wrong cannot be told", groups)
+    return Verdict(
+        level, f"the ranks wait {at}; which of them is wrong cannot be told", groups
+    )
 
 
 def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
@@ -197,9 +229,19 @@ def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
     """
     known = [group for group in groups if group.kind != UNHEARD]
     waiting = [group for group in known if group.kind == WAITING]
-    kinds = ["" if len(waiting) < len(known) else " at ".join(group.place) for group in waiting]
-    seats = [Seat(rank, _JOB, 1, kind) for group, kind in zip(waiting, kinds, strict=True) for rank in group.ranks]
-    return next(iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})), None)
+    kinds = [
+        "" if len(waiting) < len(known) else " at ".join(group.place)
+        for group in waiting
+    ]
+    seats = [
+        Seat(rank, _JOB, 1, kind)
+        for group, kind in zip(waiting, kinds, strict=True)
+        for rank in group.ranks
+    ]
+    return next(
+        iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})),
+        None,
+    )
 
 
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:

@@ -1,4 +1,6 @@
-"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so tools use it, too."""
+"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so
+tools use it, too.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -8,7 +10,8 @@ from typing import NamedTuple
 
 from .kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
 
-# What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions begin.
+# What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions
+# begin.
 _C10D = "distributed/distributed_c10d.py"
 _WAITS = (
     (
@@ -16,14 +19,26 @@ _WAITS = (
         ("_distributed_broadcast_coalesced", "_sync_"),
         "DDP's buffer broadcast",
     ),
-    ("nn/parallel/distributed.py", ("__init__", "_ddp_init_helper"), "DDP's construction"),
+    (
+        "nn/parallel/distributed.py",
+        ("__init__", "_ddp_init_helper"),
+        "DDP's construction",
+    ),
     (
         "nn/parallel/distributed.py",
         ("_pre_forward",),
         "DDP's second step, which makes its buckets anew",
     ),
-    ("distributed/utils.py", ("_sync_module_states", "_verify_param_shape"), "DDP's construction"),
-    ("autograd/graph.py", ("_engine_run_backward",), "backward, which reduces the gradients"),
+    (
+        "distributed/utils.py",
+        ("_sync_module_states", "_verify_param_shape"),
+        "DDP's construction",
+    ),
+    (
+        "autograd/graph.py",
+        ("_engine_run_backward",),
+        "backward, which reduces the gradients",
+    ),
     ("distributed/_functional_collectives.py", ("",), "a functional collective"),
     ("distributed/fsdp/", ("",), "FSDP"),
     ("nn/modules/_functions.py", ("",), "SyncBatchNorm"),
@@ -40,9 +55,15 @@ _DEVICE_WAITS = {
     *("nonzero", "masked_select", "unique", "repeat_interleave"),
 }
 _WORK_WAIT, _MOST_NAMES = "wait", 3
-_CHECKPOINT_FUNCTIONS = {"save_checkpoint", "_save_checkpoint", "save_to", "_save_to_state"}
+_CHECKPOINT_FUNCTIONS = {
+    "save_checkpoint",
+    "_save_checkpoint",
+    "save_to",
+    "_save_to_state",
+}
 _CHECKPOINT_FILES = ("serialization.py", "distributed/checkpoint/")
-# By torch's file, and by how the names of its functions begin. A function that has been compiled runs without them.
+# By torch's file, and by how the names of its functions begin. A function that has been compiled
+# runs without them.
 _ACTIVITIES = (
     ("_dynamo/convert_frame.py", ("",), COMPILATION),
     (
@@ -62,11 +83,19 @@ _ACTIVITIES = (
     ("jit/_freeze.py", ("freeze", "optimize_for_inference"), EXPORT),
 )
 _NEMO_EXPORT = ("/nemo/core/classes/exportable.py", ("export", "_export"))
-_DEBUGGER_FILES = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd", "/IPython/core/debugger")
+_DEBUGGER_FILES = (
+    "/pdb.py",
+    "/bdb.py",
+    "/debugpy/",
+    "/pydevd",
+    "/IPython/core/debugger",
+)
 
 
 class Call(NamedTuple):
-    """A frame by its names, with "/" in them. in_torch: its path within torch/, empty where it is not torch's."""
+    """A frame by its names, with "/" in them. in_torch: its path within torch/, empty where it is
+    not torch's.
+    """
 
     function: str
     file: str
@@ -81,14 +110,20 @@ def collective(calls: Iterable[Call]) -> str:
             break  # a compilation within backward waits for no rank
         name = call.function
         if call.in_torch == _C10D:
-            outermost_name = name if not name.startswith("_") and name not in _NO_COLLECTIVES else outermost_name
+            outermost_name = (
+                name
+                if not name.startswith("_") and name not in _NO_COLLECTIVES
+                else outermost_name
+            )
         elif not outermost_name and (title := _title(call, _WAITS)):
             return title
     return outermost_name
 
 
 def set_up(calls: Iterable[Call]) -> str:
-    """The function that makes or destroys a process group, in which all its ranks wait for each other."""
+    """The function that makes or destroys a process group, in which all its ranks wait for each
+    other.
+    """
     for call in calls:
         if not call.in_torch:
             break
@@ -105,11 +140,15 @@ def of_method(method: str) -> str:
 
 
 def of_names(names: Sequence[str]) -> str:
-    """The same, where only the names are known that the calling function has, of which one is the method's."""
+    """The same, where only the names are known that the calling function has, of which one is the
+    method's.
+    """
     if _WORK_WAIT in names:
         return of_method(_WORK_WAIT)
     methods = [f"{name}()" for name in names if name in _DEVICE_WAITS]
-    return PERHAPS + f"the GPU, in {' or '.join(methods[:_MOST_NAMES])}" if methods else ""
+    return (
+        PERHAPS + f"the GPU, in {' or '.join(methods[:_MOST_NAMES])}" if methods else ""
+    )
 
 
 def needs_device(method: str) -> bool:
@@ -123,13 +162,19 @@ def activity(calls: Sequence[Call]) -> str:
         return DEBUGGER
     saves = (
         call.function in _CHECKPOINT_FUNCTIONS
-        or (call.function.startswith("save") and call.in_torch.startswith(_CHECKPOINT_FILES))
+        or (
+            call.function.startswith("save")
+            and call.in_torch.startswith(_CHECKPOINT_FILES)
+        )
         for call in calls
     )
     if any(saves):
         return CHECKPOINT
     path, functions = _NEMO_EXPORT
-    exports = any(call.file.endswith(path) and call.function.startswith(functions) for call in calls)
+    exports = any(
+        call.file.endswith(path) and call.function.startswith(functions)
+        for call in calls
+    )
     return EXPORT if exports else next(filter(None, map(_torch_activity, calls)), "")
 
 

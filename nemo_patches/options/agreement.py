@@ -11,7 +11,10 @@ from nemo_patches.options.patient_rounds import PatientRounds
 from nemo_patches.sync.length_sync import GroupSyncs, process
 
 _BATCHES = 1 << 26  # a pass with more has the same numbers again
-_LATE = "not every rank has said within {waited:.2f} s whether it has another batch; all wait for that"
+_LATE = (
+    "not every rank has said within {waited:.2f} s whether it has another batch; all"
+    " wait for that"
+)
 _NO_LENGTH = 0  # otherwise the length plus one
 _SET_UP = 0  # instead of a batch
 
@@ -50,7 +53,9 @@ class Position(NamedTuple):
 class Agreement:
     """All ranks make one for each loader, in the same order. Only the training thread calls it."""
 
-    def __init__(self, group_syncs: GroupSyncs, kind: str, number: int, contents: str) -> None:
+    def __init__(
+        self, group_syncs: GroupSyncs, kind: str, number: int, contents: str
+    ) -> None:
         """contents: what is in the loader, for messages."""
         self.title = f"{kind} loader {number} ({contents})"
         self._position = Position(0, _SET_UP, ended=False)
@@ -89,7 +94,10 @@ class Agreement:
         if highest[:2] != lowest[:2]:
             one = f"rank {extremes.lowest.rank} is at {lowest}"
             other = f"rank {extremes.highest.rank} is at {highest}"
-            text = f"the ranks are out of step: {one}, {other}; some rank has left a pass early"
+            text = (
+                f"the ranks are out of step: {one}, {other}; some rank has left a pass"
+                " early"
+            )
             raise self._error(text)
         return (extremes.highest.rank if highest.ended else None), lowest.ended
 

@@ -82,7 +82,10 @@ class RankZero:
             return own
         self._step = step
         text = json.dumps([question, own]).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") % VALUES
+        digest = (
+            int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+            % VALUES
+        )
         extremes = self._round(digest)
         if extremes.highest.value == extremes.lowest.value:
             return own
@@ -101,7 +104,10 @@ class RankZero:
         comes on any rank, and all go on as stock.
         """
         try:
-            if self._begin.has_come() or self._begin.wait(current().timeout) is not None:
+            if (
+                self._begin.has_come()
+                or self._begin.wait(current().timeout) is not None
+            ):
                 return True
             why = "one is not patched, or has checkpoints=stock, or is out of reach"
             self._end(f"not every rank takes part: {why}")
@@ -230,7 +236,9 @@ METHODS: dict[str, Callable[..., Any]] = {
 _Candidates = Mapping[str, Any]
 
 
-def _follow(callback: Any, trainer: Any, question: str, candidates: _Candidates) -> _Candidates:
+def _follow(
+    callback: Any, trainer: Any, question: str, candidates: _Candidates
+) -> _Candidates:
     """Make a callback see what rank 0's callback sees, with its candidates where it uses them."""
 
     def take_over() -> _Candidates:
@@ -262,7 +270,9 @@ class _OsOfRankZero:
     def exists(self, path: str) -> bool:
         own = os.path.exists(path)
         question = "is the file there"
-        return checkpoints.safely(lambda: checkpoints.answer(question, own, self._step), own)
+        return checkpoints.safely(
+            lambda: checkpoints.answer(question, own, self._step), own
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)

@@ -26,7 +26,9 @@ class PassEnds:
 
     def __init__(self, loader: Any, title: str) -> None:
         """Raises StopTogetherError for a loader whose next pass may go on with one that was cut."""
-        if type(loader).__name__ == "BroadcastingDataLoader":  # NeMo's, around another loader
+        if (
+            type(loader).__name__ == "BroadcastingDataLoader"
+        ):  # NeMo's, around another loader
             loader = vars(loader).get("_source", loader)
         parts = list(_parts_of(loader))
         for part in parts:
@@ -34,8 +36,12 @@ class PassEnds:
         wrappers = [part for part in parts if _is_a(part, "IterableDatasetWrapper")]
         self._loader = loader
         self._wrapper = wrappers[0] if wrappers else None
-        samplers = [vars(self._wrapper)["sampler"]] if self._wrapper is not None else parts
-        self._samplers = [sampler for sampler in samplers if _is_a(sampler, "CutSampler")]
+        samplers = (
+            [vars(self._wrapper)["sampler"]] if self._wrapper is not None else parts
+        )
+        self._samplers = [
+            sampler for sampler in samplers if _is_a(sampler, "CutSampler")
+        ]
         self._in_workers = False
         if self._wrapper is not None and isinstance(loader, DataLoader):
             self._in_workers = loader.num_workers > 0
@@ -65,7 +71,9 @@ class PassEnds:
         """
         for sampler in self._samplers:
             for part in _inner_parts(sampler):
-                if hasattr(part, "set_epoch"):  # a sampler: its epoch is Lightning's to count
+                if hasattr(
+                    part, "set_epoch"
+                ):  # a sampler: its epoch is Lightning's to count
                     close = getattr(getattr(part, "cuts_iter", None), "close", None)
                     if close is not None:
                         close()
@@ -80,7 +88,11 @@ def _parts_of(loader: Any) -> Iterator[Any]:
     yield loader
     if not isinstance(loader, DataLoader):
         return
-    yield from (loader.sampler, loader.batch_sampler, _held(loader.batch_sampler, "sampler"))
+    yield from (
+        loader.sampler,
+        loader.batch_sampler,
+        _held(loader.batch_sampler, "sampler"),
+    )
     seen = set[int]()
     part: Any = loader.dataset
     while part is not None and id(part) not in seen:
@@ -95,7 +107,9 @@ def _held(part: Any, name: str) -> Any:
 
 
 def _refuse_own_iterator(part: Any, title: str) -> None:
-    owner = next((base for base in type(part).__mro__ if "__next__" in vars(base)), None)
+    owner = next(
+        (base for base in type(part).__mro__ if "__next__" in vars(base)), None
+    )
     if owner is not None and owner.__module__.partition(".")[0] not in _KNOWN:
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise StopTogetherError(
@@ -110,17 +124,23 @@ def _inner_parts(of: Any) -> Iterator[Any]:
     for name in _PARTS:
         held = vars(of).get(name)
         for part in held if isinstance(held, (list, tuple)) else [held]:
-            if hasattr(part, "__dict__") and hasattr(part, "__iter__"):  # not the cuts themselves
+            if hasattr(part, "__dict__") and hasattr(
+                part, "__iter__"
+            ):  # not the cuts themselves
                 yield from _inner_parts(part)
 
 
 def _counts_epochs(part: Any) -> bool:
-    return _is_of(type(part), "lhotse", "nemo") and isinstance(vars(part).get("epoch"), int)
+    return _is_of(type(part), "lhotse", "nemo") and isinstance(
+        vars(part).get("epoch"), int
+    )
 
 
 def _is_a(part: Any, name: str) -> bool:
     """Whether its class is, or inherits from, Lhotse's of this name."""
-    return any(base.__name__ == name and _is_of(base, "lhotse") for base in type(part).__mro__)
+    return any(
+        base.__name__ == name and _is_of(base, "lhotse") for base in type(part).__mro__
+    )
 
 
 def _is_of(kind: type, *packages: str) -> bool:

@@ -30,7 +30,10 @@ _SUM_METRICS = {
     ("nemo.collections.asr.metrics.wer", "WER"),
     ("nemo.collections.asr.metrics.bleu", "BLEU"),
 }
-_PATCHED_MODULES = ("nemo.collections.asr.models.asr_model", "nemo.core.classes.modelPT")
+_PATCHED_MODULES = (
+    "nemo.collections.asr.models.asr_model",
+    "nemo.core.classes.modelPT",
+)
 _Output = dict[str, Any]  # of one batch, by name
 _Hook = Callable[[Any], Any]  # a method of a model without more parameters
 
@@ -46,10 +49,14 @@ class DeferredMetrics:
 
     def __init__(self) -> None:
         # Metrics, by model.
-        self._deferred: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._deferred: weakref.WeakKeyDictionary[Any, list[Any]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._said: set[str] = set()
 
-    def beginning(self, original: _Hook, stage: str, in_force: Callable[[], bool]) -> _Hook:
+    def beginning(
+        self, original: _Hook, stage: str, in_force: Callable[[], bool]
+    ) -> _Hook:
         """stage: "validation" or "test"."""
 
         @functools.wraps(original)
@@ -64,7 +71,12 @@ class DeferredMetrics:
     def end(self, original: _Hook, stage: str, in_force: Callable[[], bool]) -> _Hook:
         @functools.wraps(original)
         def on_epoch_end(model: Any) -> Any:
-            if in_force() and _is_shared() and model not in self._deferred and _sums(model):
+            if (
+                in_force()
+                and _is_shared()
+                and model not in self._deferred
+                and _sums(model)
+            ):
                 self._say_as_stock(model, f"on_{stage}_epoch_start")
             if self._undo(model):
                 _broadcast_as_others(model)
@@ -102,7 +114,9 @@ class DeferredMetrics:
         self._deferred[model] = sums
         for metric in sums:
             metric._to_sync = False
-        others = sorted({type(metric).__name__ for metric in metrics if not _is_sum(metric)})
+        others = sorted(
+            {type(metric).__name__ for metric in metrics if not _is_sum(metric)}
+        )
         if others:
             text = "left as stock, they are not known to be sums"
             self._say_once(f"{type(model).__name__}: {text}: {', '.join(others)}")
@@ -136,7 +150,10 @@ class DeferredMetrics:
             means = {name: _added(values) for name, values in of_ranks}
             if not outputs and (sums or means):
                 ranks = len(summaries)
-                of_all = {name: (mean / ranks).to(model.device) for name, mean in means.items()}
+                of_all = {
+                    name: (mean / ranks).to(model.device)
+                    for name, mean in means.items()
+                }
                 outputs.append(of_all)
             for name, total in sums.items():
                 for output in outputs:
@@ -146,12 +163,16 @@ class DeferredMetrics:
     def _say_as_stock(self, model: Any, method: str) -> None:
         text = f"its own {method} does not call NeMo's"
         then = "WER and BLEU wait for all ranks in every batch"
-        self._say_once(f"{type(model).__name__}: left as stock: {text}; {then}", is_wrong=True)
+        self._say_once(
+            f"{type(model).__name__}: left as stock: {text}; {then}", is_wrong=True
+        )
 
     def _say_once(self, text: str, is_wrong: bool = False) -> None:
         if text not in self._said:
             self._said.add(text)
-            report(logging.ERROR if is_wrong else logging.INFO, f"deferred metrics: {text}")
+            report(
+                logging.ERROR if is_wrong else logging.INFO, f"deferred metrics: {text}"
+            )
 
 
 class _Summary:
@@ -174,16 +195,25 @@ def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]
     """The values of every part under a name, if tensors of one shape: a user's model may add
     others.
     """
-    for name in parts[0] if parts and all(isinstance(part, dict) for part in parts) else ():
+    for name in (
+        parts[0] if parts and all(isinstance(part, dict) for part in parts) else ()
+    ):
         values = [part.get(name) for part in parts]
-        tensors = [value.detach().cpu() for value in values if isinstance(value, torch.Tensor)]
-        if len(tensors) == len(parts) and len({tensor.shape for tensor in tensors}) == 1:
+        tensors = [
+            value.detach().cpu() for value in values if isinstance(value, torch.Tensor)
+        ]
+        if (
+            len(tensors) == len(parts)
+            and len({tensor.shape for tensor in tensors}) == 1
+        ):
             yield name, tensors
 
 
 def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In the values' own type, through one that has every whole number up to 2**53."""
-    return torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
+    return (
+        torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
+    )
 
 
 def _broadcast_as_others(model: Any) -> None:
@@ -227,16 +257,23 @@ def _calls_nemos(model: Any, method: str) -> bool:
 
 def _names_in(method: Any) -> Sequence[str]:
     """The names that a method uses; none where it is no plain function, but a partial or so."""
-    code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    code = (
+        getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+    )
     return code.co_names if code else ()
 
 
 def _is_sum(metric: Any) -> bool:
     """Whether it is one whose numbers NeMo adds up, and each of its states is reduced by adding."""
-    known = any((base.__module__, base.__name__) in _SUM_METRICS for base in type(metric).__mro__)
+    known = any(
+        (base.__module__, base.__name__) in _SUM_METRICS
+        for base in type(metric).__mro__
+    )
     if not known:
         return False
-    reductions = {getattr(function, "__name__", "") for function in metric._reductions.values()}
+    reductions = {
+        getattr(function, "__name__", "") for function in metric._reductions.values()
+    }
     return reductions == {"dim_zero_sum"}
 
 

@@ -10,7 +10,12 @@ from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from nemo_patches.options.agreement import Agreement, Position, StopTogetherError, agreement_of
+from nemo_patches.options.agreement import (
+    Agreement,
+    Position,
+    StopTogetherError,
+    agreement_of,
+)
 from nemo_patches.options.cut_pass import PassEnds
 from nemo_patches.patching import DISABLE_VARIABLE
 from nemo_patches.sync.rank_log import rank_and_size, report
@@ -33,14 +38,18 @@ class EvenLoader:
         "limit",
     )
 
-    def __init__(self, loader: Any, agreement: Agreement, may_be_empty: bool = False) -> None:
+    def __init__(
+        self, loader: Any, agreement: Agreement, may_be_empty: bool = False
+    ) -> None:
         """may_be_empty: on all ranks. Waits for every rank; raises StopTogetherError."""
         self._loader = loader
         self._agreement = agreement
         self._may_be_empty = may_be_empty
         self._ends = PassEnds(loader, agreement.title)
         self._passes = 0
-        self.limit: Callable[[], int | None] = lambda: None  # most batches of the pass that begins
+        self.limit: Callable[[], int | None] = lambda: (
+            None
+        )  # most batches of the pass that begins
         length = _length(loader)
         # The smallest length of all ranks' loaders; None if one has none.
         self.agreed_length, rank, all_alike = agreement.least_length(length)
@@ -48,10 +57,14 @@ class EvenLoader:
             self._no_batch(rank, all_alike)
         elif self.agreed_length is not None and length != self.agreed_length:
             least = f"rank {rank} has {self.agreed_length} batches: no rank's pass is longer"
-            report(logging.WARNING, f"{agreement.title}: {least}; this rank has {length}")
+            report(
+                logging.WARNING, f"{agreement.title}: {least}; this rank has {length}"
+            )
 
     def __getattr__(self, name: str) -> Any:
-        if name in EvenLoader.__slots__:  # of an empty copy, before its attributes are there
+        if (
+            name in EvenLoader.__slots__
+        ):  # of an empty copy, before its attributes are there
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -112,7 +125,9 @@ class EvenLoader:
             if not all_ended:
                 report(logging.INFO, f"{title}: this rank has no more, others have")
 
-    def _begun(self, limit: int | None) -> tuple[Iterator[Any], tuple[Any, ...], int | None, bool]:
+    def _begun(
+        self, limit: int | None
+    ) -> tuple[Iterator[Any], tuple[Any, ...], int | None, bool]:
         """A pass's batches after the first, and the first (empty: there is none); then as
         Agreement.ended_by().
         """
@@ -122,7 +137,9 @@ class EvenLoader:
         return (source, here, *self._agreement.ended_by())
 
     def _limits(self) -> list[int]:
-        return [limit for limit in (self.limit(), self.agreed_length) if limit is not None]
+        return [
+            limit for limit in (self.limit(), self.agreed_length) if limit is not None
+        ]
 
     def _no_batch(self, rank: int, all_are: bool) -> None:
         """rank: one that has none. all_are: none has any, and nobody would go on alone."""
@@ -152,9 +169,13 @@ class EvenLoaders:
         Waits for every rank, without limit; raises StopTogetherError.
         """
         if os.environ.get(DISABLE_VARIABLE) == "1":
-            self._say_once(f"ranks do not end their passes together: {DISABLE_VARIABLE}=1")
+            self._say_once(
+                f"ranks do not end their passes together: {DISABLE_VARIABLE}=1"
+            )
             return loader
-        if isinstance(loader, EvenLoader):  # Lightning passes a CombinedLoader with it twice
+        if isinstance(
+            loader, EvenLoader
+        ):  # Lightning passes a CombinedLoader with it twice
             loader = loader._loader
         dataset = loader.dataset if isinstance(loader, DataLoader) else loader
         agreement = agreement_of(kind, type(dataset).__name__)

@@ -50,7 +50,9 @@ class PatientRounds(WatchedRounds):
 
     def issue(self, value: int, call: int) -> None:
         number = self.rounds.latest.number + 1
-        round_ = Round(number, call, training=True, length=0, in_time_at=self.in_time_at)
+        round_ = Round(
+            number, call, training=True, length=0, in_time_at=self.in_time_at
+        )
         self._extremes.issue(value)
         self._outstanding = round_
         self.was_issued(round_)
@@ -70,7 +72,9 @@ class PatientRounds(WatchedRounds):
             self.waited += timedelta(seconds=time.monotonic() - began_at)
         self._outstanding = None
         self.has_arrived(round_, in_time=not round_.gave_up_at)
-        self._said = None  # training stands still for each late round: each is worth a line
+        self._said = (
+            None  # training stands still for each late round: each is worth a line
+        )
         return extremes
 
     def end(self, reason: str) -> None:

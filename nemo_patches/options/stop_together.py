@@ -12,7 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from nemo_patches.options.even_loader import EvenLoader, even_loaders
 from nemo_patches.sync.rank_log import report
 
-_KINDS = {"train": "training", "val": "validation", "test": "test"}  # by Lightning's names
+_KINDS = {
+    "train": "training",
+    "val": "validation",
+    "test": "test",
+}  # by Lightning's names
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked into
@@ -28,7 +32,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:
         self._training = training
         self._evaluation = evaluation
-        self._trainer: Trainer | None = None  # whose strategy hands its loaders to this callback
+        self._trainer: Trainer | None = (
+            None  # whose strategy hands its loaders to this callback
+        )
         # The trainer's limit and interval, while it sets up its loaders.
         self._given: tuple[Any, Any] | None = None
 
@@ -37,7 +43,10 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             return
         first = next(one for one in trainer.callbacks if isinstance(one, StopTogether))
         if first is not self:  # the user's own comes before that of a setting
-            if (first._training, first._evaluation) != (self._training, self._evaluation):
+            if (first._training, first._evaluation) != (
+                self._training,
+                self._evaluation,
+            ):
                 asked = f"training={self._training}, evaluation={self._evaluation}"
                 holds = f"training={first._training}, evaluation={first._evaluation}"
                 text = f"has no effect: the trainer's first holds, ({holds})"
@@ -54,7 +63,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         trainer.strategy.process_dataloader = process_dataloader
         self._trainer = trainer
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str
+    ) -> None:
         if self._trainer is not None:
             vars(self._trainer.strategy).pop("process_dataloader", None)
             self._give_back(self._trainer)
@@ -83,9 +94,13 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
 
     def _even(self, trainer: Trainer, loader: Any) -> Any:
         stage = trainer.state.stage.dataloader_prefix
-        if not (self._training if trainer.training else self._evaluation and stage in _KINDS):
+        if not (
+            self._training if trainer.training else self._evaluation and stage in _KINDS
+        ):
             return loader
-        even = even_loaders.make(loader, _KINDS[stage], may_be_empty=not trainer.training)
+        even = even_loaders.make(
+            loader, _KINDS[stage], may_be_empty=not trainer.training
+        )
         if isinstance(even, EvenLoader) and trainer.training:
             self._keep_limit(trainer, even)
         elif isinstance(even, EvenLoader) and even.agreed_length is None:
@@ -100,7 +115,10 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
         after one that ended before.
         """
         if self._given is None:
-            self._given = trainer.limit_train_batches, vars(trainer).get("val_check_interval", 1.0)
+            self._given = (
+                trainer.limit_train_batches,
+                vars(trainer).get("val_check_interval", 1.0),
+            )
         limit, interval = self._given
         if not isinstance(limit, int):
             return  # none; or a fraction, which Lightning refuses where there is no length
@@ -108,7 +126,9 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
             even.limit = lambda: limit
             return  # Lightning does the same
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        even.limit = lambda: limit - (progress.completed if trainer.fit_loop.restarting else 0)
+        even.limit = lambda: (
+            limit - (progress.completed if trainer.fit_loop.restarting else 0)
+        )
         trainer.limit_train_batches = 1.0
         if isinstance(interval, float) and interval != 1.0:
             trainer.val_check_interval = max(int(limit * interval), 1)

@@ -33,7 +33,9 @@ _RANK_AND_SIZE = (
 
 def is_one_of_several_ranks() -> bool:
     """Whether this process's launcher says so."""
-    sizes = (os.environ.get(size, "") for rank, size in _RANK_AND_SIZE if rank in os.environ)
+    sizes = (
+        os.environ.get(size, "") for rank, size in _RANK_AND_SIZE if rank in os.environ
+    )
     return any(size.isdecimal() and int(size) > 1 for size in sizes)
 
 
@@ -52,6 +54,8 @@ def say_error(text: str) -> None:
     size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
     line = f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}"
     try:  # noqa: SIM105
-        sys.stderr.write("".join(one if one.isprintable() else "?" for one in line) + "\n")
+        sys.stderr.write(
+            "".join(one if one.isprintable() else "?" for one in line) + "\n"
+        )
     except Exception:
         pass  # it cannot be reported anywhere

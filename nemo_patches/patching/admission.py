@@ -40,7 +40,9 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     known += [DISABLE_VARIABLE, UNSUPPORTED_VARIABLE]
     # With the prefix, all would look similar.
     endings = [variable.removeprefix(PREFIX) for variable in known]
-    ours = sorted(name for name, value in environment.items() if name.startswith(PREFIX) and value)
+    ours = sorted(
+        name for name, value in environment.items() if name.startswith(PREFIX) and value
+    )
     sentences = []
     for variable in ours:
         if variable in known:
@@ -53,11 +55,16 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     return sentences
 
 
-def require_supported(version: str, environment: Mapping[str, str] = os.environ) -> None:
+def require_supported(
+    version: str, environment: Mapping[str, str] = os.environ
+) -> None:
     """Raise UnsupportedNeMo for a version outside the range, unless the user has asked for it;
     SettingsError.
     """
-    if not _is_on(UNSUPPORTED_VARIABLE, environment) and _series(version) not in SUPPORTED_SERIES:
+    if (
+        not _is_on(UNSUPPORTED_VARIABLE, environment)
+        and _series(version) not in SUPPORTED_SERIES
+    ):
         raise UnsupportedNeMo(
             f"NeMo {version} is not supported; supported: {SUPPORTED}. "
             f"With {UNSUPPORTED_VARIABLE}=1 it is patched all the same if its code looks as "
@@ -103,5 +110,7 @@ def nemo_version() -> str:
 def _is_on(variable: str, environment: Mapping[str, str]) -> bool:
     value = environment.get(variable, "")
     if value not in ("", "0", "1"):
-        raise SettingsError(f"{variable}={value!r} is not allowed; allowed: '1' (on), '0' (off)")
+        raise SettingsError(
+            f"{variable}={value!r} is not allowed; allowed: '1' (on), '0' (off)"
+        )
     return value == "1"

@@ -15,11 +15,23 @@ from nemo_patches.patching.imported import drift
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.targets import CHECKPOINT_BASES, CHECKPOINT_TARGETS, Target
 from nemo_patches.sync.rank_log import raised_by_signal_handler, rank_and_size, report
-from nemo_patches.sync.settings import AGREED, DEFERRED, EVALUATION, STOCK, TRAINING, Settings
+from nemo_patches.sync.settings import (
+    AGREED,
+    DEFERRED,
+    EVALUATION,
+    STOCK,
+    TRAINING,
+    Settings,
+)
 
 # Of NeMo's checkpoint callback, its own and inherited ones; the functions in their place are
 # options/checkpoints.py's.
-_CHECKPOINT_METHODS = ("setup", "_monitor_candidates", "on_save_checkpoint", "on_train_end")
+_CHECKPOINT_METHODS = (
+    "setup",
+    "_monitor_candidates",
+    "on_save_checkpoint",
+    "on_train_end",
+)
 _Method = Callable[..., Any]
 _AS_STOCK = "each rank decides about checkpoints, as in stock"
 
@@ -85,14 +97,18 @@ class FirstUse:
         return checkpoints.METHODS[name]
 
 
-def _agree_on_checkpoints(replacements: Replacements, in_force: Callable[[], bool]) -> None:
+def _agree_on_checkpoints(
+    replacements: Replacements, in_force: Callable[[], bool]
+) -> None:
     """Make NeMo's checkpoint callback take rank 0's decisions, unless it does so already."""
     target = CHECKPOINT_TARGETS[0]
     owner = target.find_owner(sys.modules[target.module])
     if owner is not None and not replacements.has(owner):
         first_use = FirstUse()
         for name in _CHECKPOINT_METHODS:
-            replacements.put(owner, name, first_use.wrapper(getattr(owner, name), in_force))
+            replacements.put(
+                owner, name, first_use.wrapper(getattr(owner, name), in_force)
+            )
 
 
 CHECKPOINTS = ChosenPatch(

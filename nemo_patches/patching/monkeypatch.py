@@ -11,7 +11,14 @@ from functools import partial
 from types import ModuleType
 
 from nemo_patches.growth import give_back_all
-from nemo_patches.patching import COLLECTION, DISABLE_VARIABLE, admission, chosen, imported, trace
+from nemo_patches.patching import (
+    COLLECTION,
+    DISABLE_VARIABLE,
+    admission,
+    chosen,
+    imported,
+    trace,
+)
 from nemo_patches.patching.chosen import ChosenPatch
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.start_lines import StartLines
@@ -34,7 +41,9 @@ class Patching:
         self.in_force = False
         # Whether on_import() acts: the import hook is there under auto-apply, and after apply().
         self.follows_imports = True
-        self._collection_complete = False  # imported as a whole: from then on training may run
+        self._collection_complete = (
+            False  # imported as a whole: from then on training may run
+        )
         self.refused = ""  # why the import hook patches nothing
         self._lines = StartLines(self.patched)
 
@@ -47,7 +56,10 @@ class Patching:
         importing a setting's part raises.
         """
         if admission.disabled():
-            report(logging.WARNING, f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1")
+            report(
+                logging.WARNING,
+                f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1",
+            )
             return False
         patches = chosen.load(settings)
         with self._lock:
@@ -63,7 +75,11 @@ class Patching:
                 self._change_settings(settings)
                 return False
             left = imported.nothing_to_bound()
-            modules = {target: module for target, module in modules.items() if target not in left}
+            modules = {
+                target: module
+                for target, module in modules.items()
+                if target not in left
+            }
             if modules or not left:
                 admission.require_supported(admission.nemo_version())
             self.replacements.take_out_left()
@@ -94,7 +110,9 @@ class Patching:
             if name == COLLECTION:
                 self._collection_imported()
             else:
-                self._target_imported(next(target for target in TARGETS if target.module == name))
+                self._target_imported(
+                    next(target for target in TARGETS if target.module == name)
+                )
 
     def _target_imported(self, target: Target) -> None:
         module = sys.modules[target.module]
@@ -110,7 +128,12 @@ class Patching:
                 if problem := target.drift(module):
                     raise DriftError(problem)
             trace.import_wanted(settings)
-        except (SettingsError, admission.UnsupportedNeMo, DriftError, ImportError) as error:
+        except (
+            SettingsError,
+            admission.UnsupportedNeMo,
+            DriftError,
+            ImportError,
+        ) as error:
             self.refuse(target, error)
             return
         if not self.in_force:
@@ -126,7 +149,9 @@ class Patching:
                 if problems := self._drift(patch):
                     drift |= problems
                     length_sync.use(patch.without(length_sync.current()))
-                    report(logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}")
+                    report(
+                        logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}"
+                    )
             self._patch_chosen()
         self._say_collection_complete()
         self.skipped.update(drift)
@@ -169,7 +194,9 @@ class Patching:
             for target, module in modules.items():
                 self.replacements.patch(target, module, lambda: self.in_force)
                 self.skipped.pop(target, None)
-                if target not in self.patched:  # a module that is reloaded has new classes
+                if (
+                    target not in self.patched
+                ):  # a module that is reloaded has new classes
                     self.patched.append(target)
             trace.use(length_sync.current(), self.replacements)
         except BaseException:
@@ -222,7 +249,9 @@ class Patching:
             self.skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")
             return
-        length_sync.use(Settings())  # a bad variable is logged here, and not again by status()
+        length_sync.use(
+            Settings()
+        )  # a bad variable is logged here, and not again by status()
         self.revert()
         self.refused = str(error)
         self.skipped.update(dict.fromkeys(TARGETS, self.refused))

@@ -62,7 +62,10 @@ class Status:
             f"settings: {self.settings}",
             *([f"trace: {self.trace_file}"] if self.trace_file else []),
             "patched: " + (", ".join(self.patched) or "nothing"),
-            *(f"skipped: {skipped.target}: {skipped.reason}" for skipped in self.skipped),
+            *(
+                f"skipped: {skipped.target}: {skipped.reason}"
+                for skipped in self.skipped
+            ),
             *self.own_syncs,
             *map(_encoder_line, self.encoders),
         ]
@@ -90,7 +93,9 @@ def status_of(patching: Patching, hook_installed: bool) -> Status:
         nemo=nemo,
         torch=torch.__version__,
         patched=tuple(map(str, patched)),
-        skipped=tuple(Skipped(str(target), reason) for target, reason in patching.skipped.items()),
+        skipped=tuple(
+            Skipped(str(target), reason) for target, reason in patching.skipped.items()
+        ),
         settings=settings,
         encoders=length_sync.counters(),
         unannounced=subscriber.unannounced(),
@@ -102,7 +107,9 @@ def status_of(patching: Patching, hook_installed: bool) -> Status:
     )
 
 
-def _state(patching: Patching, nemo: str, hook_installed: bool, patched: int) -> tuple[str, str]:
+def _state(
+    patching: Patching, nemo: str, hook_installed: bool, patched: int
+) -> tuple[str, str]:
     """Whether this process is patched, in one of three words, and why."""
     if patching.patched:
         return ON, f"{patched} of NeMo's methods patched"
@@ -124,7 +131,10 @@ def _state(patching: Patching, nemo: str, hook_installed: bool, patched: int) ->
     if patching.follows_imports and hook_installed:
         text = "NeMo's encoders are patched when they are imported, which has not happened yet"
         return ON, text
-    return OFF, f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}"
+    return (
+        OFF,
+        f"nemo_patches.apply() or `nemo-patches run` switches it on; {NOT_INHERITED}",
+    )
 
 
 def _encoder_line(counters: EncoderCounters) -> str:

@@ -54,9 +54,13 @@ class Replacements:
 
     def has(self, owner: type | None, name: str = "") -> bool:
         """Whether an attribute of this class is replaced: the one of this name, or any."""
-        return any(made.owner is owner and name in ("", made.name) for made in self.made)
+        return any(
+            made.owner is owner and name in ("", made.name) for made in self.made
+        )
 
-    def patch(self, target: Target, module: ModuleType, in_force: Callable[[], bool]) -> None:
+    def patch(
+        self, target: Target, module: ModuleType, in_force: Callable[[], bool]
+    ) -> None:
         """Put the bounded sync into a target.
 
         in_force: false after a revert, even inside another wrapper.
@@ -66,7 +70,11 @@ class Replacements:
         bounded = make_bounded_update(original, _without_reduce(original), in_force)
         self.put(owner, target.method, bounded)
         if target.setter:
-            self.put(owner, target.setter, private_setter(owner.__dict__[target.setter], in_force))
+            self.put(
+                owner,
+                target.setter,
+                private_setter(owner.__dict__[target.setter], in_force),
+            )
         self.put(owner, "__init_subclass__", watching(owner, target.method, in_force))
 
     def restore(self) -> None:
@@ -87,7 +95,9 @@ class Replacements:
 
     def put(self, owner: type, name: str, replacement: object) -> None:
         """Replace an attribute, until restore()."""
-        self.made.append(Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement))
+        self.made.append(
+            Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement)
+        )
         wrapt.apply_patch(owner, name, replacement)
 
 

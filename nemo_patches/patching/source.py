@@ -28,7 +28,9 @@ def compared(version: str, supported: str) -> str:
     """For a NeMo newer than the supported ones: what was compared in its code, what to run."""
     try:
         files = {target: file for target in TARGETS if (file := target.source_file())}
-        differences = [text for target, file in files.items() if (text := drift(target, file))]
+        differences = [
+            text for target, file in files.items() if (text := drift(target, file))
+        ]
     except (ImportError, OSError, SyntaxError, ValueError) as error:
         text = "is newer than any that was tested, and its code could not be compared"
         return f"NeMo {version} {text}: {error}"

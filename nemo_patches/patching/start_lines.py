@@ -30,7 +30,9 @@ class StartLines(Observer):
     def __init__(self, patched: Collection[Target]) -> None:
         """patched: may change."""
         self._patched = patched
-        self.by_hand = False  # by apply() only: processes that this one spawns have no import hook
+        self.by_hand = (
+            False  # by apply() only: processes that this one spawns have no import hook
+        )
         self._said_misspelt = False
         self._said_for_all = False
         self._said_in_a_group = False
@@ -63,7 +65,9 @@ class StartLines(Observer):
         if self._patched or not left:
             self.patched([target for target in TARGETS if target in self._patched])
         for reason in dict.fromkeys(left.values()):
-            owners = ", ".join(target.owner for target in left if left[target] == reason)
+            owners = ", ".join(
+                target.owner for target in left if left[target] == reason
+            )
             say(f"left as it is: {owners}: {reason}; stall reports watch the job")
         say_own_syncs(overridden(self._patched).values())
         for target, reason in skipped.items():
@@ -73,7 +77,10 @@ class StartLines(Observer):
     def patched(self, targets: Iterable[Target]) -> None:
         # Otherwise rank 0 logs it for all, at their first encoder calls.
         if rank_and_size()[1] == 1:
-            say(f"patched {self._what(targets)}" + (f"; {NOT_INHERITED}" if self.by_hand else ""))
+            say(
+                f"patched {self._what(targets)}"
+                + (f"; {NOT_INHERITED}" if self.by_hand else "")
+            )
 
     def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
         """On the stall monitor's thread. Once, and where ranks differ: a new process group has the
@@ -128,6 +135,8 @@ def _ignored_flags() -> str:
         return ""
     encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()]
     syncing = (one for one in encoders if one is not None and vars(one).get(FLAG, True))
-    names = sorted({type(one).__name__ for one in syncing if configured(one) == "False"})
+    names = sorted(
+        {type(one).__name__ for one in syncing if configured(one) == "False"}
+    )
     said = f"{FLAG} is false in the config that it was made from, and not in force"
     return "".join(f"; {name}: {said}" for name in names)

@@ -52,7 +52,10 @@ class _Finder:
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if sys.meta_path[0] is not self:
             # A finder that came later and answers for NeMo itself would keep us from being asked.
-            sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if finder is not self)]
+            sys.meta_path[:] = [
+                self,
+                *(finder for finder in sys.meta_path if finder is not self),
+            ]
         if name not in _WATCHED:
             return None
         asking = (name, get_ident())
@@ -62,7 +65,11 @@ class _Finder:
         self._asking.add(asking)
         try:
             for finder in sys.meta_path[1:]:
-                spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+                spec = (
+                    finder.find_spec(name, path, target)
+                    if hasattr(finder, "find_spec")
+                    else None
+                )
                 if spec is not None:
                     spec.loader = self._wrapped(name, spec.loader)
                     return spec
@@ -96,7 +103,9 @@ class _Finder:
             if not is_ours(error):
                 raise
             self._failed = True
-            say_error(f"not patched, NeMo runs as stock: {type(error).__name__}: {error}")
+            say_error(
+                f"not patched, NeMo runs as stock: {type(error).__name__}: {error}"
+            )
 
     def _wrapped(self, name: str, loader: "Any") -> "Any":
         util = sys.modules.get("importlib.util")
@@ -104,7 +113,11 @@ class _Finder:
             # Complete is when it is really loaded.
             loader.loader = _PatchingLoader(self, name, loader.loader)
             return loader
-        return _PatchingLoader(self, name, loader) if hasattr(loader, "exec_module") else loader
+        return (
+            _PatchingLoader(self, name, loader)
+            if hasattr(loader, "exec_module")
+            else loader
+        )
 
 
 class _PatchingLoader:
@@ -136,10 +149,16 @@ def _may_be_a_rank(name: str) -> bool:
     Not in what multiprocessing starts, a data loader's worker for one: it has inherited a rank's
     variables. Nor in torchrun, which Slurm has started once a host.
     """
-    if not is_one_of_several_ranks() or "torch.distributed.distributed_c10d" not in sys.modules:
+    if (
+        not is_one_of_several_ranks()
+        or "torch.distributed.distributed_c10d" not in sys.modules
+    ):
         return False
     for word in getattr(sys, "orig_argv", [])[:_MOST_WORDS]:  # Python 3.10 and later
-        if word.startswith("from multiprocessing.") or os.path.basename(word) in _LAUNCHERS:
+        if (
+            word.startswith("from multiprocessing.")
+            or os.path.basename(word) in _LAUNCHERS
+        ):
             return False
     return name != TORCH or not any(module in sys.modules for module in _IMPORTS_TORCH)
 
@@ -204,7 +223,9 @@ def _shadowed_spec(name: str, folder: str) -> "Any":
     if folder not in folders or PathFinder not in sys.meta_path:
         return None  # ours was run in another way: it shadows nothing
     after = range(folders.index(folder) + 1, len(folders))
-    spec = PathFinder.find_spec(name, [sys.path[place] for place in after if folders[place] not in _running])
+    spec = PathFinder.find_spec(
+        name, [sys.path[place] for place in after if folders[place] not in _running]
+    )
     for finder in sys.meta_path[sys.meta_path.index(PathFinder) + 1 :]:
         if spec is None and hasattr(finder, "find_spec"):
             spec = finder.find_spec(name, None)

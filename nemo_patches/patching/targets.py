@@ -87,7 +87,9 @@ class Target:
         expected = f"({', '.join(self.parameters)})"
         if "max_audio_length" not in names or _parameters(method) != expected:
             return ""
-        known = (reads - {"all_reduce"} for reads in self.reads if "all_reduce" in reads)
+        known = (
+            reads - {"all_reduce"} for reads in self.reads if "all_reduce" in reads
+        )
         return NO_REDUCE if any(names <= reads for reads in known) else ""
 
     def drift(self, module: ModuleType) -> str:
@@ -100,7 +102,9 @@ class Target:
 
         def find(method: str) -> CodeType | str:
             function = owner.__dict__.get(method)
-            plain = type(function) is FunctionType and not hasattr(function, "__wrapped__")
+            plain = type(function) is FunctionType and not hasattr(
+                function, "__wrapped__"
+            )
             return cast(FunctionType, function).__code__ if plain else repr(function)
 
         problem = self.drift_of(find)
@@ -113,7 +117,9 @@ class Target:
         Raises ModuleNotFoundError without NeMo.
         """
         nemo, package, *inner = self.module.split(".")
-        spec = importlib.util.find_spec(f"{nemo}.{package}")  # imports no more than nemo itself
+        spec = importlib.util.find_spec(
+            f"{nemo}.{package}"
+        )  # imports no more than nemo itself
         folders = [] if spec is None else list(spec.submodule_search_locations or ())
         files = (Path(folder, *inner).with_suffix(".py") for folder in folders)
         return next((file for file in files if file.is_file()), None)
@@ -132,7 +138,9 @@ class Target:
                 if is_ours(layer):
                     text.append("nemo_patches' own, of before revert()")
                     break
-                is_nemos = getattr(function_of(layer), "__globals__", None) is vars(module)
+                is_nemos = getattr(function_of(layer), "__globals__", None) is vars(
+                    module
+                )
                 text.append("NeMo's own" if is_nemos else place_of(layer))
             if found is not None and text != ["NeMo's own"]:
                 advice = "take that off before apply(), or put it on after apply()"
@@ -235,5 +243,7 @@ CHECKPOINT_BASES = (
 
 
 def _parameters(code: CodeType) -> str:
-    stars = (code.co_flags & inspect.CO_VARARGS > 0) + (code.co_flags & inspect.CO_VARKEYWORDS > 0)
+    stars = (code.co_flags & inspect.CO_VARARGS > 0) + (
+        code.co_flags & inspect.CO_VARKEYWORDS > 0
+    )
     return f"({', '.join(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + stars])})"

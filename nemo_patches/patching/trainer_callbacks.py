@@ -50,7 +50,9 @@ def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
         if group != GROUP:
             return found
         kinds = {type(callback).__name__ for callback in found}
-        return found + [ours for ours in callbacks() if type(ours).__name__ not in kinds]
+        return found + [
+            ours for ours in callbacks() if type(ours).__name__ not in kinds
+        ]
 
     load.nemo_patches_hook = True  # type: ignore[attr-defined]
     setattr(connector, _LOADS, load)

@@ -47,11 +47,14 @@ class _NothingTraced(Observer):
         self._said = False
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
-        if self._said or any(name in sys.modules for name in (COLLECTION, *TARGET_MODULES)):
+        if self._said or any(
+            name in sys.modules for name in (COLLECTION, *TARGET_MODULES)
+        ):
             return
         self._said = True
         report(
             logging.WARNING,
-            "nothing is traced: a trace has NeMo's encoder calls, and NeMo's ASR collection is not imported; "
-            "stall reports watch the job, and `nemo-patches diagnose` on its hosts needs no trace",
+            "nothing is traced: a trace has NeMo's encoder calls, and NeMo's ASR"
+            " collection is not imported; stall reports watch the job, and"
+            " `nemo-patches diagnose` on its hosts needs no trace",
         )

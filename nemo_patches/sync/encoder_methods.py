@@ -21,10 +21,14 @@ from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
 # Torch 2.7 and later.
-is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+is_exporting: Callable[[], bool] = getattr(
+    torch.compiler, "is_exporting", lambda: False
+)
 
 
-def make_bounded_update(original: Method, grow: Method, in_force: Callable[[], bool]) -> Method:
+def make_bounded_update(
+    original: Method, grow: Method, in_force: Callable[[], bool]
+) -> Method:
     """`update_max_seq_length(self, seq_length, device)` with the bounded sync in place of the
     reduce.
 
@@ -75,7 +79,9 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
 
 # torch.compile runs it as it is, like stock's reduce.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.device) -> None:
+def _sync_and_grow(
+    encoder: Any, grow: Method, seq_length: int, device: torch.device
+) -> None:
     length = synced_length(encoder, seq_length)
     before = encoder.max_audio_length
     if length > before:
@@ -85,11 +91,15 @@ def _sync_and_grow(encoder: Any, grow: Method, seq_length: int, device: torch.de
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _grow(encoder: Any, method: Method, *arguments: Any, register_new: bool = False) -> None:
+def _grow(
+    encoder: Any, method: Method, *arguments: Any, register_new: bool = False
+) -> None:
     try:
         grow_privately(encoder, method, *arguments, register_new=register_new)
     finally:
-        for title in [title for title, is_said in growth.same_shape.items() if not is_said]:
+        for title in [
+            title for title, is_said in growth.same_shape.items() if not is_said
+        ]:
             growth.same_shape[title] = True
             text = "has other values since its encoder has grown, and the same shape"
             report(logging.WARNING, f"buffer {title} {text}: DDP broadcasts rank 0's")

@@ -16,7 +16,9 @@ import torch
 from ..channel.exchange import CLOSED, Exchange, Rounds
 from .rank_log import raised_by_signal_handler, report
 
-_ROUNDS_KEPT = 16  # per encoder: more than a rank comes to between two looks of the watch
+_ROUNDS_KEPT = (
+    16  # per encoder: more than a rank comes to between two looks of the watch
+)
 
 
 @dataclass(eq=False)
@@ -54,7 +56,9 @@ class WatchedRounds:
 
     awaited = "length"  # what a late rank owes the others, for messages
 
-    def __init__(self, title: str, key: str, group: Group, rounds: Rounds, late_text: str) -> None:
+    def __init__(
+        self, title: str, key: str, group: Group, rounds: Rounds, late_text: str
+    ) -> None:
         """title: for people, "ConformerEncoder #2".
 
         key: the same on all ranks. late_text: the format of `late`.

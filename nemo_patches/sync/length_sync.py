@@ -97,7 +97,9 @@ class ProcessSync:
             group = torch.distributed.group.WORLD
             if group is not None and self._given_up() is not group:
                 self._given_up = weakref.ref(group)
-                text = "the length sync has ended by an error of its own, please report it"
+                text = (
+                    "the length sync has ended by an error of its own, please report it"
+                )
                 report(logging.ERROR, f"{text}: {error!r}")
             return length
 
@@ -207,7 +209,9 @@ class Sequence:
         self.rounds = rounds
         self.protocol = LengthProtocol()
         self.clock = Clock()  # before the latest call that takes part
-        self.latest: tuple[EncoderSync, Round] | None = None  # the latest round, and its encoder
+        self.latest: tuple[EncoderSync, Round] | None = (
+            None  # the latest round, and its encoder
+        )
 
     def came(self, in_time: bool, settings: Settings) -> None:
         """The training thread has the latest round's result."""
@@ -228,7 +232,9 @@ class GroupSyncs:
         default_store = torch.distributed.distributed_c10d._get_default_store()
         # Whichever is released first: DDP may keep the group.
         for owner in (default_group, default_store):
-            weakref.finalize(owner, self.close).atexit = False  # not in a dying interpreter
+            weakref.finalize(
+                owner, self.close
+            ).atexit = False  # not in a dying interpreter
         rank = torch.distributed.get_rank()
         size = torch.distributed.get_world_size()
         self.group = Group(rank, size, meeting.port_of(default_store))
@@ -403,7 +409,10 @@ class EncoderSync(WatchedRounds):
         self.rounds.close(reason)
         if not self.group_syncs.end_said:  # for other encoders it is the same end
             self.group_syncs.end_said = True
-            report(logging.ERROR, f"{text}, this rank uses its own lengths from now on: {reason}")
+            report(
+                logging.ERROR,
+                f"{text}, this rank uses its own lengths from now on: {reason}",
+            )
         if settings.on_timeout == "raise":
             raise LengthSyncTimeout(f"{text}: {reason}")
 

@@ -15,7 +15,9 @@ from typing import Any
 from .places import is_ours, line_of
 from .rank_log import raised_by_signal_handler, report_of_rank
 
-_said: set[str] = set()  # a class that is made anew, by a reload or a decorator, is the same one
+_said: set[str] = (
+    set()
+)  # a class that is made anew, by a reload or a decorator, is the same one
 
 
 def overrides(owner: type, method: str) -> dict[str, str]:
@@ -37,7 +39,9 @@ def say(sentences: Iterable[str]) -> None:
             report_of_rank(sentence, logging.WARNING)
 
 
-def watching(owner: Any, method: str, in_force: Callable[[], bool]) -> classmethod[Any, Any, None]:
+def watching(
+    owner: Any, method: str, in_force: Callable[[], bool]
+) -> classmethod[Any, Any, None]:
     """The `__init_subclass__` of an owner: looks at each subclass, after what there was before."""
     before = vars(owner).get("__init_subclass__")
 
@@ -62,7 +66,9 @@ def _override(kind: type, owner: type, method: str) -> dict[str, str]:
     is_function = type(found) is FunctionType
     if base is owner or (is_function and is_ours(found)):
         return {}
-    module, name = (vars(type)[part].__get__(base) for part in ("__module__", "__qualname__"))
+    module, name = (
+        vars(type)[part].__get__(base) for part in ("__module__", "__qualname__")
+    )
     title = f"{module}.{name}.{method}"
     place = f" ({line_of(found)})" if is_function else ""
     text = f"overrides {owner.__name__}'s: not bounded, unless it calls super().{method}(...)"

@@ -19,7 +19,9 @@ def place_of(thing: Any) -> str:
     if function is not None:
         # Python 3.10 has the latter alone.
         name = getattr(function.__code__, "co_qualname", function.__code__.co_name)
-        return f"{function.__globals__.get('__name__', '?')}.{name} ({line_of(function)})"
+        return (
+            f"{function.__globals__.get('__name__', '?')}.{name} ({line_of(function)})"
+        )
     kind = thing if isinstance(thing, type) else type(thing)
     call = getattr(kind, "__call__", None)  # noqa: B004  # not whether, but where
     place = f" ({line_of(call)})" if function_of(call) else ""
@@ -37,7 +39,9 @@ def line_of(thing: Any) -> str:
 def function_of(thing: Any) -> FunctionType | None:
     """The Python function that runs when `thing` is called; None if none can be seen."""
     for _ in range(_MOST_LAYERS):
-        if type(thing) is FunctionType:  # isinstance() would take wrapt's word for what it wraps
+        if (
+            type(thing) is FunctionType
+        ):  # isinstance() would take wrapt's word for what it wraps
             return thing
         if isinstance(thing, classmethod | staticmethod | MethodType):
             thing = thing.__func__
@@ -64,4 +68,6 @@ def layers(thing: Any) -> list[Any]:
 def is_ours(thing: Any) -> bool:
     """Whether it is our replacement of an encoder's method, including one from the diffs."""
     function = function_of(thing)
-    return function is not None and str(function.__globals__.get("__name__")).endswith(_OURS)
+    return function is not None and str(function.__globals__.get("__name__")).endswith(
+        _OURS
+    )

@@ -1,7 +1,9 @@
-"""The length sync as a state machine: which calls issue a round, which wait, and what length each gets. No torch.
+"""The length sync as a state machine: which calls issue a round, which wait, and what length each
+gets. No torch.
 
-A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. The number of a round is
-not that of a call, so the clock says which call a rank's length belongs to. docs/design.md gives the reasons.
+A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. The number of a
+round is not that of a call, so the clock says which call a rank's length belongs to. docs/design.md
+gives the reasons.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -10,10 +12,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
-# 24 bits of length: every length that stock's float32 carries exactly. None ever wraps: a full count of evaluation
-# calls carries into that of training calls; the others saturate.
+# 24 bits of length: every length that stock's float32 carries exactly. None ever wraps: a full
+# count of evaluation calls carries into that of training calls; the others saturate.
 LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS = 24, 15, 24
-MAX_LENGTH, MAX_EVALUATION, MAX_TRAINING = ((1 << bits) - 1 for bits in (LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS))
+MAX_LENGTH, MAX_EVALUATION, MAX_TRAINING = (
+    (1 << bits) - 1 for bits in (LENGTH_BITS, EVALUATION_BITS, TRAINING_BITS)
+)
 
 SHORTEST_WAIT = timedelta(milliseconds=1)
 # Outcomes of a call.
@@ -26,13 +30,20 @@ ENDED = "ended"  # a round has failed, because a rank has died: there are no mor
 # Why an encoder of a rank takes no part in the length sync.
 APART = FLAG_IS_OFF, IS_LOCAL = "sync_max_audio_length is false", "sync=local"
 
-CALM_ROUNDS = 100  # waited rounds in a row that came in time before the timeouts are forgotten
-HEALTHY_ROUNDS, _RECENT_ROUNDS = 4, 8  # a wait lasts at least 4 healthy rounds, by the running mean of some 8
+CALM_ROUNDS = (
+    100  # waited rounds in a row that came in time before the timeouts are forgotten
+)
+HEALTHY_ROUNDS, _RECENT_ROUNDS = (
+    4,
+    8,
+)  # a wait lasts at least 4 healthy rounds, by the running mean of some 8
 _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 
 
 class Clock(NamedTuple):
-    """Encoder calls of a rank, in lexicographic order: training calls, then evaluation calls since the last of them."""
+    """Encoder calls of a rank, in lexicographic order: training calls, then evaluation calls since
+    the last of them.
+    """
 
     training: int = 0
     evaluation: int = 0
@@ -40,12 +51,16 @@ class Clock(NamedTuple):
     def next(self, training: bool) -> Clock:
         if not training and self.evaluation < MAX_EVALUATION:
             return Clock(self.training, self.evaluation + 1)
-        return Clock(min(self.training + 1, MAX_TRAINING), 0 if training else 1)  # only a training call has 0
+        return Clock(
+            min(self.training + 1, MAX_TRAINING), 0 if training else 1
+        )  # only a training call has 0
 
 
 def pack(clock: Clock, length: int) -> int:
     """One int64 whose order is the order of (clock, length)."""
-    return (clock.training << EVALUATION_BITS | clock.evaluation) << LENGTH_BITS | min(max(length, 0), MAX_LENGTH)
+    return (clock.training << EVALUATION_BITS | clock.evaluation) << LENGTH_BITS | min(
+        max(length, 0), MAX_LENGTH
+    )
 
 
 def unpack(value: int) -> tuple[Clock, int]:
@@ -56,9 +71,10 @@ def unpack(value: int) -> tuple[Clock, int]:
 class LengthProtocol:
     """This rank's side of the sync.
 
-    For each encoder call: `begin`; where it says that the call is not served yet, issue a round with `value()`; where
-    `wait_limit` gives a time, wait that long for it, and end with `came_in_time` or `timed_out`. A round that came in
-    after its call is handed to the next `begin`.
+    For each encoder call: `begin`; where it says that the call is not served yet, issue a round
+    with `value()`; where `wait_limit` gives a time, wait that long for it, and end with
+    `came_in_time` or `timed_out`. A round that came in after its call is handed to the next
+    `begin`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +89,9 @@ class LengthProtocol:
         self._in_time = 0  # waited rounds in a row that came in time
 
     def begin(self, length: int, training: bool, completed: int | None) -> bool:
-        """Start a call; `completed` is the outstanding round's result, if it has one. True: issue a round now."""
+        """Start a call; `completed` is the outstanding round's result, if it has one. True: issue a
+        round now.
+        """
         self.length = length
         self.clock = self.clock.next(training)
         if completed is not None:
@@ -97,7 +115,9 @@ class LengthProtocol:
         return min(max(shrunken, HEALTHY_ROUNDS * self.healthy, SHORTEST_WAIT), timeout)
 
     def took(self, seconds: float) -> None:
-        """Note how long a healthy round took, from its issue until it completed: one that waited for no straggler."""
+        """Note how long a healthy round took, from its issue until it completed: one that waited
+        for no straggler.
+        """
         self.healthy += (timedelta(seconds=seconds) - self.healthy) / _RECENT_ROUNDS
 
     def came_in_time(self, completed: int, training: bool) -> None:
@@ -126,6 +146,7 @@ class LengthProtocol:
         clock, self._agreed_length = unpack(completed)
         self._agreed_clock = clock
         if not training and clock.evaluation == 0:
-            # For an evaluation call that learns of a training call, that training call is still to come.
+            # For an evaluation call that learns of a training call, that training call is still to
+            # come.
             clock = Clock(clock.training - 1, self.clock.evaluation)
         self.clock = max(self.clock, clock)

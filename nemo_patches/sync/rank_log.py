@@ -19,13 +19,19 @@ from ..text import safe
 logger = logging.getLogger("nemo_patches")
 # One: where two threads say their first line at once, neither is printed twice.
 _handler = logging.StreamHandler()
-_handler.setFormatter(logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s"))
-_LONGEST = 1 << 16  # characters of a line: the stacks of all threads have some thousands
+_handler.setFormatter(
+    logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s")
+)
+_LONGEST = (
+    1 << 16
+)  # characters of a line: the stacks of all threads have some thousands
 
 
 def enable() -> None:
     """Make the lines visible on stderr, unless the user gave the logger their own handler."""
-    logger.disabled = False  # logging.config disables every logger that it does not configure
+    logger.disabled = (
+        False  # logging.config disables every logger that it does not configure
+    )
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     # Of now: the first line may fall into a redirect_stderr(), around an import of NeMo.
@@ -60,8 +66,12 @@ def raised_by_signal_handler(error: BaseException) -> bool:
     """Whether a signal handler of the user's raised this while our code ran: then it is not ours to
     swallow.
     """
-    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+    codes = {
+        _code_of(signal.getsignal(number)) for number in signal.valid_signals()
+    } - {None}
+    return any(
+        frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _code_of(handler: object) -> object:
@@ -70,7 +80,9 @@ def _code_of(handler: object) -> object:
     """
     while isinstance(handler, functools.partial):
         handler = handler.func
-    if callable(handler) and not hasattr(handler, "__code__"):  # a method passes its function's on
+    if callable(handler) and not hasattr(
+        handler, "__code__"
+    ):  # a method passes its function's on
         handler = type(handler).__call__
     return getattr(handler, "__code__", None)
 
@@ -95,7 +107,9 @@ def _rank_and_size() -> tuple[int | None, int | None]:
     if is_distributed():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank = launchers_number("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-    size = launchers_number("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    size = launchers_number(
+        "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+    )
     return rank, size
 
 

@@ -1,4 +1,5 @@
 """All settings in one table: keywords, variables, options, errors and texts follow from it."""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Setting:
         text = repr(value) if is_free_text else self.text(value) + self.unit
         return f"{self.name}={text}"
 
-    def given(self, keyword: object, environment: Mapping[str, str]) -> tuple[str, object]:
+    def given(
+        self, keyword: object, environment: Mapping[str, str]
+    ) -> tuple[str, object]:
         """Where a value comes from, and the value: the keyword or, if that is None, the variable.
 
         The value is None where the variable is not set, or is empty.
@@ -117,7 +120,9 @@ def _word(name: str, words: tuple[str, ...], help: str, **more: Any) -> Any:
         return str(value)
 
     allowed = ", ".join(map(repr, words))
-    return _setting(name, words[0], read=read, allowed=allowed, help=help, words=words, **more)
+    return _setting(
+        name, words[0], read=read, allowed=allowed, help=help, words=words, **more
+    )
 
 
 def _words(name: str, words: tuple[str, ...], also: str, help: str, **more: Any) -> Any:
@@ -137,11 +142,15 @@ def _words(name: str, words: tuple[str, ...], also: str, help: str, **more: Any)
     return _setting(name, (), read=read, allowed=allowed, help=help, **more)
 
 
-def _seconds(name: str, default_s: int, help: str, or_never: bool = False, **more: Any) -> Any:
+def _seconds(
+    name: str, default_s: int, help: str, or_never: bool = False, **more: Any
+) -> Any:
     def read(value: Any) -> timedelta:
         seconds = float(value)
         is_never = or_never and seconds == 0
-        if isinstance(value, bool) or not (is_never or _SHORTEST_S <= seconds <= _LONGEST_S):
+        if isinstance(value, bool) or not (
+            is_never or _SHORTEST_S <= seconds <= _LONGEST_S
+        ):
             raise ValueError
         return timedelta(seconds=seconds)
 
@@ -149,7 +158,9 @@ def _seconds(name: str, default_s: int, help: str, or_never: bool = False, **mor
     if or_never:
         allowed += ", or 0 (never)"
     default = timedelta(seconds=default_s)
-    return _setting(name, default, read=read, allowed=allowed, help=help, unit=" s", **more)
+    return _setting(
+        name, default, read=read, allowed=allowed, help=help, unit=" s", **more
+    )
 
 
 def _command_line(value: Any) -> str:
@@ -171,7 +182,10 @@ def _folder_or_stderr(value: Any) -> Path | None:
     return Path(value).expanduser().absolute() if value else None
 
 
-_OF_STALLS = {"needs": "stall_timeout", "without": "with stall_timeout=0, which sees no stalls"}
+_OF_STALLS = {
+    "needs": "stall_timeout",
+    "without": "with stall_timeout=0, which sees no stalls",
+}
 
 
 @dataclass(frozen=True)
@@ -211,7 +225,10 @@ class Settings:
         "",
         read=_command_line,
         allowed="a command line whose quotes match, or '' (none)",
-        help="A command that one rank runs once per stall, with the report as JSON on standard input.",
+        help=(
+            "A command that one rank runs once per stall, with the report as JSON on"
+            " standard input."
+        ),
         **_OF_STALLS,
     )
     # None: no trace; STDERR: lines for a person.
@@ -220,8 +237,10 @@ class Settings:
         None,
         read=_folder_or_stderr,
         allowed="a folder's path, '-' (lines on stderr), or '' (no trace)",
-        help="A folder in which every rank records its encoder calls; '-': a line before and after "
-        "each call, on stderr.",
+        help=(
+            "A folder in which every rank records its encoder calls; '-': a line before"
+            " and after each call, on stderr."
+        ),
         nothing="off",
         package=TRACING,
     )
@@ -229,7 +248,8 @@ class Settings:
         "trace_checks",
         CHECKS,
         "also several, with commas",
-        "Checks to run at each encoder call: inputs, cuda, barrier, or several, with commas.",
+        "Checks to run at each encoder call: inputs, cuda, barrier, or several, with"
+        " commas.",
         package=TRACING,
         needs="trace",
         without=f"without a trace: set trace=DIR or {PREFIX}TRACE=DIR",
@@ -237,20 +257,23 @@ class Settings:
     metrics: str = _word(
         "metrics",
         (STOCK, DEFERRED),
-        "stock: WER and BLEU wait for all ranks in every batch; deferred: once, at the end.",
+        "stock: WER and BLEU wait for all ranks in every batch; deferred: once, at the"
+        " end.",
         package=OPTIONS,
     )
     stop_together: tuple[str, ...] = _words(
         "stop_together",
         STAGES,
         "also both, with a comma",
-        "Loaders whose passes end on all ranks after the same number of batches: training, evaluation, or both.",
+        "Loaders whose passes end on all ranks after the same number of batches:"
+        " training, evaluation, or both.",
         package=OPTIONS,
     )
     checkpoints: str = _word(
         "checkpoints",
         (AGREED, STOCK),
-        "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its own.",
+        "agreed: all ranks take rank 0's decisions on checkpoints; stock: each its"
+        " own.",
         package=OPTIONS,
     )
 
@@ -267,12 +290,17 @@ class Settings:
         if given.get("trace") == "" and given.get("trace_checks") is None:
             # A keyword that switches the trace off leaves no use for the variable's checks.
             given = {**given, "trace_checks": ""}
-        values = {one.name: one.value(given.get(one.name), environment) for one in ALL_SETTINGS}
+        values = {
+            one.name: one.value(given.get(one.name), environment)
+            for one in ALL_SETTINGS
+        }
         for setting in ALL_SETTINGS:
             is_chosen = values[setting.name] != setting.default
             if is_chosen and setting.needs and not values[setting.needs]:
                 source, refused = setting.given(given.get(setting.name), environment)
-                raise SettingsError(f"{source}={refused!r} is not allowed {setting.without}")
+                raise SettingsError(
+                    f"{source}={refused!r} is not allowed {setting.without}"
+                )
         return cls(**values)
 
     def items(self) -> Iterator[tuple[Setting, Any]]:
@@ -281,7 +309,9 @@ class Settings:
 
     def of_layer(self) -> Settings:
         """Nothing is switched on that has a package of its own."""
-        return Settings(**{one.name: value for one, value in self.items() if not one.package})
+        return Settings(
+            **{one.name: value for one, value in self.items() if not one.package}
+        )
 
     def alike(self) -> str:
         """The text of what all ranks should have alike: all but the trace."""
@@ -292,15 +322,21 @@ class Settings:
         return self._listed(_AT_THE_START, ("", TRACING, OPTIONS))
 
     def __str__(self) -> str:
-        parts = [self._listed(_ALWAYS_SHOWN, (package,)) for package in ("", TRACING, OPTIONS)]
+        parts = [
+            self._listed(_ALWAYS_SHOWN, (package,))
+            for package in ("", TRACING, OPTIONS)
+        ]
         return "; ".join(filter(None, parts))
 
     def _listed(self, always: Sequence[str], packages: Sequence[str]) -> str:
         return ", ".join(
             setting.shown(value)
             for setting, value in self.items()
-            if setting.package in packages and (setting.name in always or value != setting.default)
+            if setting.package in packages
+            and (setting.name in always or value != setting.default)
         )
 
 
-ALL_SETTINGS: tuple[Setting, ...] = tuple(one.metadata[_SETTING] for one in fields(Settings))
+ALL_SETTINGS: tuple[Setting, ...] = tuple(
+    one.metadata[_SETTING] for one in fields(Settings)
+)

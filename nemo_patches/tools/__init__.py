@@ -4,7 +4,12 @@
 NEEDED = "pip install typer rich omegaconf hydra-core pyyaml packaging msgspec numpy"
 
 # The package of a module that is called otherwise.
-NAMES = {"yaml": "pyyaml", "hydra": "hydra-core", "nemo": "nemo_toolkit[asr]", "sklearn": "scikit-learn"}
+NAMES = {
+    "yaml": "pyyaml",
+    "hydra": "hydra-core",
+    "nemo": "nemo_toolkit[asr]",
+    "sklearn": "scikit-learn",
+}
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

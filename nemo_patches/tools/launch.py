@@ -1,4 +1,6 @@
-"""`nemo-patches run`: turns this process into the user's command, with auto-apply in its environment."""
+"""`nemo-patches run`: turns this process into the user's command, with auto-apply in its
+environment.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _IGNORED_BY_PYTHON = ("SIGPIPE", "SIGXFSZ")
 
 
 def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which every Python process patches NeMo: our folder first on PYTHONPATH, then the user's."""
+    """The environment in which every Python process patches NeMo: our folder first on PYTHONPATH,
+    then the user's.
+    """
     path = [str(Path(next(iter(patching.__path__)), "boot").resolve())]
     if environment.get("PYTHONPATH"):
         path.append(environment["PYTHONPATH"])
@@ -24,7 +28,9 @@ def with_auto_apply(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process, so that exit code, signals, terminal and pid are the command's own. Raises OSError."""
+    """Replace this process, so that exit code, signals, terminal and pid are the command's own.
+    Raises OSError.
+    """
     if not command[0]:  # an unset variable; execvpe would raise a ValueError
         raise FileNotFoundError(errno.ENOENT, "an empty name is no command")
     for name in _IGNORED_BY_PYTHON:

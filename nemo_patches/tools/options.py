@@ -13,15 +13,25 @@ def switch(name: str, help_: str, *more: str) -> Any:
     return typer.Option(name, *more, help=help_)
 
 
-def with_value(*names: str, metavar: str, help_: str, show_default: str = "none", **more: Any) -> Any:
+def with_value(
+    *names: str, metavar: str, help_: str, show_default: str = "none", **more: Any
+) -> Any:
     """An option with a value; without names it is called as its parameter."""
-    return typer.Option(*names, metavar=metavar, help=help_, show_default=show_default, **more)
+    return typer.Option(
+        *names, metavar=metavar, help=help_, show_default=show_default, **more
+    )
 
 
 def choice(words: Sequence[str], several: bool = False, **more: Any) -> Any:
-    """An option for these words, with commas if several; its consumer refuses other values, by the option's name."""
+    """An option for these words, with commas if several; its consumer refuses other values, by the
+    option's name.
+    """
 
     def starting_with(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
 
-    return typer.Option(metavar=f"[{'|'.join(words)}]{'[,...]' * several}", autocompletion=starting_with, **more)
+    return typer.Option(
+        metavar=f"[{'|'.join(words)}]{'[,...]' * several}",
+        autocompletion=starting_with,
+        **more,
+    )

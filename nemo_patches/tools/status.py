@@ -1,4 +1,6 @@
-"""`nemo-patches status`: on, off here, or cannot be; found for this environment without importing NeMo or torch."""
+"""`nemo-patches status`: on, off here, or cannot be; found for this environment without importing
+NeMo or torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
-from nemo_patches.sync.settings import ALL_SETTINGS, DEFERRED, STOCK, Settings, SettingsError
+from nemo_patches.sync.settings import (
+    ALL_SETTINGS,
+    DEFERRED,
+    STOCK,
+    Settings,
+    SettingsError,
+)
 from nemo_patches.tools.refusals import refusals
 
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
@@ -47,7 +55,8 @@ class SettingReport:
 class TargetReport:
     """Whether one target can be patched.
 
-    file: empty where this NeMo does not have it. left: why there is nothing to patch; empty where NeMo's reduce is.
+    file: empty where this NeMo does not have it. left: why there is nothing to patch; empty where
+    NeMo's reduce is.
     problem: why it cannot be patched although it should be; empty if it can.
     """
 
@@ -59,7 +68,9 @@ class TargetReport:
     def text(self, state: str) -> str:
         if self.problem or not self.file:
             return self.problem or "this NeMo does not have it"
-        fits = {ON: "patched when it is imported", OFF: "can be patched; off here"}.get(state, "left as it is")
+        fits = {ON: "patched when it is imported", OFF: "can be patched; off here"}.get(
+            state, "left as it is"
+        )
         return self.left or fits
 
 
@@ -86,7 +97,9 @@ class EnvironmentStatus:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The targets that a setting adds to the encoders'. problems: why they stay as in stock, although chosen."""
+    """The targets that a setting adds to the encoders'. problems: why they stay as in stock,
+    although chosen.
+    """
 
     title: str = ""
     targets: tuple[TargetReport, ...] = ()
@@ -94,23 +107,39 @@ class _Chosen:
 
 
 def examine() -> EnvironmentStatus:
-    """Look at the environment of this process. Raises StatusError where NeMo or torch cannot be examined."""
+    """Look at the environment of this process. Raises StatusError where NeMo or torch cannot be
+    examined.
+    """
     nemo = _nemo_version()
     encoders = tuple(map(_target, TARGETS))
     present = [target for target in encoders if target.file]
-    left = tuple(dict.fromkeys(target.left for target in present)) if all(target.left for target in present) else ()
+    left = (
+        tuple(dict.fromkeys(target.left for target in present))
+        if all(target.left for target in present)
+        else ()
+    )
     settings = _resolved()
     metrics = _metrics() if settings.metrics == DEFERRED else _Chosen()
     callback = _checkpoint_callback() if settings.checkpoints != STOCK else _Chosen()
     auto_apply, shadowed_by = _auto_apply()
-    switched_off = [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
+    switched_off = (
+        [f"{DISABLE_VARIABLE}=1"] if os.environ.get(DISABLE_VARIABLE) == "1" else []
+    )
     switched_off = [] if left else [*switched_off, *filter(None, [shadowed_by])]
     problems = [target.problem for target in encoders if target.problem]
     if not left:
         problems += [*_refusals(nemo), *_missing(nemo, encoders)]
     reasons = [*problems, *metrics.problems, *callback.problems, *switched_off]
-    as_stock = " and ".join(chosen.title for chosen in (metrics, callback) if chosen.problems)
-    state = CANNOT_BE if problems else ON if left or (auto_apply == "on" and not switched_off) else OFF
+    as_stock = " and ".join(
+        chosen.title for chosen in (metrics, callback) if chosen.problems
+    )
+    state = (
+        CANNOT_BE
+        if problems
+        else ON
+        if left or (auto_apply == "on" and not switched_off)
+        else OFF
+    )
     return EnvironmentStatus(
         versions={
             "nemo_patches": nemo_patches.__version__,
@@ -132,23 +161,34 @@ def examine() -> EnvironmentStatus:
 def _nemo_version() -> str:
     for name in ("nemo", "torch"):
         if importlib.util.find_spec(name) is None:
-            raise NotInstalled(f"{name} is not installed for {sys.executable}; try the Python of your training job")
+            raise NotInstalled(
+                f"{name} is not installed for {sys.executable}; try the Python of your"
+                " training job"
+            )
     try:
         return admission.nemo_version()
     except Exception as error:  # a folder of that name, or a broken installation
-        raise StatusError(f"nemo: no version can be read: {type(error).__name__}: {error}") from error
+        raise StatusError(
+            f"nemo: no version can be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _metrics() -> _Chosen:
     targets = tuple(map(_metric_target, METRIC_TARGETS))
     sums = map(_metric_target, METRIC_SUMS)
-    problems = dict.fromkeys(target.problem for target in (*targets, *sums) if target.problem)
+    problems = dict.fromkeys(
+        target.problem for target in (*targets, *sums) if target.problem
+    )
     return _Chosen("the metrics", targets, tuple(problems))
 
 
 def _checkpoint_callback() -> _Chosen:
     targets = tuple(map(_target, CHECKPOINT_TARGETS))
-    return _Chosen("the checkpoint callback", targets, tuple(target.problem for target in targets if target.problem))
+    return _Chosen(
+        "the checkpoint callback",
+        targets,
+        tuple(target.problem for target in targets if target.problem),
+    )
 
 
 def _refusals(nemo: str) -> Iterator[str]:
@@ -166,7 +206,10 @@ def _refusals(nemo: str) -> Iterator[str]:
 
 def _missing(nemo: str, encoders: Iterable[TargetReport]) -> Iterator[str]:
     if not any(target.file for target in encoders):
-        yield f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be patched"
+        yield (
+            f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be"
+            " patched"
+        )
     if importlib.util.find_spec("wrapt") is None:
         yield "wrapt is not installed: pip install wrapt"
 
@@ -178,14 +221,27 @@ def show(report: EnvironmentStatus, console: Console) -> None:
     state = OFF if report.state == ON and report.auto_apply != "on" else report.state
     lines += (f"{target.target}: {target.text(state)}" for target in report.targets)
     lines.append(f"auto-apply: {report.auto_apply}")
-    lines.append(f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}")
-    lines += (f"{setting.name}: {setting.value} ({setting.source})" for setting in report.settings)
-    lines.append(", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    lines.append(
+        f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}"
+    )
+    lines += (
+        f"{setting.name}: {setting.value} ({setting.source})"
+        for setting in report.settings
+    )
+    lines.append(
+        ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    )
     lines.append(f"supported: NeMo {admission.SUPPORTED}")
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _answer(state: str, left: tuple[str, ...], auto_apply: str, reasons: list[str], as_stock: str) -> str:
+def _answer(
+    state: str,
+    left: tuple[str, ...],
+    auto_apply: str,
+    reasons: list[str],
+    as_stock: str,
+) -> str:
     """The first line; then each reason on a line of its own.
 
     left: why there is nothing to patch. as_stock: what stays as in stock, although chosen.
@@ -194,14 +250,30 @@ def _answer(state: str, left: tuple[str, ...], auto_apply: str, reasons: list[st
         return "\n  ".join(["cannot be patched; NeMo runs as stock here:", *reasons])
     if state == ON:
         how = ", ".join(left) or "every Python process here patches NeMo at its import"
-        how += "; a class of yours with a length sync of its own is not seen here: the job names it"
-        return "\n  ".join([f"on: {how}" + (f", but {as_stock}: as in stock NeMo" if as_stock else ""), *reasons])
-    ways = "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply() in the training script"
+        how += (
+            "; a class of yours with a length sync of its own is not seen here: the job"
+            " names it"
+        )
+        return "\n  ".join(
+            [
+                f"on: {how}"
+                + (f", but {as_stock}: as in stock NeMo" if as_stock else ""),
+                *reasons,
+            ]
+        )
+    ways = (
+        "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply()"
+        " in the training script"
+    )
     if f"{DISABLE_VARIABLE}=1" not in reasons:
         switch = f"{ways} (which this command cannot see)"
     else:
-        switch = f"unset {DISABLE_VARIABLE}" + ("" if auto_apply == _DISABLED_HERE else f", then {ways}")
-    return "\n  ".join(["off here, but possible:", *reasons, f"to switch it on: {switch}"])
+        switch = f"unset {DISABLE_VARIABLE}" + (
+            "" if auto_apply == _DISABLED_HERE else f", then {ways}"
+        )
+    return "\n  ".join(
+        ["off here, but possible:", *reasons, f"to switch it on: {switch}"]
+    )
 
 
 def _version_of(package: str) -> str:
@@ -236,7 +308,11 @@ def _resolved() -> Settings:
 def _metric_target(target: Target) -> TargetReport:
     """Like an encoder's; but metrics=deferred needs every target of its own."""
     report = _target(target)
-    return report if report.file else replace(report, problem=f"{target}: this NeMo has no {target.module}")
+    return (
+        report
+        if report.file
+        else replace(report, problem=f"{target}: this NeMo has no {target.module}")
+    )
 
 
 def _settings() -> Iterable[SettingReport]:
@@ -245,25 +321,43 @@ def _settings() -> Iterable[SettingReport]:
         if value is None:
             yield SettingReport(setting.name, setting.text(setting.default), "default")
         else:  # as it was written, unless it is empty
-            yield SettingReport(setting.name, str(value or setting.text(value)), variable)
+            yield SettingReport(
+                setting.name, str(value or setting.text(value)), variable
+            )
 
 
 def _auto_apply() -> tuple[str, str]:
-    """Whether the import hook is installed in this process; and why not, if PYTHONPATH asks for it (else empty)."""
+    """Whether the import hook is installed in this process; and why not, if PYTHONPATH asks for it
+    (else empty).
+    """
     if start_up.installed():
         return "on", ""
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     files = (Path(folder, "sitecustomize.py").absolute() for folder in folders)
     ours = next(filter(_is_ours, files), None)
     if ours is None:
-        return "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=<checkout> switches it on", ""
+        return (
+            (
+                "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=<checkout>"
+                " switches it on"
+            ),
+            "",
+        )
     if os.environ.get(DISABLE_VARIABLE) == "1":
         return _DISABLED_HERE, ""
     first = getattr(sys.modules.get("sitecustomize"), "__file__", "something else")
-    return "off", f"{ours} is on PYTHONPATH, but {first} comes first and does not run it"
+    return (
+        "off",
+        f"{ours} is on PYTHONPATH, but {first} comes first and does not run it",
+    )
 
 
 def _is_ours(file: Path) -> bool:
-    """Whether the file is the sitecustomize.py of a checkout or of `nemo-patches run`, also of another copy."""
-    start_ups = (file.parent / "nemo_patches" / "patching" / "start_up.py", file.parent.parent / "start_up.py")
+    """Whether the file is the sitecustomize.py of a checkout or of `nemo-patches run`, also of
+    another copy.
+    """
+    start_ups = (
+        file.parent / "nemo_patches" / "patching" / "start_up.py",
+        file.parent.parent / "start_up.py",
+    )
     return file.is_file() and any(start_up.is_file() for start_up in start_ups)

@@ -1,4 +1,5 @@
-"""The opt-in checks around an encoder call: its inputs, asynchronous errors of the device, and missing ranks.
+"""The opt-in checks around an encoder call: its inputs, asynchronous errors of the device, and
+missing ranks.
 
 What they find is logged; nothing is raised.
 """
@@ -21,7 +22,9 @@ from nemo_patches.text import first_line
 
 @dataclass(frozen=True)
 class Inputs:
-    """An encoder call's inputs. signal: batch first. frames: of the signal; None where that has no such dimension."""
+    """An encoder call's inputs. signal: batch first. frames: of the signal; None where that has no
+    such dimension.
+    """
 
     signal: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -30,7 +33,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class CheckFinding:
-    """What a check found. `kind` identifies the problem: it is counted, and not logged every time."""
+    """What a check found. `kind` identifies the problem: it is counted, and not logged every
+    time.
+    """
 
     check: str
     kind: str
@@ -40,7 +45,9 @@ class CheckFinding:
 class EncoderChecks:
     """The checks of one encoder, with what they have found so far. On the training thread."""
 
-    def __init__(self, words: tuple[str, ...], encoder: torch.nn.Module, title: str) -> None:
+    def __init__(
+        self, words: tuple[str, ...], encoder: torch.nn.Module, title: str
+    ) -> None:
         self._words = words
         self._encoder = encoder
         self._title = title
@@ -51,7 +58,12 @@ class EncoderChecks:
     def before(self, inputs: Inputs, call: int) -> None:
         """`inputs` and `cuda` wait for the device, `barrier` waits for the ranks."""
         if CUDA in self._words:
-            self._say(call, self._synchronized(inputs, "before the encoder: an earlier operation has failed"))
+            self._say(
+                call,
+                self._synchronized(
+                    inputs, "before the encoder: an earlier operation has failed"
+                ),
+            )
         if INPUTS in self._words:
             self._say(call, self._looked_at(inputs))
         if BARRIER in self._words:
@@ -68,7 +80,9 @@ class EncoderChecks:
             times = self._counts[one.check, one.kind]
             if times == 10 ** (len(str(times)) - 1):
                 count = f" (found {times} times)" if times > 1 else ""
-                text = f"{self._title}: call {call}: check {one.check}: {one.text}{count}"
+                text = (
+                    f"{self._title}: call {call}: check {one.check}: {one.text}{count}"
+                )
                 report(logging.WARNING, text)
 
     def _say_once(self, text: str) -> None:
@@ -80,7 +94,9 @@ class EncoderChecks:
     def _meet(self, inputs: Inputs) -> Iterator[CheckFinding]:
         sync = length_sync.sync_of(self._encoder)
         if sync is None:
-            self._say_once("check barrier: does nothing, there is no other rank to wait for")
+            self._say_once(
+                "check barrier: does nothing, there is no other rank to wait for"
+            )
             return
         barrier = self._barrier_beside(sync)
         if barrier.ended:
@@ -91,12 +107,20 @@ class EncoderChecks:
         except LengthSyncTimeout:
             who = "who is missing, a stall report says"
             if barrier.ended:
-                yield CheckFinding(BARRIER, "ended", f"the barrier has ended: {barrier.ended}; {who}")
+                yield CheckFinding(
+                    BARRIER, "ended", f"the barrier has ended: {barrier.ended}; {who}"
+                )
             else:
-                yield CheckFinding(BARRIER, "missing", f"not every rank came to this call in time; {who}")
+                yield CheckFinding(
+                    BARRIER,
+                    "missing",
+                    f"not every rank came to this call in time; {who}",
+                )
 
     def _barrier_beside(self, sync: EncoderSync) -> EncoderSync:
-        """A separate sync before the length sync: a rank that waits in it has finished all its earlier work."""
+        """A separate sync before the length sync: a rank that waits in it has finished all its
+        earlier work.
+        """
         if self._barrier is None or self._barrier.group_syncs is not sync.group_syncs:
             self._barrier = EncoderSync(
                 title=f"{sync.title}, barrier",
@@ -116,27 +140,46 @@ class EncoderChecks:
         yield from _placed(self._encoder, signal, lengths)
         batch = signal.shape[0] if signal.ndim else 0
         if lengths is not None and (lengths.ndim != 1 or lengths.shape[0] != batch):
-            yield CheckFinding(INPUTS, "batch", f"a batch of {batch}, but lengths of shape {list(lengths.shape)}")
-        comparable = lengths is not None and frames is not None and lengths.device == signal.device
+            yield CheckFinding(
+                INPUTS,
+                "batch",
+                f"a batch of {batch}, but lengths of shape {list(lengths.shape)}",
+            )
+        comparable = (
+            lengths is not None
+            and frames is not None
+            and lengths.device == signal.device
+        )
         try:
-            not_finite, beyond = _values(signal, lengths if comparable else None, frames or 0)
+            not_finite, beyond = _values(
+                signal, lengths if comparable else None, frames or 0
+            )
             nan, infinite = _count(signal) if not_finite else (0, 0)
             longest = lengths.max().item() if lengths is not None and beyond else 0
         except RuntimeError as error:
             if raised_by_signal_handler(error):
                 raise
-            yield CheckFinding(INPUTS, "unreadable", f"the input cannot be read: {first_line(error)}")
+            yield CheckFinding(
+                INPUTS, "unreadable", f"the input cannot be read: {first_line(error)}"
+            )
             return
         if not_finite:
-            text = f"the signal has {nan} NaN and {infinite} Inf among {signal.numel()} values"
+            text = (
+                f"the signal has {nan} NaN and {infinite} Inf among {signal.numel()}"
+                " values"
+            )
             yield CheckFinding(INPUTS, "NaN" if nan else "Inf", text)
         if beyond:
-            text = f"the longest length is {longest}, beyond the signal's {frames} frames"
+            text = (
+                f"the longest length is {longest}, beyond the signal's {frames} frames"
+            )
             yield CheckFinding(INPUTS, "lengths", text)
 
     def _synchronized(self, inputs: Inputs, where: str) -> Iterator[CheckFinding]:
         if inputs.signal is None or not inputs.signal.is_cuda:
-            self._say_once("check cuda: does nothing for an input that is not on a CUDA device")
+            self._say_once(
+                "check cuda: does nothing for an input that is not on a CUDA device"
+            )
             return
         try:
             torch.cuda.synchronize(inputs.signal.device)
@@ -147,8 +190,12 @@ class EncoderChecks:
 
 
 @torch.no_grad()
-def _values(signal: torch.Tensor, lengths: torch.Tensor | None, frames: int) -> tuple[bool, bool]:
-    """Whether some value is not finite, and whether some length is beyond the signal: one wait for the device."""
+def _values(
+    signal: torch.Tensor, lengths: torch.Tensor | None, frames: int
+) -> tuple[bool, bool]:
+    """Whether some value is not finite, and whether some length is beyond the signal: one wait for
+    the device.
+    """
     trouble = [~torch.isfinite(signal).all()]
     if lengths is not None:
         trouble.append((lengths > frames).any())
@@ -162,16 +209,29 @@ def _count(signal: torch.Tensor) -> tuple[int, int]:
     return nan, infinite
 
 
-def _placed(encoder: torch.nn.Module, signal: torch.Tensor, lengths: torch.Tensor | None) -> Iterator[CheckFinding]:
+def _placed(
+    encoder: torch.nn.Module, signal: torch.Tensor, lengths: torch.Tensor | None
+) -> Iterator[CheckFinding]:
     """Checks that need no look at the values."""
     if lengths is not None and lengths.device != signal.device:
         text = f"the signal is on {signal.device}, its lengths are on {lengths.device}"
         yield CheckFinding(INPUTS, "lengths' device", text)
-    weight = next((weight for weight in encoder.parameters() if weight.is_floating_point()), None)
+    weight = next(
+        (weight for weight in encoder.parameters() if weight.is_floating_point()), None
+    )
     if weight is None:
         return
     if weight.device != signal.device:
-        yield CheckFinding(INPUTS, "device", f"the signal is on {signal.device}, the weights are on {weight.device}")
-    if weight.dtype != signal.dtype and not torch.is_autocast_enabled(signal.device.type):
-        text = f"the signal is {signal.dtype}, the weights are {weight.dtype}, without autocast"
+        yield CheckFinding(
+            INPUTS,
+            "device",
+            f"the signal is on {signal.device}, the weights are on {weight.device}",
+        )
+    if weight.dtype != signal.dtype and not torch.is_autocast_enabled(
+        signal.device.type
+    ):
+        text = (
+            f"the signal is {signal.dtype}, the weights are {weight.dtype}, without"
+            " autocast"
+        )
         yield CheckFinding(INPUTS, "dtype", text)

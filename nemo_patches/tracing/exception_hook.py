@@ -23,7 +23,12 @@ class ExceptionHook:
         if sys.excepthook is self._own:
             sys.excepthook = self._previous
 
-    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+    def _hook(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> Any:
         try:
             self._told(error)
         finally:
@@ -31,7 +36,8 @@ class ExceptionHook:
 
 
 def exit_in_flight() -> tuple[BaseException | None, int | None]:
-    """For a process of multiprocessing's, which ends within the handling of what ended it: that, and the exit code.
+    """For a process of multiprocessing's, which ends within the handling of what ended it: that,
+    and the exit code.
 
     (None, None) elsewhere: an interpreter that ends does not tell how.
     """
@@ -39,4 +45,6 @@ def exit_in_flight() -> tuple[BaseException | None, int | None]:
     if not isinstance(error, SystemExit):
         return error, 1 if error is not None else None
     code = error.code
-    return (error.__context__ if code else None), code if isinstance(code, int) else int(code is not None)
+    return (error.__context__ if code else None), code if isinstance(
+        code, int
+    ) else int(code is not None)

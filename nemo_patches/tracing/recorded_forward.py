@@ -1,7 +1,7 @@
 """The replacement of a target's `forward` while a trace is on: a recorded encoder call.
 
-On the training thread: a few small objects for each call, one enqueue for each record, the text of an exception, and
-what the user has asked for with checks.
+On the training thread: a few small objects for each call, one enqueue for each record, the text of
+an exception, and what the user has asked for with checks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def record(replacements: Replacements) -> None:
     for owner in patched:
         if owner not in with_forward:
             # Not by inspect.getattr_static, which raises for a class in Python 3.13.0.
-            original = next(vars(base)[_FORWARD] for base in owner.__mro__ if _FORWARD in vars(base))
+            original = next(
+                vars(base)[_FORWARD] for base in owner.__mro__ if _FORWARD in vars(base)
+            )
             own_name, forward = recorded(original)
             replacements.put(owner, own_name, original)
             replacements.put(owner, _FORWARD, forward)
@@ -49,20 +51,25 @@ def record(replacements: Replacements) -> None:
 def restore(replacements: Replacements) -> None:
     for forward in [made for made in replacements.made if made.name == _FORWARD]:
         place = replacements.made.index(forward)
-        original = replacements.made[place - 1]  # under the other name, which ours needs if it stays
+        original = replacements.made[
+            place - 1
+        ]  # under the other name, which ours needs if it stays
         del replacements.made[place - 1 : place + 1]
         if forward.undo():
             original.undo()
 
 
 def recorded(original: Any) -> tuple[str, Callable[..., Any]]:
-    """`forward` of a target class, recorded; it gives what `original` gives and raises what it raises.
+    """`forward` of a target class, recorded; it gives what `original` gives and raises what it
+    raises.
 
-    original: as it is in the class: a function, or NeMo's decorated one. The class must have it under the name that is
-    returned, too: only so does torch.compile take it as it takes stock's. Without a trace, and where torch compiles,
-    exports or traces, nothing else runs.
+    original: as it is in the class: a function, or NeMo's decorated one. The class must have it
+    under the name that is
+    returned, too: only so does torch.compile take it as it takes stock's. Without a trace, and
+    where torch compiles, exports or traces, nothing else runs.
     """
-    own_name = f"_nemo_patches_forward_{next(_numbers)}"  # ours may be inside somebody's wrapper, and that inside ours
+    # Ours may be inside somebody's wrapper, and that inside ours
+    own_name = f"_nemo_patches_forward_{next(_numbers)}"
     names = list(inspect.signature(original).parameters)
     signal_at = _place_of(_SIGNALS, names)
     lengths_at = _place_of(_LENGTHS, names)
@@ -82,18 +89,23 @@ def recorded(original: Any) -> tuple[str, Callable[..., Any]]:
         with _Call(recorder, state) as call:
             signal = _argument(signal_at, args, kwargs)
             lengths = _argument(lengths_at, args, kwargs)
-            call.enter(self.training, signal, lengths, bool(kwargs.get("bypass_pre_encode")))
+            call.enter(
+                self.training, signal, lengths, bool(kwargs.get("bypass_pre_encode"))
+            )
             output = getattr(self, own_name)(*args, **kwargs)
             call.leave(output)
         return output
 
-    # Dynamo begins with what `forward` calls, as it would in stock; and it still looks through it from further out.
+    # Dynamo begins with what `forward` calls, as it would in stock; and it still looks through it
+    # from further out.
     _skip_frame(forward.__code__)  # type: ignore[attr-defined]  # wraps() gives it another type
     return own_name, forward
 
 
 class _Call:
-    """One encoder call: `enter`, the encoder, `leave`; as a context manager it sees exceptions and cleans up."""
+    """One encoder call: `enter`, the encoder, `leave`; as a context manager it sees exceptions and
+    cleans up.
+    """
 
     __slots__ = ("_inputs", "_recorder", "_state")
 
@@ -115,7 +127,9 @@ class _Call:
                     n=state.number,
                     training=training,
                     shape=[] if signal is None else list(signal.shape),
-                    dtype="" if signal is None else str(signal.dtype).removeprefix("torch."),
+                    dtype=""
+                    if signal is None
+                    else str(signal.dtype).removeprefix("torch."),
                     device="" if signal is None else str(signal.device),
                 )
             )
@@ -131,13 +145,18 @@ class _Call:
             if self._state.checks is not None:
                 self._state.checks.after(self._inputs, self._state.number)
             first = output[0] if isinstance(output, tuple | list) and output else output
-            self._put_leave(list(first.shape) if isinstance(first, torch.Tensor) else [])
+            self._put_leave(
+                list(first.shape) if isinstance(first, torch.Tensor) else []
+            )
 
     def __enter__(self) -> _Call:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         state = self._state
         state.running = False
@@ -147,10 +166,16 @@ class _Call:
             if type(error).__name__ == _RECOMPUTED:
                 self._put_leave([])
             else:
-                self._recorder.put(records.raised(self._recorder.now(), state.name, state.number, error))
+                self._recorder.put(
+                    records.raised(
+                        self._recorder.now(), state.name, state.number, error
+                    )
+                )
 
     def _put_leave(self, shape: list[int]) -> None:
-        self._recorder.put(Leave(self._recorder.now(), self._state.name, self._state.number, shape))
+        self._recorder.put(
+            Leave(self._recorder.now(), self._state.name, self._state.number, shape)
+        )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run when torch compiles, not compiled
@@ -167,10 +192,14 @@ def _say_not_recorded() -> None:
         report(logging.INFO, f"trace: {what} is not recorded, but for its length sync")
 
 
-# In neither torch's documentation nor its public names, so a torch without them must do: then a compiled encoder's
-# graphs are cut at `forward`.
-_skip_frame: Callable[[CodeType], object] = getattr(torch._dynamo.eval_frame, "skip_code", lambda code: None)
-_callback: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+# In neither torch's documentation nor its public names, so a torch without them must do: then a
+# compiled encoder's graphs are cut at `forward`.
+_skip_frame: Callable[[CodeType], object] = getattr(
+    torch._dynamo.eval_frame, "skip_code", lambda code: None
+)
+_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
 
 
 def _compiles_frames() -> bool:
@@ -179,10 +208,17 @@ def _compiles_frames() -> bool:
 
 
 def _place_of(known: tuple[str, ...], names: list[str]) -> tuple[str, int]:
-    """The name of an argument, and its position after `self`; -1 where forward has none of the known."""
-    return next(((name, names.index(name) - 1) for name in known if name in names), (known[0], -1))
+    """The name of an argument, and its position after `self`; -1 where forward has none of the
+    known.
+    """
+    return next(
+        ((name, names.index(name) - 1) for name in known if name in names),
+        (known[0], -1),
+    )
 
 
-def _argument(place: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argument(
+    place: tuple[str, int], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     name, position = place
     return kwargs.get(name, args[position] if 0 <= position < len(args) else None)

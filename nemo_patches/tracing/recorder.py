@@ -1,4 +1,5 @@
-"""One trace of this process: is told what the length sync does, and knows the encoders that it records.
+"""One trace of this process: is told what the length sync does, and knows the encoders that it
+records.
 
 On the training thread: one enqueue for each record. The rest is the writer's thread's.
 """
@@ -44,7 +45,10 @@ class Tracing:
     def use(self, settings: Settings) -> None:
         """Trace with these settings; a trace of the same folder and checks goes on."""
         before = Settings() if self.recorder is None else self.recorder.settings
-        if (before.trace, before.trace_checks) != (settings.trace, settings.trace_checks):
+        if (before.trace, before.trace_checks) != (
+            settings.trace,
+            settings.trace_checks,
+        ):
             self.start(settings)
 
     def start(self, settings: Settings) -> None:
@@ -89,12 +93,19 @@ class Recorder(Observer):
         self.writer: TraceWriter | None = None
         self.said_of_compilation = False
         self._over = ""  # why nothing is recorded any more
-        self._group: weakref.ref[Any] | None = None  # the process group that the header tells of
-        self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = weakref.WeakKeyDictionary()
+        self._group: weakref.ref[Any] | None = (
+            None  # the process group that the header tells of
+        )
+        self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = (
+            weakref.WeakKeyDictionary()
+        )
         self._seen: Counter[str] = Counter()  # encoders without other ranks, by class
         self._hook: ExceptionHook | None = None
-        self._failed = ""  # the exception that ends this process, unless an encoder is called again
-        self._uncaught = False  # it came to the interpreter: then the exit code is known
+        # The exception that ends this process, unless an encoder is called again
+        self._failed = ""
+        self._uncaught = (
+            False  # it came to the interpreter: then the exit code is known
+        )
 
     def begin(self, encoder: torch.nn.Module) -> EncoderState | None:
         """A call begins; None where it is not recorded, or is part of one that is."""
@@ -117,7 +128,11 @@ class Recorder(Observer):
         if self._over or self.writer is None:
             return self._over or "not begun: no encoder call yet"
         folder = self.writer.folder
-        return f"ended: {folder}" if self.writer.ended else str(self.writer.output.file or folder)
+        return (
+            f"ended: {folder}"
+            if self.writer.ended
+            else str(self.writer.output.file or folder)
+        )
 
     def close(self, reason: str) -> None:
         """The process goes on without a trace."""
@@ -145,10 +160,14 @@ class Recorder(Observer):
             code = code or 1
         if exit_code is not None:
             code = exit_code
-        writer.close(_CLOSE_LIMIT, End(writer.now(), error=self._failed, exit_code=code))
+        writer.close(
+            _CLOSE_LIMIT, End(writer.now(), error=self._failed, exit_code=code)
+        )
 
     def trainer_failed(self, error: BaseException) -> None:
-        """An exception has come out of Lightning's trainer, perhaps before the first encoder call."""
+        """An exception has come out of Lightning's trainer, perhaps before the first encoder
+        call.
+        """
         with self.guard:
             if self.writer is None and not self._over:
                 self._open(_process_group())
@@ -162,7 +181,9 @@ class Recorder(Observer):
 
     def _note_failed(self, error: BaseException) -> None:
         said = first_line(error)
-        if said != self._failed:  # else the trainer's callback has told of it, and now the interpreter does
+        if (
+            said != self._failed
+        ):  # else the trainer's callback has told of it, and now the interpreter does
             self._failed = said
             self.put(records.raised(self.now(), "", 0, error))
 
@@ -225,7 +246,9 @@ class Recorder(Observer):
         if self._over or (self.writer is not None and self.writer.ended):
             return None
         group = _process_group()
-        is_new = group is not None and (self._group is None or self._group() is not group)
+        is_new = group is not None and (
+            self._group is None or self._group() is not group
+        )
         if (self.writer is None or is_new) and not self._open(group):
             return None
         state = self._encoders.get(encoder)
@@ -236,12 +259,16 @@ class Recorder(Observer):
             return None
         title = self._title(encoder)
         words = self.settings.trace_checks
-        state = EncoderState(title, EncoderChecks(words, encoder, title) if words else None)
+        state = EncoderState(
+            title, EncoderChecks(words, encoder, title) if words else None
+        )
         self._encoders[encoder] = state
         return state
 
     def _title(self, encoder: torch.nn.Module) -> str:
-        """As stall reports name it, and all ranks do; this call is about to ask for its sync anyway."""
+        """As stall reports name it, and all ranks do; this call is about to ask for its sync
+        anyway.
+        """
         if (sync := length_sync.sync_of(encoder)) is not None:
             return sync.title
         name = type(encoder).__name__
@@ -253,13 +280,17 @@ class Recorder(Observer):
         if torch.utils.data.get_worker_info() is not None:
             self.end(logging.INFO, "a data loader's worker is not recorded")
             return False
-        header = make_header(length_sync.current(), self.settings.trace_checks, round(time.time(), 6))
+        header = make_header(
+            length_sync.current(), self.settings.trace_checks, round(time.time(), 6)
+        )
         self._group = weakref.ref(group) if group is not None else None
         if self.writer is not None:
             before = self.writer.output.header
             if (before.rank, before.world_size) == (header.rank, header.world_size):
                 return True
-            self.close(f"this process is rank {header.rank} of {header.world_size} from now on")
+            self.close(
+                f"this process is rank {header.rank} of {header.world_size} from now on"
+            )
             self._encoders.clear()
             self._seen.clear()
         assert self.settings.trace is not None
@@ -284,11 +315,16 @@ class _Guard:
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> bool:
         if not isinstance(error, Exception) or raised_by_signal_handler(error):
             return False
-        self._recorder.end(logging.ERROR, f"an error of its own, please report it: {error!r}")
+        self._recorder.end(
+            logging.ERROR, f"an error of its own, please report it: {error!r}"
+        )
         return True
 
 
@@ -298,7 +334,9 @@ def _close() -> None:
 
 
 def _in_forked_child() -> None:
-    """The file is the parent's. A child that is a rank itself begins its own; a data loader's worker none."""
+    """The file is the parent's. A child that is a rank itself begins its own; a data loader's
+    worker none.
+    """
     recorder = tracing.recorder
     if recorder is not None:
         if recorder.writer is not None:

@@ -27,7 +27,11 @@ class StderrLines:
         if isinstance(record, Enter):
             self._entered[record.e] = record.t
             kind = "training" if record.training else "evaluation"
-            signal = f"{record.shape} {record.dtype} on {record.device}" if record.dtype else "no tensor"
+            signal = (
+                f"{record.shape} {record.dtype} on {record.device}"
+                if record.dtype
+                else "no tensor"
+            )
             self._say(record, f"begins: {kind}, signal {signal}")
         elif isinstance(record, Leave):
             took_s = record.t - self._entered.get(record.e, record.t)
@@ -40,7 +44,9 @@ class StderrLines:
         header = self.header
         now = time.strftime("%H:%M:%S")
         who = f"rank {header.rank}/{header.world_size} {header.host}"
-        self._lines.append(safe(f"{now} nemo_patches [{who}] {record.e}: call {record.n} {text}"))
+        self._lines.append(
+            safe(f"{now} nemo_patches [{who}] {record.e}: call {record.n} {text}")
+        )
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []

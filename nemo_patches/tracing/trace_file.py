@@ -34,7 +34,9 @@ class TraceFile:
             try:
                 self._descriptor = os.open(file, flags, 0o666)
                 self.file = file
-            except FileExistsError:  # this process has begun a trace here in this very second
+            except (
+                FileExistsError
+            ):  # this process has begun a trace here in this very second
                 named_after += 1
         self._append(encode(self.header))
         self.flush()
@@ -54,7 +56,11 @@ class TraceFile:
         while left:
             left = left[os.write(self._descriptor, left) :]
         # Where the count of names is not kept, it is 0 too: then the folder is asked.
-        if os.fstat(self._descriptor).st_nlink or self.file is None or self.file.exists():
+        if (
+            os.fstat(self._descriptor).st_nlink
+            or self.file is None
+            or self.file.exists()
+        ):
             return
         raise FileNotFoundError(errno.ENOENT, "it was removed", str(self.file))
 

@@ -37,16 +37,21 @@ def make_header(settings: Settings, checks: Sequence[str], started: float) -> He
 
 
 def _alike(settings: Settings) -> dict[str, str]:
-    """What all ranks should have alike; of what has a package of its own, what is not the default."""
+    """What all ranks should have alike; of what has a package of its own, what is not the
+    default.
+    """
     return {
         setting.name: setting.text(value)
         for setting, value in settings.items()
-        if not setting.package or (setting.package != TRACING and value != setting.default)
+        if not setting.package
+        or (setting.package != TRACING and value != setting.default)
     }
 
 
 def _job(environment: Mapping[str, str]) -> str:
-    """By the launcher: torchrun's run id unless it is the default one, SLURM's job, or where the ranks meet."""
+    """By the launcher: torchrun's run id unless it is the default one, SLURM's job, or where the
+    ranks meet.
+    """
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if run and run != "none":
         return run[:_LONGEST_JOB]
@@ -57,7 +62,11 @@ def _job(environment: Mapping[str, str]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"nemo_patches": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found = {
+        "nemo_patches": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     for name in ("nemo", "lightning"):
         if name in sys.modules:
             found[name] = str(getattr(sys.modules[name], "__version__", "?"))

@@ -1,4 +1,6 @@
-"""Writes a rank's records to their output in a separate thread: a slow disk never stops training."""
+"""Writes a rank's records to their output in a separate thread: a slow disk never stops
+training.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from nemo_patches.tracing.stderr_lines import StderrLines
 from nemo_patches.tracing.trace_file import LARGEST, TraceFile
 from nemo_patches.watch.log_line import report
 
-MOST_WAITING = 20_000  # records, of some 5,000 calls: minutes in which the disk took nothing
+MOST_WAITING = (
+    20_000  # records, of some 5,000 calls: minutes in which the disk took nothing
+)
 _GATHER_S = 0.001  # so that a call's few records wake the thread once or twice
 
 
@@ -27,7 +31,9 @@ class TraceWriter:
 
     def __init__(self, folder: Path, header: Header) -> None:
         self.folder = folder
-        self.output = StderrLines(header) if folder == STDERR else TraceFile(folder, header)
+        self.output = (
+            StderrLines(header) if folder == STDERR else TraceFile(folder, header)
+        )
         self.ended = False
         self._began = time.monotonic()
         self._queue: queue.SimpleQueue[Timed] = queue.SimpleQueue()
@@ -80,7 +86,11 @@ class TraceWriter:
             where = error.filename or self.output.file or self.folder
             self._end_early(f"{where}: {error.strerror or error}")
         except Exception as error:
-            report(logging.ERROR, f"tracing has ended by an error of its own, please report it: {error!r}")
+            report(
+                logging.ERROR,
+                "tracing has ended by an error of its own, please report it:"
+                f" {error!r}",
+            )
         finally:
             self.ended = True
             self.output.close()
@@ -95,7 +105,10 @@ class TraceWriter:
             has_room = self.output.add(record)
             if not has_room:
                 mib = LARGEST >> 20
-                report(logging.WARNING, f"the trace ends at its size, {mib} MiB: {self.output.file}")
+                report(
+                    logging.WARNING,
+                    f"the trace ends at its size, {mib} MiB: {self.output.file}",
+                )
             if not has_room or isinstance(record, End):
                 self.output.flush()
                 return False

@@ -1,4 +1,6 @@
-"""A NeMo checkout as `nemo-patches diff` sees it: its version, and the files that the edit is about."""
+"""A NeMo checkout as `nemo-patches diff` sees it: its version, and the files that the edit is
+about.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
 from nemo_patches.vendoring.tables import READS, TABLES
 
-DIFFS = Path(__file__).parent.parent / "patches"  # a checkout of nemo_patches has a link there
+DIFFS = (
+    Path(__file__).parent.parent / "patches"
+)  # a checkout of nemo_patches has a link there
 NEW_FILE = BOUNDED_SYNC.replace(".", "/") + ".py"
-PATHS = tuple(dict.fromkeys([*map(path_of, TARGETS), *(table.path for table in TABLES), NEW_FILE]))
+PATHS = tuple(
+    dict.fromkeys([*map(path_of, TARGETS), *(table.path for table in TABLES), NEW_FILE])
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A folder with `nemo/`, as it was read: a repository, a part of one, or an installation's site-packages."""
+    """A folder with `nemo/`, as it was read: a repository, a part of one, or an installation's
+    site-packages.
+    """
 
     folder: Path
     version: str  # NeMo's
@@ -39,24 +47,33 @@ class Checkout:
         """Raise DiffError if the edit is here already."""
         if NEW_FILE in self.files:
             text = f"the edit is here already ({NEW_FILE})"
-            raise DiffError(f"{self.folder}: {text}; take it out as it was put in: git apply -R FILE")
+            raise DiffError(
+                f"{self.folder}: {text}; take it out as it was put in: git apply -R FILE"
+            )
 
     def edits(self) -> list[Edit]:
         """What the edit changes here, by path. Raises DiffError."""
         self.require_stock()
         if not self.files.keys() & set(map(path_of, TARGETS)):
-            raise DiffError(f"{self.folder}: none of the files with a length sync is here")
+            raise DiffError(
+                f"{self.folder}: none of the files with a length sync is here"
+            )
         for path, table in READS.items():
             if path in self.files and table not in self.files:
                 text = f"{path} reads the table in {table}, which is not here"
                 raise DiffError(f"{self.folder}: {text}: it would stay a buffer")
-        edits = [Edit(path, before, edited(before, path)) for path, before in sorted(self.files.items())]
+        edits = [
+            Edit(path, before, edited(before, path))
+            for path, before in sorted(self.files.items())
+        ]
         new_file = Edit(NEW_FILE, None, _new_file())
         return sorted([*edits, new_file], key=lambda edit: edit.path)
 
 
 def read(folder: Path) -> Checkout:
-    """Read a checkout without running NeMo. Raises DiffError if there is none, or a file cannot be read."""
+    """Read a checkout without running NeMo. Raises DiffError if there is none, or a file cannot be
+    read.
+    """
     version = _version_of(folder)
     files = {}
     try:
@@ -84,9 +101,13 @@ def _version_of(folder: Path) -> str:
         source = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         needed = "needed is the folder that has nemo/package_info.py"
-        raise DiffError(f"{folder}: no NeMo here ({error.strerror}); {needed}") from None
+        raise DiffError(
+            f"{folder}: no NeMo here ({error.strerror}); {needed}"
+        ) from None
     numbers = re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)$", source, re.MULTILINE)
     pre_release = re.search(r"""^PRE_RELEASE = ['"](\w*)['"]$""", source, re.MULTILINE)
     if [name for name, _ in numbers] != ["MAJOR", "MINOR", "PATCH"] or not pre_release:
-        raise DiffError(f"{file}: found no MAJOR, MINOR, PATCH and PRE_RELEASE, which NeMo has there")
+        raise DiffError(
+            f"{file}: found no MAJOR, MINOR, PATCH and PRE_RELEASE, which NeMo has there"
+        )
     return ".".join(number for _, number in numbers) + pre_release[1]

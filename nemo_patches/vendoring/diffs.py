@@ -37,15 +37,22 @@ def text(checkout: Checkout) -> bytes:
     edits = checkout.edits()
     before = {edit.path: edit.before for edit in edits if edit.before is not None}
     after = {edit.path: edit.after for edit in edits}
-    return _MAIL.format(version=_series(checkout.version)).encode() + git.diff(before, after)
+    return _MAIL.format(version=_series(checkout.version)).encode() + git.diff(
+        before, after
+    )
 
 
 def check(checkout: Checkout) -> tuple[bool, str]:
-    """Whether the diff of its series in patches/ applies and gives what `text` gives; and a sentence about it.
+    """Whether the diff of its series in patches/ applies and gives what `text` gives; and a
+    sentence about it.
 
     Raises DiffError if it cannot be told.
     """
-    folder, version, series = checkout.folder, checkout.version, _series(checkout.version)
+    folder, version, series = (
+        checkout.folder,
+        checkout.version,
+        _series(checkout.version),
+    )
     checkout.require_stock()
     planned: dict[str, bytes] = {}
     otherwise = f"`nemo-patches diff --nemo {folder}` makes one for it"
@@ -68,10 +75,16 @@ def check(checkout: Checkout) -> tuple[bool, str]:
 
 
 def left_out(checkout: Checkout) -> str:
-    """Which files that the diff of its series edits are not in a checkout, in a sentence; else empty."""
+    """Which files that the diff of its series edits are not in a checkout, in a sentence; else
+    empty.
+    """
     series = _series(checkout.version)
     diff = (_committed(series) or b"").decode()
-    missing = [path for path in re.findall(r"^--- a/(.+)$", diff, re.MULTILINE) if path not in checkout.files]
+    missing = [
+        path
+        for path in re.findall(r"^--- a/(.+)$", diff, re.MULTILINE)
+        if path not in checkout.files
+    ]
     if not missing:
         return ""
     text = f"not here, although NeMo {series} has it: {', '.join(missing)}"

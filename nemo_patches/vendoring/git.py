@@ -1,4 +1,6 @@
-"""git, to make diffs and to try them: nobody's configuration, attributes, variables or repository has a say in it."""
+"""git, to make diffs and to try them: nobody's configuration, attributes, variables or repository
+has a say in it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _LIMIT = timedelta(seconds=60)  # for each git that is started
 
 
 def diff(before: Files, after: Files) -> bytes:
-    """What changes between two sets of files, as git prints it; a file that is only in `after` is new."""
+    """What changes between two sets of files, as git prints it; a file that is only in `after` is
+    new.
+    """
     with tempfile.TemporaryDirectory() as folder:
         _git(folder, "init", "-q", "--template=")
         _write(Path(folder), before)
@@ -28,25 +32,38 @@ def diff(before: Files, after: Files) -> bytes:
 
 
 def apply(patch: bytes, files: Files) -> dict[str, bytes]:
-    """The files after `git apply`, which runs on a copy of them. Raises DiffError with git's reason."""
+    """The files after `git apply`, which runs on a copy of them. Raises DiffError with git's
+    reason.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _git(name, "init", "-q", "--template=")
         _write(folder, files)
         _git(name, "apply", "--whitespace=nowarn", "-", stdin=patch)
         paths = [path for path in (folder / "nemo").rglob("*") if path.is_file()]
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes() for path in paths
+        }
 
 
 def _git(folder: str, *arguments: str, stdin: bytes = b"") -> bytes:
-    """The output of git in a folder that is, or becomes, its own repository. Raises DiffError with git's reason."""
+    """The output of git in a folder that is, or becomes, its own repository. Raises DiffError with
+    git's reason.
+    """
     own = f"{folder}/.git"
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # Under an empty HOME there is no configuration and no attributes file, for every version of git.
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+    }
+    # Under an empty HOME there is no configuration and no attributes file, for every version of
+    # git.
     variables |= {"HOME": own, "XDG_CONFIG_HOME": own, "GIT_DIR": own, "LC_ALL": "C"}
     variables |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
     options = ("core.autocrlf=false", "core.safecrlf=false", "core.quotepath=false")
-    command = ["git", *(word for option in options for word in ("-c", option)), *arguments]
+    command = [
+        "git",
+        *(word for option in options for word in ("-c", option)),
+        *arguments,
+    ]
     try:
         done = subprocess.run(
             command,
@@ -59,8 +76,12 @@ def _git(folder: str, *arguments: str, stdin: bytes = b"") -> bytes:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise DiffError(f"git {arguments[0]}: {error}") from None
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").splitlines() or ["failed, and did not say why"]
-        complaint = next((line for line in lines if line.startswith(("error:", "fatal:"))), lines[0])
+        lines = done.stderr.decode(errors="replace").splitlines() or [
+            "failed, and did not say why"
+        ]
+        complaint = next(
+            (line for line in lines if line.startswith(("error:", "fatal:"))), lines[0]
+        )
         raise DiffError(f"git {arguments[0]}: {complaint}")
     return done.stdout
 

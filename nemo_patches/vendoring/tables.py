@@ -1,7 +1,9 @@
-"""The tables that grow with the input's length: NeMo's buffers, which the edit makes plain attributes.
+"""The tables that grow with the input's length: NeMo's buffers, which the edit makes plain
+attributes.
 
-DDP broadcasts buffers from rank 0 in every forward, in one flat tensor: where ranks have grown theirs to different
-lengths, it overwrites rows, or aborts. patches/upstream/ has the same statements.
+DDP broadcasts buffers from rank 0 in every forward, in one flat tensor: where ranks have grown
+theirs to different lengths, it overwrites rows, or aborts. patches/upstream/ has the same
+statements.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ _CONFORMER = "nemo/collections/asr/modules/conformer_encoder.py"
 _CONV = "nemo/collections/asr/modules/conv_asr.py"
 _SQUEEZEFORMER = "nemo/collections/asr/modules/squeezeformer_encoder.py"
 _TRANSFORMER = "nemo/collections/asr/modules/transformer_encoder.py"
-_PUNCTUATION = "nemo/collections/nlp/models/token_classification/punctuation_capitalization_lexical_audio_model.py"
+_PUNCTUATION = (
+    "nemo/collections/nlp/models/token_classification/"
+    "punctuation_capitalization_lexical_audio_model.py"
+)
 _PUNCTUATION_OWNER = "PunctuationCapitalizationLexicalAudioModel"
 # The files whose tables an encoder reads: without their edit, its own would be wrong.
 READS = {
@@ -45,7 +50,10 @@ else:
     self.register_buffer('{name}', {name}, persistent=False)"""
 
 
-_WHY = "# Not a buffer: DDP broadcasts buffers, and the length of this table differs between ranks."
+_WHY = (
+    "# Not a buffer: DDP broadcasts buffers, and the length of this table differs"
+    " between ranks."
+)
 _PE = f"""\
 {_WHY}
 with torch.inference_mode(False):  # a validation may make it, and training reads it
@@ -68,7 +76,10 @@ _POSITIONS = {
     "RelPositionalEncoding": "start_pos:end_pos",
     "LocalAttRelPositionalEncoding": ":end_pos",
 }
-_MASK = "mask = self.seq_range[:max_audio_length]{}.expand(seq_lens.size(0), -1) < seq_lens.unsqueeze(-1)"
+_MASK = (
+    "mask = self.seq_range[:max_audio_length]{}.expand(seq_lens.size(0), -1) <"
+    " seq_lens.unsqueeze(-1)"
+)
 
 
 def _seq_range(path: str, owner: str, function: str) -> KnownStatement:

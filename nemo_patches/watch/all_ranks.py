@@ -2,6 +2,7 @@
 
 It looks at what the ranks say of themselves, and judges nothing.
 """
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from .training_notes import TrainingNotes
 # Looks: ranks may call apply() at different times, and none may call an encoder.
 _MOST_COMPARISONS = 8
 _MOST_DIFFERENCES = 8
-_PATIENCE_S = 60.0  # then it is said that all have joined; what differs is said when it is known
+_PATIENCE_S = (
+    60.0  # then it is said that all have joined; what differs is said when it is known
+)
 
 
 class AllRanks:
-    """Of one process group. The stall monitor's thread calls `look`, and alone writes the fields."""
+    """Of one process group. The stall monitor's thread calls `look`, and alone writes the
+    fields.
+    """
 
     def __init__(
         self,
@@ -83,7 +88,9 @@ class AllRanks:
         and ranks that change them do not do so at the same moment.
         """
         silent = heard.answers.silent
-        gone = {rank for rank, silence in silent.items() if silence.how in (LEFT, ENDED)}
+        gone = {
+            rank for rank, silence in silent.items() if silence.how in (LEFT, ENDED)
+        }
         without = {rank for rank, silence in silent.items() if silence.how == NO_WATCH}
         groups = [group for key, group in heard.answers.groups.items() if key != OTHERS]
         told = {rank: _texts(group.state) for group in groups for rank in group.ranks}
@@ -109,8 +116,8 @@ class AllRanks:
 
 
 def _texts(state: object) -> dict[str, str]:
-    """What should be the same on all ranks; empty before its first encoder call, or if no rank of this
-    format sends that.
+    """What should be the same on all ranks; empty before its first encoder call, or if no rank of
+    this format sends that.
     """
     if not isinstance(state, dict) or not state.get("calls"):
         return {}
@@ -127,5 +134,8 @@ def _compared(told: dict[int, dict[str, str]], own: int) -> tuple[str, ...]:
                 others.setdefault(told[rank][name], []).append(rank)
         if others:
             told_by = [f"{named(ranks)}: {value}" for value, ranks in others.items()]
-            texts.append(f"ranks differ in their {name}: here {here}; {'; '.join(told_by[:_MOST_DIFFERENCES])}")
+            texts.append(
+                f"ranks differ in their {name}: here {here};"
+                f" {'; '.join(told_by[:_MOST_DIFFERENCES])}"
+            )
     return tuple(texts)

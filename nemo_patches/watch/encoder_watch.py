@@ -1,4 +1,7 @@
-"""Watches one encoder's rounds: reports a late round with its missing ranks, and when it has completed."""
+"""Watches one encoder's rounds: reports a late round with its missing ranks, and when it has
+completed.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -63,7 +66,14 @@ class EncoderWatch:
             return None
         since = timedelta(seconds=time.monotonic() - late.round.issued_at)
         answer = late.answer
-        return Stall(self._sync.title, late.round.call, since, answer.missing, self._size, answer.unknown)
+        return Stall(
+            self._sync.title,
+            late.round.call,
+            since,
+            answer.missing,
+            self._size,
+            answer.unknown,
+        )
 
     def look(self, now: float, timeout_s: float, is_last: bool) -> None:
         """is_last: this process or its process group ends: report what is due, without asking other
@@ -75,11 +85,15 @@ class EncoderWatch:
             round_ = pending if pending is not None else self._sync.round
             if round_ is None:
                 return
-            if pending is None and (self._sync.is_over(round_) or now - round_.issued_at < timeout_s / 2):
+            if pending is None and (
+                self._sync.is_over(round_) or now - round_.issued_at < timeout_s / 2
+            ):
                 return
             # An open incident was already reported: only a whole timeout makes another one.
             question = self._question(round_)
-            late = self._late = _LateRound(round_, not self._incident_open(round_), question, pending)
+            late = self._late = _LateRound(
+                round_, not self._incident_open(round_), question, pending
+            )
             if not is_last and now < late.due_at(timeout_s):
                 late.early = self._begin_look()
         if pending is not None and pending is late.round:
@@ -105,9 +119,16 @@ class EncoderWatch:
         latest, clock = self._sync.latest_call
         is_uneven = not round_.training and self._may_be_uneven()
         evaluation = clock[0] if is_uneven else None
-        return Question(self._sync.key, round_.number, clock if latest == round_.call else None, evaluation)
+        return Question(
+            self._sync.key,
+            round_.number,
+            clock if latest == round_.call else None,
+            evaluation,
+        )
 
-    def _step(self, late: _LateRound, now: float, timeout_s: float, is_last: bool) -> None:
+    def _step(
+        self, late: _LateRound, now: float, timeout_s: float, is_last: bool
+    ) -> None:
         came = self._sync.has_come(late.round)
         if came and not late.came_at:
             late.came_at = late.round.came_at or now
@@ -148,17 +169,30 @@ class EncoderWatch:
             answer = replace(answer, missing=(MissingRank(1 - self._rank, LATE),))
         late.answer = answer
         waited_s = (round_.gave_up_at or late.came_at or now) - round_.issued_at
-        still = f"still (after {timedelta(seconds=round(now - round_.issued_at))}) " if late.repeats else ""
+        still = (
+            f"still (after {timedelta(seconds=round(now - round_.issued_at))}) "
+            if late.repeats
+            else ""
+        )
         missing = answer.text(self._size)
-        text = f"{self._sync.call_title(round_)}: {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
+        text = (
+            f"{self._sync.call_title(round_)}:"
+            f" {still}{self._sync.late(round_, waited_s)}. Missing: {missing}"
+        )
         if answer.is_allowed:
             self._say_uneven(round_, answer)
         else:
             title = self._sync.title
             call = round_.call
-            observers.tell(lambda one: one.stall_reported(answer.missing, answer.unknown, title, call))
+            observers.tell(
+                lambda one: one.stall_reported(
+                    answer.missing, answer.unknown, title, call
+                )
+            )
             if waited_s < timeout_s and not answer.missing and not answer.unknown:
-                late.level = logging.INFO  # a wait that earlier ones have shortened, on a busy machine
+                late.level = (
+                    logging.INFO
+                )  # a wait that earlier ones have shortened, on a busy machine
             report(late.level, text)
         late.said_at = now  # after the line: `stall` may be looking
         self._said_at = now
@@ -170,16 +204,31 @@ class EncoderWatch:
         if not self._said_uneven:
             self._said_uneven = True
             who = named(rank.rank for rank in answer.missing)
-            ended = "has ended this evaluation, it" if len(answer.missing) == 1 else "have ended this evaluation, they"
+            ended = (
+                "has ended this evaluation, it"
+                if len(answer.missing) == 1
+                else "have ended this evaluation, they"
+            )
             others = "the others go on with their own lengths (metrics=deferred)"
-            report(logging.INFO, f"{self._sync.call_title(round_)}: {who} {ended} had fewer batches; {others}")
+            report(
+                logging.INFO,
+                f"{self._sync.call_title(round_)}: {who} {ended} had fewer batches;"
+                f" {others}",
+            )
 
     def _say_recovered(self, late: _LateRound) -> None:
         missing = late.answer.missing
         who = named(rank.rank for rank in missing) if missing else "the missing length"
-        been = "".join(f"; rank {rank.rank} had been in {rank.where}" for rank in missing if rank.where)
+        been = "".join(
+            f"; rank {rank.rank} had been in {rank.where}"
+            for rank in missing
+            if rank.where
+        )
         late_s = (late.came_at or time.monotonic()) - late.round.issued_at
-        report(late.level, f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}")
+        report(
+            late.level,
+            f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}",
+        )
 
 
 @dataclass(eq=False)
@@ -203,10 +252,15 @@ class _LateRound:
         """The answer known by now."""
         looks = [look for look in (self.look, self.early) if look is not None]
         # The latest look that has heard any rank.
-        return next((look.found for look in looks if look.is_done or len(look.found.heard) > 1), None) or (
-            looks[0].found if looks else None
-        )
+        return next(
+            (look.found for look in looks if look.is_done or len(look.found.heard) > 1),
+            None,
+        ) or (looks[0].found if looks else None)
 
     def due_at(self, timeout_s: float) -> float:
         end = self.round.issued_at + timeout_s
-        return min(self.round.gave_up_at, end) if self.heeds_wait and self.timed_out is not None else end
+        return (
+            min(self.round.gave_up_at, end)
+            if self.heeds_wait and self.timed_out is not None
+            else end
+        )

@@ -1,4 +1,5 @@
 """The job's folder on this host: a private one in the system's temporary folder."""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ def private_folder(store_port: int) -> Path:
 
 
 def private_folders() -> Path:
-    """The parent of this user's job folders. On Windows, where no job runs, it can still be read."""
+    """The parent of this user's job folders. On Windows, where no job runs, it can still be
+    read.
+    """
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "")
     return Path(tempfile.gettempdir()) / f"nemo_patches-{user}"
 
 
 def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> str:
-    """The job's name: the same for all its ranks on this host, and if possible different for every other job."""
+    """The job's name: the same for all its ranks on this host, and if possible different for every
+    other job.
+    """
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if run == "none":  # torchrun's default; it is itself the parent of its ranks, also after a restart
+    if (
+        run == "none"
+    ):  # torchrun's default; it is itself the parent of its ranks, also after a restart
         run = f"torchrun-{parent}"
     name = run or environment.get("SLURM_JOB_ID", "") or f"port-{store_port}"
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:100]
@@ -41,6 +48,13 @@ def _make_private(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        why = "it is not a folder that this user alone may read; set TMPDIR to another place"
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or status.st_mode & 0o077
+    ):
+        why = (
+            "it is not a folder that this user alone may read; set TMPDIR to another"
+            " place"
+        )
         raise PermissionError(0, why, str(folder))

@@ -1,7 +1,9 @@
-"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are. Only its owner may.
+"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are. Only its
+owner may.
 
 No torch, no port: who may enter the folder, and has this user's id, is answered.
 """
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pathlib import Path
 
 from .job_folder import private_folder
 
-ENDING = ".ask"  # of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process
+ENDING = (  # of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process
+    ".ask"
+)
 MOST_WAITING = 8
 
 
@@ -59,7 +63,9 @@ class JobSocket:
 
 @contextmanager
 def near(folder: Path, name: str) -> Iterator[str]:
-    """A short path for a file in a folder: a socket's path may have only 107 bytes. Raises OSError."""
+    """A short path for a file in a folder: a socket's path may have only 107 bytes. Raises
+    OSError.
+    """
     opened = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{opened}/{name}"
@@ -74,7 +80,9 @@ def process_of(socket_file: Path) -> int:
 
 
 def remove_left(folder: Path) -> None:
-    """Sockets left by processes that were killed. Those of another container, which shares the folder, may live."""
+    """Sockets left by processes that were killed. Those of another container, which shares the
+    folder, may live.
+    """
     for file in folder.glob(f"rank_*{ENDING}"):
         is_ours = f".{_pid_namespace()}." in file.name
         if is_ours and os.path.exists(f"/proc/{process_of(file)}"):

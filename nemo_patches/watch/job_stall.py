@@ -1,4 +1,7 @@
-"""Reports where all ranks are when this rank has not moved for long: a stall anywhere in the job."""
+"""Reports where all ranks are when this rank has not moved for long: a stall anywhere in the
+job.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from .report_file import ReportFile
 from .training_notes import LastCall, TrainingNotes
 
 EXIT_CODE = 83  # of a process that stall_exit has ended
-_LONG_FACTOR = 10  # times stall_timeout, for waits that may end by themselves, or are only guesses
+_LONG_FACTOR = (
+    10  # times stall_timeout, for waits that may end by themselves, or are only guesses
+)
 # Times stall_timeout, while the job has not begun its steps.
 _FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
@@ -67,7 +72,9 @@ class JobStallWatch:
         self._report_file = report_file
         last = notes.last
         is_of_group = last.sync is not None and last.sync.group is group
-        self._last = last if is_of_group else LastCall()  # the one that the fields below are of
+        self._last = (
+            last if is_of_group else LastCall()
+        )  # the one that the fields below are of
         self._stepped_at = progress.stepped_at  # the same
         self._look: Look | None = None  # the one under way
         self._verdict: Verdict | None = None  # the last that was found
@@ -93,7 +100,15 @@ class JobStallWatch:
             return None
         since = timedelta(seconds=time.monotonic() - (last.since or self._stepped_at))
         title = last.sync.title if last.sync is not None else ""
-        return Stall(title, last.call, since, verdict.missing, self._size, verdict.remark, text=told[1])
+        return Stall(
+            title,
+            last.call,
+            since,
+            verdict.missing,
+            self._size,
+            verdict.remark,
+            text=told[1],
+        )
 
     @property
     def leaves(self) -> bool:
@@ -117,7 +132,9 @@ class JobStallWatch:
         if self.leaves:
             self._leave_or_stay(now)
             return
-        moved_at = max(progress.moved_at, self._anew_at)  # a rank that moves asks nobody
+        moved_at = max(
+            progress.moved_at, self._anew_at
+        )  # a rank that moves asks nobody
         report_at = moved_at + limit_s * self._times()
         exit_s = max(settings.stall_exit.total_seconds(), limit_s)
         exit_at = math.inf
@@ -146,12 +163,20 @@ class JobStallWatch:
         if self._progress.has_started:
             return int(2**self._looks)
         looks = len(_FIRST_LOOKS)
-        return _FIRST_LOOKS[self._looks] if self._looks < looks else int(_LONG_FACTOR * 2 ** (self._looks - looks + 1))
+        return (
+            _FIRST_LOOKS[self._looks]
+            if self._looks < looks
+            else int(_LONG_FACTOR * 2 ** (self._looks - looks + 1))
+        )
 
     def _forget(self, now: float, last: LastCall) -> None:
         """This rank has taken a step, or reports are off."""
         if self._told is not None and self._progress.stepped_at != self._stepped_at:
-            what = "encoder calls go on" if last is not self._last else "this rank's collectives go on"
+            what = (
+                "encoder calls go on"
+                if last is not self._last
+                else "this rank's collectives go on"
+            )
             began = self._last.since or self._stepped_at
             report(logging.INFO, f"{what}, after {now - began:.0f} s{self._been()}")
         self._last = last
@@ -173,12 +198,20 @@ class JobStallWatch:
 
     def _been(self) -> str:
         missing = self._verdict.missing if self._verdict is not None else ()
-        places = [f"{named([rank.rank])} had been in {rank.where}" for rank in missing if rank.where]
+        places = [
+            f"{named([rank.rank])} had been in {rank.where}"
+            for rank in missing
+            if rank.where
+        ]
         return "".join(f"; {place}" for place in places[:2])
 
     def _judge(self, found: Found, now: float) -> Verdict:
         verdict = judged(grouped(found))
-        if verdict.level < logging.WARNING and not verdict.stays_info and self._infos >= _MOST_INFOS:
+        if (
+            verdict.level < logging.WARNING
+            and not verdict.stays_info
+            and self._infos >= _MOST_INFOS
+        ):
             verdict = verdict.overdue(now - max(self._progress.moved_at, self._anew_at))
         self._have_waited |= verdict.waiting_for_sure
         for rank, state in found.states.items():
@@ -188,7 +221,14 @@ class JobStallWatch:
                 self._moved_at.setdefault(rank, now)
         return verdict
 
-    def _report(self, found: Found, verdict: Verdict, now: float, settings: Settings, is_due: bool) -> None:
+    def _report(
+        self,
+        found: Found,
+        verdict: Verdict,
+        now: float,
+        settings: Settings,
+        is_due: bool,
+    ) -> None:
         """Log what is known, unless it has been logged. is_due: by stall_timeout, not by stall_exit
         alone.
         """
@@ -197,7 +237,11 @@ class JobStallWatch:
             return
         before = self._verdict
         self._verdict = verdict
-        is_known = before is not None and before.outline() == verdict.outline() and before.level == verdict.level
+        is_known = (
+            before is not None
+            and before.outline() == verdict.outline()
+            and before.level == verdict.level
+        )
         if is_known and not is_due:
             return
         if verdict.level == logging.INFO:
@@ -228,7 +272,9 @@ class JobStallWatch:
         """The first rank that is heard runs the command, but for those whose os.wait() might get
         what starts it.
         """
-        can = [rank for rank, state in found.states.items() if not state.waits_for_child]
+        can = [
+            rank for rank, state in found.states.items() if not state.waits_for_child
+        ]
         if self._rank == min(can, default=-1):
             self._command = on_stall.start(command, text)
         elif not can and self._rank == min(found.heard):
@@ -246,7 +292,9 @@ class JobStallWatch:
 
     def _content(self, verdict: Verdict, text: str, now: float) -> dict[str, Any]:
         """For JSON; docs/stalls.md describes the fields."""
-        groups: list[dict[str, Any]] = [{"ranks": group.ranks, **asdict(group)} for group in verdict.groups]
+        groups: list[dict[str, Any]] = [
+            {"ranks": group.ranks, **asdict(group)} for group in verdict.groups
+        ]
         for group in groups:
             del group["runs"]
         return {
@@ -261,9 +309,14 @@ class JobStallWatch:
             "groups": groups,
         }
 
-    def _exit_or_look_again(self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float) -> None:
+    def _exit_or_look_again(
+        self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float
+    ) -> None:
         """Decide by the last look, and by what this rank itself does at this moment."""
-        moved_at = max((at for rank, at in self._moved_at.items() if rank not in found.have_ended), default=now)
+        moved_at = max(
+            (at for rank, at in self._moved_at.items() if rank not in found.have_ended),
+            default=now,
+        )
         stood_still_s = now - max(moved_at, self._progress.moved_at, self._anew_at)
         slack_s = min(_SLACK_PART * exit_s, _MOST_SLACK_S)
         if verdict.is_idle:
@@ -275,8 +328,13 @@ class JobStallWatch:
         evidence = self._evidence(found, verdict)
         is_alone = self._is_alone(found)
         may_wait = not is_alone or bool(verdict.waiting_for_sure)
-        if not evidence and (not may_wait or stood_still_s < max(_LONG_FACTOR * limit_s, exit_s) - slack_s):
-            self._exit_look_at = now + max(_LONG_FACTOR * limit_s - stood_still_s, limit_s / 4)
+        if not evidence and (
+            not may_wait
+            or stood_still_s < max(_LONG_FACTOR * limit_s, exit_s) - slack_s
+        ):
+            self._exit_look_at = now + max(
+                _LONG_FACTOR * limit_s - stood_still_s, limit_s / 4
+            )
             return
         self._leaves_at = now + _TOGETHER_S
         self._leaves_since = self._progress.moved_at
@@ -285,7 +343,10 @@ class JobStallWatch:
             if verdict.waiting_for_sure:
                 evidence = f"some wait in a collective, and {evidence}"
         why = f"more than stall_exit={exit_s:g} s, and {evidence}"
-        report(logging.ERROR, f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}")
+        report(
+            logging.ERROR,
+            f"{self._idle(now)}, {why}: this process ends with exit code {EXIT_CODE}",
+        )
 
     def _is_alone(self, found: Found) -> bool:
         """Whether no other rank can be asked."""
@@ -298,14 +359,24 @@ class JobStallWatch:
         if is_alone and verdict.waiting_for_sure:
             collective = found.states[self._rank].collective
             return (
-                f"this rank waits in {collective}, and the others cannot be asked" if self._progress.has_started else ""
+                f"this rank waits in {collective}, and the others cannot be asked"
+                if self._progress.has_started
+                else ""
             )
-        if not is_alone and verdict.is_certain and (self._progress.has_started or verdict.is_sure_at_the_start):
+        if (
+            not is_alone
+            and verdict.is_certain
+            and (self._progress.has_started or verdict.is_sure_at_the_start)
+        ):
             return "no rank moves" if verdict.lead else "some wait in a collective"
         # stall_exit may have ended them a moment ago: the rank that they waited for must end, too.
         gone = self._have_waited & found.have_ended
         is_slow = verdict.is_busy or not self._progress.has_started
-        return "" if is_slow or not gone else f"{named(sorted(gone))} waited in a collective, and is gone now"
+        return (
+            ""
+            if is_slow or not gone
+            else f"{named(sorted(gone))} waited in a collective, and is gone now"
+        )
 
     def _leave_or_stay(self, now: float) -> None:
         if self._progress.moved_at > self._leaves_since:
@@ -321,8 +392,12 @@ class JobStallWatch:
             self._command.join(_EXIT_LIMIT_S)
         flushing = Daemon("flush", _flush)
         if not flushing.begin():
-            flushing.join(_FLUSH_LIMIT_S)  # the training thread may hold a stream's lock
-        os._exit(EXIT_CODE)  # the training thread is in a collective, which Python cannot interrupt
+            flushing.join(
+                _FLUSH_LIMIT_S
+            )  # the training thread may hold a stream's lock
+        os._exit(
+            EXIT_CODE
+        )  # the training thread is in a collective, which Python cannot interrupt
 
 
 def _flush() -> None:

@@ -1,7 +1,8 @@
 """The current or last batch of a Lightning trainer: its index and its samples' ids.
 
-Lightning's own loop tells the batch. Of the batch, which is the user's, nothing is run: no property, no __getattr__, no
-method of a subclass of dict. Tensors on a device are not read: that would wait for it.
+Lightning's own loop tells the batch. Of the batch, which is the user's, nothing is run: no
+property, no __getattr__, no method of a subclass of dict. Tensors on a device are not read: that
+would wait for it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -18,7 +19,8 @@ import torch
 from ..text import safe
 
 _ID_FIELDS = ("cuts", "sample_ids", "sample_id", "ids", "id")
-_SAMPLE_IDS = 4  # in NeMo's tuples of signals, their lengths, transcripts and their lengths, the ids come last
+# In NeMo's tuples of signals, their lengths, transcripts and their lengths, the ids come last
+_SAMPLE_IDS = 4
 _SHOWN = 4  # ids
 _LONGEST = 60  # characters of one
 
@@ -29,7 +31,9 @@ def last_batch(trainer: Any) -> str:
         loop = trainer._active_loop
         loop = getattr(loop, "epoch_loop", loop)  # training's
         index = int(loop.batch_progress.current.ready) - 1
-        batch = getattr(getattr(loop, "_results", None), "batch", None)  # None between two batches
+        batch = getattr(
+            getattr(loop, "_results", None), "batch", None
+        )  # None between two batches
     except Exception:  # Lightning's, of another version
         return ""
     return f"{index}{_ids_text(batch)}" if index >= 0 else ""
@@ -64,7 +68,11 @@ def _ids(field: Any) -> tuple[str, Sequence[Any], int]:
     """What they are of, the first of them, and how many there are."""
     if (cuts := _cuts(field)) is not None:
         first = islice(cuts.values() if isinstance(cuts, dict) else cuts, _SHOWN)
-        return "cuts", _plain([inspect.getattr_static(cut, "id", None) for cut in first]), len(cuts)
+        return (
+            "cuts",
+            _plain([inspect.getattr_static(cut, "id", None) for cut in first]),
+            len(cuts),
+        )
     if type(field) is torch.Tensor and field.device.type == "cpu" and field.dim() == 1:
         return "samples", _plain(field[:_SHOWN].tolist()), len(field)
     if type(field) is tuple or type(field) is list:
@@ -74,7 +82,11 @@ def _ids(field: Any) -> tuple[str, Sequence[Any], int]:
 
 def _plain(values: Sequence[Any]) -> Sequence[Any]:
     """The same, if all are texts or whole numbers, and of no class of the user's; else none."""
-    return values if all(type(value) is str or type(value) is int for value in values) else ()
+    return (
+        values
+        if all(type(value) is str or type(value) is int for value in values)
+        else ()
+    )
 
 
 def _cuts(field: object) -> dict[str, Any] | list[Any] | tuple[Any, ...] | None:

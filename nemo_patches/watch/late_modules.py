@@ -1,4 +1,5 @@
-"""Modules that are needed at a stall alone: read when the watch begins, executed when there is something to judge.
+"""Modules that are needed at a stall alone: read when the watch begins, executed when there is
+something to judge.
 
 At a stall a process may have no file descriptor left, its checkout may have been replaced, and its
 file system may not answer: then no module can be imported any more.
@@ -26,9 +27,23 @@ _JUDGING = (
 )
 _WATCH = (
     *("libraries", "kernel_call", "requests", "occupation", "stacks"),
-    *("motion", "loader_workers", "torch_knows", "last_batch", "thread_at_work", "place"),
+    *(
+        "motion",
+        "loader_workers",
+        "torch_knows",
+        "last_batch",
+        "thread_at_work",
+        "place",
+    ),
     *("on_stall", "report_file", "job_stall"),
-    *("encoder_watch", "late_return", "roll_call", "sync_end_report", "visitors", "reports"),
+    *(
+        "encoder_watch",
+        "late_return",
+        "roll_call",
+        "sync_end_report",
+        "visitors",
+        "reports",
+    ),
 )
 NAMES = (
     *(f"{_PACKAGE}.judging{name}" for name in _JUDGING),
@@ -42,7 +57,9 @@ class LateModules:
     def __init__(self) -> None:
         self._read: dict[str, tuple[ModuleSpec, CodeType]] = {}
         self._lock = threading.RLock()
-        self._why = ""  # they cannot be executed: it is not tried again, many times a second
+        self._why = (
+            ""  # they cannot be executed: it is not tried again, many times a second
+        )
         self.are_there = False  # all; any thread may read it
 
     def read(self) -> None:

@@ -46,17 +46,26 @@ class LateReturn:
             self._said[key] = number
             been = f"; it had been in {where}" if where else ""
             call = sync.call_title(_round_of(sync, number) or latest)
-            report(logging.WARNING, f"other ranks waited for this one, and gave up ({call}){been}")
+            report(
+                logging.WARNING,
+                f"other ranks waited for this one, and gave up ({call}){been}",
+            )
 
     def _sync_of(self, key: str) -> WatchedRounds | None:
         """The one with the latest round: encoders have their rounds together."""
-        called = [sync for sync in self._notes.syncs(self._group) if sync.key == key and sync.round is not None]
+        called = [
+            sync
+            for sync in self._notes.syncs(self._group)
+            if sync.key == key and sync.round is not None
+        ]
         return max(called, key=lambda sync: sync.latest_rounds[-1].number, default=None)
 
 
 def _round_of(sync: WatchedRounds, number: int) -> Round | None:
     """None if this rank has not come to it, or is far past it."""
-    return next((round_ for round_ in list(sync.latest_rounds) if round_.number == number), None)
+    return next(
+        (round_ for round_ in list(sync.latest_rounds) if round_.number == number), None
+    )
 
 
 def _given_up(found: Found, now: float) -> dict[str, tuple[int, float]]:
@@ -66,5 +75,7 @@ def _given_up(found: Found, now: float) -> dict[str, tuple[int, float]]:
         for key, seconds in state.given_up.items():
             number, at = state.rounds.get(key, 0), now - seconds
             before = rounds.get(key, (0, at))
-            rounds[key] = (number, min(at, before[1])) if number >= before[0] else before
+            rounds[key] = (
+                (number, min(at, before[1])) if number >= before[0] else before
+            )
     return rounds

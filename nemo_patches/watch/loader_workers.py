@@ -75,7 +75,9 @@ class WorkerMotion:
         self._looked_at = now
         least_s = _BUSY_PART * passed_s
         known = watched.intersection(before)
-        self.busy = frozenset(pid for pid in known if self._ran_s[pid] - before[pid] >= least_s)
+        self.busy = frozenset(
+            pid for pid in known if self._ran_s[pid] - before[pid] >= least_s
+        )
         return bool(self.busy)
 
 
@@ -102,7 +104,9 @@ def _ran_s(pid: int) -> float:
 
 def _stat(pid: int) -> list[str]:
     """The fields after its name, from its state on. Raises OSError."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return (
+        Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    )
 
 
 def _text(index: int, pid: int, is_busy: bool) -> str:
@@ -139,7 +143,10 @@ def _being_opened(process: Path) -> str:
     address = call_in(process).opened
     if not address:
         return ""
-    with contextlib.suppress(OSError), open(process / "mem", "rb", buffering=0) as memory:
+    with (
+        contextlib.suppress(OSError),
+        open(process / "mem", "rb", buffering=0) as memory,
+    ):
         memory.seek(address)
         path = memory.read(os.pathconf("/", "PC_PATH_MAX"))
         return os.fsdecode(path.partition(b"\0")[0])[-_LONGEST_PATH:]
@@ -149,7 +156,12 @@ def _being_opened(process: Path) -> str:
 def _is_only_written(process: Path, number: int) -> bool:
     """A log, or what another process reads: no data that a worker waits for."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        flags = (process / "fdinfo" / str(number)).read_text().partition("flags:")[2].split()[0]
+        flags = (
+            (process / "fdinfo" / str(number))
+            .read_text()
+            .partition("flags:")[2]
+            .split()[0]
+        )
         return int(flags, 8) & os.O_ACCMODE == os.O_WRONLY
     return False
 

@@ -1,4 +1,7 @@
-"""The stall monitor's log lines, with a short timeout: a stderr that is not read blocks the writer."""
+"""The stall monitor's log lines, with a short timeout: a stderr that is not read blocks the
+writer.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -17,18 +20,24 @@ class LogLines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocked: list[threading.Thread] = []  # threads that have not written their line yet
+        self._blocked: list[
+            threading.Thread
+        ] = []  # threads that have not written their line yet
         self._lost = 0  # lines lost since the last one that was written
 
     def report(self, level: int, text: str) -> None:
-        """Like rank_log.report, with a timeout. While a line is blocked, there is no wait for another one."""
+        """Like rank_log.report, with a timeout. While a line is blocked, there is no wait for
+        another one.
+        """
         with self._lock:
             self._blocked = [thread for thread in self._blocked if thread.is_alive()]
             if len(self._blocked) >= _MOST_BLOCKED:
                 self._lost += 1  # which the next one says
                 return
             if self._lost:
-                text += f" | {self._lost} lines before this one are lost: nobody took them"
+                text += (
+                    f" | {self._lost} lines before this one are lost: nobody took them"
+                )
             self._lost = 0
             limit_s = 0.0 if self._blocked else _WRITE_LIMIT_S
         line = Daemon("line", rank_log.report, level, text)

@@ -39,7 +39,9 @@ class Heard:
     def says_that_ranks_waited(self) -> bool:
         """Whether some rank has given up a round."""
         states = (group.state for group in self.answers.groups.values())
-        return any(isinstance(state, dict) and state.get("given_up") for state in states)
+        return any(
+            isinstance(state, dict) and state.get("given_up") for state in states
+        )
 
     def found(self) -> Found:
         """After LateModules.run()."""
@@ -80,7 +82,9 @@ class Looks:
         self._make_state = make_state
         self._wake = wake
         self._heard = heard
-        self._replies = queue.SimpleQueue[tuple[str, Callable[[str, Any, float], None]]]()
+        self._replies = queue.SimpleQueue[
+            tuple[str, Callable[[str, Any, float], None]]
+        ]()
         self._verdicts = queue.SimpleQueue[tuple[str, Any]]()
         self._asked_at = deque[tuple[str, float]](maxlen=_QUESTIONS_KEPT)
         self._looks: list[Look] = []  # unfinished ones

@@ -22,7 +22,9 @@ _COMPUTING_PART = 0.5
 # It may wait for Python's lock, too, or read what it computes with, and is not to be ended; a
 # loop that polls every hundredth of a second takes 0.01 to 0.03.
 _MOVING_PART = 0.2
-_LEAST_PART = 0.25  # of the time in which it had a core: so much it had Python's lock, too
+_LEAST_PART = (
+    0.25  # of the time in which it had a core: so much it had Python's lock, too
+)
 
 
 class ThreadMotion:
@@ -41,7 +43,9 @@ class ThreadMotion:
         self.has_run = True
         self._window_s = window_s
         self._window: _Times | None = None  # its begin
-        self._has_measured = False  # a whole one; before that, what there is of the first counts
+        self._has_measured = (
+            False  # a whole one; before that, what there is of the first counts
+        )
         self._before: _Times | None = None
         self._place: tuple[tuple[int, int], ...] = ()
 
@@ -65,7 +69,9 @@ class ThreadMotion:
                 self._has_measured = True
         if before is not None and times is not None:
             self.has_run = times.ran_s > before.ran_s
-            self.moves = place != self._place and times.part_since(before) >= _MOVING_PART
+            self.moves = (
+                place != self._place and times.part_since(before) >= _MOVING_PART
+            )
         self._before = times
         self._place = place
 
@@ -102,5 +108,7 @@ def _times(native_thread: int) -> _Times | None:
 
 
 def _ran_and_waited(native_thread: int) -> tuple[float, float]:
-    ran_ns, waited_ns, _ = Path(f"/proc/self/task/{native_thread}/schedstat").read_text().split()
+    ran_ns, waited_ns, _ = (
+        Path(f"/proc/self/task/{native_thread}/schedstat").read_text().split()
+    )
     return int(ran_ns) / 1e9, int(waited_ns) / 1e9

@@ -74,7 +74,13 @@ def occupation(frames: Sequence[Frame], kernel: KernelCall) -> Occupation:
     names = frames[0].code.co_names if frames else ()
     waits_in = collective(calls)
     asks = "" if waits_in else request(calls, names, kernel)
-    if not waits_in and not asks and frames and frames[0].package != PYTHON and kernel.may_wait_for_a_device:
+    if (
+        not waits_in
+        and not asks
+        and frames
+        and frames[0].package != PYTHON
+        and kernel.may_wait_for_a_device
+    ):
         waits_in = of_names(names)
     return Occupation(
         collective=waits_in,
@@ -87,7 +93,9 @@ def occupation(frames: Sequence[Frame], kernel: KernelCall) -> Occupation:
 
 def _call(frame: Frame) -> Call:
     file = frame.file
-    return Call(frame.code.co_name, file, file[len(_TORCH) :] if file.startswith(_TORCH) else "")
+    return Call(
+        frame.code.co_name, file, file[len(_TORCH) :] if file.startswith(_TORCH) else ""
+    )
 
 
 def _caller(frames: Sequence[Frame]) -> str:
@@ -101,12 +109,16 @@ def _caller(frames: Sequence[Frame]) -> str:
     )
     if best is None:
         return ""
-    return f"{best.code.co_name} ({os.path.basename(best.code.co_filename)}:{best.line})"
+    return (
+        f"{best.code.co_name} ({os.path.basename(best.code.co_filename)}:{best.line})"
+    )
 
 
 def _hook(frames: Sequence[Frame]) -> str:
     """The innermost Lightning hook that is running."""
     for frame, caller in pairwise(frames):
-        if caller.code.co_name in _HOOK_CALLS and any(part in caller.file for part in _LIGHTNING):
+        if caller.code.co_name in _HOOK_CALLS and any(
+            part in caller.file for part in _LIGHTNING
+        ):
             return frame.code.co_name
     return ""

@@ -1,4 +1,6 @@
-"""Runs on_stall, the user's command, as no child of this process: the user's own os.wait() never gets it."""
+"""Runs on_stall, the user's command, as no child of this process: the user's own os.wait() never
+gets it.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -19,13 +21,15 @@ from .log_line import report
 
 _LIMIT_S = 60.0
 _SHELL = "/bin/sh"
-# The shell ends at once, within milliseconds. What it has left behind runs the command, gives it the shell's standard
-# input, and writes its exit code to the file whose number is $0.
+# The shell ends at once, within milliseconds. What it has left behind runs the command, gives it
+# the shell's standard input, and writes its exit code to the file whose number is $0.
 _SCRIPT = 'exec 3<&0; { "$@" <&3 3<&-; echo $? >"/proc/self/fd/$0"; } &'
 
 
 def start(command: str, text: str) -> threading.Thread | None:
-    """Run it in a thread, with this text on its standard input. What fails is logged; None: no thread can start."""
+    """Run it in a thread, with this text on its standard input. What fails is logged; None: no
+    thread can start.
+    """
     thread = Daemon("on_stall", _run, command, text)
     if why := thread.begin():
         report(logging.WARNING, f"on_stall={command!r} has failed: {why}")
@@ -62,11 +66,13 @@ def _ended(command: list[str], data: bytes) -> str:
             )
         finally:
             os.close(told_by)
-        # In this thread, after the shell has begun: a command that does not read its input must not end a process whose
-        # user has given this signal its default action.
+        # In this thread, after the shell has begun: a command that does not read its input must not
+        # end a process whose user has given this signal its default action.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         with contextlib.suppress(subprocess.TimeoutExpired):
-            shell.communicate(data, _LIMIT_S)  # it has ended, also if the user's os.wait() got that
+            shell.communicate(
+                data, _LIMIT_S
+            )  # it has ended, also if the user's os.wait() got that
         told = _told(exit_code, ends_at)
         if told is None:
             with contextlib.suppress(ProcessLookupError):

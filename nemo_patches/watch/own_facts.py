@@ -49,10 +49,14 @@ class OwnFacts:
         # Without stall reports there is still `diagnose --job`.
         stall_timeout = settings.stall_timeout or timeout
         syncs = self._notes.syncs(self._group)
-        in_sync = next((f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), "")
+        in_sync = next(
+            (f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), ""
+        )
         if last.sync is not None and last.sync.in_call:
             in_sync = LENGTH_SYNC
-        rounds, given_up = _rounds(syncs, now, timeout.total_seconds(), self._notes.may_be_uneven())
+        rounds, given_up = _rounds(
+            syncs, now, timeout.total_seconds(), self._notes.may_be_uneven()
+        )
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
         texts = (settings.alike(), self._notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
@@ -109,7 +113,9 @@ def _rounds(
     it, if so. may_be_uneven: in an evaluation it then waits for nobody who might owe it that.
     """
     rounds = [(sync, round_) for sync in syncs if (round_ := sync.round) is not None]
-    in_order = sorted(rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at))
+    in_order = sorted(
+        rounds, key=lambda one: (not one[0].has_come(one[1]), one[1].issued_at)
+    )
     given_up = {
         sync.key: now - (round_.gave_up_at or round_.issued_at + timeout_s)
         for sync, round_ in rounds

@@ -13,7 +13,9 @@ from .progress import Progress
 from .training_notes import TrainingNotes
 
 
-def with_place(facts: RankFacts, notes: TrainingNotes, progress: Progress, *, is_away: bool) -> RankFacts:
+def with_place(
+    facts: RankFacts, notes: TrainingNotes, progress: Progress, *, is_away: bool
+) -> RankFacts:
     """is_away: whether its last step is so long ago that somebody may wait for it."""
     last = notes.last
     thread = stacks.training_thread(last.thread, last.native_thread)

@@ -1,4 +1,7 @@
-"""This rank's latest stall report, a file in the job's folder for `nemo-patches diagnose FOLDER`."""
+"""This rank's latest stall report, a file in the job's folder for `nemo-patches diagnose
+FOLDER`.
+"""
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -62,21 +65,31 @@ class ReportFile:
         if is_first:
             what = f"this report is in {file}"
             command = f"`nemo-patches diagnose {folder}`"
-            report(logging.INFO, f"{what}; {command} reads those of all ranks on this host")
+            report(
+                logging.INFO, f"{what}; {command} reads those of all ranks on this host"
+            )
             self._read_memory(file, content, recording)
 
-    def _read_memory(self, file: Path, content: dict[str, Any], recording: FlightRecording) -> None:
+    def _read_memory(
+        self, file: Path, content: dict[str, Any], recording: FlightRecording
+    ) -> None:
         """Once a stall, and at last: it may wait for the GPU."""
         try:
             counts = out_of_memory_errors()
         except Exception as error:  # torch's, of another version
-            report(logging.INFO, f"out-of-memory errors are not counted here: {first_line(error)}")
+            report(
+                logging.INFO,
+                f"out-of-memory errors are not counted here: {first_line(error)}",
+            )
             return
         if counts == self._out_of_memory:
             return
         self._out_of_memory = counts
         told = ", ".join(f"{count} on {device}" for device, count in counts.items())
-        text = "this rank's code has caught out-of-memory errors, and may have left out a step"
+        text = (
+            "this rank's code has caught out-of-memory errors, and may have left out a"
+            " step"
+        )
         report(logging.WARNING, f"{text}: {told}")
         with contextlib.suppress(OSError):  # it could be written a moment ago
             _replace(file, as_json(content, recording.content, counts))
@@ -105,7 +118,9 @@ def _replace(file: Path, content: bytes) -> None:
     """Put all of it there, or nothing; only its owner may read it."""
     part = file.with_suffix(".part")
     part.unlink(missing_ok=True)
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+    )
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)

@@ -47,7 +47,9 @@ class Reports:
         self._looks = looks
         self._watches: dict[WatchedRounds, EncoderWatch] = {}
         self._late_return = LateReturn(group, notes)
-        self.roll_call = RollCall(exchange, looks.begin, self.has_late_round, self.stalls)
+        self.roll_call = RollCall(
+            exchange, looks.begin, self.has_late_round, self.stalls
+        )
         self._end_report = SyncEndReport(exchange, group.size, looks.begin)
         report_file = ReportFile(group.rank, group.store_port)
         self.job_stall = JobStallWatch(notes, group, progress, looks.begin, report_file)
@@ -72,7 +74,9 @@ class Reports:
         """What a question has found, also one that another rank has asked."""
         self._late_return.heard(found)
 
-    def look(self, settings: Settings, all_ranks: AllRanks, *, is_last: bool, is_over: bool) -> None:
+    def look(
+        self, settings: Settings, all_ranks: AllRanks, *, is_last: bool, is_over: bool
+    ) -> None:
         """is_last: this process or its process group ends. is_over: and so does any stall of the
         job.
         """
@@ -88,7 +92,9 @@ class Reports:
         """Clients of this host that ask for what is known."""
         for visitor in visitors.visitors(listener):
             self._visitors.append((visitor, self._looks.begin(), FlightRecording()))
-        for visitor, look, recording in [one for one in self._visitors if one[1].is_done and one[2].is_done]:
+        for visitor, look, recording in [
+            one for one in self._visitors if one[1].is_done and one[2].is_done
+        ]:
             answer = self.job_stall.answer(look.found, time.monotonic())
             visitors.answer(visitor, as_json(answer, recording.wait()))
             self._visitors.remove((visitor, look, recording))
@@ -103,7 +109,9 @@ class Reports:
         for sync in known:
             if sync not in self._watches:
                 uneven = self._notes.may_be_uneven
-                self._watches[sync] = EncoderWatch(sync, group.rank, group.size, self._looks.begin, uneven)
+                self._watches[sync] = EncoderWatch(
+                    sync, group.rank, group.size, self._looks.begin, uneven
+                )
         forgotten = set(self._watches).difference(known)
         timeout_s = current().timeout.total_seconds()
         for sync, watch in list(self._watches.items()):

@@ -1,6 +1,7 @@
 """Whether a thread waits for a person or a request, by its frames' names and by its system call.
 
-Such a wait is the user's own code's, or a server's loop: a data loader's is none, nor one of any other package's.
+Such a wait is the user's own code's, or a server's loop: a data loader's is none, nor one of any
+other package's.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -17,11 +18,24 @@ from .libraries import PYTHON, origin
 
 STANDARD_INPUT = "input()"
 _LOADERS = ("/torch/utils/data/", "/loops/fetchers.py")
-_SERVERS = {"IPython", "gunicorn", "hypercorn", "ipykernel", "prompt_toolkit", "tornado", "uvicorn"}
+_SERVERS = {
+    "IPython",
+    "gunicorn",
+    "hypercorn",
+    "ipykernel",
+    "prompt_toolkit",
+    "tornado",
+    "uvicorn",
+}
 _SERVES = "wait_for_termination"  # of grpc, whose other waits are for answers
-_BETWEEN = {PYTHON, "anyio", "uvloop", "zmq"}  # a server, or the user's own code, and the wait
-# By a file of Python's own, and a function in it that the user's code calls. With PERHAPS: it may wait for a thread of
-# the user's own that reads data, or for an answer over the network.
+_BETWEEN = {
+    PYTHON,
+    "anyio",
+    "uvloop",
+    "zmq",
+}  # a server, or the user's own code, and the wait
+# By a file of Python's own, and a function in it that the user's code calls. With PERHAPS: it may
+# wait for a thread of the user's own that reads data, or for an answer over the network.
 _WAITS = {
     ("base_events.py", "run_forever"): "run_forever()",
     ("base_events.py", "run_until_complete"): PERHAPS + "asyncio's loop",
@@ -37,7 +51,8 @@ _SELECTS = {"epoll", "poll", "select"}
 
 
 def request(calls: Sequence[Call], names: Collection[str], kernel: KernelCall) -> str:
-    """What it waits in, with PERHAPS where that may be a wait of another kind; empty if it waits for no request.
+    """What it waits in, with PERHAPS where that may be a wait of another kind; empty if it waits
+    for no request.
 
     calls: of its frames, innermost first. names: those in the innermost frame's code.
     """
@@ -53,6 +68,10 @@ def request(calls: Sequence[Call], names: Collection[str], kernel: KernelCall) -
     if owner:
         return f"{owner}'s loop" if inside else ""
     if not inside:
-        return PERHAPS + "select()" if kernel.waits_for_files and _SELECTS.intersection(names) else ""
+        return (
+            PERHAPS + "select()"
+            if kernel.waits_for_files and _SELECTS.intersection(names)
+            else ""
+        )
     called = inside[-1]
     return _WAITS.get((os.path.basename(called.file), called.function), "")

@@ -1,8 +1,11 @@
-"""Which ranks have not announced themselves, from half the sync's timeout after this rank's first encoder call on.
+"""Which ranks have not announced themselves, from half the sync's timeout after this rank's first
+encoder call on.
 
 A rank of stock NeMo never registers with rank 0. It waits in the default process group, where the
-patched ranks' next collective meets its reduce; nobody can help it from outside, so it must be seen.
+patched ranks' next collective meets its reduce; nobody can help it from outside, so it must be
+seen.
 """
+
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class RollCall:
         self._is_warned = False
 
     def look(self, now: float, began: float) -> None:
-        """Take the next step, if it is time. began: this rank's first encoder call; 0.0: none yet."""
+        """Take the next step, if it is time. began: this rank's first encoder call; 0.0: none
+        yet.
+        """
         if self._exchange.is_joined:
             self._joined(now, began)
         elif began:
@@ -71,7 +76,10 @@ class RollCall:
                 self._next_look = max(began + limit_s, now)
             elif found.trouble and not self._said_at:
                 self._said_at = now
-                report(logging.WARNING, f"cannot see whether every rank is patched: {found.trouble}")
+                report(
+                    logging.WARNING,
+                    f"cannot see whether every rank is patched: {found.trouble}",
+                )
         if self._is_seen and self.missing and not self._is_warned:
             self._warn(now)
 
@@ -83,16 +91,28 @@ class RollCall:
         if self._has_late_round() and not stalls:
             return
         self._is_warned = True
-        named_there = {one.rank for stall in stalls for one in stall.missing if one.kind == UNANNOUNCED}
+        named_there = {
+            one.rank
+            for stall in stalls
+            for one in stall.missing
+            if one.kind == UNANNOUNCED
+        }
         if not named_there.issuperset(self.missing):
             self._said_at = now
             report(logging.WARNING, self._warning())
 
     def _warning(self) -> str:
-        verb = "has not announced itself" if len(self.missing) == 1 else "have not announced themselves"
+        verb = (
+            "has not announced itself"
+            if len(self.missing) == 1
+            else "have not announced themselves"
+        )
         why = f"{NOT_ANNOUNCED}. {UNPATCHED}"
         limit_s = current().timeout.total_seconds()
-        return f"{named(self.missing)} of {self._exchange.size} {verb} within {limit_s:g} s: {why}"
+        return (
+            f"{named(self.missing)} of {self._exchange.size} {verb} within {limit_s:g}"
+            f" s: {why}"
+        )
 
     def _joined(self, now: float, began: float) -> None:
         self.missing = ()
@@ -101,5 +121,6 @@ class RollCall:
             self._said_at = 0.0
             report(
                 logging.WARNING,
-                f"every rank has announced itself now, {now - began:.2f} s after this one",
+                f"every rank has announced itself now, {now - began:.2f} s after"
+                " this one",
             )

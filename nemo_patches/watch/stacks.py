@@ -1,4 +1,6 @@
-"""Where a thread is, in one line: the user's own code in full, innermost first, runs of library frames folded."""
+"""Where a thread is, in one line: the user's own code in full, innermost first, runs of library
+frames folded.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -29,18 +31,24 @@ class Thread(NamedTuple):
 
 
 def where(thread: int) -> str:
-    """The place of the thread with this identifier; empty if there is no such thread. At most LONGEST characters.
+    """The place of the thread with this identifier; empty if there is no such thread. At most
+    LONGEST characters.
 
-    "load (data/reader.py:31) < main (train.py:80), in: select (python/selectors.py:415) < get (torch/...)" is: `load`
-    was called by `main` and has called into libraries, which are in `select`. "+3" is how many frames were folded.
+    "load (data/reader.py:31) < main (train.py:80), in: select (python/selectors.py:415) < get
+    (torch/...)" is: `load` was called by `main` and has called into libraries, which are in
+    `select`. "+3" is how many frames were folded.
     """
-    places: list[tuple[str, str]] = []  # the library (empty: the user's own code), and the text
+    places: list[
+        tuple[str, str]
+    ] = []  # the library (empty: the user's own code), and the text
     for frame in seen(thread):
         package, shown = origin(frame.code.co_filename)
         places.append((package, f"{frame.code.co_name} ({shown}:{frame.line})"))
     own = [text for package, text in places if not package]
     inside = []
-    for _, run in groupby(takewhile(lambda place: bool(place[0]), places), lambda place: place[0]):
+    for _, run in groupby(
+        takewhile(lambda place: bool(place[0]), places), lambda place: place[0]
+    ):
         (_, text), *folded = run
         inside.append(f"{text} +{len(folded)}" if folded else text)
     line = " < ".join(own[:_OWN_FRAMES])
@@ -59,22 +67,29 @@ def occupation(thread: int, native_thread: int = 0) -> Occupation:
 def training_thread(caller: int, native_id: int) -> Thread:
     """The thread that has called an encoder; if that has ended or runs no Python, the main thread.
 
-    A GPU's backward has a thread of its own, which calls an encoder within torch.utils.checkpoint once more. native_id:
-    the identifier of a thread that has ended is soon another's.
+    A GPU's backward has a thread of its own, which calls an encoder within torch.utils.checkpoint
+    once more. native_id: the identifier of a thread that has ended is soon another's.
     """
-    if caller in sys._current_frames() and os.path.exists(f"/proc/self/task/{native_id}"):
+    if caller in sys._current_frames() and os.path.exists(
+        f"/proc/self/task/{native_id}"
+    ):
         return Thread(caller, native_id)
     return Thread(threading.main_thread().ident or 0, os.getpid())
 
 
 def seen(thread: int) -> list[Frame]:
-    """What is kept of the frames of the thread with this identifier, innermost first; none if there is no such one."""
-    return [Frame(frame.f_code, frame.f_lasti, frame.f_lineno or 0) for frame in frames(thread)]
+    """What is kept of the frames of the thread with this identifier, innermost first; none if there
+    is no such one.
+    """
+    return [
+        Frame(frame.f_code, frame.f_lasti, frame.f_lineno or 0)
+        for frame in frames(thread)
+    ]
 
 
 def frames(thread: int) -> Iterator[FrameType]:
-    """The frames themselves. Of these no variable is read: before Python 3.13 that would write into the user's
-    locals(), and keep each one's value until its function returns."""
+    """The frames themselves. Of these no variable is read: before Python 3.13 that would write into
+    the user's locals(), and keep each one's value until its function returns."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame

@@ -1,7 +1,8 @@
-"""The watch of one process group: notices that this rank waits, or is waited for, and reports the missing ranks.
+"""The watch of one process group: notices that this rank waits, or is waited for, and reports the
+missing ranks.
 
-The thread itself waits for no other rank: it hands its questions to the exchange, and what is not answered in time is
-reported without it.
+The thread itself waits for no other rank: it hands its questions to the exchange, and what is not
+answered in time is reported without it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -50,8 +51,8 @@ _EXIT_S = 0.8  # at exit, for the last report
 
 
 class StallMonitor:
-    """The monitor of one process group on this rank; it ends with the group. One thread calls `run`, and alone writes
-    the fields."""
+    """The monitor of one process group on this rank; it ends with the group. One thread calls
+    `run`, and alone writes the fields."""
 
     def __init__(
         self,
@@ -74,7 +75,9 @@ class StallMonitor:
         self._unjudged = Unjudged(self.progress, self.looks.begin)
         # Outlives its destruction in a DDP module; None: destroyed just now.
         world = torch.distributed.group.WORLD
-        self._world: Callable[[], object] = weakref.ref(world) if world is not None else lambda: None
+        self._world: Callable[[], object] = (
+            weakref.ref(world) if world is not None else lambda: None
+        )
         self._socket: JobSocket | None = None
         self._wakes = -1  # a file that wakes the thread
         # So that none writes to a file that has this one's number next.
@@ -82,7 +85,10 @@ class StallMonitor:
         try:
             self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError as error:
-            report(logging.WARNING, f"this rank's stall reports are slow: {first_line(error)}")
+            report(
+                logging.WARNING,
+                f"this rank's stall reports are slow: {first_line(error)}",
+            )
         exchange.watch = self.looks
         exchange.start()
         self._exiting = False  # written at exit, and in a forked child
@@ -150,7 +156,8 @@ class StallMonitor:
         self._late.read()
         try:
             self._socket = JobSocket(self.group.rank, self.group.store_port)
-        except Exception as error:  # not an OSError where others' class is in the place of Python's socket
+        # Not an OSError where others' class is in the place of Python's socket.
+        except Exception as error:
             report(
                 logging.INFO,
                 f"`nemo-patches diagnose --job` cannot ask this rank: {first_line(error)}",
@@ -179,22 +186,35 @@ class StallMonitor:
 
     def _pause_s(self) -> float:
         timeout = current().timeout
-        shortest = min(timeout, self._settings().stall_timeout or timeout).total_seconds()
-        is_busy = self.looks.is_busy or (self.reports is not None and self.reports.has_late_round())
-        return max(min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8), _SHORTEST_TICK_S)
+        shortest = min(
+            timeout, self._settings().stall_timeout or timeout
+        ).total_seconds()
+        is_busy = self.looks.is_busy or (
+            self.reports is not None and self.reports.has_late_round()
+        )
+        return max(
+            min(_TICK_IN_A_STALL_S if is_busy else _TICK_S, shortest / 8),
+            _SHORTEST_TICK_S,
+        )
 
     def _tick(self, is_last: bool = False) -> None:
         now = time.monotonic()
         settings = self._settings()
         limit_s = settings.stall_timeout.total_seconds()
-        is_over = is_last or self._notes.is_reverted or torch.distributed.group.WORLD is not self._world()
+        is_over = (
+            is_last
+            or self._notes.is_reverted
+            or torch.distributed.group.WORLD is not self._world()
+        )
         if limit_s and not is_over:
             self.progress.look(now, limit_s)
         self.looks.tick(now)
         if self.reports is None and self._is_to_judge(now, limit_s, is_last):
             self._make_reports(now, limit_s)
         if self.reports is not None:
-            self.reports.look(settings, self.all_ranks, is_last=is_last, is_over=is_over)
+            self.reports.look(
+                settings, self.all_ranks, is_last=is_last, is_over=is_over
+            )
             if self._socket is not None:
                 self.reports.answer(self._socket.listener)
         if is_last:
@@ -208,8 +228,14 @@ class StallMonitor:
         first_call_at = self.all_ranks.first_call_at
         return (
             (limit_s > 0 and now - self.progress.stepped_at >= limit_s / 4)
-            or any(_is_late(sync, now, timeout_s) for sync in self._notes.syncs(self.group))
-            or (first_call_at > 0 and now - first_call_at >= timeout_s / 2 and not self.exchange.is_joined)
+            or any(
+                _is_late(sync, now, timeout_s) for sync in self._notes.syncs(self.group)
+            )
+            or (
+                first_call_at > 0
+                and now - first_call_at >= timeout_s / 2
+                and not self.exchange.is_joined
+            )
             or self.exchange.has_died
             or (self._socket is not None and self._socket.has_visitors())
             or (is_last and hasattr(sys, "last_value"))
@@ -225,7 +251,9 @@ class StallMonitor:
             return
         from .reports import Reports
 
-        self.reports = Reports(self.group, self.exchange, self._notes, self.progress, self.looks)
+        self.reports = Reports(
+            self.group, self.exchange, self._notes, self.progress, self.looks
+        )
 
     def _heard(self, heard: Heard) -> None:
         """A question's answers, also of one that another rank has asked."""
@@ -242,15 +270,22 @@ def _is_late(sync: WatchedRounds, now: float, timeout_s: float) -> bool:
     if sync.timed_out is not None or sync.has_failed():
         return True
     round_ = sync.round
-    return round_ is not None and not sync.is_over(round_) and now - round_.issued_at >= timeout_s / 2
+    return (
+        round_ is not None
+        and not sync.is_over(round_)
+        and now - round_.issued_at >= timeout_s / 2
+    )
 
 
 _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    # If another rank ended first, this one's collective has failed because of that: which one, its report says.
-    made = [monitor.reports for monitor in list(_monitors) if monitor.reports is not None]
+    # If another rank ended first, this one's collective has failed because of that: which one, its
+    # report says.
+    made = [
+        monitor.reports for monitor in list(_monitors) if monitor.reports is not None
+    ]
     leaving = [reports for reports in made if reports.job_stall.leaves]
     for monitor in list(_monitors):
         monitor.stop()

@@ -1,7 +1,8 @@
 """Stall reports for this process: a thread that watches the process group while there is one.
 
-It begins with the process group, not with an encoder; nothing of torch is patched for that. In a daemonic process, as a
-data loader's worker is, and in one that a rank has forked it begins with the first encoder call: few of them are ranks.
+It begins with the process group, not with an encoder; nothing of torch is patched for that. In a
+daemonic process, as a data loader's worker is, and in one that a rank has forked it begins with the
+first encoder call: few of them are ranks.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -64,11 +65,15 @@ class StallSubscriber(Observer):
         return self._monitor
 
     def stalls(self) -> tuple[Stall, ...]:
-        """The encoders' rounds that this rank waits for, or has given up, with the missing ranks of each."""
+        """The encoders' rounds that this rank waits for, or has given up, with the missing ranks of
+        each.
+        """
         return () if self._monitor is None else self._monitor.stalls()
 
     def unannounced(self) -> tuple[int, ...]:
-        """The ranks that have not announced themselves under that process group: unpatched, or not here yet."""
+        """The ranks that have not announced themselves under that process group: unpatched, or not
+        here yet.
+        """
         return () if self._monitor is None else self._monitor.unannounced()
 
     def in_forked_child(self) -> None:
@@ -82,7 +87,9 @@ class StallSubscriber(Observer):
             self._start()
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
-        self._monitor = StallMonitor(group, exchange, self._notes, length_sync.current, self._late)
+        self._monitor = StallMonitor(
+            group, exchange, self._notes, length_sync.current, self._late
+        )
         self._start()
 
     def _start(self) -> None:
@@ -91,7 +98,9 @@ class StallSubscriber(Observer):
                 return
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
-                observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
+                observers.remove(
+                    SUBSCRIBER
+                )  # so that the sync logs its late rounds itself
                 report(
                     logging.WARNING,
                     f"there are no stall reports of this rank, training goes on: {why}",
@@ -107,7 +116,8 @@ class StallSubscriber(Observer):
             try:
                 self._look_for_group()
                 failures = 0
-            except Exception as error:  # maybe the process group is being made or destroyed at this moment
+            # Maybe the process group is being made or destroyed at this moment.
+            except Exception as error:
                 failures += 1
                 if failures == _MOST_FAILURES:
                     report(
@@ -124,12 +134,20 @@ class StallSubscriber(Observer):
 
     def _look_for_group(self) -> None:
         """Publishes a new one. After revert(), no group is watched."""
-        group_syncs = None if self._notes.is_reverted else length_sync.process.present_group()
-        if group_syncs is not None and (self._monitor is None or self._monitor.group is not group_syncs.group):
-            self.group_began(group_syncs.group, group_syncs.exchange)  # from before `subscribe`
+        group_syncs = (
+            None if self._notes.is_reverted else length_sync.process.present_group()
+        )
+        if group_syncs is not None and (
+            self._monitor is None or self._monitor.group is not group_syncs.group
+        ):
+            self.group_began(
+                group_syncs.group, group_syncs.exchange
+            )  # from before `subscribe`
 
     def _is_not_needed(self) -> bool:
-        """Whether this is probably not a rank: then the thread ends, and an encoder's call starts another."""
+        """Whether this is probably not a rank: then the thread ends, and an encoder's call starts
+        another.
+        """
         with self._lock:
             if self._monitor is None and multiprocessing.current_process().daemon:
                 self._thread = None

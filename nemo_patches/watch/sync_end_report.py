@@ -1,4 +1,6 @@
-"""Reports, once for a process group, which ranks have ended: when a round has failed, or one ended without a word."""
+"""Reports, once for a process group, which ranks have ended: when a round has failed, or one ended
+without a word.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -74,7 +76,11 @@ class SyncEndReport:
         hears at once.
         """
         ends_at = time.monotonic() + _AT_EXIT_S
-        while self._exchange.is_joined and not self._exchange.has_died and time.monotonic() < ends_at:
+        while (
+            self._exchange.is_joined
+            and not self._exchange.has_died
+            and time.monotonic() < ends_at
+        ):
             time.sleep(_PAUSE_S)
 
     def _answer_of(self, found: Found) -> Answer:
@@ -85,12 +91,19 @@ class SyncEndReport:
         gone = ended(replace(found, states={}, silent=silent))
         if self._exchange.has_died:
             gone = {rank: one for rank, one in gone.items() if silent[rank].how != LEFT}
-        return Answer(tuple(gone[rank] for rank in sorted(gone)), "" if gone else self._exchange.over)
+        return Answer(
+            tuple(gone[rank] for rank in sorted(gone)),
+            "" if gone else self._exchange.over,
+        )
 
     def _say(self, answer: Answer, is_last: bool) -> None:
         self._answer = answer
         if answer.missing or (answer.unknown and not is_last):
-            observers.tell(lambda one: one.stall_reported(answer.missing, answer.unknown, self._title))
+            observers.tell(
+                lambda one: one.stall_reported(
+                    answer.missing, answer.unknown, self._title
+                )
+            )
         text = answer.text(self._size)
         if answer.missing:
             report(logging.WARNING, f"{self._title}: gone: {text}")

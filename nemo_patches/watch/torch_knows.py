@@ -44,11 +44,15 @@ class FlightRecording:
         return self.content
 
     def _read(self) -> None:
-        dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+        dump = getattr(
+            sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None
+        )
         if dump is None:  # before torch 2.13, which records Gloo's
             return
         try:
-            self.content = _bounded(json.loads(dump(includeCollectives=True, onlyActive=False)))
+            self.content = _bounded(
+                json.loads(dump(includeCollectives=True, onlyActive=False))
+            )
         except Exception as error:
             self.content = {"error": first_line(error)}
 

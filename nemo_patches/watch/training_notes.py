@@ -41,8 +41,12 @@ class TrainingNotes(Observer):
     def __init__(self) -> None:
         self.last = LastCall()
         self.encoder_flag = ""  # of the first encoder, which must match, too
-        self.is_reverted = False  # NeMo is stock again: calls that are not seen are not a stall
-        self._trainer: Callable[[], object] = lambda: None  # Lightning's, the last one that began; weak
+        self.is_reverted = (
+            False  # NeMo is stock again: calls that are not seen are not a stall
+        )
+        self._trainer: Callable[[], object] = lambda: (
+            None
+        )  # Lightning's, the last one that began; weak
         self._syncs: tuple[WatchedRounds, ...] = ()
 
     def syncs(self, group: Group) -> list[WatchedRounds]:

@@ -1,4 +1,6 @@
-"""What is logged where nothing can be judged, since judging cannot be loaded: the ranks' facts, as JSON."""
+"""What is logged where nothing can be judged, since judging cannot be loaded: the ranks' facts, as
+JSON.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations

@@ -42,5 +42,7 @@ def _has_hung_up(visitor: socket.socket) -> bool:
 
 
 def _user_of(visitor: socket.socket) -> int:
-    _, user, _ = struct.unpack("iII", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, user, _ = struct.unpack(
+        "iII", visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return int(user)

@@ -10,7 +10,9 @@ import pytest
 from nemo_patches.tools.doctor import examination
 from nemo_patches.tools.doctor.finding import Finding
 
-beside_nemo = pytest.mark.skipif(importlib.util.find_spec("nemo") is None, reason="NeMo is not installed")
+beside_nemo = pytest.mark.skipif(
+    importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"
+)
 
 HEAD = """\
 import torch
@@ -29,5 +31,7 @@ def found(folder: Path, rule: str, text: str) -> list[Finding]:
     path.write_text(f"{HEAD}{text}\nraise SystemExit('it was run')\n")
     done = examination.examine_code(path, examination.chosen())
     assert not done.error, done.error
-    assert not [finding for checked, finding in done.findings if checked.identifier == "NP001"]
+    assert not [
+        finding for checked, finding in done.findings if checked.identifier == "NP001"
+    ]
     return [finding for checked, finding in done.findings if checked.identifier == rule]

@@ -1,4 +1,6 @@
-"""Small configs for the doctor's tests, and what one rule finds in them; every change is an override of Hydra's."""
+"""Small configs for the doctor's tests, and what one rule finds in them; every change is an
+override of Hydra's.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ trainer:
 """
 
 
-def report(folder: Path, text: str, *overrides: str, patched: bool = False) -> examination.Examination:
+def report(
+    folder: Path, text: str, *overrides: str, patched: bool = False
+) -> examination.Examination:
     """What all rules find in a text."""
     path = folder / "config.yaml"
     path.write_text(text)
@@ -86,9 +90,13 @@ def report(folder: Path, text: str, *overrides: str, patched: bool = False) -> e
     return examination.examine(path, overrides, examination.chosen(), settings)
 
 
-def found(folder: Path, rule: str, text: str, *overrides: str, patched: bool = False) -> list[Finding]:
+def found(
+    folder: Path, rule: str, text: str, *overrides: str, patched: bool = False
+) -> list[Finding]:
     """What one rule finds in a text; the others must not fail on it, either."""
     done = report(folder, text, *overrides, patched=patched)
     assert not done.error, done.error
-    assert not [finding for checked, finding in done.findings if checked.identifier == "NP001"]
+    assert not [
+        finding for checked, finding in done.findings if checked.identifier == "NP001"
+    ]
     return [finding for checked, finding in done.findings if checked.identifier == rule]

@@ -9,5 +9,7 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # of all folders
-        if Path(__file__).parent in item.path.parents and item.path.name.startswith("test_np"):
+        if Path(__file__).parent in item.path.parents and item.path.name.startswith(
+            "test_np"
+        ):
             item.add_marker("wheel")

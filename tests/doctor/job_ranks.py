@@ -1,4 +1,6 @@
-"""What a job's ranks publish, described by hand for the doctor's tests, and what one rule finds in it."""
+"""What a job's ranks publish, described by hand for the doctor's tests, and what one rule finds in
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The doctor's words stand in tests/golden/doctor.txt: one example of each finding, and of what else it prints."""
+"""The doctor's words stand in tests/golden/doctor.txt: one example of each finding, and of what
+else it prints.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _ranks(*facts: Any, silent: int | None = None) -> None:
 def test_the_doctors_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = {rule.identifier: rule.bad for rule in all_rules() if rule.bad}
-    for name, text in ({"nest": configs.NEST, "lhotse": configs.LHOTSE} | examples).items():
+    for name, text in (
+        {"nest": configs.NEST, "lhotse": configs.LHOTSE} | examples
+    ).items():
         (tmp_path / f"{name}.yaml").write_text(text)
     transcripts.compare("doctor", tmp_path, {"machine": _machine, "ranks": _ranks})
 
@@ -49,4 +53,7 @@ def test_the_doctors_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_each_rule_has_an_example() -> None:
     shown = (transcripts.GOLDEN / "doctor.txt").read_text()
     found = set(re.findall(r"(NP\d+)(?:::| error: | warning: )", shown))
-    assert {rule.identifier for rule in all_rules()} - found == {examination.CRASHED, *BESIDE_NEMO}
+    assert {rule.identifier for rule in all_rules()} - found == {
+        examination.CRASHED,
+        *BESIDE_NEMO,
+    }

@@ -1,4 +1,6 @@
-"""What is read of a job: its ranks, who reads a data set, whether that is a stream, and its longest input."""
+"""What is read of a job: its ranks, who reads a data set, whether that is a stream, and its longest
+input.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ pytestmark = pytest.mark.one_nemo
 
 
 def job(text: str, *overrides: str) -> Job:
-    return Job(reading.with_overrides(yaml_text.parse(Path("config.yaml"), text), overrides))
+    return Job(
+        reading.with_overrides(yaml_text.parse(Path("config.yaml"), text), overrides)
+    )
 
 
 def training(*overrides: str, text: str = LHOTSE) -> Dataset:
-    (found,) = (dataset for dataset in job(text, *overrides).datasets if dataset.training)
+    (found,) = (
+        dataset for dataset in job(text, *overrides).datasets if dataset.training
+    )
     return found
 
 
@@ -47,10 +53,16 @@ def training(*overrides: str, text: str = LHOTSE) -> Dataset:
         ("{a: 1}", None),
     ],
 )
-def test_ranks_are_counted_as_lightning_counts_devices(devices: str, ranks: int | None) -> None:
+def test_ranks_are_counted_as_lightning_counts_devices(
+    devices: str, ranks: int | None
+) -> None:
     assert job(NEST, f"trainer.devices={devices}").ranks == ranks
-    assert job(NEST, f"trainer.devices={devices}", "trainer.num_nodes=3").ranks == (3 * ranks if ranks else None)
-    assert job(NEST, f"trainer.devices={devices}", "trainer.num_nodes=???").ranks is None
+    assert job(NEST, f"trainer.devices={devices}", "trainer.num_nodes=3").ranks == (
+        3 * ranks if ranks else None
+    )
+    assert (
+        job(NEST, f"trainer.devices={devices}", "trainer.num_nodes=???").ranks is None
+    )
     assert job(NEST, f"trainer.devices={devices}").several is (ranks != 1)
 
 
@@ -61,7 +73,12 @@ def test_one_process_is_lightnings_default_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["model: {a: 1}\n", "trainer: {_target_: x}\n", "trainer: {devices: 2}\nstrategy: x\n"]
+    "text",
+    [
+        "model: {a: 1}\n",
+        "trainer: {_target_: x}\n",
+        "trainer: {devices: 2}\nstrategy: x\n",
+    ],
 )
 def test_a_trainer_that_is_not_lightnings_has_no_ranks_to_judge(text: str) -> None:
     assert not job(text).has_trainer
@@ -89,7 +106,10 @@ def test_which_strategies_are_ddp(strategy: str, ddp: bool) -> None:
 @pytest.mark.parametrize(
     ("timeout", "expected"),
     [
-        ("{_target_: datetime.timedelta, minutes: 5, seconds: 1}", timedelta(seconds=301)),
+        (
+            "{_target_: datetime.timedelta, minutes: 5, seconds: 1}",
+            timedelta(seconds=301),
+        ),
         ("{_target_: datetime.timedelta, minutes: x}", None),
         ("{_target_: datetime.timedelta, days: 1e14}", None),
         ("{_target_: mine, minutes: 5}", None),
@@ -119,7 +139,9 @@ def test_who_reads_a_set(overrides: tuple[str, ...], reader: str) -> None:
 
 
 def test_speechlm2_always_has_lhotse() -> None:
-    assert training(text="data: {train_ds: {manifest_filepath: x}}\n").reader == "lhotse"
+    assert (
+        training(text="data: {train_ds: {manifest_filepath: x}}\n").reader == "lhotse"
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +154,13 @@ def test_speechlm2_always_has_lhotse() -> None:
         ("+model.train_ds.input_cfg=x.yaml", None),
         ("+model.train_ds.input_cfg=[5, {type: nemo}]", False),
         ("+model.train_ds.input_cfg=[{type: group, input_cfg: x.yaml}]", None),
-        ("+model.train_ds.input_cfg=[{type: group, input_cfg: x.yaml}, {type: lhotse_shar, shar_path: x}]", True),
+        (
+            (
+                "+model.train_ds.input_cfg=[{type: group, input_cfg: x.yaml}, {type:"
+                " lhotse_shar, shar_path: x}]"
+            ),
+            True,
+        ),
     ],
 )
 def test_what_is_a_stream(override: str, tarred: bool | None) -> None:
@@ -143,8 +171,14 @@ def test_what_is_a_stream(override: str, tarred: bool | None) -> None:
 
 def test_several_configs_in_one_set_are_sets_by_themselves() -> None:
     sets = "a: {cuts_path: x}, b: {cuts_path: y}"
-    text = f"data: {{train_ds: {{multi_config: true, seed: 1, sampler_weights: {{a: 1}}, {sets}}}}}\n"
-    assert [dataset.where for dataset in job(text).datasets] == ["data.train_ds.a", "data.train_ds.b"]
+    text = (
+        "data: {train_ds: {multi_config: true, seed: 1, sampler_weights: {a: 1},"
+        f" {sets}}}}}\n"
+    )
+    assert [dataset.where for dataset in job(text).datasets] == [
+        "data.train_ds.a",
+        "data.train_ds.b",
+    ]
     sets = "a: {cuts_path: x}, b: {cuts_path: y, max_duration: 8}, c: 1"
     named = f"data: {{validation_ds: {{max_duration: 9, datasets: {{{sets}}}}}}}\n"
     assert [dataset.longest().seconds for dataset in job(named).datasets] == [9, 8]
@@ -161,7 +195,13 @@ def test_several_configs_in_one_set_are_sets_by_themselves() -> None:
         ("+model.train_ds.cut_into_windows_duration=30", 30),
         ("+model.train_ds.concatenate_duration_factor=2", 40),
         ("+model.train_ds.concatenate_samples=true", 40),
-        ("+model.train_ds={concatenate_samples: true, use_lhotse: true, max_duration: '???', cuts_path: x}", None),
+        (
+            (
+                "+model.train_ds={concatenate_samples: true, use_lhotse: true,"
+                " max_duration: '???', cuts_path: x}"
+            ),
+            None,
+        ),
         ("+model.train_ds.random_padding={prob: 1, max_total_duration: 45}", 45),
         ("+model.train_ds.random_padding={prob: 1, max_total_duration: 35}", 40),
         ("+model.train_ds.random_padding={prob: 1}", None),
@@ -188,4 +228,6 @@ def test_the_longest_input_of_lhotse(override: str, seconds: float | None) -> No
 def test_the_longest_input_of_nemo(override: str, seconds: float | None) -> None:
     override = override.replace("???", "'???'")
     assert training(override, text=NEST).longest().seconds == seconds
-    assert training(override, "model.train_ds.max_duration=???", text=NEST).longest().seconds in (None, 4)
+    assert training(
+        override, "model.train_ds.max_duration=???", text=NEST
+    ).longest().seconds in (None, 4)

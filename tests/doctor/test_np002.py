@@ -24,8 +24,14 @@ def test_a_circle(tmp_path: Path) -> None:
     assert [value.key for value in finding.read] == ["a", "b"]
 
 
-def test_none_where_they_lead_to_a_value_or_to_one_that_is_still_to_be_given(tmp_path: Path) -> None:
-    text = NEST + "a: ${model.train_ds.manifest_filepath}\nb: ${a}/x\nc: ${oc.env:HOME}\nd: ${model.encoder}\n"
+def test_none_where_they_lead_to_a_value_or_to_one_that_is_still_to_be_given(
+    tmp_path: Path,
+) -> None:
+    text = (
+        NEST
+        + "a: ${model.train_ds.manifest_filepath}\nb: ${a}/x\nc: ${oc.env:HOME}\nd:"
+        " ${model.encoder}\n"
+    )
     assert found(tmp_path, "NP002", text) == []
 
 

@@ -1,4 +1,6 @@
-"""NP004: suppressions, in a config's comments and in the project's file, and what they leave of the findings."""
+"""NP004: suppressions, in a config's comments and in the project's file, and what they leave of the
+findings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def write(folder: Path, text: str, name: str = "nest.yaml") -> Path:
     return path
 
 
-def doctor(capfd: pytest.CaptureFixture[str], *arguments: object, select: tuple[str, ...] = ()) -> tuple[int, str, str]:
+def doctor(
+    capfd: pytest.CaptureFixture[str], *arguments: object, select: tuple[str, ...] = ()
+) -> tuple[int, str, str]:
     code = command.carry_out(Request(tuple(map(str, arguments)), select=select))
     return code, *capfd.readouterr()
 
@@ -38,7 +42,9 @@ def test_a_finding_is_suppressed_on_its_line_with_a_reason(
 ) -> None:
     line = "    pos_emb_max_len:  5000    # frames"
     comment = "# nemo-patches: ignore[NP102] no clip is longer than 40 s"
-    suppressed = STOCK.replace(line, f"    {comment}\n{line}" if own_line else f"{line} {comment}")
+    suppressed = STOCK.replace(
+        line, f"    {comment}\n{line}" if own_line else f"{line} {comment}"
+    )
     code, out, _ = doctor(capfd, write(tmp_path, suppressed))
     assert code == 0
     assert "NP102" not in out
@@ -49,16 +55,27 @@ def test_a_finding_is_suppressed_on_its_line_with_a_reason(
             "ignore[NP102] has no reason, so it suppresses nothing",
         ),
         (suppressed.replace("60.0", "40.0"), "ignore[NP102] suppresses nothing here"),
-        (suppressed.replace("[NP102]", "[NP999]"), "ignore[NP999] names no rule that can be suppressed"),
-        (suppressed.replace("[NP102]", ""), "ignore[] names no rule that can be suppressed"),
-        (suppressed.replace("[NP102]", "[NP004]"), "ignore[NP004] names no rule that can be suppressed"),
+        (
+            suppressed.replace("[NP102]", "[NP999]"),
+            "ignore[NP999] names no rule that can be suppressed",
+        ),
+        (
+            suppressed.replace("[NP102]", ""),
+            "ignore[] names no rule that can be suppressed",
+        ),
+        (
+            suppressed.replace("[NP102]", "[NP004]"),
+            "ignore[NP004] names no rule that can be suppressed",
+        ),
     ):
         code, out, _ = doctor(capfd, write(tmp_path, text))
         assert code == 1
         assert f"NP004 warning: {said}" in out
         assert ("NP102 warning" in out) is ("60.0" in text)  # it is not suppressed
     clean = write(tmp_path, suppressed.replace("60.0", "40.0"))
-    assert doctor(capfd, clean, "trainer.devices=8")[0] == 0  # with other values it may be needed
+    assert (
+        doctor(capfd, clean, "trainer.devices=8")[0] == 0
+    )  # with other values it may be needed
     assert doctor(capfd, clean, select=("NP1",))[0] == 0
 
 
@@ -69,19 +86,34 @@ def test_code_has_suppressions_in_its_comments(
     monkeypatch.chdir(tmp_path)
     comment = "  # nemo-patches: ignore[NP401] all ranks have the same x"
     in_a_text = f'\n\nTEXT = """\n{comment}\n"""\n'
-    lines = "class Mine:\n    def forward(self, x):\n        if x.any():\n{}            dist.barrier(){}\n" + in_a_text
+    lines = (
+        "class Mine:\n    def forward(self, x):\n        if x.any():\n{}           "
+        " dist.barrier(){}\n" + in_a_text
+    )
     for above, behind in (("", comment), (f"            {comment.strip()}\n", "")):
-        code, out, _ = doctor(capfd, write(tmp_path, lines.format(above, behind), "model.py"))
+        code, out, _ = doctor(
+            capfd, write(tmp_path, lines.format(above, behind), "model.py")
+        )
         assert code == 0
         assert out.endswith(": nothing, 1 suppressed\n")
         for text, said in (
-            (lines.format(above, behind).replace("dist.", "self."), "ignore[NP401] suppresses nothing here"),
-            (lines.format(above, behind).replace(" all ranks have the same x", ""), "ignore[NP401] has no reason"),
+            (
+                lines.format(above, behind).replace("dist.", "self."),
+                "ignore[NP401] suppresses nothing here",
+            ),
+            (
+                lines.format(above, behind).replace(" all ranks have the same x", ""),
+                "ignore[NP401] has no reason",
+            ),
         ):
             assert said in doctor(capfd, write(tmp_path, text, "model.py"))[1]
     write(tmp_path, lines.format("", ""), "model.py")
     assert doctor(capfd, "model.py")[0] == 1
-    write(tmp_path, "ignore: [{rule: NP401, files: '*.py', reason: x is the same on all ranks}]", ".nemo-patches.yaml")
+    write(
+        tmp_path,
+        "ignore: [{rule: NP401, files: '*.py', reason: x is the same on all ranks}]",
+        ".nemo-patches.yaml",
+    )
     assert doctor(capfd, "model.py")[0] == 0
 
 
@@ -90,7 +122,9 @@ def test_the_projects_file_suppresses_too(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, STOCK, "a.yaml")
-    project = "ignore:\n- rule: NP102\n  files: '{}'\n  reason: no clip is longer than 40 s\n"
+    project = (
+        "ignore:\n- rule: NP102\n  files: '{}'\n  reason: no clip is longer than 40 s\n"
+    )
     write(tmp_path, project.format("*.yaml"), ".nemo-patches.yaml")
     code, out, _ = doctor(capfd, "a.yaml")
     assert code == 0
@@ -106,7 +140,10 @@ def test_the_projects_file_suppresses_too(
         ("ignores: []\n", "allowed is a list, ignore, of rule, files, reason"),
         ("ignore: [NP102]\n", "allowed: rule, files, reason, all texts"),
         ("ignore:\n- rule: NP102\n", "rule NP102 without a reason"),
-        ("ignore:\n- {rule: NP102, reason: x, file: y}\n", "found file; allowed: rule, files, reason"),
+        (
+            "ignore:\n- {rule: NP102, reason: x, file: y}\n",
+            "found file; allowed: rule, files, reason",
+        ),
         ("ignore: [1\n", "not YAML"),
     ):
         write(tmp_path, text, ".nemo-patches.yaml")

@@ -39,11 +39,18 @@ def test_not_set_is_the_default_on(tmp_path: Path) -> None:
     assert "4 ranks" in finding.what
     assert "30 min" in finding.what
     assert any("NOT SET" in str(value) for value in finding.read)
-    assert finding.line == NEST[: NEST.index("_target_: nemo.collections.asr.modules.Conf")].count("\n") + 1
+    assert (
+        finding.line
+        == NEST[: NEST.index("_target_: nemo.collections.asr.modules.Conf")].count("\n")
+        + 1
+    )
 
 
 def test_every_encoder_however_deep(tmp_path: Path) -> None:
-    said = [finding.what.split(";")[0].split(",")[0] for finding in found(tmp_path, "NP101", NESTED)]
+    said = [
+        finding.what.split(";")[0].split(",")[0]
+        for finding in found(tmp_path, "NP101", NESTED)
+    ]
     assert sorted(said) == [
         "model.encoder (ConvASREncoder): no switch",
         "model.perception.encoder (ConformerEncoder): on",
@@ -67,19 +74,28 @@ def test_the_process_groups_timeout_where_the_config_has_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("value", ["'false'", "null", "0"])
 def test_what_is_no_switch(tmp_path: Path, value: str) -> None:
-    first, _ = found(tmp_path, "NP101", NEST, f"+model.encoder.sync_max_audio_length={value}")
+    first, _ = found(
+        tmp_path, "NP101", NEST, f"+model.encoder.sync_max_audio_length={value}"
+    )
     assert first.severity is WARNING
     assert f"Python takes it as {'true' if 'false' in value else 'false'}" in first.what
 
 
 def test_a_class_that_does_not_take_it(tmp_path: Path) -> None:
     target = "model.encoder._target_=nemo.collections.asr.modules.ConvASREncoder"
-    first, _ = found(tmp_path, "NP101", NEST, target, "+model.encoder.sync_max_audio_length=false")
+    first, _ = found(
+        tmp_path, "NP101", NEST, target, "+model.encoder.sync_max_audio_length=false"
+    )
     assert first.severity is WARNING
 
 
-def test_encoders_from_checkpoints_and_of_other_classes_are_named(tmp_path: Path) -> None:
-    text = "init_from_pretrained_model: nvidia/some\nmodel: {pretrained_asr: some}\ntrainer: {devices: 2}\n"
+def test_encoders_from_checkpoints_and_of_other_classes_are_named(
+    tmp_path: Path,
+) -> None:
+    text = (
+        "init_from_pretrained_model: nvidia/some\nmodel: {pretrained_asr:"
+        " some}\ntrainer: {devices: 2}\n"
+    )
     said = " ".join(finding.what for finding in found(tmp_path, "NP101", text))
     assert "init_from_pretrained_model" in said
     assert "model.pretrained_asr" in said
@@ -92,26 +108,58 @@ def test_encoders_from_checkpoints_and_of_other_classes_are_named(tmp_path: Path
 
 
 def test_the_punctuation_model_with_audio(tmp_path: Path) -> None:
-    text = "model: {audio_encoder: {pretrained_model: x}, punct_head: {}}\ntrainer: {devices: 2}\n"
+    text = (
+        "model: {audio_encoder: {pretrained_model: x}, punct_head: {}}\ntrainer:"
+        " {devices: 2}\n"
+    )
     (finding,) = found(tmp_path, "NP101", text)
     assert finding.severity is NOTE
 
 
-@pytest.mark.parametrize("override", ["trainer.devices=1", "trainer.devices=[3]", "~trainer"])
-def test_nothing_where_there_is_one_rank_or_no_trainer(tmp_path: Path, override: str) -> None:
+@pytest.mark.parametrize(
+    "override", ["trainer.devices=1", "trainer.devices=[3]", "~trainer"]
+)
+def test_nothing_where_there_is_one_rank_or_no_trainer(
+    tmp_path: Path, override: str
+) -> None:
     assert found(tmp_path, "NP101", NEST, override) == []
 
 
 def test_a_flag_that_is_given_is_not_said_to_be_not_set(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP101", NEST, "+model.encoder.sync_max_audio_length=true")
+    (finding,) = found(
+        tmp_path, "NP101", NEST, "+model.encoder.sync_max_audio_length=true"
+    )
     assert "NOT SET" not in finding.what
-    squeezeformer = "model.encoder._target_=nemo.collections.asr.modules.SqueezeformerEncoder"
+    squeezeformer = (
+        "model.encoder._target_=nemo.collections.asr.modules.SqueezeformerEncoder"
+    )
     (finding,) = found(tmp_path, "NP101", NEST, squeezeformer)
-    (finding,) = found(tmp_path, "NP101", NEST, "+model.encoder.sync_max_audio_length=???")
+    (finding,) = found(
+        tmp_path, "NP101", NEST, "+model.encoder.sync_max_audio_length=???"
+    )
     assert finding.severity is NOTE
 
 
 def test_none_for_checkpoints_and_models_that_are_not_there(tmp_path: Path) -> None:
-    assert found(tmp_path, "NP101", "init_from_nemo_model: null\nmodel: {a: 1}\ntrainer: {devices: 2}\n") == []
-    assert found(tmp_path, "NP101", "model: {audio_encoder: {a: 1}}\ntrainer: {devices: 2}\n") == []
-    assert found(tmp_path, "NP101", "model: {audio_encoder: 1, punct_head: {}}\ntrainer: {devices: 2}\n") == []
+    assert (
+        found(
+            tmp_path,
+            "NP101",
+            "init_from_nemo_model: null\nmodel: {a: 1}\ntrainer: {devices: 2}\n",
+        )
+        == []
+    )
+    assert (
+        found(
+            tmp_path, "NP101", "model: {audio_encoder: {a: 1}}\ntrainer: {devices: 2}\n"
+        )
+        == []
+    )
+    assert (
+        found(
+            tmp_path,
+            "NP101",
+            "model: {audio_encoder: 1, punct_head: {}}\ntrainer: {devices: 2}\n",
+        )
+        == []
+    )

@@ -14,7 +14,10 @@ from nemo_patches.tools.doctor.finding import Change
 pytestmark = pytest.mark.one_nemo
 
 OFF = "+model.encoder.sync_max_audio_length=false"
-STOCK = "model.train_ds.max_duration=60", "model.validation_ds.max_duration=60"  # what NeMo's NEST config has
+STOCK = (
+    "model.train_ds.max_duration=60",
+    "model.validation_ds.max_duration=60",
+)  # what NeMo's NEST config has
 
 
 def test_the_stock_nest_config_is_reported(tmp_path: Path) -> None:
@@ -41,8 +44,13 @@ def test_with_the_flag_off_it_is_an_error(tmp_path: Path) -> None:
         "++model.encoder.self_attention_model=rel_pos_local_attn",
     ],
 )
-def test_no_error_where_nothing_is_overwritten_or_nothing_grows(tmp_path: Path, override: str) -> None:
-    assert all(finding.severity is NOTE for finding in found(tmp_path, "NP102", NEST, *STOCK, OFF, override))
+def test_no_error_where_nothing_is_overwritten_or_nothing_grows(
+    tmp_path: Path, override: str
+) -> None:
+    assert all(
+        finding.severity is NOTE
+        for finding in found(tmp_path, "NP102", NEST, *STOCK, OFF, override)
+    )
 
 
 def test_with_nemo_patches_it_is_safe(tmp_path: Path) -> None:
@@ -51,7 +59,9 @@ def test_with_nemo_patches_it_is_safe(tmp_path: Path) -> None:
     assert "safe" in finding.what
 
 
-def test_proven_safe_says_so_where_the_flag_is_off_and_is_silent_where_it_is_on(tmp_path: Path) -> None:
+def test_proven_safe_says_so_where_the_flag_is_off_and_is_silent_where_it_is_on(
+    tmp_path: Path,
+) -> None:
     (finding,) = found(tmp_path, "NP102", NEST, OFF)
     assert finding.severity is NOTE
     assert "4016 frames" in finding.what
@@ -59,7 +69,9 @@ def test_proven_safe_says_so_where_the_flag_is_off_and_is_silent_where_it_is_on(
 
 
 def test_a_set_without_a_limit(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP102", NEST, "~model.validation_ds.max_duration", OFF)
+    (finding,) = found(
+        tmp_path, "NP102", NEST, "~model.validation_ds.max_duration", OFF
+    )
     assert finding.severity is WARNING
     assert "model.validation_ds" in finding.what
     (finding,) = found(tmp_path, "NP102", NEST, "model.validation_ds.max_duration=null")
@@ -85,12 +97,21 @@ def test_a_set_that_is_not_read_does_not_count(tmp_path: Path) -> None:
     ("override", "frames"),
     [
         ("+model.train_ds.augmentor={speed:{prob:0.5,min_speed_rate:0.5}}", 8016),
-        ("+model.train_ds.augmentor={time_stretch:{prob:0.5,min_speed_rate:0.75}}", 5344),
-        ("+model.train_ds.augmentor={silence:{prob:0.5,max_start_silence_secs:6,max_end_silence_secs:5}}", 5104),
+        (
+            "+model.train_ds.augmentor={time_stretch:{prob:0.5,min_speed_rate:0.75}}",
+            5344,
+        ),
+        (
+            "+model.train_ds.augmentor={silence:{prob:0.5,max_start_silence_secs:6,max_end_silence_secs:5}}",
+            5104,
+        ),
         ("+model.train_ds.random_padding={prob:1,max_total_duration:51}", 5104),
         ("model.preprocessor.window_stride=0.005", 8016),
         ("++model.preprocessor.n_window_stride=80", 8016),
-        ("model.train_ds.max_duration=50", 5008),  # one frame more than 50 s have, and then the padding
+        (
+            "model.train_ds.max_duration=50",
+            5008,
+        ),  # one frame more than 50 s have, and then the padding
     ],
 )
 def test_what_makes_an_input_longer(tmp_path: Path, override: str, frames: int) -> None:
@@ -112,18 +133,32 @@ def test_what_does_not(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP102", NEST, override) == []
 
 
-def test_lhotse_limits_after_perturbing_speed_and_before_concatenation(tmp_path: Path) -> None:
+def test_lhotse_limits_after_perturbing_speed_and_before_concatenation(
+    tmp_path: Path,
+) -> None:
     assert (
-        found(tmp_path, "NP102", LHOTSE, "model.train_ds.max_duration=49", "+model.train_ds.perturb_speed=true") == []
+        found(
+            tmp_path,
+            "NP102",
+            LHOTSE,
+            "model.train_ds.max_duration=49",
+            "+model.train_ds.perturb_speed=true",
+        )
+        == []
     )
-    more = "+model.train_ds.concatenate_samples=true", "+model.train_ds.concatenate_duration_factor=1.5"
+    more = (
+        "+model.train_ds.concatenate_samples=true",
+        "+model.train_ds.concatenate_duration_factor=1.5",
+    )
     (finding,) = found(tmp_path, "NP102", LHOTSE, *more)
     assert "may have 6016 frames" in finding.what
     shorter = "model.train_ds.max_duration=null", "+model.train_ds.truncate_duration=20"
     assert found(tmp_path, "NP102", LHOTSE, *shorter) == []
 
 
-def test_sets_inside_a_set_inherit_and_an_adapter_is_not_measured_in_audio_frames(tmp_path: Path) -> None:
+def test_sets_inside_a_set_inherit_and_an_adapter_is_not_measured_in_audio_frames(
+    tmp_path: Path,
+) -> None:
     text = """\
 model:
   perception:
@@ -145,11 +180,18 @@ def test_frames_are_those_of_nemos_own_preprocessor() -> None:
     torch = pytest.importorskip("torch")
     modules = pytest.importorskip("nemo.collections.asr.modules.audio_preprocessing")
     for pad_to, exact_pad in itertools.product((0, 16), (False, True)):
-        real = modules.AudioToMelSpectrogramPreprocessor(pad_to=pad_to, exact_pad=exact_pad, n_fft=512)
+        real = modules.AudioToMelSpectrogramPreprocessor(
+            pad_to=pad_to, exact_pad=exact_pad, n_fft=512
+        )
         for seconds in (1.0, 1.005, 1.59, 1.6):
             samples = int(seconds * 16000)
-            made, _ = real(input_signal=torch.zeros(1, samples), length=torch.tensor([samples]))
-            assert Frames(16000.0, 160, not exact_pad, pad_to, ()).of(seconds) == made.shape[-1]
+            made, _ = real(
+                input_signal=torch.zeros(1, samples), length=torch.tensor([samples])
+            )
+            assert (
+                Frames(16000.0, 160, not exact_pad, pad_to, ()).of(seconds)
+                == made.shape[-1]
+            )
 
 
 def test_audio_models_count_in_frames_of_their_own_transform(tmp_path: Path) -> None:
@@ -168,12 +210,20 @@ trainer: {devices: 2}
 
 
 def test_nothing_is_said_of_what_the_config_leaves_open(tmp_path: Path) -> None:
-    assert found(tmp_path, "NP102", NEST, *STOCK, OFF, "model.encoder.pos_emb_max_len=???") == []
-    assert found(tmp_path, "NP102", NEST, "~model.train_ds", "~model.validation_ds", OFF) == []
+    assert (
+        found(tmp_path, "NP102", NEST, *STOCK, OFF, "model.encoder.pos_emb_max_len=???")
+        == []
+    )
+    assert (
+        found(tmp_path, "NP102", NEST, "~model.train_ds", "~model.validation_ds", OFF)
+        == []
+    )
 
 
 @pytest.mark.parametrize("flag", ["'???'", "${oc.env:SYNC}"])
-def test_growth_is_reported_whatever_a_flag_comes_to_that_only_the_job_knows(tmp_path: Path, flag: str) -> None:
+def test_growth_is_reported_whatever_a_flag_comes_to_that_only_the_job_knows(
+    tmp_path: Path, flag: str
+) -> None:
     given = f"+model.encoder.sync_max_audio_length={flag}"
     (finding,) = found(tmp_path, "NP102", NEST, *STOCK, given)
     assert finding.severity is WARNING
@@ -189,25 +239,52 @@ def test_growth_is_reported_whatever_a_flag_comes_to_that_only_the_job_knows(tmp
         (("model.encoder.pos_emb_max_len=-1",), True),
         (("model.encoder.pos_emb_max_len=0",), True),
         (("model.encoder.pos_emb_max_len=null", "trainer.devices=1"), True),
-        (("model.encoder.pos_emb_max_len=null", "+model.encoder.self_attention_model=rel_pos_local_attn"), True),
-        (("model.encoder.pos_emb_max_len=null", "+model.encoder.self_attention_model=no_pos"), False),
-        (("model.encoder.pos_emb_max_len=0", "+model.encoder.self_attention_model=abs_pos"), False),
+        (
+            (
+                "model.encoder.pos_emb_max_len=null",
+                "+model.encoder.self_attention_model=rel_pos_local_attn",
+            ),
+            True,
+        ),
+        (
+            (
+                "model.encoder.pos_emb_max_len=null",
+                "+model.encoder.self_attention_model=no_pos",
+            ),
+            False,
+        ),
+        (
+            (
+                "model.encoder.pos_emb_max_len=0",
+                "+model.encoder.self_attention_model=abs_pos",
+            ),
+            False,
+        ),
         (("model.encoder.pos_emb_max_len=5000.0",), False),
         (("model.encoder.pos_emb_max_len=true",), False),
         (("model.encoder.pos_emb_max_len='???'",), False),
     ],
 )
-def test_a_room_that_is_no_number_of_frames(tmp_path: Path, overrides: tuple[str, ...], stops: bool) -> None:
+def test_a_room_that_is_no_number_of_frames(
+    tmp_path: Path, overrides: tuple[str, ...], stops: bool
+) -> None:
     said = [finding.what for finding in found(tmp_path, "NP102", NEST, *overrides)]
     assert any("the job stops at its start" in what for what in said) is stops
 
 
-@pytest.mark.parametrize(("seconds", "severity"), [("90", [NOTE]), ("40", []), ("-1", [NOTE])])
+@pytest.mark.parametrize(
+    ("seconds", "severity"), [("90", [NOTE]), ("40", []), ("-1", [NOTE])]
+)
 def test_a_diarization_set_is_limited_by_its_session_length(
     tmp_path: Path, seconds: str, severity: list[object]
 ) -> None:
-    session = [f"+model.{name}.session_len_sec={seconds}" for name in ("train_ds", "validation_ds")]
-    assert [finding.severity for finding in found(tmp_path, "NP102", NEST, *session)] == severity
+    session = [
+        f"+model.{name}.session_len_sec={seconds}"
+        for name in ("train_ds", "validation_ds")
+    ]
+    assert [
+        finding.severity for finding in found(tmp_path, "NP102", NEST, *session)
+    ] == severity
 
 
 def test_a_negative_limit_is_not_called_safe(tmp_path: Path) -> None:
@@ -217,17 +294,24 @@ def test_a_negative_limit_is_not_called_safe(tmp_path: Path) -> None:
 
 
 def test_templates_beside_the_model_are_no_encoders_and_no_sets(tmp_path: Path) -> None:
-    template = "_base: &base {_target_: nemo.collections.asr.modules.ConformerEncoder, pos_emb_max_len: 100}\n"
+    template = (
+        "_base: &base {_target_: nemo.collections.asr.modules.ConformerEncoder,"
+        " pos_emb_max_len: 100}\n"
+    )
     template += "_sets: {train_ds: {manifest_filepath: x, max_duration: 900}}\n"
     assert found(tmp_path, "NP102", template + NEST) == []
     assert len(found(tmp_path, "NP101", template + NEST)) == 1
-    merged = NEST.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace("    pos_emb_max_len: 5000\n", "")
+    merged = NEST.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace(
+        "    pos_emb_max_len: 5000\n", ""
+    )
     (finding,) = found(tmp_path, "NP102", template + merged)
     assert "start with 100" in finding.what
 
 
 def test_what_to_write_instead_names_the_sets_without_a_limit(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP102", NEST, STOCK[0], "~model.validation_ds.max_duration")
+    (finding,) = found(
+        tmp_path, "NP102", NEST, STOCK[0], "~model.validation_ds.max_duration"
+    )
     assert "model.validation_ds" in finding.instead
     (finding,) = found(tmp_path, "NP102", NEST, *STOCK)
     assert "max_duration for" not in finding.instead
@@ -235,7 +319,17 @@ def test_what_to_write_instead_names_the_sets_without_a_limit(tmp_path: Path) ->
 
 def test_with_nemo_patches_a_set_without_a_limit_is_nothing(tmp_path: Path) -> None:
     for flag in ((), (OFF,)):
-        assert found(tmp_path, "NP102", NEST, "~model.validation_ds.max_duration", *flag, patched=True) == []
+        assert (
+            found(
+                tmp_path,
+                "NP102",
+                NEST,
+                "~model.validation_ds.max_duration",
+                *flag,
+                patched=True,
+            )
+            == []
+        )
 
 
 def test_without_a_preprocessor_frames_are_not_told(tmp_path: Path) -> None:
@@ -246,8 +340,15 @@ def test_without_a_preprocessor_frames_are_not_told(tmp_path: Path) -> None:
 
 
 def test_a_class_without_the_flag_is_not_told_to_set_it(tmp_path: Path) -> None:
-    squeezeformer = "model.encoder={_target_: nemo.collections.asr.modules.SqueezeformerEncoder}"
+    squeezeformer = (
+        "model.encoder={_target_: nemo.collections.asr.modules.SqueezeformerEncoder}"
+    )
     (finding,) = found(tmp_path, "NP102", NEST, squeezeformer, *STOCK)
     assert finding.severity is NOTE
     assert "sync_max_audio_length" not in finding.what
-    assert found(tmp_path, "NP102", NEST, squeezeformer, "~model.validation_ds.max_duration") == []
+    assert (
+        found(
+            tmp_path, "NP102", NEST, squeezeformer, "~model.validation_ds.max_duration"
+        )
+        == []
+    )

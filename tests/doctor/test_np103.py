@@ -26,7 +26,13 @@ def test_no_safe_change_where_a_set_is_not_lhotses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["trainer.use_distributed_sampler=false", "trainer.devices=1", "~model.train_ds", "++model.x=1"]
+    "override",
+    [
+        "trainer.use_distributed_sampler=false",
+        "trainer.devices=1",
+        "~model.train_ds",
+        "++model.x=1",
+    ],
 )
 def test_none_otherwise(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP103", LHOTSE, override) == []
@@ -35,18 +41,34 @@ def test_none_otherwise(tmp_path: Path, override: str) -> None:
 
 def test_none_for_streams_which_lightning_leaves_alone(tmp_path: Path) -> None:
     streams = [f"+model.{name}.shar_path=x" for name in ("train_ds", "validation_ds")]
-    assert found(tmp_path, "NP103", LHOTSE, "~trainer.use_distributed_sampler", *streams) == []
+    assert (
+        found(tmp_path, "NP103", LHOTSE, "~trainer.use_distributed_sampler", *streams)
+        == []
+    )
 
 
-def test_no_safe_change_where_each_rank_would_take_its_share_of_its_own_order(tmp_path: Path) -> None:
+def test_no_safe_change_where_each_rank_would_take_its_share_of_its_own_order(
+    tmp_path: Path,
+) -> None:
     own = "~trainer.use_distributed_sampler", "model.train_ds.shard_seed=trng"
     (finding,) = found(tmp_path, "NP103", LHOTSE, *own)
     assert finding.change is None and "a whole number as shard_seed" in finding.instead
-    assert found(tmp_path, "NP103", LHOTSE, *own, "+model.train_ds.shuffle=false")[0].change is not None
+    assert (
+        found(tmp_path, "NP103", LHOTSE, *own, "+model.train_ds.shuffle=false")[
+            0
+        ].change
+        is not None
+    )
 
 
 def test_none_for_types_that_are_streams_or_not_known(tmp_path: Path) -> None:
     for name in ("parquet", "my_own"):
         inputs = f"[{{type: {name}, manifest_filepath: x}}]"
-        sets = [f"+model.{role}.input_cfg={inputs}" for role in ("train_ds", "validation_ds")]
-        assert found(tmp_path, "NP103", LHOTSE, "~trainer.use_distributed_sampler", *sets) == []
+        sets = [
+            f"+model.{role}.input_cfg={inputs}"
+            for role in ("train_ds", "validation_ds")
+        ]
+        assert (
+            found(tmp_path, "NP103", LHOTSE, "~trainer.use_distributed_sampler", *sets)
+            == []
+        )

@@ -37,9 +37,16 @@ def test_fewer_files_than_ranks(tmp_path: Path, value: str, said: str) -> None:
     "overrides",
     [
         (TARRED, files("'audio_{0..3}.tar'")),
-        (TARRED, files("'audio_{0..129}.tar'")),  # those that are left over are never read, and nothing hangs
+        (
+            TARRED,
+            files("'audio_{0..129}.tar'"),
+        ),  # those that are left over are never read, and nothing hangs
         (TARRED, files("'audio_{0..2}.tar'"), "trainer.devices=-1"),
-        (TARRED, files("'audio_{0..2}.tar'"), "+model.train_ds.tarred_shard_strategy=replicate"),
+        (
+            TARRED,
+            files("'audio_{0..2}.tar'"),
+            "+model.train_ds.tarred_shard_strategy=replicate",
+        ),
         (TARRED, files("'audio_{0..2}.tar'"), "trainer.devices=1"),
         (TARRED, files("'audio_{0..2}.tar'"), "+model.train_ds.use_lhotse=true"),
         (TARRED, files("???")),
@@ -54,7 +61,9 @@ def test_none_otherwise(tmp_path: Path, overrides: tuple[str, ...]) -> None:
 
 def test_nemo_stops_where_a_rank_has_no_tar_file(tmp_path: Path) -> None:
     module = pytest.importorskip("nemo.collections.asr.data.audio_to_text")
-    (tmp_path / "m.json").write_text('{"audio_filepath": "a.wav", "duration": 1.0, "text": "a", "shard_id": 0}\n')
+    (tmp_path / "m.json").write_text(
+        '{"audio_filepath": "a.wav", "duration": 1.0, "text": "a", "shard_id": 0}\n'
+    )
 
     def read(ranks: int) -> None:
         module.TarredAudioToCharDataset(

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.one_nemo
 TARRED = "model.train_ds.is_tarred=true"
 
 
-def test_a_limit_may_leave_ranks_with_different_numbers_of_batches(tmp_path: Path) -> None:
+def test_a_limit_may_leave_ranks_with_different_numbers_of_batches(
+    tmp_path: Path,
+) -> None:
     (finding,) = found(tmp_path, "NP107", NEST, TARRED)
     assert finding.severity is WARNING
     assert "model.train_ds.max_duration" in finding.what
@@ -35,8 +37,15 @@ def test_none_otherwise(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP107", NEST, TARRED, override) == []
 
 
-def test_none_for_evaluation_for_lhotse_and_for_a_limit_that_is_to_be_given(tmp_path: Path) -> None:
+def test_none_for_evaluation_for_lhotse_and_for_a_limit_that_is_to_be_given(
+    tmp_path: Path,
+) -> None:
     assert found(tmp_path, "NP107", NEST, "+model.validation_ds.is_tarred=true") == []
-    lhotse = "+model.train_ds.use_lhotse=true", "model.train_ds.tarred_audio_filepaths=a.tar"
+    lhotse = (
+        "+model.train_ds.use_lhotse=true",
+        "model.train_ds.tarred_audio_filepaths=a.tar",
+    )
     assert found(tmp_path, "NP107", NEST, TARRED, *lhotse) == []
-    assert found(tmp_path, "NP107", NEST, TARRED, "+trainer.limit_train_batches=???") == []
+    assert (
+        found(tmp_path, "NP107", NEST, TARRED, "+trainer.limit_train_batches=???") == []
+    )

@@ -20,20 +20,36 @@ def test_on_the_cpu(tmp_path: Path) -> None:
     assert finding.change == Change(("trainer", "sync_batchnorm"), False)
 
 
-def test_convolutional_encoders_have_batch_normalisation_unless_they_say_otherwise(tmp_path: Path) -> None:
+def test_convolutional_encoders_have_batch_normalisation_unless_they_say_otherwise(
+    tmp_path: Path,
+) -> None:
     convolutional = (
         ON,
         "trainer.accelerator=cpu",
         "model.encoder={_target_: nemo.collections.asr.modules.ConvASREncoder}",
     )
     assert len(found(tmp_path, "NP114", NEST, *convolutional)) == 1
-    assert found(tmp_path, "NP114", NEST, *convolutional, "+model.encoder.normalization_mode=layer") == []
+    assert (
+        found(
+            tmp_path,
+            "NP114",
+            NEST,
+            *convolutional,
+            "+model.encoder.normalization_mode=layer",
+        )
+        == []
+    )
 
 
 def test_none_otherwise(tmp_path: Path) -> None:
     assert found(tmp_path, "NP114", NEST, ON) == []
     assert found(tmp_path, "NP114", NEST, "trainer.accelerator=cpu") == []
-    assert found(tmp_path, "NP114", NEST, ON, "trainer.accelerator=cpu", "trainer.devices=1") == []
+    assert (
+        found(
+            tmp_path, "NP114", NEST, ON, "trainer.accelerator=cpu", "trainer.devices=1"
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.one_nemo
         ("~model.validation_ds.batch_size", "+model.validation_ds.batch_duration=360"),
     ],
 )
-def test_lhotses_batches_differ_in_size(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_lhotses_batches_differ_in_size(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     for patched in (False, True):  # no length fallback helps there
         (finding,) = found(tmp_path, "NP116", LHOTSE, *overrides, patched=patched)
         assert finding.severity is ERROR
@@ -25,7 +27,10 @@ def test_lhotses_batches_differ_in_size(tmp_path: Path, overrides: tuple[str, ..
 
 
 def test_tar_files(tmp_path: Path) -> None:
-    tarred = "++model.validation_ds={use_lhotse: false, manifest_filepath: x, is_tarred: true, batch_size: 16}"
+    tarred = (
+        "++model.validation_ds={use_lhotse: false, manifest_filepath: x, is_tarred:"
+        " true, batch_size: 16}"
+    )
     (finding,) = found(tmp_path, "NP116", LHOTSE, tarred)
     assert finding.severity is WARNING
 
@@ -41,5 +46,8 @@ def test_tar_files(tmp_path: Path) -> None:
     ],
 )
 def test_none_otherwise(tmp_path: Path, override: str) -> None:
-    assert found(tmp_path, "NP116", LHOTSE, "model.validation_ds.batch_size=16", override) == []
+    assert (
+        found(tmp_path, "NP116", LHOTSE, "model.validation_ds.batch_size=16", override)
+        == []
+    )
     assert found(tmp_path, "NP116", LHOTSE) == []

@@ -18,4 +18,7 @@ def test_another_collective_in_every_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["false", "null", "???"])
 def test_none_otherwise(tmp_path: Path, value: str) -> None:
     assert found(tmp_path, "NP117", NEST, f"+model.skip_nan_grad={value}") == []
-    assert found(tmp_path, "NP117", NEST, "+model.skip_nan_grad=true", "trainer.devices=1") == []
+    assert (
+        found(tmp_path, "NP117", NEST, "+model.skip_nan_grad=true", "trainer.devices=1")
+        == []
+    )

@@ -11,11 +11,15 @@ pytestmark = pytest.mark.one_nemo
 
 
 def test_it_is_on_unless_switched_off(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback")
+    (finding,) = found(
+        tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback"
+    )
     assert finding.severity is NOTE
     text = NEST.replace("create_preemption_callback: false", "exp_dir: null")
     (finding,) = found(tmp_path, "NP118", text)
-    assert finding.line == text[: text.index("exp_manager:")].count("\n") + 1  # of the section that does not have it
+    assert (
+        finding.line == text[: text.index("exp_manager:")].count("\n") + 1
+    )  # of the section that does not have it
     assert "NOT SET" in str(finding.read[0])
 
 
@@ -29,5 +33,23 @@ def test_it_is_on_unless_switched_off(tmp_path: Path) -> None:
 )
 def test_none_otherwise(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP118", NEST, override) == []
-    assert found(tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback", "trainer.accelerator=cpu") == []
-    assert found(tmp_path, "NP118", NEST, "~exp_manager.create_preemption_callback", "trainer.devices=1") == []
+    assert (
+        found(
+            tmp_path,
+            "NP118",
+            NEST,
+            "~exp_manager.create_preemption_callback",
+            "trainer.accelerator=cpu",
+        )
+        == []
+    )
+    assert (
+        found(
+            tmp_path,
+            "NP118",
+            NEST,
+            "~exp_manager.create_preemption_callback",
+            "trainer.devices=1",
+        )
+        == []
+    )

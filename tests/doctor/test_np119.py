@@ -19,7 +19,10 @@ def timeout(value: str) -> str:
 def only_refused(findings: list[Finding]) -> bool:
     """Whether all that is said is that NeMo 3.0 takes no duration from YAML."""
     (finding,) = findings
-    return finding.severity is NOTE and "NeMo 3.0 refuses _target_: datetime.timedelta" in finding.what
+    return (
+        finding.severity is NOTE
+        and "NeMo 3.0 refuses _target_: datetime.timedelta" in finding.what
+    )
 
 
 def test_nemo_3_does_refuse_a_duration() -> None:
@@ -41,11 +44,15 @@ def test_shorter_than_the_wait_of_nemo_patches(tmp_path: Path) -> None:
     assert finding.severity is WARNING
     assert "after 5 s" in finding.what
     assert only_refused(found(tmp_path, "NP119", LHOTSE, short))
-    assert only_refused(found(tmp_path, "NP119", LHOTSE, short.replace("5}", "11}"), patched=True))
+    assert only_refused(
+        found(tmp_path, "NP119", LHOTSE, short.replace("5}", "11}"), patched=True)
+    )
 
 
 def test_so_long_that_a_hang_costs_hours(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 12}"))
+    (finding,) = found(
+        tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 12}")
+    )
     assert finding.severity is NOTE
     assert "a hang lasts 12 h" in finding.what
 
@@ -65,21 +72,46 @@ def test_none_where_it_is_not_set(tmp_path: Path) -> None:
         "trainer.strategy._target_=DeepSpeedStrategy",
     ],
 )
-def test_what_is_no_duration_stops_any_strategy_on_any_number_of_ranks(tmp_path: Path, override: str) -> None:
+def test_what_is_no_duration_stops_any_strategy_on_any_number_of_ranks(
+    tmp_path: Path, override: str
+) -> None:
     (finding,) = found(tmp_path, "NP119", LHOTSE, timeout("3600"), override)
     assert "the job stops" in finding.what
 
 
 def test_none_for_what_the_doctor_does_not_know(tmp_path: Path) -> None:
-    assert found(tmp_path, "NP119", LHOTSE, timeout("3600"), "trainer.strategy._target_=mine.Strategy") == []
+    assert (
+        found(
+            tmp_path,
+            "NP119",
+            LHOTSE,
+            timeout("3600"),
+            "trainer.strategy._target_=mine.Strategy",
+        )
+        == []
+    )
     assert found(tmp_path, "NP119", LHOTSE, timeout("null")) == []
-    assert found(tmp_path, "NP119", LHOTSE, timeout("{_target_: my.timeout}"), patched=True) == []
+    assert (
+        found(
+            tmp_path, "NP119", LHOTSE, timeout("{_target_: my.timeout}"), patched=True
+        )
+        == []
+    )
 
 
-def test_as_long_as_the_wait_is_too_short_and_one_hour_is_not_too_long(tmp_path: Path) -> None:
+def test_as_long_as_the_wait_is_too_short_and_one_hour_is_not_too_long(
+    tmp_path: Path,
+) -> None:
     equal = timeout("{_target_: datetime.timedelta, seconds: 10}")
     (finding,) = found(tmp_path, "NP119", LHOTSE, equal, patched=True)
     assert finding.severity is WARNING
-    assert only_refused(found(tmp_path, "NP119", LHOTSE, timeout("{_target_: datetime.timedelta, hours: 1}")))
+    assert only_refused(
+        found(
+            tmp_path,
+            "NP119",
+            LHOTSE,
+            timeout("{_target_: datetime.timedelta, hours: 1}"),
+        )
+    )
     long = timeout("{_target_: datetime.timedelta, hours: 2}")
     assert only_refused(found(tmp_path, "NP119", LHOTSE, long, patched=True))

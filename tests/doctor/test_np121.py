@@ -21,4 +21,6 @@ def test_another_reduce_of_a_length(tmp_path: Path) -> None:
 def test_none_otherwise(tmp_path: Path) -> None:
     assert found(tmp_path, "NP121", NEST, SORTFORMER) == []
     assert found(tmp_path, "NP121", NEST, STREAMING) == []
-    assert found(tmp_path, "NP121", NEST, STREAMING, SORTFORMER, "trainer.devices=1") == []
+    assert (
+        found(tmp_path, "NP121", NEST, STREAMING, SORTFORMER, "trainer.devices=1") == []
+    )

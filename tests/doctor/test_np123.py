@@ -1,4 +1,6 @@
-"""NP123: a trainer that Lightning refuses, compared with Lightning's own Trainer where it is installed."""
+"""NP123: a trainer that Lightning refuses, compared with Lightning's own Trainer where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,13 @@ TAKEN: list[dict[str, Any]] = [
 
 def overrides(settings: dict[str, Any]) -> list[str]:
     def text(value: Any) -> str:
-        return "null" if value is None else f"'{value}'" if isinstance(value, str) else str(value)
+        return (
+            "null"
+            if value is None
+            else f"'{value}'"
+            if isinstance(value, str)
+            else str(value)
+        )
 
     return [f"++trainer.{key}={text(value)}" for key, value in settings.items()]
 
@@ -103,13 +111,19 @@ def test_the_doctor_refuses_what_lightning_refuses(tmp_path: Path) -> None:
         for case in TAKEN:
             Trainer(**{**quiet, **on_cpu, **case})
         for case in REFUSED:
-            with pytest.raises((ValueError, TypeError, AttributeError, MisconfigurationException)):
+            with pytest.raises(
+                (ValueError, TypeError, AttributeError, MisconfigurationException)
+            ):
                 Trainer(**{**quiet, **on_cpu, **case})
 
 
-def test_a_time_between_validations_is_refused_by_an_earlier_lightning_alone(tmp_path: Path) -> None:
+def test_a_time_between_validations_is_refused_by_an_earlier_lightning_alone(
+    tmp_path: Path,
+) -> None:
     for value in ("'00:00:30:00'", "{hours: 1}"):
-        (finding,) = found(tmp_path, "NP123", NEST, f"++trainer.val_check_interval={value}")
+        (finding,) = found(
+            tmp_path, "NP123", NEST, f"++trainer.val_check_interval={value}"
+        )
         assert "before 2.6" in finding.what
 
 
@@ -121,8 +135,22 @@ def test_a_time_between_validations_is_refused_by_an_earlier_lightning_alone(tmp
         ({"val_check_interval": 1000, "limit_train_batches": 1000}, False),
         ({"val_check_interval": 1000, "limit_train_batches": 1.0}, False),
         ({"val_check_interval": 1000, "limit_train_batches": 0}, False),
-        ({"val_check_interval": 1000, "limit_train_batches": 100, "check_val_every_n_epoch": None}, False),
-        ({"val_check_interval": 1000, "limit_train_batches": 100, "fast_dev_run": True}, False),
+        (
+            {
+                "val_check_interval": 1000,
+                "limit_train_batches": 100,
+                "check_val_every_n_epoch": None,
+            },
+            False,
+        ),
+        (
+            {
+                "val_check_interval": 1000,
+                "limit_train_batches": 100,
+                "fast_dev_run": True,
+            },
+            False,
+        ),
         ({"val_check_interval": 1000, "overfit_batches": 10}, True),
         ({"val_check_interval": "???", "limit_train_batches": 100}, False),
     ],
@@ -150,16 +178,23 @@ def test_validation_in_an_epoch_that_is_too_short_for_it(
         ({"val_check_interval": 0.25, "fast_dev_run": True}, False),
     ],
 )
-def test_lhotse_has_no_length_to_take_a_share_of(tmp_path: Path, settings: dict[str, Any], refused: bool) -> None:
+def test_lhotse_has_no_length_to_take_a_share_of(
+    tmp_path: Path, settings: dict[str, Any], refused: bool
+) -> None:
     assert len(found(tmp_path, "NP123", LHOTSE, *overrides(settings))) == refused
     assert found(tmp_path, "NP123", NEST, *overrides(settings)) == []
 
 
 @pytest.mark.parametrize(("limit", "refused"), [(4, False), (1.0, True)])
-def test_a_limit_is_a_length_to_take_a_share_of_for_lightning_too(limit: float, refused: bool) -> None:
+def test_a_limit_is_a_length_to_take_a_share_of_for_lightning_too(
+    limit: float, refused: bool
+) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel, RandomIterableDataset
+    from lightning.pytorch.demos.boring_classes import (
+        BoringModel,
+        RandomIterableDataset,
+    )
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     from torch.utils.data import DataLoader
 
@@ -173,17 +208,54 @@ def test_a_limit_is_a_length_to_take_a_share_of_for_lightning_too(limit: float, 
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    limits: dict[str, Any] = {"limit_train_batches": limit, "limit_val_batches": 1, "max_epochs": 1}
-    trainer = Trainer(accelerator="cpu", devices=1, val_check_interval=0.5, **limits, **quiet)
-    with pytest.raises(MisconfigurationException) if refused else contextlib.nullcontext():
+    limits: dict[str, Any] = {
+        "limit_train_batches": limit,
+        "limit_val_batches": 1,
+        "max_epochs": 1,
+    }
+    trainer = Trainer(
+        accelerator="cpu", devices=1, val_check_interval=0.5, **limits, **quiet
+    )
+    with (
+        pytest.raises(MisconfigurationException)
+        if refused
+        else contextlib.nullcontext()
+    ):
         trainer.fit(Model())
     assert trainer.global_step == (0 if refused else 4)
 
 
-def test_none_for_what_is_not_known_and_a_trainer_that_is_not_lightnings(tmp_path: Path) -> None:
-    for key in ("strategy", "accelerator", "precision", "devices", "num_nodes", "max_steps", "limit_train_batches"):
+def test_none_for_what_is_not_known_and_a_trainer_that_is_not_lightnings(
+    tmp_path: Path,
+) -> None:
+    for key in (
+        "strategy",
+        "accelerator",
+        "precision",
+        "devices",
+        "num_nodes",
+        "max_steps",
+        "limit_train_batches",
+    ):
         assert found(tmp_path, "NP123", NEST, f"++trainer.{key}='???'") == []
-    assert found(tmp_path, "NP123", NEST, "trainer.strategy={_target_: my.Strategy}") == []
-    assert len(found(tmp_path, "NP123", NEST, "trainer.strategy={find_unused_parameters: true}")) == 1
-    assert found(tmp_path, "NP123", "model: {a: 1}\ntrainer: {_target_: x, strategy: null}\n") == []
+    assert (
+        found(tmp_path, "NP123", NEST, "trainer.strategy={_target_: my.Strategy}") == []
+    )
+    assert (
+        len(
+            found(
+                tmp_path,
+                "NP123",
+                NEST,
+                "trainer.strategy={find_unused_parameters: true}",
+            )
+        )
+        == 1
+    )
+    assert (
+        found(
+            tmp_path, "NP123", "model: {a: 1}\ntrainer: {_target_: x, strategy: null}\n"
+        )
+        == []
+    )
     assert found(tmp_path, "NP123", NEST) == found(tmp_path, "NP123", LHOTSE) == []

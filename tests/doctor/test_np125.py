@@ -1,4 +1,6 @@
-"""NP125: a set of which nothing is left; what drop_last leaves was measured with NeMo's and Lightning's samplers."""
+"""NP125: a set of which nothing is left; what drop_last leaves was measured with NeMo's and
+Lightning's samplers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ pytestmark = pytest.mark.one_nemo
 @pytest.mark.parametrize("seconds", ["-1", "-1.0", "0", "-40"])
 def test_a_limit_that_no_entry_meets(tmp_path: Path, seconds: str) -> None:
     for text in (NEST, LHOTSE):
-        (finding,) = found(tmp_path, "NP125", text, f"model.train_ds.max_duration={seconds}", "trainer.devices=1")
+        (finding,) = found(
+            tmp_path,
+            "NP125",
+            text,
+            f"model.train_ds.max_duration={seconds}",
+            "trainer.devices=1",
+        )
         assert finding.severity is WARNING
     (finding,) = found(tmp_path, "NP125", NEST, "+model.train_ds.min_duration=41")
     assert "41 s and at most 40.0 s" in finding.what
@@ -23,14 +31,22 @@ def test_a_limit_that_no_entry_meets(tmp_path: Path, seconds: str) -> None:
 def test_padding_beyond_the_limit_leaves_nothing(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP125", LHOTSE, "+model.train_ds.pad_min_duration=41")
     assert "model.train_ds" in finding.what
-    for override in ("+model.train_ds.pad_min_duration=40", "+model.train_ds.pad_min_duration='???'"):
+    for override in (
+        "+model.train_ds.pad_min_duration=40",
+        "+model.train_ds.pad_min_duration='???'",
+    ):
         assert found(tmp_path, "NP125", LHOTSE, override) == []
-    assert found(tmp_path, "NP125", NEST, "+model.train_ds.pad_min_duration=41") == []  # not read there
+    assert (
+        found(tmp_path, "NP125", NEST, "+model.train_ds.pad_min_duration=41") == []
+    )  # not read there
 
 
 def test_none_for_limits_that_leave_something(tmp_path: Path) -> None:
     assert found(tmp_path, "NP125", NEST) == []
-    for override in ("+model.train_ds.min_duration=40", "model.train_ds.max_duration=null"):
+    for override in (
+        "+model.train_ds.min_duration=40",
+        "model.train_ds.max_duration=null",
+    ):
         assert found(tmp_path, "NP125", NEST, override) == []
     assert found(tmp_path, "NP125", NEST, "model.train_ds.max_duration='???'") == []
 
@@ -55,7 +71,8 @@ def test_drop_last_leaves_a_small_set_without_a_batch(
     manifest = tmp_path / "manifest.json"
     manifest.write_text('{"audio_filepath": "a.wav"}\n\n' * entries)
     small = [
-        f"model.validation_ds.{key}={value}" for key, value in (("batch_size", size), ("manifest_filepath", manifest))
+        f"model.validation_ds.{key}={value}"
+        for key, value in (("batch_size", size), ("manifest_filepath", manifest))
     ]
     small += [f"trainer.devices={ranks}", "+model.validation_ds.drop_last=true"]
     for text, has_a_batch in ((LHOTSE, lhotse), (NEST, lightning)):
@@ -73,4 +90,13 @@ def test_a_manifest_that_cannot_be_counted_is_left_alone(tmp_path: Path) -> None
     os.mkfifo(pipe)
     drop = "+model.validation_ds.drop_last=true"
     for path in (one_line, pipe, tmp_path, tmp_path / "nowhere", "x" * 5000):
-        assert found(tmp_path, "NP125", NEST, drop, f"model.validation_ds.manifest_filepath={path}") == []
+        assert (
+            found(
+                tmp_path,
+                "NP125",
+                NEST,
+                drop,
+                f"model.validation_ds.manifest_filepath={path}",
+            )
+            == []
+        )

@@ -1,4 +1,6 @@
-"""NP126: always_save_nemo with save_best_model; tests/test_checkpoints.py has the hang, on real ranks."""
+"""NP126: always_save_nemo with save_best_model; tests/test_checkpoints.py has the hang, on real
+ranks.
+"""
 
 from __future__ import annotations
 

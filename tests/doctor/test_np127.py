@@ -13,7 +13,10 @@ from configs import NEST, NOTE, found
 pytestmark = pytest.mark.one_nemo
 
 
-@pytest.mark.parametrize("override", ["+trainer.max_time=00:03:50:00", "++exp_manager.max_time_per_run=00:03:50:00"])
+@pytest.mark.parametrize(
+    "override",
+    ["+trainer.max_time=00:03:50:00", "++exp_manager.max_time_per_run=00:03:50:00"],
+)
 def test_a_timer_is_noted(tmp_path: Path, override: str) -> None:
     (finding,) = found(tmp_path, "NP127", NEST, override)
     assert finding.severity is NOTE

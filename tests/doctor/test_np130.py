@@ -24,11 +24,26 @@ def of(*entries: str) -> str:
         (of("{manifest_filepath: a.json}"), "input_cfg.0 has no type"),
         (of("{type: nemo_tared, manifest_filepath: a.json}"), "looks like nemo_tarred"),
         (of("{type: group}"), "a group without an input_cfg"),
-        (of(f"{{{NEMO}, weight: 1}}", f"{{{NEMO}}}"), "inputs 1 have no weight, and others have one"),
-        (of(f"{{{NEMO}, weight: 0}}", f"{{{NEMO}, weight: 1}}"), "a weight of 0: NeMo 3.0 stops"),
-        (of("{type: group, input_cfg: [{manifest_filepath: a.json}]}"), "input_cfg.0.input_cfg.0 has no type"),
-        (of("{type: nemo, manifest_filepath: a.parquet}"), "is a Parquet file, and its type is nemo"),
-        ("model.train_ds.manifest_filepath=a.parquet", "is a Parquet file, and model.train_ds has no input_cfg"),
+        (
+            of(f"{{{NEMO}, weight: 1}}", f"{{{NEMO}}}"),
+            "inputs 1 have no weight, and others have one",
+        ),
+        (
+            of(f"{{{NEMO}, weight: 0}}", f"{{{NEMO}, weight: 1}}"),
+            "a weight of 0: NeMo 3.0 stops",
+        ),
+        (
+            of("{type: group, input_cfg: [{manifest_filepath: a.json}]}"),
+            "input_cfg.0.input_cfg.0 has no type",
+        ),
+        (
+            of("{type: nemo, manifest_filepath: a.parquet}"),
+            "is a Parquet file, and its type is nemo",
+        ),
+        (
+            "model.train_ds.manifest_filepath=a.parquet",
+            "is a Parquet file, and model.train_ds has no input_cfg",
+        ),
     ],
 )
 def test_what_nemo_refuses(tmp_path: Path, override: str, said: str) -> None:
@@ -52,20 +67,33 @@ def test_what_nemo_takes(tmp_path: Path) -> None:
         assert found(tmp_path, "NP130", LHOTSE, override) == []
 
 
-def test_of_a_file_the_finding_is_at_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_file_the_finding_is_at_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file.yaml").write_text(f"- {{{NEMO}}}\n- {{manifest_filepath: b.json}}\n")
+    (tmp_path / "file.yaml").write_text(
+        f"- {{{NEMO}}}\n- {{manifest_filepath: b.json}}\n"
+    )
     (finding,) = found(tmp_path, "NP130", LHOTSE, "+model.train_ds.input_cfg=file.yaml")
     assert [value.origin for value in finding.read] == ["file.yaml:2"]
 
 
-def test_a_file_that_is_no_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for content, said in (
         ("input_cfg: []\n", "the top level is a mapping; expected a sequence"),
         ("", "empty; expected"),
     ):
         (tmp_path / "file.yaml").write_text(content)
-        (finding,) = found(tmp_path, "NP130", LHOTSE, "+model.train_ds.input_cfg=file.yaml")
-        assert said in finding.what and finding.what.endswith("the job stops at its start")
-        assert found(tmp_path, "NP005", LHOTSE, "+model.train_ds.input_cfg=file.yaml") == []
+        (finding,) = found(
+            tmp_path, "NP130", LHOTSE, "+model.train_ds.input_cfg=file.yaml"
+        )
+        assert said in finding.what and finding.what.endswith(
+            "the job stops at its start"
+        )
+        assert (
+            found(tmp_path, "NP005", LHOTSE, "+model.train_ds.input_cfg=file.yaml")
+            == []
+        )

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.one_nemo
 NO_STEPS = ("+model.optim={sched: {name: CosineAnnealing}}", "~trainer.max_steps")
 
 
-@pytest.mark.parametrize("more", [(), ("trainer.devices=1",), ("+trainer.limit_train_batches=100",)])
+@pytest.mark.parametrize(
+    "more", [(), ("trainer.devices=1",), ("+trainer.limit_train_batches=100",)]
+)
 def test_the_job_stops(tmp_path: Path, more: tuple[str, ...]) -> None:
     (finding,) = found(tmp_path, "NP133", LHOTSE, *NO_STEPS, *more)
     assert finding.severity is WARNING

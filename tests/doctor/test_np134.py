@@ -32,4 +32,7 @@ def test_in_the_section_of_a_tts_model(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP134", text)
     assert finding.line == 5
     assert len(found(tmp_path, "NP104", text)) == 1  # nor has its epoch an end
-    assert found(tmp_path, "NP134", text.replace("use_lhotse: true", "use_lhotse: false")) == []
+    assert (
+        found(tmp_path, "NP134", text.replace("use_lhotse: true", "use_lhotse: false"))
+        == []
+    )

@@ -25,4 +25,12 @@ def test_where_one_rank_reads_for_others(tmp_path: Path, key: str) -> None:
 def test_not_where_each_reads_its_own(tmp_path: Path) -> None:
     assert found(tmp_path, "NP136", TEXT) == []
     assert found(tmp_path, "NP136", TEXT, "+trainer.strategy.tp_size=1") == []
-    assert found(tmp_path, "NP136", TEXT.replace("data:", "model:"), "+trainer.strategy.tp_size=4") == []
+    assert (
+        found(
+            tmp_path,
+            "NP136",
+            TEXT.replace("data:", "model:"),
+            "+trainer.strategy.tp_size=4",
+        )
+        == []
+    )

@@ -31,5 +31,7 @@ def test_a_blocking_wait_is_a_note(name: str) -> None:
     (finding,) = found("NP208", **{name: "1"})
     assert finding.severity is NOTE
     assert found("NP208", **{name: "0"}) == []
-    (finding,) = found("NP208", **{name: "1", NEW: "0"})  # its wait raises after the timeout: no hang for ever
+    (finding,) = found(
+        "NP208", **{name: "1", NEW: "0"}
+    )  # its wait raises after the timeout: no hang for ever
     assert finding.severity is NOTE

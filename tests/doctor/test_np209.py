@@ -30,7 +30,9 @@ def test_not_set_is_a_note_where_there_are_gpus_and_torch_may_have_it_off() -> N
     (finding,) = found("NP209", gpus=8, torch=OLD_TORCH)
     assert finding.severity is NOTE
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in finding.what
-    (finding,) = found("NP209", gpus=8, torch=OLD_TORCH, TORCH_NCCL_TRACE_BUFFER_SIZE="2000")
+    (finding,) = found(
+        "NP209", gpus=8, torch=OLD_TORCH, TORCH_NCCL_TRACE_BUFFER_SIZE="2000"
+    )
     (finding,) = found("NP209", gpus=8, torch="a build of our own")
     on = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert found("NP209", gpus=8, torch=OLD_TORCH, **on) == []

@@ -10,7 +10,14 @@ pytestmark = pytest.mark.one_nemo
 
 def test_switched_off_no_number_or_very_long() -> None:
     assert found("NP210") == []
-    assert found("NP210", TORCH_NCCL_ENABLE_MONITORING="1", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="1800") == []
+    assert (
+        found(
+            "NP210",
+            TORCH_NCCL_ENABLE_MONITORING="1",
+            TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="1800",
+        )
+        == []
+    )
     (finding,) = found("NP210", TORCH_NCCL_ENABLE_MONITORING="0")
     assert finding.severity is WARNING
     (finding,) = found("NP210", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="10m")

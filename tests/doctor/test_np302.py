@@ -12,7 +12,12 @@ def test_who_has_which_is_told() -> None:
     assert found("NP302", ranks()) == []
     nemo, torch = found(
         "NP302",
-        ranks({2: {"versions": {"nemo": "2.7.3", "torch": "2.13.0"}}, 3: {"versions": {"nemo": "3.0.0"}}}),
+        ranks(
+            {
+                2: {"versions": {"nemo": "2.7.3", "torch": "2.13.0"}},
+                3: {"versions": {"nemo": "3.0.0"}},
+            }
+        ),
     )
     assert nemo.severity is WARNING
     assert "2.7.3 on rank 2 (node1), 3.0.0 on" in nemo.what
@@ -20,6 +25,9 @@ def test_who_has_which_is_told() -> None:
 
 
 def test_what_a_rank_tells_cannot_steer_the_terminal() -> None:
-    (finding,) = found("NP302", ranks({1: {"versions": {"nemo": "3.0.0", "torch": "\x1b[2J" + "x" * 5000}}}))
+    (finding,) = found(
+        "NP302",
+        ranks({1: {"versions": {"nemo": "3.0.0", "torch": "\x1b[2J" + "x" * 5000}}}),
+    )
     assert "\x1b" not in finding.what
     assert len(finding.what) < 1000

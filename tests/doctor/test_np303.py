@@ -10,7 +10,12 @@ pytestmark = pytest.mark.one_nemo
 
 def test_our_settings_and_the_variables() -> None:
     assert found("NP303", ranks()) == []
-    ours, ncll = found("NP303", ranks({3: {"settings": {"timeout": "5"}, "environment": {"NCCL_ALGO": "Tree"}}}))
+    ours, ncll = found(
+        "NP303",
+        ranks(
+            {3: {"settings": {"timeout": "5"}, "environment": {"NCCL_ALGO": "Tree"}}}
+        ),
+    )
     assert ours.severity is ncll.severity is WARNING
     assert "5 on rank 3 (node1), 10 on ranks 0-2" in ours.what
     assert "Tree on rank 3 (node1), Ring on" in ncll.what

@@ -15,21 +15,31 @@ pytestmark = pytest.mark.one_nemo
 
 
 def forward(*lines: str) -> str:
-    return "class Mine(torch.nn.Module):\n    def forward(self, x=None, rank=0):\n" + "".join(
-        f"        {line}\n" for line in lines
+    return (
+        "class Mine(torch.nn.Module):\n    def forward(self, x=None, rank=0):\n"
+        + "".join(f"        {line}\n" for line in lines)
     )
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (["if x.sum() > 0:", "    dist.all_reduce(x)"], "dist.all_reduce depends on `x.sum() > 0`"),
+        (
+            ["if x.sum() > 0:", "    dist.all_reduce(x)"],
+            "dist.all_reduce depends on `x.sum() > 0`",
+        ),
         (
             ["y = x.mean()", "while y > 1:", "    torch.distributed.barrier()"],
             "torch.distributed.barrier depends on `y > 1`",
         ),
-        (["if len(x):", "    return self.encoder(x)"], "self.encoder is called only if `len(x)`"),
-        (["return self.encoder(x) if x.any() else x"], "self.encoder is called only if `x.any()`"),
+        (
+            ["if len(x):", "    return self.encoder(x)"],
+            "self.encoder is called only if `len(x)`",
+        ),
+        (
+            ["return self.encoder(x) if x.any() else x"],
+            "self.encoder is called only if `x.any()`",
+        ),
         (
             ["if dist.get_rank() == 0:", "    dist.barrier()"],
             "dist.barrier is made only where a test on",
@@ -40,7 +50,9 @@ def forward(*lines: str) -> str:
         ),
     ],
 )
-def test_what_not_every_rank_may_reach(tmp_path: Path, lines: list[str], said: str) -> None:
+def test_what_not_every_rank_may_reach(
+    tmp_path: Path, lines: list[str], said: str
+) -> None:
     (finding,) = found(tmp_path, "NP401", forward(*lines))
     assert finding.what.startswith(f"Mine.forward: {said}")
     assert finding.line
@@ -51,11 +63,20 @@ def test_what_not_every_rank_may_reach(tmp_path: Path, lines: list[str], said: s
     [
         ["dist.all_reduce(x)", "return self.encoder(x)"],
         ["if dist.is_available() and dist.is_initialized():", "    dist.all_reduce(x)"],
-        ["dist = torch.distributed", "if dist.is_initialized():", "    dist.all_reduce(x)"],
+        [
+            "dist = torch.distributed",
+            "if dist.is_initialized():",
+            "    dist.all_reduce(x)",
+        ],
         ["if self.training:", "    dist.barrier()"],
         ["if x is not None:", "    x = self.encoder(x)"],
         ["if x.any():", "    x = x.gather(0, x)"],  # of a tensor
-        ["if rank != 0:", "    dist.barrier()", "if rank == 0:", "    dist.barrier()"],  # one rank first
+        [
+            "if rank != 0:",
+            "    dist.barrier()",
+            "if rank == 0:",
+            "    dist.barrier()",
+        ],  # one rank first
         ["if rank < 2:", "    dist.all_reduce(x, group=self.group)"],
     ],
 )
@@ -79,18 +100,42 @@ NAMES = [
     ("", "sync(x)"),
 ]
 TESTS = [
-    *("rank == 0", "rank < 2", "not rank", "self.trainer.is_global_zero", "dist.get_rank() == 0 and self.training"),
-    *("main", "int(os.environ['RANK']) == 0", "rank % 8 == 0", "torch.distributed.get_rank() in (0,)", "rank == x"),
+    *(
+        "rank == 0",
+        "rank < 2",
+        "not rank",
+        "self.trainer.is_global_zero",
+        "dist.get_rank() == 0 and self.training",
+    ),
+    *(
+        "main",
+        "int(os.environ['RANK']) == 0",
+        "rank % 8 == 0",
+        "torch.distributed.get_rank() in (0,)",
+        "rank == x",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("imports", "call", "test"), [*((*each, TESTS[0]) for each in NAMES), *((*NAMES[0], each) for each in TESTS[1:])]
+    ("imports", "call", "test"),
+    [
+        *((*each, TESTS[0]) for each in NAMES),
+        *((*NAMES[0], each) for each in TESTS[1:]),
+    ],
 )
-def test_under_any_name_and_by_any_test(tmp_path: Path, imports: str, call: str, test: str) -> None:
-    helper = "def sync(x):\n    deeper(x)\n\ndef deeper(x):\n    torch.distributed.all_reduce(x)\n\n"
+def test_under_any_name_and_by_any_test(
+    tmp_path: Path, imports: str, call: str, test: str
+) -> None:
+    helper = (
+        "def sync(x):\n    deeper(x)\n\ndef deeper(x):\n   "
+        " torch.distributed.all_reduce(x)\n\n"
+    )
     method = f"        main = rank == 0\n        if {test}:\n            {call}\n"
-    method = f"class Mine(LightningModule):\n    def on_train_start(self, x, rank, pl_module):\n{method}"
+    method = (
+        "class Mine(LightningModule):\n    def on_train_start(self, x, rank,"
+        f" pl_module):\n{method}"
+    )
     (finding,) = found(tmp_path, "NP401", f"{imports}\nimport os\n{helper}{method}")
     assert finding.what.startswith(f"Mine.on_train_start: {call.partition('(')[0]}")
 
@@ -107,56 +152,98 @@ def test_under_any_name_and_by_any_test(tmp_path: Path, imports: str, call: str,
         ["rank = torch.linalg.matrix_rank(x)", "if rank == 0:", "    dist.barrier()"],
         ["if rank == 0 and self.saves:", "    x.save()", "dist.barrier()"],
         ["if rank == 0:", "    self.log('loss', x)"],
-        ["if rank == 0:", "    self.log('loss', x, sync_dist=True, rank_zero_only=True)"],
-        ["if x.sum() > 0:", "    y = self.encoder(x)", "else:", "    y = self.encoder(-x)"],
+        [
+            "if rank == 0:",
+            "    self.log('loss', x, sync_dist=True, rank_zero_only=True)",
+        ],
+        [
+            "if x.sum() > 0:",
+            "    y = self.encoder(x)",
+            "else:",
+            "    y = self.encoder(-x)",
+        ],
         ["if rank == 0:", "    x = x.reduce(1).gather(0, x)"],
     ],
 )
 def test_none_where_both_ways_are_alike(tmp_path: Path, lines: list[str]) -> None:
     helpers = (
-        "    def a(self, x):\n        dist.barrier()\n\n    def b(self, x):\n        torch.distributed.barrier()\n"
+        "    def a(self, x):\n        dist.barrier()\n\n    def b(self, x):\n       "
+        " torch.distributed.barrier()\n"
     )
     assert found(tmp_path, "NP401", f"import os\n{forward(*lines)}\n{helpers}") == []
 
 
 def test_a_method_of_rank_zero_only(tmp_path: Path) -> None:
-    text = "from lightning.pytorch.utilities import rank_zero_only as main\n\nclass Mine(LightningModule):\n"
-    text += "    @main\n    def on_fit_start(self):\n        self.write(self.trainer.log_dir)\n\n"
+    text = (
+        "from lightning.pytorch.utilities import rank_zero_only as main\n\nclass"
+        " Mine(LightningModule):\n"
+    )
+    text += (
+        "    @main\n    def on_fit_start(self):\n       "
+        " self.write(self.trainer.log_dir)\n\n"
+    )
     text += "    def prepare_data(self):\n        dist.barrier()\n"
     first, second = found(tmp_path, "NP401", text)
-    said = "self.trainer.log_dir (which broadcasts rank 0's folder) is made on one rank of the job or of a node only"
+    said = (
+        "self.trainer.log_dir (which broadcasts rank 0's folder) is made on one rank of"
+        " the job or of a node only"
+    )
     assert f"Mine.on_fit_start: {said}, by @main" in (first.what, second.what)
     assert any(each.what.startswith("Mine.prepare_data: ") for each in (first, second))
 
 
 def test_a_name_from_the_batch(tmp_path: Path) -> None:
-    step = "class Mine(LightningModule):\n    def validation_step(self, batch, batch_idx, dataloader_idx):\n"
+    step = (
+        "class Mine(LightningModule):\n    def validation_step(self, batch, batch_idx,"
+        " dataloader_idx):\n"
+    )
     log = "        self.log(f'wer/{}', batch.sum(), sync_dist=True)\n"
-    (finding,) = found(tmp_path, "NP401", step + log.replace("{}", "{batch.language[0]}"))
+    (finding,) = found(
+        tmp_path, "NP401", step + log.replace("{}", "{batch.language[0]}")
+    )
     assert "`batch.language[0]`" in finding.what
     for shared in ("{dataloader_idx}", "{self.prefix}"):
         assert found(tmp_path, "NP401", step + log.replace("{}", shared)) == []
-    loop = "        for name, loss in self.losses(batch).items():\n    " + log.replace("{}", "{name}")
+    loop = "        for name, loss in self.losses(batch).items():\n    " + log.replace(
+        "{}", "{name}"
+    )
     assert found(tmp_path, "NP401", step + loop) == []
 
 
 def test_another_order(tmp_path: Path) -> None:
-    lines = ["if rank == 0:", "    dist.barrier()", "    dist.all_reduce(x)", "else:", "    dist.all_reduce(x)"]
+    lines = [
+        "if rank == 0:",
+        "    dist.barrier()",
+        "    dist.all_reduce(x)",
+        "else:",
+        "    dist.all_reduce(x)",
+    ]
     (finding,) = found(tmp_path, "NP401", forward(*lines, "    dist.barrier()"))
     assert "in another order" in finding.what
 
 
 def test_a_guess_is_called_one(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP401", forward("if rank == 0:", "    self.val_acc.compute()"))
+    (finding,) = found(
+        tmp_path, "NP401", forward("if rank == 0:", "    self.val_acc.compute()")
+    )
     assert finding.severity is Severity.NOTE
-    sure = "import torchmetrics\n" + forward("if rank == 0:", "    self.val_acc.compute()")
-    sure += "\n    def __init__(self):\n        self.val_acc = torchmetrics.Accuracy()\n"
+    sure = "import torchmetrics\n" + forward(
+        "if rank == 0:", "    self.val_acc.compute()"
+    )
+    sure += (
+        "\n    def __init__(self):\n        self.val_acc = torchmetrics.Accuracy()\n"
+    )
     (finding,) = found(tmp_path, "NP401", sure)
     assert finding.severity is Severity.WARNING
 
 
 def test_the_same_collective_is_said_once(tmp_path: Path) -> None:
-    lines = ["if rank == 0:", "    if x.sum() > 0:", "        dist.barrier()", "        dist.all_reduce(x)"]
+    lines = [
+        "if rank == 0:",
+        "    if x.sum() > 0:",
+        "        dist.barrier()",
+        "        dist.all_reduce(x)",
+    ]
     (finding,) = found(tmp_path, "NP401", forward(*lines))
     assert "dist.all_reduce" in finding.what
 
@@ -170,7 +257,9 @@ def test_code_that_is_deeply_nested_is_refused_or_read(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         done = examination.examine_code(path, examination.chosen())
-        assert not [finding for rule, finding in done.findings if rule.identifier == "NP001"]
+        assert not [
+            finding for rule, finding in done.findings if rule.identifier == "NP001"
+        ]
         assert "\n" not in done.error
 
 

@@ -12,7 +12,9 @@ from nemo_patches.tools.doctor.finding import Severity
 pytestmark = pytest.mark.one_nemo
 
 
-def method(*lines: str, name: str = "training_step", base: str = "LightningModule") -> str:
+def method(
+    *lines: str, name: str = "training_step", base: str = "LightningModule"
+) -> str:
     head = f"class Mine({base}):\n    def {name}(self, batch, rank):\n"
     return head + "".join(f"        {line}\n" for line in lines)
 
@@ -38,7 +40,9 @@ BACKWARD = "leaves out the backward pass (in which the gradients are reduced)"
          "`break` in line 13"),
     ],
 )  # fmt: skip
-def test_an_exit_that_some_ranks_take(tmp_path: Path, lines: list[str], said: str) -> None:
+def test_an_exit_that_some_ranks_take(
+    tmp_path: Path, lines: list[str], said: str
+) -> None:
     (finding,) = found(tmp_path, "NP405", method(*lines))
     assert finding.what.startswith("Mine.training_step: `")
     assert said in finding.what
@@ -56,7 +60,8 @@ def test_an_exit_that_some_ranks_take(tmp_path: Path, lines: list[str], said: st
         ["if len(batch) > 4:", "    return batch[4]", "return batch[0]"],  # so many tensors
         ["if batch.sum() > 0:", "    return batch.sum()", "return batch.mean()"],
         ["if batch.sum() > 0:", "    raise ValueError", "return batch.mean()"],  # this rank ends
-        ["if batch is None:", "    return torch.tensor([0.0])", "return batch.mean()"],  # and here, in backward
+        # And here, in backward
+        ["if batch is None:", "    return torch.tensor([0.0])", "return batch.mean()"],
         ["if batch.sum() > 0:", "    dist.barrier()", "    return", "dist.barrier()"],
         ["bad = batch.isnan().any()", "dist.all_reduce(bad)", "if bad:", "    return None", "return batch.sum()"],
         ["if self.all_gather(batch.isnan().any()).any():", "    return None", "return batch.sum()"],
@@ -83,22 +88,39 @@ def test_each_cause_is_said(tmp_path: Path) -> None:
 
 
 def test_a_backward_of_ones_own(tmp_path: Path) -> None:
-    manual = "class Mine(LightningModule):\n    def __init__(self):\n        self.automatic_optimization = False\n"
-    step = method("loss = self.net(batch)", "if loss.isnan():", "    return", "self.manual_backward(loss)")
+    manual = (
+        "class Mine(LightningModule):\n    def __init__(self):\n       "
+        " self.automatic_optimization = False\n"
+    )
+    step = method(
+        "loss = self.net(batch)",
+        "if loss.isnan():",
+        "    return",
+        "self.manual_backward(loss)",
+    )
     (finding,) = found(tmp_path, "NP405", manual + step.partition("\n")[2])
     assert "self.manual_backward" in finding.what
     nothing = method("if batch.sum() > 0:", "    return None", "return batch.sum()")
     assert found(tmp_path, "NP405", manual + nothing.partition("\n")[2]) == []
-    loop = "def train(net, loader):\n    for batch in loader:\n        loss = net(batch)\n        if loss > 100:\n"
+    loop = (
+        "def train(net, loader):\n    for batch in loader:\n        loss = net(batch)\n"
+        "        if loss > 100:\n"
+    )
     loop += "            continue\n        loss.backward()\n"
     assert found(tmp_path, "NP405", loop) == []  # on one rank
-    (finding,) = found(tmp_path, "NP405", f"{loop}\nnet = torch.nn.parallel.DistributedDataParallel(net)\n")
+    (finding,) = found(
+        tmp_path,
+        "NP405",
+        f"{loop}\nnet = torch.nn.parallel.DistributedDataParallel(net)\n",
+    )
     assert "`continue` in line 12, by" in finding.what
 
 
 def test_at_the_end_of_an_evaluation_it_is_a_note(tmp_path: Path) -> None:
     """Only a rank without any batch leaves there."""
-    text = method("if not batch:", "    return", "dist.barrier()", name="on_validation_epoch_end")
+    text = method(
+        "if not batch:", "    return", "dist.barrier()", name="on_validation_epoch_end"
+    )
     (finding,) = found(tmp_path, "NP405", text)
     assert finding.severity is Severity.NOTE
 
@@ -107,7 +129,10 @@ def test_at_the_end_of_an_evaluation_it_is_a_note(tmp_path: Path) -> None:
     ("test", "guess"),
     [
         ("batch is None", "wait in it"),
-        ("random.random() < 0.1", "A guess: the ranks draw other random numbers, as they do without a seed"),
+        (
+            "random.random() < 0.1",
+            "A guess: the ranks draw other random numbers, as they do without a seed",
+        ),
         ("self.empty(batch)", "wait in it"),
         ("self.looks_odd(batch)", "wait in it"),
         ("batch != batch", "wait in it"),
@@ -116,29 +141,54 @@ def test_at_the_end_of_an_evaluation_it_is_a_note(tmp_path: Path) -> None:
 )
 def test_what_ranks_may_differ_in(tmp_path: Path, test: str, guess: str) -> None:
     text = method(f"if {test}:", "    return None", "return batch.sum()")
-    helper = "\n    def looks_odd(self, batch):\n        return batch.max() > self.most\n"
+    helper = (
+        "\n    def looks_odd(self, batch):\n        return batch.max() > self.most\n"
+    )
     (finding,) = found(tmp_path, "NP405", text + helper)
     assert finding.what.endswith(guess)
     assert (finding.severity is Severity.NOTE) is guess.startswith("A guess")
-    assert found(tmp_path, "NP405", text.replace(test, "self.looks_odd(self.config)") + helper) == []
+    assert (
+        found(
+            tmp_path,
+            "NP405",
+            text.replace(test, "self.looks_odd(self.config)") + helper,
+        )
+        == []
+    )
 
 
 def test_whether_there_is_a_batch_is_a_guess_elsewhere(tmp_path: Path) -> None:
-    text = method("if batch is None:", "    return 0", "return self.encoder(batch)", name="compute_loss")
+    text = method(
+        "if batch is None:",
+        "    return 0",
+        "return self.encoder(batch)",
+        name="compute_loss",
+    )
     (finding,) = found(tmp_path, "NP405", text)
     assert "A guess: " in finding.what
     assert finding.severity is Severity.NOTE
 
 
 def test_a_loss_that_is_set_to_none(tmp_path: Path) -> None:
-    text = method("loss = self.net(batch)", "if torch.isnan(loss):", "    loss = None", "return loss")
+    text = method(
+        "loss = self.net(batch)",
+        "if torch.isnan(loss):",
+        "    loss = None",
+        "return loss",
+    )
     (finding,) = found(tmp_path, "NP405", text)
     assert "by `torch.isnan(loss)`" in finding.what
-    assert found(tmp_path, "NP405", text.replace("loss = None", "loss = batch.sum()")) == []
+    assert (
+        found(tmp_path, "NP405", text.replace("loss = None", "loss = batch.sum()"))
+        == []
+    )
 
 
 def test_files_may_differ_between_hosts(tmp_path: Path) -> None:
-    text = "def load(path):\n    if not path.exists():\n        return None\n    dist.barrier()\n"
+    text = (
+        "def load(path):\n    if not path.exists():\n        return None\n   "
+        " dist.barrier()\n"
+    )
     (finding,) = found(tmp_path, "NP405", text)
     assert "by `not path.exists()`" in finding.what
     assert "A guess: " in finding.what

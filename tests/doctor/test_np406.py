@@ -30,7 +30,9 @@ def step(*lines: str) -> str:
     ],
 )
 def test_a_step_that_is_skipped(tmp_path: Path, error: str) -> None:
-    text = step("try:", "    return self.net(batch)", f"except {error}:", "    return None")
+    text = step(
+        "try:", "    return self.net(batch)", f"except {error}:", "    return None"
+    )
     (finding,) = found(tmp_path, "NP406", text)
     assert finding.what.startswith(f"Mine.training_step: after {error}")
     assert "(the backward pass" in finding.what
@@ -54,7 +56,9 @@ def test_a_step_that_is_skipped(tmp_path: Path, error: str) -> None:
           "        return None", "    raise", "return y"], "(the backward pass"),
     ],
 )  # fmt: skip
-def test_other_collectives_on_this_rank(tmp_path: Path, lines: list[str], said: str) -> None:
+def test_other_collectives_on_this_rank(
+    tmp_path: Path, lines: list[str], said: str
+) -> None:
     (finding,) = found(tmp_path, "NP406", step(*lines))
     assert said in finding.what
 
@@ -76,12 +80,15 @@ def test_other_collectives_on_this_rank(tmp_path: Path, lines: list[str], said: 
         ["try:", "    try:", "        x = self.net(batch)", "        dist.barrier()",
          "    except Exception:", "        raise", "except KeyError:", "    pass", "return batch.sum()"],
         ["try:", "    import fused", "except ImportError:", "    return batch.mean()", "return batch.sum()"],
-        ["try:", "    key = batch['key']", "except KeyError:", "    return None", "return batch.sum()"],  # all lack it
+        # All lack it
+        ["try:", "    key = batch['key']", "except KeyError:", "    return None", "return batch.sum()"],
         ["try:", "    loss = self.net(batch)", "except RuntimeError:", "    loss = self.zero(batch)", "return loss"],
         ["try:", "    dist.barrier()", "except RuntimeError:", "    print('the group is gone')", "return batch.sum()"],
         ["try:", "    self.show(batch)", "except Exception:", "    pass", "dist.barrier()", "return batch.sum()"],
         ["try:", "    x = self.net(batch)", "finally:", "    dist.barrier()", "return x"],
     ],
 )  # fmt: skip
-def test_none_where_the_rank_ends_or_goes_the_same_way(tmp_path: Path, lines: list[str]) -> None:
+def test_none_where_the_rank_ends_or_goes_the_same_way(
+    tmp_path: Path, lines: list[str]
+) -> None:
     assert found(tmp_path, "NP406", step(*lines)) == []

@@ -20,18 +20,46 @@ def forward(*lines: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "over"),
     [
-        (["for part in audio.split(1600, dim=1):", "    self.encoder(part)"], "audio.split(1600, dim=1)"),
-        (["dist.barrier()", "for part in self.cut(audio):", "    y = self.encoder(part)"], "self.cut(audio)"),
-        (["for begin in range(0, audio.shape[1], 1600):", "    self.encoder(audio)"], "range(0, audio.shape[1], 1600)"),
         (
-            ["most = int(lengths.max())", "for _ in range(most // 100):", "    self.encoder(audio)"],
+            ["for part in audio.split(1600, dim=1):", "    self.encoder(part)"],
+            "audio.split(1600, dim=1)",
+        ),
+        (
+            [
+                "dist.barrier()",
+                "for part in self.cut(audio):",
+                "    y = self.encoder(part)",
+            ],
+            "self.cut(audio)",
+        ),
+        (
+            ["for begin in range(0, audio.shape[1], 1600):", "    self.encoder(audio)"],
+            "range(0, audio.shape[1], 1600)",
+        ),
+        (
+            [
+                "most = int(lengths.max())",
+                "for _ in range(most // 100):",
+                "    self.encoder(audio)",
+            ],
             "range(most // 100)",
         ),
-        (["return [self.encoder(part) for part in self.cut(audio)]"], "self.cut(audio)"),
-        (["for index, part in enumerate(self.cut(audio)):", "    dist.all_reduce(part)"], "enumerate(self.cut(audio))"),
+        (
+            ["return [self.encoder(part) for part in self.cut(audio)]"],
+            "self.cut(audio)",
+        ),
+        (
+            [
+                "for index, part in enumerate(self.cut(audio)):",
+                "    dist.all_reduce(part)",
+            ],
+            "enumerate(self.cut(audio))",
+        ),
     ],
 )
-def test_as_many_turns_as_the_batch_is_long(tmp_path: Path, lines: list[str], over: str) -> None:
+def test_as_many_turns_as_the_batch_is_long(
+    tmp_path: Path, lines: list[str], over: str
+) -> None:
     (finding,) = found(tmp_path, "NP407", forward(*lines))
     assert f"a loop over `{over}`" in finding.what
     assert finding.severity is Severity.WARNING
@@ -54,9 +82,13 @@ def test_none_where_all_ranks_make_as_many(tmp_path: Path, lines: list[str]) -> 
     assert found(tmp_path, "NP407", forward(*lines)) == []
 
 
-def test_it_is_a_note_at_the_end_of_an_evaluation_and_of_backward(tmp_path: Path) -> None:
+def test_it_is_a_note_at_the_end_of_an_evaluation_and_of_backward(
+    tmp_path: Path,
+) -> None:
     lines = ("for x in audio:", "    dist.all_reduce(x)")
-    (finding,) = found(tmp_path, "NP407", forward(*lines).replace("forward", "on_validation_epoch_end"))
+    (finding,) = found(
+        tmp_path, "NP407", forward(*lines).replace("forward", "on_validation_epoch_end")
+    )
     assert finding.severity is Severity.NOTE
     text = forward("for x in self.cut(audio):", "    self.manual_backward(x)")
     (finding,) = found(tmp_path, "NP407", text)
@@ -64,5 +96,9 @@ def test_it_is_a_note_at_the_end_of_an_evaluation_and_of_backward(tmp_path: Path
 
 
 def test_a_while_is_a_branch(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP401", forward("while lengths.max() > 0:", "    lengths = self.encoder(lengths)"))
+    (finding,) = found(
+        tmp_path,
+        "NP401",
+        forward("while lengths.max() > 0:", "    lengths = self.encoder(lengths)"),
+    )
     assert "`lengths.max() > 0`" in finding.what

@@ -1,4 +1,6 @@
-"""The rules on code beside reproductions of public reports, others of their kinds, and what is right."""
+"""The rules on code beside reproductions of public reports, others of their kinds, and what is
+right.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,17 @@ OF_CLASSES = list(snippets("classes_hang.txt"))
 FINE = [*snippets("public_fine.txt"), *snippets("classes_fine.txt")]
 
 
-def findings(folder: Path, snippet: Snippet) -> list[tuple[str, int | None, Severity, str]]:
+def findings(
+    folder: Path, snippet: Snippet
+) -> list[tuple[str, int | None, Severity, str]]:
     path = folder / "model.py"
     path.write_text(snippet.text)
     done = examination.examine_code(path, examination.chosen(["NP4"]))
     assert not done.error, done.error
-    return [(rule.identifier, each.line, each.severity, each.what) for rule, each in done.findings]
+    return [
+        (rule.identifier, each.line, each.severity, each.what)
+        for rule, each in done.findings
+    ]
 
 
 @pytest.mark.parametrize("snippet", [*HANGS, *OF_CLASSES], ids=lambda each: each.title)
@@ -49,16 +56,24 @@ def test_a_hang(tmp_path: Path, snippet: Snippet) -> None:
     if rule == "missed":
         assert said == []
         return
-    marked = [number for number, line in enumerate(snippet.text.splitlines(), 1) if line.endswith("# !")]
+    marked = [
+        number
+        for number, line in enumerate(snippet.text.splitlines(), 1)
+        if line.endswith("# !")
+    ]
     assert [identifier for identifier, *_ in said] == [rule], said
     assert not marked or said[0][1] == marked[0]
 
 
 def test_how_many() -> None:
     assert sum(not each.title.startswith("missed") for each in HANGS) >= FEWEST_FOUND
-    assert len({each.title for each in [*HANGS, *OF_CLASSES]}) == len(HANGS) + len(OF_CLASSES)
+    assert len({each.title for each in [*HANGS, *OF_CLASSES]}) == len(HANGS) + len(
+        OF_CLASSES
+    )
 
 
 @pytest.mark.parametrize("snippet", FINE, ids=lambda each: each.title)
 def test_what_looks_alike_and_is_right(tmp_path: Path, snippet: Snippet) -> None:
-    assert [each for each in findings(tmp_path, snippet) if each[2] > Severity.NOTE] == []
+    assert [
+        each for each in findings(tmp_path, snippet) if each[2] > Severity.NOTE
+    ] == []

@@ -35,7 +35,10 @@ def refused(folder: Path, content: str | bytes, *overrides: str) -> str:
     """What a run of the doctor says of a file that it cannot read; it takes neither long nor much."""
     path = folder / "config.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    start, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, before = (
+        time.process_time(),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    )
     report = examination.examine(path, overrides, examination.chosen())
     assert report.exit_code == 2, report.findings
     assert time.process_time() - start < 20
@@ -68,8 +71,11 @@ merged: {<<: *x, l: 3}
 
 
 def test_interpolations_anchors_and_types_are_omegaconfs_own(tmp_path: Path) -> None:
-    # OmegaConf reads keys that are numbers or switches as such, and cannot follow ${1.of}: here, keys are text.
-    expected: Any = OmegaConf.to_container(OmegaConf.create(INTERPOLATIONS.replace("${1.of}", "b")), resolve=True)
+    # OmegaConf reads keys that are numbers or switches as such, and cannot follow ${1.of}: here,
+    # keys are text.
+    expected: Any = OmegaConf.to_container(
+        OmegaConf.create(INTERPOLATIONS.replace("${1.of}", "b")), resolve=True
+    )
     expected["1"] = {"of": "b", "True": "b"}
     del expected[1]
     config = load(tmp_path, INTERPOLATIONS)
@@ -78,14 +84,18 @@ def test_interpolations_anchors_and_types_are_omegaconfs_own(tmp_path: Path) -> 
 
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
-TEXTS = st.lists(st.one_of(st.sampled_from(["x", "-", "1"]), NAMES.map("${{{}}}".format)), min_size=1, max_size=3).map(
-    "".join
-)
+TEXTS = st.lists(
+    st.one_of(st.sampled_from(["x", "-", "1"]), NAMES.map("${{{}}}".format)),
+    min_size=1,
+    max_size=3,
+).map("".join)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(NAMES, TEXTS, min_size=1))
-def test_any_web_of_interpolations_gives_what_omegaconf_gives(tree: dict[str, str]) -> None:
+def test_any_web_of_interpolations_gives_what_omegaconf_gives(
+    tree: dict[str, str],
+) -> None:
     source = yaml_text.parse(Path("x"), OmegaConf.to_yaml(OmegaConf.create(tree)))
     config = reading.with_overrides(source)
     for key in tree:
@@ -98,13 +108,28 @@ def test_any_web_of_interpolations_gives_what_omegaconf_gives(tree: dict[str, st
 
 
 def test_defaults_that_only_concern_hydra_itself_hide_nothing(tmp_path: Path) -> None:
-    for entries in ("[_self_]", "[override hydra/launcher: basic]", "[_self_, hydra/job_logging: none]", "[]", "null"):
+    for entries in (
+        "[_self_]",
+        "[override hydra/launcher: basic]",
+        "[_self_, hydra/job_logging: none]",
+        "[]",
+        "null",
+    ):
         assert load(tmp_path, f"a: 1\ndefaults: {entries}\n").tree["a"] == 1
-    for entries in ("[model/train_ds: x]", "[base]", "[override model: x]", "[_self_, 5]"):
-        assert "by Hydra of other files" in refused(tmp_path, f"a: 1\ndefaults: {entries}\n")
+    for entries in (
+        "[model/train_ds: x]",
+        "[base]",
+        "[override model: x]",
+        "[_self_, 5]",
+    ):
+        assert "by Hydra of other files" in refused(
+            tmp_path, f"a: 1\ndefaults: {entries}\n"
+        )
 
 
-def test_what_a_merge_would_bring_into_a_section_that_is_there_is_nowhere(tmp_path: Path) -> None:
+def test_what_a_merge_would_bring_into_a_section_that_is_there_is_nowhere(
+    tmp_path: Path,
+) -> None:
     config = load(tmp_path, "x: &x\n  k: {b: 1}\nz:\n  <<: *x\n  k: {c: 2}\n")
     assert config.tree["z"] == {"k": {"c": 2}}
     assert config.get(("z", "k", "b")).line == 5
@@ -119,8 +144,16 @@ def test_where_each_value_comes_from(tmp_path: Path) -> None:
 
 
 def test_what_is_to_be_given_later_is_unknown_and_no_fault(tmp_path: Path) -> None:
-    config = load(tmp_path, "a: ???\nb: ${a}\nc: [1, '${b}/x']\nd:\n  e: ???\nf: ${d}\n")
-    assert config.tree == {"a": UNKNOWN, "b": UNKNOWN, "c": [1, UNKNOWN], "d": {"e": UNKNOWN}, "f": {"e": UNKNOWN}}
+    config = load(
+        tmp_path, "a: ???\nb: ${a}\nc: [1, '${b}/x']\nd:\n  e: ???\nf: ${d}\n"
+    )
+    assert config.tree == {
+        "a": UNKNOWN,
+        "b": UNKNOWN,
+        "c": [1, UNKNOWN],
+        "d": {"e": UNKNOWN},
+        "f": {"e": UNKNOWN},
+    }
     assert config.broken == {}
     assert not config.get(("b", "deeper")).known
 
@@ -153,7 +186,9 @@ def test_what_is_to_be_given_later_is_unknown_and_no_fault(tmp_path: Path) -> No
         ("~a.b", {"a": {"c": [1, 2]}}),
     ],
 )
-def test_overrides_as_hydra_has_them(tmp_path: Path, override: str, expected: dict[str, Any]) -> None:
+def test_overrides_as_hydra_has_them(
+    tmp_path: Path, override: str, expected: dict[str, Any]
+) -> None:
     assert load(tmp_path, "a: {b: 1, c: [1, 2]}\n", override).tree == expected
 
 
@@ -187,13 +222,27 @@ def test_overrides_that_do_not_fit(tmp_path: Path, override: str, said: str) -> 
     assert said in refused(tmp_path, "a: {b: 1}\n", override)
 
 
-@pytest.mark.parametrize("order", ["<<: *x, c: 3, b: 2", "c: 3, b: 2, <<: *x", "<<: [*x, *y], b: 2, c: 3"])
-def test_the_line_of_a_merged_key_is_that_of_the_value_that_counts(tmp_path: Path, order: str) -> None:
-    own = ",\n".join(order.split(", ")) if "[" not in order else "<<: [*x, *y],\nb: 2,\nc: 3"
-    config = load(tmp_path, f"x: &x\n  b: 1\n  d: 4\ny: &y {{d: 5}}\nz: {{\n{own}\n}}\n")
+@pytest.mark.parametrize(
+    "order", ["<<: *x, c: 3, b: 2", "c: 3, b: 2, <<: *x", "<<: [*x, *y], b: 2, c: 3"]
+)
+def test_the_line_of_a_merged_key_is_that_of_the_value_that_counts(
+    tmp_path: Path, order: str
+) -> None:
+    own = (
+        ",\n".join(order.split(", "))
+        if "[" not in order
+        else "<<: [*x, *y],\nb: 2,\nc: 3"
+    )
+    config = load(
+        tmp_path, f"x: &x\n  b: 1\n  d: 4\ny: &y {{d: 5}}\nz: {{\n{own}\n}}\n"
+    )
     assert config.tree["z"] == {"b": 2, "c": 3, "d": 4}
-    lines = {line: number for number, line in enumerate(config.source.text.splitlines(), 1)}
-    assert config.get(("z", "b")).line == next(lines[line] for line in lines if line.startswith("b: 2"))
+    lines = {
+        line: number for number, line in enumerate(config.source.text.splitlines(), 1)
+    }
+    assert config.get(("z", "b")).line == next(
+        lines[line] for line in lines if line.startswith("b: 2")
+    )
     assert config.get(("z", "d")).line == 3
     assert config.get(("z", "none")).line == 5
 
@@ -206,11 +255,14 @@ def test_no_resolver_is_called_and_no_variable_of_the_environment_is_read(
 ) -> None:
     monkeypatch.setenv("A_SECRET", "hunter2")
     calls: list[str] = []
-    OmegaConf.register_new_resolver("touch", lambda name: calls.append(name), replace=True)
+    OmegaConf.register_new_resolver(
+        "touch", lambda name: calls.append(name), replace=True
+    )
     try:
         text = (
-            "a: ${oc.env:A_SECRET}\nb: ${touch:x}\nc: pre-${a}\nname: touch\nd: ${${name}:x}\ne: ${oc.decode:'1'}\n"
-            "f: '${oc.env:A_SECRET,default}'\ng: ${touch:${name}}\nh: {i: ['${touch:y}']}\nj: ${h}\n"
+            "a: ${oc.env:A_SECRET}\nb: ${touch:x}\nc: pre-${a}\nname: touch\nd:"
+            " ${${name}:x}\ne: ${oc.decode:'1'}\nf: '${oc.env:A_SECRET,default}'\ng:"
+            " ${touch:${name}}\nh: {i: ['${touch:y}']}\nj: ${h}\n"
         )
         config = load(tmp_path, text, "+k=${touch:z}")
     finally:
@@ -241,12 +293,17 @@ def test_tags_are_refused(tmp_path: Path, value: str) -> None:
 
 def test_a_target_is_only_a_name(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    text = f"model: {{encoder: {{_target_: os.system, command: touch {marker}}}}}\ntrainer: {{devices: 2}}\n"
+    text = (
+        "model: {encoder: {_target_: os.system, command: touch"
+        f" {marker}}}}}\ntrainer: {{devices: 2}}\n"
+    )
     path = tmp_path / "config.yaml"
     path.write_text(text)
     report = examination.examine(path, (), examination.chosen())
     assert not marker.exists()
-    assert [rule.identifier for rule, _ in report.findings if rule.identifier == "NP101"]
+    assert [
+        rule.identifier for rule, _ in report.findings if rule.identifier == "NP101"
+    ]
 
 
 # --- whatever it is
@@ -288,19 +345,30 @@ def bomb(depth: int) -> str:
         ("a: &x {<<: *x}\n", "merged deeper than 50"),
         (
             "a0: &a0 {k: 1}\n"
-            + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 20)),
+            + "".join(
+                f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n"
+                for i in range(1, 20)
+            ),
             "values",
         ),
         ("b: &y {k: 1}\na: {<<: 5}\n", "<< merges a scalar"),
-        ("a: 1\ndefaults:\n- _self_\n- model: conformer\n", ":2: composed by Hydra of other files, which are not read"),
-        (f"a: {'${' * 400}b{'}' * 400}\n", ":1: a: more than 10 interpolations in each other"),
+        (
+            "a: 1\ndefaults:\n- _self_\n- model: conformer\n",
+            ":2: composed by Hydra of other files, which are not read",
+        ),
+        (
+            f"a: {'${' * 400}b{'}' * 400}\n",
+            ":1: a: more than 10 interpolations in each other",
+        ),
         (f"a: {'${b}' * 2000}\nb: x\n", "more than 1000 interpolations"),
         (f"a: 1\nb: {'9' * 5000}\n", ":2: a number of 5000 digits"),
         (f"a: 1\nb: 0x{'f' * 5000}\n", ":2: a number of 5002 digits"),
     ],
     ids=range(32),
 )
-def test_what_is_no_config_is_refused_with_its_place(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_what_is_no_config_is_refused_with_its_place(
+    tmp_path: Path, content: str | bytes, said: str
+) -> None:
     assert said.lower() in refused(tmp_path, content).lower()
 
 
@@ -309,7 +377,9 @@ def test_bombs_of_interpolations(tmp_path: Path) -> None:
     config = load(tmp_path, "\n".join(texts))
     assert config.tree["a5"] == "lol" * 32
     assert config.tree["a59"] is UNKNOWN
-    mappings = ["a0: {x: 1, y: 2}"] + [f"a{i}: {{x: '${{a{i - 1}}}', y: '${{a{i - 1}}}'}}" for i in range(1, 20)]
+    mappings = ["a0: {x: 1, y: 2}"] + [
+        f"a{i}: {{x: '${{a{i - 1}}}', y: '${{a{i - 1}}}'}}" for i in range(1, 20)
+    ]
     assert "interpolations are followed" in refused(tmp_path, "\n".join(mappings))
     many = [f"a{i}: ${{a{i + 1}}}" for i in range(3000)]
     assert "more than 1000 interpolations" in refused(tmp_path, "\n".join(many))
@@ -317,7 +387,9 @@ def test_bombs_of_interpolations(tmp_path: Path) -> None:
 
 def test_a_chain_in_the_worst_order_ends_in_time(tmp_path: Path) -> None:
     start = time.process_time()
-    config = load(tmp_path, "\n".join([f"a{i}: ${{a{i + 1}}}" for i in range(200)] + ["a200: x"]))
+    config = load(
+        tmp_path, "\n".join([f"a{i}: ${{a{i + 1}}}" for i in range(200)] + ["a200: x"])
+    )
     assert time.process_time() - start < 20
     assert config.tree["a195"] == "x"
     assert config.tree["a0"] is UNKNOWN
@@ -349,7 +421,9 @@ TEXTS = st.one_of(
     PATHS.map("x${{{}}}".format),
     st.tuples(PATHS, PATHS).map("${{{0[0]}}}-${{{0[1]}}}".format),
 )
-LEAVES = st.dictionaries(st.sampled_from(["a", "b", "xa", "a-b", "1"]), TEXTS, max_size=4)
+LEAVES = st.dictionaries(
+    st.sampled_from(["a", "b", "xa", "a-b", "1"]), TEXTS, max_size=4
+)
 
 
 def value_at(node: Any, keys: tuple[str, ...]) -> Any:
@@ -357,7 +431,11 @@ def value_at(node: Any, keys: tuple[str, ...]) -> Any:
     try:
         for key in keys:
             node = node[int(key) if OmegaConf.is_list(node) else key]
-        return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        return (
+            OmegaConf.to_container(node, resolve=True)
+            if OmegaConf.is_config(node)
+            else node
+        )
     except (OmegaConfBaseException, RecursionError):
         return UNKNOWN
 
@@ -373,11 +451,15 @@ def test_any_path_leads_where_it_leads_in_omegaconf(
     for keys, own in walk(config.tree):
         if not isinstance(own, (dict, list)):
             expected = value_at(there, keys)
-            has_a_section = isinstance(expected, str) and re.search(r"[{[]", expected)  # in a text, as no config has
+            has_a_section = isinstance(expected, str) and re.search(
+                r"[{[]", expected
+            )  # in a text, as no config has
             assert own == expected or has_a_section, keys
 
 
-def test_an_omegaconf_whose_loader_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_omegaconf_whose_loader_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interpolations._loader.cache_clear()
     monkeypatch.delattr("omegaconf._utils.get_yaml_loader")
     assert "numbers elsewhere; allowed: 2.3" in refused(tmp_path, "x: 1")
@@ -386,7 +468,11 @@ def test_an_omegaconf_whose_loader_is_elsewhere(tmp_path: Path, monkeypatch: pyt
 def test_what_is_no_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for name, said in (("folder", "a directory"), ("pipe", "not a regular file"), ("nowhere", "No such file")):
+    for name, said in (
+        ("folder", "a directory"),
+        ("pipe", "not a regular file"),
+        ("nowhere", "No such file"),
+    ):
         with pytest.raises(DoctorError, match=said):
             reading.load(tmp_path / name)
     with pytest.raises(DoctorError, match="not a regular file"):
@@ -394,7 +480,12 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.one_of(st.text(max_size=60), st.text(alphabet="ab:{}[]-&*!?<>|'\"\n #,${}.?\t", max_size=60)))
+@given(
+    st.one_of(
+        st.text(max_size=60),
+        st.text(alphabet="ab:{}[]-&*!?<>|'\"\n #,${}.?\t", max_size=60),
+    )
+)
 def test_no_text_makes_it_raise_anything_else(text: str) -> None:
     try:
         reading.with_overrides(yaml_text.parse(Path("x"), text))

@@ -1,4 +1,6 @@
-"""Whatever values a config has, no rule fails on it, and every safe change either does what it says or is refused."""
+"""Whatever values a config has, no rule fails on it, and every safe change either does what it says
+or is refused.
+"""
 
 from __future__ import annotations
 
@@ -35,30 +37,80 @@ VALUES = st.one_of(
     st.booleans(),
     st.integers(-2, 70000),
     st.sampled_from([10**400, float("nan"), float("inf"), -1.5, 1e308]),
-    st.sampled_from(["", "x", "???", "${nope}", "${model}", "${oc.env:X}", "0,1", "4", "auto", "ddp", "a_{0..9}.tar"]),
-    st.sampled_from([[], [1], [[]], [["a.tar"], ["b.tar"]], [None], [{"type": 5}], [{"type": "shar", "input_cfg": 5}]]),
-    st.sampled_from([{}, {"prob": 1}, {"_target_": 5}, {"_target_": "datetime.timedelta", "seconds": "x"}, {1: 2}]),
+    st.sampled_from(
+        [
+            "",
+            "x",
+            "???",
+            "${nope}",
+            "${model}",
+            "${oc.env:X}",
+            "0,1",
+            "4",
+            "auto",
+            "ddp",
+            "a_{0..9}.tar",
+        ]
+    ),
+    st.sampled_from(
+        [
+            [],
+            [1],
+            [[]],
+            [["a.tar"], ["b.tar"]],
+            [None],
+            [{"type": 5}],
+            [{"type": "shar", "input_cfg": 5}],
+        ]
+    ),
+    st.sampled_from(
+        [
+            {},
+            {"prob": 1},
+            {"_target_": 5},
+            {"_target_": "datetime.timedelta", "seconds": "x"},
+            {1: 2},
+        ]
+    ),
 )
 
 
 def places(tree: Any) -> list[dict[Any, Any]]:
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    return [*([tree] if isinstance(tree, dict) else []), *(place for child in children for place in places(child))]
+    children = (
+        tree.values()
+        if isinstance(tree, dict)
+        else tree
+        if isinstance(tree, list)
+        else []
+    )
+    return [
+        *([tree] if isinstance(tree, dict) else []),
+        *(place for child in children for place in places(child)),
+    ]
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from([NEST, LHOTSE]), st.lists(st.tuples(st.integers(0, 99), st.sampled_from(KEYS), VALUES), max_size=6)
+    st.sampled_from([NEST, LHOTSE]),
+    st.lists(st.tuples(st.integers(0, 99), st.sampled_from(KEYS), VALUES), max_size=6),
 )
-def test_no_value_of_any_kind_makes_a_rule_fail(text: str, changes: list[tuple[int, str, Any]]) -> None:
+def test_no_value_of_any_kind_makes_a_rule_fail(
+    text: str, changes: list[tuple[int, str, Any]]
+) -> None:
     tree = yaml.safe_load(text)
     for place, key, value in changes:
         found = places(tree)
         found[place % len(found)][key] = copy.deepcopy(value)
-    config = reading.with_overrides(yaml_text.parse(Path("config.yaml"), yaml.safe_dump(tree)))
+    config = reading.with_overrides(
+        yaml_text.parse(Path("config.yaml"), yaml.safe_dump(tree))
+    )
     for patched in (None, examination.as_patched({})):
         done = examination.checked(Job(config, patched), examination.chosen())
-        assert not [finding.what for rule, finding in done if rule.identifier == examination.CRASHED]
+        assert not [
+            finding.what
+            for rule, finding in done
+            if rule.identifier == examination.CRASHED
+        ]
         assert Job(config, patched).headline
         for _, finding in done:
             if finding.change is not None:

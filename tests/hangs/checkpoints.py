@@ -23,9 +23,17 @@ STEPS, AT_STEP = 8, 4
 
 
 def nest_checkpoint(rank: Rank) -> None:
-    """NEST's val_loss differs between ranks, and so does the name of the best checkpoint, which only rank 0 writes."""
-    trainer = rank.trainer(max_steps=4, max_epochs=-1, limit_val_batches=1.0, val_check_interval=2)
-    parameters = {"monitor": "val_loss", "always_save_nemo": True, "save_best_model": True}
+    """NEST's val_loss differs between ranks, and so does the name of the best checkpoint, which
+    only rank 0 writes.
+    """
+    trainer = rank.trainer(
+        max_steps=4, max_epochs=-1, limit_val_batches=1.0, val_check_interval=2
+    )
+    parameters = {
+        "monitor": "val_loss",
+        "always_save_nemo": True,
+        "save_best_model": True,
+    }
     manager = {
         "exp_dir": str(rank.folder / "experiments"),
         "name": "nest",
@@ -43,7 +51,9 @@ def save_on_rank_0(rank: Rank) -> None:
     """Rank 0 alone calls trainer.save_checkpoint, which ends with a barrier."""
 
     class SavesOnRank0(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == AT_STEP and trainer.is_global_zero:
                 trainer.save_checkpoint(rank.folder / "model.ckpt")
 
@@ -51,7 +61,9 @@ def save_on_rank_0(rank: Rank) -> None:
 
 
 def save_on_exception(rank: Rank) -> None:
-    """Rank 1 raises, and OnExceptionCheckpoint first saves a checkpoint: a barrier that the others never enter."""
+    """Rank 1 raises, and OnExceptionCheckpoint first saves a checkpoint: a barrier that the others
+    never enter.
+    """
 
     class Fails(Speech):
         def training_step(self, number: int, batch_idx: int) -> Any:
@@ -59,7 +71,9 @@ def save_on_exception(rank: Rank) -> None:
                 raise ValueError("a transcript is empty")
             return super().training_step(number, batch_idx)
 
-    trainer = rank.trainer(callbacks=[OnExceptionCheckpoint(rank.folder)], enable_checkpointing=True)
+    trainer = rank.trainer(
+        callbacks=[OnExceptionCheckpoint(rank.folder)], enable_checkpointing=True
+    )
     trainer.fit(Fails(), numbers(STEPS))
 
 
@@ -75,8 +89,12 @@ def checkpoint_by_step(rank: Rank) -> None:
                 self.optimizers().step()
             self.optimizers().zero_grad()
 
-    saves = ModelCheckpoint(rank.folder / "checkpoints", every_n_train_steps=AT_STEP, save_top_k=-1)
-    rank.trainer(callbacks=[saves], enable_checkpointing=True).fit(SkipsAStep(), numbers(STEPS))
+    saves = ModelCheckpoint(
+        rank.folder / "checkpoints", every_n_train_steps=AT_STEP, save_top_k=-1
+    )
+    rank.trainer(callbacks=[saves], enable_checkpointing=True).fit(
+        SkipsAStep(), numbers(STEPS)
+    )
 
 
 def dead_mount(rank: Rank) -> None:
@@ -92,7 +110,9 @@ def dead_mount(rank: Rank) -> None:
     fsspec.register_implementation("dead", DeadMount)
 
     class Saves(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == AT_STEP:
                 trainer.save_checkpoint(f"dead://{rank.folder}/model.ckpt")
 
@@ -100,7 +120,9 @@ def dead_mount(rank: Rank) -> None:
 
 
 def by_the_clock(rank: Rank) -> None:
-    """Each rank's own clock says when to save, and rank 1's is one step late; saving ends with a barrier."""
+    """Each rank's own clock says when to save, and rank 1's is one step late; saving ends with a
+    barrier.
+    """
     rank.join()
     model = DistributedDataParallel(conformer())
     for step in range(STEPS):
@@ -116,7 +138,9 @@ def save_checkpoint(rank: Rank, model: torch.nn.Module) -> None:
 
 
 def interrupted_save(rank: Rank) -> None:
-    """Rank 0 finds files of an earlier save, and raises; the script logs that and trains on, the others wait."""
+    """Rank 0 finds files of an earlier save, and raises; the script logs that and trains on, the
+    others wait.
+    """
     rank.join()
     model = DistributedDataParallel(conformer())
     if rank.number == 0:

@@ -35,15 +35,27 @@ class Rank:
         dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
 
     def trainer(self, **settings: Any) -> Any:
-        """For one epoch of training under DDP, unless the settings say otherwise; it logs, saves and shows nothing."""
+        """For one epoch of training under DDP, unless the settings say otherwise; it logs, saves
+        and shows nothing.
+        """
         import lightning.pytorch as pl
         from lightning.pytorch.plugins.environments import LightningEnvironment
 
-        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        off = (
+            "logger",
+            "enable_checkpointing",
+            "enable_progress_bar",
+            "enable_model_summary",
+        )
         quiet = dict.fromkeys((*off, "use_distributed_sampler"), False)
         one_epoch = {"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
         environment = LightningEnvironment()  # also where a cluster's variables are set
-        of_ranks = {"accelerator": "cpu", "devices": RANKS, "strategy": "ddp", "plugins": [environment]}
+        of_ranks = {
+            "accelerator": "cpu",
+            "devices": RANKS,
+            "strategy": "ddp",
+            "plugins": [environment],
+        }
         return pl.Trainer(**{**of_ranks, **quiet, **one_epoch, **settings})
 
     def read_audio(self) -> None:

@@ -15,7 +15,9 @@ BATCHES, AT_BATCH = 8, 4
 
 
 def loader_worker(rank: Rank) -> None:
-    """A worker of rank 0's data loader hangs while it has a shard open; the others wait in DDP's step."""
+    """A worker of rank 0's data loader hangs while it has a shard open; the others wait in DDP's
+    step.
+    """
     shard = rank.folder / "shard_17.tar"
     shard.touch()
 
@@ -29,12 +31,16 @@ def loader_worker(rank: Rank) -> None:
                     rank.read_audio()
             return index
 
-    batches = DataLoader(Recordings(), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    batches = DataLoader(
+        Recordings(), batch_size=None, num_workers=1, multiprocessing_context="fork"
+    )
     rank.trainer().fit(Speech(), batches)
 
 
 def forked_lock(rank: Rank) -> None:
-    """A worker is forked while a thread of rank 1 holds a lock; in the worker, the lock is never released."""
+    """A worker is forked while a thread of rank 1 holds a lock; in the worker, the lock is never
+    released.
+    """
     cache, taken, over = threading.Lock(), threading.Event(), threading.Event()
 
     def prefetch() -> None:
@@ -57,12 +63,16 @@ def forked_lock(rank: Rank) -> None:
     if rank.number == 1:
         threading.Thread(target=prefetch, daemon=True).start()
         taken.wait()
-    for number in DataLoader(Cached(), batch_size=None, num_workers=1, multiprocessing_context="fork"):
+    for number in DataLoader(
+        Cached(), batch_size=None, num_workers=1, multiprocessing_context="fork"
+    ):
         encode(model, number).sum().backward()
 
 
 def remote_audio(rank: Rank) -> None:
-    """Rank 1 reads from a server without a timeout; the server accepts the connection and never answers."""
+    """Rank 1 reads from a server without a timeout; the server accepts the connection and never
+    answers.
+    """
 
     class Streamed(Dataset[int]):
         def __len__(self) -> int:

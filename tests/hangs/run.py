@@ -1,4 +1,6 @@
-"""`python tests/hangs/run.py NAME`: one reported hang on two CPU ranks, as stock and with nemo_patches."""
+"""`python tests/hangs/run.py NAME`: one reported hang on two CPU ranks, as stock and with
+nemo_patches.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]  # the checkout's, for the ranks, too
+sys.path[:0] = [
+    str(HERE),
+    str(HERE.parent),
+    str(HERE.parents[1]),
+]  # the checkout's, for the ranks, too
 
 
 def main(names: list[str]) -> int:
@@ -17,13 +23,19 @@ def main(names: list[str]) -> int:
     from scenario import STALL_TIMEOUT_S
 
     if len(names) != 1 or names[0] not in HANGS_BY_NAME:
-        print(f"run.py: {' '.join(names) or 'nothing'} is not allowed; allowed: one of {', '.join(HANGS_BY_NAME)}")
+        print(
+            f"run.py: {' '.join(names) or 'nothing'} is not allowed; allowed: one of"
+            f" {', '.join(HANGS_BY_NAME)}"
+        )
         return 2
     hang = HANGS_BY_NAME[names[0]]
     settings = {"stall_timeout": f"{STALL_TIMEOUT_S:g}", **hang.settings}
     print(f"{hang.name}: {hang.job}")
     print(f"Reported as: {', '.join(hang.reports)}")
-    print("With nemo_patches:", *(f"NEMO_PATCHES_{name.upper()}={value}" for name, value in settings.items()))
+    print(
+        "With nemo_patches:",
+        *(f"NEMO_PATCHES_{name.upper()}={value}" for name, value in settings.items()),
+    )
     with tempfile.TemporaryDirectory(prefix="nemo-patches-hang-") as folder:
         results = []
         for result in runs.run([(hang, False), (hang, True)], Path(folder), at_once=2):

@@ -1,4 +1,6 @@
-"""Runs of hangs, stock and with nemo_patches, several at a time: each until it has ended, hangs, or is named."""
+"""Runs of hangs, stock and with nemo_patches, several at a time: each until it has ended, hangs, or
+is named.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ from nemo_patches.tools.demo import logs
 
 LOOK_EVERY_S = 0.1
 OTHERS_END_S = 8.0  # for the other ranks once one has ended: they may hang, or find out
-IMPORT_LIMIT_S = 180  # of NeMo, for which the first rank that a fork server is asked for has to wait
-_STALL = re.compile(r"nemo_patches (?:INFO|WARNING) \[.*?\] no (?:encoder call|step|\w+) for ([\d.]+) s[.:]? (.*)")
+IMPORT_LIMIT_S = (
+    180  # of NeMo, for which the first rank that a fork server is asked for has to wait
+)
+_STALL = re.compile(
+    r"nemo_patches (?:INFO|WARNING) \[.*?\] no (?:encoder call|step|\w+) for ([\d.]+) s[.:]? (.*)"
+)
 
 
 @dataclass(frozen=True)
 class StallLine:
-    """A stall report of a rank's log. after: how long the rank had stood still by then, as the line says."""
+    """A stall report of a rank's log. after: how long the rank had stood still by then, as the line
+    says.
+    """
 
     after: timedelta
     text: str
@@ -33,7 +41,9 @@ class StallLine:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run came out. ranks: a sentence on each. lines: the first stall line of each that names the hang."""
+    """How a run came out. ranks: a sentence on each. lines: the first stall line of each that names
+    the hang.
+    """
 
     hang: Hang
     patched: bool
@@ -48,13 +58,23 @@ class Result:
 
     def __str__(self) -> str:
         version = "with nemo_patches it" if self.patched else "stock"
-        told = [f"{version} {self.ending}:", *(f"  rank {rank}: {text}" for rank, text in enumerate(self.ranks))]
-        told += [f"  its line, after {line.after.total_seconds():g} s: {line.text}" for line in self.lines[:1]]
+        told = [
+            f"{version} {self.ending}:",
+            *(f"  rank {rank}: {text}" for rank, text in enumerate(self.ranks)),
+        ]
+        told += [
+            f"  its line, after {line.after.total_seconds():g} s: {line.text}"
+            for line in self.lines[:1]
+        ]
         return "\n".join(told)
 
 
-def run(hangs: Iterable[tuple[Hang, bool]], folder: Path, at_once: int) -> Iterator[Result]:
-    """The results, in the order in which the runs end. hangs: each with whether nemo_patches is applied."""
+def run(
+    hangs: Iterable[tuple[Hang, bool]], folder: Path, at_once: int
+) -> Iterator[Result]:
+    """The results, in the order in which the runs end. hangs: each with whether nemo_patches is
+    applied.
+    """
     pending = list(hangs)
     running = list[_Run]()
     try:
@@ -86,7 +106,9 @@ class _Run:
     def start(self) -> None:
         port = ranks.free_port()
         for number in range(RANKS):
-            self._ranks.append(RankProcess(Rank(self._hang, self._patched, number, port, self._folder)))
+            self._ranks.append(
+                RankProcess(Rank(self._hang, self._patched, number, port, self._folder))
+            )
 
     def ending(self) -> str:
         """One of the gallery's; empty while it goes on."""
@@ -101,7 +123,9 @@ class _Run:
         if self._patched:
             if all(self._named(rank) for rank in live):
                 return NAMED
-        elif self._hangs(live) and (self._first_end is None or now - self._first_end > OTHERS_END_S):
+        elif self._hangs(live) and (
+            self._first_end is None or now - self._first_end > OTHERS_END_S
+        ):
             return HANGS
         return HANGS if now - self._began > IMPORT_LIMIT_S + LIMIT_S else ""
 
@@ -114,7 +138,14 @@ class _Run:
     def _named(self, rank: RankProcess) -> StallLine | None:
         if not self._hang.named:
             return None
-        return next((line for line in stall_lines(rank.rank.log) if re.search(self._hang.named, line.text)), None)
+        return next(
+            (
+                line
+                for line in stall_lines(rank.rank.log)
+                if re.search(self._hang.named, line.text)
+            ),
+            None,
+        )
 
     def result(self, ending: str) -> Result:
         for rank in self._ranks:
@@ -123,7 +154,9 @@ class _Run:
         lines = [self._named(rank) for rank in self._ranks] if self._patched else []
         named = tuple(line for line in lines if line is not None)
         files = tuple(rank.rank.log for rank in self._ranks)
-        return Result(self._hang, self._patched, ending, ranks=ends, lines=named, logs=files)
+        return Result(
+            self._hang, self._patched, ending, ranks=ends, lines=named, logs=files
+        )
 
     def kill(self) -> None:
         for rank in self._ranks:
@@ -132,4 +165,6 @@ class _Run:
 
 def stall_lines(log: Path) -> list[StallLine]:
     found = (_STALL.search(line) for line in logs.lines(log))
-    return [StallLine(timedelta(seconds=float(each[1])), each[2]) for each in found if each]
+    return [
+        StallLine(timedelta(seconds=float(each[1])), each[2]) for each in found if each
+    ]

@@ -46,14 +46,22 @@ class Ended:
 
 
 def play(rank: Rank, events: Connection) -> None:
-    """Run the scenario to its end, if it has one. Sends Stands, None where it moves again, and Ended."""
+    """Run the scenario to its end, if it has one. Sends Stands, None where it moves again, and
+    Ended.
+    """
     os.setpgid(0, 0)  # with its data loader's workers, which end with it
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's, as it may wait in C++
     signal.alarm(LIMIT_S + 10)  # the parent, if it is there, ends it at the limit
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
     logs.write_to(rank.log)
     number, size = str(rank.number), str(RANKS)
-    os.environ.update(RANK=number, LOCAL_RANK=number, NODE_RANK="0", WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(
+        RANK=number,
+        LOCAL_RANK=number,
+        NODE_RANK="0",
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(rank.port))
     try:
         _run(rank, events)
@@ -86,7 +94,9 @@ def _run(rank: Rank, events: Connection) -> None:
 @contextlib.contextmanager
 def _watched(events: Connection) -> Iterator[None]:
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(threading.get_ident(), events, over), daemon=True)
+    watch = threading.Thread(
+        target=_watch, args=(threading.get_ident(), events, over), daemon=True
+    )
     watch.start()
     try:
         yield

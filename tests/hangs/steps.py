@@ -37,7 +37,9 @@ def buffer_broadcast(rank: Rank) -> None:
 def growing_positions(rank: Rank) -> None:
     """The length sync is off, and rank 0 has a batch that outgrows its positional encoding."""
     rank.join()
-    model = DistributedDataParallel(conformer(sync_max_audio_length=False, pos_emb_max_len=30))
+    model = DistributedDataParallel(
+        conformer(sync_max_audio_length=False, pos_emb_max_len=30)
+    )
     for step in range(STEPS):
         frames = 400 if step == AT_STEP and rank.number == 0 else 60
         encode(model, step, frames).sum().backward()
@@ -72,7 +74,9 @@ def reduce_on_one_rank(rank: Rank) -> None:
     """Rank 0 reduces its loss for the log; the others do not."""
 
     class ReducesToLog(pl.Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == AT_STEP and trainer.is_global_zero:
                 reduce_loss(outputs["loss"])
 

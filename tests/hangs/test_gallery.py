@@ -27,36 +27,60 @@ Results = Mapping[tuple[str, bool], runs.Result]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
     """Of stock and with nemo_patches, by name."""
-    selected = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    selected = (
+        item
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    )
     names = [item.callspec.params["name"] for item in selected]
-    pairs = [(HANGS_BY_NAME[name], patched) for name in names for patched in (False, True)]
+    pairs = [
+        (HANGS_BY_NAME[name], patched) for name in names for patched in (False, True)
+    ]
     found = runs.run(pairs, tmp_path_factory.mktemp("hangs"), AT_ONCE)
     return {(each.hang.name, each.patched): each for each in found}
 
 
 @pytest.mark.parametrize("name", HANGS_BY_NAME)
-def test_stock_hangs_or_dies_and_nemo_patches_ends_or_names_it(name: str, results: Results) -> None:
+def test_stock_hangs_or_dies_and_nemo_patches_ends_or_names_it(
+    name: str, results: Results
+) -> None:
     for patched in (False, True):
         result = results[name, patched]
-        assert result.as_expected, (result.ending, result.ranks, [logs.lines(log)[-15:] for log in result.logs])
+        assert result.as_expected, (
+            result.ending,
+            result.ranks,
+            [logs.lines(log)[-15:] for log in result.logs],
+        )
         if patched and result.ending == NAMED:
-            assert all(line.after < STALL_TIMEOUT + LINE + ROOM for line in result.lines), result.lines
+            assert all(
+                line.after < STALL_TIMEOUT + LINE + ROOM for line in result.lines
+            ), result.lines
 
 
 def test_a_result_says_where_each_rank_stands(results: Results) -> None:
     if ("skipped-backward", True) not in results:
         pytest.skip("another one was selected")
-    stock, patched = (str(results["skipped-backward", patched]) for patched in (False, True))
+    stock, patched = (
+        str(results["skipped-backward", patched]) for patched in (False, True)
+    )
     stood = (
         r"  rank 0: backward, which reduces the gradients, in skipped_backward \(steps.py:\d+\)\n"
         r"  rank 1: DDP's buffer broadcast, in \w+ \(\w+.py:\d+\)"
     )
     assert re.fullmatch(rf"stock hangs:\n{stood}", stock)
-    assert re.match(rf"with nemo_patches it is named:\n{stood}\n  its line, after \d+ s: rank 0 ", patched)
+    assert re.match(
+        rf"with nemo_patches it is named:\n{stood}\n  its line, after \d+ s: rank 0 ",
+        patched,
+    )
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["nest"]) == 2
-    assert "run.py: nest is not allowed; allowed: one of length-sync, growing-positions, " in capsys.readouterr().out
+    assert (
+        "run.py: nest is not allowed; allowed: one of length-sync, growing-positions, "
+        in capsys.readouterr().out
+    )

@@ -1,4 +1,6 @@
-"""docs/hangs.md has every hang of the gallery, with its reports, its job, how it comes out, and its settings."""
+"""docs/hangs.md has every hang of the gallery, with its reports, its job, how it comes out, and its
+settings.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,12 @@ from interpreters import CHECKOUT
 
 pytestmark = pytest.mark.one_nemo
 PAGE = (CHECKOUT / "docs" / "hangs.md").read_text(encoding="utf-8")
-(TABLE,) = re.findall(r"^\| `python tests/hangs/run.py` \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
-ROWS = re.findall(r"^\| `([a-z0-9-]+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", TABLE, re.MULTILINE)
+(TABLE,) = re.findall(
+    r"^\| `python tests/hangs/run.py` \|.*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE
+)
+ROWS = re.findall(
+    r"^\| `([a-z0-9-]+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", TABLE, re.MULTILINE
+)
 WORDS = {ENDS: "ends", NAMED: "named: ", DIES: "dies: "}
 
 
@@ -21,11 +27,17 @@ def test_it_has_them_all_in_their_order() -> None:
         assert f"{len(ROWS)} " in (CHECKOUT / page).read_text(encoding="utf-8"), page
 
 
-@pytest.mark.parametrize(("hang", "row"), list(zip(HANGS_BY_NAME.values(), ROWS, strict=True)), ids=HANGS_BY_NAME)
+@pytest.mark.parametrize(
+    ("hang", "row"),
+    list(zip(HANGS_BY_NAME.values(), ROWS, strict=True)),
+    ids=HANGS_BY_NAME,
+)
 def test_a_row_says_what_the_test_expects(hang: Hang, row: tuple[str, ...]) -> None:
     _, reports, job, stock, ours = row
     linked = re.findall(r"\]\(https://github.com/(\S+?)/issues/(\d+)\)", reports)
-    assert [f"{repository}#{number}" for repository, number in linked] == list(hang.reports)
+    assert [f"{repository}#{number}" for repository, number in linked] == list(
+        hang.reports
+    )
     assert job == hang.job
     assert stock.startswith(WORDS.get(hang.stock, "hangs"))
     assert ours.startswith(WORDS[hang.ours])

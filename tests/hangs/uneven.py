@@ -41,10 +41,16 @@ class NumberStream(IterableDataset[int]):
 
 
 def training_meets_validation(rank: Rank) -> None:
-    """Rank 1 has no more batches and validates (WER's all_gather); rank 0 still trains (DDP's broadcast)."""
+    """Rank 1 has no more batches and validates (WER's all_gather); rank 0 still trains (DDP's
+    broadcast).
+    """
     trainer = rank.trainer(limit_val_batches=1.0)
     training = small_models.Stream(range(BATCHES + (rank.number == 0)))
-    trainer.fit(small_models.ctc(trainer), loader(training), loader(small_models.Batches(range(2))))
+    trainer.fit(
+        small_models.ctc(trainer),
+        loader(training),
+        loader(small_models.Batches(range(2))),
+    )
 
 
 def epoch_ends_early(rank: Rank) -> None:
@@ -68,7 +74,9 @@ def epoch_ends_early(rank: Rank) -> None:
 
 
 def timer(rank: Rank) -> None:
-    """max_time: Lightning's Timer broadcasts one number after every batch, and rank 1 has fewer; no NeMo encoder."""
+    """max_time: Lightning's Timer broadcasts one number after every batch, and rank 1 has fewer; no
+    NeMo encoder.
+    """
 
     class Classifier(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -87,7 +95,9 @@ def timer(rank: Rank) -> None:
 
 
 def own_loop(rank: Rank) -> None:
-    """A training loop without Lightning, with a monitored_barrier at its end, as in CosyVoice and WeNet."""
+    """A training loop without Lightning, with a monitored_barrier at its end, as in CosyVoice and
+    WeNet.
+    """
     rank.join()
     model = DistributedDataParallel(conformer())
     batches: Any = numbers(BATCHES + (rank.number == 0))

@@ -1,7 +1,9 @@
-"""Real ranks of a NeMo with the edit, without nemo_patches: `scenarios.py edited NAME ...` prints a JSON line for each.
+"""Real ranks of a NeMo with the edit, without nemo_patches: `scenarios.py edited NAME ...` prints a
+JSON line for each.
 
-NeMo is imported once, and every scenario forks its ranks from there. A line has what each rank returned, what it wrote
-to stderr, its exit code, and how long its interpreter took to end. "healthy" runs on stock NeMo, too.
+NeMo is imported once, and every scenario forks its ranks from there. A line has what each rank
+returned, what it wrote to stderr, its exit code, and how long its interpreter took to end.
+"healthy" runs on stock NeMo, too.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 LIMIT_S = 240.0  # of a scenario
 AT_ONCE = 4  # scenarios: most of their time they wait
-TIMEOUT_S = 4.0  # an eighth of it, for which a rank waits after its first time, must bear a busy machine
+# An eighth of it, for which a rank waits after its first time, must bear a busy machine
+TIMEOUT_S = 4.0
 LONG_S = 60.0  # for what must come
 Encoder = Any
 
@@ -50,7 +53,9 @@ def use(timeout: float = TIMEOUT_S, watch: float = 0.0) -> None:
 
 
 def in_step(timeout: float = TIMEOUT_S) -> Encoder:
-    """A Conformer after two calls that every rank has made: all are connected, however long that takes."""
+    """A Conformer after two calls that every rank has made: all are connected, however long that
+    takes.
+    """
     use(timeout=LONG_S)
     encoder = encoders.conformer()
     for length in (100, 101):
@@ -66,8 +71,11 @@ def call(encoder: Encoder, length: int) -> dict[str, Any]:
     return {"seconds": seconds, "length": length, "max": encoder.max_audio_length}
 
 
-def until_agreed(encoder: Encoder, rank: int, first: int, ahead: int) -> list[dict[str, Any]]:
-    """Calls with growing lengths, each rank its own, until three in a row have ended with the largest on every rank.
+def until_agreed(
+    encoder: Encoder, rank: int, first: int, ahead: int
+) -> list[dict[str, Any]]:
+    """Calls with growing lengths, each rank its own, until three in a row have ended with the
+    largest on every rank.
 
     ahead: the rank that has made more calls; its first one here is before the others'.
     """
@@ -81,7 +89,9 @@ def until_agreed(encoder: Encoder, rank: int, first: int, ahead: int) -> list[di
             told(f"{first}: rank {ahead} has called")
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, found[-1])
-        is_agreed = {one["max"] for one in of_ranks} == {max(one["length"] for one in of_ranks)}
+        is_agreed = {one["max"] for one in of_ranks} == {
+            max(one["length"] for one in of_ranks)
+        }
         in_a_row = in_a_row + 1 if is_agreed else 0
     assert in_a_row == 3, found
     return found
@@ -234,7 +244,9 @@ def growth1(rank: int) -> Any:
 
 
 def healthy(rank: int) -> Any:
-    """30 steps of every encoder, of growing and unequal lengths; in hexadecimal, for a comparison to the last bit."""
+    """30 steps of every encoder, of growing and unequal lengths; in hexadecimal, for a comparison
+    to the last bit.
+    """
     if sys.argv[1] != "stock":
         use(timeout=LONG_S)
     found = {}
@@ -248,16 +260,30 @@ def healthy(rank: int) -> Any:
         for step in range(30 if has_backward else 5):
             frames = 40 + 37 * step * (1 + rank)
             with torch.set_grad_enabled(has_backward):
-                encoded = (encoders.run(model, frames, seed=10 * step + rank) - 1).square().mean()
+                encoded = (
+                    (encoders.run(model, frames, seed=10 * step + rank) - 1)
+                    .square()
+                    .mean()
+                )
             if has_backward:
                 optimizer.zero_grad()
                 encoded.backward()
                 optimizer.step()
             sums.append(encoded.item().hex())
             longest.append(encoder.max_audio_length)
-        tables = {path: digest(tensor) for path, tensor in encoders.length_sized(encoder).items()}
-        weights = {path: digest(tensor) for path, tensor in encoder.state_dict().items()}
-        found[name] = {"sums": sums, "max": longest, "tables": tables, "weights": weights}
+        tables = {
+            path: digest(tensor)
+            for path, tensor in encoders.length_sized(encoder).items()
+        }
+        weights = {
+            path: digest(tensor) for path, tensor in encoder.state_dict().items()
+        }
+        found[name] = {
+            "sums": sums,
+            "max": longest,
+            "tables": tables,
+            "weights": weights,
+        }
     return found
 
 
@@ -267,7 +293,9 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def watch(rank: int) -> Any:
-    """Rank 2 does not come to its sixth call; the others, which do not sync here, wait in a collective of their own."""
+    """Rank 2 does not come to its sixth call; the others, which do not sync here, wait in a
+    collective of their own.
+    """
     use(timeout=0, watch=1.0)
     encoder = encoders.conformer()
     for number in range(6):
@@ -310,7 +338,9 @@ def again(rank: int) -> Any:
     until_agreed(in_step(), rank, 200, ahead=0)
     second = dist.PrefixStore("again", store())
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=second, rank=rank, world_size=2, timeout=timedelta(seconds=LONG_S))
+    dist.init_process_group(
+        "gloo", store=second, rank=rank, world_size=2, timeout=timedelta(seconds=LONG_S)
+    )
     return {"then": until_agreed(in_step(), rank, 400, ahead=0)}
 
 
@@ -353,10 +383,14 @@ SCENARIOS: dict[str, tuple[Callable[[int], Any], int]] = {
 def join(rank: int, size: int, port: int) -> None:
     method = f"tcp://127.0.0.1:{port}"
     timeout = timedelta(seconds=LONG_S)
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=method, rank=rank, world_size=size, timeout=timeout
+    )
 
 
-def be_rank(function: Callable[[int], Any], rank: int, size: int, port: int, folder: Path) -> None:
+def be_rank(
+    function: Callable[[int], Any], rank: int, size: int, port: int, folder: Path
+) -> None:
     """In the child; what it returns is in the file before the interpreter ends, with the time."""
     log = os.open(folder / f"{rank}.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
@@ -414,7 +448,11 @@ class Run:
             log = (self._folder / f"{rank}.log").read_text(errors="replace")
             ranks.append({**outcome, "code": code, "stderr": log, "exit_s": took})
         shutil.rmtree(self._folder)
-        return {"name": self.name, "ranks": ranks, "seconds": time.monotonic() - self._began_at}
+        return {
+            "name": self.name,
+            "ranks": ranks,
+            "seconds": time.monotonic() - self._began_at,
+        }
 
 
 def main() -> None:

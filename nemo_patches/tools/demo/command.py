@@ -1,4 +1,6 @@
-"""`nemo-patches demo`: the data, three runs as stock and with nemo_patches, one after the other, and the comparison."""
+"""`nemo-patches demo`: the data, three runs as stock and with nemo_patches, one after the other,
+and the comparison.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,21 @@ class Comparison:
         if self.stock.jobs[0].task == "positions":
             shows = self.stock.wrong_rows > 0 and self.patched.wrong_rows == 0
         elif self.stock.jobs[0].task == "training":
-            shows = not self.stock.completed and self.stock.fewest_steps >= VALIDATE_EVERY and all(self.same_losses)
+            shows = (
+                not self.stock.completed
+                and self.stock.fewest_steps >= VALIDATE_EVERY
+                and all(self.same_losses)
+            )
         else:
             shows = not self.stock.completed
         return shows and self.patched.completed
 
 
-def run(manifest: Path | None, devices: int, seconds: float, record: Path | None = None) -> int:
-    """Run the demo and print the comparison; return the exit code: 0 if it came out as it should, else 1.
+def run(
+    manifest: Path | None, devices: int, seconds: float, record: Path | None = None
+) -> int:
+    """Run the demo and print the comparison; return the exit code: 0 if it came out as it should,
+    else 1.
 
     seconds: how long one rank stalls. Raises DemoError for bad input.
     """
@@ -74,8 +83,12 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
         raise DemoError(str(refusal))
     entries = data.from_manifest(manifest) if manifest else []
     processes.prepare()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the ranks, as Ctrl-C does
-    console = Console(highlight=False, width=Console().width or 80)  # COLUMNS=0: see diagnose/command.py
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # it ends the ranks, as Ctrl-C does
+    console = Console(
+        highlight=False, width=Console().width or 80
+    )  # COLUMNS=0: see diagnose/command.py
     folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
     is_kept = True
     try:
@@ -101,21 +114,36 @@ def run(manifest: Path | None, devices: int, seconds: float, record: Path | None
 
 def _require_picture(record: Path) -> None:
     """Refuse at once a file that could not be written at the end."""
-    if record.suffix != ".svg" or record.is_dir() or not os.access(record.parent, os.W_OK):
+    if (
+        record.suffix != ".svg"
+        or record.is_dir()
+        or not os.access(record.parent, os.W_OK)
+    ):
         allowed = "a file that ends in .svg, in a folder that may be written to"
         raise DemoError(f"--record={record} is not allowed; allowed: {allowed}")
 
 
-def _compare(console: Console, folder: Path, devices: int, stall_s: float) -> list[Comparison]:
+def _compare(
+    console: Console, folder: Path, devices: int, stall_s: float
+) -> list[Comparison]:
     """Do the six runs, one after the other."""
     slow = f"rank {devices - 1}"
     tasks: dict[Task, str] = {
-        "evaluation": f"1. {slow} stays away from an evaluation; stock is ended after {stall_s:g} s",
-        "training": f"2. {slow} stalls once, for {stall_s:g} s; rank {UNEVEN_RANK} evaluates one batch more",
+        "evaluation": (
+            f"1. {slow} stays away from an evaluation; stock is ended after"
+            f" {stall_s:g} s"
+        ),
+        "training": (
+            f"2. {slow} stalls once, for {stall_s:g} s; rank {UNEVEN_RANK} evaluates"
+            " one batch more"
+        ),
         "positions": f"3. no length sync; one long batch on {slow}",
     }
     timeout = f"with nemo_patches (timeout {LENGTH_SYNC_TIMEOUT_S:g} s)"
-    console.print(f"Real NeMo on {devices} CPU ranks of this machine: each run as stock, then {timeout}. One minute.")
+    console.print(
+        f"Real NeMo on {devices} CPU ranks of this machine: each run as stock, then"
+        f" {timeout}. One minute."
+    )
     console.print(*tasks.values(), sep="\n")
     console.print("[dim]... importing NeMo[/]")
     processes.import_nemo(folder / "import.log")
@@ -124,7 +152,10 @@ def _compare(console: Console, folder: Path, devices: int, stall_s: float) -> li
         runs = []
         for patched in (False, True):
             outcome = processes.run(task, patched, devices, folder, stall_s)
-            text = f"... {outcome.jobs[0].version}, {task}: {outcome.ended} ({outcome.took_s:.0f} s)"
+            text = (
+                f"... {outcome.jobs[0].version}, {task}: {outcome.ended}"
+                f" ({outcome.took_s:.0f} s)"
+            )
             console.print(Text(text, style="dim"), soft_wrap=True)
             runs.append(outcome)
         comparisons.append(Comparison(title, *runs))
@@ -137,21 +168,43 @@ def _show(console: Console, comparisons: list[Comparison]) -> None:
     table.add_column("stock", style="red")
     table.add_column("with nemo_patches", style="green")
     for comparison in comparisons:
-        table.add_row(comparison.title, escape(str(comparison.stock)), escape(str(comparison.patched)))
+        table.add_row(
+            comparison.title,
+            escape(str(comparison.stock)),
+            escape(str(comparison.patched)),
+        )
     console.print(table)
     for comparison in comparisons:
         if same := comparison.same_losses:
-            console.print(f"Training losses that both have: {sum(same)} of {len(same)} the same, to the last bit.")
+            console.print(
+                f"Training losses that both have: {sum(same)} of {len(same)} the same,"
+                " to the last bit."
+            )
         for job in comparison.patched.jobs:
             for line in logs.warnings(job.log)[:1]:
-                console.print(Text(f"nemo_patches logged in {comparison.title[0]}: {line}"))
+                console.print(
+                    Text(f"nemo_patches logged in {comparison.title[0]}: {line}")
+                )
         if verdict := comparison.stock.verdict:
-            console.print(Text(f"`nemo-patches diagnose`, while stock hung in {comparison.title[0]}: {verdict}"))
+            console.print(
+                Text(
+                    "`nemo-patches diagnose`, while stock hung in"
+                    f" {comparison.title[0]}: {verdict}"
+                )
+            )
 
 
 def _draw(record: Path, comparisons: list[Comparison]) -> None:
     """Without its web fonts: a picture in a repository loads nothing."""
-    picture = Console(record=True, file=io.StringIO(), width=_PICTURE_WIDTH, highlight=False, color_system="truecolor")
+    picture = Console(
+        record=True,
+        file=io.StringIO(),
+        width=_PICTURE_WIDTH,
+        highlight=False,
+        color_system="truecolor",
+    )
     _show(picture, comparisons)
     svg = picture.export_svg(title="nemo-patches demo")
-    record.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
+    record.write_text(
+        re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8"
+    )

@@ -8,7 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches.tools.demo.jobs import BATCH_SIZE, TRAINING_STEPS, UNEVEN_RANK, VALIDATION_BATCHES, DemoError
+from nemo_patches.tools.demo.jobs import (
+    BATCH_SIZE,
+    TRAINING_STEPS,
+    UNEVEN_RANK,
+    VALIDATION_BATCHES,
+    DemoError,
+)
 
 SHORTEST_AUDIO_S = 0.5
 LONGEST_AUDIO_S = 10.0  # longer files are cut, to keep the demo short
@@ -24,22 +30,38 @@ class Entry:
 
 
 def from_manifest(manifest: Path) -> list[Entry]:
-    """The entries of the user's manifest that are long enough. Raises DemoError if it cannot be used."""
+    """The entries of the user's manifest that are long enough. Raises DemoError if it cannot be
+    used.
+    """
     entries = []
     where = f"--manifest={manifest}"
     try:
-        for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(
+            manifest.read_text(encoding="utf-8").splitlines(), 1
+        ):
             where = f"--manifest={manifest} line {number}"
             if line.strip():
                 item = json.loads(line)
                 audio = (manifest.parent / item["audio_filepath"]).resolve(strict=True)
-                entries.append(Entry(audio, float(item.get("offset") or 0), float(item["duration"])))
+                entries.append(
+                    Entry(
+                        audio, float(item.get("offset") or 0), float(item["duration"])
+                    )
+                )
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        needed = 'a NeMo manifest, a line for each file: {"audio_filepath": ..., "duration": seconds}'
-        raise DemoError(f"{where}: {type(error).__name__}: {error}; allowed: {needed}") from None
+        needed = (
+            'a NeMo manifest, a line for each file: {"audio_filepath": ..., "duration":'
+            " seconds}"
+        )
+        raise DemoError(
+            f"{where}: {type(error).__name__}: {error}; allowed: {needed}"
+        ) from None
     usable = [entry for entry in entries if entry.duration >= SHORTEST_AUDIO_S]
     if not usable:
-        raise DemoError(f"{where}: no entry of {SHORTEST_AUDIO_S:g} s or longer; at least one is needed")
+        raise DemoError(
+            f"{where}: no entry of {SHORTEST_AUDIO_S:g} s or longer; at least one is"
+            " needed"
+        )
     return usable
 
 
@@ -52,15 +74,23 @@ def make_audio(folder: Path) -> list[Entry]:
     entries = []
     for number, duration in enumerate(numpy.linspace(1.0, 3.0, 9)):
         times = numpy.arange(int(duration * 16000)) / 16000
-        tones = sum(numpy.sin(2 * numpy.pi * pitch * times) for pitch in random.uniform(100, 3000, 3))
+        tones = sum(
+            numpy.sin(2 * numpy.pi * pitch * times)
+            for pitch in random.uniform(100, 3000, 3)
+        )
         path = folder / f"tones-{number}.wav"
-        soundfile.write(path, 0.1 * tones + 0.05 * random.standard_normal(times.size), 16000)
+        soundfile.write(
+            path, 0.1 * tones + 0.05 * random.standard_normal(times.size), 16000
+        )
         entries.append(Entry(path, 0.0, float(duration)))
     return entries
 
 
-def write_shards(entries: Sequence[Entry], devices: int, folder: Path, uneven: bool = True) -> None:
-    """Write each rank's training and validation manifest, dealt out in turn, and NEST's noise manifest.
+def write_shards(
+    entries: Sequence[Entry], devices: int, folder: Path, uneven: bool = True
+) -> None:
+    """Write each rank's training and validation manifest, dealt out in turn, and NEST's noise
+    manifest.
 
     uneven: UNEVEN_RANK gets one more validation batch; the rest is the same without it.
     """
@@ -80,7 +110,11 @@ def write_shards(entries: Sequence[Entry], devices: int, folder: Path, uneven: b
         _write_manifest(folder / f"train-{rank}.json", training[rank])
         _write_manifest(folder / f"validation-{rank}.json", validation[rank])
     noise = Entry(folder / "noise.wav", 0.0, 2.0)
-    soundfile.write(noise.audio, 0.05 * numpy.random.default_rng(1).standard_normal(2 * 16000), 16000)
+    soundfile.write(
+        noise.audio,
+        0.05 * numpy.random.default_rng(1).standard_normal(2 * 16000),
+        16000,
+    )
     _write_manifest(folder / "noise.json", [noise])
 
 
@@ -88,5 +122,10 @@ def _write_manifest(path: Path, entries: Iterable[Entry]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for entry in entries:
             duration = min(entry.duration, LONGEST_AUDIO_S)
-            line = {"audio_filepath": str(entry.audio), "offset": entry.offset, "duration": duration, "text": ""}
+            line = {
+                "audio_filepath": str(entry.audio),
+                "offset": entry.offset,
+                "duration": duration,
+                "text": "",
+            }
             file.write(json.dumps(line) + "\n")

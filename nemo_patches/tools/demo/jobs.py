@@ -22,14 +22,17 @@ Task = Literal["evaluation", "training", "positions"]
 
 
 class DemoError(Exception):
-    """The demo cannot start. The text names the setting, its value and what is allowed, or a log."""
+    """The demo cannot start. The text names the setting, its value and what is allowed, or a
+    log.
+    """
 
 
 @dataclass(frozen=True)
 class Progress:
     """How far one rank has come.
 
-    longest_call_s: of the encoder calls that returned. wrong_rows, rows: of its positional encoding, those that differ
+    longest_call_s: of the encoder calls that returned. wrong_rows, rows: of its positional
+    encoding, those that differ
     from a fresh one of the same length, and all.
     """
 
@@ -43,7 +46,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankJob:
-    """What one rank is to do. folder: with the manifests; its log and its progress go there, too. stall_s: 0: none."""
+    """What one rank is to do. folder: with the manifests; its log and its progress go there, too.
+    stall_s: 0: none.
+    """
 
     task: Task
     patched: bool
@@ -55,7 +60,9 @@ class RankJob:
 
     @property
     def slow_rank(self) -> int:
-        """The rank that stalls, stays away, or has the long batch. Never 0, whose buffers DDP gives to the others."""
+        """The rank that stalls, stays away, or has the long batch. Never 0, whose buffers DDP gives
+        to the others.
+        """
         return self.world_size - 1
 
     @property
@@ -86,7 +93,9 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One run: how it ended, and how far each rank came. verdict: what `nemo-patches diagnose` said while it hung."""
+    """One run: how it ended, and how far each rank came. verdict: what `nemo-patches diagnose` said
+    while it hung.
+    """
 
     jobs: tuple[RankJob, ...]
     ranks: tuple[Progress, ...]
@@ -107,11 +116,19 @@ class RunOutcome:
         return max(rank.wrong_rows for rank in self.ranks)
 
     def __str__(self) -> str:
-        batches = min(rank.validation_batches for rank in self.ranks if not rank.is_away)
+        batches = min(
+            rank.validation_batches for rank in self.ranks if not rank.is_away
+        )
         done = {
             "evaluation": f"{batches} of {EVALUATION_BATCHES} batches",
             "training": f"{self.fewest_steps} of {TRAINING_STEPS} steps",
-            "positions": f"{self.wrong_rows} of {max(rank.rows for rank in self.ranks)} positional rows wrong",
+            "positions": (
+                f"{self.wrong_rows} of {max(rank.rows for rank in self.ranks)}"
+                " positional rows wrong"
+            ),
         }
         longest_call_s = max(rank.longest_call_s for rank in self.ranks)
-        return f"{done[self.jobs[0].task]}; longest encoder call {longest_call_s:.1f} s; {self.ended}"
+        return (
+            f"{done[self.jobs[0].task]}; longest encoder call {longest_call_s:.1f} s;"
+            f" {self.ended}"
+        )

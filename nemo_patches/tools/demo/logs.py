@@ -1,4 +1,6 @@
-"""The logs of the demo's processes: written to, and read for warnings and for why a process died."""
+"""The logs of the demo's processes: written to, and read for warnings and for why a process
+died.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,20 @@ def written_to(log: Path) -> Iterator[None]:
 
 
 def lines(log: Path) -> list[str]:
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return (
+        log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if log.exists()
+        else []
+    )
 
 
 def warnings(log: Path) -> list[str]:
     """What nemo_patches logged at WARNING."""
-    return [after for line in lines(log) if (after := line.partition(" nemo_patches WARNING ")[2])]
+    return [
+        after
+        for line in lines(log)
+        if (after := line.partition(" nemo_patches WARNING ")[2])
+    ]
 
 
 def cause_of_exit(code: int | None, log: Path) -> str:

@@ -13,7 +13,9 @@ FEATURES = 80  # mel bins
 WIDTH = 32  # of the encoder
 CODES = 64  # in the quantizer's codebook
 
-_EXAMPLE = Path(__file__).with_name("nest.yaml")  # in a checkout, a link to the example; a wheel has no examples
+_EXAMPLE = Path(__file__).with_name(
+    "nest.yaml"
+)  # in a checkout, a link to the example; a wheel has no examples
 _SMALL = [
     f"num_classes={CODES}",
     "masking.mask_prob=0.05",
@@ -39,7 +41,10 @@ def model(folder: Path, rank: int) -> dict[str, Any]:
     small = OmegaConf.create({"model": OmegaConf.from_dotlist(_SMALL)})
     config = OmegaConf.merge(OmegaConf.load(_EXAMPLE), small).model
     for name in ("train", "validation"):
-        manifests = {"manifest_filepath": f"{folder}/{name}-{rank}.json", "noise_manifest": f"{folder}/noise.json"}
+        manifests = {
+            "manifest_filepath": f"{folder}/{name}-{rank}.json",
+            "noise_manifest": f"{folder}/noise.json",
+        }
         config[f"{name}_ds"].update(_DATA, **manifests)
     del config.train_ds.min_duration
     # Not every release has the flag; both are as by default.
@@ -51,14 +56,21 @@ def model(folder: Path, rank: int) -> dict[str, Any]:
 
 def conformer() -> dict[str, Any]:
     """The encoder's arguments."""
-    return {name: value for name, value in model(Path(), 0)["encoder"].items() if name != "_target_"}
+    return {
+        name: value
+        for name, value in model(Path(), 0)["encoder"].items()
+        if name != "_target_"
+    }
 
 
 def make(config: dict[str, Any], trainer: Any) -> Any:
     """NeMo's model with this config."""
     from nemo.collections.asr.models import EncDecDenoiseMaskedTokenPredModel
 
-    made = EncDecDenoiseMaskedTokenPredModel(cfg=OmegaConf.create(config), trainer=trainer)
-    # NeMo 2.1 and 2.2 keep their parent class's decoder, which trains nothing: DDP stops at the second step with it.
+    made = EncDecDenoiseMaskedTokenPredModel(
+        cfg=OmegaConf.create(config), trainer=trainer
+    )
+    # NeMo 2.1 and 2.2 keep their parent class's decoder, which trains nothing: DDP stops at the
+    # second step with it.
     made._modules.pop("decoder_ssl", None)
     return made

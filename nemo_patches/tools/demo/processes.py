@@ -1,4 +1,6 @@
-"""The demo's processes: one import of NeMo, the ranks that are forked from it, their time limits and their ends."""
+"""The demo's processes: one import of NeMo, the ranks that are forked from it, their time limits
+and their ends.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,26 @@ from nemo_patches.tools.demo import logs
 from nemo_patches.tools.demo.jobs import COMPLETED, DemoError, RankJob, RunOutcome, Task
 
 LOOK_EVERY_S = 0.25
-# One thread per rank, because they share this machine's cores; no GPU, so that the demo is the same everywhere.
+# One thread per rank, because they share this machine's cores; no GPU, so that the demo is the same
+# everywhere.
 RANK_ENVIRONMENT = {
-    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    **dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    ),
     **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "NEMO_PATCHES_DISABLE"), ""),
 }
 _context = multiprocessing.get_context("fork")
 
 
 def prepare() -> None:
-    """Set this process's environment, before anything of NeMo's is imported. Raises DemoError without NeMo."""
+    """Set this process's environment, before anything of NeMo's is imported. Raises DemoError
+    without NeMo.
+    """
     os.environ.update(RANK_ENVIRONMENT)
     if importlib.util.find_spec("nemo") is None:
-        raise DemoError("NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'")
+        raise DemoError(
+            "NeMo is not installed; the demo needs it: pip install 'nemo_toolkit[asr]'"
+        )
 
 
 def import_nemo(log: Path) -> None:
@@ -38,15 +47,26 @@ def import_nemo(log: Path) -> None:
         with logs.written_to(log):
             importlib.import_module("nemo_patches.tools.demo.rank")
     except Exception as error:
-        raise DemoError(f"importing NeMo: {type(error).__name__}: {error} (log: {log})") from None
+        raise DemoError(
+            f"importing NeMo: {type(error).__name__}: {error} (log: {log})"
+        ) from None
 
 
-def run(task: Task, patched: bool, devices: int, folder: Path, stall_s: float) -> RunOutcome:
-    """Start one process per rank and see them to their end: their own, or the time limit. Needs import_nemo()."""
+def run(
+    task: Task, patched: bool, devices: int, folder: Path, stall_s: float
+) -> RunOutcome:
+    """Start one process per rank and see them to their end: their own, or the time limit. Needs
+    import_nemo().
+    """
     began = time.monotonic()
     port = free_port()
-    jobs = tuple(RankJob(task, patched, rank, devices, port, folder, stall_s) for rank in range(devices))
-    ranks = [_context.Process(target=_run_rank, args=(job,), daemon=True) for job in jobs]
+    jobs = tuple(
+        RankJob(task, patched, rank, devices, port, folder, stall_s)
+        for rank in range(devices)
+    )
+    ranks = [
+        _context.Process(target=_run_rank, args=(job,), daemon=True) for job in jobs
+    ]
     verdict = ""
     try:
         for rank in ranks:
@@ -59,7 +79,13 @@ def run(task: Task, patched: bool, devices: int, folder: Path, stall_s: float) -
             if rank.pid is not None:
                 rank.kill()
                 rank.join()
-    return RunOutcome(jobs, tuple(job.progress() for job in jobs), ended, time.monotonic() - began, verdict)
+    return RunOutcome(
+        jobs,
+        tuple(job.progress() for job in jobs),
+        ended,
+        time.monotonic() - began,
+        verdict,
+    )
 
 
 def _wait(jobs: Sequence[RankJob], ranks: Sequence[BaseProcess]) -> str:
@@ -68,11 +94,17 @@ def _wait(jobs: Sequence[RankJob], ranks: Sequence[BaseProcess]) -> str:
     since = time.monotonic()
     is_hanging = False
     while time.monotonic() < since + limit_s:
-        wait([rank.sentinel for rank in ranks if rank.exitcode is None], timeout=LOOK_EVERY_S)
+        wait(
+            [rank.sentinel for rank in ranks if rank.exitcode is None],
+            timeout=LOOK_EVERY_S,
+        )
         for job, rank in zip(jobs, ranks, strict=True):
             if rank.exitcode:
                 return f"rank {job.rank} died: {logs.cause_of_exit(rank.exitcode, job.log)}"
-        if all(rank.exitcode == 0 or job.stays_away for job, rank in zip(jobs, ranks, strict=True)):
+        if all(
+            rank.exitcode == 0 or job.stays_away
+            for job, rank in zip(jobs, ranks, strict=True)
+        ):
             return COMPLETED
         if not is_hanging and _stock_hangs(jobs):
             is_hanging = True
@@ -89,7 +121,10 @@ def _verdict_on(pids: Sequence[int], waited_s: float) -> str:
     """As by `nemo-patches diagnose --pids`."""
     from nemo_patches.text import safe
     from nemo_patches.tools.diagnose import running  # only where a run hangs
-    from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError, jobs_here
+    from nemo_patches.tools.diagnose.collect.host_jobs import (
+        NothingToLookAtError,
+        jobs_here,
+    )
 
     try:
         (ranks,) = jobs_here(pids=pids)

@@ -34,37 +34,57 @@ from nemo_patches.tools.demo.jobs import (
 )
 
 AWAY_AFTER = 2  # batches
-POSITIONS, LONG_BATCH, SHORT_BATCH = 500, 900, 200  # frames: the positional encoding's first size, and two batches
+POSITIONS, LONG_BATCH, SHORT_BATCH = (
+    500,
+    900,
+    200,
+)  # frames: the positional encoding's first size, and two batches
 LONGEST_REPORT_S = 10.0
 
 
 def run(job: RankJob) -> None:
-    """Do this rank's job; what it prints goes to the job's log, and how far it is to a file that the parent reads."""
+    """Do this rank's job; what it prints goes to the job's log, and how far it is to a file that
+    the parent reads.
+    """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's, as it may wait in C++
-    signal.alarm(math.ceil(job.limit_s) + 10)  # the parent, if it is there, ends it at the limit
+    signal.alarm(
+        math.ceil(job.limit_s) + 10
+    )  # the parent, if it is there, ends it at the limit
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
     logs.write_to(job.log)
     rank, size = str(job.rank), str(job.world_size)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, NODE_RANK="0", WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(
+        RANK=rank,
+        LOCAL_RANK=rank,
+        NODE_RANK="0",
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port))
     torch.set_num_threads(1)
     reporter = Reporter(job)
     try:
         if job.patched:
-            nemo_patches.apply(sync="bounded", timeout=LENGTH_SYNC_TIMEOUT_S, on_timeout="fallback")
+            nemo_patches.apply(
+                sync="bounded", timeout=LENGTH_SYNC_TIMEOUT_S, on_timeout="fallback"
+            )
         else:
             nemo_patches.revert()  # the user may have auto-apply on, and stock must be stock
-        {"evaluation": evaluate, "training": pretrain, "positions": grow}[job.task](job, reporter)
+        {"evaluation": evaluate, "training": pretrain, "positions": grow}[job.task](
+            job, reporter
+        )
     except Exception:
         traceback.print_exc()
         sys.exit(1)
 
 
 class Reporter(pl.Callback):  # type: ignore[misc]  # Lightning's types are not followed
-    """Saves how far this rank has come, and restores the random state (torch's, numpy's, Python's) after an evaluation.
+    """Saves how far this rank has come, and restores the random state (torch's, numpy's, Python's)
+    after an evaluation.
 
-    NEST draws random numbers for an evaluation's noise and masks, so that one more batch would change the training
-    after it, in stock NeMo as with nemo_patches. With this, losses can be compared with those after an even evaluation.
+    NEST draws random numbers for an evaluation's noise and masks, so that one more batch would
+    change the training after it, in stock NeMo as with nemo_patches. With this, losses can be
+    compared with those after an even evaluation.
     """
 
     def __init__(self, job: RankJob) -> None:
@@ -88,7 +108,9 @@ class Reporter(pl.Callback):  # type: ignore[misc]  # Lightning's types are not 
         took_s = time.monotonic() - self._began
         self.change(longest_call_s=max(self._progress.longest_call_s, took_s))
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.change(losses=[*self._progress.losses, float(outputs["loss"])])
 
     def on_validation_batch_end(self, *_: object, **__: object) -> None:
@@ -115,7 +137,8 @@ def evaluate(job: RankJob, reporter: Reporter) -> None:
             reporter.on_validation_batch_end()
     deadline = time.monotonic() + LONGEST_REPORT_S
     while job.patched and not logs.warnings(job.log) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a real job goes on; this one would end before its line about the missing rank is written
+        # A real job goes on; this one would end before its line about the missing rank is written.
+        time.sleep(0.05)
 
 
 def read_a_file_that_never_comes(job: RankJob, reporter: Reporter) -> None:
@@ -124,31 +147,48 @@ def read_a_file_that_never_comes(job: RankJob, reporter: Reporter) -> None:
 
 
 def encode(encoder: torch.nn.Module, frames: int) -> Any:
-    return encoder(audio_signal=torch.randn(2, nest.FEATURES, frames), length=torch.tensor([frames] * 2))[0]
+    return encoder(
+        audio_signal=torch.randn(2, nest.FEATURES, frames),
+        length=torch.tensor([frames] * 2),
+    )[0]
 
 
 def grow(job: RankJob, reporter: Reporter) -> None:
-    """Train without the length sync, with a batch that outgrows one rank's positional encoding; count wrong rows."""
+    """Train without the length sync, with a batch that outgrows one rank's positional encoding;
+    count wrong rows.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.limit_s))
     torch.manual_seed(0)
     encoder = _encoder_of(POSITIONS)
     model = DistributedDataParallel(encoder)
     for step in range(4):
-        encoded = encode(model, LONG_BATCH if step == 1 and job.rank == job.slow_rank else SHORT_BATCH)
+        encoded = encode(
+            model,
+            LONG_BATCH if step == 1 and job.rank == job.slow_rank else SHORT_BATCH,
+        )
         model.zero_grad()
         encoded.pow(2).mean().backward()
     rows = encoder.pos_enc.pe
-    right = _encoder_of((rows.size(1) + 1) // 2).pos_enc.pe  # a fresh one of that length
+    right = _encoder_of(
+        (rows.size(1) + 1) // 2
+    ).pos_enc.pe  # a fresh one of that length
     reporter.change(wrong_rows=int((rows != right).any(-1).sum()), rows=rows.size(1))
 
 
 def _encoder_of(positions: int) -> Any:
-    return ConformerEncoder(**nest.conformer(), pos_emb_max_len=positions, sync_max_audio_length=False)
+    return ConformerEncoder(
+        **nest.conformer(), pos_emb_max_len=positions, sync_max_audio_length=False
+    )
 
 
 def pretrain(job: RankJob, reporter: Reporter) -> None:
     """NEST pre-training under Lightning's DDP; one rank stalls once."""
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    off = (
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=job.world_size,
@@ -167,7 +207,9 @@ def pretrain(job: RankJob, reporter: Reporter) -> None:
     model = nest.make(nest.model(job.folder, job.rank), trainer)
 
     def stall_before_the_encoder(*_: object) -> None:
-        if job.rank == job.slow_rank and trainer.global_step == STALL_AFTER_STEPS:  # in one step, in no evaluation
+        if (
+            job.rank == job.slow_rank and trainer.global_step == STALL_AFTER_STEPS
+        ):  # in one step, in no evaluation
             time.sleep(job.stall_s)
 
     model.encoder.register_forward_pre_hook(stall_before_the_encoder)

@@ -7,26 +7,64 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from nemo_patches.tools.diagnose import fates
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Evidence, Fact, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    NOT_TOLD,
+    Call,
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
 
 CAUSES = frozenset({fates.RAISED, fates.KILLED, fates.NODE})
 CONSEQUENCES = frozenset({fates.WAITED, fates.CUT, fates.PASSED_ON})
 HELD = (fates.STOPPED, fates.TRACED)
-GONE_FATES = CAUSES | CONSEQUENCES | {fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.ABORTED}
+GONE_FATES = (
+    CAUSES
+    | CONSEQUENCES
+    | {fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.ABORTED}
+)
 _THERE = frozenset({fates.RUNS, fates.STOPPED, fates.TRACED})
 _NOT_HEARD = frozenset({fates.SILENT, fates.UNSEEN, fates.MISSING, fates.GONE})
 # Causes before consequences, what is known before what is not.
 _RANKED = (
-    *(fates.RAISED, fates.KILLED, fates.NODE, fates.STOPPED, fates.TRACED, fates.WAITED, fates.CUT),
+    *(
+        fates.RAISED,
+        fates.KILLED,
+        fates.NODE,
+        fates.STOPPED,
+        fates.TRACED,
+        fates.WAITED,
+        fates.CUT,
+    ),
     *(fates.PASSED_ON, fates.STUCK),
-    *(fates.ABORTED, fates.TERMINATED, fates.ENDED, fates.FAILED, fates.GONE, fates.SILENT, fates.MISSING),
-    *(fates.UNSEEN, fates.UNREADABLE, fates.LOGGED, fates.UNRESOLVED, fates.HEARD, fates.RUNS),
+    *(
+        fates.ABORTED,
+        fates.TERMINATED,
+        fates.ENDED,
+        fates.FAILED,
+        fates.GONE,
+        fates.SILENT,
+        fates.MISSING,
+    ),
+    *(
+        fates.UNSEEN,
+        fates.UNREADABLE,
+        fates.LOGGED,
+        fates.UNRESOLVED,
+        fates.HEARD,
+        fates.RUNS,
+    ),
 )
 
 
 @dataclass
 class Account:
-    """One rank, with the fact of each kind that counts; all fates and seats are kept, to find contradictions."""
+    """One rank, with the fact of each kind that counts; all fates and seats are kept, to find
+    contradictions.
+    """
 
     rank: int
     fate_fact: Fact | None = None
@@ -76,7 +114,9 @@ class Account:
 
     @property
     def waits(self) -> Fact | None:
-        """The fact that shows the rank waiting for others, if any: where it is, or the error that ended it."""
+        """The fact that shows the rank waiting for others, if any: where it is, or the error that
+        ended it.
+        """
         if self.place.collective and not self.moved:
             return self.place_fact
         ends = (fact for fact in self.fates if fact.fate_kind in CONSEQUENCES)
@@ -85,7 +125,10 @@ class Account:
     @property
     def last_call(self) -> Call | None:
         """The call that an exception ended, else the one of the job's first encoder."""
-        calls = [*(one for one in self.calls.values() if one.ending.raised), *self.calls.values()]
+        calls = [
+            *(one for one in self.calls.values() if one.ending.raised),
+            *self.calls.values(),
+        ]
         return next(iter(calls), None)
 
 
@@ -94,7 +137,11 @@ _Value = TypeVar("_Value", Fate, Place, Motion, Member)
 
 
 def _value_of(fact: Fact | None, unknown: _Value) -> _Value:
-    return fact.value if fact is not None and isinstance(fact.value, type(unknown)) else unknown
+    return (
+        fact.value
+        if fact is not None and isinstance(fact.value, type(unknown))
+        else unknown
+    )
 
 
 @dataclass
@@ -113,7 +160,9 @@ class Hearing:
     @property
     def unseen(self) -> list[int]:
         told = {
-            rank for rank, one in self.accounts.items() if one.fate_fact or one.place_fact or one.seats or one.calls
+            rank
+            for rank, one in self.accounts.items()
+            if one.fate_fact or one.place_fact or one.seats or one.calls
         }
         return [rank for rank in range(self.world_size) if rank not in told]
 
@@ -122,7 +171,12 @@ class Hearing:
 
     def told(self, *kinds: str) -> list[Fact]:
         """All facts of these kinds of fate, of any rank, also those that do not count."""
-        return [fact for one in self.accounts.values() for fact in one.fates if fact.fate_kind in kinds]
+        return [
+            fact
+            for one in self.accounts.values()
+            for fact in one.fates
+            if fact.fate_kind in kinds
+        ]
 
     @property
     def waiting(self) -> list[Account]:
@@ -130,7 +184,9 @@ class Hearing:
         return [
             one
             for one in self.accounts.values()
-            if one.place.collective and not one.moved and one.fate_kind not in (*HELD, *CAUSES)
+            if one.place.collective
+            and not one.moved
+            and one.fate_kind not in (*HELD, *CAUSES)
         ]
 
 
@@ -157,7 +213,9 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         if account.rank != NOT_TOLD:  # facts without a rank may be about several ranks
             account.fates = _that_count(account.fates)
         account.fate_fact = min(
-            account.fates, key=lambda fact: (_RANKED.index(fact.fate_kind), not fact.own, fact.at), default=None
+            account.fates,
+            key=lambda fact: (_RANKED.index(fact.fate_kind), not fact.own, fact.at),
+            default=None,
         )
     return dict(sorted(accounts.items()))
 
@@ -170,22 +228,27 @@ def _is_missing_by_report(fact: Fact) -> bool:
 
 
 def _counts(before: Fact | None, fact: Fact) -> Fact:
-    """The rank's own facts before hearsay, then later before earlier; without comparable times, the last one read."""
+    """The rank's own facts before hearsay, then later before earlier; without comparable times, the
+    last one read.
+    """
     if before is None or fact.own != before.own:
         return fact if before is None or fact.own else before
     return before if 0 < fact.at < before.at else fact
 
 
 def _that_count(told: list[Fact]) -> list[Fact]:
-    """Leave out exceptions that a rank raised after it had waited in vain, which are consequences, and hearsay about a
-    rank that is known to be there.
+    """Leave out exceptions that a rank raised after it had waited in vain, which are consequences,
+    and hearsay about a rank that is known to be there.
     """
     waited = [fact for fact in told if fact.fate_kind in CONSEQUENCES]
     is_there = any(fact.own and fact.fate_kind in _THERE for fact in told)
     return [
         fact
         for fact in told
-        if not (fact.fate_kind == fates.RAISED and any(is_before(one, fact) for one in waited))
+        if not (
+            fact.fate_kind == fates.RAISED
+            and any(is_before(one, fact) for one in waited)
+        )
         and not (is_there and not fact.own and fact.fate_kind in _NOT_HEARD)
     ]
 
@@ -198,4 +261,6 @@ def is_before(one: Fact, other: Fact) -> bool:
 def first_of(facts: Iterable[Fact]) -> list[Fact]:
     """The facts of which none is known to have been after another."""
     facts = list(facts)
-    return [fact for fact in facts if not any(is_before(other, fact) for other in facts)]
+    return [
+        fact for fact in facts if not any(is_before(other, fact) for other in facts)
+    ]

@@ -1,7 +1,9 @@
-"""The rounds that all ranks reached, how late each rank was to each, and the offsets between the traces' clocks.
+"""The rounds that all ranks reached, how late each rank was to each, and the offsets between the
+traces' clocks.
 
-A round completes on all ranks at nearly the same moment, when the last one arrives. So a rank's lag is the longest wait
-of all ranks minus its own, and rounds with the same number tie the clocks together. Hosts' clocks are not compared.
+A round completes on all ranks at nearly the same moment, when the last one arrives. So a rank's lag
+is the longest wait of all ranks minus its own, and rounds with the same number tie the clocks
+together. Hosts' clocks are not compared.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _LAST_ROUNDS = 64  # by which two clocks are compared: what happened at the end 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of one encoder that completed in time on all these ranks; rows are ranks, columns are rounds."""
+    """The rounds of one encoder that completed in time on all these ranks; rows are ranks, columns
+    are rounds.
+    """
 
     ranks: tuple[int, ...]
     number: Whole  # of the round
@@ -41,7 +45,9 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Clocks:
-    """What to add to each trace's times for the reference rank's; without ranks that share no round with it."""
+    """What to add to each trace's times for the reference rank's; without ranks that share no round
+    with it.
+    """
 
     reference: int
     offsets: dict[int, float]
@@ -54,20 +60,33 @@ class Clocks:
 def shared_rounds(tracks: dict[int, Track]) -> Rounds:
     ranks = tuple(sorted(tracks))
     in_time = [_in_time(tracks[rank]) for rank in ranks]
-    number = reduce(_in_both, (one.number for one in in_time)) if in_time else np.zeros(0, np.int64)
+    number = (
+        reduce(_in_both, (one.number for one in in_time))
+        if in_time
+        else np.zeros(0, np.int64)
+    )
     where = [np.searchsorted(one.number, number) for one in in_time]
     shape = (len(ranks), len(number))
     return Rounds(
         ranks,
         number,
-        np.array([one.index[0][at] for one, at in zip(in_time, where, strict=True)], np.int32).reshape(shape),
-        np.array([one.at[0][at] for one, at in zip(in_time, where, strict=True)], np.float64).reshape(shape),
-        np.array([one.waited[0][at] for one, at in zip(in_time, where, strict=True)], np.float32).reshape(shape),
+        np.array(
+            [one.index[0][at] for one, at in zip(in_time, where, strict=True)], np.int32
+        ).reshape(shape),
+        np.array(
+            [one.at[0][at] for one, at in zip(in_time, where, strict=True)], np.float64
+        ).reshape(shape),
+        np.array(
+            [one.waited[0][at] for one, at in zip(in_time, where, strict=True)],
+            np.float32,
+        ).reshape(shape),
     )
 
 
 def clocks(tracks: dict[int, Track]) -> Clocks:
-    """The clocks of the given ranks, by the last rounds that each shares with the rank that has the most."""
+    """The clocks of the given ranks, by the last rounds that each shares with the rank that has the
+    most.
+    """
     in_time = {rank: _in_time(track) for rank, track in sorted(tracks.items())}
     if not in_time:
         return Clocks(-1, {})
@@ -95,4 +114,10 @@ def _in_time(track: Track) -> Rounds:
     number, first = np.unique(np.array(calls.round)[index], return_index=True)
     index = index[first]
     at: Floats = np.array(calls.entered)[index] + np.array(calls.synced)[index]
-    return Rounds((), number, index[None, :].astype(np.int32), at[None, :], np.array(calls.waited)[index][None, :])
+    return Rounds(
+        (),
+        number,
+        index[None, :].astype(np.int32),
+        at[None, :],
+        np.array(calls.waited)[index][None, :],
+    )

@@ -42,10 +42,21 @@ class DiagnoseError(Exception):
     """The command cannot do what was asked. The text says why."""
 
 
-def run(paths: list[Path], *, json: bool, plot: Path | None = None, job: str | None = None, pids: str = "") -> int:
-    """Print the report, draw the picture that is asked for, and return the exit code. Raises DiagnoseError."""
+def run(
+    paths: list[Path],
+    *,
+    json: bool,
+    plot: Path | None = None,
+    job: str | None = None,
+    pids: str = "",
+) -> int:
+    """Print the report, draw the picture that is asked for, and return the exit code. Raises
+    DiagnoseError.
+    """
     if sum(map(bool, (paths, job is not None, pids))) > 1:
-        raise DiagnoseError("give files and folders, or --job DIR, or --pids: one of them, or none")
+        raise DiagnoseError(
+            "give files and folders, or --job DIR, or --pids: one of them, or none"
+        )
     if plot is not None and not paths:
         raise DiagnoseError("--plot needs a folder of traces")
     try:
@@ -57,15 +68,23 @@ def run(paths: list[Path], *, json: bool, plot: Path | None = None, job: str | N
     except BrokenPipeError:  # cli.py has the answer
         raise
     except OSError as error:
-        raise DiagnoseError(f"{safe(str(error.filename or ''))}: {error.strerror or error}") from error
+        raise DiagnoseError(
+            f"{safe(str(error.filename or ''))}: {error.strerror or error}"
+        ) from error
     except KeyboardInterrupt:
         return 130
 
 
 def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
-    found = reading.find(paths) if plot is None or all(map(os.path.isdir, paths)) else reading.Found()
+    found = (
+        reading.find(paths)
+        if plot is None or all(map(os.path.isdir, paths))
+        else reading.Found()
+    )
     if plot is not None and not found.traces:
-        raise DiagnoseError(f"{safe(str(paths[0]))} is no folder of traces: --plot needs one")
+        raise DiagnoseError(
+            f"{safe(str(paths[0]))} is no folder of traces: --plot needs one"
+        )
     _say_size(found)
     jobs = [once(folder) for folder in found.traces]
     if plot is not None:
@@ -74,7 +93,10 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     others = reading.read(found)
     if len(jobs) == 1 and not any(part.facts or part.findings for _, part in others):
         alone = jobs[0][1]
-        report = replace(alone, problems=(*found.problems, *reading.of_no_other_reader(alone.problems)))
+        report = replace(
+            alone,
+            problems=(*found.problems, *reading.of_no_other_reader(alone.problems)),
+        )
         return _print(report, json)
     parts = [*others, *(("traces", reading.of_traces(job)) for job, _ in jobs)]
     evidence = reading.joined(parts, found.problems, found.earlier)
@@ -83,8 +105,13 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
     reports = [judge(evidence, source, stuck_after_s)]
     for name, facts in evidence.other_jobs.items():
-        size = max((fact.value.world_size for fact in facts if isinstance(fact.value, Member)), default=0)
-        reports.append(judge(Evidence(facts, world_size=size), f"job {name}", stuck_after_s))
+        size = max(
+            (fact.value.world_size for fact in facts if isinstance(fact.value, Member)),
+            default=0,
+        )
+        reports.append(
+            judge(Evidence(facts, world_size=size), f"job {name}", stuck_after_s)
+        )
     return _print_all(reports, json, len(reports))
 
 
@@ -97,7 +124,11 @@ def _say_size(found: reading.Found) -> None:
         files |= {file for folder in found.traces for file in folder.iterdir()}
         size = sum(file.stat().st_size for file in files)
         if size >= _LONG_BYTES:
-            print(f"reading {size / 1e6:.0f} MB in {counted(len(files), 'file')} ...", file=sys.stderr, flush=True)
+            print(
+                f"reading {size / 1e6:.0f} MB in {counted(len(files), 'file')} ...",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:
@@ -128,11 +159,22 @@ def _print(report: Diagnosis, json: bool, one_line: bool = False) -> int:
     """Return the exit code."""
     report = _printable(report)
     if json:
-        content = {"format": JSON_FORMAT, **asdict(report), "exit_code": report.exit_code}
+        content = {
+            "format": JSON_FORMAT,
+            **asdict(report),
+            "exit_code": report.exit_code,
+        }
         print(dumps(content, indent=None if one_line else 2))
     else:
         # A terminal without a size may have COLUMNS=0, for which rich prints nothing.
-        show(report, Console(width=max(Console().width, _NARROWEST) if sys.stdout.isatty() else _WIDTH))
+        show(
+            report,
+            Console(
+                width=max(Console().width, _NARROWEST)
+                if sys.stdout.isatty()
+                else _WIDTH
+            ),
+        )
     return report.exit_code
 
 
@@ -142,13 +184,21 @@ def error_as_json(error: DiagnoseError) -> str:
 
 
 def _printable(content: Any) -> Any:
-    """Bound and escape every text of a report: texts come from files, and may hold control characters."""
+    """Bound and escape every text of a report: texts come from files, and may hold control
+    characters.
+    """
     if isinstance(content, str):
         return safe(content, _LONGEST_TEXT)
     if isinstance(content, tuple):
         return tuple(map(_printable, content))
     if is_dataclass(content) and not isinstance(content, type):
-        return replace(content, **{field.name: _printable(getattr(content, field.name)) for field in fields(content)})
+        return replace(
+            content,
+            **{
+                field.name: _printable(getattr(content, field.name))
+                for field in fields(content)
+            },
+        )
     return content
 
 
@@ -156,7 +206,9 @@ def _draw(job: TracedJob, report: Diagnosis, file: Path) -> None:
     try:
         from nemo_patches.tools.diagnose.plot import draw
     except ImportError as error:
-        raise DiagnoseError(f"--plot needs matplotlib: pip install matplotlib ({error})") from error
+        raise DiagnoseError(
+            f"--plot needs matplotlib: pip install matplotlib ({error})"
+        ) from error
     try:
         draw(job, file, _printable(report))
     except OSError as error:

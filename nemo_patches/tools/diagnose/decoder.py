@@ -1,4 +1,5 @@
-"""The decoder of a trace's lines: every record is checked and bounded in size, whatever the file says.
+"""The decoder of a trace's lines: every record is checked and bounded in size, whatever the file
+says.
 
 Its types are made from the dataclasses of tracing/records.py, so the format is defined once.
 """
@@ -17,7 +18,11 @@ from nemo_patches.tracing import records
 LONGEST_LINE = 1 << 20  # bytes; a longer line is no record
 _LARGEST_INT = 1 << 53  # 9 PB, or as many calls
 _LARGEST_FLOAT = 1e11  # seconds, of any time
-_LONGEST_TEXT, _LONGEST_LIST, _MOST_KEYS = 1 << 16, 1 << 16, 1 << 10  # characters, items, items
+_LONGEST_TEXT, _LONGEST_LIST, _MOST_KEYS = (
+    1 << 16,
+    1 << 16,
+    1 << 10,
+)  # characters, items, items
 
 
 def decode(block: bytes) -> list[records.Record | None]:
@@ -29,7 +34,9 @@ def decode(block: bytes) -> list[records.Record | None]:
 
 
 def format_in(line: bytes) -> int | None:
-    """The format number in a header, also of one that this version cannot read; None if there is none."""
+    """The format number in a header, also of one that this version cannot read; None if there is
+    none.
+    """
     try:
         return _format_decoder.decode(line).format
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -41,12 +48,16 @@ def header_in(line: bytes) -> records.Header | None:
     record: Any = _decode_line(line)
     if type(record) is not structs[records.Header]:
         return None
-    return records.Header(**{name: getattr(record, name) for name in record.__struct_fields__})
+    return records.Header(
+        **{name: getattr(record, name) for name in record.__struct_fields__}
+    )
 
 
 def _decode_line(line: bytes) -> records.Record | None:
     try:
-        record: records.Record = _decoder.decode(line)  # a struct with the fields of that dataclass
+        record: records.Record = _decoder.decode(
+            line
+        )  # a struct with the fields of that dataclass
         return record
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
@@ -58,9 +69,11 @@ def _bounded(hint: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return typing.Union[tuple(_bounded(argument) for argument in arguments)]  # noqa: UP007  # of a tuple
     if origin is list:
-        return Annotated[list[_bounded(arguments[0])], msgspec.Meta(max_length=_LONGEST_LIST)]  # type: ignore[misc]
+        items: Any = _bounded(arguments[0])
+        return Annotated[list[items], msgspec.Meta(max_length=_LONGEST_LIST)]
     if origin is dict:
-        return Annotated[dict[str, _bounded(arguments[1])], msgspec.Meta(max_length=_MOST_KEYS)]  # type: ignore[misc]
+        values: Any = _bounded(arguments[1])
+        return Annotated[dict[str, values], msgspec.Meta(max_length=_MOST_KEYS)]
     if hint is int:
         return Annotated[int, msgspec.Meta(ge=-_LARGEST_INT, le=_LARGEST_INT)]
     if hint is float:
@@ -72,7 +85,10 @@ def _bounded(hint: Any) -> Any:
 
 def _struct(kind: Any) -> Any:
     hints = typing.get_type_hints(kind)
-    fields = [(field.name, _bounded(hints[field.name]), *_default(field)) for field in dataclasses.fields(kind)]
+    fields = [
+        (field.name, _bounded(hints[field.name]), *_default(field))
+        for field in dataclasses.fields(kind)
+    ]
     return msgspec.defstruct(kind.__name__, fields, tag_field="k", tag=kind.k, gc=False)
 
 
@@ -90,5 +106,8 @@ class _Format(msgspec.Struct, tag_field="k", tag=records.Header.k):
 
 
 _format_decoder = msgspec.json.Decoder(_Format)
-structs: dict[type[Any], type[Any]] = {kind: _struct(kind) for kind in typing.get_args(records.Record)}
-_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(typing.Union[tuple(structs.values())])  # noqa: UP007
+structs: dict[type[Any], type[Any]] = {
+    kind: _struct(kind) for kind in typing.get_args(records.Record)
+}
+_any_record: Any = typing.Union[tuple(structs.values())]  # noqa: UP007
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_any_record)

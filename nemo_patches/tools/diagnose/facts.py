@@ -1,4 +1,6 @@
-"""Facts: what one source says about one rank, with its citation. Readers return facts and judge nothing."""
+"""Facts: what one source says about one rank, with its citation. Readers return facts and judge
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,19 @@ from nemo_patches.judging.judge import Seat
 from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
-ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."  # a summary of logs
+# A summary of logs
+ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."
 OF_MODEL = "the model"  # in place of a Seat's group: what DDP's construction compares
-NOT_TOLD = -1  # the rank of a Fact, or the number of a Seat, that its source does not name
+NOT_TOLD = (
+    -1
+)  # the rank of a Fact, or the number of a Seat, that its source does not name
 
 
 @dataclass(frozen=True)
 class Fate:
-    """text: "ValueError: stack expects each tensor...", "SIGKILL", "Timed out waiting 1800000 ms". where: the innermost
-    frames of the user's own code, as in a Place. details: lines that show it, such as a traceback's last. exit_code:
-    None where it is not told.
+    """text: "ValueError: stack expects each tensor...", "SIGKILL", "Timed out waiting 1800000 ms".
+    where: the innermost frames of the user's own code, as in a Place. details: lines that show it,
+    such as a traceback's last. exit_code: None where it is not told.
     """
 
     kind: str
@@ -33,12 +38,14 @@ class Fate:
 class Place:
     """Where a rank's training thread is: it explains, and accuses nobody.
 
-    where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, named as in a stall report; empty:
-    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: one of judging/kinds.py or
-    verdicts.py. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24), at a.wav". way: its Python frames,
-    outermost first. counters: integers of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the same
-    names, the line at which that loop begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that
-    variable; no entry where the source is not known.
+    where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, named as in a
+    stall report; empty:
+    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: one of
+    judging/kinds.py or verdicts.py. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24),
+    at a.wav". way: its Python frames, outermost first. counters: integers of its loops, by
+    "batch_idx of run (evaluation_loop.py)". loops: by the same names, the line at which that loop
+    begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that variable; no entry
+    where the source is not known.
     """
 
     where: str = ""
@@ -62,9 +69,9 @@ class Call:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
     title: "training call 71 of ConformerEncoder". since_s: how
-    long before the last look it had entered the call; None: nobody looked. behind_since: the call from which on others
-    gave up waiting for it; 0: none. reported: others that wait for a round of this encoder, or for the job, report the
-    rank missing. last: its last record, in words.
+    long before the last look it had entered the call; None: nobody looked. behind_since: the call
+    from which on others gave up waiting for it; 0: none. reported: others that wait for a round of
+    this encoder, or for the job, report the rank missing. last: its last record, in words.
     """
 
     encoder: str
@@ -78,7 +85,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Motion:
-    """Whether a rank moved between two looks. by: "i of train went from 55 to 99". still_s: how long it has not."""
+    """Whether a rank moved between two looks. by: "i of train went from 55 to 99". still_s: how
+    long it has not.
+    """
 
     moved: bool
     by: str = ""
@@ -100,7 +109,8 @@ Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
 class Fact:
     """cite: printed as it is: "train.log:4711", "rank 3's trace", "node7, pid 4711".
 
-    at: seconds since 1970 by the clock of `host`, 0 if unknown; compared only with the same host's. own: said by the
+    at: seconds since 1970 by the clock of `host`, 0 if unknown; compared only with the same host's.
+    own: said by the
     rank's own process or the kernel; False: by another rank or the launcher.
     """
 
@@ -129,15 +139,22 @@ class Fact:
 class Evidence:
     """All facts of a job, and what else its sources say.
 
-    groups: by process group, as Seats name it, the ranks of which anything is known; begins: by group and rank, the
-    number from which its record is complete. partly_known: groups that may have ranks of which nothing is known.
-    patched: nemo_patches is on, so an all-reduce of one number is not the length sync. world_size: 0 if unknown.
-    findings: a source's own, about other things than hangs (stragglers, settings that differ). looked_for: for the
-    report on files in which nothing was recognised. saw_a_wait: a stall monitor saw some rank wait in a collective.
-    perhaps_missing: ranks reported missing only by ranks that have ended in good order since. traces_alone: there is
-    no other source, and the calls decide what rounds and places would. explained: by encoder, the ranks that are behind
-    for a reason that a finding gives; not empty where ranks are not at the same step, so that reaching a round shows
-    nothing. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
+    groups: by process group, as Seats name it, the ranks of which anything is known; begins: by
+    group and rank, the
+    number from which its record is complete. partly_known: groups that may have ranks of which
+    nothing is known.
+    patched: nemo_patches is on, so an all-reduce of one number is not the length sync. world_size:
+    0 if unknown.
+    findings: a source's own, about other things than hangs (stragglers, settings that differ).
+    looked_for: for the
+    report on files in which nothing was recognised. saw_a_wait: a stall monitor saw some rank wait
+    in a collective.
+    perhaps_missing: ranks reported missing only by ranks that have ended in good order since.
+    traces_alone: there is
+    no other source, and the calls decide what rounds and places would. explained: by encoder, the
+    ranks that are behind for a reason that a finding gives; not empty where ranks are not at the
+    same step, so that reaching a round shows nothing. other_jobs: by name, the facts of stacks of
+    other jobs, which are judged apart.
     """
 
     facts: list[Fact] = field(default_factory=list)

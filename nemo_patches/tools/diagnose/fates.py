@@ -1,33 +1,50 @@
-"""How a rank's process ended, or is held up: the kinds of facts.Fate, and how some of its texts begin."""
+"""How a rank's process ended, or is held up: the kinds of facts.Fate, and how some of its texts
+begin.
+"""
 
 from __future__ import annotations
 
 # The first two explain what other ranks say after them.
 RAISED = "raised"  # an exception of its own, or a CUDA error; one that nobody else brought about
-KILLED = "killed"  # a signal but SIGTERM, SIGINT, SIGHUP and SIGABRT; or for want of memory
+KILLED = (
+    "killed"  # a signal but SIGTERM, SIGINT, SIGHUP and SIGABRT; or for want of memory
+)
 STOPPED = "stopped"  # state T: SIGSTOP, Ctrl-Z
 TRACED = "traced"  # a debugger holds it
 ENDED = "ended"  # its interpreter came to its end, or it left its process group
 GONE = "gone"  # it is there no more, and how it ended is not known
-SILENT = "silent"  # it does not answer: stopped, killed, its host unreachable, or Python's lock held
+# It does not answer: stopped, killed, its host unreachable, or Python's lock held
+SILENT = "silent"
 UNSEEN = "unseen"  # no sign of it, although there should be one
-FAILED = "failed"  # its launcher tells an exit code, which may be that of a rank that waited
-ABORTED = "aborted"  # its launcher tells SIGABRT or stall_exit: so a rank ends that waited in vain, and others too
-WAITED = "waited"  # a time-out of a collective, or of the store: another rank is the reason
+FAILED = (
+    "failed"  # its launcher tells an exit code, which may be that of a rank that waited
+)
+# Its launcher tells SIGABRT or stall_exit: so a rank ends that waited in vain, and others too
+ABORTED = "aborted"
+WAITED = (
+    "waited"  # a time-out of a collective, or of the store: another rank is the reason
+)
 CUT = "cut"  # a closed connection ended it: another rank had gone before
 TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
-MISSING = "missing"  # another rank's report, or torch's own, says that it has not come; text: to what
-STUCK = "stuck"  # its NCCL watchdog does not get on: a CUDA or NCCL call does not return; perhaps it waits
-LOGGED = "logged"  # its log has a traceback, and nothing tells whether that ended it: it may have been caught
+# Another rank's report, or torch's own, says that it has not come; text: to what
+MISSING = "missing"
+# Its NCCL watchdog does not get on: a CUDA or NCCL call does not return; perhaps it waits
+STUCK = "stuck"
+# Its log has a traceback, and nothing tells whether that ended it: it may have been caught
+LOGGED = "logged"
 PASSED_ON = "passed on"  # it ended by an exception that another rank had raised, and all were told
 NODE = "node"  # its node failed, says the scheduler or the launcher
-UNRESOLVED = "unresolved"  # it cannot resolve the address at which the ranks meet; harmless if it starts all the same
+# It cannot resolve the address at which the ranks meet; harmless if it starts all the same
+UNRESOLVED = "unresolved"
 HEARD = "heard"  # it was told of another rank's time-out, and had none itself
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
 
-AT_START = "at start-up"  # how the text of such a WAITED or CUT begins: there was no process group yet
-SYNC_ENDED = "its length sync has ended"  # likewise of a CUT rank whose process has no end
+# How the text of such a WAITED or CUT begins: there was no process group yet
+AT_START = "at start-up"
+SYNC_ENDED = (
+    "its length sync has ended"  # likewise of a CUT rank whose process has no end
+)
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler begins
 PREEMPTED = "preemption"  # likewise

@@ -61,7 +61,9 @@ class Finding:
     text: str  # one or two sentences
     next_step: str
     encoder: str = ""
-    call: int = 0  # its number on the first of these ranks; 0 if the finding is about no call
+    call: int = (
+        0  # its number on the first of these ranks; 0 if the finding is about no call
+    )
     phase: str = ""  # of that call, as above; empty if the finding is about none
     evidence: tuple[str, ...] = ()
     because: str = ""  # the id of the finding that explains this one
@@ -76,8 +78,12 @@ class RankSummary:
     pid: int
     calls: int | None  # of encoders; None: not known
     state: str
-    behind: float | None  # seconds by which its last record is older than the newest of all
-    ago: float | None  # seconds since its last record: until now while the job runs, else as `behind`
+    behind: (
+        float | None
+    )  # seconds by which its last record is older than the newest of all
+    ago: (
+        float | None
+    )  # seconds since its last record: until now while the job runs, else as `behind`
     waited: float | None  # seconds in length syncs, also in those that it gave up
     caused: float | None  # the share of all waiting that is for this rank
     lag: float | None  # seconds; the median of its rounds
@@ -96,7 +102,9 @@ class Diagnosis:
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...]  # files that were not read, or only in part
     earlier: tuple[str, ...]  # process starts of earlier launches
-    summary: tuple[str, ...] = ()  # of each encoder: calls, fallbacks, longest wait, cost
+    summary: tuple[
+        str, ...
+    ] = ()  # of each encoder: calls, fallbacks, longest wait, cost
     runs: bool = False  # the job does, as far as is known
 
     @property
@@ -109,7 +117,9 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young; look again."""
+    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young;
+    look again.
+    """
 
     findings: tuple[Finding, ...] = ()
     text: str = ""

@@ -21,16 +21,19 @@ def is_library(file: str) -> bool:
 
 
 def where(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Of file, line and function of each, innermost first: the innermost frame, and the user's own that led to it.
+    """Of file, line and function of each, innermost first: the innermost frame, and the user's own
+    that led to it.
 
-    Code may be installed as a package: where no frame is of a file outside of packages, those count that are of no
-    framework.
+    Code may be installed as a package: where no frame is of a file outside of packages, those count
+    that are of no framework.
     """
     others = frames[1:]
     own = [frame for frame in others if not is_library(frame[0])]
     own = own or [frame for frame in others if not _FRAMEWORKS.search(frame[0])]
     chosen = [*frames[:1], *own[: _SHOWN_FRAMES - 1]]
-    return " < ".join(safe(shown(function, file, line), _LONGEST) for file, line, function in chosen)
+    return " < ".join(
+        safe(shown(function, file, line), _LONGEST) for file, line, function in chosen
+    )
 
 
 def shown(function: str, file: str, line: str | int, folders: int = 0) -> str:

@@ -1,8 +1,8 @@
 """The verdict over all evidence of a job, whatever its sources.
 
-Causes before consequences, numbers before kinds, own before hearsay, later before earlier. A place explains, and never
-accuses. Nobody whom any fact shows waiting is accused; what contradicts is printed with both citations, and takes the
-accusation away.
+Causes before consequences, numbers before kinds, own before hearsay, later before earlier. A place
+explains, and never accuses. Nobody whom any fact shows waiting is accused; what contradicts is
+printed with both citations, and takes the accusation away.
 """
 
 from __future__ import annotations
@@ -27,8 +27,22 @@ from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import HAS_ENDED, by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence, Fact, Fate, Member, Motion
-from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, Ruling
+from nemo_patches.tools.diagnose.facts import (
+    ALL_WELL,
+    NOT_TOLD,
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+)
+from nemo_patches.tools.diagnose.findings import (
+    CRITICAL,
+    WARNING,
+    Diagnosis,
+    Finding,
+    Ruling,
+)
 from nemo_patches.tools.diagnose.verdicts import (
     capital,
     evidence_of,
@@ -45,13 +59,23 @@ from nemo_patches.tools.diagnose.verdicts import (
 _MOST_RANKS = 1 << 20  # whatever world size a file claims
 
 
-def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S) -> Diagnosis:
-    """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a wait is a hang."""
+def judge(
+    evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFTER_S
+) -> Diagnosis:
+    """The report over all of it. stuck_after_s: of ranks that were looked at twice, from when on a
+    wait is a hang.
+    """
     ruling = rule(evidence, stuck_after_s)
-    hangs = tuple(replace(one, severity=WARNING) if one.because else one for one in ruling.findings)
-    # A finding that followed from its source's own verdict on the hang follows from the verdict over all evidence.
+    hangs = tuple(
+        replace(one, severity=WARNING) if one.because else one
+        for one in ruling.findings
+    )
+    # A finding that followed from its source's own verdict on the hang follows from the verdict
+    # over all evidence.
     root = hangs[0].id if hangs else ""
-    others = (replace(one, because=root) if one.because else one for one in evidence.findings)
+    others = (
+        replace(one, because=root) if one.because else one for one in evidence.findings
+    )
     findings = _ordered([*hangs, *others])
     if not findings and not ruling.goes_on:
         findings = (_not_enough(evidence),) if not _is_healthy(evidence) else ()
@@ -60,7 +84,11 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
         world_size=evidence.world_size,
         moving=evidence.moving,
         runs=evidence.runs,
-        verdict=findings[0].text if findings else ruling.text or " ".join(("Nothing found.", *evidence.summary)),
+        verdict=(
+            findings[0].text
+            if findings
+            else ruling.text or " ".join(("Nothing found.", *evidence.summary))
+        ),
         next_step=findings[0].next_step if findings else "",
         findings=findings,
         ranks=tuple(evidence.ranks),
@@ -71,10 +99,26 @@ def judge(evidence: Evidence, source: str = "", stuck_after_s: float = STUCK_AFT
 
 
 def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
-    """Which ranks are the reason that the job ended or hangs, as far as the evidence shows; or that it goes on."""
+    """Which ranks are the reason that the job ended or hangs, as far as the evidence shows; or that
+    it goes on.
+    """
     accounts = accounts_of(evidence)
-    most = max([*accounts, *(rank for ranks in evidence.groups.values() for rank in ranks)], default=-1) + 1
-    hearing = Hearing(accounts, evidence, min(max(evidence.world_size, most), _MOST_RANKS), stuck_after_s)
+    most = (
+        max(
+            [
+                *accounts,
+                *(rank for ranks in evidence.groups.values() for rank in ranks),
+            ],
+            default=-1,
+        )
+        + 1
+    )
+    hearing = Hearing(
+        accounts,
+        evidence,
+        min(max(evidence.world_size, most), _MOST_RANKS),
+        stuck_after_s,
+    )
     causes = _causes(hearing)
     hang = by_calls(hearing)
     if not evidence.traces_alone and all(one.id in OF_ALL for one in hang.findings):
@@ -82,9 +126,15 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         if not more.findings:
             more = by_places(hearing)
         # A rank named by other evidence outweighs that no rank stands out by its calls.
-        hang = more if not hang.findings or any(one.ranks for one in more.findings) else hang
+        hang = (
+            more
+            if not hang.findings or any(one.ranks for one in more.findings)
+            else hang
+        )
     if causes:
-        if not any(one.ranks for one in causes):  # the rank is not known: the launcher's tables may name it
+        if not any(
+            one.ranks for one in causes
+        ):  # the rank is not known: the launcher's tables may name it
             causes += by_launcher(hearing, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
         rest = [one for one in hang.findings if not set(one.ranks) <= explained]
@@ -98,7 +148,9 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
 
 
 def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
-    """With what the logs have on the accused rank, too: a thread that died, or a traceback that may be its end."""
+    """With what the logs have on the accused rank, too: a thread that died, or a traceback that may
+    be its end.
+    """
     if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
@@ -109,10 +161,16 @@ def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
         at = f" in {inner(fact.value.where)}" if fact.value.where else ""
         if ", in its thread " in fact.fate_text:
             log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
-            first = replace(first, text=f"{first.text} {log} has {fact.fate_text}{at} [{fact.cite}].")
+            first = replace(
+                first,
+                text=f"{first.text} {log} has {fact.fate_text}{at} [{fact.cite}].",
+            )
             break
         if first.id == ids.KILLED:
-            text = f"{first.text} Or it ended by {fact.fate_text}{at} [{fact.cite}], which no line ties to a rank."
+            text = (
+                f"{first.text} Or it ended by {fact.fate_text}{at} [{fact.cite}], which"
+                " no line ties to a rank."
+            )
             first = replace(first, text=text)
             break
     if not hearing.contradictions:
@@ -123,21 +181,34 @@ def _with_contradictions(ruling: Ruling, hearing: Hearing) -> Ruling:
 
 def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(
-        sorted(findings, key=lambda one: (bool(one.because), one.severity != CRITICAL, ids.ORDER.index(one.id)))
+        sorted(
+            findings,
+            key=lambda one: (
+                bool(one.because),
+                one.severity != CRITICAL,
+                ids.ORDER.index(one.id),
+            ),
+        )
     )
 
 
 def _is_healthy(evidence: Evidence) -> bool:
-    """Whether all ended in good order, or a source knows the job and reports no trouble of any rank."""
+    """Whether all ended in good order, or a source knows the job and reports no trouble of any
+    rank.
+    """
     if not evidence.facts:
         return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
-    is_well = ALL_WELL in evidence.summary and all(isinstance(fact.value, Member) for fact in evidence.facts)
+    is_well = ALL_WELL in evidence.summary and all(
+        isinstance(fact.value, Member) for fact in evidence.facts
+    )
     return is_well or (bool(kinds) and kinds <= {fates.ENDED})
 
 
 def _not_enough(evidence: Evidence) -> Finding:
-    looked_for = f" Looked for: {'; '.join(evidence.looked_for)}." if evidence.looked_for else ""
+    looked_for = (
+        f" Looked for: {'; '.join(evidence.looked_for)}." if evidence.looked_for else ""
+    )
     if not evidence.facts:
         return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
     told = {fact.rank for fact in evidence.facts}
@@ -148,24 +219,34 @@ def _not_enough(evidence: Evidence) -> Finding:
     if lines:
         text = f"{capital(lines[0])}{of_others}. No line tells more."
         looked_for = ""
-    placed = [one for one in accounts_of(evidence).values() if one.place.where and not one.place.collective]
+    placed = [
+        one
+        for one in accounts_of(evidence).values()
+        if one.place.where and not one.place.collective
+    ]
     if placed:
         text = f"{in_no_collective(placed)}: one look at each tells no more{of_others}."
         looked_for = ""
     for fact in evidence.facts:
         if isinstance(fact.value, Motion) and fact.value.moved:
             text = (
-                f"{capital(who([fact.rank]))} went on ({fact.value.by}) [{fact.cite}], and nothing is told after that."
+                f"{capital(who([fact.rank]))} went on ({fact.value.by}) [{fact.cite}],"
+                " and nothing is told after that."
             )
         if isinstance(fact.value, Fate) and fact.value.kind == fates.LOGGED:
             at = f" in {inner(fact.value.where)}" if fact.value.where else ""
-            text = f"The log of {who([fact.rank])} has a traceback, {fact.value.text}{at} [{fact.cite}], "
+            text = (
+                f"The log of {who([fact.rank])} has a traceback, {fact.value.text}{at}"
+                f" [{fact.cite}], "
+            )
             text += "and nothing tells whether it ended the rank or was caught."
     return finding(ids.NOT_ENOUGH, text + looked_for, evidence=lines)
 
 
 def _causes(hearing: Hearing) -> list[Finding]:
-    """The first exceptions and kills. Those that came after another rank had waited in vain are no causes."""
+    """The first exceptions and kills. Those that came after another rank had waited in vain are no
+    causes.
+    """
     # Time-outs only: a closed connection may be logged before the error of the rank that closed it.
     time_outs = [fact for fact in hearing.told(fates.WAITED) if fact.at]
     facts = [
@@ -173,25 +254,51 @@ def _causes(hearing: Hearing) -> list[Finding]:
         for one in hearing.accounts.values()
         if one.fate_fact is not None
         and one.fate_kind in CAUSES
-        and (_is_behind(one, hearing) or not any(is_before(t, one.fate_fact) for t in time_outs))
+        and (
+            _is_behind(one, hearing)
+            or not any(is_before(t, one.fate_fact) for t in time_outs)
+        )
     ]
     if not facts:
         return []
     reported = [fact for fact in facts if hearing[fact.rank].reported is not None]
     firsts = _first_by_calls(first_of(reported or facts), hearing)
-    others_are_missing = not reported and any(one.reported is not None for one in hearing.accounts.values())
+    others_are_missing = not reported and any(
+        one.reported is not None for one in hearing.accounts.values()
+    )
     if hearing.told(fates.NODE):  # the launcher kills what runs on the other nodes
-        firsts = [fact for fact in firsts if fact.fate_kind != fates.KILLED or is_for_memory(fact)]
-    return [*_exceptions(hearing, facts, firsts, others_are_missing), *_kills(hearing, firsts), *_nodes(hearing)]
+        firsts = [
+            fact
+            for fact in firsts
+            if fact.fate_kind != fates.KILLED or is_for_memory(fact)
+        ]
+    return [
+        *_exceptions(hearing, facts, firsts, others_are_missing),
+        *_kills(hearing, firsts),
+        *_nodes(hearing),
+    ]
 
 
-def _exceptions(hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool) -> Iterator[Finding]:
-    """facts: all that show a cause. firsts: those of them that no other is known to have preceded."""
-    for first in _apart_by_error([fact for fact in firsts if fact.fate_kind == fates.RAISED])[:4]:
-        alike = [fact.rank for fact in facts if fact.fate_kind == fates.RAISED and _error(fact) == _error(first)]
+def _exceptions(
+    hearing: Hearing, facts: list[Fact], firsts: list[Fact], others_are_missing: bool
+) -> Iterator[Finding]:
+    """facts: all that show a cause. firsts: those of them that no other is known to have
+    preceded.
+    """
+    for first in _apart_by_error(
+        [fact for fact in firsts if fact.fate_kind == fates.RAISED]
+    )[:4]:
+        alike = [
+            fact.rank
+            for fact in facts
+            if fact.fate_kind == fates.RAISED and _error(fact) == _error(first)
+        ]
         others = [one for rank, one in hearing.accounts.items() if rank not in alike]
         one = raised([hearing[rank] for rank in sorted(alike)], first, others[:4])
-        went_on = _was_caught(hearing[first.rank], [each for each in others if each.fate_fact not in facts])
+        went_on = _was_caught(
+            hearing[first.rank],
+            [each for each in others if each.fate_fact not in facts],
+        )
         yield replace(one, severity=WARNING) if others_are_missing or went_on else one
 
 
@@ -200,19 +307,27 @@ def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
     of_kill = [fact for fact in firsts if fact.fate_kind == fates.KILLED]
     for for_memory in (True, False):
         if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
-            others = [one for one in hearing.accounts.values() if one.fate_fact not in some]
+            others = [
+                one for one in hearing.accounts.values() if one.fate_fact not in some
+            ]
             yield killed([hearing[fact.rank] for fact in some], some, others[:4])
 
 
 def _nodes(hearing: Hearing) -> Iterator[Finding]:
     facts = hearing.told(fates.NODE)
     if facts:
-        others = [one for one in hearing.accounts.values() if one.fate_kind not in ("", fates.NODE)]
+        others = [
+            one
+            for one in hearing.accounts.values()
+            if one.fate_kind not in ("", fates.NODE)
+        ]
         yield node_failed(facts, others[:4])
 
 
 def _is_behind(one: Account, hearing: Hearing) -> bool:
-    """Whether ranks that waited in vain had reached a later encoder call: they waited for this one."""
+    """Whether ranks that waited in vain had reached a later encoder call: they waited for this
+    one.
+    """
     waited = hearing.having(*CONSEQUENCES)
     pairs = [
         (call.ending, other.calls[name].ending)
@@ -220,25 +335,41 @@ def _is_behind(one: Account, hearing: Hearing) -> bool:
         for other in waited
         if name in other.calls
     ]
-    return any(not own.unsure and own.position < theirs.position for own, theirs in pairs)
+    return any(
+        not own.unsure and own.position < theirs.position for own, theirs in pairs
+    )
 
 
 def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
     """Order by encoder calls, if they are known for all of these ranks: ranks make them in step."""
-    numbers = [call.ending.call for fact in facts if (call := hearing[fact.rank].last_call) is not None]
+    numbers = [
+        call.ending.call
+        for fact in facts
+        if (call := hearing[fact.rank].last_call) is not None
+    ]
     if len(numbers) < len(facts):
         return facts
-    return [fact for fact, number in zip(facts, numbers, strict=True) if number == min(numbers)]
+    return [
+        fact
+        for fact, number in zip(facts, numbers, strict=True)
+        if number == min(numbers)
+    ]
 
 
 def _was_caught(first: Account, others: list[Account]) -> bool:
     """Whether the process ended in good order after its exception, as all others did."""
     is_in_call = first.last_call is not None and first.last_call.ending.raised
-    return first.fate.exit_code == 0 and not is_in_call and all(one.fate_kind == fates.ENDED for one in others)
+    return (
+        first.fate.exit_code == 0
+        and not is_in_call
+        and all(one.fate_kind == fates.ENDED for one in others)
+    )
 
 
 def _error(fact: Fact) -> tuple[str, str]:
-    """Type and innermost frame, by which errors are told apart: messages differ from rank to rank."""
+    """Type and innermost frame, by which errors are told apart: messages differ from rank to
+    rank.
+    """
     assert isinstance(fact.value, Fate)
     return fact.value.text.partition(":")[0], fact.value.where.partition(" < ")[0]
 

@@ -1,4 +1,6 @@
-"""Lateness: for which ranks the others waited, the one that they always wait for, and late ones that recovered."""
+"""Lateness: for which ranks the others waited, the one that they always wait for, and late ones
+that recovered.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,19 @@ def waiting(rounds: Rounds) -> Waiting:
     return Waiting(
         {rank: float(caused[row]) / total for row, rank in enumerate(rounds.ranks)},
         {rank: float(lags[row]) for row, rank in enumerate(rounds.ranks)},
-        float(in_round.sum()) / span if (span := float(np.ptp(rounds.at, axis=1).sum())) > 0 else 0.0,
+        (
+            float(in_round.sum()) / span
+            if (span := float(np.ptp(rounds.at, axis=1).sum())) > 0
+            else 0.0
+        ),
     )
 
 
 def straggler(case: Case) -> list[Finding]:
     """The rank that the others wait for again and again, if there is one.
 
-    None where several come last together: each may have waited for the other before the encoder, as in DDP's broadcast
-    of buffers.
+    None where several come last together: each may have waited for the other before the encoder, as
+    in DDP's broadcast of buffers.
     """
     rounds = case.rounds
     if len(rounds.ranks) < 2 or rounds.number.size < _LEAST_ROUNDS:
@@ -62,25 +68,56 @@ def straggler(case: Case) -> list[Finding]:
     row = rounds.ranks.index(rank)
     others = np.delete(rounds.waited, row, axis=0)
     span = float(rounds.at[0][-1] - rounds.at[0][0])
-    waits = float(np.median(others.mean(axis=0))) * rounds.number.size / span if span > 0 else 0.0
+    waits = (
+        float(np.median(others.mean(axis=0))) * rounds.number.size / span
+        if span > 0
+        else 0.0
+    )
     is_last = rounds.waited[row] < others.min(axis=0)
-    is_alone = all(lag >= 2 * of_other for other, of_other in times.lag.items() if other != rank)
+    is_alone = all(
+        lag >= 2 * of_other for other, of_other in times.lag.items() if other != rank
+    )
     always = all(piece.mean() > 0.5 for piece in np.array_split(is_last, _PIECES))
-    is_much = share >= _LEAST_SHARE + 0.5 / len(rounds.ranks) and waits >= _LEAST_WAITING and lag >= _LEAST_LAG_S
+    is_much = (
+        share >= _LEAST_SHARE + 0.5 / len(rounds.ranks)
+        and waits >= _LEAST_WAITING
+        and lag >= _LEAST_LAG_S
+    )
     if not (is_alone and always and is_much):
         return []
     host = safe(case.job.traces[rank].header.host)
-    text = f"Rank {rank} is a chronic straggler: it comes last to most rounds, {lag * 1000:.0f} ms after the first "
-    text += f"(median), and causes {share:.0%} of all waiting; the others wait {waits:.0%} of the time."
-    next_step = f"Compare {host} with the others: its disk and network, the processors left to its data loader, the "
+    text = (
+        f"Rank {rank} is a chronic straggler: it comes last to most rounds,"
+        f" {lag * 1000:.0f} ms after the first "
+    )
+    text += (
+        f"(median), and causes {share:.0%} of all waiting; the others wait {waits:.0%}"
+        " of the time."
+    )
+    next_step = (
+        f"Compare {host} with the others: its disk and network, the processors left to"
+        " its data loader, the "
+    )
     next_step += "GPU's clock; and its share of the data (longer files?)."
     evidence = (f"{rounds.number.size} rounds; last in {is_last.mean():.0%} of them",)
-    return [Finding(ids.STRAGGLER, WARNING, (rank,), text, next_step, case.name, evidence=evidence)]
+    return [
+        Finding(
+            ids.STRAGGLER,
+            WARNING,
+            (rank,),
+            text,
+            next_step,
+            case.name,
+            evidence=evidence,
+        )
+    ]
 
 
 @dataclass(frozen=True)
 class _GivenUp:
-    """By round that some rank gave up: the ranks that did, and those that came later, each with its call."""
+    """By round that some rank gave up: the ranks that did, and those that came later, each with its
+    call.
+    """
 
     gave_up: dict[int, dict[int, int]]
     came: dict[int, dict[int, int]]
@@ -90,7 +127,11 @@ def _given_up(case: Case) -> _GivenUp:
     gave_up: dict[int, dict[int, int]] = defaultdict(dict)
     came: dict[int, dict[int, int]] = defaultdict(dict)
     columns = {
-        rank: (np.array(track.calls.outcome), np.array(track.calls.round), np.array(track.calls.n))
+        rank: (
+            np.array(track.calls.outcome),
+            np.array(track.calls.round),
+            np.array(track.calls.n),
+        )
         for rank, track in case.tracks.items()
     }
     for rank, (outcome, rounds, calls) in columns.items():
@@ -104,15 +145,28 @@ def _given_up(case: Case) -> _GivenUp:
 
 
 def behind_since(case: Case, rank: int) -> int:
-    """The first call in which others gave up on this rank, after the last round that came in time on all; 0 if none."""
+    """The first call in which others gave up on this rank, after the last round that came in time
+    on all; 0 if none.
+    """
     came = int(case.rounds.number[-1]) if case.rounds.number.size else 0
-    given_up = {number: ranks for number, ranks in _given_up(case).gave_up.items() if number > came}
-    of_others = [calls for ranks in given_up.values() for other, calls in ranks.items() if other != rank]
+    given_up = {
+        number: ranks
+        for number, ranks in _given_up(case).gave_up.items()
+        if number > came
+    }
+    of_others = [
+        calls
+        for ranks in given_up.values()
+        for other, calls in ranks.items()
+        if other != rank
+    ]
     return min(of_others, default=0)
 
 
 def late_calls(case: Case) -> dict[int, list[int]]:
-    """By rank, its calls that came too late, and the one that it has not made and that others gave up waiting for."""
+    """By rank, its calls that came too late, and the one that it has not made and that others gave
+    up waiting for.
+    """
     given_up = _given_up(case)
     late: dict[int, list[int]] = defaultdict(list)
     for came in given_up.came.values():
@@ -148,8 +202,13 @@ def _late(case: Case, rank: int, given_up: _GivenUp) -> Finding:
     rounds = "1 round" if len(numbers) == 1 else f"{len(numbers)} rounds, first"
     text = f"Rank {rank} came too late to {rounds}, to call {call} of {case.name}; "
     text += f"{named(others)} went on without it, and it recovered{doing}."
-    next_step = "Look at what held this rank up then: a slow file or file system, a checkpoint, a log that only one "
+    next_step = (
+        "Look at what held this rank up then: a slow file or file system, a checkpoint,"
+        " a log that only one "
+    )
     next_step += "rank writes. No number of the model was changed by it."
     came = named(sorted(given_up.came[numbers[0]]))
     evidence = (f"round {numbers[0]}: gave up: {named(others)}; came later: {came}",)
-    return Finding(ids.LATE, WARNING, (rank,), text, next_step, case.name, call, evidence=evidence)
+    return Finding(
+        ids.LATE, WARNING, (rank,), text, next_step, case.name, call, evidence=evidence
+    )

@@ -1,6 +1,8 @@
-"""A running job, asked through the Unix socket of one of its ranks on this host: where all ranks are. Needs no torch.
+"""A running job, asked through the Unix socket of one of its ranks on this host: where all ranks
+are. Needs no torch.
 
-Nothing is written. Whichever rank answers first has asked all others, as it does for a stall report.
+Nothing is written. Whichever rank answers first has asked all others, as it does for a stall
+report.
 """
 
 from __future__ import annotations
@@ -15,7 +17,11 @@ from pathlib import Path
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import running
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at, stat_fields
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    CLOCK_SLACK_S,
+    started_at,
+    stat_fields,
+)
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.sources import stall_reports
@@ -34,7 +40,8 @@ class NoSocketError(UnreadableError):
 def diagnose_job(folder: Path) -> Diagnosis:
     """folder: the job's own, or one that its processes work in. Raises UnreadableError.
 
-    Where the job knows of a hang and of no rank that it is for, the ranks on this host are looked at from outside, too.
+    Where the job knows of a hang and of no rank that it is for, the ranks on this host are looked
+    at from outside, too.
     """
     sockets = _sockets(folder)
     problems: list[str] = []
@@ -42,16 +49,23 @@ def diagnose_job(folder: Path) -> Diagnosis:
         try:
             answer = stall_reports.decode(_ask(file))
             report = stall_reports.diagnose_answer(answer, str(folder), tuple(problems))
-            return report if _is_enough(report, answer) else _seen_from_outside(report, answer, sockets)
+            return (
+                report
+                if _is_enough(report, answer)
+                else _seen_from_outside(report, answer, sockets)
+            )
         except OSError as error:
             problems.append(f"{file.name}: {error.strerror or error}")
         except (ValueError, RecursionError):
             problems.append(f"{file.name}: what it says cannot be read")
-    raise UnreadableError(f"--job={folder}: no rank of the job answers here: {'; '.join(problems)}")
+    raise UnreadableError(
+        f"--job={folder}: no rank of the job answers here: {'; '.join(problems)}"
+    )
 
 
 def _is_enough(report: Diagnosis, answer: stall_reports.Answer) -> bool:
-    """Whether the job's own words tell which rank the others wait for, or that there is no hang, or none yet.
+    """Whether the job's own words tell which rank the others wait for, or that there is no hang, or
+    none yet.
 
     Which rank is out of step they tell by how many there are; stacks show who is further on.
     """
@@ -60,21 +74,37 @@ def _is_enough(report: Diagnosis, answer: stall_reports.Answer) -> bool:
     return any(one.ranks and one.id != ids.OUT_OF_STEP for one in report.findings)
 
 
-def _seen_from_outside(report: Diagnosis, answer: stall_reports.Answer, sockets: Sequence[Path]) -> Diagnosis:
+def _seen_from_outside(
+    report: Diagnosis, answer: stall_reports.Answer, sockets: Sequence[Path]
+) -> Diagnosis:
     """With the stacks of the ranks on this host, unless these show no hang."""
     ranks = [
-        HostRank(_rank_of(file), process_of(file), answer.world_size, 0, found_by="their sockets")
+        HostRank(
+            _rank_of(file),
+            process_of(file),
+            answer.world_size,
+            0,
+            found_by="their sockets",
+        )
         for file in sockets
         if stat_fields(f"/proc/{process_of(file)}/stat")
     ]
-    seen = running.diagnose(ranks, stuck_after_s=0.0, also=[("the job's answer", stall_reports.evidence_of(answer))])
+    seen = running.diagnose(
+        ranks,
+        stuck_after_s=0.0,
+        also=[("the job's answer", stall_reports.evidence_of(answer))],
+    )
     return seen if any(one.severity == CRITICAL for one in seen.findings) else report
 
 
 def _sockets(folder: Path) -> list[Path]:
-    """The sockets of the one job that the folder stands for, in rank order. Raises UnreadableError."""
+    """The sockets of the one job that the folder stands for, in rank order. Raises
+    UnreadableError.
+    """
     if not os.path.isdir(folder):  # Path's own raises for a name that is too long
-        raise UnreadableError(f"--job={folder} is no folder; wanted is the job's: {_HERE}")
+        raise UnreadableError(
+            f"--job={folder} is no folder; wanted is the job's: {_HERE}"
+        )
     found: dict[Path, list[Path]] = {}
     with contextlib.suppress(OSError):
         for file in private_folders().glob(f"*/*{ENDING}"):
@@ -82,11 +112,19 @@ def _sockets(folder: Path) -> list[Path]:
                 found.setdefault(file.parent, []).append(file)
     for file in folder.glob(f"*{ENDING}"):
         found.setdefault(folder.resolve(), []).append(file)
-    jobs = {each.resolve(): sorted(set(files), key=_rank_of) for each, files in found.items()}
+    jobs = {
+        each.resolve(): sorted(set(files), key=_rank_of)
+        for each, files in found.items()
+    }
     if not jobs:
-        raise NoSocketError(f"--job={folder}: no rank of a running job works there; {_HERE}")
+        raise NoSocketError(
+            f"--job={folder}: no rank of a running job works there; {_HERE}"
+        )
     if len(jobs) > 1:
-        raise UnreadableError(f"--job={folder}: several jobs; give one of {', '.join(map(str, sorted(jobs)))}")
+        raise UnreadableError(
+            f"--job={folder}: several jobs; give one of"
+            f" {', '.join(map(str, sorted(jobs)))}"
+        )
     return jobs.popitem()[1]
 
 
@@ -113,7 +151,10 @@ def _ask(file: Path) -> bytes:
         own.settimeout(_ANSWER_S)
         own.connect(path)
         data = b""
-        while len(data) <= stall_reports.LONGEST and (left := deadline - time.monotonic()) > 0:
+        while (
+            len(data) <= stall_reports.LONGEST
+            and (left := deadline - time.monotonic()) > 0
+        ):
             own.settimeout(left)
             if not (more := own.recv(1 << 16)):
                 return data

@@ -27,41 +27,114 @@ _NATIVE_WAITS = (
     (r"ncclCommInit|ncclGetUniqueId|bootstrapInit", "NCCL's construction"),
     (r"TCPStore|PrefixStore|c10d::Store", "the store"),
     (r"gloo::barrier|monitoredBarrier", "barrier"),
-    (r"c10d::Work(NCCL)?::wait|ProcessGroup\w*::.*wait|gloo::", "a collective's wait()"),
-    (r"cu(da)?(Stream|Event|Device|Ctx)Synchronize|libcuda\.so|cudaMemcpy\b", waits.of_method("synchronize")),
+    (
+        r"c10d::Work(NCCL)?::wait|ProcessGroup\w*::.*wait|gloo::",
+        "a collective's wait()",
+    ),
+    (
+        r"cu(da)?(Stream|Event|Device|Ctx)Synchronize|libcuda\.so|cudaMemcpy\b",
+        waits.of_method("synchronize"),
+    ),
 )
 _MOST_NATIVE_FRAMES = 25
-_LOADER_FUNCTIONS = {"_try_get_data", "_get_data", "_next_data", "__next__", "_MultiProcessingDataLoaderIter"}
+_LOADER_FUNCTIONS = {
+    "_try_get_data",
+    "_get_data",
+    "_next_data",
+    "__next__",
+    "_MultiProcessingDataLoaderIter",
+}
 _WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
 # py-spy and others print a file's path within its folder of sys.path.
 _SHORT_PACKAGES = (
-    *("torch/", "nemo/", "lightning/", "pytorch_lightning/", "lightning_fabric/", "torchmetrics/", "lhotse/", "wrapt/"),
-    *("multiprocessing/", "concurrent/", "asyncio/", "importlib/", "json/", "logging/", "encodings/", "hydra/"),
+    *(
+        "torch/",
+        "nemo/",
+        "lightning/",
+        "pytorch_lightning/",
+        "lightning_fabric/",
+        "torchmetrics/",
+        "lhotse/",
+        "wrapt/",
+    ),
+    *(
+        "multiprocessing/",
+        "concurrent/",
+        "asyncio/",
+        "importlib/",
+        "json/",
+        "logging/",
+        "encodings/",
+        "hydra/",
+    ),
 )
 _SHORT_FILES = {
-    *("threading.py", "selectors.py", "queue.py", "socket.py", "runpy.py", "contextlib.py", "subprocess.py"),
-    *("functools.py", "pickle.py", "shutil.py", "tempfile.py", "ssl.py", "gzip.py", "tarfile.py", "zipfile.py"),
+    *(
+        "threading.py",
+        "selectors.py",
+        "queue.py",
+        "socket.py",
+        "runpy.py",
+        "contextlib.py",
+        "subprocess.py",
+    ),
+    *(
+        "functools.py",
+        "pickle.py",
+        "shutil.py",
+        "tempfile.py",
+        "ssl.py",
+        "gzip.py",
+        "tarfile.py",
+        "zipfile.py",
+    ),
 }
-_STDLIB_WAITS = ("threading.py", "selectors.py", "queue.py", "multiprocessing/", "concurrent/futures", "asyncio/")
+_STDLIB_WAITS = (
+    "threading.py",
+    "selectors.py",
+    "queue.py",
+    "multiprocessing/",
+    "concurrent/futures",
+    "asyncio/",
+)
 # Wrappers: the caller of a collective is the first frame outside them.
 _PASSES_ON = re.compile(
     r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/)|torchmetrics/|"
     r"lightning_utilities/|accelerate/|deepspeed/(?:comm|utils)/|wrapt/|functools\.py|contextlib\.py"
 )
-_CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}  # of NeMo's, by their functions
+_CALLERS = {
+    "update_max_seq_length": "the length sync",
+    "sync_gradients": "gradients",
+}  # of NeMo's, by their functions
 _OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
 _MOST_PLACES = 3  # of the user's own, that `where` tells
 _SERVICE_THREADS = (
-    *("QueueFeederThread", "pin_memory", "tqdm", "MsgRouter", "monitor", "Thread-monitor", "asyncio", "pt_"),
+    *(
+        "QueueFeederThread",
+        "pin_memory",
+        "tqdm",
+        "MsgRouter",
+        "monitor",
+        "Thread-monitor",
+        "asyncio",
+        "pt_",
+    ),
 )
 # Code of threads that are no part of the user's program: this package may be a checkout.
 _SERVICE_FILES = re.compile(r"(^|/)(tqdm|nemo_patches)/")
 
 
-def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = False, has_gpu: bool = True) -> Place:
-    """calls: what the innermost line calls, if its source is known. in_futex: according to the kernel."""
+def place(
+    frames: Sequence[Frame],
+    calls: Sequence[str] = (),
+    in_futex: bool = False,
+    has_gpu: bool = True,
+) -> Place:
+    """calls: what the innermost line calls, if its source is known. in_futex: according to the
+    kernel.
+    """
     if not frames:
         return Place(where=_NO_FRAME, collective=ENDING, activity=ENDING)
     python = [frame for frame in frames if not is_native(frame)]
@@ -77,7 +150,10 @@ def place(frames: Sequence[Frame], calls: Sequence[str] = (), in_futex: bool = F
         return Place(where, collective, _caller(python), activity, way=way)
     if not activity and in_loader:
         activity = LOADER
-    if not activity and any((_function(frame), _base(frame)) == ("_shutdown", "threading.py") for frame in python):
+    if not activity and any(
+        (_function(frame), _base(frame)) == ("_shutdown", "threading.py")
+        for frame in python
+    ):
         activity = LAST_THREADS
     if not activity and _waits_for_lock(python, calls, in_futex):
         activity = LOCK
@@ -92,21 +168,35 @@ def shown(frame: Frame) -> str:
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_native(frame: Frame) -> bool:
-    return ".so" in frame.file or not frame.file or frame.name.startswith("0x") or "::" in frame.name
+    return (
+        ".so" in frame.file
+        or not frame.file
+        or frame.name.startswith("0x")
+        or "::" in frame.name
+    )
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_library(frame: Frame) -> bool:
     is_short = not frame.file.startswith(("/", "<"))
     is_known = frame.file.startswith(_SHORT_PACKAGES) or frame.file in _SHORT_FILES
-    return is_native(frame) or frame_text.is_library(frame.file) or (is_short and is_known)
+    return (
+        is_native(frame) or frame_text.is_library(frame.file) or (is_short and is_known)
+    )
 
 
 def trunk(frames: Sequence[Frame]) -> list[Frame]:
-    """The frames without the innermost ones of the standard library, which change while a loop polls."""
+    """The frames without the innermost ones of the standard library, which change while a loop
+    polls.
+    """
     python = [frame for frame in frames if not is_native(frame)]
     for number, frame in enumerate(python):
-        if not is_library(frame) or _in_torch(frame) or _PASSES_ON.search(frame.file) or "/nemo/" in frame.file:
+        if (
+            not is_library(frame)
+            or _in_torch(frame)
+            or _PASSES_ON.search(frame.file)
+            or "/nemo/" in frame.file
+        ):
             return python[number:]
     return python
 
@@ -131,15 +221,32 @@ def _call(frame: Frame) -> Call:
 
 def _where(frames: Sequence[Frame]) -> str:
     """The innermost frame, and the innermost of the user's own."""
-    own = [frame for frame in frames if not is_library(frame)][:_MOST_PLACES] or list(frames[:_MOST_PLACES])
+    own = [frame for frame in frames if not is_library(frame)][:_MOST_PLACES] or list(
+        frames[:_MOST_PLACES]
+    )
     return " < ".join(map(shown, own if frames[0] in own else [frames[0], *own]))
 
 
 def _our_sync(frames: Sequence[Frame]) -> str:
-    """LENGTH_SYNC if it waits in nemo_patches' own length sync, behind frames of the standard library."""
-    inner = next((frame for frame in frames if not any(part in frame.file for part in _STDLIB_WAITS)), None)
-    is_wait = inner is not None and ("nemo_patches" in inner.file or _OUR_SYNC.search(inner.file))
-    return LENGTH_SYNC if is_wait and any(_OUR_SYNC.search(frame.file) for frame in frames[:8]) else ""
+    """LENGTH_SYNC if it waits in nemo_patches' own length sync, behind frames of the standard
+    library.
+    """
+    inner = next(
+        (
+            frame
+            for frame in frames
+            if not any(part in frame.file for part in _STDLIB_WAITS)
+        ),
+        None,
+    )
+    is_wait = inner is not None and (
+        "nemo_patches" in inner.file or _OUR_SYNC.search(inner.file)
+    )
+    return (
+        LENGTH_SYNC
+        if is_wait and any(_OUR_SYNC.search(frame.file) for frame in frames[:8])
+        else ""
+    )
 
 
 def _of_native(frames: Sequence[Frame]) -> str:
@@ -151,14 +258,21 @@ def _of_native(frames: Sequence[Frame]) -> str:
 
 
 def _guess(calls: Sequence[str], has_gpu: bool) -> str:
-    guesses = (waits.of_method(call) for call in calls if has_gpu or not waits.needs_device(call))
+    guesses = (
+        waits.of_method(call)
+        for call in calls
+        if has_gpu or not waits.needs_device(call)
+    )
     return next(filter(None, guesses), "")
 
 
 def _caller(frames: Sequence[Frame]) -> str:
     """The caller of the collective: "the length sync (conformer_encoder.py:794)"."""
     others = [frame for frame in frames if not _in_torch(frame)]
-    caller = next((frame for frame in others if not _PASSES_ON.search(frame.file)), others[0] if others else None)
+    caller = next(
+        (frame for frame in others if not _PASSES_ON.search(frame.file)),
+        others[0] if others else None,
+    )
     if caller is None:
         return ""
     name = _CALLERS.get(_function(caller), caller.name.replace("<locals>.", ""))
@@ -169,26 +283,36 @@ def _in_loader(frames: Sequence[Frame]) -> bool:
     for frame in frames:
         in_torch = _in_torch(frame)
         if in_torch.startswith(_LOADER_FILES):
-            if in_torch.endswith("dataloader.py") and _function(frame) in _LOADER_FUNCTIONS:
+            if (
+                in_torch.endswith("dataloader.py")
+                and _function(frame) in _LOADER_FUNCTIONS
+            ):
                 return True
         elif not any(part in frame.file for part in _STDLIB_WAITS):
             return False
     return False
 
 
-def _waits_for_lock(frames: Sequence[Frame], calls: Sequence[str], in_futex: bool) -> bool:
+def _waits_for_lock(
+    frames: Sequence[Frame], calls: Sequence[str], in_futex: bool
+) -> bool:
     if not frames:
         return False
     function, in_threading = _function(frames[0]), _base(frames[0]) == "threading.py"
-    if function in ("acquire", "join", "_wait_for_tstate_lock") or (function == "wait" and in_threading):
+    if function in ("acquire", "join", "_wait_for_tstate_lock") or (
+        function == "wait" and in_threading
+    ):
         return True
-    return in_futex and any(call in ("with", "join", "acquire") or "lock" in call.lower() for call in calls)
+    return in_futex and any(
+        call in ("with", "join", "acquire") or "lock" in call.lower() for call in calls
+    )
 
 
 def waits_for_work(frames: Sequence[Frame]) -> bool:
     """Whether a data loader's worker is idle. frames: up to its loop."""
     return all(
-        _in_torch(frame).startswith(_WORKER_FILES) or any(part in frame.file for part in _STDLIB_WAITS)
+        _in_torch(frame).startswith(_WORKER_FILES)
+        or any(part in frame.file for part in _STDLIB_WAITS)
         for frame in frames
     )
 
@@ -209,13 +333,17 @@ _Thread = TypeVar("_Thread", bound=Looked)
 def of_autograd(main: _Thread, others: Sequence[_Thread]) -> _Thread | None:
     """The other thread that runs hooks for a main thread that is in backward, if one does.
 
-    On CUDA, autograd runs the hooks of FSDP, DeepSpeed and recomputation in threads of its own, which Python did not
-    start.
+    On CUDA, autograd runs the hooks of FSDP, DeepSpeed and recomputation in threads of its own,
+    which Python did not start.
     """
     innermost = next((frame for frame in main.frames if not is_native(frame)), None)
     if innermost is None or not _in_torch(innermost).startswith("autograd/"):
         return None
-    hooks = [one for one in others if not all(map(is_native, one.frames)) and not any(map(_is_pythons, one.frames))]
+    hooks = [
+        one
+        for one in others
+        if not all(map(is_native, one.frames)) and not any(map(_is_pythons, one.frames))
+    ]
     waits_there = (one for one in hooks if place(one.frames).collective)
     return next(waits_there, hooks[0] if hooks else None)
 
@@ -229,7 +357,10 @@ def is_users(name: str, frames: Sequence[Frame]) -> bool:
     """Whether a thread stands in the user's code."""
     if name.startswith(_SERVICE_THREADS):
         return False
-    return any(not is_library(frame) and not _SERVICE_FILES.search(frame.file) for frame in frames)
+    return any(
+        not is_library(frame) and not _SERVICE_FILES.search(frame.file)
+        for frame in frames
+    )
 
 
 def went_on(before: Looked, now: Looked) -> str:

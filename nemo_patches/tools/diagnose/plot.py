@@ -1,6 +1,8 @@
-"""The plot of a job: ranks down, calls across, colour for how late each rank came, marks where it went wrong.
+"""The plot of a job: ranks down, calls across, colour for how late each rank came, marks where it
+went wrong.
 
-The verdict is its title, each encoder has a panel, and the ranks that the verdict names have the one strong colour.
+The verdict is its title, each encoder has a panel, and the ranks that the verdict names have the
+one strong colour.
 """
 
 from __future__ import annotations
@@ -64,23 +66,39 @@ def _draw(job: TracedJob, file: Path, report: Diagnosis) -> None:
     ranks = sorted(job.traces)
     blamed = report.findings[0].ranks if report.findings else ()
     culprits = set(blamed) if len(blamed) < job.world_size else set()
-    title = textwrap.wrap(report.verdict, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ...")
+    title = textwrap.wrap(
+        report.verdict, _TITLE_WIDTH, max_lines=_TITLE_LINES, placeholder=" ..."
+    )
     panel = float(np.clip(1.4 + 0.27 * len(ranks), 2.0, 8.0 / len(panels) ** 0.5))
     size = (_WIDTH_INCHES, panel * len(panels) + 0.2 * len(title))
     figure = Figure(figsize=size, dpi=_DOTS_PER_INCH, layout="constrained")
-    figure.suptitle("\n".join(title), x=0.01, ha="left", fontsize=_FONT_POINTS + 0.5, fontweight="bold")
-    for axes, case in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+    figure.suptitle(
+        "\n".join(title),
+        x=0.01,
+        ha="left",
+        fontsize=_FONT_POINTS + 0.5,
+        fontweight="bold",
+    )
+    for axes, case in zip(
+        figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True
+    ):
         _panel(figure, axes, case, ranks, culprits)
     if more := encoders[_MOST_PANELS:]:
         figure.supxlabel(f"not drawn: {', '.join(case.name for case in more)}")
     FigureCanvasAgg(figure).print_png(str(file))  # type: ignore[no-untyped-call]
 
 
-def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
+def _panel(
+    figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: set[int]
+) -> None:
     first = min(track.calls.n[0] for track in case.tracks.values() if track.calls.n)
     last = max(track.last for track in case.tracks.values())
     width = -(-(last - first + 1) // _MOST_COLUMNS)
-    edges = first - 0.5 + width * np.arange(-(-(last - first + 1) // width) + 1, dtype=np.float64)
+    edges = (
+        first
+        - 0.5
+        + width * np.arange(-(-(last - first + 1) // width) + 1, dtype=np.float64)
+    )
     lags = _lags(case, ranks, edges)
     extent = (edges[0], edges[-1], len(ranks) - 0.5, -0.5)
     look = {"aspect": "auto", "extent": extent, "interpolation": "nearest"}
@@ -103,7 +121,8 @@ def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: se
     _label(axes, case, ranks, culprits)
     several = f", {width} to a column" if width > 1 else ""
     axes.set_xlabel(
-        f"call of {case.name}: {len(ranks)} of {case.job.world_size} ranks, calls {first} to {last}{several}"
+        f"call of {case.name}: {len(ranks)} of {case.job.world_size} ranks, calls"
+        f" {first} to {last}{several}"
     )
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     handles = _mark(axes, case, ranks, edges)
@@ -121,27 +140,39 @@ def _panel(figure: Figure, axes: Any, case: Case, ranks: list[int], culprits: se
 
 
 def _lags(case: Case, ranks: list[int], edges: Floats) -> Floats:
-    """By rank and column the largest lag in seconds; 0 where it is not known, NaN where there is no call."""
+    """By rank and column the largest lag in seconds; 0 where it is not known, NaN where there is no
+    call.
+    """
     lags = np.full((len(ranks), len(edges) - 1), np.nan)
     for row, rank in enumerate(ranks):
         track = case.tracks.get(rank)
         if track is not None and track.calls.n:
             lags[row, _columns(np.array(track.calls.n), edges)] = 0.0
-    for rank, index, lag in zip(case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True):
+    for rank, index, lag in zip(
+        case.rounds.ranks, case.rounds.index, case.rounds.lag, strict=True
+    ):
         numbers = np.array(case.tracks[rank].calls.n)[index]
         # The first rank's lag is 0, which is known.
-        np.maximum.at(lags[ranks.index(rank)], _columns(numbers, edges), np.maximum(lag, _LEAST_LAG_S / 2))
+        np.maximum.at(
+            lags[ranks.index(rank)],
+            _columns(numbers, edges),
+            np.maximum(lag, _LEAST_LAG_S / 2),
+        )
     return lags
 
 
 def _columns(numbers: Whole, edges: Floats) -> Whole:
     width = edges[1] - edges[0]
-    columns: Whole = np.clip(((numbers - edges[0]) / width).astype(np.int64), 0, len(edges) - 2)
+    columns: Whole = np.clip(
+        ((numbers - edges[0]) / width).astype(np.int64), 0, len(edges) - 2
+    )
     return columns
 
 
 def _mark(axes: Any, case: Case, ranks: list[int], edges: Floats) -> list[Line2D]:
-    """Draw at most one mark of each kind for each rank and column; return the legend's entries for what was drawn."""
+    """Draw at most one mark of each kind for each rank and column; return the legend's entries for
+    what was drawn.
+    """
     late = late_calls(case)
     marked = [_marked(case, rank, late.get(rank, [])) for rank in ranks]
     middles = (edges[:-1] + edges[1:]) / 2
@@ -154,24 +185,39 @@ def _mark(axes: Any, case: Case, ranks: list[int], edges: Floats) -> list[Line2D
             across += middles[columns].tolist()
             down += [row] * len(columns)
         if across:
-            look = {"s": size, "marker": marker, "color": colour, "linewidths": 0.4, "edgecolors": "white"}
+            look = {
+                "s": size,
+                "marker": marker,
+                "color": colour,
+                "linewidths": 0.4,
+                "edgecolors": "white",
+            }
             axes.scatter(across, down, zorder=3, clip_on=False, **look)
             handles.append(_legend_entry(title, marker, colour))
     return handles
 
 
-def _marked(case: Case, rank: int, late: list[int]) -> tuple[Whole, Whole, Whole, Whole]:
+def _marked(
+    case: Case, rank: int, late: list[int]
+) -> tuple[Whole, Whole, Whole, Whole]:
     """The numbers of its calls that have each of _MARKS."""
     track = case.tracks.get(rank)
     numbers = np.array(track.calls.n if track is not None else [], np.int64)
     outcome = np.array(track.calls.outcome if track is not None else [])
     ended = np.array(track.calls.ended if track is not None else [])
     given_up = numbers[outcome == TIMEOUT]
-    return numbers[outcome == UNWAITED], given_up, np.array(late, np.int64), numbers[ended == RAISED]
+    return (
+        numbers[outcome == UNWAITED],
+        given_up,
+        np.array(late, np.int64),
+        numbers[ended == RAISED],
+    )
 
 
 def _legend_entry(text: str, marker: str, colour: str) -> Line2D:
-    return Line2D([], [], marker=marker, linestyle="", color=colour, markersize=7, label=text)
+    return Line2D(
+        [], [], marker=marker, linestyle="", color=colour, markersize=7, label=text
+    )
 
 
 def _label(axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
@@ -183,12 +229,24 @@ def _label(axes: Any, case: Case, ranks: list[int], culprits: set[int]) -> None:
         axes.tick_params(which="minor", length=0)
     else:
         hosts = [_host(case, rank) for rank in ranks]
-        runs = [(host, [row for row, _ in rows]) for host, rows in groupby(enumerate(hosts), key=lambda one: one[1])]
+        runs = [
+            (host, [row for row, _ in rows])
+            for host, rows in groupby(enumerate(hosts), key=lambda one: one[1])
+        ]
         shown = runs[:: -(-len(runs) // _MOST_HOSTS)]
-        ticks = {rows[0]: f"{host}: {ranks[rows[0]]}-{ranks[rows[-1]]}" for host, rows in shown}
-        blamed = [row for row, rank in enumerate(ranks) if rank in culprits][:_MOST_HOSTS]
+        ticks = {
+            rows[0]: f"{host}: {ranks[rows[0]]}-{ranks[rows[-1]]}"
+            for host, rows in shown
+        }
+        blamed = [row for row, rank in enumerate(ranks) if rank in culprits][
+            :_MOST_HOSTS
+        ]
         apart = len(ranks) / 30  # rows between two labels
-        ticks = {row: text for row, text in ticks.items() if all(abs(row - other) > apart for other in blamed)}
+        ticks = {
+            row: text
+            for row, text in ticks.items()
+            if all(abs(row - other) > apart for other in blamed)
+        }
         ticks |= {row: f"rank {ranks[row]}, {hosts[row]}" for row in blamed}
     axes.set_yticks(list(ticks), list(ticks.values()))
     for row, label in zip(ticks, axes.get_yticklabels(), strict=True):

@@ -1,6 +1,8 @@
-"""How a rank's process ended, as its own trace tells: the evidence that comes after the stall reports.
+"""How a rank's process ended, as its own trace tells: the evidence that comes after the stall
+reports.
 
-Exceptions are told apart by their type and their innermost frames, and by words only where nothing else has them.
+Exceptions are told apart by their type and their innermost frames, and by words only where nothing
+else has them.
 """
 
 from __future__ import annotations
@@ -15,39 +17,74 @@ from nemo_patches.tracing.records import Raised
 
 # A rank that one of these ended was in a collective, or at the store: another rank is the reason.
 _WAITED_TYPES = frozenset(
-    {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "LengthSyncTimeout", "StopTogetherError"}
+    {
+        "DistBackendError",
+        "DistError",
+        "DistNetworkError",
+        "DistStoreError",
+        "LengthSyncTimeout",
+        "StopTogetherError",
+    }
 )
-_RENDEZVOUS_TYPES = frozenset({"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"})
-# Words of torch's C++ alone, also in a RuntimeError; Gloo names the place: ".../gloo/transport/tcp/pair.cc:544".
+_RENDEZVOUS_TYPES = frozenset(
+    {"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"}
+)
+# Words of torch's C++ alone, also in a RuntimeError; Gloo names the place:
+# ".../gloo/transport/tcp/pair.cc:544".
 _OF_TORCH = re.compile(
-    r"gloo/|\bgloo\b|NCCL|monitoredBarrier|[Aa]pplication timeout|wait timeout after|Connection was likely closed|"
-    r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting for clients|"
+    r"gloo/|\bgloo\b|NCCL|monitoredBarrier|[Aa]pplication timeout|wait timeout"
+    r" after|Connection was likely closed|"
+    r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting"
+    r" for clients|"
     r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
 # Downloads use these words, too: then it is the rank's own error.
-_OF_ANY_CONNECTION = re.compile(r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout")
-_OWN_FAULT = re.compile(
-    r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate GPU|ncclInvalid|"
-    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in use|ncclUnhandledCudaError|"
-    r"unhandled cuda error|no socket interface found|Error while (?:creating|attaching to) shared memory"
+_OF_ANY_CONNECTION = re.compile(
+    r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout"
 )
-_CUT = re.compile(r"\s*(?:\[[^\]]*)?")  # "[/pytorch/gl": a message of torch that the end of a log cuts off
+_OWN_FAULT = re.compile(
+    r"out of memory|device-side assert|illegal memory access|no kernel image|Duplicate"
+    r" GPU|ncclInvalid|"
+    r"have NCCL built in|NCCL is not available|EADDRINUSE|[Aa]ddress already in"
+    r" use|ncclUnhandledCudaError|"
+    r"unhandled cuda error|no socket interface found|Error while (?:creating|attaching"
+    r" to) shared memory"
+)
+_CUT = re.compile(
+    r"\s*(?:\[[^\]]*)?"
+)  # "[/pytorch/gl": a message of torch that the end of a log cuts off
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
-    r"waiting for clients|store based barrier|client socket has timed out|while trying to connect to"
+    r"waiting for clients|store based barrier|client socket has timed out|while trying"
+    r" to connect to"
 )
-_STARTS = frozenset({"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"})
+_STARTS = frozenset(
+    {"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"}
+)
 BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
-_ENDED_WITH_IT = re.compile(r"DataLoader worker .{0,80}killed by signal: Terminated")  # by the SIGTERM to all
-_FRAME = re.compile(r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE)
+_ENDED_WITH_IT = re.compile(
+    r"DataLoader worker .{0,80}killed by signal: Terminated"
+)  # by the SIGTERM to all
+_FRAME = re.compile(
+    r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE
+)
 # Without torch/distributed/checkpoint, which may read from the network.
-_OF_COLLECTIVES = re.compile(r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)")
+_OF_COLLECTIVES = re.compile(
+    r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)"
+)
 STALL_EXIT = 83  # watch/job_stall.py: every rank ends with it, whichever is the reason
-_RAISED_WITHIN = 3  # innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
-# How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader worker process 0."
-_PASSED_ON = re.compile(r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call last\):\n")
+# Innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
+_RAISED_WITHIN = 3
+# How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader
+# worker process 0."
+_PASSED_ON = re.compile(
+    r"Caught [\w.]{1,100} [^\n]{1,200}\.\nOriginal Traceback \(most recent call"
+    r" last\):\n"
+)
 
-Frames = tuple[tuple[str, str, str], ...]  # file, line and function of each, innermost first
+Frames = tuple[
+    tuple[str, str, str], ...
+]  # file, line and function of each, innermost first
 
 
 class Error(NamedTuple):
@@ -65,7 +102,9 @@ class Error(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its type without the module, of Python or C++: torch.distributed.DistBackendError, c10::DistBackendError."""
+        """Its type without the module, of Python or C++: torch.distributed.DistBackendError,
+        c10::DistBackendError.
+        """
         return re.split(r"[.:]", self.type)[-1]
 
     @property
@@ -81,8 +120,12 @@ class Error(NamedTuple):
         is_runtime_error = self.name == "RuntimeError"
         if is_runtime_error and _OF_TORCH.search(self.message):
             return True
-        is_cut = _CUT.fullmatch(self.message) is not None and (is_runtime_error or not self.name.endswith("Error"))
-        was_in_collective = any(_OF_COLLECTIVES.search(file) for file, _, _ in self.frames[:_RAISED_WITHIN])
+        is_cut = _CUT.fullmatch(self.message) is not None and (
+            is_runtime_error or not self.name.endswith("Error")
+        )
+        was_in_collective = any(
+            _OF_COLLECTIVES.search(file) for file, _, _ in self.frames[:_RAISED_WITHIN]
+        )
         if is_cut and was_in_collective:
             return True
         if not _OF_ANY_CONNECTION.search(self.message):
@@ -91,10 +134,15 @@ class Error(NamedTuple):
 
     @property
     def is_of_the_start(self) -> bool:
-        """Whether the rank waited at the start-up: in the rendezvous, at the store, in init_process_group."""
+        """Whether the rank waited at the start-up: in the rendezvous, at the store, in
+        init_process_group.
+        """
         if self.name in _RENDEZVOUS_TYPES or _STARTING.search(self.message):
             return True
-        return any("/torch/distributed/" in file and function in _STARTS for file, _, function in self.frames)
+        return any(
+            "/torch/distributed/" in file and function in _STARTS
+            for file, _, function in self.frames
+        )
 
 
 def frames_in(traceback: str) -> Frames:
@@ -105,14 +153,20 @@ def frames_in(traceback: str) -> Frames:
 class ProcessEnd:
     """What is known of one rank's end; all empty where its trace has none."""
 
-    ordinary: bool = False  # its interpreter came to its end, and no exception is known; or its trace was stopped
+    # Its interpreter came to its end, and no exception is known; or its trace was stopped
+    ordinary: bool = False
     error: str = ""  # the exception that ended it, in one line
     waited: bool = False  # that is one of a collective, which another rank did not come to, or left
     timed_out: bool = False  # likewise, which had lasted too long
     starting: bool = False  # likewise, of the start-up: no process group was there yet
-    terminated: bool = False  # by Ctrl-C, or what a handler of SIGTERM raised: somebody else ended it
-    in_good_order: bool = False  # its interpreter came to its end, and no exception or exit code speaks against it
-    at: float | None = None  # when the exception came, in seconds since the trace's `started`
+    terminated: bool = (
+        False  # by Ctrl-C, or what a handler of SIGTERM raised: somebody else ended it
+    )
+    # Its interpreter came to its end, and no exception or exit code speaks against it
+    in_good_order: bool = False
+    at: float | None = (
+        None  # when the exception came, in seconds since the trace's `started`
+    )
 
     @property
     def own_error(self) -> str:
@@ -140,30 +194,50 @@ def process_end(trace: RankTrace) -> ProcessEnd:
     waited = error.is_of_a_collective
     timed_out = waited and _TIMED_OUT.search(error.line) is not None
     starting = waited and error.is_of_the_start
-    return ProcessEnd(error=error.line, waited=waited, timed_out=timed_out, starting=starting, at=at)
+    return ProcessEnd(
+        error=error.line, waited=waited, timed_out=timed_out, starting=starting, at=at
+    )
 
 
 def ending_failure(trace: RankTrace) -> Raised | None:
-    """The recorded exception that ended this process; None for one after which an encoder was called again."""
+    """The recorded exception that ended this process; None for one after which an encoder was
+    called again.
+    """
     failed = next(reversed(trace.failed), None)
-    if failed is None or any(track.calls.n and track.calls.entered[-1] > failed.t for track in trace.tracks.values()):
+    if failed is None or any(
+        track.calls.n and track.calls.entered[-1] > failed.t
+        for track in trace.tracks.values()
+    ):
         return None
     over = trace.end is not None and not trace.end.error
     return None if trace.stopped or over else failed
 
 
 def error_of(record: Raised) -> Error:
-    """The exception that was raised first: for "Caught ... in DataLoader worker process 0" the worker's own."""
+    """The exception that was raised first: for "Caught ... in DataLoader worker process 0" the
+    worker's own.
+    """
     passed_on = _PASSED_ON.match(record.message)
     for text in (record.message, record.traceback) if passed_on else ():
         lines = text.splitlines()
         frames = [index for index, line in enumerate(lines) if _FRAME.match(line)]
         after = range(frames[-1] + 1, len(lines)) if frames else range(0)
-        if first := next((index for index in after if lines[index].strip(" ^~") and lines[index][0] != " "), None):
+        if first := next(
+            (
+                index
+                for index in after
+                if lines[index].strip(" ^~") and lines[index][0] != " "
+            ),
+            None,
+        ):
             kind, _, message = "\n".join(lines[first:]).partition(": ")
             traceback = "\n".join(lines[: first + 1])
-            return Error(Error(kind.strip(), "").name, message, frames_in(traceback), traceback)
-    return Error(record.type, record.message, frames_in(record.traceback), record.traceback)
+            return Error(
+                Error(kind.strip(), "").name, message, frames_in(traceback), traceback
+            )
+    return Error(
+        record.type, record.message, frames_in(record.traceback), record.traceback
+    )
 
 
 def error_in(line: str) -> Error:

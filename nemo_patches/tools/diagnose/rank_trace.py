@@ -1,7 +1,8 @@
 """One rank's trace in memory: its encoders' calls as columns of numbers, and some records in full.
 
-Memory is bounded, whatever a file holds. A record that does not follow from those before it is left out and counted:
-such a trace is damaged, and its rank is not accused for what may be a gap in the file.
+Memory is bounded, whatever a file holds. A record that does not follow from those before it is left
+out and counted: such a trace is damaged, and its rank is not accused for what may be a gap in the
+file.
 """
 
 from __future__ import annotations
@@ -17,11 +18,20 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.decoder import structs
 from nemo_patches.tracing import records
 
-OUTCOMES = (records.CAME, records.SERVED, records.TIMEOUT, records.UNWAITED, records.LOCAL, records.ENDED)
+OUTCOMES = (
+    records.CAME,
+    records.SERVED,
+    records.TIMEOUT,
+    records.UNWAITED,
+    records.LOCAL,
+    records.ENDED,
+)
 CAME, SERVED, TIMEOUT, UNWAITED, LOCAL, ENDED = range(len(OUTCOMES))
 UNSYNCED = -1  # no length sync has returned
 UNKNOWN = -1  # whether a call is a training call, if its beginning was not read
-OPEN, LEFT, RAISED, BARE = range(4)  # how a call ended; of a bare call only the length sync is recorded
+OPEN, LEFT, RAISED, BARE = range(
+    4
+)  # how a call ended; of a bare call only the length sync is recorded
 
 CUT = "its last line is not whole"
 
@@ -30,11 +40,17 @@ MOST_ENCODERS = 64
 _MOST_KEPT = 256  # exceptions and stall reports each: the first ones and the last
 _LONGEST_KEPT = 4000  # characters of a text, items of a list
 _KEPT = defaultdict(lambda: slice(_LONGEST_KEPT), traceback=slice(-_LONGEST_KEPT, None))
-_BACKWARDS_S = 1.0  # a record may be so much older than the one before, as several threads write
+_BACKWARDS_S = (
+    1.0  # a record may be so much older than the one before, as several threads write
+)
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
 _NEVER = math.nan
-_Header, _Enter, _Sync = structs[records.Header], structs[records.Enter], structs[records.Sync]
+_Header, _Enter, _Sync = (
+    structs[records.Header],
+    structs[records.Enter],
+    structs[records.Sync],
+)
 _Leave, _Raised = structs[records.Leave], structs[records.Raised]
 _Stalled, _End = structs[records.Stalled], structs[records.End]
 _OF_A_CALL = frozenset({_Enter, _Sync, _Leave, _Raised})
@@ -43,7 +59,9 @@ _Kept = TypeVar("_Kept")
 
 
 class Calls:
-    """The calls of one encoder on one rank, oldest first. Times but `entered` are seconds since it; NaN: never."""
+    """The calls of one encoder on one rank, oldest first. Times but `entered` are seconds since it;
+    NaN: never.
+    """
 
     def __init__(self) -> None:
         self.n = array("q")
@@ -77,8 +95,12 @@ class Track:
 
     name: str
     calls: Calls = field(default_factory=Calls)
-    leapt_to: int = 0  # a call number that does not follow; believed once the next record agrees
-    damaged_at: int = -1  # the last call at which the trace is not as a recorder writes it
+    leapt_to: int = (
+        0  # a call number that does not follow; believed once the next record agrees
+    )
+    damaged_at: int = (
+        -1
+    )  # the last call at which the trace is not as a recorder writes it
 
     @property
     def last(self) -> int:
@@ -100,7 +122,9 @@ class RankTrace:
     last_kind: str = ""
     ended: float | None = None
     end: records.End | None = None
-    stopped: str = ""  # why the trace ends while the process goes on; empty if it does not
+    stopped: str = (
+        ""  # why the trace ends while the process goes on; empty if it does not
+    )
     count: int = 0
     bad_lines: int = 0
     odd_records: int = 0  # that do not follow from those before
@@ -110,8 +134,12 @@ class RankTrace:
     cut: bool = False  # its last line is not whole
     gap: str = ""  # why it could not be read to its end
     raised: list[records.Raised] = field(default_factory=list)  # by calls
-    failed: list[records.Raised] = field(default_factory=list)  # that nobody caught, or out of the trainer
-    missing: list[records.Stalled] = field(default_factory=list)  # stall reports on a call
+    failed: list[records.Raised] = field(
+        default_factory=list
+    )  # that nobody caught, or out of the trainer
+    missing: list[records.Stalled] = field(
+        default_factory=list
+    )  # stall reports on a call
     stalled: list[records.Stalled] = field(default_factory=list)  # on the job
 
     @property
@@ -127,7 +155,11 @@ class RankTrace:
     def damage(self) -> str:
         """What is wrong with its file, in words; empty if nothing is."""
         damages = [f"{self.bad_lines} lines are no records"] if self.bad_lines else []
-        damages += [f"{self.odd_records} records do not follow from those before"] if self.odd_records else []
+        damages += (
+            [f"{self.odd_records} records do not follow from those before"]
+            if self.odd_records
+            else []
+        )
         damages += ["lines of another process are in it"] if self.mixed else []
         damages += [CUT] if self.cut else []
         damages += [self.gap] if self.gap else []
@@ -144,12 +176,20 @@ class RankTrace:
             else:
                 self._timed(record)
         self.count += len(batch)
-        kinds = (_DATACLASSES[type(record)].k for record in reversed(batch) if record is not None)
+        kinds = (
+            _DATACLASSES[type(record)].k
+            for record in reversed(batch)
+            if record is not None
+        )
         self.last_kind = next(kinds, self.last_kind)
 
     def _header(self, record: Any) -> None:
         mine = self.header
-        self.mixed |= (record.rank, record.pid, record.started) != (mine.rank, mine.pid, mine.started)
+        self.mixed |= (record.rank, record.pid, record.started) != (
+            mine.rank,
+            mine.pid,
+            mine.started,
+        )
 
     def _timed(self, record: Any) -> None:
         kind = type(record)
@@ -193,8 +233,16 @@ class RankTrace:
             self._synced(track, record, after)
         elif type(record) is _Leave:
             calls.left[-1], calls.ended[-1] = after, LEFT
-            had_sync = len(calls.n) > 1 and calls.ended[-2] == LEFT and calls.outcome[-2] != UNSYNCED
-            if calls.outcome[-1] == UNSYNCED and had_sync and track.damaged_at != calls.n[-2]:
+            had_sync = (
+                len(calls.n) > 1
+                and calls.ended[-2] == LEFT
+                and calls.outcome[-2] != UNSYNCED
+            )
+            if (
+                calls.outcome[-1] == UNSYNCED
+                and had_sync
+                and track.damaged_at != calls.n[-2]
+            ):
                 self._odd(track)  # its line is lost
         else:
             calls.left[-1], calls.ended[-1] = after, RAISED
@@ -210,10 +258,15 @@ class RankTrace:
                 self._odd(track)
                 return
             calls.round[-1] = record.round
-        calls.synced[-1], calls.outcome[-1], calls.waited[-1] = after, code, record.waited
+        calls.synced[-1], calls.outcome[-1], calls.waited[-1] = (
+            after,
+            code,
+            record.waited,
+        )
 
     def _follows(self, number: int) -> bool:
-        """Whether a call may have this round: it issued the next one, or none. A leap counts once the next agrees.
+        """Whether a call may have this round: it issued the next one, or none. A leap counts once
+        the next agrees.
 
         All encoders share the rounds.
         """
@@ -222,22 +275,36 @@ class RankTrace:
         self.round_leapt_to = 0
         anew = number == 1 < before  # under a new process group
         # A trace may begin while a job trains.
-        if before == 0 or number - before in (0, 1) or anew or (leapt and number - leapt in (0, 1)):
+        if (
+            before == 0
+            or number - before in (0, 1)
+            or anew
+            or (leapt and number - leapt in (0, 1))
+        ):
             self.round = number
             return True
         self.round_leapt_to = number
         return False
 
     def _out_of_order(self, track: Track, record: Any) -> None:
-        """Take a record of a call that is not open: lines before it are lost, or it is from another process."""
+        """Take a record of a call that is not open: lines before it are lost, or it is from another
+        process.
+        """
         calls, n, last = track.calls, record.n, track.last
         if type(record) is _Sync and n == last + 1 and not track.is_open:
-            calls.begin(n, UNKNOWN, record.t)  # of a compiled encoder nothing else is recorded
+            calls.begin(
+                n, UNKNOWN, record.t
+            )  # of a compiled encoder nothing else is recorded
             calls.ended[-1] = BARE
             self._within(track, record, 0.0)
             return
         self._odd(track)
-        if n == last and calls.n and calls.ended[-1] == BARE and type(record) is not _Enter:
+        if (
+            n == last
+            and calls.n
+            and calls.ended[-1] == BARE
+            and type(record) is not _Enter
+        ):
             # The call was no bare one: its beginning is lost.
             calls.ended[-1] = OPEN
             self._within(track, record, record.t - calls.entered[-1])
@@ -258,7 +325,9 @@ class RankTrace:
         track.damaged_at = track.last
 
     def _stray(self) -> None:
-        """Count a record that does not follow from those before, and may damage any encoder's calls."""
+        """Count a record that does not follow from those before, and may damage any encoder's
+        calls.
+        """
         self.odd_records += 1
         self._damage_all()
 
@@ -274,7 +343,12 @@ def _keep(kept: list[_Kept], record: _Kept) -> None:
 
 
 def _kept(record: Any) -> Any:
-    """The record as a dataclass of tracing/records.py, with bounded texts and lists; of a traceback the end."""
+    """The record as a dataclass of tracing/records.py, with bounded texts and lists; of a traceback
+    the end.
+    """
     fields = ((name, getattr(record, name)) for name in record.__struct_fields__)
-    bounded = {name: value[_KEPT[name]] if isinstance(value, str | list) else value for name, value in fields}
+    bounded = {
+        name: value[_KEPT[name]] if isinstance(value, str | list) else value
+        for name, value in fields
+    }
     return _DATACLASSES[type(record)](**bounded)

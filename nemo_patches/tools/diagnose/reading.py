@@ -1,4 +1,6 @@
-"""All that lies in files and folders: each file goes to the reader that recognises it; what they tell is joined."""
+"""All that lies in files and folders: each file goes to the reader that recognises it; what they
+tell is joined.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,57 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
 from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
 from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
-from nemo_patches.tools.diagnose.sources import flight_recorder, logs, stacks, stall_reports
+from nemo_patches.tools.diagnose.sources import (
+    flight_recorder,
+    logs,
+    stacks,
+    stall_reports,
+)
 
-_TRACE = re.compile(r"\.jsonl(?:\.\w{1,5})?$")  # also one that somebody has compressed, which folder.py says
-_FOR_OTHER_READERS = (": not a trace", ": a folder; not looked into")  # how folder.py's lines on others' files end
+_TRACE = re.compile(
+    r"\.jsonl(?:\.\w{1,5})?$"
+)  # also one that somebody has compressed, which folder.py says
+_FOR_OTHER_READERS = (
+    ": not a trace",
+    ": a folder; not looked into",
+)  # how folder.py's lines on others' files end
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
-# Code and data may lie beside a job's logs, and some of it looks like evidence. A file that is named itself is read.
-_FOLDERS_OF_CODE = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+# Code and data may lie beside a job's logs, and some of it looks like evidence. A file that is
+# named itself is read.
+_FOLDERS_OF_CODE = frozenset(
+    {"__pycache__", "node_modules", "site-packages", "dist-packages"}
+)
 _NO_EVIDENCE = (
-    *(".py", ".pyi", ".ipynb", ".md", ".rst", ".diff", ".patch", ".sh", ".c", ".cc", ".cpp", ".cu", ".h"),
-    *(".yaml", ".yml", ".toml", ".cfg", ".wav", ".flac", ".mp3", ".tar", ".nemo", ".ckpt", ".pt", ".png", ".svg"),
+    *(
+        ".py",
+        ".pyi",
+        ".ipynb",
+        ".md",
+        ".rst",
+        ".diff",
+        ".patch",
+        ".sh",
+        ".c",
+        ".cc",
+        ".cpp",
+        ".cu",
+        ".h",
+    ),
+    *(
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".cfg",
+        ".wav",
+        ".flac",
+        ".mp3",
+        ".tar",
+        ".nemo",
+        ".ckpt",
+        ".pt",
+        ".png",
+        ".svg",
+    ),
 )
 _OF_RAS = (b"Job summary", b"Communicators...")  # lines of what `ncclras` prints
 _MOST_FILES = 10_000
@@ -38,9 +81,12 @@ class Reader:
     read: Callable[[list[Path], Evidence], None]
 
 
-# A file may be of several kinds: a log may hold stacks. A file that no other reader recognises is a log.
+# A file may be of several kinds: a log may hold stacks. A file that no other reader recognises is a
+# log.
 _READERS = (
-    Reader(stall_reports.KIND, stall_reports.recognises, stall_reports.read),  # before stacks, which see more
+    Reader(
+        stall_reports.KIND, stall_reports.recognises, stall_reports.read
+    ),  # before stacks, which see more
     Reader("stacks", stacks.recognises, stacks.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
 )
@@ -60,13 +106,21 @@ class Found:
 def find(paths: Sequence[Path]) -> Found:
     """Look into files and folders. Raises UnreadableError where there is nothing."""
     found = Found()
-    files = [(path, file) for path in paths for file in _of_the_last_attempt(_files(path, found), found)]
+    files = [
+        (path, file)
+        for path in paths
+        for file in _of_the_last_attempt(_files(path, found), found)
+    ]
     if len(files) > _MOST_FILES:
-        found.problems.append(f"{len(files)} files; only the first {_MOST_FILES} were looked at")
+        found.problems.append(
+            f"{len(files)} files; only the first {_MOST_FILES} were looked at"
+        )
     for path, file in files[:_MOST_FILES]:
         if _TRACE.search(file.name):
             if file == path:
-                raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
+                raise UnreadableError(
+                    f"{path}: it is one rank's trace; give the folder that it is in"
+                )
             found.traces += [file.parent] if file.parent not in found.traces else []
         elif file == path or os.path.isfile(file):  # a pipe in a folder never ends
             _sort_in(file, path, found)
@@ -74,7 +128,9 @@ def find(paths: Sequence[Path]) -> Found:
 
 
 def _sort_in(file: Path, given: Path, found: Found) -> None:
-    """Assign a file to its readers. Raises UnreadableError if it was named itself and is unreadable."""
+    """Assign a file to its readers. Raises UnreadableError if it was named itself and is
+    unreadable.
+    """
     try:
         head = _head(file)
     except OSError as error:
@@ -83,7 +139,9 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
         found.problems.append(safe(f"{file}: {error.strerror}"))
         return
     if all(line in head for line in _OF_RAS):
-        found.problems.append(f"{safe(file.name)}: NCCL RAS output: not read; see `ncclras`")
+        found.problems.append(
+            f"{safe(file.name)}: NCCL RAS output: not read; see `ncclras`"
+        )
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
     if not readers or logs.recognises(str(file), head):
         readers.append(_LOGS)
@@ -92,7 +150,9 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
 
 
 def _files(path: Path, found: Found) -> list[Path]:
-    if path == logs.STANDARD_INPUT or not os.path.isdir(path):  # Path's own raises for a name that is too long
+    if path == logs.STANDARD_INPUT or not os.path.isdir(
+        path
+    ):  # Path's own raises for a name that is too long
         return [path]
 
     def note(error: OSError) -> None:
@@ -100,8 +160,14 @@ def _files(path: Path, found: Found) -> list[Path]:
 
     files = []
     for folder, folders, names in os.walk(path, onerror=note):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in _FOLDERS_OF_CODE]
-        files += [Path(folder, name) for name in names if not name.endswith(_NO_EVIDENCE)]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith(".") and name not in _FOLDERS_OF_CODE
+        ]
+        files += [
+            Path(folder, name) for name in names if not name.endswith(_NO_EVIDENCE)
+        ]
     files.sort()
     if not files:
         raise UnreadableError(f"{path}: {'; '.join(found.problems) or 'it is empty'}")
@@ -111,20 +177,40 @@ def _files(path: Path, found: Found) -> list[Path]:
 def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
     """Leave out the files of earlier attempts, which torchrun --log-dir keeps."""
     attempts = {
-        file: next(((up.parent, int(up.name[8:])) for up in file.parents if _ATTEMPT.fullmatch(up.name)), None)
+        file: next(
+            (
+                (up.parent, int(up.name[8:]))
+                for up in file.parents
+                if _ATTEMPT.fullmatch(up.name)
+            ),
+            None,
+        )
         for file in files
     }
     last: dict[Path, int] = {}
     for folder, number in filter(None, attempts.values()):
         last[folder] = max(number, last.get(folder, 0))
-    for folder, number in sorted({one for one in attempts.values() if one and one[1] < last[one[0]]}):
-        found.earlier.append(safe(f"{folder.name}/attempt_{number}: an earlier attempt, not read; give it to read it"))
-    return [file for file, attempt in attempts.items() if attempt is None or attempt[1] == last[attempt[0]]]
+    for folder, number in sorted(
+        {one for one in attempts.values() if one and one[1] < last[one[0]]}
+    ):
+        found.earlier.append(
+            safe(
+                f"{folder.name}/attempt_{number}: an earlier attempt, not read; give it"
+                " to read it"
+            )
+        )
+    return [
+        file
+        for file, attempt in attempts.items()
+        if attempt is None or attempt[1] == last[attempt[0]]
+    ]
 
 
 def _head(file: Path) -> bytes:
     """The first bytes; none of a pipe (`diagnose <(COMMAND)`), which can be read only once."""
-    if file == logs.STANDARD_INPUT or (os.path.exists(file) and not os.path.isfile(file)):
+    if file == logs.STANDARD_INPUT or (
+        os.path.exists(file) and not os.path.isfile(file)
+    ):
         return b""
     with file.open("rb") as opened:
         return opened.read(_HEAD_BYTES)
@@ -145,14 +231,22 @@ def of_traces(job: TracedJob) -> Evidence:
     """The evidence of a folder of traces, for use beside other evidence."""
     evidence = Evidence()
     report = diagnose(job, evidence)
-    evidence.findings += [one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)]
+    evidence.findings += [
+        one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)
+    ]
     evidence.ranks += report.ranks
     evidence.summary += report.summary
     evidence.problems += of_no_other_reader(report.problems)
     evidence.earlier += report.earlier
     evidence.traces_alone = False
-    if evidence.explained:  # a finding explains who is behind; other sources decide the rest
-        evidence.facts = [fact for fact in evidence.facts if fact.own and not isinstance(fact.value, Call | Motion)]
+    if (
+        evidence.explained
+    ):  # a finding explains who is behind; other sources decide the rest
+        evidence.facts = [
+            fact
+            for fact in evidence.facts
+            if fact.own and not isinstance(fact.value, Call | Motion)
+        ]
         evidence.explained = {}
     return evidence
 
@@ -163,9 +257,13 @@ def of_no_other_reader(problems: Iterable[str]) -> list[str]:
 
 
 def joined(
-    parts: Sequence[tuple[str, Evidence]], problems: Sequence[str] = (), earlier: Sequence[str] = ()
+    parts: Sequence[tuple[str, Evidence]],
+    problems: Sequence[str] = (),
+    earlier: Sequence[str] = (),
 ) -> Evidence:
-    """Join the evidence on one job. A source with another world size than the newest one is listed, not joined."""
+    """Join the evidence on one job. A source with another world size than the newest one is listed,
+    not joined.
+    """
     size = _world_size(parts)
     whole = Evidence(world_size=size, problems=[*problems], earlier=[*earlier])
     for name, part in parts:
@@ -173,17 +271,31 @@ def joined(
         whole.earlier += part.earlier
         whole.looked_for += part.looked_for
         if part.world_size not in (0, size) and part.facts:
-            whole.earlier.append(f"{name}: of a job of {part.world_size} ranks, not of {size}: not taken into account")
+            whole.earlier.append(
+                f"{name}: of a job of {part.world_size} ranks, not of {size}: not taken"
+                " into account"
+            )
             continue
-        taken = {group: f"{group} of {name}" for group in part.groups if group in whole.groups}
+        taken = {
+            group: f"{group} of {name}"
+            for group in part.groups
+            if group in whole.groups
+        }
         whole.facts += [_renamed(fact, taken) for fact in part.facts]
-        whole.groups |= {taken.get(group, group): ranks for group, ranks in part.groups.items()}
-        whole.begins |= {(taken.get(group, group), rank): first for (group, rank), first in part.begins.items()}
+        whole.groups |= {
+            taken.get(group, group): ranks for group, ranks in part.groups.items()
+        }
+        whole.begins |= {
+            (taken.get(group, group), rank): first
+            for (group, rank), first in part.begins.items()
+        }
         whole.findings += part.findings
         whole.saw_a_wait |= part.saw_a_wait
         whole.perhaps_missing |= part.perhaps_missing
         # Of a rank that several sources have, the last one's: a trace's.
-        whole.ranks = list({one.rank: one for one in (*whole.ranks, *part.ranks)}.values())
+        whole.ranks = list(
+            {one.rank: one for one in (*whole.ranks, *part.ranks)}.values()
+        )
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
         whole.patched |= part.patched
@@ -194,10 +306,17 @@ def joined(
 
 
 def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
-    """The world size of the newest source that has one; of sources without times, the one with the most facts."""
+    """The world size of the newest source that has one; of sources without times, the one with the
+    most facts.
+    """
     told = [part for _, part in parts if part.world_size]
     newest = max(
-        told, key=lambda part: (max((fact.at for fact in part.facts), default=0.0), len(part.facts)), default=None
+        told,
+        key=lambda part: (
+            max((fact.at for fact in part.facts), default=0.0),
+            len(part.facts),
+        ),
+        default=None,
     )
     return newest.world_size if newest is not None else 0
 

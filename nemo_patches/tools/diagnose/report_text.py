@@ -7,13 +7,20 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_patches.text import ranges
-from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, Diagnosis, Finding, RankSummary
+from nemo_patches.tools.diagnose.findings import (
+    CRITICAL,
+    NOTE,
+    Diagnosis,
+    Finding,
+    RankSummary,
+)
 
 _MOST_RANKS = 32  # rows of the table
 _WIDEST_HOST = 12  # characters: the table has to fit a terminal of 80
 _LEGEND = (
-    "waited: seconds in length syncs, also in vain; causes: share of all waiting that this rank caused; lag: by how "
-    "many milliseconds it came after the first, the median; last: seconds from its last record until {now}."
+    "waited: seconds in length syncs, also in vain; causes: share of all waiting that"
+    " this rank caused; lag: by how many milliseconds it came after the first, the"
+    " median; last: seconds from its last record until {now}."
 )
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
@@ -24,7 +31,14 @@ def show(report: Diagnosis, console: Console) -> None:
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    say(report.verdict, _COLOURS.get(report.findings[0].severity, "bold yellow") if report.findings else "bold green")
+    say(
+        report.verdict,
+        (
+            _COLOURS.get(report.findings[0].severity, "bold yellow")
+            if report.findings
+            else "bold green"
+        ),
+    )
     if report.next_step:
         say(f"Next: {report.next_step}")
     for line in report.findings[0].evidence if report.findings else ():
@@ -38,7 +52,16 @@ def show(report: Diagnosis, console: Console) -> None:
     say("")
     if report.ranks:  # logs and the like have none
         _show_ranks(report, console)
-        say(_LEGEND.format(now="now, as the job runs" if report.runs else "the newest record of all"), "dim")
+        say(
+            _LEGEND.format(
+                now=(
+                    "now, as the job runs"
+                    if report.runs
+                    else "the newest record of all"
+                )
+            ),
+            "dim",
+        )
     for line in report.summary if report.findings else ():  # else the verdict has it
         say(line)
     for line in report.problems:
@@ -48,28 +71,51 @@ def show(report: Diagnosis, console: Console) -> None:
 
 
 def _title(finding: Finding) -> str:
-    return f"{finding.severity}, follows from {finding.because}" if finding.because else finding.severity
+    return (
+        f"{finding.severity}, follows from {finding.because}"
+        if finding.because
+        else finding.severity
+    )
 
 
 def _show_ranks(report: Diagnosis, console: Console) -> None:
     """A table of the ranks that a finding names, and of as many others as there is room for."""
-    concerned = {rank for finding in report.findings for rank in finding.ranks if len(finding.ranks) < _MOST_RANKS}
-    concerned_first = sorted(report.ranks, key=lambda summary: (summary.rank not in concerned, summary.rank))
+    concerned = {
+        rank
+        for finding in report.findings
+        for rank in finding.ranks
+        if len(finding.ranks) < _MOST_RANKS
+    }
+    concerned_first = sorted(
+        report.ranks, key=lambda summary: (summary.rank not in concerned, summary.rank)
+    )
     shown = sorted(concerned_first[:_MOST_RANKS], key=lambda summary: summary.rank)
     table = Table(box=None, pad_edge=False, header_style="bold")
     has_hosts = len({summary.host for summary in report.ranks}) > 1
     for name in ("rank", "host", "pid") if has_hosts else ("rank", "pid"):
-        table.add_column(name, max_width=_WIDEST_HOST, no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            name, max_width=_WIDEST_HOST, no_wrap=True, overflow="ellipsis"
+        )
     for name in ("calls", "waited", "causes", "lag", "last"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("at the end")
     for summary in shown:
-        table.add_row(*map(Text, _row(summary, has_hosts)), style="bold" if summary.rank in concerned else None)
+        table.add_row(
+            *map(Text, _row(summary, has_hosts)),
+            style="bold" if summary.rank in concerned else None,
+        )
     console.print(table)
-    left_out = sorted({summary.rank for summary in report.ranks} - {summary.rank for summary in shown})
+    left_out = sorted(
+        {summary.rank for summary in report.ranks} - {summary.rank for summary in shown}
+    )
     if left_out:
-        runs = ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges(left_out))
-        console.print(f"and ranks {runs}", markup=False, highlight=False, soft_wrap=True)
+        runs = ", ".join(
+            f"{first}-{last}" if last > first else str(first)
+            for first, last in ranges(left_out)
+        )
+        console.print(
+            f"and ranks {runs}", markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def _row(summary: RankSummary, has_hosts: bool) -> list[str]:

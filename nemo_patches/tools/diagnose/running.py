@@ -1,4 +1,6 @@
-"""A job that runs on this host, with or without nemo_patches: its ranks' stacks and files, judged together."""
+"""A job that runs on this host, with or without nemo_patches: its ranks' stacks and files, judged
+together.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.accounts import GONE_FATES
 from nemo_patches.tools.diagnose.collect import gpus
 from nemo_patches.tools.diagnose.collect.belongings import Belonging
-from nemo_patches.tools.diagnose.collect.host_jobs import LONGER_S, STUCK_AFTER_S, HostJob, look
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    LONGER_S,
+    STUCK_AFTER_S,
+    HostJob,
+    look,
+)
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.facts import Evidence, Fate, Motion, Place
 from nemo_patches.tools.diagnose.findings import Diagnosis
@@ -25,7 +32,9 @@ _MOST_SHOWN = 6
 
 
 def diagnose(
-    ranks: Sequence[HostRank], stuck_after_s: float = STUCK_AFTER_S, also: Sequence[tuple[str, Evidence]] = ()
+    ranks: Sequence[HostRank],
+    stuck_after_s: float = STUCK_AFTER_S,
+    also: Sequence[tuple[str, Evidence]] = (),
 ) -> Diagnosis:
     """Look until the ranks move, or have waited for longer than this; then read the job's files.
 
@@ -42,11 +51,16 @@ def diagnose(
     say.end()
     problems: list[str] = []
     seen = _seen(job)
-    beside = [(name, _of_this_launch(name, part, seen)) for name, part in _beside(job.belongings, problems)]
+    beside = [
+        (name, _of_this_launch(name, part, seen))
+        for name, part in _beside(job.belongings, problems)
+    ]
     evidence = reading.joined([("stacks", seen), *also, *beside], problems)
     evidence.summary += _how(job)
     evidence.runs = True
-    return judge(evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s)
+    return judge(
+        evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s
+    )
 
 
 class _Progress:
@@ -61,14 +75,25 @@ class _Progress:
     def age(self, seen: Evidence) -> None:
         if not self._is_wanted:
             return
-        ages = [fact.value.still_s for fact in seen.facts if isinstance(fact.value, Motion)]
+        ages = [
+            fact.value.still_s for fact in seen.facts if isinstance(fact.value, Motion)
+        ]
         known = [age for age in ages if age is not None]
-        self._say(f"the wait is {min(known):.0f} s old; looking until {self._until_s:.0f} s" if known else "looking")
+        self._say(
+            f"the wait is {min(known):.0f} s old; looking until {self._until_s:.0f} s"
+            if known
+            else "looking"
+        )
 
     def _say(self, text: str) -> None:
         if self._is_wanted:
             found = f"{counted(self._ranks, 'rank')} found"
-            print(f"\r\x1b[K{found}; {text} (Ctrl-C: judge now)", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\x1b[K{found}; {text} (Ctrl-C: judge now)",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def end(self) -> None:
         if self._is_wanted:
@@ -81,37 +106,58 @@ def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
 
 
 def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
-    """Drop a source that reports the end of a rank that runs: a log may begin with earlier launches.
+    """Drop a source that reports the end of a rank that runs: a log may begin with earlier
+    launches.
 
     A rank that hangs while its interpreter ends, after an exception, is no longer in its script.
     """
-    in_script = {fact.rank for fact in seen.facts if isinstance(fact.value, Place) and _is_in_script(fact.value)}
-    ended = [fact for fact in part.facts if fact.rank in in_script and fact.fate_kind in GONE_FATES]
+    in_script = {
+        fact.rank
+        for fact in seen.facts
+        if isinstance(fact.value, Place) and _is_in_script(fact.value)
+    }
+    ended = [
+        fact
+        for fact in part.facts
+        if fact.rank in in_script and fact.fate_kind in GONE_FATES
+    ]
     if not ended:
         return part
     first = ended[0]
     assert isinstance(first.value, Fate)
-    text = f"{name}: by {first.cite} rank {first.rank} {first.value.kind}, and it runs: told is of an earlier launch, "
+    text = (
+        f"{name}: by {first.cite} rank {first.rank} {first.value.kind}, and it runs:"
+        " told is of an earlier launch, "
+    )
     text += "or of an exception that was caught; not taken into account"
     return Evidence(earlier=[*part.earlier, safe(text)], problems=part.problems)
 
 
 def _is_in_script(place: Place) -> bool:
-    return bool(place.way) and place.way[0].startswith(("<module>", "_bootstrap", "_run_module_as_main"))
+    return bool(place.way) and place.way[0].startswith(
+        ("<module>", "_bootstrap", "_run_module_as_main")
+    )
 
 
 def _seen(job: HostJob) -> Evidence:
-    return Evidence(stacks.of_samples(job), world_size=max(one.rank.world_size for one in job.ranks))
+    return Evidence(
+        stacks.of_samples(job), world_size=max(one.rank.world_size for one in job.ranks)
+    )
 
 
-def _beside(belongings: Sequence[Belonging], problems: list[str]) -> list[tuple[str, Evidence]]:
+def _beside(
+    belongings: Sequence[Belonging], problems: list[str]
+) -> list[tuple[str, Evidence]]:
     """The evidence of each file and folder; one that cannot be read is listed as a problem."""
     parts: list[tuple[str, Evidence]] = []
     for one in belongings:
         try:
             found = reading.find([Path(one.path)])
             parts += reading.read(found)
-            parts += [("traces", reading.of_traces(once(folder)[0])) for folder in found.traces]
+            parts += [
+                ("traces", reading.of_traces(once(folder)[0]))
+                for folder in found.traces
+            ]
         except (UnreadableError, OSError) as error:
             problems.append(safe(f"{one.kind} {one.path}: {error}"))
     return parts
@@ -123,6 +169,8 @@ def _how(job: HostJob) -> list[str]:
     lines = [f"{ranks} on {job.host}, looked at twice; found by {by}."]
     lines += map(safe, gpus.of_ranks(one.rank for one in job.ranks))
     if job.belongings:
-        also = "; ".join(f"{one.kind} {safe(one.path)}" for one in job.belongings[:_MOST_SHOWN])
+        also = "; ".join(
+            f"{one.kind} {safe(one.path)}" for one in job.belongings[:_MOST_SHOWN]
+        )
         lines.append(f"Also there: {also}.")
     return lines

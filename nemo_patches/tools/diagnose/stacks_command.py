@@ -11,7 +11,15 @@ from nemo_patches.tools import counted
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.accounts import Account, accounts_of
 from nemo_patches.tools.diagnose.collect import gpus
-from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, jobs_here, look, pids_in
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    FORMAT,
+    WHAT,
+    HostFile,
+    HostJob,
+    jobs_here,
+    look,
+    pids_in,
+)
 from nemo_patches.tools.diagnose.collect.samples import NO_PY_SPY, py_spy
 from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.running import is_told
@@ -21,13 +29,21 @@ _MOST_RANKS = 64  # that are printed of a job; --json has all
 
 
 def run(json: bool, pids: str, folder: Path | None) -> int:
-    """Print it, and return the exit code: 2 where no stack could be read. Raises NothingToLookAtError."""
-    jobs = [look(ranks, is_told) for ranks in jobs_here(str(folder or ""), pids_in(pids))]
+    """Print it, and return the exit code: 2 where no stack could be read. Raises
+    NothingToLookAtError.
+    """
+    jobs = [
+        look(ranks, is_told) for ranks in jobs_here(str(folder or ""), pids_in(pids))
+    ]
     is_read = any(one.samples[-1].threads for job in jobs for one in job.ranks)
     if json:
         print(HostFile(WHAT, FORMAT, tuple(jobs)).as_json())
         if not is_read:
-            print(f"nemo-patches stacks: no stack could be read: {jobs[0].ranks[0].samples[-1].error}", file=sys.stderr)
+            print(
+                "nemo-patches stacks: no stack could be read:"
+                f" {jobs[0].ranks[0].samples[-1].error}",
+                file=sys.stderr,
+            )
         return 0 if is_read else 2
     for job in jobs:
         print("\n".join(_lines(job)))
@@ -55,7 +71,11 @@ def _lines(job: HostJob) -> Iterator[str]:
 
 def _of_rank(account: Account) -> Iterator[str]:
     fate, place, pid = account.fate, account.place, account.member.pid
-    told = [] if fate.kind in ("", fates.RUNS) else [": ".join(filter(None, (fate.kind, fate.text)))]
+    told = (
+        []
+        if fate.kind in ("", fates.RUNS)
+        else [": ".join(filter(None, (fate.kind, fate.text)))]
+    )
     told += [f"waits in {place.seat}"] if place.collective else []
     told += [f"in {safe(place.where)}"] if place.where else []
     told += [f"{name} = {value}" for name, value in list(place.counters.items())[:4]]
@@ -63,6 +83,9 @@ def _of_rank(account: Account) -> Iterator[str]:
         told.append(f"moved: {account.motion.by}")
     elif account.still_s is not None:
         told.append(f"has not moved for {account.still_s:.0f} s")
-    yield f"  rank {account.rank}{f' (pid {pid})' if pid else ''}: {safe('; '.join(told))}"
+    yield (
+        f"  rank {account.rank}{f' (pid {pid})' if pid else ''}:"
+        f" {safe('; '.join(told))}"
+    )
     for detail in place.details:
         yield f"    {safe(detail)}"

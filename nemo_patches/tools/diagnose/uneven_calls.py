@@ -1,4 +1,6 @@
-"""Rows of training or evaluation calls that are longer on some ranks: fewer batches, or an evaluation elsewhere."""
+"""Rows of training or evaluation calls that are longer on some ranks: fewer batches, or an
+evaluation elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.rank_trace import Track
 
 _NEXT_STEPS = {  # by whether they are training calls
-    False: "Make the number of evaluation batches equal on all ranks (DistributedSampler, drop_last, or streams of "
-    "equal length). nemo_patches lets training go on; a metric that is gathered from all ranks may still wait.",
-    True: "Make the number of training batches equal on all ranks (drop_last, DistributedSampler, "
-    "limit_train_batches), and have all ranks evaluate after the same step: the gradients' all-reduce waits for the "
-    "rank that has fewer, and nothing can help it.",
+    False: (
+        "Make the number of evaluation batches equal on all ranks (DistributedSampler,"
+        " drop_last, or streams of equal length). nemo_patches lets training go on; a"
+        " metric that is gathered from all ranks may still wait."
+    ),
+    True: (
+        "Make the number of training batches equal on all ranks (drop_last,"
+        " DistributedSampler, limit_train_batches), and have all ranks evaluate after"
+        " the same step: the gradients' all-reduce waits for the rank that has fewer,"
+        " and nothing can help it."
+    ),
 }
 
 
@@ -39,21 +47,32 @@ class UnevenRow:
 
 
 def uneven_rows(case: Case) -> list[UnevenRow]:
-    """Of ranks whose traces are whole, up to the first uneven row of training calls: later rows are unlike."""
+    """Of ranks whose traces are whole, up to the first uneven row of training calls: later rows are
+    unlike.
+    """
     whole = {
         rank: track
         for rank, track in case.tracks.items()
-        if track.calls.n and track.calls.n[0] == 1 and track.damaged_at < 0 and not case.job.traces[rank].damage
+        if track.calls.n
+        and track.calls.n[0] == 1
+        and track.damaged_at < 0
+        and not case.job.traces[rank].damage
     }
     rows = {rank: _rows_of(track) for rank, track in whole.items()}
     # Traces that begin while a job trains may not begin at the same call.
     if len({track.calls.round[0] for track in whole.values()}) != 1:
         return []
-    all_ended = len(case.endings) == case.job.world_size and all(map(_came_to_its_end, case.endings.values()))
+    all_ended = len(case.endings) == case.job.world_size and all(
+        map(_came_to_its_end, case.endings.values())
+    )
     uneven: list[UnevenRow] = []
     before = dict.fromkeys(rows, 0)
     for number in range(max(map(len, rows.values()))):
-        there = {rank: of_rank[number] for rank, of_rank in rows.items() if number < len(of_rank)}
+        there = {
+            rank: of_rank[number]
+            for rank, of_rank in rows.items()
+            if number < len(of_rank)
+        }
         if len({training for training, _ in there.values()}) != 1:
             break
         ended = {
@@ -64,7 +83,9 @@ def uneven_rows(case: Case) -> list[UnevenRow]:
         fewest = min(ended.values(), default=0)
         more = frozenset(rank for rank, (_, length) in there.items() if length > fewest)
         if ended and more:
-            fewer = frozenset(rank for rank, length in ended.items() if length == fewest)
+            fewer = frozenset(
+                rank for rank, length in ended.items() if length == fewest
+            )
             training = next(iter(there.values()))[0]
             is_last = all(number + 1 == len(rows[rank]) for rank in fewer)
             call = before[min(more)] + fewest + 1
@@ -81,15 +102,22 @@ def uneven_calls(case: Case, rows: list[UnevenRow], explains: bool) -> Finding:
     first = rows[0]
     kind = "training" if first.training else "evaluation"
     more, fewer = named(sorted(first.more)), named(sorted(first.fewer))
-    # Of two ranks the one whose batches ended first; where that one evaluates, the other one may as well be wrong.
+    # Of two ranks the one whose batches ended first; where that one evaluates, the other one may as
+    # well be wrong.
     names_fewer = len(first.fewer) < len(first.more) + first.training
     ranks = first.fewer if names_fewer else first.more
     text = f"{more} made more {kind} calls than {fewer}"
     if names_fewer:
         text = f"{fewer} made fewer {kind} calls than {more}"
     if first.training and not first.is_last:
-        turned = f"{fewer} went on to evaluation after {first.length} training calls in a row"
-        text = f"{turned}, where {more} made more (fewer batches, or an evaluation at another step)"
+        turned = (
+            f"{fewer} went on to evaluation after {first.length} training calls in"
+            " a row"
+        )
+        text = (
+            f"{turned}, where {more} made more (fewer batches, or an evaluation at"
+            " another step)"
+        )
         if len(first.fewer) == len(first.more):
             ranks = frozenset()
     times = f", {len(rows)} times" if len(rows) > 1 else ""
@@ -101,7 +129,10 @@ def uneven_calls(case: Case, rows: list[UnevenRow], explains: bool) -> Finding:
         _NEXT_STEPS[first.training],
         case.name,
         first.call,
-        evidence=tuple(f"{kind} call {row.call}: only on {named(sorted(row.more))}" for row in rows[:4]),
+        evidence=tuple(
+            f"{kind} call {row.call}: only on {named(sorted(row.more))}"
+            for row in rows[:4]
+        ),
     )
 
 
@@ -114,4 +145,6 @@ def _rows_of(track: Track) -> list[tuple[bool, int]]:
 
 
 def _came_to_its_end(ending: Ending) -> bool:
-    return ending.ended and not (ending.raised or ending.sync_ended or ending.in_vain or ending.process.error)
+    return ending.ended and not (
+        ending.raised or ending.sync_ended or ending.in_vain or ending.process.error
+    )

@@ -1,4 +1,6 @@
-"""Which tests and loops of a function depend on what is in this rank's batch, by a walk over its assignments."""
+"""Which tests and loops of a function depend on what is in this rank's batch, by a walk over its
+assignments.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ _PRESENCE = (*IDENTITIES, ast.In, ast.NotIn)
 
 
 class Level(IntEnum):
-    """How surely a value differs between ranks: SHARED is the same on all, DATA comes from the batch, READ_OFF is read
-    off its contents or shape. An argument of another name is UNKNOWN, and no more than that."""
+    """How surely a value differs between ranks: SHARED is the same on all, DATA comes from the
+    batch, READ_OFF is read off its contents or shape. An argument of another name is UNKNOWN, and
+    no more than that."""
 
     SHARED = 0
     UNKNOWN = 1
@@ -36,30 +39,26 @@ class Level(IntEnum):
     READ_OFF = 3
 
 
-_DATA_WORDS = words(
-    """
+_DATA_WORDS = words("""
     audio audios batch batches chunks data example examples feats features images input inputs
     items labels len length lengths lens logits losses loss mel metrics mels output outputs outs
     preds predictions sample samples segments signal signals spec target targets tokens
     transcripts wav wavs waveform waveforms x xs y results
-    """
-)
-_OTHER_WORDS = words(
-    """
+    """)
+_OTHER_WORDS = words("""
     by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min
     mode name nb num path scale size step type weight weights use with is has return no
-    """
-)
+    """)
 _BATCHES = words("batch batches data sample samples")
 _LOADER_WORDS = words("batches dataloader dataset dl loader loaders")
 _PLAIN_TYPES = words("bool float int str")
-_READ_OFF = words(
-    """
+_READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
-    """
-)
-_OF_FILES = words("exists is_dir is_file isdir isfile listdir")  # other hosts may have others
+    """)
+_OF_FILES = words(
+    "exists is_dir is_file isdir isfile listdir"
+)  # other hosts may have others
 _OF_PROCESS = (
     "datetime.now",
     "monotonic",
@@ -69,22 +68,22 @@ _OF_PROCESS = (
     "time.time",
     "torch.rand",
 )
-_STRUCTURE = words("callable dim getattr hasattr id is_floating_point isinstance issubclass type")
+_STRUCTURE = words(
+    "callable dim getattr hasattr id is_floating_point isinstance issubclass type"
+)
 _STRUCTURE_ATTRIBUTES = words(
-    "device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim requires_grad training"
+    "device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim"
+    " requires_grad training"
 )
-_AGREED = words(
-    """
-    across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist distributed
+_AGREED = words("""
+    across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist
+    distributed
     gather gathered rank ranks reduce reduced sync synced synchronize world
-    """
-)
-_OF_MODEL = words(
-    """
+    """)
+_OF_MODEL = words("""
     bias buf buffer buffers grad gradient gradients grads model module norm optimizer p param
     parameters params state weights
-    """
-)
+    """)
 _OF_GRADIENTS = words("grad grads gradient gradients")
 _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
@@ -96,9 +95,9 @@ _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split v
 
 @dataclass
 class DataFlow:
-    """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether it is one of a helper
-    that decides by its arguments; accumulated: attributes that batches are added to; on_several: the tests that are
-    decided where there are several ranks.
+    """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether
+    it is one of a helper that decides by its arguments; accumulated: attributes that batches are
+    added to; on_several: the tests that are decided where there are several ranks.
 
     tests: those that depend on this rank's data, and the branch or the loop of each.
     """
@@ -108,12 +107,18 @@ class DataFlow:
     accumulated: frozenset[str] = frozenset()
     on_several: Mapping[int, bool | str] = field(default_factory=dict)
     tests: list[Test] = field(default_factory=list)
-    named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)  # calls, with what of the batch is in the name
+    named: list[tuple[ast.Call, ast.expr]] = field(
+        default_factory=list
+    )  # calls, with what of the batch is in the name
     _levels: dict[str, Level] = field(default_factory=dict)
     _agreed: set[str] = field(default_factory=set)
     _optional: set[str] = field(default_factory=set)  # arguments that may be None
-    _turns_of: dict[str, Level] = field(default_factory=dict)  # lists whose length is known better than what is in them
-    _gradients: set[str] = field(default_factory=set)  # names of what a parameter has for a gradient
+    _turns_of: dict[str, Level] = field(
+        default_factory=dict
+    )  # lists whose length is known better than what is in them
+    _gradients: set[str] = field(
+        default_factory=set
+    )  # names of what a parameter has for a gradient
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
     def walk(self, function: ast.FunctionDef | ast.Module) -> None:
@@ -126,15 +131,34 @@ class DataFlow:
         plain = [*arguments.posonlyargs, *arguments.args]
         missing: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
         defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
-        for argument, default in zip((*plain, *arguments.kwonlyargs), defaults, strict=True):
-            types = {dotted(each) for each in ast.walk(argument.annotation)} if argument.annotation else set[str]()
+        for argument, default in zip(
+            (*plain, *arguments.kwonlyargs), defaults, strict=True
+        ):
+            types = (
+                {dotted(each) for each in ast.walk(argument.annotation)}
+                if argument.annotation
+                else set[str]()
+            )
             constant = isinstance(default, ast.Constant) and default.value is not None
-            of_model = _words(argument.arg) & _OF_MODEL  # gradients are the same on all ranks after backward
-            if argument.arg in ("self", "cls") or constant or types & _PLAIN_TYPES or of_model:
+            of_model = (
+                _words(argument.arg) & _OF_MODEL
+            )  # gradients are the same on all ranks after backward
+            if (
+                argument.arg in ("self", "cls")
+                or constant
+                or types & _PLAIN_TYPES
+                or of_model
+            ):
                 self._levels[argument.arg] = Level.SHARED
             else:
-                self._levels[argument.arg] = Level.DATA if _sounds_like_data(argument.arg) else Level.UNKNOWN
-            if isinstance(default, ast.Constant) and default.value is None and self._levels[argument.arg] == Level.DATA:
+                self._levels[argument.arg] = (
+                    Level.DATA if _sounds_like_data(argument.arg) else Level.UNKNOWN
+                )
+            if (
+                isinstance(default, ast.Constant)
+                and default.value is None
+                and self._levels[argument.arg] == Level.DATA
+            ):
                 self._optional.add(argument.arg)
 
     # --- statements
@@ -152,7 +176,10 @@ class DataFlow:
                 self._assign(target, statement.value)
         elif isinstance(statement, ast.AugAssign):
             self._expression(statement.value)
-            self._set(statement.target, max(self.level(statement.target), self.level(statement.value)))
+            self._set(
+                statement.target,
+                max(self.level(statement.target), self.level(statement.value)),
+            )
         elif isinstance(statement, ast.If):
             self._if(statement)
         elif isinstance(statement, (ast.While, ast.For)):
@@ -187,14 +214,20 @@ class DataFlow:
         self._test(statement, statement.test)
         outer = self._chosen
         self._chosen = outer or self.is_data(statement.test)
-        at_times = any(nodes(statement.test, ast.Mod))  # every n steps: then they have not agreed on the others
+        at_times = any(
+            nodes(statement.test, ast.Mod)
+        )  # every n steps: then they have not agreed on the others
         self._branches([statement.body, statement.orelse], agreeing=not at_times)
-        left = any(isinstance(each, (ast.Continue, ast.Break)) for each in statement.body)
+        left = any(
+            isinstance(each, (ast.Continue, ast.Break)) for each in statement.body
+        )
         if not left:  # or else what follows in this turn is chosen, too
             self._chosen = outer
         return None
 
-    def _branches(self, blocks: Iterable[Iterable[ast.stmt]], *, agreeing: bool = True) -> None:
+    def _branches(
+        self, blocks: Iterable[Iterable[ast.stmt]], *, agreeing: bool = True
+    ) -> None:
         """agreeing: whether what ranks agree on in a block is agreed on behind it."""
         before = self._levels
         agreed = self._agreed
@@ -204,18 +237,25 @@ class DataFlow:
             self._levels = dict(before)
             self._agreed = set(agreed)
             self._block(block)
-            made = {name for name, level in self._levels.items() if level < before.get(name, Level.SHARED)}
+            made = {
+                name
+                for name, level in self._levels.items()
+                if level < before.get(name, Level.SHARED)
+            }
             if agreeing and self._agreed - agreed:
                 agreed_after |= self._agreed | made
             for name, level in self._levels.items():
                 after[name] = max(level, after.get(name, Level.SHARED))
-        # What a process group has agreed on is the same on all ranks; without a group there are no others.
+        # What a process group has agreed on is the same on all ranks; without a group there are no
+        # others.
         self._levels = after | dict.fromkeys(agreed_after, Level.SHARED)
         self._agreed = agreed_after
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
-            same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts)
+            same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(
+                target.elts
+            )
             values = value.elts if same else [value] * len(target.elts)  # type: ignore[attr-defined]
             for inner, its in zip(target.elts, values, strict=True):
                 self._assign(inner, its)
@@ -225,7 +265,10 @@ class DataFlow:
             if self._is_gradient(value):
                 self._gradients.add(target.id)
             self._turns_of.pop(target.id, None)
-            if isinstance(value, (ast.List, ast.ListComp, ast.Call)) and (turns := self._turns(value)) < level:
+            if (
+                isinstance(value, (ast.List, ast.ListComp, ast.Call))
+                and (turns := self._turns(value)) < level
+            ):
                 self._turns_of[target.id] = turns
         drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
         if drawn and _sounds_like_data(dotted(target)):
@@ -249,12 +292,18 @@ class DataFlow:
         """Set the levels of a loop's variables."""
         if isinstance(iterated, ast.Call) and iterated.args:
             name = last_part(dotted(iterated.func))
-            if name == "enumerate" and isinstance(target, ast.Tuple) and len(target.elts) == 2:
+            if (
+                name == "enumerate"
+                and isinstance(target, ast.Tuple)
+                and len(target.elts) == 2
+            ):
                 self._set(target.elts[0], Level.SHARED)
                 return self._draw(target.elts[1], iterated.args[0])
             if name in _PASSED_ON:
                 return self._draw(target, iterated.args[0])
-        if isinstance(iterated, ast.Call) and dotted(iterated.func).endswith((".items", ".keys")):
+        if isinstance(iterated, ast.Call) and dotted(iterated.func).endswith(
+            (".items", ".keys")
+        ):
             key, *values = (isinstance(target, ast.Tuple) and target.elts) or [target]
             self._set(key, Level.SHARED)  # which keys there are is the data set's
             for value in values:
@@ -278,7 +327,9 @@ class DataFlow:
             return Level.SHARED
         if isinstance(iterated, ast.Name) and iterated.id in self._turns_of:
             return self._turns_of[iterated.id]
-        if isinstance(iterated, ast.ListComp) and not any(each.ifs for each in iterated.generators):
+        if isinstance(iterated, ast.ListComp) and not any(
+            each.ifs for each in iterated.generators
+        ):
             return max(self._turns(each.iter) for each in iterated.generators)
         if isinstance(iterated, ast.Call):
             name = last_part(dotted(iterated.func))
@@ -304,13 +355,29 @@ class DataFlow:
             elif isinstance(inner, COMPREHENSIONS):
                 for each in inner.generators:
                     self._loop(each, each.target, each.iter)
-            elif isinstance(inner, ast.Call) and inner.args and isinstance(inner.args[0], ast.JoinedStr):
-                parts = [each.value for each in inner.args[0].values if isinstance(each, ast.FormattedValue)]
-                self.named += [(inner, part) for part in parts if self._of_batch(part)][:1]
-            elif isinstance(inner, ast.Call) and (self.agrees(inner) or (alone and _sounds_agreed(inner))):
+            elif (
+                isinstance(inner, ast.Call)
+                and inner.args
+                and isinstance(inner.args[0], ast.JoinedStr)
+            ):
+                parts = [
+                    each.value
+                    for each in inner.args[0].values
+                    if isinstance(each, ast.FormattedValue)
+                ]
+                self.named += [(inner, part) for part in parts if self._of_batch(part)][
+                    :1
+                ]
+            elif isinstance(inner, ast.Call) and (
+                self.agrees(inner) or (alone and _sounds_agreed(inner))
+            ):
                 for argument in inner.args:
                     self._agree(argument)
-            elif self._chosen and isinstance(inner, ast.Call) and dotted(inner.func).endswith(_ADDING):
+            elif (
+                self._chosen
+                and isinstance(inner, ast.Call)
+                and dotted(inner.func).endswith(_ADDING)
+            ):
                 owner = dotted(inner.func).rpartition(".")[0]
                 self._levels[owner] = Level.READ_OFF
                 self._turns_of.pop(owner, None)
@@ -336,48 +403,77 @@ class DataFlow:
             return Level.SHARED
         if isinstance(node, ast.Call):
             return self._call(node)
-        if isinstance(node, ast.DictComp) and any(self.is_data(test) for each in node.generators for test in each.ifs):
+        if isinstance(node, ast.DictComp) and any(
+            self.is_data(test) for each in node.generators for test in each.ifs
+        ):
             return Level.READ_OFF
-        if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):  # which keys a batch has is the data set's
+        if isinstance(
+            node, (ast.Constant, ast.Lambda, ast.DictComp)
+        ):  # which keys a batch has is the data set's
             return Level.SHARED
         if isinstance(node, ast.Compare):
             presence = all(isinstance(each, _PRESENCE) for each in node.ops)
-            if presence and not self._asks_for_batch(node) and not self._asks_for_gradient(node):
+            if (
+                presence
+                and not self._asks_for_batch(node)
+                and not self._asks_for_gradient(node)
+            ):
                 return Level.SHARED
-            return Level.READ_OFF if self.is_data(node) else max(map(self.level, (node.left, *node.comparators)))
+            return (
+                Level.READ_OFF
+                if self.is_data(node)
+                else max(map(self.level, (node.left, *node.comparators)))
+            )
         if isinstance(node, ast.Subscript):
-            of_model = isinstance(node.slice, ast.Constant) and _words(str(node.slice.value)) & _OF_MODEL
+            of_model = (
+                isinstance(node.slice, ast.Constant)
+                and _words(str(node.slice.value)) & _OF_MODEL
+            )
             return Level.SHARED if of_model else self.level(node.value)
         if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
             levels = [self.level(each.iter) for each in node.generators]
             for each in node.generators:
                 self._draw(each.target, each.iter)
             tests = [test for each in node.generators for test in each.ifs]
-            chosen = (tests and max(levels) >= Level.DATA) or any(map(self.is_data, tests))
+            chosen = (tests and max(levels) >= Level.DATA) or any(
+                map(self.is_data, tests)
+            )
             return Level.READ_OFF if chosen else max(*levels, self.level(node.elt))
         if isinstance(node, ast.IfExp):
             decided = self.on_several.get(id(node))
             if isinstance(decided, bool):
                 return self.level(node.body if decided else node.orelse)
             return max(self.level(node.body), self.level(node.orelse))
-        children = (child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr))
+        children = (
+            child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)
+        )
         return max(map(self.level, children), default=Level.SHARED)
 
     def _call(self, node: ast.Call) -> Level:
         name = dotted(node.func)
         last = last_part(name)
-        if self.agrees(node) or last in _STRUCTURE or _sounds_agreed(node) or _words(last) & _OF_GRADIENTS:
+        if (
+            self.agrees(node)
+            or last in _STRUCTURE
+            or _sounds_agreed(node)
+            or _words(last) & _OF_GRADIENTS
+        ):
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
-        if name == "filter" and isinstance(node.args[0], ast.Lambda) and self.is_data(node.args[0].body):
+        if (
+            name == "filter"
+            and isinstance(node.args[0], ast.Lambda)
+            and self.is_data(node.args[0].body)
+        ):
             return Level.READ_OFF
         if last == "len" and node.args and last_part(dotted(node.args[0])) == "shape":
             return Level.SHARED  # the number of dimensions
         owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         values = [*owner, *node.args, *(keyword.value for keyword in node.keywords)]
         level = max(map(self.level, values), default=Level.SHARED)
-        # len(losses) is read off a batch, len(parameters) need not be; an argument with a method .any() is a tensor.
+        # len(losses) is read off a batch, len(parameters) need not be; an argument with a method
+        # .any() is a tensor.
         enough = Level.DATA if isinstance(node.func, ast.Name) else Level.UNKNOWN
         return Level.READ_OFF if last in _READ_OFF and level >= enough else level
 
@@ -387,7 +483,9 @@ class DataFlow:
             self.tests.append((test, node))
 
     def is_data(self, test: ast.expr) -> bool:
-        """Whether what a test says depends on what is in the batch, and not only on whether it has something."""
+        """Whether what a test says depends on what is in the batch, and not only on whether it has
+        something.
+        """
         if isinstance(test, ast.BoolOp):
             return any(map(self.is_data, test.values))
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -406,7 +504,11 @@ class DataFlow:
             return level == Level.DATA and (bool(plausible) or self.decides(test))
         if isinstance(test, ast.Name) and test.id in self._optional:
             return False  # whether it was given
-        return level == Level.DATA and isinstance(test, (ast.Name, ast.Attribute)) and _sounds_like_data(dotted(test))
+        return (
+            level == Level.DATA
+            and isinstance(test, (ast.Name, ast.Attribute))
+            and _sounds_like_data(dotted(test))
+        )
 
     def _of_batch(self, node: ast.expr) -> bool:
         """Whether a text is taken from the batch itself."""
@@ -414,19 +516,32 @@ class DataFlow:
         return not names.isdisjoint(_BATCHES) and self.level(node) >= Level.DATA
 
     def _asks_for_batch(self, test: ast.Compare) -> bool:
-        """Whether it asks if there is a batch at all: a collate function may have dropped all of its samples."""
-        batch = isinstance(test.left, ast.Name) and test.left.id in _BATCHES and test.left.id not in self._optional
+        """Whether it asks if there is a batch at all: a collate function may have dropped all of
+        its samples.
+        """
+        batch = (
+            isinstance(test.left, ast.Name)
+            and test.left.id in _BATCHES
+            and test.left.id not in self._optional
+        )
         return batch and _with_none(test) and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
         if isinstance(node, ast.NamedExpr):
             return self._is_gradient(node.value)
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
-            return any(isinstance(each, ast.Constant) and each.value == "grad" for each in node.args)
-        return dotted(node).endswith(".grad") or (isinstance(node, ast.Name) and node.id in self._gradients)
+            return any(
+                isinstance(each, ast.Constant) and each.value == "grad"
+                for each in node.args
+            )
+        return dotted(node).endswith(".grad") or (
+            isinstance(node, ast.Name) and node.id in self._gradients
+        )
 
     def _asks_for_gradient(self, test: ast.Compare) -> bool:
-        """Whether it asks if a parameter has a gradient: without one is what a rank's batch does not use."""
+        """Whether it asks if a parameter has a gradient: without one is what a rank's batch does
+        not use.
+        """
         return self._is_gradient(test.left) and _with_none(test)
 
     def _compares_data(self, test: ast.Compare) -> bool:
@@ -435,13 +550,20 @@ class DataFlow:
         if any(isinstance(each, _PRESENCE) for each in test.ops):
             return False
         sides = (test.left, *test.comparators)
-        if any(_is_text(each) or _shape_of_feature(each) for each in sides) or _counts_fields(sides):
+        if any(
+            _is_text(each) or _shape_of_feature(each) for each in sides
+        ) or _counts_fields(sides):
             return False
         levels = [self.level(each) for each in sides]
-        itself = ast.unparse(test.left) == ast.unparse(test.comparators[0]) and Level.DATA in levels  # NaN
+        itself = (
+            ast.unparse(test.left) == ast.unparse(test.comparators[0])
+            and Level.DATA in levels
+        )  # NaN
         if Level.READ_OFF in levels or itself:
             return True
-        ordering = any(isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in test.ops)
+        ordering = any(
+            isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in test.ops
+        )
         return ordering and Level.DATA in levels
 
 
@@ -464,7 +586,10 @@ def _sounds_agreed(call: ast.Call) -> bool:
 
 
 def _with_none(test: ast.Compare) -> bool:
-    return isinstance(test.comparators[0], ast.Constant) and test.comparators[0].value is None
+    return (
+        isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value is None
+    )
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -473,18 +598,36 @@ def _is_text(node: ast.expr) -> bool:
 
 def _counts_fields(sides: Sequence[ast.expr]) -> bool:
     """Whether it asks how many tensors a batch has, and not how many samples: `len(batch) > 4`."""
-    counts = [each for each in sides if isinstance(each, ast.Call) and dotted(each.func) == "len" and each.args]
-    numbers = [each.value for each in sides if isinstance(each, ast.Constant) and isinstance(each.value, int)]
-    return bool(counts) and isinstance(counts[0].args[0], ast.Name) and any(number > 1 for number in numbers)
+    counts = [
+        each
+        for each in sides
+        if isinstance(each, ast.Call) and dotted(each.func) == "len" and each.args
+    ]
+    numbers = [
+        each.value
+        for each in sides
+        if isinstance(each, ast.Constant) and isinstance(each.value, int)
+    ]
+    return (
+        bool(counts)
+        and isinstance(counts[0].args[0], ast.Name)
+        and any(number > 1 for number in numbers)
+    )
 
 
 def _shape_of_feature(node: ast.expr) -> bool:
-    """Whether it is the number of features, which is the model's: `x.shape[-1]`; or a shape as a whole."""
+    """Whether it is the number of features, which is the model's: `x.shape[-1]`; or a shape as a
+    whole.
+    """
     if isinstance(node, ast.Attribute) and node.attr == "shape":
         return True
     if isinstance(node, ast.Subscript) and dotted(node.value).endswith(".shape"):
         return isinstance(node.slice, ast.UnaryOp)
-    last = isinstance(node, ast.Call) and dotted(node.func).endswith(".size") and bool(node.args)
+    last = (
+        isinstance(node, ast.Call)
+        and dotted(node.func).endswith(".size")
+        and bool(node.args)
+    )
     return last and isinstance(node.args[0], ast.UnaryOp)  # type: ignore[attr-defined]
 
 

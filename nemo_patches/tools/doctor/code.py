@@ -1,4 +1,6 @@
-"""A model's own code beside the installed NeMo's, by the syntax trees; nothing is imported or run."""
+"""A model's own code beside the installed NeMo's, by the syntax trees; nothing is imported or
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,18 @@ from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
-_OF_ANY_MODULE = words(
-    """
+_OF_ANY_MODULE = words("""
     __init__ disabled_deployment_input_names disabled_deployment_output_names forward freeze
     input_example input_types output_types reset_parameters restore_from save_to unfreeze
-    """
-)
+    """)
 _FEWEST_COPIED = 2  # methods that no other class has
 
 
-_ENCODERS = [target for target in TARGETS if target.module.startswith("nemo.collections.asr.modules.")]
+_ENCODERS = [
+    target
+    for target in TARGETS
+    if target.module.startswith("nemo.collections.asr.modules.")
+]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Class:
-    """One class with the methods that its body has, and NeMo's method of that name, where a base is NeMo's.
+    """One class with the methods that its body has, and NeMo's method of that name, where a base is
+    NeMo's.
 
     copy: where it is none of NeMo's, the class that it has the methods of.
     """
@@ -80,8 +85,15 @@ class Code:
 
     @property
     def headline(self) -> str:
-        bases = sorted({each.base or (each.copy.of if each.copy else "") for each in self.classes} - {""})
-        compared = f"compared with the installed NeMo's {', '.join(bases)}" if bases else "no class of NeMo's in it"
+        bases = sorted(
+            {each.base or (each.copy.of if each.copy else "") for each in self.classes}
+            - {""}
+        )
+        compared = (
+            f"compared with the installed NeMo's {', '.join(bases)}"
+            if bases
+            else "no class of NeMo's in it"
+        )
         if not self.nemo:
             compared = "NeMo is not installed here, so it is compared with nothing"
         return f"{counted(len(self.classes), 'class', 'es')}; {compared}"
@@ -90,7 +102,9 @@ class Code:
 def read(path: Path, nemo: Path | None = None) -> Code:
     """Read one file, and of NeMo the classes that its own inherit from. Raises DoctorError."""
     if nemo is None and (found := importlib.util.find_spec("nemo")) and found.origin:
-        nemo = Path(found.origin).parent  # a top-level package is found without running it
+        nemo = Path(
+            found.origin
+        ).parent  # a top-level package is found without running it
     content = _content(path)
     tree = _tree(path, content)
     try:
@@ -98,13 +112,18 @@ def read(path: Path, nemo: Path | None = None) -> Code:
         return Code(
             path=path,
             tree=tree,
-            classes=tuple(_class(node, tree, nemo, in_nemo=_in_nemo(path)) for node in nodes(tree, ast.ClassDef)),
+            classes=tuple(
+                _class(node, tree, nemo, in_nemo=_in_nemo(path))
+                for node in nodes(tree, ast.ClassDef)
+            ),
             divergences=divergences(tree),
             nemo=nemo,
             comments=_comments(path, content),
         )
     except RecursionError:
-        raise DoctorError(f"{path}: its code is nested too deep to be followed") from None
+        raise DoctorError(
+            f"{path}: its code is nested too deep to be followed"
+        ) from None
 
 
 def _in_nemo(path: Path) -> bool:
@@ -119,7 +138,10 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         raise DoctorError(f"{path}: {error.strerror}") from None
     if len(content) > _MOST_BYTES:
-        raise DoctorError(f"{path}: more than {_MOST_BYTES} bytes; a file of Python may have no more here")
+        raise DoctorError(
+            f"{path}: more than {_MOST_BYTES} bytes; a file of Python may have no more"
+            " here"
+        )
     return content
 
 
@@ -128,14 +150,20 @@ def _comments(path: Path, content: bytes) -> dict[int, str]:
         tokens = list(tokenize.tokenize(BytesIO(content).readline))
     except (tokenize.TokenError, SyntaxError) as error:
         raise DoctorError(f"{path}: its comments cannot be read: {error}") from None
-    return {each.start[0]: each.line[: each.end[1]] for each in tokens if each.type == tokenize.COMMENT}
+    return {
+        each.start[0]: each.line[: each.end[1]]
+        for each in tokens
+        if each.type == tokenize.COMMENT
+    }
 
 
 def _tree(path: Path, content: bytes) -> ast.Module:
     try:
         return ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DoctorError(f"{path}:{getattr(error, 'lineno', None) or 1}: not Python: {error}") from None
+        raise DoctorError(
+            f"{path}:{getattr(error, 'lineno', None) or 1}: not Python: {error}"
+        ) from None
 
 
 @cache
@@ -144,14 +172,20 @@ def _module(path: Path) -> ast.Module:
     return _tree(path, _content(path))
 
 
-def _class(node: ast.ClassDef, tree: ast.Module, nemo: Path | None, *, in_nemo: bool) -> Class:
+def _class(
+    node: ast.ClassDef, tree: ast.Module, nemo: Path | None, *, in_nemo: bool
+) -> Class:
     bases = list(_bases_in_nemo(node, tree, nemo)) if nemo else []
     of_nemo: dict[str, Method] = {}
     for _, base in bases:
         of_nemo = {**_methods(base), **of_nemo}
     methods = _methods(node)
     is_encoder = any(target.owner == name for target in _ENCODERS for name, _ in bases)
-    copy = _copied(node.name, methods, nemo) if nemo and not is_encoder and not in_nemo else None
+    copy = (
+        _copied(node.name, methods, nemo)
+        if nemo and not is_encoder and not in_nemo
+        else None
+    )
     return Class(
         name=node.name,
         line=node.lineno,
@@ -163,11 +197,17 @@ def _class(node: ast.ClassDef, tree: ast.Module, nemo: Path | None, *, in_nemo: 
 
 
 def _methods(node: ast.ClassDef) -> dict[str, Method]:
-    return {each.name: Method(each.name, each) for each in node.body if isinstance(each, ast.FunctionDef)}
+    return {
+        each.name: Method(each.name, each)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef)
+    }
 
 
 def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None:
-    """The encoder of NeMo's that most of a class's methods are named after; None if these are few."""
+    """The encoder of NeMo's that most of a class's methods are named after; None if these are
+    few.
+    """
     own = methods.keys() - _OF_ANY_MODULE
     best = None
     most = 0
@@ -180,14 +220,18 @@ def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None
         specific = theirs.keys() - _OF_ANY_MODULE
         shared = len(own & specific)
         named_after = name == target.owner or target.method in own & specific
-        enough = _FEWEST_COPIED if named_after else max(_FEWEST_COPIED, len(specific) // 2)
+        enough = (
+            _FEWEST_COPIED if named_after else max(_FEWEST_COPIED, len(specific) // 2)
+        )
         if shared >= enough and shared > most:
             best = Copy(target.owner, theirs)
             most = shared
     return best
 
 
-def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator[tuple[str, ast.ClassDef]]:
+def _bases_in_nemo(
+    node: ast.ClassDef, tree: ast.Module, nemo: Path
+) -> Iterator[tuple[str, ast.ClassDef]]:
     """NeMo's classes that it inherits from, nearest first."""
     waiting = [(node, tree)]
     seen = {node.name}
@@ -205,7 +249,9 @@ def _bases_in_nemo(node: ast.ClassDef, tree: ast.Module, nemo: Path) -> Iterator
                 waiting.append(found)
 
 
-def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[ast.ClassDef, ast.Module] | None:
+def _defined(
+    name: str, tree: ast.Module, nemo: Path, steps: int = 0
+) -> tuple[ast.ClassDef, ast.Module] | None:
     """A class by its name in a module: its own, or one that it imports from NeMo."""
     for each in tree.body:
         if isinstance(each, ast.ClassDef) and each.name == name:
@@ -213,9 +259,18 @@ def _defined(name: str, tree: ast.Module, nemo: Path, steps: int = 0) -> tuple[a
     for node in nodes(tree, ast.ImportFrom):
         if not (node.module or "").startswith("nemo.") or steps > _MOST_BASES:
             continue
-        original = next((alias.name for alias in node.names if (alias.asname or alias.name) == name), None)
+        original = next(
+            (
+                alias.name
+                for alias in node.names
+                if (alias.asname or alias.name) == name
+            ),
+            None,
+        )
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
-        for path in (inner.with_suffix(".py"), inner / "__init__.py") if original else ():
+        for path in (
+            (inner.with_suffix(".py"), inner / "__init__.py") if original else ()
+        ):
             if path.is_file():
                 return _defined(str(original), _module(path), nemo, steps=steps + 1)
     return None

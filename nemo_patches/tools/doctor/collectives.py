@@ -1,4 +1,6 @@
-"""What in a file of Python is a collective: torch's, Lightning's, a metric's, the backward pass, an encoder's call."""
+"""What in a file of Python is a collective: torch's, Lightning's, a metric's, the backward pass, an
+encoder's call.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +10,33 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nemo_patches.tools.doctor.batch_data import assignments
-from nemo_patches.tools.doctor.syntax import COMPREHENSIONS, LOOPS, dotted, last_part, nodes, text_of, words
+from nemo_patches.tools.doctor.syntax import (
+    COMPREHENSIONS,
+    LOOPS,
+    dotted,
+    last_part,
+    nodes,
+    text_of,
+    words,
+)
 
-_OF_TORCH = words(
-    """
+_OF_TORCH = words("""
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier broadcast
     broadcast_object_list gather gather_object init_device_mesh
     monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
     scatter_object_list
-    """
-)
-_OF_CHECKPOINT = words(
-    """
+    """)
+_OF_CHECKPOINT = words("""
     async_save get_model_state_dict get_optimizer_state_dict get_state_dict load load_state_dict
     save save_state_dict set_model_state_dict set_optimizer_state_dict set_state_dict
-    """
-)
+    """)
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
 _CHECKPOINT = "torch.distributed.checkpoint"
-_OF_SHARDS = words(
-    """
+_OF_SHARDS = words("""
     GatheredParameters full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load
     redistribute scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params
-    """
-)
+    """)
 _SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 _WRAPPING = {
     **dict.fromkeys(_SHARDING, True),
@@ -40,7 +44,11 @@ _WRAPPING = {
 }
 _CONTAINERS = words("ModuleDict ModuleList Sequential dict list tuple")
 _MODULES = ("torch.distributed", "deepspeed.comm")
-_USUAL_NAMES = ("dist", "distributed", "torch.distributed")  # for code that imports them elsewhere
+_USUAL_NAMES = (
+    "dist",
+    "distributed",
+    "torch.distributed",
+)  # for code that imports them elsewhere
 _STRATEGIES = ("strategy", "training_type_plugin")
 _OF_STRATEGY = words("all_gather barrier broadcast reduce reduce_boolean_decision")
 _OF_HOLDER = {  # by the last part of what the method is of
@@ -56,7 +64,8 @@ _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _ADDING = ("append", "extend", "update")
 _METRIC_WORDS = words("acc accuracy auroc bleu cer f1 metric metrics wer")
 _IN_PARALLEL = words(
-    "DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group deepspeed accelerate"
+    "DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group"
+    " deepspeed accelerate"
 )
 _LIGHTNING_BASES = words("LightningDataModule LightningModule ModelPT")
 _LIGHTNING_METHODS = words("training_step configure_optimizers validation_step")
@@ -71,10 +80,13 @@ UNUSED = "forward, and no backward"
 
 @dataclass(frozen=True)
 class Collective:
-    """A call that every rank must make: its name as written, and what it pairs with on the other ranks.
+    """A call that every rank must make: its name as written, and what it pairs with on the other
+    ranks.
 
-    why: what makes it one, where the name does not say so. guess: what must hold for it to be one, else empty.
-    on_step: of Lightning's log, whether it reduces at once; False: at the epoch's end; None: that is up to the hook.
+    why: what makes it one, where the name does not say so. guess: what must hold for it to be one,
+    else empty.
+    on_step: of Lightning's log, whether it reduces at once; False: at the epoch's end; None: that
+    is up to the hook.
     """
 
     name: str
@@ -96,57 +108,100 @@ class Names:
         origins: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                origins.update({alias.asname: alias.name for alias in node.names if alias.asname})
+                origins.update(
+                    {alias.asname: alias.name for alias in node.names if alias.asname}
+                )
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                origins.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+                origins.update(
+                    {
+                        alias.asname or alias.name: f"{node.module}.{alias.name}"
+                        for alias in node.names
+                    }
+                )
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
                 value = ast.unparse(node.value)
                 if value in _MODULES:
-                    origins.update({each.id: value for each in node.targets if isinstance(each, ast.Name)})
+                    origins.update(
+                        {
+                            each.id: value
+                            for each in node.targets
+                            if isinstance(each, ast.Name)
+                        }
+                    )
         return origins
 
     def origin(self, node: ast.expr) -> str:
-        """A dotted name with its first part as it was imported; as written where it was not imported."""
+        """A dotted name with its first part as it was imported; as written where it was not
+        imported.
+        """
         written = dotted(node)
         first, _, rest = written.partition(".")
         return ".".join(filter(None, (self._origins.get(first, first), rest)))
 
     def imports(self, package: str) -> bool:
-        return any(origin.startswith(f"{package}.") for origin in self._origins.values())
+        return any(
+            origin.startswith(f"{package}.") for origin in self._origins.values()
+        )
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
         """What the module's own names are assigned."""
-        return {name: values for name, values in assignments(self.tree).items() if values}
+        return {
+            name: values for name, values in assignments(self.tree).items() if values
+        }
 
     @cached_property
     def returned(self) -> dict[str, ast.expr]:
-        """The one expression that a function of the file returns, or that `self.name` is, by the name."""
+        """The one expression that a function of the file returns, or that `self.name` is, by the
+        name.
+        """
         found: dict[str, list[ast.expr]] = {}
-        methods = {each for owner in nodes(self.tree, ast.ClassDef) for each in owner.body}
+        methods = {
+            each for owner in nodes(self.tree, ast.ClassDef) for each in owner.body
+        }
         for node in nodes(self.tree, ast.FunctionDef):
             value = _returned(node.body)
             if value is not None:
-                found.setdefault(f"self.{node.name}" if node in methods else node.name, []).append(value)
+                found.setdefault(
+                    f"self.{node.name}" if node in methods else node.name, []
+                ).append(value)
         for assign in nodes(self.tree, ast.Assign):
             for target in assign.targets:
-                if isinstance(target, ast.Attribute) and dotted(target) == f"self.{target.attr}":
+                if (
+                    isinstance(target, ast.Attribute)
+                    and dotted(target) == f"self.{target.attr}"
+                ):
                     found.setdefault(dotted(target), []).append(assign.value)
         return {name: values[0] for name, values in found.items() if len(values) == 1}
 
     @cached_property
     def groups(self) -> frozenset[str]:
         """The names of groups that the file makes."""
-        made = (each for each in nodes(self.tree, ast.Assign) if isinstance(each.value, ast.Call))
+        made = (
+            each
+            for each in nodes(self.tree, ast.Assign)
+            if isinstance(each.value, ast.Call)
+        )
         named = (each for each in made if dotted(each.value.func).endswith(_GROUPS))  # type: ignore[attr-defined]
-        return frozenset(dotted(name) for each in named for target in each.targets for name in ast.walk(target))
+        return frozenset(
+            dotted(name)
+            for each in named
+            for target in each.targets
+            for name in ast.walk(target)
+        )
 
     @cached_property
     def in_parallel(self) -> bool:
-        """Whether the file wraps a model for several ranks, so that its backward pass is a collective."""
+        """Whether the file wraps a model for several ranks, so that its backward pass is a
+        collective.
+        """
         mentioned = {node.attr for node in nodes(self.tree, ast.Attribute)}
-        mentioned |= {part for origin in self._origins.values() for part in origin.split(".")}
-        imported = (alias for node in nodes(self.tree, ast.Import) for alias in node.names)
+        mentioned |= {
+            part for origin in self._origins.values() for part in origin.split(".")
+        }
+        imported = (
+            alias for node in nodes(self.tree, ast.Import) for alias in node.names
+        )
         mentioned |= {alias.name.partition(".")[0] for alias in imported}
         return not _IN_PARALLEL.isdisjoint(mentioned | self.mentioned)
 
@@ -157,15 +212,28 @@ class Names:
 
     @cached_property
     def wrapped(self) -> dict[str, bool]:
-        """The modules that it wraps for several ranks, by the last part of their names; whether they are sharded."""
+        """The modules that it wraps for several ranks, by the last part of their names; whether
+        they are sharded.
+        """
         found: dict[str, bool] = {}
         inner = list(ast.walk(self.tree))
         for node in inner:
-            if isinstance(node, ast.Assign) and (kind := self._wraps(node.value)) is not None:
-                found.update({name: kind for target in node.targets for name in _names_in(target)[:1]})
+            if (
+                isinstance(node, ast.Assign)
+                and (kind := self._wraps(node.value)) is not None
+            ):
+                found.update(
+                    {
+                        name: kind
+                        for target in node.targets
+                        for name in _names_in(target)[:1]
+                    }
+                )
             elif (argument := _sharded(node)) is not None:
                 found[last_part(dotted(argument))] = True
-            elif isinstance(node, ast.Call) and dotted(node.func).endswith("engine.backward"):
+            elif isinstance(node, ast.Call) and dotted(node.func).endswith(
+                "engine.backward"
+            ):
                 found.setdefault(dotted(node.func).split(".")[-2], False)
         loops = [node for node in inner if isinstance(node, LOOPS)]
         for loop in loops:  # for layer in layers: fully_shard(layer)
@@ -180,25 +248,46 @@ class Names:
     @cached_property
     def perhaps_sharded(self) -> frozenset[str]:
         """Those of `wrapped` that a test decides on."""
-        inner = [node for branch in nodes(self.tree, ast.If) for node in ast.walk(branch)]
-        assigned = (target for node in inner if isinstance(node, ast.Assign) for target in node.targets)
+        inner = [
+            node for branch in nodes(self.tree, ast.If) for node in ast.walk(branch)
+        ]
+        assigned = (
+            target
+            for node in inner
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+        )
         given = filter(None, map(_sharded, inner))
-        return frozenset(name for node in (*assigned, *given) for name in _names_in(node)[-1:])
+        return frozenset(
+            name for node in (*assigned, *given) for name in _names_in(node)[-1:]
+        )
 
     def _wraps(self, node: ast.expr) -> bool | None:
-        """Whether an expression makes sharded modules, or (False) others that reduce gradients; None for any other."""
+        """Whether an expression makes sharded modules, or (False) others that reduce gradients;
+        None for any other.
+        """
         if isinstance(node, ast.Call):
             name = last_part(self.origin(node.func))
             if name in _WRAPPING:
-                return _WRAPPING[name] if name != "initialize" or "deepspeed" in self.origin(node.func) else None
+                return (
+                    _WRAPPING[name]
+                    if name != "initialize" or "deepspeed" in self.origin(node.func)
+                    else None
+                )
             if name in ("auto_wrap", "wrap") and "fsdp" in self.origin(node.func):
                 return True
             if name not in _CONTAINERS:
                 return None
-        elif not isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.IfExp, *COMPREHENSIONS)):
+        elif not isinstance(
+            node, (ast.List, ast.Tuple, ast.Dict, ast.IfExp, *COMPREHENSIONS)
+        ):
             return None
-        parts = (each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
-        return next((kind for kind in map(self._wraps, parts) if kind is not None), None)
+        parts = (
+            each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)
+        )
+        return next(
+            (kind for kind in map(self._wraps, parts) if kind is not None), None
+        )
 
     @cached_property
     def mentioned(self) -> set[str]:
@@ -221,7 +310,9 @@ class Surroundings:
         if self.node is None:
             return False
         bases = {last_part(dotted(base)) for base in self.node.bases}
-        own = {each.name for each in self.node.body if isinstance(each, ast.FunctionDef)}
+        own = {
+            each.name for each in self.node.body if isinstance(each, ast.FunctionDef)
+        }
         return bool(bases & _LIGHTNING_BASES or own & _LIGHTNING_METHODS)
 
     @cached_property
@@ -231,14 +322,21 @@ class Surroundings:
             isinstance(each, ast.Assign)
             and isinstance(each.value, ast.Constant)
             and each.value.value is False
-            and any(dotted(target).endswith(".automatic_optimization") for target in each.targets)
+            and any(
+                dotted(target).endswith(".automatic_optimization")
+                for target in each.targets
+            )
             for each in self._inner
         )
 
     @cached_property
     def accumulated(self) -> frozenset[str]:
         """Attributes that it adds to in its steps: `self.outputs.append(...)`."""
-        steps = (each for each in self._inner if isinstance(each, ast.FunctionDef) and _is_step(each.name))
+        steps = (
+            each
+            for each in self._inner
+            if isinstance(each, ast.FunctionDef) and _is_step(each.name)
+        )
         owners = (
             dotted(each.func.value)
             for step in steps
@@ -262,7 +360,9 @@ class Surroundings:
         return list(ast.walk(self.node)) if self.node else []
 
     def collective(self, call: ast.Call) -> Collective | None:
-        """Which collective a call is; None if it is none, or one of a group that may have some ranks only."""
+        """Which collective a call is; None if it is none, or one of a group that may have some
+        ranks only.
+        """
         name = dotted(call.func)
         origin = self.names.origin(call.func)
         owner, _, last = name.rpartition(".")
@@ -270,17 +370,31 @@ class Surroundings:
         made = Collective(name, pairs_with=last, line=call.lineno)
         of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
         if of_torch and last_part(origin) in _OF_TORCH:
-            return None if self._of_a_group(call) else replace(made, pairs_with=last_part(origin))
+            return (
+                None
+                if self._of_a_group(call)
+                else replace(made, pairs_with=last_part(origin))
+            )
         if origin.startswith(_CHECKPOINT) and last_part(origin) in _OF_CHECKPOINT:
             alone = any(keyword.arg == "no_dist" for keyword in call.keywords)
-            return None if alone or self._of_a_group(call) else replace(made, why="in which all ranks take part")
+            return (
+                None
+                if alone or self._of_a_group(call)
+                else replace(made, why="in which all ranks take part")
+            )
         if last_part(origin) in _OF_SHARDS and "." in origin:
             return replace(made, why="which gathers sharded parameters")
-        if holder == "accelerator" and last in ("get_state_dict", "save_model", "save_state"):
+        if holder == "accelerator" and last in (
+            "get_state_dict",
+            "save_model",
+            "save_state",
+        ):
             return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         if last in _OF_HOLDER.get(holder, ()):
             return None if holder in _STRATEGIES and self._of_a_group(call) else made
-        if (name == "self.all_gather" and self.lightning) or name == "pl_module.all_gather":
+        if (
+            name == "self.all_gather" and self.lightning
+        ) or name == "pl_module.all_gather":
             return None if self._of_a_group(call) else made
         evaluates = last == "evaluate" and self.names.imports("transformers")
         if (last in _OF_TRAINER or evaluates) and owner in ("trainer", "self.trainer"):
@@ -296,13 +410,23 @@ class Surroundings:
     def _of_model(self, made: Collective, call: ast.Call) -> Collective | None:
         owner, _, last = made.name.rpartition(".")
         holder = last_part(owner)
-        if last == COMPUTE and not call.args and (owner in self.metrics or _sounds_like_metric(holder)):
+        if (
+            last == COMPUTE
+            and not call.args
+            and (owner in self.metrics or _sounds_like_metric(holder))
+        ):
             guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
-            return replace(made, why="which gathers the metric from all ranks", guess=guess)
+            return replace(
+                made, why="which gathers the metric from all ranks", guess=guess
+            )
         if last == "state_dict" and holder.endswith("model") and self.names.sharded:
-            guess = "" if self.names.wrapped.get(holder) else "the model is wrapped in FSDP"
+            guess = (
+                "" if self.names.wrapped.get(holder) else "the model is wrapped in FSDP"
+            )
             return replace(made, why="which gathers sharded parameters", guess=guess)
-        runs_backward = last == "backward" and (self.lightning or self.names.in_parallel)
+        runs_backward = last == "backward" and (
+            self.lightning or self.names.in_parallel
+        )
         if made.name == "self.manual_backward" or runs_backward:
             return replace(made, pairs_with=BACKWARD, why="which reduces the gradients")
         if last in _ENCODERS and made.name.startswith("self."):
@@ -320,34 +444,63 @@ class Surroundings:
             perhaps = last_part(dotted(module)) in self.names.perhaps_sharded
             guess = "the module is sharded, which a test decides" if perhaps else ""
             return replace(made, why="which gathers sharded parameters", guess=guess)
-        part = self.node is not None and dotted(module).startswith("self.") and "forward" in self._methods
-        guess = "" if part else "the model has buffers, which are broadcast at each call"
+        part = (
+            self.node is not None
+            and dotted(module).startswith("self.")
+            and "forward" in self._methods
+        )
+        guess = (
+            "" if part else "the model has buffers, which are broadcast at each call"
+        )
         return replace(made, why="whose gradients are reduced", guess=guess)
 
     def _of_a_group(self, call: ast.Call) -> bool:
         """Whether it is given another group than that of all ranks."""
-        given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg not in ("src", "dst"))]
-        texts = [dotted(name) for each in given for name in nodes(each, ast.Name, ast.Attribute)]
+        given = [
+            *call.args,
+            *(
+                keyword.value
+                for keyword in call.keywords
+                if keyword.arg not in ("src", "dst")
+            ),
+        ]
+        texts = [
+            dotted(name)
+            for each in given
+            for name in nodes(each, ast.Name, ast.Attribute)
+        ]
         texts = [text for text in texts if not text.endswith("WORLD")]
-        groups = [text for text in texts if "group" in text.lower() or "mesh" in text.lower()]
-        by_name = any(text not in ("dist.group", "torch.distributed.group") for text in groups)
+        groups = [
+            text for text in texts if "group" in text.lower() or "mesh" in text.lower()
+        ]
+        by_name = any(
+            text not in ("dist.group", "torch.distributed.group") for text in groups
+        )
         return by_name or not self.names.groups.isdisjoint(texts)
 
     @cached_property
     def _methods(self) -> frozenset[str]:
-        return frozenset(each.name for each in self._inner if isinstance(each, ast.FunctionDef))
+        return frozenset(
+            each.name for each in self._inner if isinstance(each, ast.FunctionDef)
+        )
 
     def property_read(self, node: ast.Attribute) -> Collective | None:
         """Which collective it is to read a property of Lightning's; None if it is none."""
         name = dotted(node)
         owner, _, last = name.rpartition(".")
-        if owner not in ("trainer", "self.trainer") or not isinstance(node.ctx, ast.Load):
+        if owner not in ("trainer", "self.trainer") or not isinstance(
+            node.ctx, ast.Load
+        ):
             return None
         made = Collective(name, pairs_with=last, line=node.lineno)
         if last == "log_dir":
-            return replace(made, pairs_with="broadcast", why="which broadcasts rank 0's folder")
+            return replace(
+                made, pairs_with="broadcast", why="which broadcasts rank 0's folder"
+            )
         if last in ("callback_metrics", "logged_metrics"):
-            guess = "a metric in it was logged with sync_dist, and has not been reduced yet"
+            guess = (
+                "a metric in it was logged with sync_dist, and has not been reduced yet"
+            )
             return replace(made, why="which reduces what was logged", guess=guess)
         return None
 
@@ -356,12 +509,20 @@ class Surroundings:
         if _is(given.get("rank_zero_only"), True) or "sync_dist_group" in given:
             return None
         if "sync_dist" in given and not _is(given["sync_dist"], False):
-            on_step = next((known for known in (True, False) if _is(given.get("on_step"), known)), None)
+            on_step = next(
+                (known for known in (True, False) if _is(given.get("on_step"), known)),
+                None,
+            )
             why = "which reduces over all ranks by sync_dist"
             return replace(made, pairs_with=LOG, why=why, on_step=on_step)
         values = [*call.args[1:2], *filter(None, [given.get("value")])]
         if any(dotted(value) in self.metrics for value in values):
-            return replace(made, pairs_with=LOG, why="which gathers a metric from all ranks", on_step=False)
+            return replace(
+                made,
+                pairs_with=LOG,
+                why="which gathers a metric from all ranks",
+                on_step=False,
+            )
         return None
 
 
@@ -375,13 +536,21 @@ def _returned(body: Sequence[ast.stmt]) -> ast.expr | None:
     if isinstance(first, ast.If):
         yes = _returned(first.body)
         no = _returned(first.orelse or rest)
-        return ast.IfExp(first.test, yes, no) if yes is not None and no is not None else None
+        return (
+            ast.IfExp(first.test, yes, no)
+            if yes is not None and no is not None
+            else None
+        )
     return first.value if isinstance(first, ast.Return) else None
 
 
 def _sharded(node: ast.AST) -> ast.expr | None:
     """The module that fully_shard is called with."""
-    called = isinstance(node, ast.Call) and last_part(dotted(node.func)) == "fully_shard" and node.args
+    called = (
+        isinstance(node, ast.Call)
+        and last_part(dotted(node.func)) == "fully_shard"
+        and node.args
+    )
     return node.args[0] if called else None  # type: ignore[attr-defined]
 
 
@@ -389,7 +558,11 @@ def _names_in(node: ast.AST) -> list[str]:
     """The last parts of the names in an expression, without those of what is called."""
     if isinstance(node, ast.Call):
         owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-        return [name for each in (*([owner] if owner else []), *node.args) for name in _names_in(each)]
+        return [
+            name
+            for each in (*([owner] if owner else []), *node.args)
+            for name in _names_in(each)
+        ]
     if isinstance(node, (ast.Name, ast.Attribute)):
         return [last_part(dotted(node))]
     return [name for child in ast.iter_child_nodes(node) for name in _names_in(child)]

@@ -1,4 +1,6 @@
-"""Carry out `nemo-patches doctor`: check its arguments, examine, print, and return the exit code."""
+"""Carry out `nemo-patches doctor`: check its arguments, examine, print, and return the exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ import typer
 from rich.console import Console
 
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor import against, config_files, examination, fixes, formats, loaders, report, suppressions
+from nemo_patches.tools.doctor import (
+    against,
+    config_files,
+    examination,
+    fixes,
+    formats,
+    loaders,
+    report,
+    suppressions,
+)
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Examination
@@ -43,9 +54,13 @@ def _carry_out(request: Request) -> int:
     severity = _one_of("--severity", request.severity, SEVERITIES)
     _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
-    configs += config_files.of_hydra(request.config_path, request.config_name, request.config_dir)
+    configs += config_files.of_hydra(
+        request.config_path, request.config_name, request.config_dir
+    )
     # On each rank its own file counts, and one that is not there is reported by rank 0.
-    paths, passed_over = (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
+    paths, passed_over = (
+        (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
+    )
     _refuse(request, paths, overrides)
     run = _Run(request=request, rules=rules, paths=paths, overrides=overrides)
     if request.ranks:
@@ -53,29 +68,59 @@ def _carry_out(request: Request) -> int:
     reports = [_from(each, severity) for each in run.reports()]
     written = _print(reports, request, rules)
     if passed_over and not request.quiet:
-        _complain(f"{passed_over} YAML files in the folders have no model, trainer or data, and were passed over")
+        _complain(
+            f"{passed_over} YAML files in the folders have no model, trainer or data,"
+            " and were passed over"
+        )
     if written:  # what is left counts
-        reports = [_from(each, severity) for each in run.examined(suppressions.of_project())]
-        left = sum(finding.severity > Severity.NOTE for each in reports for _, finding in each.findings)
-        _complain(f"{counted(left, 'finding')} left" if left else "nothing but notes left")
+        reports = [
+            _from(each, severity) for each in run.examined(suppressions.of_project())
+        ]
+        left = sum(
+            finding.severity > Severity.NOTE
+            for each in reports
+            for _, finding in each.findings
+        )
+        _complain(
+            f"{counted(left, 'finding')} left" if left else "nothing but notes left"
+        )
     return max(each.exit_code for each in reports)
 
 
 def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> None:
-    if not paths and (overrides or request.patched or request.fix or request.write or request.against):
+    if not paths and (
+        overrides or request.patched or request.fix or request.write or request.against
+    ):
         raise DoctorError(
-            "no config; expected at least one file, as in: nemo-patches doctor my_config.yaml trainer.devices=8"
+            "no config; expected at least one file, as in: nemo-patches doctor"
+            " my_config.yaml trainer.devices=8"
         )
-    if request.ranks and (len(paths) > 1 or request.patched or request.fix or request.against):
-        raise DoctorError("found --ranks with several configs, --patched, --fix or --against; allowed: one config")
+    if request.ranks and (
+        len(paths) > 1 or request.patched or request.fix or request.against
+    ):
+        raise DoctorError(
+            "found --ranks with several configs, --patched, --fix or --against;"
+            " allowed: one config"
+        )
     if request.write and not request.fix:
-        raise DoctorError("--write without --fix; --fix prints the changes that it would write")
+        raise DoctorError(
+            "--write without --fix; --fix prints the changes that it would write"
+        )
     if request.json and request.output_format not in (None, "json"):
-        raise DoctorError(f"found --json and --output-format {request.output_format}; allowed is one of them")
+        raise DoctorError(
+            f"found --json and --output-format {request.output_format}; allowed is one"
+            " of them"
+        )
     if request.fix and (request.json or request.output_format not in (None, "text")):
-        raise DoctorError(f"found --{'json' if request.json else 'output-format'} and --fix; allowed is one of them")
+        raise DoctorError(
+            f"found --{'json' if request.json else 'output-format'} and --fix; allowed"
+            " is one of them"
+        )
     if request.write and config_files.STANDARD_INPUT in paths:
-        raise DoctorError("found --write and -; allowed is --fix alone, as the standard input cannot be written")
+        raise DoctorError(
+            "found --write and -; allowed is --fix alone, as the standard input cannot"
+            " be written"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,21 +140,33 @@ class _Run:
         if self.request.against is not None:
             other = against.reference(self.request.against)
             reports = [_compared(each, self.request.against, other) for each in reports]
-        if not self.overrides and not self.request.patched and (unused := examination.of_project(project, reports)):
+        if (
+            not self.overrides
+            and not self.request.patched
+            and (unused := examination.of_project(project, reports))
+        ):
             reports.append(unused)
         return reports
 
-    def examined(self, project: Sequence[suppressions.Suppression]) -> list[Examination]:
+    def examined(
+        self, project: Sequence[suppressions.Suppression]
+    ) -> list[Examination]:
         patched = examination.as_patched() if self.request.patched else None
         return [
-            examination.examine_code(path, self.rules, project)
-            if path.suffix == ".py"
-            else examination.examine(path, self.overrides, self.rules, patched=patched, project=project)
+            (
+                examination.examine_code(path, self.rules, project)
+                if path.suffix == ".py"
+                else examination.examine(
+                    path, self.overrides, self.rules, patched=patched, project=project
+                )
+            )
             for path in self.paths
         ]
 
     def of_ranks(self) -> NoReturn:
-        """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
+        """Only rank 0 prints, and has an exit code: the launcher would end its job for any
+        other's.
+        """
         from nemo_patches.tools.doctor import exchange, rank_place
 
         here = rank_place.place()
@@ -132,11 +189,15 @@ class _Run:
         exchange.leave(code)
 
     def _loaders(self, ranks: int) -> dict[str, str]:
-        """What the config makes of this rank's data loaders; why it cannot be read is told to rank 0 like a setting."""
+        """What the config makes of this rank's data loaders; why it cannot be read is told to rank
+        0 like a setting.
+        """
         found: dict[str, str] = {}
         try:
             for path in self.paths:
-                found |= loaders.settings(Job(reading.load(path, self.overrides)), ranks)
+                found |= loaders.settings(
+                    Job(reading.load(path, self.overrides)), ranks
+                )
         except DoctorError as error:
             return {"the config": str(error)}
         return found
@@ -147,14 +208,24 @@ def _compared(each: Examination, name: str, other: Mapping[str, Any]) -> Examina
     if each.config is None:
         return each
     found = list(against.differences(each.config, other))
-    lines = [f"{each.name}: {len(found)} settings that matter differ from {name}", *(f"    {one}" for one in found)]
-    details = [{"key": one.own.key, "value": report.plain(one.own.value), "there": one.other} for one in found]
-    return replace(each, lines=tuple(lines), details={"against": name, "differences": details})
+    lines = [
+        f"{each.name}: {len(found)} settings that matter differ from {name}",
+        *(f"    {one}" for one in found),
+    ]
+    details = [
+        {"key": one.own.key, "value": report.plain(one.own.value), "there": one.other}
+        for one in found
+    ]
+    return replace(
+        each, lines=tuple(lines), details={"against": name, "differences": details}
+    )
 
 
 def _one_of(option: str, given: str | None, allowed: Sequence[str]) -> str | None:
     if given is not None and given not in allowed:
-        raise DoctorError(f"{option} {given!r} is not allowed; allowed: {', '.join(allowed)}")
+        raise DoctorError(
+            f"{option} {given!r} is not allowed; allowed: {', '.join(allowed)}"
+        )
     return given
 
 
@@ -163,11 +234,18 @@ def _from(each: Examination, severity: str | None) -> Examination:
     if severity is None:
         return each
     return replace(
-        each, findings=tuple(pair for pair in each.findings if pair[1].severity >= Severity[severity.upper()])
+        each,
+        findings=tuple(
+            pair
+            for pair in each.findings
+            if pair[1].severity >= Severity[severity.upper()]
+        ),
     )
 
 
-def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rule]) -> bool:
+def _print(
+    reports: Sequence[Examination], request: Request, rules: Sequence[Rule]
+) -> bool:
     """Print the reports in the format asked for; return whether a config was written."""
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
@@ -182,21 +260,28 @@ def _print(reports: Sequence[Examination], request: Request, rules: Sequence[Rul
         written = [_fix(each, request.write) for each in reports]
         return any(written)
     else:
-        # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints nothing.
+        # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints
+        # nothing.
         console = Console(width=80)
         report.show(reports, console, quiet=request.quiet)
     return False
 
 
 def _fix(each: Examination, write: bool) -> bool:
-    """Print the safe changes as a diff and write them if asked; return whether the file was written."""
+    """Print the safe changes as a diff and write them if asked; return whether the file was
+    written.
+    """
     if each.config is None:
         return False
-    changes = [finding.change for _, finding in each.findings if finding.change is not None]
+    changes = [
+        finding.change for _, finding in each.findings if finding.change is not None
+    ]
     path = each.config.source.path
     before = each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
-    typer.echo(fixes.diff(path, before, after).encode(errors="surrogateescape"), nl=False)  # bytes: to be applied
+    typer.echo(
+        fixes.diff(path, before, after).encode(errors="surrogateescape"), nl=False
+    )  # bytes: to be applied
     for reason in refused:
         _complain(f"{path}: not changed: {reason}")
     if after == before:

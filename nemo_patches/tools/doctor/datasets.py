@@ -1,4 +1,6 @@
-"""The training, validation and test sets in a config: how they are read, and how long their longest input may be."""
+"""The training, validation and test sets in a config: how they are read, and how long their longest
+input may be.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,36 @@ from nemo_patches.tools.doctor.trees import Keys
 
 # Keys that count for all sets of a multi_config; any other NeMo takes from the set alone
 # (nemo/collections/common/data/lhotse/dataloader.py).
-_OF_ALL = ("use_lhotse", "seed", "shard_seed", "shuffle", "num_workers", "pin_memory", "metadata_only", "force_finite")
+_OF_ALL = (
+    "use_lhotse",
+    "seed",
+    "shard_seed",
+    "shuffle",
+    "num_workers",
+    "pin_memory",
+    "metadata_only",
+    "force_finite",
+)
 
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
-_OF_LHOTSE = ("batch_duration", "quadratic_duration", "num_buckets", "bucket_duration_bins", "bucket_buffer_size")
+_OF_LHOTSE = (
+    "batch_duration",
+    "quadratic_duration",
+    "num_buckets",
+    "bucket_duration_bins",
+    "bucket_buffer_size",
+)
 _OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
-_INPUTS = ("input_cfg", "manifest_filepath", "cuts_path", "shar_path", "tarred_audio_filepaths")
+_INPUTS = (
+    "input_cfg",
+    "manifest_filepath",
+    "cuts_path",
+    "shar_path",
+    "tarred_audio_filepaths",
+)
 
-# NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the slowest speed.
+# NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the
+# slowest speed.
 _STRETCHING = ("speed", "time_stretch")
 _SLOWEST = 0.9
 
@@ -34,7 +58,9 @@ _MOST_ENTRIES = 1_000_000
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest input of a set, in seconds: inf where nothing limits it, None where it cannot be told."""
+    """The longest input of a set, in seconds: inf where nothing limits it, None where it cannot be
+    told.
+    """
 
     seconds: float | None
     read: tuple[Value, ...]
@@ -42,18 +68,24 @@ class Longest:
 
 @dataclass(frozen=True)
 class Dataset(Section):
-    """One data set. outer: the path of the section in which keys are looked up that the set does not have."""
+    """One data set. outer: the path of the section in which keys are looked up that the set does
+    not have.
+    """
 
     role: str
     outer: Keys | None = None
 
     def get(self, path: str, default: Any = None) -> Value:
-        """A key of it; of a multi_config, some count only where they are set for all, others only in the set."""
+        """A key of it; of a multi_config, some count only where they are set for all, others only
+        in the set.
+        """
         own = super().get(path, default)
         if self.outer is None:
             return own
         outer = Section(self.config, self.outer)
-        counts_outside = path in _OF_ALL if outer.get("multi_config").on else not own.given
+        counts_outside = (
+            path in _OF_ALL if outer.get("multi_config").on else not own.given
+        )
         return outer.get(path, default) if counts_outside else own
 
     @property
@@ -67,9 +99,11 @@ class Dataset(Section):
 
     @property
     def reader(self) -> str:
-        """Whose data loader reads it: "lhotse", "nemo", or "" where only the model's class would tell.
+        """Whose data loader reads it: "lhotse", "nemo", or "" where only the model's class would
+        tell.
 
-        Lhotse is asked for with use_lhotse, or by what only it reads; speechlm2, with its sets in `data`, has no other.
+        Lhotse is asked for with use_lhotse, or by what only it reads; speechlm2, with its sets in
+        `data`, has no other.
         """
         switch = self.get("use_lhotse")
         if switch.given:
@@ -94,18 +128,32 @@ class Dataset(Section):
 
     @cached_property
     def inputs(self) -> Inputs:
-        """How Lhotse reads its inputs, of which map or iterable can be forced; the sampler draws, too, with shuffle."""
+        """How Lhotse reads its inputs, of which map or iterable can be forced; the sampler draws,
+        too, with shuffle.
+        """
         place = SetEntry(self.config, self.get, self._handed_down)
-        given = inputs.of_set(place, one_by_one=self.keys[0] != "data" and not self.training)
+        given = inputs.of_set(
+            place, one_by_one=self.keys[0] != "data" and not self.training
+        )
         if (shuffle := self.shuffle).value is not False and shuffle.value is not None:
-            given = replace(given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.on)))
-        to_map, to_iterable = (self._handed_down(f"force_{kind}_dataset") for kind in ("map", "iterable"))
+            given = replace(
+                given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.on))
+            )
+        to_map, to_iterable = (
+            self._handed_down(f"force_{kind}_dataset") for kind in ("map", "iterable")
+        )
         for switch, stream in ((to_iterable, True), (to_map, False)):
             if switch.value:  # not known counts as well
                 given = replace(given, stream=stream if switch.known else None)
-                given = given if switch.known else replace(given, unknown=f"{switch.key} is not known")
+                given = (
+                    given
+                    if switch.known
+                    else replace(given, unknown=f"{switch.key} is not known")
+                )
         if to_map.on and to_iterable.on:
-            given = replace(given, unknown=f"{to_map.key} and {to_iterable.key} exclude each other")
+            given = replace(
+                given, unknown=f"{to_map.key} and {to_iterable.key} exclude each other"
+            )
         return given
 
     @property
@@ -118,7 +166,9 @@ class Dataset(Section):
 
     @property
     def endless(self) -> bool | None:
-        """Whether Lhotse repeats it for ever: a stream, or what is mixed of several inputs, without force_finite."""
+        """Whether Lhotse repeats it for ever: a stream, or what is mixed of several inputs, without
+        force_finite.
+        """
         return self.lhotse and self.inputs.endless
 
     @property
@@ -128,20 +178,37 @@ class Dataset(Section):
 
     @property
     def shuffle(self) -> Value:
-        """Whether it is shuffled. NeMo's models for CTC, RNNT and SSL do that to a training set that does not say."""
+        """Whether it is shuffled. NeMo's models for CTC, RNNT and SSL do that to a training set
+        that does not say.
+        """
         model = self.training and self.keys[0] == "model"
-        return self.get("shuffle", model and not self.config.get("model.transf_decoder").given)
+        return self.get(
+            "shuffle", model and not self.config.get("model.transf_decoder").given
+        )
 
     @property
     def own_orders(self) -> tuple[Value, ...]:
-        """The seeds with which each rank shuffles a non-streamed set on its own, then takes its share."""
-        if not self.lhotse or self.inputs.unknown or self.tarred is not False or self.endless is not False:
+        """The seeds with which each rank shuffles a non-streamed set on its own, then takes its
+        share.
+        """
+        if (
+            not self.lhotse
+            or self.inputs.unknown
+            or self.tarred is not False
+            or self.endless is not False
+        ):
             return ()
-        seeds = [draw.seed for draw in self.inputs.draws if draw.certain and draw.seed.value == "trng"]
+        seeds = [
+            draw.seed
+            for draw in self.inputs.draws
+            if draw.certain and draw.seed.value == "trng"
+        ]
         return tuple(dict.fromkeys(seeds))
 
     def key(self, name: str) -> str:
-        """Where a key of it counts: in the section that holds the set, for some of a multi_config."""
+        """Where a key of it counts: in the section that holds the set, for some of a
+        multi_config.
+        """
         return self.get(name).key
 
     @property
@@ -158,7 +225,9 @@ class Dataset(Section):
         return [value for value in map(self.get, keys) if value.value is not None]
 
     def entries(self, at_most: int) -> int | None:
-        """How many its manifest has, counted up to a number; None where it is no file of lines on this machine."""
+        """How many its manifest has, counted up to a number; None where it is no file of lines on
+        this machine.
+        """
         manifest = self.get("manifest_filepath").value
         if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
             return None
@@ -178,8 +247,14 @@ class Dataset(Section):
         return count
 
     def _handed_down(self, key: str) -> Value:
-        """A key that the entries of an input_cfg take from the set. speechlm2's DataModule ends all evaluation."""
-        if self.keys[0] == "data" and not self.training and key in ("force_finite", "force_map_dataset"):
+        """A key that the entries of an input_cfg take from the set. speechlm2's DataModule ends all
+        evaluation.
+        """
+        if (
+            self.keys[0] == "data"
+            and not self.training
+            and key in ("force_finite", "force_map_dataset")
+        ):
             return Value(f"{self.where}.{key}", True, "default")
         defaults = {"shard_seed": self.shard_seed, "shuffle": self.shuffle}
         return defaults[key] if key in defaults else self.get(key, False)
@@ -190,11 +265,15 @@ class Dataset(Section):
         if not isinstance(padding.value, dict) or unpadded.seconds is None:
             return unpadded
         padded = super().get("random_padding.max_total_duration")
-        seconds = None if padded.number is None else max(unpadded.seconds, padded.number)
+        seconds = (
+            None if padded.number is None else max(unpadded.seconds, padded.number)
+        )
         return Longest(seconds, (*unpadded.read, padded))
 
     def _longest_of_lhotse(self) -> Longest:
-        """Speed is perturbed before, noise is mixed in without a change, and only concatenation is after the limit."""
+        """Speed is perturbed before, noise is mixed in without a change, and only concatenation is
+        after the limit.
+        """
         limits = [
             self.get("max_duration", math.inf),
             self.get("truncate_duration"),
@@ -205,12 +284,18 @@ class Dataset(Section):
         if self.get("concatenate_samples").on:
             factor = self.get("concatenate_duration_factor", 1.0)
             read.append(factor)
-            seconds = None if seconds is None or factor.number is None else seconds * max(1.0, factor.number)
+            seconds = (
+                None
+                if seconds is None or factor.number is None
+                else seconds * max(1.0, factor.number)
+            )
         return Longest(seconds, tuple(read))
 
     def _longest_of_nemo(self) -> Longest:
         """The limit is on the manifest's durations; what makes audio longer comes after it."""
-        session = self.get("session_len_sec")  # of diarization; a negative one is the whole recording
+        session = self.get(
+            "session_len_sec"
+        )  # of diarization; a negative one is the whole recording
         if session.given:
             whole = session.number is not None and session.number < 0
             return Longest(math.inf if whole else session.number, (session,))
@@ -226,17 +311,27 @@ class Dataset(Section):
                 if isinstance(augmentor.get(name), dict) and seconds is not None:
                     rate = super().get(f"augmentor.{name}.min_speed_rate", _SLOWEST)
                     read.append(rate)
-                    seconds = seconds / min(1.0, rate.number) if rate.number and rate.number > 0 else None
+                    seconds = (
+                        seconds / min(1.0, rate.number)
+                        if rate.number and rate.number > 0
+                        else None
+                    )
             if isinstance(augmentor.get("silence"), dict):
                 for end in ("max_start_silence_secs", "max_end_silence_secs"):
                     added = super().get(f"augmentor.silence.{end}", 0)
                     read.append(added)
-                    seconds = None if seconds is None or added.number is None else seconds + added.number
+                    seconds = (
+                        None
+                        if seconds is None or added.number is None
+                        else seconds + added.number
+                    )
         return Longest(seconds, tuple(read))
 
 
 def found_in(config: Config) -> Iterator[Dataset]:
-    """Every set in the config, those inside a set (speechlm2's `datasets`, Lhotse's multi_config) one by one."""
+    """Every set in the config, those inside a set (speechlm2's `datasets`, Lhotse's multi_config)
+    one by one.
+    """
     for keys, section in config.mappings():
         role = ROLES.get(keys[-1]) if keys else None
         if role is None:
@@ -245,7 +340,9 @@ def found_in(config: Config) -> Iterator[Dataset]:
         if isinstance(named, dict):
             for name, inner in named.items():
                 if isinstance(inner, dict):
-                    yield Dataset(config, (*keys, "datasets", name), role=role, outer=keys)
+                    yield Dataset(
+                        config, (*keys, "datasets", name), role=role, outer=keys
+                    )
         elif section.get("multi_config") is True:
             for name, inner in section.items():
                 if isinstance(inner, dict) and name != "sampler_weights":
@@ -261,12 +358,22 @@ def _is_lhotse_inside(section: Mapping[str, Any]) -> bool:
     inner = section.get("dataset")
     if not isinstance(inner, dict) or "_target_" in inner:
         return False
-    return bool(section.get("use_lhotse") or inner.get("use_lhotse") or inner.keys() & set(_OF_LHOTSE_ALONE))
+    return bool(
+        section.get("use_lhotse")
+        or inner.get("use_lhotse")
+        or inner.keys() & set(_OF_LHOTSE_ALONE)
+    )
 
 
 def _smallest(limits: list[Value]) -> float | None:
-    """The smallest of some limits: inf where each is null or infinite, None where that cannot be told."""
+    """The smallest of some limits: inf where each is null or infinite, None where that cannot be
+    told.
+    """
     numbers = [limit.number for limit in limits if limit.number is not None]
     if numbers:
-        return min(numbers) if min(numbers) > 0 else None  # NP125: no entry is that short
-    return math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
+        return (
+            min(numbers) if min(numbers) > 0 else None
+        )  # NP125: no entry is that short
+    return (
+        math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
+    )

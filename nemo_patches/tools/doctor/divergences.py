@@ -1,7 +1,9 @@
-"""Where ranks that run one function may make different collectives: by a branch, an early exit, a loop or an error.
+"""Where ranks that run one function may make different collectives: by a branch, an early exit, a
+loop or an error.
 
-Each function is followed twice, with one test decided either way (a test on the rank: as on one rank and on another),
-and everything else left open. Where the two ways make the same collectives, in the same order, there is nothing to say.
+Each function is followed twice, with one test decided either way (a test on the rank: as on one
+rank and on another), and everything else left open. Where the two ways make the same collectives,
+in the same order, there is nothing to say.
 """
 
 from __future__ import annotations
@@ -51,18 +53,30 @@ _NO_GRADIENT = re.compile(r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None")
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 _GUESSES = {
     _NO_GRADIENT.pattern: "a rank's batches leave parameters without a gradient",
-    r"\brandom\.|\brand\(": "the ranks draw other random numbers, as they do without a seed",
+    r"\brandom\.|\brand\(": (
+        "the ranks draw other random numbers, as they do without a seed"
+    ),
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
-    r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": "the ranks' hosts, or moments, see other files",
+    r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
+        "the ranks' hosts, or moments, see other files"
+    ),
 }
 _OF_ONE_RANK = words(
-    "main_process_only master_only on_last_process on_local_main_process on_main_process rank_zero_only"
+    "main_process_only master_only on_last_process on_local_main_process"
+    " on_main_process rank_zero_only"
 )
 _OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
-_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")  # after which ranks may know each other's lengths
+_AGREEMENTS = (
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+)  # after which ranks may know each other's lengths
 _MOST_NAMED = 2  # collectives of a finding, beside the first
-_MOST_TESTS = 100  # of one function on the rank, and as many on its data; NeMo's largest has 20
+_MOST_TESTS = (
+    100  # of one function on the rank, and as many on its data; NeMo's largest has 20
+)
 
 
 class Kind(Enum):
@@ -78,8 +92,10 @@ class Kind(Enum):
 class Divergence:
     """Collectives that one rank of a function makes and another does not.
 
-    cause: the test, the exception or the decorator, as it is written, and its line. exit_line: of the early exit.
-    by_rank: whether the rank decides. reordered: whether both make them, in another order. trains: whether the
+    cause: the test, the exception or the decorator, as it is written, and its line. exit_line: of
+    the early exit.
+    by_rank: whether the rank decides. reordered: whether both make them, in another order. trains:
+    whether the
     function is a step of training. origin: what the names in the cause are assigned.
     """
 
@@ -97,10 +113,16 @@ class Divergence:
 
     @property
     def names(self) -> str:
-        """For sentences: the collectives, and what makes the first one, where its name does not say so."""
+        """For sentences: the collectives, and what makes the first one, where its name does not say
+        so.
+        """
         first, *others = dict.fromkeys(each.name for each in self.collectives)
         why = self.collectives[0].why
-        more = others if len(others) <= _MOST_NAMED else [*others[:_MOST_NAMED], f"{len(others) - _MOST_NAMED} more"]
+        more = (
+            others
+            if len(others) <= _MOST_NAMED
+            else [*others[:_MOST_NAMED], f"{len(others) - _MOST_NAMED} more"]
+        )
         if not more:
             return first + (f" ({why})" if why else "")
         return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
@@ -108,7 +130,10 @@ class Divergence:
     @property
     def places(self) -> tuple[Value, ...]:
         """Where the collectives are, and the cause."""
-        return (*(at(each.name, each.line) for each in self.collectives), at(self.cause, self.line))
+        return (
+            *(at(each.name, each.line) for each in self.collectives),
+            at(self.cause, self.line),
+        )
 
     @property
     def are(self) -> str:
@@ -117,47 +142,78 @@ class Divergence:
 
     @property
     def guess(self) -> str:
-        """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
+        """What must hold for a guess to be right, at the end of a sentence; empty where it is
+        none.
+        """
         guesses = [each.guess for each in self.collectives]
-        expected = self.function.endswith("_step") or self.exit == End.CONTINUE.value  # that a batch may be None
+        expected = (
+            self.function.endswith("_step") or self.exit == End.CONTINUE.value
+        )  # that a batch may be None
         said = f"{self.cause} {self.origin}"
         if _NO_GRADIENT.search(said):
             expected = self.trains
         if not self.by_rank and not (expected and _NO_BATCH.search(said)):
-            guesses = [text for pattern, text in _GUESSES.items() if re.search(pattern, said)] or guesses
+            guesses = [
+                text for pattern, text in _GUESSES.items() if re.search(pattern, said)
+            ] or guesses
         return f". A guess: {guesses[0]}" if all(guesses) else ""
 
     @property
     def severity(self) -> Severity:
         return Severity.NOTE if self.guess else Severity.WARNING
 
-    def finding(self, what: str, read: tuple[Value, ...], instead: str, severity: Severity | None = None) -> Finding:
+    def finding(
+        self,
+        what: str,
+        read: tuple[Value, ...],
+        instead: str,
+        severity: Severity | None = None,
+    ) -> Finding:
         worth = self.severity if severity is None else severity
-        return Finding(severity=worth, what=f"{what}{self.guess}", read=read, instead=instead)
+        return Finding(
+            severity=worth, what=f"{what}{self.guess}", read=read, instead=instead
+        )
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """The divergences of all functions of a file, and of its module-level code."""
     names = Names(tree)
     found: list[Divergence] = []
-    module = _Scope(Surroundings(names), {each.name: each for each in tree.body if isinstance(each, Function)})
+    module = _Scope(
+        Surroundings(names),
+        {each.name: each for each in tree.body if isinstance(each, Function)},
+    )
     found += _Function(module, tree, "the module").divergences()
     for name, node, scope in _functions(tree, "", module):
         found += _Function(scope, node, name).divergences()
     return tuple(found)
 
 
-def _functions(parent: ast.AST, prefix: str, scope: _Scope) -> Iterator[tuple[str, Function, _Scope]]:
+def _functions(
+    parent: ast.AST, prefix: str, scope: _Scope
+) -> Iterator[tuple[str, Function, _Scope]]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.ClassDef):
             own_methods = [each for each in node.body if isinstance(each, Function)]
-            methods = {f"{owner}.{each.name}": each for owner in ("self", "cls", node.name) for each in own_methods}
+            methods = {
+                f"{owner}.{each.name}": each
+                for owner in ("self", "cls", node.name)
+                for each in own_methods
+            }
             surroundings = Surroundings(scope.surroundings.names, node)
-            inner = _Scope(surroundings, {**scope.helpers, **_inherited(node, scope), **methods})
+            inner = _Scope(
+                surroundings, {**scope.helpers, **_inherited(node, scope), **methods}
+            )
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif isinstance(node, Function):
-            own = {each.name: each for each in ast.walk(node) if isinstance(each, Function) and each is not node}
-            inner = _Scope(scope.surroundings, {**scope.helpers, **own}) if own else scope
+            own = {
+                each.name: each
+                for each in ast.walk(node)
+                if isinstance(each, Function) and each is not node
+            }
+            inner = (
+                _Scope(scope.surroundings, {**scope.helpers, **own}) if own else scope
+            )
             yield f"{prefix}{node.name}", node, inner
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif not isinstance(node, ast.expr):
@@ -166,7 +222,11 @@ def _functions(parent: ast.AST, prefix: str, scope: _Scope) -> Iterator[tuple[st
 
 def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
     """The methods of its base classes in the same file; a nearer base wins."""
-    classes = {each.name: each for each in scope.surroundings.names.tree.body if isinstance(each, ast.ClassDef)}
+    classes = {
+        each.name: each
+        for each in scope.surroundings.names.tree.body
+        if isinstance(each, ast.ClassDef)
+    }
     found: dict[str, Function] = {}
     waiting = [node]
     seen = {node.name}
@@ -175,14 +235,20 @@ def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
             if base in classes and base not in seen:
                 seen.add(base)
                 waiting.append(classes[base])
-                methods = {f"self.{each.name}": each for each in classes[base].body if isinstance(each, Function)}
+                methods = {
+                    f"self.{each.name}": each
+                    for each in classes[base].body
+                    if isinstance(each, Function)
+                }
                 found = {**methods, **found}
     return found
 
 
 @dataclass
 class _Scope:
-    """What calls in a function may lead to: helpers of the same file, by the name that they are called by."""
+    """What calls in a function may lead to: helpers of the same file, by the name that they are
+    called by.
+    """
 
     surroundings: Surroundings
     helpers: Mapping[str, Function]
@@ -190,20 +256,30 @@ class _Scope:
     _open: list[str] = field(default_factory=list)
 
     def made_by(self, call: ast.Call) -> tuple[Collective, ...]:
-        """The collectives of a call: its own, or those of a helper in the same file, a few calls deep."""
+        """The collectives of a call: its own, or those of a helper in the same file, a few calls
+        deep.
+        """
         own = self.surroundings.collective(call)
         if own is not None:
             return (own,)
         name = dotted(call.func)
         name = "self.forward" if name == "self" else name
         return tuple(
-            replace(each, name=f"{dotted(call.func)}()", line=call.lineno, why=each.why or f"which makes {each.name}")
+            replace(
+                each,
+                name=f"{dotted(call.func)}()",
+                line=call.lineno,
+                why=each.why or f"which makes {each.name}",
+            )
             for each in self._of_helper(name)
         )
 
     def agrees(self, call: ast.Call) -> bool:
         """Whether a call gives all ranks the same: a collective, or a helper that makes one."""
-        return any(each.pairs_with not in (ENCODER, BACKWARD, FORWARD, LOG, UNUSED) for each in self.made_by(call))
+        return any(
+            each.pairs_with not in (ENCODER, BACKWARD, FORWARD, LOG, UNUSED)
+            for each in self.made_by(call)
+        )
 
     def decides(self, call: ast.Call) -> bool:
         """Whether a call is one of a helper that decides by what it is given."""
@@ -220,7 +296,9 @@ class _Scope:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[_Function | None]:
-        """A helper while it is read; None for another name, and for one that calls itself, or many others in turn."""
+        """A helper while it is read; None for another name, and for one that calls itself, or many
+        others in turn.
+        """
         function = self.helpers.get(name)
         if function is None or name in self._open or len(self._open) >= _MOST_HELPERS:
             yield None
@@ -237,8 +315,12 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
     if not isinstance(function, Function):
         return ""
     for node in function.decorator_list:
-        name = surroundings.names.origin(node.func if isinstance(node, ast.Call) else node)
-        if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(name, surroundings.names):
+        name = surroundings.names.origin(
+            node.func if isinstance(node, ast.Call) else node
+        )
+        if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(
+            name, surroundings.names
+        ):
             return f"@{ast.unparse(node)}"
     prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
@@ -247,12 +329,29 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
 def _calls_on_some_ranks(name: str, names: Names) -> bool:
     """Whether a decorator of this file calls what it is given only under a test on the rank."""
     for decorator in names.tree.body:
-        if isinstance(decorator, Function) and decorator.name == name and decorator.args.args:
+        if (
+            isinstance(decorator, Function)
+            and decorator.name == name
+            and decorator.args.args
+        ):
             given = decorator.args.args[0].arg
-            calls = {call for call in nodes(decorator, ast.Call) if dotted(call.func) == given}
+            calls = {
+                call
+                for call in nodes(decorator, ast.Call)
+                if dotted(call.func) == given
+            }
             tests = RankTests(names, names.assigned)
-            branches = [branch for branch in nodes(decorator, ast.If) if tests.about_rank(branch.test)]
-            inside = {call for branch in branches for each in branch.body for call in nodes(each, ast.Call)}
+            branches = [
+                branch
+                for branch in nodes(decorator, ast.If)
+                if tests.about_rank(branch.test)
+            ]
+            inside = {
+                call
+                for branch in branches
+                for each in branch.body
+                for call in nodes(each, ast.Call)
+            }
             return bool(calls) and calls <= inside
     return False
 
@@ -279,26 +378,44 @@ class _Function:
     @property
     def decides(self) -> bool:
         """Whether what it returns is read off its arguments."""
-        returned = [node.value for node in own_nodes(self.node) if isinstance(node, ast.Return) and node.value]
+        returned = [
+            node.value
+            for node in own_nodes(self.node)
+            if isinstance(node, ast.Return) and node.value
+        ]
         return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
 
     def summary(self) -> tuple[Collective, ...]:
         """Those that it makes as a helper, on the first rank where ranks differ."""
-        if _first_rank_only(self.node, self.scope.surroundings) or any(nodes(self.node, ast.Yield, ast.YieldFrom)):
+        if _first_rank_only(self.node, self.scope.surroundings) or any(
+            nodes(self.node, ast.Yield, ast.YieldFrom)
+        ):
             return ()
         events = self.follow(self.of_rank(FIRST)).events
-        return tuple(each.collective for each in events[:_MOST_OF_ONE_HELPER] if not each.collective.guess)
+        return tuple(
+            each.collective
+            for each in events[:_MOST_OF_ONE_HELPER]
+            if not each.collective.guess
+        )
 
     @cached_property
     def _ranks(self) -> RankTests:
         names = self.scope.surroundings.names
-        given = {each.arg for each in nodes(self.node.args, ast.arg)} if isinstance(self.node, Function) else set()
-        outer = {name: values for name, values in names.assigned.items() if name not in given}
+        given = (
+            {each.arg for each in nodes(self.node.args, ast.arg)}
+            if isinstance(self.node, Function)
+            else set()
+        )
+        outer = {
+            name: values for name, values in names.assigned.items() if name not in given
+        }
         return RankTests(names, {**outer, **self._assigned})
 
     @cached_property
     def _on_several(self) -> Decisions:
-        """The tests that it decides whether there are several ranks: where there is one, there is nobody to wait."""
+        """The tests that it decides whether there are several ranks: where there is one, there is
+        nobody to wait.
+        """
         found: dict[int, bool | str] = {}
         for node in own_nodes(self.node):
             if isinstance(node, TESTED):
@@ -310,15 +427,24 @@ class _Function:
     @cached_property
     def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
         found = [
-            node for node in own_nodes(self.node) if isinstance(node, TESTED) and self._ranks.about_rank(_test(node))
+            node
+            for node in own_nodes(self.node)
+            if isinstance(node, TESTED) and self._ranks.about_rank(_test(node))
         ]
         return sorted(found, key=lambda each: (each.lineno, each.col_offset))
 
     def of_rank(self, member: Member) -> Decisions:
         """How each test on the rank is decided on this one."""
-        return {id(node): self._ranks.decided(_test(node), member) for node in self.rank_tests}
+        return {
+            id(node): self._ranks.decided(_test(node), member)
+            for node in self.rank_tests
+        }
 
-    def follow(self, decisions: Decisions, caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None) -> Way:
+    def follow(
+        self,
+        decisions: Decisions,
+        caught: tuple[ast.Try, ast.ExceptHandler, bool] | None = None,
+    ) -> Way:
         way = Way(
             node=self.node,
             name=self.name,
@@ -342,14 +468,25 @@ class _Function:
                 said.add(place)
             else:
                 loop = each.kind is Kind.LOOP
-                left = tuple(one for one in each.collectives if (loop, one.name, one.line) not in said)
+                left = tuple(
+                    one
+                    for one in each.collectives
+                    if (loop, one.name, one.line) not in said
+                )
                 said |= {(loop, one.name, one.line) for one in left}
             if left:
-                yield replace(each, collectives=left, trains=self._trains, origin=self._origin(each))
+                yield replace(
+                    each,
+                    collectives=left,
+                    trains=self._trains,
+                    origin=self._origin(each),
+                )
 
     def _origin(self, each: Divergence) -> str:
         named = re.findall(r"\w+", each.cause) if not each.by_rank else []
-        return " ".join(text_of(value) for name in named for value in self._assigned.get(name, ()))
+        return " ".join(
+            text_of(value) for name in named for value in self._assigned.get(name, ())
+        )
 
     @cached_property
     def _assigned(self) -> Mapping[str, list[ast.expr]]:
@@ -358,7 +495,10 @@ class _Function:
     @cached_property
     def _trains(self) -> bool:
         """Whether it is a step, or runs the backward pass itself."""
-        backward = any(dotted(each.func).endswith(".backward") for each in nodes(self.node, ast.Call))
+        backward = any(
+            dotted(each.func).endswith(".backward")
+            for each in nodes(self.node, ast.Call)
+        )
         return self.name.endswith("_step") or backward
 
     @cached_property
@@ -392,7 +532,9 @@ class _Function:
             return
         ways = [self.follow(self.of_rank(member)) for member in self._members]
         for other in ways[1:]:
-            yield from self._compared(ways[0], other, nodes=self.rank_tests, by_rank=True)
+            yield from self._compared(
+                ways[0], other, nodes=self.rank_tests, by_rank=True
+            )
         yield from self._decided_either_way(self._open_rank_tests, by_rank=True)
 
     @cached_property
@@ -405,61 +547,113 @@ class _Function:
         return [
             (_test(node), node)
             for node in self.rank_tests
-            if all(isinstance(self._ranks.decided(_test(node), member), str) for member in self._members)
+            if all(
+                isinstance(self._ranks.decided(_test(node), member), str)
+                for member in self._members
+            )
         ]
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self._decided_either_way(self._flow.tests, by_rank=False):
-            left = tuple(self._guessed(one) for one in each.collectives if not self._is_open(one, each))
+            left = tuple(
+                self._guessed(one)
+                for one in each.collectives
+                if not self._is_open(one, each)
+            )
             if left:
                 yield replace(each, collectives=left)
 
     def _by_loader(self) -> Iterator[Divergence]:
-        """An evaluation of a sharded model until each rank's own loader ends, where nothing shares the batches out."""
-        if not self._evaluates or "DistributedSampler" in self.scope.surroundings.names.mentioned:
+        """An evaluation of a sharded model until each rank's own loader ends, where nothing shares
+        the batches out.
+        """
+        if (
+            not self._evaluates
+            or "DistributedSampler" in self.scope.surroundings.names.mentioned
+        ):
             return
-        loops = [(node.iter, node) for node in own_nodes(self.node) if isinstance(node, ast.For)]
+        loops = [
+            (node.iter, node)
+            for node in own_nodes(self.node)
+            if isinstance(node, ast.For)
+        ]
         over_loaders = [each for each in loops if batch_data.is_loader(each[0])]
         for each in self._decided_either_way(over_loaders, by_rank=False):
-            sharded = [one for one in each.collectives if one.pairs_with in (FORWARD, UNUSED) and not one.guess]
+            sharded = [
+                one
+                for one in each.collectives
+                if one.pairs_with in (FORWARD, UNUSED) and not one.guess
+            ]
             if sharded and each.kind is Kind.LOOP:
-                guess = "the ranks' loaders have unlike numbers of batches, as those of streams do"
-                yield replace(each, collectives=tuple(replace(one, guess=guess) for one in sharded))
+                guess = (
+                    "the ranks' loaders have unlike numbers of batches, as those of"
+                    " streams do"
+                )
+                yield replace(
+                    each,
+                    collectives=tuple(replace(one, guess=guess) for one in sharded),
+                )
 
     @cached_property
     def _evaluates(self) -> bool:
         """Whether it runs a model without gradients."""
-        return any(last_part(dotted(each)) in _WITHOUT_GRADIENTS for each in nodes(self.node, ast.Name, ast.Attribute))
+        return any(
+            last_part(dotted(each)) in _WITHOUT_GRADIENTS
+            for each in nodes(self.node, ast.Name, ast.Attribute)
+        )
 
-    def _decided_either_way(self, tests: Iterable[Test], by_rank: bool) -> Iterator[Divergence]:
+    def _decided_either_way(
+        self, tests: Iterable[Test], by_rank: bool
+    ) -> Iterator[Divergence]:
         """The same test in several places is decided the same way."""
         by_text: dict[str, list[Branching]] = {}
         for test, node in tests:
             by_text.setdefault(text_of(test), []).append(node)
         for text, branches in islice(by_text.items(), _MOST_TESTS):
-            yes, no = (self.follow({id(node): decided for node in branches}) for decided in (True, False))
-            yield from self._compared(yes, no, nodes=branches, by_rank=by_rank, text=text)
+            yes, no = (
+                self.follow({id(node): decided for node in branches})
+                for decided in (True, False)
+            )
+            yield from self._compared(
+                yes, no, nodes=branches, by_rank=by_rank, text=text
+            )
 
     def _is_open(self, collective: Collective, divergence: Divergence) -> bool:
-        """Whether it cannot be told that ranks differ in it: a loop may go round as often as they agreed on before."""
+        """Whether it cannot be told that ranks differ in it: a loop may go round as often as they
+        agreed on before.
+        """
         agreed = any(each.line < divergence.line for each in self._agreements)
         loop = divergence.kind is Kind.LOOP
         if collective.pairs_with in _OF_A_MESH:
             return True
         if loop:
             return agreed or collective.pairs_with == LOG
-        return bool(collective.guess) and not collective.guess.startswith("the module is sharded")
+        return bool(collective.guess) and not collective.guess.startswith(
+            "the module is sharded"
+        )
 
     def _guessed(self, collective: Collective) -> Collective:
-        """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a guess."""
-        at_once = self.name.endswith("training_step") if collective.on_step is None else collective.on_step
+        """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a
+        guess.
+        """
+        at_once = (
+            self.name.endswith("training_step")
+            if collective.on_step is None
+            else collective.on_step
+        )
         if collective.pairs_with != LOG or at_once or self.name.endswith("_end"):
             return collective
-        return replace(collective, guess="a rank does not come to it in all of an epoch")
+        return replace(
+            collective, guess="a rank does not come to it in all of an epoch"
+        )
 
     @cached_property
     def _agreements(self) -> list[Collective]:
-        return [each for each in _of(self.follow({}).events) if each.pairs_with.startswith(_AGREEMENTS)]
+        return [
+            each
+            for each in _of(self.follow({}).events)
+            if each.pairs_with.startswith(_AGREEMENTS)
+        ]
 
     def _by_name(self) -> Iterator[Divergence]:
         for call, part in self._flow.named:
@@ -474,14 +668,22 @@ class _Function:
                 )
 
     def _compared(
-        self, way: Way, other: Way, *, nodes: Sequence[Branching], by_rank: bool, text: str = ""
+        self,
+        way: Way,
+        other: Way,
+        *,
+        nodes: Sequence[Branching],
+        by_rank: bool,
+        text: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. nodes: the tests that make them."""
         if way.raised or other.raised:
             return  # that rank ends, and its launcher ends the others
         missing = _difference(way.events, other.events)
 
-        def divergence(kind: Kind, events: Iterable[Event], node: Branching) -> Divergence:
+        def divergence(
+            kind: Kind, events: Iterable[Event], node: Branching
+        ) -> Divergence:
             test = _test(node)
             return Divergence(
                 function=self.name,
@@ -500,15 +702,23 @@ class _Function:
             if inside:
                 loop = isinstance(node, LOOPS)
                 yield divergence(Kind.LOOP if loop else Kind.BRANCH, inside, node)
-        for each in sorted({*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)):
+        for each in sorted(
+            {*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)
+        ):
             around = next((one for one in nodes if _inside(each.line, one)), None)
             if missing and around is not None:
-                yield replace(divergence(Kind.EXIT, missing, around), exit=each.text, exit_line=each.line)
+                yield replace(
+                    divergence(Kind.EXIT, missing, around),
+                    exit=each.text,
+                    exit_line=each.line,
+                )
                 return
 
     def _by_error(self) -> Iterator[Divergence]:
         for node in own_nodes(self.node):
-            if not isinstance(node, ast.Try) or _only_collectives(node.body, self.scope):
+            if not isinstance(node, ast.Try) or _only_collectives(
+                node.body, self.scope
+            ):
                 continue
             for handler in node.handlers:
                 if not _of_one_rank(handler):
@@ -524,14 +734,20 @@ class _Function:
                             function=self.name,
                             kind=Kind.ERROR,
                             collectives=_of(missing),
-                            cause=ast.unparse(handler.type) if handler.type else "any error",
+                            cause=(
+                                ast.unparse(handler.type)
+                                if handler.type
+                                else "any error"
+                            ),
                             line=handler.lineno,
                         )
                         break
 
 
 def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
-    """Whether nothing is tried but collectives and what torch makes for them: their errors are all ranks'."""
+    """Whether nothing is tried but collectives and what torch makes for them: their errors are all
+    ranks'.
+    """
     calls = [call for statement in body for call in nodes(statement, ast.Call)]
     origins = [scope.surroundings.names.origin(each.func) for each in calls]
     return any(map(scope.agrees, calls)) and all(
@@ -541,20 +757,20 @@ def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
 
 
 def _of_one_rank(handler: ast.ExceptHandler) -> bool:
-    """Whether it takes errors that come from one rank's batch or memory, not from what all ranks share."""
+    """Whether it takes errors that come from one rank's batch or memory, not from what all ranks
+    share.
+    """
     if handler.type is None:
         return True
     types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(last_part(dotted(each)) not in _OF_ALL_RANKS for each in types)
 
 
-_OF_ALL_RANKS = words(
-    """
+_OF_ALL_RANKS = words("""
     AssertionError AttributeError ConnectionError FileNotFoundError ImportError KeyError
     KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
     StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
-    """
-)
+    """)
 _HARMLESS = ("float", "getattr", "int", "len")
 
 
@@ -570,7 +786,9 @@ def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]
 
 def _surplus(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
     both = Counter(each.call for each in events) & Counter(each.call for each in others)
-    too_many = Counter(each.key for each in events) - Counter(each.key for each in others)
+    too_many = Counter(each.key for each in events) - Counter(
+        each.key for each in others
+    )
     left = []
     for each in reversed(events):  # the last of several is the one too many
         if both[each.call]:

@@ -45,7 +45,12 @@ CLASS_NAMES = tuple(_CLASSES)
 _PLACES = ("encoder", "pre_encoder", "teacher")
 
 # Other classes of the same name, without a length sync.
-_NAMESAKES = ("nemo.collections.asr.modules.transformer.", "nemo.collections.nlp.", "torch.", "transformers.")
+_NAMESAKES = (
+    "nemo.collections.asr.modules.transformer.",
+    "nemo.collections.nlp.",
+    "torch.",
+    "transformers.",
+)
 
 # Their positional encodings never grow, or are not there.
 _WITHOUT_GROWTH = ("rel_pos_local_attn", "no_pos", None)
@@ -55,7 +60,9 @@ _MEL = ("AudioToMelSpectrogramPreprocessor", "AudioToMFCCPreprocessor")
 
 @dataclass(frozen=True)
 class Frames:
-    """How seconds become frames: `hop` samples each at `rate` Hz, `center` for one more, padded to `pad_to`."""
+    """How seconds become frames: `hop` samples each at `rate` Hz, `center` for one more, padded to
+    `pad_to`.
+    """
 
     rate: float
     hop: int
@@ -71,7 +78,9 @@ class Frames:
 
 @dataclass(frozen=True)
 class Encoder(Section):
-    """One encoder in a config. cls: None for a section that only sets the flag of an encoder from a checkpoint."""
+    """One encoder in a config. cls: None for a section that only sets the flag of an encoder from a
+    checkpoint.
+    """
 
     cls: EncoderClass | None
 
@@ -88,7 +97,9 @@ class Encoder(Section):
 
     @property
     def syncs(self) -> bool:
-        """Whether it reduces its length over all ranks: Python's truth of the flag, and true where it is not known."""
+        """Whether it reduces its length over all ranks: Python's truth of the flag, and true where
+        it is not known.
+        """
         return bool(self.flag.value)
 
     @property
@@ -105,7 +116,9 @@ class Encoder(Section):
 
     def frames(self) -> Frames | None:
         """How audio becomes this encoder's frames; None where the config does not tell."""
-        if any("adapter" in key for key in self.keys):  # it gets another encoder's output
+        if any(
+            "adapter" in key for key in self.keys
+        ):  # it gets another encoder's output
             return None
         for depth in range(len(self.keys) - 1, -1, -1):
             holder = self.keys[:depth]
@@ -125,7 +138,11 @@ class Encoder(Section):
         hop = mel.get("n_window_stride")
         exact = mel.get("exact_pad", False)
         pad_to = mel.get("pad_to", 16 if target == _MEL[0] else 0)
-        if rate.number is None or (hop.number or stride.number) is None or pad_to.number is None:
+        if (
+            rate.number is None
+            or (hop.number or stride.number) is None
+            or pad_to.number is None
+        ):
             return None
         samples = int(hop.number or rate.number * float(stride.number or 0))
         if samples < 1:
@@ -147,7 +164,13 @@ class Encoder(Section):
         rate = beside.get("sample_rate")
         if not hop.number or not rate.number:
             return None
-        return Frames(rate=rate.number, hop=int(hop.number), center=True, pad_to=0, read=(hop, rate))
+        return Frames(
+            rate=rate.number,
+            hop=int(hop.number),
+            center=True,
+            pad_to=0,
+            read=(hop, rate),
+        )
 
 
 def found_in(config: Config) -> Iterator[Encoder]:
@@ -159,10 +182,15 @@ def found_in(config: Config) -> Iterator[Encoder]:
 
 
 def unknown_in(config: Config) -> Iterator[Value]:
-    """The _target_ of every section in an encoder's place whose class is not known, with a length sync or without."""
+    """The _target_ of every section in an encoder's place whose class is not known, with a length
+    sync or without.
+    """
     for keys, section in config.mappings():
         target = section.get("_target_")
-        known = class_of(target) is not None or _class_name(target) in known_keys.WITHOUT_SYNC
+        known = (
+            class_of(target) is not None
+            or _class_name(target) in known_keys.WITHOUT_SYNC
+        )
         if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
             yield config.get((*keys, "_target_"))
 

@@ -1,4 +1,6 @@
-"""One run of the doctor: choose the rules, check them on a config, a machine or ranks, and sort the findings."""
+"""One run of the doctor: choose the rules, check them on a config, a machine or ranks, and sort the
+findings.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ CRASHED = "NP001"
 
 @dataclass(frozen=True)
 class Examination:
-    """The findings in one config, on this machine or between ranks, worst first; or why it cannot be read.
+    """The findings in one config, on this machine or between ranks, worst first; or why it cannot
+    be read.
 
-    headline: one line on what the rules went by. lines: printed before the findings. config: None where none was read.
+    headline: one line on what the rules went by. lines: printed before the findings. config: None
+    where none was read.
     details: for programs.
     used: the suppressions that answered findings. suppressed: how many.
     unchecked: the rules that need a NeMo that is not here.
@@ -52,8 +56,14 @@ class Examination:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's arguments as configs and overrides: an argument with a = or a leading ~ is an override."""
-    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not os.path.exists(text))]
+    """The command's arguments as configs and overrides: an argument with a = or a leading ~ is an
+    override.
+    """
+    overrides = [
+        text
+        for text in arguments
+        if text.startswith("~") or ("=" in text and not os.path.exists(text))
+    ]
     return [text for text in arguments if text not in overrides], overrides
 
 
@@ -70,7 +80,11 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     for identifier in (*wanted, *unwanted):
         if not any(rule.identifier.startswith(identifier) for rule in rules):
             raise _no_rule(identifier)
-    selected = [rule for rule in rules if not wanted or rule.identifier.startswith(tuple(wanted))]
+    selected = [
+        rule
+        for rule in rules
+        if not wanted or rule.identifier.startswith(tuple(wanted))
+    ]
     on_configs = any(rule.about == "config" for rule in selected)
     return tuple(
         rule
@@ -88,7 +102,9 @@ def named(identifier: str) -> Rule:
 
 
 def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
-    """The settings that a job with nemo_patches would have in this environment. Raises DoctorError."""
+    """The settings that a job with nemo_patches would have in this environment. Raises
+    DoctorError.
+    """
     try:
         return settings.Settings.resolve(environment=environment)
     except settings.SettingsError as error:
@@ -109,49 +125,89 @@ def examine(
         return Examination(str(path), error=str(error))
     agree = patched is not None and patched.checkpoints == settings.AGREED
     job = Job(config, patched, agree)
-    report = Examination(str(config.source.path), job.headline, checked(job, rules), config=config)
+    report = Examination(
+        str(config.source.path), job.headline, checked(job, rules), config=config
+    )
     # With overrides or as patched, other suppressions may be needed.
     complete = not overrides and patched is None and set(rules) == set(all_rules())
     own = suppressions.in_lines(enumerate(config.source.text.splitlines(), 1))
     return _answered(report, own, project, complete=complete)
 
 
-def examine_code(path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()) -> Examination:
+def examine_code(
+    path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()
+) -> Examination:
     """Check every rule on a model's own code, which is not run."""
     try:
         found = code.read(path)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
-    of_nemo = [rule.identifier for rule in rules if rule.about == "code" and rule.needs_nemo]
+    of_nemo = [
+        rule.identifier for rule in rules if rule.about == "code" and rule.needs_nemo
+    ]
     unchecked = () if found.nemo else tuple(of_nemo)
-    report = Examination(str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked)
+    report = Examination(
+        str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked
+    )
     complete = not unchecked and set(rules) == set(all_rules())
-    return _answered(report, suppressions.in_lines(found.comments.items()), project, complete=complete)
+    return _answered(
+        report,
+        suppressions.in_lines(found.comments.items()),
+        project,
+        complete=complete,
+    )
 
 
 def _answered(
-    report: Examination, own: Sequence[Suppression], project: Sequence[Suppression], *, complete: bool
+    report: Examination,
+    own: Sequence[Suppression],
+    project: Sequence[Suppression],
+    *,
+    complete: bool,
 ) -> Examination:
-    """Drop the findings that suppressions answer; if complete, add what is wrong with the suppressions."""
-    left, used = suppressions.applied(Path(report.name), (*own, *project), report.findings)
+    """Drop the findings that suppressions answer; if complete, add what is wrong with the
+    suppressions.
+    """
+    left, used = suppressions.applied(
+        Path(report.name), (*own, *project), report.findings
+    )
     suppressed = len(report.findings) - len(left)
     if complete:
         known = {rule.identifier for rule in all_rules()}
-        faults = [(named(suppressions.RULE), fault) for fault in suppressions.faults(own, used, known)]
+        faults = [
+            (named(suppressions.RULE), fault)
+            for fault in suppressions.faults(own, used, known)
+        ]
         left = in_order([*left, *faults])
     return replace(report, findings=left, used=used, suppressed=suppressed)
 
 
-def of_project(project: Sequence[Suppression], reports: Sequence[Examination]) -> Examination | None:
+def of_project(
+    project: Sequence[Suppression], reports: Sequence[Examination]
+) -> Examination | None:
     """A report on the project's unused suppressions; None if there are none."""
     paths = [Path(each.name) for each in reports if not each.error]
     used = frozenset[Suppression]().union(*(each.used for each in reports))
-    unused = [(named(suppressions.RULE), finding) for finding in suppressions.unused(project, used, paths)]
-    return Examination(suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)) if unused else None
+    unused = [
+        (named(suppressions.RULE), finding)
+        for finding in suppressions.unused(project, used, paths)
+    ]
+    return (
+        Examination(
+            suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)
+        )
+        if unused
+        else None
+    )
 
 
 def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:
-    return tuple(sorted(findings, key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0)))
+    return tuple(
+        sorted(
+            findings,
+            key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0),
+        )
+    )
 
 
 def examine_machine(rules: Sequence[Rule]) -> Examination:
@@ -162,14 +218,22 @@ def examine_machine(rules: Sequence[Rule]) -> Examination:
     return Examination(facts.host, facts.headline, checked(facts, rules, "machine"))
 
 
-def checked(subject: object, rules: Sequence[Rule], about: str = "config") -> tuple[Pair, ...]:
+def checked(
+    subject: object, rules: Sequence[Rule], about: str = "config"
+) -> tuple[Pair, ...]:
     """The findings of the rules about a Job ("config"), a Code, a Machine or Ranks, worst first.
 
-    A rule that raises becomes a finding of NP001. What the rules about a Job could not judge is one of NP005.
+    A rule that raises becomes a finding of NP001. What the rules about a Job could not judge is one
+    of NP005.
     """
 
     def check(each: object) -> list[Pair]:
-        return [pair for rule in rules if rule.about == about for pair in _checked(rule, each)]
+        return [
+            pair
+            for rule in rules
+            if rule.about == about
+            for pair in _checked(rule, each)
+        ]
 
     found = check(subject)
     judge = next((rule for rule in rules if rule.identifier == not_judged.RULE), None)
@@ -183,13 +247,23 @@ def _checked(rule: Rule, subject: object) -> list[Pair]:
         return [(rule, finding) for finding in rule.check(subject)]
     except Exception as error:  # one rule's fault must not hide what the others find
         what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
-        return [(named(CRASHED), warning(what, (), "a report of this, with what was examined"))]
+        return [
+            (
+                named(CRASHED),
+                warning(what, (), "a report of this, with what was examined"),
+            )
+        ]
 
 
 def _no_rule(identifier: str) -> DoctorError:
     known = ", ".join(rule.identifier for rule in all_rules())
-    return DoctorError(f"no rule {identifier!r}; allowed: {known}; to select or ignore, also how some of them begin")
+    return DoctorError(
+        f"no rule {identifier!r}; allowed: {known}; to select or ignore, also how some"
+        " of them begin"
+    )
 
 
 def _identifiers(given: Sequence[str]) -> list[str]:
-    return [part.upper() for text in given for part in re.split(r"[,\s]+", text) if part]
+    return [
+        part.upper() for text in given for part in re.split(r"[,\s]+", text) if part
+    ]

@@ -1,7 +1,8 @@
-"""`doctor --ranks`: every rank publishes facts in the job's store, and rank 0 collects them, in bounded time.
+"""`doctor --ranks`: every rank publishes facts in the job's store, and rank 0 collects them, in
+bounded time.
 
-A rank that does not answer becomes a finding. What a rank publishes is checked for its types and its size, and printed
-without control characters.
+A rank that does not answer becomes a finding. What a rank publishes is checked for its types and
+its size, and printed without control characters.
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 18  # that a rank may publish
 _MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
-_TO_CONNECT_AND_COLLECT = 2  # timeouts: the store's server is waited for, and then the ranks
+_TO_CONNECT_AND_COLLECT = (
+    2  # timeouts: the store's server is waited for, and then the ranks
+)
 _ROOM_S = 5.0
 _PATCHING = "patching of NeMo"
 _COMPARED = ("NCCL_", "TORCH_", "GLOO_")
-_OF_A_HOST = ("_IFNAME", "_HCA")  # variables that end so are a host's own, and may differ
+_OF_A_HOST = (
+    "_IFNAME",
+    "_HCA",
+)  # variables that end so are a host's own, and may differ
 
 
 def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
-    """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises DoctorError.
+    """Take part as this rank; return what all ranks published on rank 0, None on the others. Raises
+    DoctorError.
 
     loaders: what a config makes of this rank's data loaders.
     It takes the timeout of NEMO_PATCHES_TIMEOUT twice, whatever other ranks do.
@@ -51,7 +58,9 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
     except SettingsError as error:
         raise DoctorError(str(error)) from None
     part = _Part(here, own_facts(here, loaders), timeout)
-    thread = threading.Thread(target=part.take, daemon=True)  # torch's calls cannot be interrupted
+    thread = threading.Thread(
+        target=part.take, daemon=True
+    )  # torch's calls cannot be interrupted
     thread.start()
     thread.join(_TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S)
     if thread.is_alive():
@@ -65,7 +74,10 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     versions = machine.versions()
     try:
         report = status.examine()
-        versions = {**report.versions, **{name: versions[name] for name in versions if "lightning" in name}}
+        versions = {
+            **report.versions,
+            **{name: versions[name] for name in versions if "lightning" in name},
+        }
         settings = {setting.name: setting.value for setting in report.settings}
         by_itself = "by itself" if report.auto_apply == "on" else "only by apply()"
         settings[_PATCHING] = "; ".join(report.reasons) or by_itself
@@ -101,7 +113,9 @@ class _Part:
     def take(self) -> None:
         try:
             self._take()
-        except Exception as error:  # torch has no common class for what its stores raise
+        except (
+            Exception
+        ) as error:  # torch has no common class for what its stores raise
             self.error = f"rank {self._here.rank}, at {self.at}: {first_line(error)}"
 
     def _take(self) -> None:
@@ -127,13 +141,18 @@ class _Part:
 
 
 def _publish(store: dist.Store, own: Facts) -> None:
-    """Without waiting for an answer: rank 0, and the server with it, may end as soon as it has them."""
-    printable = _printable(msgspec.to_builtins(own))  # JSON takes no variable that is no text
+    """Without waiting for an answer: rank 0, and the server with it, may end as soon as it has
+    them.
+    """
+    printable = _printable(
+        msgspec.to_builtins(own)
+    )  # JSON takes no variable that is no text
     store.set(_key(own.rank), msgspec.json.encode(printable).decode())
 
 
 def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Facts]:
-    """What the ranks publish within the timeout, by rank; content of another type, or too long, is left out.
+    """What the ranks publish within the timeout, by rank; content of another type, or too long, is
+    left out.
 
     It is deleted: the launcher may keep the store, and start all ranks again.
     """
@@ -167,14 +186,19 @@ def _decoded(data: bytes) -> Facts | None:
 def _printable(content: Any) -> Any:
     """JSON's content with its texts cut, and without control characters."""
     if isinstance(content, dict):
-        return {safe(name): _printable(value) for name, value in list(content.items())[:_MOST_ITEMS]}
+        return {
+            safe(name): _printable(value)
+            for name, value in list(content.items())[:_MOST_ITEMS]
+        }
     if isinstance(content, list | tuple):
         return [_printable(value) for value in content[:_MOST_ITEMS]]
     return safe(content) if isinstance(content, str) else content
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: a thread in one of torch's calls would keep it, or crash it, at an ordinary exit."""
+    """End this process at once: a thread in one of torch's calls would keep it, or crash it, at an
+    ordinary exit.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,6 @@
-"""The types of a rule (a file in rules/, explained by its docstring) and of the findings that it returns."""
+"""The types of a rule (a file in rules/, explained by its docstring) and of the findings that it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from nemo_patches.tools.doctor.trees import Keys
 
 
 class Severity(IntEnum):
-    """error: the config says that a hang or silent corruption is reachable. warning: the job stops at its start, or
-    whether it is reachable depends on what the config leaves open. note: what to know; a note is no finding."""
+    """error: the config says that a hang or silent corruption is reachable. warning: the job stops
+    at its start, or whether it is reachable depends on what the config leaves open. note: what to
+    know; a note is no finding."""
 
     NOTE = 0
     WARNING = 1
@@ -40,10 +43,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule found: `what`, the values that it `read`, what to write `instead`, and the safe change.
+    """One thing that a rule found: `what`, the values that it `read`, what to write `instead`, and
+    the safe change.
 
-    The line of the finding is that of the first value that was read and that the config has, or else that of the
-    section in which the first one is missing.
+    The line of the finding is that of the first value that was read and that the config has, or
+    else that of the section in which the first one is missing.
     """
 
     severity: Severity
@@ -56,7 +60,9 @@ class Finding:
     def line(self) -> int | None:
         """The line of the config, from 1; None where nothing of what was read is in the file."""
         own = (value.line for value in self.read if value.origin.startswith("line "))
-        return next(own, None) or next((value.line for value in self.read if value.line), None)
+        return next(own, None) or next(
+            (value.line for value in self.read if value.line), None
+        )
 
 
 Findings = Iterator[Finding]
@@ -70,7 +76,9 @@ def _finding(
     change: Change | None = None,
 ) -> Finding:
     values = (read,) if isinstance(read, Value) else read
-    return Finding(severity=severity, what=what, read=values, instead=instead, change=change)
+    return Finding(
+        severity=severity, what=what, read=values, instead=instead, change=change
+    )
 
 
 note, warning, error = (partial(_finding, severity) for severity in Severity)
@@ -87,7 +95,8 @@ def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: the module `name`, which is imported when it is first looked at, as most runs need a few of them.
+    """One rule: the module `name`, which is imported when it is first looked at, as most runs need
+    a few of them.
 
     about: "config", "code", "machine" or "ranks", the folder that the rule is in.
     """
@@ -113,7 +122,9 @@ class Rule:
         return Severity(self._module.WORST)
 
     def check(self, subject: Any) -> Iterable[Finding]:
-        """What it finds in a Job, a Code, a Machine or Ranks, as of `about`; nothing by itself if others report it."""
+        """What it finds in a Job, a Code, a Machine or Ranks, as of `about`; nothing by itself if
+        others report it.
+        """
         check = getattr(self._module, "check", None)
         return check(subject) if check else ()
 
@@ -141,5 +152,5 @@ class Rule:
     @property
     def _documentation(self) -> tuple[str, str, str]:
         finds, _, rest = (inspect.getdoc(self._module) or "").partition("\n\n")
-        why, _, link = rest.rpartition("\nLink: ")
+        why, _, link = rest.rpartition("\nLink:")
         return " ".join(finds.split()), " ".join(why.split()), link.strip()

@@ -1,4 +1,6 @@
-"""Make the safe changes in the text of a config: comments, order and everything else stay as they are."""
+"""Make the safe changes in the text of a config: comments, order and everything else stay as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from nemo_patches.tools.doctor.yaml_text import YamlText
 def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
     """The config's text with the changes made, and why some were not.
 
-    A change is left out where it would not do just what it says: the value comes from an override, or from an anchor
-    that others share, or the text is read differently elsewhere after it.
+    A change is left out where it would not do just what it says: the value comes from an override,
+    or from an anchor that others share, or the text is read differently elsewhere after it.
     """
     source = config.source
     refused = []
@@ -34,10 +36,14 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
             if any(change.keys[: len(given)] == given for given in config.overridden):
                 raise _CannotBeMade("its value is that of an override")
             if sharer := _sharer(config.source, change.keys):
-                raise _CannotBeMade(f"{sharer} shares it, by an anchor, and would change too")
+                raise _CannotBeMade(
+                    f"{sharer} shares it, by an anchor, and would change too"
+                )
             source = _with(source, change)
         except _CannotBeMade as reason:
-            refused.append(f"{name}: {reason}; write it yourself: {_scalar(change.value)}")
+            refused.append(
+                f"{name}: {reason}; write it yourself: {_scalar(change.value)}"
+            )
     return source.text, refused
 
 
@@ -48,20 +54,32 @@ def can_be_made(config: Config, change: Change | None) -> bool:
 def diff(path: Path, before: str, after: str) -> str:
     """A unified diff; empty if nothing changed."""
     lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), f"{path} (fixed)"
+        before.splitlines(keepends=True),
+        after.splitlines(keepends=True),
+        str(path),
+        f"{path} (fixed)",
     )
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+        for line in lines
+    )
 
 
 def write(path: Path, before: str, after: str) -> None:
-    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises DoctorError."""
+    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises
+    DoctorError.
+    """
     target = path.resolve()
     try:
         if target.read_bytes() != before.encode():
             raise DoctorError(f"{path}: changed since it was read; nothing was written")
-        if not os.access(target, os.W_OK):  # the folder alone decides whether a name can be given to another file
+        if not os.access(
+            target, os.W_OK
+        ):  # the folder alone decides whether a name can be given to another file
             raise DoctorError(f"{path}: read-only; nothing was written")
-        with tempfile.NamedTemporaryFile("wb", dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "wb", dir=target.parent, prefix=f".{target.name}.", delete=False
+        ) as file:
             file.write(after.encode())
         try:
             os.chmod(file.name, target.stat().st_mode)
@@ -79,7 +97,11 @@ class _CannotBeMade(Exception):
 
 def _with(source: YamlText, change: Change) -> YamlText:
     node = source.nodes.get(change.keys)
-    text = _replaced(source, node, change.value) if node is not None else _inserted(source, change)
+    text = (
+        _replaced(source, node, change.value)
+        if node is not None
+        else _inserted(source, change)
+    )
     try:
         after = yaml_text.parse(source.path, text)
         wanted = _tree(source)
@@ -93,7 +115,9 @@ def _with(source: YamlText, change: Change) -> YamlText:
 
 
 def _sharer(source: YamlText, keys: Keys) -> str:
-    """Another place that gets its value, or its section, from the same text; empty where there is none."""
+    """Another place that gets its value, or its section, from the same text; empty where there is
+    none.
+    """
     place = source.nodes.get(keys) or source.nodes.get(keys[:-1])
     for other, node in source.nodes.items():
         if node is place and other not in (keys, keys[:-1]):
@@ -102,7 +126,9 @@ def _sharer(source: YamlText, keys: Keys) -> str:
 
 
 def _tree(source: YamlText) -> Any:
-    return with_names(yaml.load(source.text, Loader=yaml_text.LOADER))  # without what an anchor's aliases share
+    return with_names(
+        yaml.load(source.text, Loader=yaml_text.LOADER)
+    )  # without what an anchor's aliases share
 
 
 def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
@@ -110,10 +136,14 @@ def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
         raise _CannotBeMade(f"it is a {node.id} now")
     start = node.start_mark.index
     offset = _offset(source.text)
-    anchor = re.match(r"&\S+\s+", source.text[start + offset : node.end_mark.index + offset])
+    anchor = re.match(
+        r"&\S+\s+", source.text[start + offset : node.end_mark.index + offset]
+    )
     if anchor:
         start += anchor.end()
-    return _spliced(source.text, start=start, end=node.end_mark.index, new=_scalar(value))
+    return _spliced(
+        source.text, start=start, end=node.end_mark.index, new=_scalar(value)
+    )
 
 
 def _inserted(source: YamlText, change: Change) -> str:

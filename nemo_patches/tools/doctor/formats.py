@@ -1,4 +1,6 @@
-"""Print the doctor's reports for GitHub's annotations and for SARIF, which code review tools read."""
+"""Print the doctor's reports for GitHub's annotations and for SARIF, which code review tools
+read.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ import nemo_patches
 from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
 
-_OF_GITHUB = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "notice"}
+_OF_GITHUB = {
+    Severity.ERROR: "error",
+    Severity.WARNING: "warning",
+    Severity.NOTE: "notice",
+}
 _ESCAPED = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
-_ESCAPED_IN_PROPERTY = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A", ":": "%3A", ",": "%2C"})
+_ESCAPED_IN_PROPERTY = str.maketrans(
+    {"%": "%25", "\r": "%0D", "\n": "%0A", ":": "%3A", ",": "%2C"}
+)
 
 
 def github(reports: Sequence[Examination]) -> Iterator[str]:
@@ -23,11 +31,18 @@ def github(reports: Sequence[Examination]) -> Iterator[str]:
         for rule, finding in each.findings:
             line = f",line={finding.line}" if finding.line else ""
             text = _text(finding).translate(_ESCAPED)
-            yield f"::{_OF_GITHUB[finding.severity]} file={file}{line},title={rule.identifier}::{text}"
+            yield (
+                f"::{_OF_GITHUB[finding.severity]}"
+                f" file={file}{line},title={rule.identifier}::{text}"
+            )
 
 
 def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, Any]:
-    unreadable = [{"level": "error", "message": {"text": each.error}} for each in reports if each.error]
+    unreadable = [
+        {"level": "error", "message": {"text": each.error}}
+        for each in reports
+        if each.error
+    ]
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -40,15 +55,26 @@ def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, An
                         "rules": [_rule(rule) for rule in rules],
                     }
                 },
-                "invocations": [{"executionSuccessful": not unreadable, "toolExecutionNotifications": unreadable}],
-                "results": [_result(each.name, rule, finding) for each in reports for rule, finding in each.findings],
+                "invocations": [
+                    {
+                        "executionSuccessful": not unreadable,
+                        "toolExecutionNotifications": unreadable,
+                    }
+                ],
+                "results": [
+                    _result(each.name, rule, finding)
+                    for each in reports
+                    for rule, finding in each.findings
+                ],
             }
         ],
     }
 
 
 def _rule(rule: Rule) -> dict[str, Any]:
-    """With a helpUri where the rule's link is one: a document of ours has no address of its own yet."""
+    """With a helpUri where the rule's link is one: a document of ours has no address of its own
+    yet.
+    """
     link = {"helpUri": rule.link} if rule.link.startswith("https://") else {}
     return {
         "id": rule.identifier,
@@ -73,4 +99,8 @@ def _result(name: str, rule: Rule, finding: Finding) -> dict[str, Any]:
 
 
 def _text(finding: Finding) -> str:
-    return f"{finding.what}. Instead: {finding.instead}" if finding.instead else finding.what
+    return (
+        f"{finding.what}. Instead: {finding.instead}"
+        if finding.instead
+        else finding.what
+    )

@@ -1,7 +1,8 @@
-"""Read the files that an input_cfg names, with bounds, and put their inputs in the place of their names, as NeMo does.
+"""Read the files that an input_cfg names, with bounds, and put their inputs in the place of their
+names, as NeMo does.
 
-NeMo opens such a name in the folder where the job runs (whatever the config's folder is), so the doctor looks for it in
-the folder where it was started. A file's interpolations are its own.
+NeMo opens such a name in the folder where the job runs (whatever the config's folder is), so the
+doctor looks for it in the folder where it was started. A file's interpolations are its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ KEY = "input_cfg"
 _SECTIONS = ("model", "data")  # that hold data sets
 _MOST_FILES = 200
 _DEEPEST = 10  # files that name each other
-_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")  # s3://, ais://, https://, pipe:; not a drive's letter
+_ELSEWHERE = re.compile(
+    r"[A-Za-z][A-Za-z0-9+.-]+:"
+)  # s3://, ais://, https://, pipe:; not a drive's letter
 
 
 @dataclass(frozen=True)
@@ -35,32 +38,46 @@ class Unread:
     refused: bool
 
 
-def read_into(tree: Any, found: Resolved) -> tuple[dict[Keys, YamlText], dict[Keys, Unread]]:
-    """Put the inputs of every file that a config's tree names into it, in place, and what their interpolations are
-    into `found`. Returns what was read and what was not, by the path of the input_cfg that names it. Never raises."""
+def read_into(
+    tree: Any, found: Resolved
+) -> tuple[dict[Keys, YamlText], dict[Keys, Unread]]:
+    """Put the inputs of every file that a config's tree names into it, in place, and what their
+    interpolations are into `found`. Returns what was read and what was not, by the path of the
+    input_cfg that names it. Never raises."""
     files: dict[Keys, YamlText] = {}
     unread: dict[Keys, Unread] = {}
     read: dict[str, tuple[YamlText, Any, Resolved]] = {}
     room = MOST_VALUES
-    waiting = [(inner, 1) for section in _SECTIONS for inner in _named(tree.get(section), (section,))]
+    waiting = [
+        (inner, 1)
+        for section in _SECTIONS
+        for inner in _named(tree.get(section), (section,))
+    ]
     while waiting:
         (keys, holder), depth = waiting.pop(0)
         name = holder[KEY]
         try:
             if depth > _DEEPEST or len(files) >= _MOST_FILES:
-                raise DoctorError(f"{name}: more than {_DEEPEST} files in each other, or {_MOST_FILES} in all")
+                raise DoctorError(
+                    f"{name}: more than {_DEEPEST} files in each other, or"
+                    f" {_MOST_FILES} in all"
+                )
             if name not in read:
                 read[name] = _read(name)
             source, content, resolved = read[name]
             room -= len(source.nodes)
             if room < 0:
-                raise DoctorError(f"{name}: more than {MOST_VALUES} values in all such files")
+                raise DoctorError(
+                    f"{name}: more than {MOST_VALUES} values in all such files"
+                )
         except DoctorError as error:
             unread[keys] = Unread(str(error), isinstance(error, WrongKindError))
             continue
         holder[KEY] = deepcopy(content)
         files[keys] = source
-        found.broken.update({(*keys, *inner): why for inner, why in resolved.broken.items()})
+        found.broken.update(
+            {(*keys, *inner): why for inner, why in resolved.broken.items()}
+        )
         found.of_machine.update((*keys, *inner) for inner in resolved.of_machine)
         waiting += [(inner, depth + 1) for inner in _named(holder[KEY], keys)]
     return files, unread
@@ -71,7 +88,8 @@ def _read(name: str) -> tuple[YamlText, Any, Resolved]:
         raise DoctorError(f"{name} is not on this machine")
     if not os.path.exists(name):  # Path.exists raises for a name that is too long
         raise DoctorError(
-            f"{name} is not on this machine (looked for in {Path.cwd()}, as NeMo does where the job runs)"
+            f"{name} is not on this machine (looked for in {Path.cwd()}, as NeMo does"
+            " where the job runs)"
         )
     source = yaml_text.read(Path(name), "sequence")
     content = interpolations.plain(source)
@@ -79,7 +97,9 @@ def _read(name: str) -> tuple[YamlText, Any, Resolved]:
 
 
 def _named(node: Any, keys: Keys) -> Iterator[tuple[Keys, dict[str, Any]]]:
-    """Every mapping below whose input_cfg is the name of a file, with the path of that input_cfg."""
+    """Every mapping below whose input_cfg is the name of a file, with the path of that
+    input_cfg.
+    """
     waiting = [(keys, node)]
     while waiting:
         here, each = waiting.pop()

@@ -1,8 +1,9 @@
-"""How NeMo's Lhotse loader reads a set's inputs: as a stream or not, for ever or once, and what draws their order.
+"""How NeMo's Lhotse loader reads a set's inputs: as a stream or not, for ever or once, and what
+draws their order.
 
-The table is NeMo's own registry of input types, 2.1 to 3.0; tests/test_doctor_streams.py compares it with the installed
-one, and runs each type on two ranks. What it does not have is unknown, never "no stream". Of NeMo 2.1 the rest is not
-measured alike: docs/doctor.md has what differs there.
+The table is NeMo's own registry of input types, 2.1 to 3.0; tests/test_doctor_streams.py compares
+it with the installed one, and runs each type on two ranks. What it does not have is unknown, never
+"no stream". Of NeMo 2.1 the rest is not measured alike: docs/doctor.md has what differs there.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from nemo_patches.tools.doctor.config import Config, Value
 
 
 class Reads(Enum):
-    """What decides whether an input of some type is a stream: read whole by each worker of each rank."""
+    """What decides whether an input of some type is a stream: read whole by each worker of each
+    rank.
+    """
 
     STREAM = "always one, also without tar files"
     TARRED = "one with tarred_audio_filepaths"
@@ -36,13 +39,16 @@ class DataType:
 
 
 DATA_TYPES = {
-    name: DataType(Reads[reads], since) for name, (reads, since) in known_keys.TABLE["types_of_inputs"].items()
+    name: DataType(Reads[reads], since)
+    for name, (reads, since) in known_keys.TABLE["types_of_inputs"].items()
 }
 
 
 @dataclass(frozen=True)
 class Draw:
-    """An order that is drawn at random. certain: whether it changes anything whatever the data (not so of one file)."""
+    """An order that is drawn at random. certain: whether it changes anything whatever the data (not
+    so of one file).
+    """
 
     seed: Value
     certain: bool
@@ -52,7 +58,8 @@ class Draw:
 class Inputs:
     """How inputs are read; None where that cannot be told.
 
-    stream: whether each worker of each rank reads all of it by itself. endless: whether it is repeated for ever.
+    stream: whether each worker of each rank reads all of it by itself. endless: whether it is
+    repeated for ever.
     unknown: why nothing is said of seeds. refused: whether NeMo stops, as both kinds are mixed.
     """
 
@@ -65,7 +72,9 @@ class Inputs:
 
 @dataclass(frozen=True)
 class SetEntry:
-    """A set, or an entry of its input_cfg. own: the value that it has of a key; outer: the one that is handed down."""
+    """A set, or an entry of its input_cfg. own: the value that it has of a key; outer: the one that
+    is handed down.
+    """
 
     config: Config
     own: Callable[[str], Value]
@@ -77,11 +86,15 @@ class SetEntry:
 
     def entry(self, index: int) -> SetEntry:
         keys = (*self.own("input_cfg").keys, str(index))
-        return SetEntry(self.config, lambda key: self.config.get((*keys, key)), self.get)
+        return SetEntry(
+            self.config, lambda key: self.config.get((*keys, key)), self.get
+        )
 
 
 def of_set(place: SetEntry, one_by_one: bool = False) -> Inputs:
-    """A set, or an entry that is read like one. one_by_one: each of several manifests is a set of its own."""
+    """A set, or an entry that is read like one. one_by_one: each of several manifests is a set of
+    its own.
+    """
     if place.own("input_cfg").value is not None:
         return _of_entries(place)
     if place.own("shar_path").value is None and place.own("cuts_path").value is None:
@@ -100,7 +113,11 @@ def _of_entries(place: SetEntry) -> Inputs:
     """Those of an input_cfg: with one it is that one, of several NeMo draws which comes next."""
     listed = place.own("input_cfg")
     if not isinstance(listed.value, list) or not listed.value:
-        what = "in another file, which is not read" if isinstance(listed.value, str) else "no list that can be read"
+        what = (
+            "in another file, which is not read"
+            if isinstance(listed.value, str)
+            else "no list that can be read"
+        )
         return Inputs(None, None, unknown=f"{listed.key} is {what}")
     parts = [_of_entry(place, index, entry) for index, entry in enumerate(listed.value)]
     first, *others = parts
@@ -112,7 +129,9 @@ def _of_entries(place: SetEntry) -> Inputs:
     draws = [draw for part in parts for draw in part.draws]
     return Inputs(
         stream=stream,
-        endless=None if refused else any_known([*(part.endless for part in parts), mixed]),
+        endless=None
+        if refused
+        else any_known([*(part.endless for part in parts), mixed]),
         draws=(*draws, Draw(place.get("shard_seed"), certain=True)),
         unknown=next((part.unknown for part in parts if part.unknown), ""),
         refused=refused,
@@ -120,22 +139,33 @@ def _of_entries(place: SetEntry) -> Inputs:
 
 
 def _mixed(place: SetEntry, kinds: list[bool | None]) -> tuple[bool | None, bool]:
-    """Of which kind several inputs are together, and whether NeMo refuses them: it does for both kinds, unless one is
-    forced, and the first one's counts then. So one that is known tells of the others."""
+    """Of which kind several inputs are together, and whether NeMo refuses them: it does for both
+    kinds, unless one is forced, and the first one's counts then. So one that is known tells of the
+    others."""
     known = {kind for kind in kinds if kind is not None}
     if len(known) < 2:
         return next(iter(known), None), False
-    forced = any_known([_on(place.get(f"force_{kind}_dataset")) for kind in ("map", "iterable")])
+    forced = any_known(
+        [_on(place.get(f"force_{kind}_dataset")) for kind in ("map", "iterable")]
+    )
     return (kinds[0], False) if forced else (None, forced is False)
 
 
 def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
     inner = place.entry(index)
     name = inner.own("type")
-    data_type = DATA_TYPES.get(name.value) if isinstance(entry, dict) and isinstance(name.value, str) else None
+    data_type = (
+        DATA_TYPES.get(name.value)
+        if isinstance(entry, dict) and isinstance(name.value, str)
+        else None
+    )
     if data_type is None:
         what = name.value if name.known and name.value is not None else "it"
-        return Inputs(None, None, unknown=f"{name.key}: {what} is no type of input that is known of NeMo")
+        return Inputs(
+            None,
+            None,
+            unknown=f"{name.key}: {what} is no type of input that is known of NeMo",
+        )
     if data_type.reads is Reads.STREAM:
         return Inputs(True, _repeated(True, inner), _order_of_files(inner))
     if data_type.reads is Reads.TARRED:
@@ -146,16 +176,26 @@ def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
         return of_set(inner)
     if data_type.reads is Reads.GROUP:
         return _of_entries(inner)
-    return Inputs(_on(inner.own("is_tarred")), True, unknown=f"{name.key}: {name.value} is {data_type.reads.value}")
+    return Inputs(
+        _on(inner.own("is_tarred")),
+        True,
+        unknown=f"{name.key}: {name.value} is {data_type.reads.value}",
+    )
 
 
 def _of_manifests(place: SetEntry, one_by_one: bool = False) -> Inputs:
-    """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a stream."""
+    """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a
+    stream.
+    """
     stream = _given(place, "tarred_audio_filepaths")
     manifests = place.own("manifest_filepath").value
     listed = isinstance(manifests, list) and not one_by_one
     draws = _order_of_files(place)
-    unknown = f"{place.own('tarred_audio_filepaths').key} is not known" if stream is None else ""
+    unknown = (
+        f"{place.own('tarred_audio_filepaths').key} is not known"
+        if stream is None
+        else ""
+    )
     if listed and len(manifests) > 1:
         draws = (*draws, Draw(place.get("shard_seed"), certain=True))
     endless = _repeated(listed or stream, place, ("force_finite", "metadata_only"))
@@ -168,14 +208,24 @@ def _of_lhotse(place: SetEntry) -> Inputs:
     if stream is False:
         return Inputs(False, False)
     path = place.own("shar_path")
-    unless = ("force_finite",) if isinstance(path.value, list) else ("force_finite", "metadata_only")
+    unless = (
+        ("force_finite",)
+        if isinstance(path.value, list)
+        else ("force_finite", "metadata_only")
+    )
     unknown = "" if stream else f"{path.key} is not known"
     draw = Draw(place.get("shard_seed"), certain=True)
-    return Inputs(stream, _repeated(stream, place, unless), draws=(draw,), unknown=unknown)
+    return Inputs(
+        stream, _repeated(stream, place, unless), draws=(draw,), unknown=unknown
+    )
 
 
-def _repeated(repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = ("force_finite",)) -> bool | None:
-    """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is on."""
+def _repeated(
+    repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = ("force_finite",)
+) -> bool | None:
+    """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is
+    on.
+    """
     ends = any_known([_on(place.get(switch)) for switch in unless])
     if repeats is False or ends:
         return False
@@ -184,7 +234,11 @@ def _repeated(repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = (
 
 def _order_of_files(place: SetEntry) -> tuple[Draw, ...]:
     """The draw of shuffle; it may not matter, as there may be only one file."""
-    return (Draw(place.get("shard_seed"), certain=False),) if _on(place.get("shuffle")) is not False else ()
+    return (
+        (Draw(place.get("shard_seed"), certain=False),)
+        if _on(place.get("shuffle")) is not False
+        else ()
+    )
 
 
 def _on(switch: Value) -> bool | None:
@@ -193,10 +247,16 @@ def _on(switch: Value) -> bool | None:
 
 
 def _given(place: SetEntry, key: str) -> bool | None:
-    """Whether a path is given. Of one that is not known it is, where text stands around an interpolation."""
+    """Whether a path is given. Of one that is not known it is, where text stands around an
+    interpolation.
+    """
     path = place.own(key)
     if path.known:
         return path.value is not None
     node = place.config.source.nodes.get(path.keys)
     text = str(getattr(node, "value", ""))
-    return True if "${" in text and not (text.startswith("${") and text.endswith("}")) else None
+    return (
+        True
+        if "${" in text and not (text.startswith("${") and text.endswith("}"))
+        else None
+    )

@@ -1,4 +1,6 @@
-"""Resolve the interpolations of a YAML file's values as OmegaConf does, without a resolver's call, and with bounds."""
+"""Resolve the interpolations of a YAML file's values as OmegaConf does, without a resolver's call,
+and with bounds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ LONGEST_TEXT = 10_000  # characters that interpolations may make
 
 _MISSING = "???"  # OmegaConf's word for a value that is still to be given
 _MOST_INTERPOLATIONS = 1_000  # NeMo's own configs have at most 200
-_MOST_NESTED = 10  # interpolations in each other: OmegaConf's parser recurses, as deep as the text says
+# Interpolations in each other: OmegaConf's parser recurses, as deep as the text says
+_MOST_NESTED = 10
 _LONGEST_CHAIN = 50  # interpolations that lead to each other
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 
@@ -36,7 +39,9 @@ UNKNOWN = Unknown()
 
 @dataclass(frozen=True)
 class Resolved:
-    """broken: the interpolations that lead nowhere, and why. of_machine: the values that a resolver would give."""
+    """broken: the interpolations that lead nowhere, and why. of_machine: the values that a resolver
+    would give.
+    """
 
     broken: dict[Keys, str] = field(default_factory=dict)
     of_machine: set[Keys] = field(default_factory=set)
@@ -44,7 +49,8 @@ class Resolved:
 
 @cache
 def _loader() -> type[Any]:
-    """PyYAML's, with OmegaConf's own rules on what is a number; OmegaConf's loader is ten times as slow.
+    """PyYAML's, with OmegaConf's own rules on what is a number; OmegaConf's loader is ten times as
+    slow.
 
     OmegaConf has no public name for them. Raises AttributeError for one that has them elsewhere.
     """
@@ -53,13 +59,16 @@ def _loader() -> type[Any]:
 
 
 def plain(source: YamlText) -> Any:
-    """The values of a file, with every key as text; interpolations stay as they are written. Raises DoctorError."""
+    """The values of a file, with every key as text; interpolations stay as they are written. Raises
+    DoctorError.
+    """
     _check_interpolations(source)
     try:
         loader = _loader()
     except AttributeError:
         raise DoctorError(
-            f"{source.path}: omegaconf {omegaconf.__version__} has its rules on numbers elsewhere; allowed: 2.3"
+            f"{source.path}: omegaconf {omegaconf.__version__} has its rules on numbers"
+            " elsewhere; allowed: 2.3"
         ) from None
     try:
         return with_names(yaml.load(source.text, Loader=loader))
@@ -68,18 +77,26 @@ def plain(source: YamlText) -> Any:
 
 
 def resolve(source: YamlText, tree: Any) -> Resolved:
-    """Replace every interpolation in a tree of this file's values, in place, and put UNKNOWN where it cannot be told.
+    """Replace every interpolation in a tree of this file's values, in place, and put UNKNOWN where
+    it cannot be told.
 
     Those that name a key are followed. A resolver is never called. Raises DoctorError.
     """
-    texts = [(keys, node) for keys, node in walk(tree) if node == _MISSING or _has_interpolation(node)]
+    texts = [
+        (keys, node)
+        for keys, node in walk(tree)
+        if node == _MISSING or _has_interpolation(node)
+    ]
     for keys, text in texts:
         _check_grammar(source, keys, text)
     following = _Following(source, tree)
     for keys, _ in texts:
         following.value(keys)
     broken = following.resolved.broken
-    return Resolved({keys: broken[keys] for keys, _ in texts if keys in broken}, following.resolved.of_machine)
+    return Resolved(
+        {keys: broken[keys] for keys, _ in texts if keys in broken},
+        following.resolved.of_machine,
+    )
 
 
 def _has_interpolation(node: Any) -> bool:
@@ -94,10 +111,14 @@ def _check_interpolations(source: YamlText) -> None:
             continue
         count += node.value.count("${")
         if count > _MOST_INTERPOLATIONS:
-            raise DoctorError(f"{source.path}: more than {_MOST_INTERPOLATIONS} interpolations")
+            raise DoctorError(
+                f"{source.path}: more than {_MOST_INTERPOLATIONS} interpolations"
+            )
         if depth_of(node.value) > _MOST_NESTED:
             place = f"{source.path}:{source.line(keys)}: {'.'.join(keys)}"
-            raise DoctorError(f"{place}: more than {_MOST_NESTED} interpolations in each other")
+            raise DoctorError(
+                f"{place}: more than {_MOST_NESTED} interpolations in each other"
+            )
 
 
 def _check_grammar(source: YamlText, keys: Keys, text: str) -> None:
@@ -119,7 +140,9 @@ def depth_of(text: str) -> int:
 
 
 def _calls_a_resolver(text: str) -> bool:
-    """Whether there is a colon inside the braces of an interpolation: ${name:arguments}, also ${${name}:arguments}."""
+    """Whether there is a colon inside the braces of an interpolation: ${name:arguments}, also
+    ${${name}:arguments}.
+    """
     depth = 0
     for part in re.findall(r"\$\{|[{}:]", text):
         if part == "${" or (part == "{" and depth):
@@ -147,11 +170,15 @@ class _Following:
         self.resolved = Resolved()
         self._source = source
         self._tree = tree
-        self._open: list[Keys] = []  # those that are being followed, each from the one before it
+        self._open: list[
+            Keys
+        ] = []  # those that are being followed, each from the one before it
         self._room = MOST_VALUES
 
     def value(self, keys: Keys) -> Any:
-        """The value at a path; what is below it may still have interpolations. Raises _Circle within another one."""
+        """The value at a path; what is below it may still have interpolations. Raises _Circle
+        within another one.
+        """
         if keys in self._open:
             raise _Circle
         if not keys:
@@ -209,7 +236,9 @@ class _Following:
         return text
 
     def _target(self, keys: Keys, path: str) -> Any:
-        """What a path leads to: from the section of the interpolation at these keys with a dot, else from the top."""
+        """What a path leads to: from the section of the interpolation at these keys with a dot,
+        else from the top.
+        """
         names = path.lstrip(".")
         dots = len(path) - len(names)
         if dots > len(keys):
@@ -238,7 +267,9 @@ class _Following:
     def _copy(self, value: Any) -> Any:
         self._room -= sum(1 for _ in walk(value))
         if self._room < 0:
-            what = f"more than {MOST_VALUES} values, when its interpolations are followed"
+            what = (
+                f"more than {MOST_VALUES} values, when its interpolations are followed"
+            )
             raise DoctorError(f"{self._source.path}: {what}")
         return with_names(value)
 

@@ -1,4 +1,6 @@
-"""The job that a config describes: ranks, strategy, encoders and data sets, as NeMo and Lightning would take them."""
+"""The job that a config describes: ranks, strategy, encoders and data sets, as NeMo and Lightning
+would take them.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,19 @@ CHECKPOINTS = (
     "model.nemo_model",
     "model.pretrained_model",
 )
-_LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}
+_LIMITS = {
+    "training": "limit_train_batches",
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+}
 
 
 @dataclass(frozen=True)
 class Limit:
     """How many batches of a set each rank reads at most, as Lightning takes it.
 
-    batches: a whole number, or a share (1.0 is all); None where the config does not tell, or Lightning refuses it.
+    batches: a whole number, or a share (1.0 is all); None where the config does not tell, or
+    Lightning refuses it.
     """
 
     batches: int | float | None
@@ -47,7 +54,9 @@ class Limit:
 
 
 def as_limit(value: Value) -> int | float | None:
-    """A limit in batches as Lightning takes it: null is 1.0, 1000.0 is 1000, true is 1; None for what it refuses."""
+    """A limit in batches as Lightning takes it: null is 1.0, 1000.0 is 1000, true is 1; None for
+    what it refuses.
+    """
     if value.value is None:
         return 1.0
     if isinstance(value.value, bool):
@@ -80,8 +89,17 @@ class Job:
             counted(len(self.datasets), "data set"),
         ]
         if not self.has_trainer:
-            return "; ".join(("no trainer section for Lightning's Trainer, so no rule on ranks applies", *parts))
-        ranks = counted(self.ranks, "rank") if self.ranks else "as many ranks as there are devices"
+            return "; ".join(
+                (
+                    "no trainer section for Lightning's Trainer, so no rule on ranks applies",
+                    *parts,
+                )
+            )
+        ranks = (
+            counted(self.ranks, "rank")
+            if self.ranks
+            else "as many ranks as there are devices"
+        )
         strategy = "null" if self.strategy.value is None else self.strategy.value
         how = "with nemo_patches" if self.patched else "as stock NeMo"
         return "; ".join((f"judged {how}", f"strategy {strategy}", ranks, *parts))
@@ -93,7 +111,9 @@ class Job:
         return self.get(("trainer", key), default)
 
     def limit(self, role: str) -> Limit:
-        """The limit for the sets of one role; as in Lightning, overfit_batches and fast_dev_run take precedence."""
+        """The limit for the sets of one role; as in Lightning, overfit_batches and fast_dev_run
+        take precedence.
+        """
         overfit = self.trainer("overfit_batches", 0.0)
         fast = self.trainer("fast_dev_run", False)
         if role != "test" and (overfit.number or not overfit.known):
@@ -118,7 +138,11 @@ class Job:
         """How many ranks there will be; None where that depends on the machine."""
         devices = count(self.devices.value)
         nodes = count(self.nodes.value)
-        if devices is None and self.devices.value == "auto" and self.accelerator.value == "cpu":
+        if (
+            devices is None
+            and self.devices.value == "auto"
+            and self.accelerator.value == "cpu"
+        ):
             devices = 1  # Lightning's "auto" on the CPU
         return devices * nodes if devices and nodes else None
 
@@ -126,14 +150,21 @@ class Job:
     def has_trainer(self) -> bool:
         """Whether the config says how Lightning's Trainer is made.
 
-        Not with a _target_, nor with a strategy beside the section, as NeMo's Megatron recipes have them.
+        Not with a _target_, nor with a strategy beside the section, as NeMo's Megatron recipes have
+        them.
         """
         section = self.config.tree.get("trainer")
-        return isinstance(section, dict) and "_target_" not in section and "strategy" not in self.config.tree
+        return (
+            isinstance(section, dict)
+            and "_target_" not in section
+            and "strategy" not in self.config.tree
+        )
 
     @property
     def several(self) -> bool:
-        """Whether several ranks are meant, or possible: the config has a trainer, and not one device in all."""
+        """Whether several ranks are meant, or possible: the config has a trainer, and not one
+        device in all.
+        """
         return self.has_trainer and self.ranks != 1
 
     @property
@@ -183,7 +214,10 @@ class Job:
         DDPStrategy wants a timedelta; in YAML, that is a mapping with _target_: datetime.timedelta.
         """
         timeout = self.get("trainer.strategy.timeout").value
-        if not isinstance(timeout, dict) or timeout.get("_target_") != "datetime.timedelta":
+        if (
+            not isinstance(timeout, dict)
+            or timeout.get("_target_") != "datetime.timedelta"
+        ):
             return None
         parts = {key: value for key, value in timeout.items() if key != "_target_"}
         try:
@@ -199,19 +233,27 @@ class Job:
 
     @property
     def asr_encoder(self) -> bool:
-        return str(self.get("model.encoder._target_").value).startswith("nemo.collections.asr.")
+        return str(self.get("model.encoder._target_").value).startswith(
+            "nemo.collections.asr."
+        )
 
     @cached_property
     def checkpoints(self) -> tuple[Value, ...]:
-        """Where the model comes from, if its encoder is not in the config: its checkpoint's own config has it."""
+        """Where the model comes from, if its encoder is not in the config: its checkpoint's own
+        config has it.
+        """
         if self.get("model.encoder._target_").given:
             return ()
         values = map(self.get, CHECKPOINTS)
-        return tuple(value for value in values if value.given and value.value not in (None, ""))
+        return tuple(
+            value for value in values if value.given and value.value not in (None, "")
+        )
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
-        return tuple(dataset for dataset in datasets.found_in(self.config) if dataset.used)
+        return tuple(
+            dataset for dataset in datasets.found_in(self.config) if dataset.used
+        )
 
 
 def count(devices: Any) -> int | None:

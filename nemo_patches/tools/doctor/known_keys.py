@@ -1,4 +1,6 @@
-"""The keys and names that NeMo 2.1 to 3.0 and Lightning 2 know: the facts are in known_keys.yaml."""
+"""The keys and names that NeMo 2.1 to 3.0 and Lightning 2 know: the facts are in
+known_keys.yaml.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import yaml
 
 from nemo_patches.tools.doctor.yaml_text import LOADER
 
-TABLE: dict[str, Any] = yaml.load(Path(__file__).with_suffix(".yaml").read_text("utf-8"), Loader=LOADER)
+TABLE: dict[str, Any] = yaml.load(
+    Path(__file__).with_suffix(".yaml").read_text("utf-8"), Loader=LOADER
+)
 _DDP = tuple(
     f"{name}{unused}"
     for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
@@ -33,5 +37,7 @@ PROFILERS = tuple[str, ...](TABLE["profilers"])
 
 
 def closest(name: str, known: Collection[str], likeness: float = 0.85) -> str:
-    """The known name that a misspelt one is most like, by difflib's ratio; empty if it is like none."""
+    """The known name that a misspelt one is most like, by difflib's ratio; empty if it is like
+    none.
+    """
     return next(iter(get_close_matches(name, known, n=1, cutoff=likeness)), "")

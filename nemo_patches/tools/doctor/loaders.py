@@ -1,4 +1,6 @@
-"""What a config makes of the data loaders on one rank, for `doctor --ranks CONFIG`, which compares all ranks'."""
+"""What a config makes of the data loaders on one rank, for `doctor --ranks CONFIG`, which compares
+all ranks'.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,30 @@ from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.job import Job
 
-_SETTINGS = ("batch_size", "batch_duration", "drop_last", "num_workers", "pin_memory", "shuffle", "shard_seed")
+_SETTINGS = (
+    "batch_size",
+    "batch_duration",
+    "drop_last",
+    "num_workers",
+    "pin_memory",
+    "shuffle",
+    "shard_seed",
+)
 _MOST_COUNTED = 1_000_000  # entries of a manifest
 
 
 def settings(job: Job, ranks: int) -> dict[str, str]:
-    """Each set's settings, its sampler and the batches that this rank would have of that many, by name."""
+    """Each set's settings, its sampler and the batches that this rank would have of that many, by
+    name.
+    """
     texts: dict[str, str] = {}
     for dataset in job.datasets:
         values = {key: dataset.get(key) for key in _SETTINGS}
-        texts |= {f"{dataset.where}.{key}": _text(value) for key, value in values.items() if value.given}
+        texts |= {
+            f"{dataset.where}.{key}": _text(value)
+            for key, value in values.items()
+            if value.given
+        }
         texts[f"{dataset.where}, sampler"] = _sampler(job, dataset)
         batches = _batches(job, dataset, ranks)
         if batches:
@@ -37,15 +53,25 @@ def _sampler(job: Job, dataset: Dataset) -> str:
 
 
 def _batches(job: Job, dataset: Dataset, ranks: int) -> str:
-    """Before any limit on duration; empty where the manifest is not on this host, or batches have no fixed size."""
+    """Before any limit on duration; empty where the manifest is not on this host, or batches have
+    no fixed size.
+    """
     size = dataset.get("batch_size").number
     drop_last = dataset.get("drop_last", False).on
     sampler = _sampler(job, dataset)
-    entries = None if dataset.tarred is not False or dataset.dynamic or not size else dataset.entries(_MOST_COUNTED)
+    entries = (
+        None
+        if dataset.tarred is not False or dataset.dynamic or not size
+        else dataset.entries(_MOST_COUNTED)
+    )
     if entries is None or not size or entries == _MOST_COUNTED:
         return ""
     if sampler == "Lhotse's":  # it deals out batches
-        batches = int(entries // size // ranks) if drop_last else ceil(ceil(entries / size) / ranks)
+        batches = (
+            int(entries // size // ranks)
+            if drop_last
+            else ceil(ceil(entries / size) / ranks)
+        )
     else:
         own = ceil(entries / ranks) if sampler == "Lightning's" else entries
         batches = int(own // size) if drop_last else ceil(own / size)

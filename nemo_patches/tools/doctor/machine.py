@@ -1,4 +1,6 @@
-"""What decides on this machine how a hang ends: the variables of NCCL and torch; torch is not imported here."""
+"""What decides on this machine how a hang ends: the variables of NCCL and torch; torch is not
+imported here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _READ = ("NCCL_", "TORCH_")  # how the variables begin that rules may read and s
 
 @dataclass(frozen=True)
 class Machine:
-    """environment: its variables of NCCL and torch. torch: the installed version, empty where there is none."""
+    """environment: its variables of NCCL and torch. torch: the installed version, empty where there
+    is none.
+    """
 
     host: str = "this machine"
     torch: str = ""
@@ -44,7 +48,11 @@ class Machine:
     def variable(self, name: str, default: str = "") -> Value:
         """An environment variable, with what holds where it is not set."""
         value = self.environment.get(name)
-        return Value(name, value, "environment") if value else Value(name, default, "default")
+        return (
+            Value(name, value, "environment")
+            if value
+            else Value(name, default, "default")
+        )
 
 
 def gather() -> Machine:
@@ -52,7 +60,9 @@ def gather() -> Machine:
         host=socket.gethostname(),
         torch=versions().get("torch", ""),
         gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
-        environment={name: value for name, value in os.environ.items() if name.startswith(_READ)},
+        environment={
+            name: value for name, value in os.environ.items() if name.startswith(_READ)
+        },
     )
 
 

@@ -1,4 +1,6 @@
-"""Python's syntax in fewer forms, so that each is read in one place: async as plain, match as if, suppress as try."""
+"""Python's syntax in fewer forms, so that each is read in one place: async as plain, match as if,
+suppress as try.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ class _Plain(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
         form = _PLAIN.get(type(node).__name__)
-        return ast.copy_location(form(**dict(ast.iter_fields(node))), node) if form else node
+        return (
+            ast.copy_location(form(**dict(ast.iter_fields(node))), node)
+            if form
+            else node
+        )
 
     def visit_Await(self, node: ast.Await) -> ast.AST:
         self.generic_visit(node)
@@ -33,8 +39,17 @@ class _Plain(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.AST:
         """`with suppress(RuntimeError):`"""
         self.generic_visit(node)
-        calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
-        errors = [each for call in calls if dotted(call.func).endswith("suppress") for each in call.args]
+        calls = [
+            item.context_expr
+            for item in node.items
+            if isinstance(item.context_expr, ast.Call)
+        ]
+        errors = [
+            each
+            for call in calls
+            if dotted(call.func).endswith("suppress")
+            for each in call.args
+        ]
         if not errors:
             return node
         kind = ast.Tuple(errors, ast.Load()) if len(errors) > 1 else errors[0]
@@ -49,7 +64,8 @@ class _Plain(ast.NodeTransformer):
             if case.guard is not None:
                 test = ast.BoolOp(ast.And(), [test, case.guard])
             branch = ast.copy_location(
-                ast.If(test, [*_named(node.subject, case.pattern), *case.body], chain), case.pattern
+                ast.If(test, [*_named(node.subject, case.pattern), *case.body], chain),
+                case.pattern,
             )
             branch.end_lineno = node.end_lineno
             chain = [branch]
@@ -60,12 +76,19 @@ class _Plain(ast.NodeTransformer):
         self.generic_visit(node)
         if not isinstance(node.value, ast.IfExp):
             return node
-        body, orelse = (ast.copy_location(ast.Return(each), node) for each in (node.value.body, node.value.orelse))
+        body, orelse = (
+            ast.copy_location(ast.Return(each), node)
+            for each in (node.value.body, node.value.orelse)
+        )
         return ast.copy_location(ast.If(node.value.test, [body], [orelse]), node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
-        return node if node.value is None else ast.copy_location(ast.Assign([node.target], node.value), node)
+        return (
+            node
+            if node.value is None
+            else ast.copy_location(ast.Assign([node.target], node.value), node)
+        )
 
 
 def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
@@ -74,8 +97,12 @@ def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
         return ast.Constant(True)
     if isinstance(pattern, ast.MatchValue):
         return ast.Compare(subject, [ast.Eq()], [pattern.value])
-    if isinstance(pattern, ast.MatchOr) and all(isinstance(each, ast.MatchValue) for each in pattern.patterns):
-        values = [each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)]
+    if isinstance(pattern, ast.MatchOr) and all(
+        isinstance(each, ast.MatchValue) for each in pattern.patterns
+    ):
+        values = [
+            each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)
+        ]
         return ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
     kind = (
         ast.Constant(pattern.value)
@@ -87,5 +114,13 @@ def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
 
 def _named(subject: ast.expr, pattern: ast.pattern) -> list[ast.stmt]:
     """`name = subject` of `case name`"""
-    name = pattern.name if isinstance(pattern, ast.MatchAs) and pattern.pattern is None else None
-    return [ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], subject), pattern)] if name else []
+    name = (
+        pattern.name
+        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None
+        else None
+    )
+    return (
+        [ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], subject), pattern)]
+        if name
+        else []
+    )

@@ -15,30 +15,43 @@ class RankPlace:
     size: int
     address: str
     port: int
-    has_server: bool  # rank 0, where the launcher has not started the store's server already
+    has_server: (
+        bool  # rank 0, where the launcher has not started the store's server already
+    )
 
 
 def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
-    """From torchrun's variables, or Slurm's with MASTER_ADDR and MASTER_PORT. Raises DoctorError."""
+    """From torchrun's variables, or Slurm's with MASTER_ADDR and MASTER_PORT. Raises
+    DoctorError.
+    """
 
     def number(*names: str) -> int:
         for name in names:
             if text := variables.get(name):
                 if text.isdigit():
                     return int(text)
-                raise DoctorError(f"{name}={text!r} is not allowed; allowed: a number, as torchrun sets it")
+                raise DoctorError(
+                    f"{name}={text!r} is not allowed; allowed: a number, as torchrun"
+                    " sets it"
+                )
         raise DoctorError(
-            f"--ranks: {names[0]} is not set; it is run on every rank: torchrun ... -m nemo_patches doctor --ranks"
+            f"--ranks: {names[0]} is not set; it is run on every rank: torchrun ... -m"
+            " nemo_patches doctor --ranks"
         )
 
     rank = number("RANK", "SLURM_PROCID")
     size = number("WORLD_SIZE", "SLURM_NTASKS")
     if rank >= size:
-        raise DoctorError(f"RANK={rank} is not allowed with WORLD_SIZE={size}; allowed: 0 to {size - 1}")
+        raise DoctorError(
+            f"RANK={rank} is not allowed with WORLD_SIZE={size}; allowed: 0 to"
+            f" {size - 1}"
+        )
     port = number("MASTER_PORT")
     address = variables.get("MASTER_ADDR")
     if not address:
         raise DoctorError("--ranks: MASTER_ADDR is not set; torchrun sets it")
     by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     has_server = rank == 0 and not by_launcher
-    return RankPlace(rank=rank, size=size, address=address, port=port, has_server=has_server)
+    return RankPlace(
+        rank=rank, size=size, address=address, port=port, has_server=has_server
+    )

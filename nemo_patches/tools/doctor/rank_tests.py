@@ -1,4 +1,6 @@
-"""What a test in Python says on one rank of several: true, false, or the part of it that something else decides."""
+"""What a test in Python says on one rank of several: true, false, or the part of it that something
+else decides.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from functools import cached_property
 from typing import Any
 
 from nemo_patches.tools.doctor.collectives import Names
-from nemo_patches.tools.doctor.syntax import IDENTITIES, dotted, last_part, nodes, text_of, words
+from nemo_patches.tools.doctor.syntax import (
+    IDENTITIES,
+    dotted,
+    last_part,
+    nodes,
+    text_of,
+    words,
+)
 
 _NUMBERS = words(
     """
@@ -42,7 +51,9 @@ _SEVERAL = words(
 )
 _ALONE = words("is_single_gpu is_single_process single_gpu single_process")
 _READY = words("is_available is_initialized")  # of torch.distributed
-_VARIABLES = words("RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK")
+_VARIABLES = words(
+    "RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK"
+)
 _SIZE_VARIABLES = words("WORLD_SIZE SLURM_NTASKS OMPI_COMM_WORLD_SIZE")
 UNKNOWN: Any = object()
 _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
@@ -84,7 +95,10 @@ class Member:
 
 
 FIRST = Member(0)
-_PROBES = (*map(Member, range(9)), Member(_MANY - 1))  # in which a test on the rank shows
+_PROBES = (
+    *map(Member, range(9)),
+    Member(_MANY - 1),
+)  # in which a test on the rank shows
 _TRIED = 24  # ranks, beside those that a test names
 
 
@@ -125,8 +139,15 @@ class RankTests:
         answer = self.decided(test, FIRST)
         if answer == text_of(test):
             return answer
-        sizes = {_FEW, _MANY, *(number for number in self._numbers([test]) if number > _FEW)}
-        members = (*(Member(0, size) for size in sizes), *map(Member, self._tried([test])))
+        sizes = {
+            _FEW,
+            _MANY,
+            *(number for number in self._numbers([test]) if number > _FEW),
+        }
+        members = (
+            *(Member(0, size) for size in sizes),
+            *map(Member, self._tried([test])),
+        )
         alike = all(self.decided(test, each) == answer for each in members)
         return answer if alike else text_of(test)
 
@@ -138,15 +159,23 @@ class RankTests:
             return any(self.about_rank(each) for each in test.values)
         if isinstance(test, ast.Compare):
             presence = any(isinstance(each, IDENTITIES) for each in test.ops)
-            return not presence and any(self._is_rank(each) for each in (test.left, *test.comparators))
-        return self._is_rank(test) and not isinstance(self._value(test, FIRST), str)  # a variable that is set
+            return not presence and any(
+                self._is_rank(each) for each in (test.left, *test.comparators)
+            )
+        return self._is_rank(test) and not isinstance(
+            self._value(test, FIRST), str
+        )  # a variable that is set
 
     def members(self, tests: Iterable[ast.expr]) -> list[Member]:
-        """Ranks, one for each way in which some tests may be decided; those that the tests name are among them."""
+        """Ranks, one for each way in which some tests may be decided; those that the tests name are
+        among them.
+        """
         tests = list(tests)
         found: dict[tuple[bool | str, ...], Member] = {}
         for member in map(Member, self._tried(tests)):
-            found.setdefault(tuple(self.decided(test, member) for test in tests), member)
+            found.setdefault(
+                tuple(self.decided(test, member) for test in tests), member
+            )
         return list(found.values())[:_MOST_MEMBERS]
 
     def _tried(self, tests: Sequence[ast.expr]) -> list[int]:
@@ -154,7 +183,9 @@ class RankTests:
         return sorted(rank for rank in ranks if rank < _MANY)
 
     def _numbers(self, tests: Iterable[ast.expr]) -> set[int]:
-        """The numbers in some tests, and in what their variables are assigned, each with the next one."""
+        """The numbers in some tests, and in what their variables are assigned, each with the next
+        one.
+        """
         numbers = set[int]()
         waiting = list(tests)
         followed = set[str]()
@@ -177,14 +208,18 @@ class RankTests:
         return UNKNOWN not in values and any(each != values[0] for each in values)
 
     def _value(self, node: ast.expr, member: Member, steps: int = 0) -> Any:
-        """The value of an expression on a rank; UNKNOWN if something else than the ranks decides it."""
+        """The value of an expression on a rank; UNKNOWN if something else than the ranks decides
+        it.
+        """
         if steps > _MOST_STEPS:
             return UNKNOWN
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name) and node.id in self.assigned:
             value = self._assigned(node.id, member, steps)
-            unknown_size = value is UNKNOWN and self.assigned[node.id] and node.id in _SIZES
+            unknown_size = (
+                value is UNKNOWN and self.assigned[node.id] and node.id in _SIZES
+            )
             return member.ranks if unknown_size else value
         if isinstance(node, ast.NamedExpr):
             return self._value(node.value, member, steps + 1)
@@ -193,37 +228,68 @@ class RankTests:
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
             decided = self.decided_on_several(node.test)
             if isinstance(decided, bool):
-                return self._value(node.body if decided else node.orelse, member, steps + 1)
+                return self._value(
+                    node.body if decided else node.orelse, member, steps + 1
+                )
             return self._of_rank((node.body, node.orelse), member, steps)
         if isinstance(node, ast.BoolOp):
             decided = self.decided(node, member)
             return UNKNOWN if isinstance(decided, str) else decided
-        if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith("os.environ"):
-            known = isinstance(node.left, ast.Constant) and node.left.value in _VARIABLES | _SIZE_VARIABLES
+        if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith(
+            "os.environ"
+        ):
+            known = (
+                isinstance(node.left, ast.Constant)
+                and node.left.value in _VARIABLES | _SIZE_VARIABLES
+            )
             return isinstance(node.ops[0], ast.In) if known else UNKNOWN
         return applied(node, lambda each: self._value(each, member, steps + 1))
 
-    def _of_rank(self, given: Sequence[ast.expr], member: Member, steps: int, only: ast.expr | None = None) -> Any:
-        """The value of that alternative which depends on the rank, or on their number; otherwise of `only`."""
+    def _of_rank(
+        self,
+        given: Sequence[ast.expr],
+        member: Member,
+        steps: int,
+        only: ast.expr | None = None,
+    ) -> Any:
+        """The value of that alternative which depends on the rank, or on their number; otherwise of
+        `only`.
+        """
         members = (*_PROBES, Member(0, _FEW))
-        own = next((each for each in given if self._differs(each, members, steps + 1)), only)
+        own = next(
+            (each for each in given if self._differs(each, members, steps + 1)), only
+        )
         return UNKNOWN if own is None else self._value(own, member, steps + 1)
 
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
         given = self.assigned[name]
         if name not in self._without:
-            others = {other: values for other, values in self.assigned.items() if other != name}
+            others = {
+                other: values
+                for other, values in self.assigned.items()
+                if other != name
+            }
             self._without[name] = RankTests(self.names, others)
-        return self._without[name]._of_rank(given, member, steps, only=given[0] if len(given) == 1 else None)
+        return self._without[name]._of_rank(
+            given, member, steps, only=given[0] if len(given) == 1 else None
+        )
 
     def _own(self, node: ast.expr, member: Member, steps: int) -> Any:
-        """Of a function of this file, or an attribute that it sets, which stands for one expression."""
-        called = node.func if isinstance(node, ast.Call) and not node.args and not node.keywords else node
+        """Of a function of this file, or an attribute that it sets, which stands for one
+        expression.
+        """
+        called = (
+            node.func
+            if isinstance(node, ast.Call) and not node.args and not node.keywords
+            else node
+        )
         given = self.names.returned.get(dotted(called))
         if given is not None:
             own = self._of_module._value(given, member, steps + 1)
-            of_a_matrix = dotted(called).endswith(".rank") and not _SOUNDS_LIKE_RANK.search(text_of(given))
+            of_a_matrix = dotted(called).endswith(
+                ".rank"
+            ) and not _SOUNDS_LIKE_RANK.search(text_of(given))
             if own is not UNKNOWN or of_a_matrix:
                 return own
         return self._named(node, member, steps)
@@ -240,11 +306,19 @@ class RankTests:
         name = dotted(node.func)
         if name in ("bool", "int") and node.args:
             value = self._value(node.args[0], member, steps + 1)
-            return int(value) if isinstance(value, (int, str)) and str(value).isdigit() else value
+            return (
+                int(value)
+                if isinstance(value, (int, str)) and str(value).isdigit()
+                else value
+            )
         if name in ("os.environ.get", "os.getenv") and node.args:
             return _of_environment("os.environ", node.args[0], member)
         of_a_group = node.args or node.keywords
-        return UNKNOWN if of_a_group and last_part(name) not in _SIZES else self._by_name(node.func, member)
+        return (
+            UNKNOWN
+            if of_a_group and last_part(name) not in _SIZES
+            else self._by_name(node.func, member)
+        )
 
     def _by_name(self, node: ast.expr, member: Member) -> Any:
         origin = self.names.origin(node)
@@ -257,9 +331,13 @@ class RankTests:
             return member.ranks
         if name in _ALONE:
             return False
-        if name == "distributed_type" or origin.endswith("DistributedType.NO"):  # of accelerate
+        if name == "distributed_type" or origin.endswith(
+            "DistributedType.NO"
+        ):  # of accelerate
             return "NO" if origin.endswith("NO") else "several"
-        of_torch = name in _READY and origin.rpartition(".")[0].endswith(("dist", "distributed", "comm"))
+        of_torch = name in _READY and origin.rpartition(".")[0].endswith(
+            ("dist", "distributed", "comm")
+        )
         return True if of_torch or name in _SEVERAL else UNKNOWN
 
 

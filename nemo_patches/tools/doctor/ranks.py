@@ -1,4 +1,6 @@
-"""What the ranks of a job told each other for `doctor --ranks`, as rules go by it, and as it is printed."""
+"""What the ranks of a job told each other for `doctor --ranks`, as rules go by it, and as it is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from nemo_patches.tools import counted
 class Facts:
     """What a rank publishes about itself: what ought to be the same on all ranks, each by name.
 
-    settings: of nemo_patches, and whether NeMo is patched there. environment: variables of NCCL, torch and Gloo.
+    settings: of nemo_patches, and whether NeMo is patched there. environment: variables of NCCL,
+    torch and Gloo.
     loaders: what the config given makes of the data loaders there; empty where none was given.
     """
 
@@ -44,30 +47,59 @@ class Ranks:
 
     @property
     def headline(self) -> str:
-        return f"{len(self.facts)} of {self.size} ranks answered, on {counted(len(self.hosts), 'host')}"
+        return (
+            f"{len(self.facts)} of {self.size} ranks answered, on"
+            f" {counted(len(self.hosts), 'host')}"
+        )
 
     def lines(self) -> list[str]:
         """One line for each setting of the data loaders that is the same on all ranks."""
-        first, *others = [facts.loaders for _, facts in sorted(self.facts.items())] or [{}]
-        common = {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
+        first, *others = [facts.loaders for _, facts in sorted(self.facts.items())] or [
+            {}
+        ]
+        common = {
+            name: text
+            for name, text in first.items()
+            if all(other.get(name) == text for other in others)
+        }
         return [f"on all of them {name}: {text}" for name, text in common.items()]
 
     def as_json(self) -> dict[str, Any]:
-        return {"ranks": [msgspec.to_builtins(facts) for _, facts in sorted(self.facts.items())]}
+        return {
+            "ranks": [
+                msgspec.to_builtins(facts) for _, facts in sorted(self.facts.items())
+            ]
+        }
 
 
-def differing(ranks: Ranks, what: Callable[[Facts], Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Each name whose value differs between ranks, with its values and their ranks; the most frequent value last."""
-    for name in sorted({name for facts in ranks.facts.values() for name in what(facts)}):
+def differing(
+    ranks: Ranks, what: Callable[[Facts], Mapping[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Each name whose value differs between ranks, with its values and their ranks; the most
+    frequent value last.
+    """
+    for name in sorted(
+        {name for facts in ranks.facts.values() for name in what(facts)}
+    ):
         which: dict[str, list[int]] = {}
         for rank, facts in sorted(ranks.facts.items()):
             which.setdefault(what(facts).get(name, "not set"), []).append(rank)
         if len(which) > 1:
             by_size = sorted(which, key=lambda text: -len(which[text]))
-            yield name, ", ".join(f"{safe(text)} on {_where(ranks, which[text])}" for text in reversed(by_size))
+            yield (
+                name,
+                ", ".join(
+                    f"{safe(text)} on {_where(ranks, which[text])}"
+                    for text in reversed(by_size)
+                ),
+            )
 
 
 def _where(ranks: Ranks, some: list[int]) -> str:
     """The ranks, and their host where that tells them from others."""
     hosts = {ranks.facts[rank].host for rank in some}
-    return f"{named(some)} ({hosts.pop()})" if len(hosts) == 1 < len(ranks.hosts) else named(some)
+    return (
+        f"{named(some)} ({hosts.pop()})"
+        if len(hosts) == 1 < len(ranks.hosts)
+        else named(some)
+    )

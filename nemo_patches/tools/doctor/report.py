@@ -21,8 +21,11 @@ from nemo_patches.tools.doctor.suppressions import Pair
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
-def show(reports: Sequence[Examination], console: Console, *, quiet: bool = False) -> None:
-    """Print the reports; a note takes one line, any other finding all of its lines, why each matters said once.
+def show(
+    reports: Sequence[Examination], console: Console, *, quiet: bool = False
+) -> None:
+    """Print the reports; a note takes one line, any other finding all of its lines, why each
+    matters said once.
 
     quiet: a line for each finding, and nothing else.
     """
@@ -38,17 +41,32 @@ def show(reports: Sequence[Examination], console: Console, *, quiet: bool = Fals
         if not quiet:
             _print(console, f"{report.name}: {_counts([report])}")
     if len(reports) > 1 and not quiet:
-        unread = f", {len(reports) - len(readable)} not read" if len(reports) > len(readable) else ""
+        unread = (
+            f", {len(reports) - len(readable)} not read"
+            if len(reports) > len(readable)
+            else ""
+        )
         _print(console, f"{len(reports)} configs: {_counts(readable)}{unread}")
 
 
-def _show(console: Console, name: str, pair: Pair, *, explained: set[str] | None) -> None:
-    """explained: the rules of which it has been said why they matter; None for no more than one line."""
+def _show(
+    console: Console, name: str, pair: Pair, *, explained: set[str] | None
+) -> None:
+    """explained: the rules of which it has been said why they matter; None for no more than one
+    line.
+    """
     rule, finding = pair
     where = f"{name}:{finding.line}" if finding.line else name
     head = f"{rule.identifier} {finding.severity}"
-    _print(console, f"{where}: {head}: {finding.what}", styled=head, style=_STYLES[finding.severity])
-    if explained is None or (finding.severity is Severity.NOTE and not (rule.whole and finding.instead)):
+    _print(
+        console,
+        f"{where}: {head}: {finding.what}",
+        styled=head,
+        style=_STYLES[finding.severity],
+    )
+    if explained is None or (
+        finding.severity is Severity.NOTE and not (rule.whole and finding.instead)
+    ):
         return
     if finding.read:
         _print(console, f"    read: {'; '.join(map(str, finding.read))}")
@@ -74,7 +92,10 @@ def as_json(report: Examination) -> dict[str, Any]:
                 "what": finding.what,
                 "read": [_value(value) for value in finding.read],
                 "instead": finding.instead,
-                "safe_change": report.config is not None and fixes.can_be_made(report.config, finding.change),
+                "safe_change": (
+                    report.config is not None
+                    and fixes.can_be_made(report.config, finding.change)
+                ),
                 "why": rule.why,
                 "link": rule.link,
             }
@@ -85,12 +106,21 @@ def as_json(report: Examination) -> dict[str, Any]:
 
 
 def listing(rules: Sequence[Rule]) -> str:
-    return "\n".join(f"{rule.identifier} ({rule.worst}): {rule.finds}" for rule in rules)
+    return "\n".join(
+        f"{rule.identifier} ({rule.worst}): {rule.finds}" for rule in rules
+    )
 
 
 def explanation(rule: Rule) -> str:
-    examples = f"\n\nbad:\n\n{_indented(rule.bad)}\n\ngood:\n\n{_indented(rule.good)}" if rule.bad else ""
-    return f"{rule.identifier}, at worst: {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}{examples}"
+    examples = (
+        f"\n\nbad:\n\n{_indented(rule.bad)}\n\ngood:\n\n{_indented(rule.good)}"
+        if rule.bad
+        else ""
+    )
+    return (
+        f"{rule.identifier}, at worst:"
+        f" {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}{examples}"
+    )
 
 
 def _indented(text: str) -> str:
@@ -99,13 +129,20 @@ def _indented(text: str) -> str:
 
 def markdown(rules: Sequence[Rule]) -> str:
     """The table of the rules in docs/doctor.md."""
-    rows = [f"| {rule.identifier} | {rule.worst} | {rule.finds} | {rule.why} ({rule.link}) |" for rule in rules]
+    rows = [
+        f"| {rule.identifier} | {rule.worst} | {rule.finds} | {rule.why}"
+        f" ({rule.link}) |"
+        for rule in rules
+    ]
     return "\n".join(("| rule | at worst | finds | why |", "|---|---|---|---|", *rows))
 
 
 def printable(text: str) -> str:
     """Escape what would steer a terminal: a config may have any character in a value."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1]
+        for character in text
+    )
 
 
 def _print(console: Console, text: str, styled: str = "", style: str = "") -> None:
@@ -117,9 +154,17 @@ def _print(console: Console, text: str, styled: str = "", style: str = "") -> No
 
 
 def _counts(reports: Sequence[Examination]) -> str:
-    counts = Counter(finding.severity for report in reports for _, finding in report.findings)
-    worst_first = [(counts[severity], severity) for severity in reversed(Severity) if counts[severity]]
-    parts = [counted(count, str(severity)) for count, severity in worst_first] or ["nothing"]
+    counts = Counter(
+        finding.severity for report in reports for _, finding in report.findings
+    )
+    worst_first = [
+        (counts[severity], severity)
+        for severity in reversed(Severity)
+        if counts[severity]
+    ]
+    parts = [counted(count, str(severity)) for count, severity in worst_first] or [
+        "nothing"
+    ]
     suppressed = sum(report.suppressed for report in reports)
     if suppressed:
         parts.append(f"{suppressed} suppressed")
@@ -130,7 +175,12 @@ def _counts(reports: Sequence[Examination]) -> str:
 
 
 def _value(value: Value) -> dict[str, Any]:
-    return {"key": value.key, "value": plain(value.value), "known": value.known, "origin": value.origin}
+    return {
+        "key": value.key,
+        "value": plain(value.value),
+        "known": value.known,
+        "origin": value.origin,
+    }
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The arguments and options of `nemo-patches doctor`: each is one field, with what typer makes of it."""
+"""The arguments and options of `nemo-patches doctor`: each is one field, with what typer makes of
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,14 @@ from nemo_patches.tools.options import choice, switch, with_value
 SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "json", "github", "sarif")
 
-_CONFIGS = "Configs (files, folders, patterns, - for standard input), and Hydra's overrides for all of them."
-_HERE = "As pasted from a training command; relative to the current folder, not to the script."
+_CONFIGS = (
+    "Configs (files, folders, patterns, - for standard input), and Hydra's overrides"
+    " for all of them."
+)
+_HERE = (
+    "As pasted from a training command; relative to the current folder, not to the"
+    " script."
+)
 
 
 def _given(option: Any, default: Any = None) -> Any:
@@ -30,39 +38,80 @@ def _switch(name: str, help_: str, *more: str) -> Any:
 class Request:
     """What the user gave; the fields are in the order of the command's help."""
 
-    arguments: tuple[str, ...] = _given(typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ())
-    patched: bool = _switch("--patched", "Judge the job as with nemo_patches on every rank, not as stock NeMo.")
-    select: tuple[str, ...] = _given(
-        with_value(metavar="RULE", help_="Only these rules: NP101, or NP1 for all of NP1xx.", show_default="all"), ()
+    arguments: tuple[str, ...] = _given(
+        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ()
     )
-    ignore: tuple[str, ...] = _given(with_value(metavar="RULE", help_="Not these rules."), ())
+    patched: bool = _switch(
+        "--patched",
+        "Judge the job as with nemo_patches on every rank, not as stock NeMo.",
+    )
+    select: tuple[str, ...] = _given(
+        with_value(
+            metavar="RULE",
+            help_="Only these rules: NP101, or NP1 for all of NP1xx.",
+            show_default="all",
+        ),
+        (),
+    )
+    ignore: tuple[str, ...] = _given(
+        with_value(metavar="RULE", help_="Not these rules."), ()
+    )
     json: bool = _switch("--json", "For programs.")
     fix: bool = _switch("--fix", "Print the safe changes as a diff; write nothing.")
     write: bool = _switch("--write", "With --fix: write them.")
-    ranks: bool = _switch("--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks")
+    ranks: bool = _switch(
+        "--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks"
+    )
     list_rules: bool = _switch("--list-rules", "List all rules.")
     explain: str | None = _given(
-        with_value(metavar="RULE", help_="Explain one rule, with a failing and a fixed example.")
+        with_value(
+            metavar="RULE",
+            help_="Explain one rule, with a failing and a fixed example.",
+        )
     )
     severity: str | None = _given(
-        choice(SEVERITIES, help="The lowest severity that is shown, and counts.", show_default="note")
+        choice(
+            SEVERITIES,
+            help="The lowest severity that is shown, and counts.",
+            show_default="note",
+        )
     )
-    quiet: bool = _switch("--quiet", "One line for each finding, and nothing else.", "-q")
+    quiet: bool = _switch(
+        "--quiet", "One line for each finding, and nothing else.", "-q"
+    )
     output_format: str | None = _given(
-        choice(FORMATS, help="github: annotations on a pull request.", show_default="text")
+        choice(
+            FORMATS, help="github: annotations on a pull request.", show_default="text"
+        )
     )
     exit_zero: bool = _switch("--exit-zero", "Exit with 0 instead of 1.")
     against: str | None = _given(
         with_value(
-            metavar="CONFIG", help_="Also show differences from NeMo's own config (nest, canary, ...) or a file."
+            metavar="CONFIG",
+            help_=(
+                "Also show differences from NeMo's own config (nest, canary, ...) or a"
+                " file."
+            ),
         )
     )
-    config_path: str | None = _given(with_value("--config-path", "-cp", metavar="DIR", help_=_HERE))
+    config_path: str | None = _given(
+        with_value("--config-path", "-cp", metavar="DIR", help_=_HERE)
+    )
     config_name: str | None = _given(
-        with_value("--config-name", "-cn", metavar="NAME", help_="As pasted: the config in that folder.")
+        with_value(
+            "--config-name",
+            "-cn",
+            metavar="NAME",
+            help_="As pasted: the config in that folder.",
+        )
     )
     config_dir: str | None = _given(
-        with_value("--config-dir", "-cd", metavar="DIR", help_="As pasted: another folder to look in.")
+        with_value(
+            "--config-dir",
+            "-cd",
+            metavar="DIR",
+            help_="As pasted: another folder to look in.",
+        )
     )
 
 
@@ -75,12 +124,18 @@ def parameters() -> Iterator[Parameter]:
             each.name,
             Parameter.KEYWORD_ONLY,
             default=None if several else each.default,
-            annotation=Annotated[list[str] | None if several else types[each.name], each.metadata["typer"]],
+            annotation=Annotated[
+                list[str] | None if several else types[each.name],
+                each.metadata["typer"],
+            ],
         )
 
 
 def made(given: dict[str, Any]) -> Request:
     """Build the request from the values that typer passes for these parameters."""
     several = {each.name for each in fields(Request) if isinstance(each.default, tuple)}
-    values: Any = {name: tuple(value or ()) if name in several else value for name, value in given.items()}
+    values: Any = {
+        name: tuple(value or ()) if name in several else value
+        for name, value in given.items()
+    }
     return Request(**values)

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-Keys = tuple[str, ...]  # the path of a value: names of mappings' keys, and indices of lists
+Keys = tuple[
+    str, ...
+]  # the path of a value: names of mappings' keys, and indices of lists
 
 
 def entries(node: Any) -> list[tuple[str, Any]]:
     """The keys of a mapping, or the indices of a list, and their values; none of anything else."""
     if isinstance(node, dict):
         return list(node.items())
-    return [(str(index), child) for index, child in enumerate(node)] if isinstance(node, list) else []
+    return (
+        [(str(index), child) for index, child in enumerate(node)]
+        if isinstance(node, list)
+        else []
+    )
 
 
 def walk(node: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:

@@ -1,4 +1,6 @@
-"""One way through a function: the collectives that a rank makes on it, with some of its tests decided."""
+"""One way through a function: the collectives that a rank makes on it, with some of its tests
+decided.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from nemo_patches.tools.doctor.collectives import BACKWARD, FORWARD, UNUSED, Collective, Surroundings
+from nemo_patches.tools.doctor.collectives import (
+    BACKWARD,
+    FORWARD,
+    UNUSED,
+    Collective,
+    Surroundings,
+)
 from nemo_patches.tools.doctor.syntax import (
     COMPREHENSIONS,
     DEFINITIONS,
@@ -19,7 +27,9 @@ from nemo_patches.tools.doctor.syntax import (
     text_of,
 )
 
-Decisions = Mapping[int, "bool | str"]  # by the id of a node: how its test is decided, or what is left of it
+Decisions = Mapping[
+    int, "bool | str"
+]  # by the id of a node: how its test is decided, or what is left of it
 
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
 _LOOPS = ("for ", "while ")  # how their guards begin
@@ -31,8 +41,8 @@ Guards = tuple[str, ...]  # the texts of the open tests around something
 
 @dataclass(frozen=True)
 class Event:
-    """A collective on the way through a function. guards: the open tests around it; after: those under which it is
-    not come to."""
+    """A collective on the way through a function. guards: the open tests around it; after: those
+    under which it is not come to."""
 
     collective: Collective
     guards: Guards
@@ -46,7 +56,10 @@ class Event:
         if self.collective.pairs_with != FORWARD:
             return self
         why = "whose result is not used, so that no gradients are reduced"
-        return replace(self, collective=replace(self.collective, pairs_with=UNUSED, why=why, guess=""))
+        return replace(
+            self,
+            collective=replace(self.collective, pairs_with=UNUSED, why=why, guess=""),
+        )
 
     @property
     def call(self) -> tuple[object, ...]:
@@ -63,7 +76,9 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Exit:
-    """A way out of a function or a turn, or, of a training_step, a loss that is set to None: its text and its line."""
+    """A way out of a function or a turn, or, of a training_step, a loss that is set to None: its
+    text and its line.
+    """
 
     text: str
     line: int
@@ -72,8 +87,8 @@ class Exit:
 
 @dataclass
 class Way:
-    """One way through a function, with some tests decided. caught: an error that a handler takes, and whether it comes
-    before the collectives of the block that it is raised in."""
+    """One way through a function, with some tests decided. caught: an error that a handler takes,
+    and whether it comes before the collectives of the block that it is raised in."""
 
     node: ast.FunctionDef | ast.Module
     name: str
@@ -85,7 +100,9 @@ class Way:
     exits: list[Exit] = field(default_factory=list)
     raised: bool = False
     _guards: Guards = ()
-    _left: dict[End, tuple[Guards, ...]] = field(default_factory=lambda: dict.fromkeys(End, ()))  # under which, before
+    _left: dict[End, tuple[Guards, ...]] = field(
+        default_factory=lambda: dict.fromkeys(End, ())
+    )  # under which, before
     _unsynced: int = 0  # blocks of no_sync around it
     _failing: int = 0  # blocks that raise around it
     _caught_as: str = ""  # the name of the error in its handler
@@ -130,14 +147,18 @@ class Way:
             end = End.BREAK if isinstance(node, ast.Break) else End.CONTINUE
             self.exits.append(Exit(end.value, node.lineno, self._guards))
             return end
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _ends_process(node.value)):
+        if isinstance(node, ast.Raise) or (
+            isinstance(node, ast.Expr) and _ends_process(node.value)
+        ):
             return End.RAISE
         first = len(self.events)
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self._expression(child)
         if self._thrown_away(node):
-            self.events[first:] = [each.without_backward() for each in self.events[first:]]
+            self.events[first:] = [
+                each.without_backward() for each in self.events[first:]
+            ]
         if isinstance(node, ast.Assign):
             self._set(node)
         return None
@@ -145,22 +166,37 @@ class Way:
     def _thrown_away(self, node: ast.stmt) -> bool:
         """Whether nothing uses the value of a statement, so that no backward pass begins at it."""
         if isinstance(node, ast.Assign):
-            return all(isinstance(each, ast.Name) and each.id not in self._read for each in node.targets)
+            return all(
+                isinstance(each, ast.Name) and each.id not in self._read
+                for each in node.targets
+            )
         inner = node.value if isinstance(node, ast.Expr) else None
         while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
             inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
-        made = self.surroundings.collective(inner) if isinstance(inner, ast.Call) else None
+        made = (
+            self.surroundings.collective(inner) if isinstance(inner, ast.Call) else None
+        )
         return made is not None and made.pairs_with == FORWARD
 
     @cached_property
     def _read(self) -> set[str]:
-        return {each.id for each in nodes(self.node, ast.Name) if isinstance(each.ctx, ast.Load)}
+        return {
+            each.id
+            for each in nodes(self.node, ast.Name)
+            if isinstance(each.ctx, ast.Load)
+        }
 
     def _set(self, node: ast.Assign) -> None:
-        """Keep in mind which names of a training_step hold nothing that a backward pass could begin at."""
+        """Keep in mind which names of a training_step hold nothing that a backward pass could begin
+        at.
+        """
         number = isinstance(node.value, ast.Constant) and node.value.value is not None
         nothing = not number and self._without_gradient(node.value)
-        if self._runs_backward and nothing and all(guard.startswith(_LOOPS) for guard in self._guards):
+        if (
+            self._runs_backward
+            and nothing
+            and all(guard.startswith(_LOOPS) for guard in self._guards)
+        ):
             self._nothing |= set(map(dotted, node.targets))
             self.exits.append(Exit(text_of(node), node.lineno, self._guards))
         else:
@@ -180,15 +216,19 @@ class Way:
     def _decided(self, node: ast.AST, test: ast.expr) -> bool | str:
         """Whether a test holds, or its text where it is open.
 
-        One that is asked again in its branch is not open, nor what a handler asks of its error, the one looked for.
+        One that is asked again in its branch is not open, nor what a handler asks of its error, the
+        one looked for.
         """
         if self._caught_as and _asks_for(test, self._caught_as):
             negated = isinstance(test, ast.UnaryOp) or (
-                isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
+                isinstance(test, ast.Compare)
+                and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
             )
             return not negated
         decided = self.decisions.get(id(node), text_of(test))
-        if isinstance(decided, str) and (decided in self._guards or f"not ({decided})" in self._guards):
+        if isinstance(decided, str) and (
+            decided in self._guards or f"not ({decided})" in self._guards
+        ):
             return decided in self._guards
         return decided
 
@@ -200,7 +240,9 @@ class Way:
         return end
 
     def _branch(self, body: list[ast.stmt], guard: str) -> End | None:
-        """A block that may not be run: where it ends the function or the turn, what follows is come to without it."""
+        """A block that may not be run: where it ends the function or the turn, what follows is come
+        to without it.
+        """
         with self._under(guard):
             end = self._block(body)
             if end is not None and end is not End.RAISE:
@@ -231,7 +273,9 @@ class Way:
         if end in (End.BREAK, End.RETURN):
             ways_out.add(("once",))
         # The next turn is not come to, either.
-        self.events[first:] = [replace(each, after=each.after | ways_out) for each in self.events[first:]]
+        self.events[first:] = [
+            replace(each, after=each.after | ways_out) for each in self.events[first:]
+        ]
         self._left = {**outer, End.RETURN: returned}
         if end is End.RETURN:
             with self._under(text):
@@ -250,8 +294,12 @@ class Way:
         last = self._block(node.finalbody)
         return last if last is not None else end
 
-    def _error(self, node: ast.Try, handler: ast.ExceptHandler, early: bool) -> End | None:
-        """Follow the handler, after all collectives of the block or only those of its first call."""
+    def _error(
+        self, node: ast.Try, handler: ast.ExceptHandler, early: bool
+    ) -> End | None:
+        """Follow the handler, after all collectives of the block or only those of its first
+        call.
+        """
         first = len(self.events)
         exits = len(self.exits)
         nothing = set(self._nothing)
@@ -264,7 +312,9 @@ class Way:
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
-            self.events[first:] = [each for each in self.events[first:] if each.collective.line <= last]
+            self.events[first:] = [
+                each for each in self.events[first:] if each.collective.line <= last
+            ]
         outer = self._caught_as
         self._caught_as = handler.name or ""
         end = self._taken(handler.body)
@@ -285,18 +335,26 @@ class Way:
         return End.RETURN
 
     def _without_gradient(self, value: ast.expr) -> bool:
-        """Whether what a step returns leads to no gradient of any parameter: None, or a tensor made of a number."""
+        """Whether what a step returns leads to no gradient of any parameter: None, or a tensor made
+        of a number.
+        """
         if isinstance(value, ast.Dict):
             return all(self._without_gradient(each) for each in value.values)
         if isinstance(value, ast.Call):
             made = self.surroundings.names.origin(value.func) in _NEW_TENSORS
-            return made and all(isinstance(each, (ast.Constant, ast.List)) for each in value.args)
+            return made and all(
+                isinstance(each, (ast.Constant, ast.List)) for each in value.args
+            )
         return isinstance(value, ast.Constant) or dotted(value) in self._nothing
 
     def _ends_in_backward(self, value: ast.expr | None) -> bool:
-        """Whether backward raises at once on what a step returns: a new tensor that requires no gradient."""
+        """Whether backward raises at once on what a step returns: a new tensor that requires no
+        gradient.
+        """
         made = list(nodes(value, ast.Call)) if value is not None else []
-        return bool(made) and not any(keyword.arg == "requires_grad" for each in made for keyword in each.keywords)
+        return bool(made) and not any(
+            keyword.arg == "requires_grad" for each in made for keyword in each.keywords
+        )
 
     @property
     def _runs_backward(self) -> bool:
@@ -330,8 +388,14 @@ class Way:
                 self._expression(generator.iter)
                 if self.decisions.get(id(generator)) is False:
                     return
-            with self._under(*(f"for {text_of(generator.iter)}" for generator in node.generators)):
-                for value in [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]:
+            with self._under(
+                *(f"for {text_of(generator.iter)}" for generator in node.generators)
+            ):
+                for value in (
+                    [node.key, node.value]
+                    if isinstance(node, ast.DictComp)
+                    else [node.elt]
+                ):
                     self._expression(value)
             return
         for child in ast.iter_child_nodes(node):
@@ -345,7 +409,9 @@ class Way:
             if read is not None:
                 self._add(read)
 
-    def _alternatives(self, node: ast.expr, test: ast.expr) -> list[tuple[bool, Guards]]:
+    def _alternatives(
+        self, node: ast.expr, test: ast.expr
+    ) -> list[tuple[bool, Guards]]:
         """Whether a test holds; where that is open both, each under its guard."""
         decided = self._decided(node, test)
         if isinstance(decided, bool):
@@ -358,7 +424,9 @@ class Way:
 
 
 def _first_call(body: list[ast.stmt]) -> int:
-    """The last line of the first statement that calls something: what comes after it may not have been come to."""
+    """The last line of the first statement that calls something: what comes after it may not have
+    been come to.
+    """
     for statement in body:
         if isinstance(statement, ast.With):
             return _first_call(statement.body)

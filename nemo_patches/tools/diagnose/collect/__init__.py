@@ -1,1 +1,3 @@
-"""Samples of the ranks that run on this host, taken from outside. The standard library only: it is also one .pyz."""
+"""Samples of the ranks that run on this host, taken from outside. The standard library only: it is
+also one .pyz.
+"""

@@ -13,7 +13,10 @@ LOG = "log"
 TRACES = "traces"
 REPORTS = "stall reports"  # the job's folder
 FLIGHT_RECORDER = "Flight Recorder dump"
-_FLIGHT_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")  # followed by the rank
+_FLIGHT_RECORDER_FILES = (
+    "TORCH_FR_DUMP_TEMP_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+)  # followed by the rank
 _FLIGHT_RECORDER_DEFAULTS = ("/tmp/nccl_trace_rank_", "/tmp/comm_lib_trace_rank_")
 
 
@@ -49,12 +52,16 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
         defaults.append(os.path.join(home, ".cache/torch/comm_lib_trace_rank_"))
     for start in (*filter(None, map(given.get, _FLIGHT_RECORDER_FILES)), *defaults):
         path = os.path.join(folder, f"{start}{rank.rank}")
-        if os.path.isfile(path) and _changed(path) >= began:  # an earlier job's may lie there still
+        if (
+            os.path.isfile(path) and _changed(path) >= began
+        ):  # an earlier job's may lie there still
             yield Belonging(FLIGHT_RECORDER, path)
 
 
 def _folder_of_job(pid: int, temporary: str) -> str:
-    """The job's own (watch/job_folder.py), in which sockets have this pid in their names; or empty."""
+    """The job's own (watch/job_folder.py), in which sockets have this pid in their names; or
+    empty.
+    """
     try:
         own = os.path.join(temporary, f"nemo_patches-{os.stat(f'/proc/{pid}').st_uid}")
         for job in os.scandir(own):

@@ -64,7 +64,10 @@ class HostFile:
 def pids_in(text: str) -> list[int]:
     """The value of --pids. Raises NothingToLookAtError."""
     if not re.fullmatch(r"([0-9]{1,9}(,[0-9]{1,9})*)?", text):
-        raise NothingToLookAtError(f"--pids={text[:100]}: allowed are process ids with commas between: 4711,4712")
+        raise NothingToLookAtError(
+            f"--pids={text[:100]}: allowed are process ids with commas between:"
+            " 4711,4712"
+        )
     return list(dict.fromkeys(int(pid) for pid in text.split(",") if pid))
 
 
@@ -72,22 +75,31 @@ def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]
     """The ranks of each job that runs on this host. Raises NothingToLookAtError."""
     among = host_ranks.processes()
     if gone := [pid for pid in pids if pid not in among]:
-        raise NothingToLookAtError(f"--pids: no process {', '.join(map(str, gone))} runs on this host")
+        raise NothingToLookAtError(
+            f"--pids: no process {', '.join(map(str, gone))} runs on this host"
+        )
     jobs: dict[str, list[HostRank]] = {}
     for rank in host_ranks.ranks(among, pids, folder):
         jobs.setdefault(rank.job, []).append(rank)
     if jobs:
         return list(jobs.values())
     if folder:
-        raise NothingToLookAtError(f"--job={folder}: no rank of a job works there; leave --job out to see all jobs")
+        raise NothingToLookAtError(
+            f"--job={folder}: no rank of a job works there; leave --job out to see all"
+            " jobs"
+        )
     if closed := host_ranks.closed_to_us():
         some = ", ".join(map(str, closed[:8]))
-        raise NothingToLookAtError(f"Python processes of other users run here (pid {some}): be that user, or root")
+        raise NothingToLookAtError(
+            f"Python processes of other users run here (pid {some}): be that user, or"
+            " root"
+        )
     with_torch = ", ".join(map(str, host_ranks.with_torch(among)))
     what = f"--pids {with_torch}" if with_torch else "--pids P,P"
     raise NothingToLookAtError(
-        "no process here has a launcher's variables (RANK, LOCAL_RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK): give its "
-        f"ranks' processes in the order of the ranks, with {what}"
+        "no process here has a launcher's variables (RANK, LOCAL_RANK, SLURM_PROCID,"
+        " OMPI_COMM_WORLD_RANK): give its ranks' processes in the order of the ranks,"
+        f" with {what}"
     )
 
 
@@ -97,7 +109,9 @@ def look(
     between_s: float = _BETWEEN_LOOKS_S,
     at_most_s: float = STUCK_AFTER_S + LONGER_S,
 ) -> HostJob:
-    """Look at the ranks of a job twice, and again until `is_enough`, for at_most_s, or until Ctrl-C."""
+    """Look at the ranks of a job twice, and again until `is_enough`, for at_most_s, or until
+    Ctrl-C.
+    """
     began = time.monotonic()
     here = belongings(ranks)  # of a rank that ends meanwhile nothing would be found
     first = take(ranks)
@@ -107,7 +121,10 @@ def look(
         try:
             time.sleep(between_s)
             last = take(ranks, last)
-            is_over = is_enough(_job(ranks, first, last)) or time.monotonic() - began > at_most_s
+            is_over = (
+                is_enough(_job(ranks, first, last))
+                or time.monotonic() - began > at_most_s
+            )
         except KeyboardInterrupt:
             is_over = True
     job = _job(ranks, first, last)
@@ -115,42 +132,60 @@ def look(
     return replace(job, belongings=tuple(dict.fromkeys((*here, *later))))
 
 
-def _job(ranks: Sequence[HostRank], first: Mapping[int, Sample], last: Mapping[int, Sample]) -> HostJob:
-    sampled = tuple(SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks)
+def _job(
+    ranks: Sequence[HostRank], first: Mapping[int, Sample], last: Mapping[int, Sample]
+) -> HostJob:
+    sampled = tuple(
+        SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks
+    )
     return HostJob(socket.gethostname(), time.time(), _in_order_of_spawn(sampled))
 
 
 def has_settled(job: HostJob) -> bool:
-    """Whether each rank has run other code meanwhile, or not run for long: stacks.pyz cannot judge any waits."""
+    """Whether each rank has run other code meanwhile, or not run for long: stacks.pyz cannot judge
+    any waits.
+    """
     return all(_has_settled(*rank.samples) for rank in job.ranks)
 
 
 def _has_settled(first: Sample, last: Sample) -> bool:
     if not first.threads or not last.threads or first.main is None or last.main is None:
         return True
-    if first.main.counters != last.main.counters or first.main.frames != last.main.frames:
+    if (
+        first.main.counters != last.main.counters
+        or first.main.frames != last.main.frames
+    ):
         return True
     return last.uptime_s - first.uptime_s + (first.slept_s or 0.0) >= STUCK_AFTER_S
 
 
 def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, ...]:
-    """Number processes from --pids by torch.multiprocessing.spawn(), which has the rank in a local variable.
+    """Number processes from --pids by torch.multiprocessing.spawn(), which has the rank in a local
+    variable.
 
-    If only some have it, the others are no ranks: their parent, or multiprocessing's resource tracker.
+    If only some have it, the others are no ranks: their parent, or multiprocessing's resource
+    tracker.
     """
     if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
         return sampled
     mains = [one.samples[-1].main for one in sampled]
     numbers = [thread.spawned_as if thread is not None else None for thread in mains]
     by_number = {
-        number: one for number, one in zip(numbers, sampled, strict=True) if number is not None and number >= 0
+        number: one
+        for number, one in zip(numbers, sampled, strict=True)
+        if number is not None and number >= 0
     }
     size = sum(number is not None and number >= 0 for number in numbers)
     if not by_number or len(by_number) < size or None in numbers:
         return sampled
-    spawned: dict[str, Any] = {"world_size": size, "local_world_size": size, "found_by": "torch.multiprocessing.spawn"}
+    spawned: dict[str, Any] = {
+        "world_size": size,
+        "local_world_size": size,
+        "found_by": "torch.multiprocessing.spawn",
+    }
     return tuple(
-        replace(one, rank=replace(one.rank, rank=number, **spawned)) for number, one in sorted(by_number.items())
+        replace(one, rank=replace(one.rank, rank=number, **spawned))
+        for number, one in sorted(by_number.items())
     )
 
 
@@ -158,14 +193,26 @@ def main() -> None:
     """The entry point of stacks.pyz, for hosts without nemo_patches: print this host's JSON."""
     parser = argparse.ArgumentParser(
         prog="stacks.pyz",
-        description="Print where the ranks on this host are, as JSON for `nemo-patches diagnose`. Takes up to "
-        f"{STUCK_AFTER_S + LONGER_S:.0f} s.",
+        description=(
+            "Print where the ranks on this host are, as JSON for `nemo-patches"
+            f" diagnose`. Takes up to {STUCK_AFTER_S + LONGER_S:.0f} s."
+        ),
     )
-    parser.add_argument("--job", default="", metavar="DIR", help="only ranks that work in this folder")
-    parser.add_argument("--pids", default="", metavar="PID,PID", help="only these, in the order of the ranks")
+    parser.add_argument(
+        "--job", default="", metavar="DIR", help="only ranks that work in this folder"
+    )
+    parser.add_argument(
+        "--pids",
+        default="",
+        metavar="PID,PID",
+        help="only these, in the order of the ranks",
+    )
     given = parser.parse_args()
     try:
-        jobs = tuple(look(ranks, has_settled) for ranks in jobs_here(given.job, pids_in(given.pids)))
+        jobs = tuple(
+            look(ranks, has_settled)
+            for ranks in jobs_here(given.job, pids_in(given.pids))
+        )
     except NothingToLookAtError as error:
         print(f"stacks.pyz: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,6 @@
-"""Which processes of this host are ranks, and of which job, by the variables that their launchers set."""
+"""Which processes of this host are ranks, and of which job, by the variables that their launchers
+set.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from nemo_patches.tools.diagnose.collect.proc_files import link, process_ids, read, stat_fields, variables
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    link,
+    process_ids,
+    read,
+    stat_fields,
+    variables,
+)
 
 LIGHTNING = "Lightning's launcher"
 ORDER = "the order of --pids"
@@ -15,7 +23,12 @@ _PYTHON = re.compile(r"(python[0-9.]*|pypy[0-9.]*|pt_data_worker)( \(deleted\))?
 # The launcher, and its variables: the rank, how many there are, how many of them on this host.
 _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
 _MOST_WORKERS = 64
@@ -23,8 +36,9 @@ _MOST_WORKERS = 64
 
 @dataclass(frozen=True)
 class HostRank:
-    """A rank's topmost Python process. job: an id that differs between jobs on this host. launch: torchrun's restart
-    count. found_by: the launcher whose variables it has. workers: Python processes below it, such as its data loader's.
+    """A rank's topmost Python process. job: an id that differs between jobs on this host. launch:
+    torchrun's restart count. found_by: the launcher whose variables it has. workers: Python
+    processes below it, such as its data loader's.
     """
 
     rank: int
@@ -52,24 +66,40 @@ def processes() -> dict[int, Process]:
         fields = stat_fields(f"/proc/{pid}/stat")
         if len(fields) > 1:
             of_python = is_python(pid)
-            found[pid] = Process(pid, int(fields[1]), of_python, variables(pid) if of_python else {})
+            found[pid] = Process(
+                pid, int(fields[1]), of_python, variables(pid) if of_python else {}
+            )
     return found
 
 
 def is_python(pid: int) -> bool:
-    program = link(f"/proc/{pid}/exe")  # none of one that has ended, or that is another user's
+    program = link(
+        f"/proc/{pid}/exe"
+    )  # none of one that has ended, or that is another user's
     return bool(_PYTHON.search(program or read(f"/proc/{pid}/comm").strip()))
 
 
-def ranks(among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = "") -> list[HostRank]:
-    """pids: only these, which are ranks whatever their variables. folder: only those with this working directory."""
+def ranks(
+    among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = ""
+) -> list[HostRank]:
+    """pids: only these, which are ranks whatever their variables. folder: only those with this
+    working directory.
+    """
     if pids:
         found = _given(among, pids)
     else:
-        told = {pid: rank for pid, process in among.items() if (rank := _rank_of(process, among)) is not None}
+        told = {
+            pid: rank
+            for pid, process in among.items()
+            if (rank := _rank_of(process, among)) is not None
+        }
         for agent in _agents(told, among):
             del told[agent]
-        found = [rank for pid, rank in told.items() if not _is_below(among[pid], rank, told, among)]
+        found = [
+            rank
+            for pid, rank in told.items()
+            if not _is_below(among[pid], rank, told, among)
+        ]
     if folder:
         found = [rank for rank in found if _works_in(rank.pid, folder)]
     tops = {rank.pid for rank in found}
@@ -82,13 +112,18 @@ def closed_to_us() -> list[int]:
     return [
         pid
         for pid in process_ids()
-        if read(f"/proc/{pid}/comm").startswith("python") and not os.access(f"/proc/{pid}/environ", os.R_OK)
+        if read(f"/proc/{pid}/comm").startswith("python")
+        and not os.access(f"/proc/{pid}/environ", os.R_OK)
     ]
 
 
 def with_torch(among: Mapping[int, Process]) -> list[int]:
     """Python processes that have loaded torch's distributed part, whichever job they are of."""
-    return [pid for pid, process in among.items() if process.is_python and "libtorch" in read(f"/proc/{pid}/maps")]
+    return [
+        pid
+        for pid, process in among.items()
+        if process.is_python and "libtorch" in read(f"/proc/{pid}/maps")
+    ]
 
 
 def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
@@ -96,8 +131,14 @@ def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
     known = [rank for rank in told if rank is not None]
     if len({rank.rank for rank in known}) == len(pids):
         # Ranks that were not given may run here, too.
-        return [rank if rank.world_size == len(pids) else replace(rank, local_world_size=0) for rank in known]
-    return [HostRank(number, pid, len(pids), len(pids), found_by=ORDER) for number, pid in enumerate(pids)]
+        return [
+            rank if rank.world_size == len(pids) else replace(rank, local_world_size=0)
+            for rank in known
+        ]
+    return [
+        HostRank(number, pid, len(pids), len(pids), found_by=ORDER)
+        for number, pid in enumerate(pids)
+    ]
 
 
 def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
@@ -109,34 +150,56 @@ def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
         if given.get(rank, "").isdecimal() and given.get(world_size, "").isdecimal():
             local = re.fullmatch(r"(\d+)(\(x\d+\))?", given.get(local_world_size, ""))
             sizes = int(given[world_size]), int(local[1]) if local else 0
-            return HostRank(int(given[rank]), process.pid, *sizes, _job(given), launch, launcher)
+            return HostRank(
+                int(given[rank]), process.pid, *sizes, _job(given), launch, launcher
+            )
     return _lightnings(process, among)
 
 
 def _is_told(process: Process) -> bool:
     """Whether its variables have its rank, as under launchers other than Lightning's."""
-    return any(process.variables.get(rank, "").isdecimal() for _, rank, _, _ in _LAUNCHERS)
+    return any(
+        process.variables.get(rank, "").isdecimal() for _, rank, _, _ in _LAUNCHERS
+    )
 
 
 def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | None:
-    """Lightning's launcher: the first rank of a host, which has no variables, is the parent of the others."""
+    """Lightning's launcher: the first rank of a host, which has no variables, is the parent of the
+    others.
+    """
     is_first = "LOCAL_RANK" not in process.variables
     parent = process.pid if is_first else process.parent
     started = [
         other.variables
         for other in among.values()
-        if other.parent == parent and other.is_python and "LOCAL_RANK" in other.variables and not _is_told(other)
+        if other.parent == parent
+        and other.is_python
+        and "LOCAL_RANK" in other.variables
+        and not _is_told(other)
     ]
     if not started:
         return None
     given = started[0] if is_first else process.variables
     size = len({variables["LOCAL_RANK"] for variables in started}) + 1
-    node, local_rank = given.get("NODE_RANK", "0"), "0" if is_first else given["LOCAL_RANK"]
+    node, local_rank = (
+        given.get("NODE_RANK", "0"),
+        "0" if is_first else given["LOCAL_RANK"],
+    )
     if not (node.isdecimal() and local_rank.isdecimal()):
         return None
     world_size = given.get("WORLD_SIZE", "")
-    whole = int(world_size) if world_size.isdecimal() and int(world_size) >= size else size
-    return HostRank(int(node) * size + int(local_rank), process.pid, whole, size, _job(given), "", LIGHTNING)
+    whole = (
+        int(world_size) if world_size.isdecimal() and int(world_size) >= size else size
+    )
+    return HostRank(
+        int(node) * size + int(local_rank),
+        process.pid,
+        whole,
+        size,
+        _job(given),
+        "",
+        LIGHTNING,
+    )
 
 
 def _job(given: Mapping[str, str]) -> str:
@@ -146,16 +209,25 @@ def _job(given: Mapping[str, str]) -> str:
 
 
 def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
-    """Processes with a rank's variables that are launchers themselves: torchrun under srun, or in a pod with RANK."""
+    """Processes with a rank's variables that are launchers themselves: torchrun under srun, or in a
+    pod with RANK.
+    """
     agents = set()
     for pid, rank in told.items():
         given = among[pid].variables
         for above in _above(among[pid], among):
             theirs = among[above.pid].variables
             other = told.get(above.pid, rank)
-            is_torchruns = "TORCHELASTIC_RUN_ID" in given and "TORCHELASTIC_RUN_ID" not in theirs
-            is_anothers = "RANK" in given and "RANK" not in theirs and other.found_by != LIGHTNING
-            if is_torchruns or (is_anothers and (rank.rank, rank.world_size) != (other.rank, other.world_size)):
+            is_torchruns = (
+                "TORCHELASTIC_RUN_ID" in given and "TORCHELASTIC_RUN_ID" not in theirs
+            )
+            is_anothers = (
+                "RANK" in given and "RANK" not in theirs and other.found_by != LIGHTNING
+            )
+            if is_torchruns or (
+                is_anothers
+                and (rank.rank, rank.world_size) != (other.rank, other.world_size)
+            ):
                 agents.add(above.pid)
     return agents & told.keys()
 
@@ -169,17 +241,34 @@ def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
         process = above
 
 
-def _is_below(process: Process, rank: HostRank, told: Mapping[int, HostRank], among: Mapping[int, Process]) -> bool:
-    """Whether it is a child of a rank, with that one's variables, and no rank itself. A shell may be between them."""
-    other = next((told[above.pid] for above in _above(process, among) if above.pid in told), None)
-    return other is not None and (other.rank == rank.rank or LIGHTNING not in (rank.found_by, other.found_by))
+def _is_below(
+    process: Process,
+    rank: HostRank,
+    told: Mapping[int, HostRank],
+    among: Mapping[int, Process],
+) -> bool:
+    """Whether it is a child of a rank, with that one's variables, and no rank itself. A shell may
+    be between them.
+    """
+    other = next(
+        (told[above.pid] for above in _above(process, among) if above.pid in told), None
+    )
+    return other is not None and (
+        other.rank == rank.rank or LIGHTNING not in (rank.found_by, other.found_by)
+    )
 
 
-def _with_workers(rank: HostRank, among: Mapping[int, Process], tops: set[int]) -> HostRank:
+def _with_workers(
+    rank: HostRank, among: Mapping[int, Process], tops: set[int]
+) -> HostRank:
     found, rest = list[int](), [rank.pid]
     while rest and len(found) < _MOST_WORKERS:
         parent = rest.pop(0)
-        children = [process for process in among.values() if process.parent == parent and process.pid not in tops]
+        children = [
+            process
+            for process in among.values()
+            if process.parent == parent and process.pid not in tops
+        ]
         rest += [process.pid for process in children]
         found += [process.pid for process in children if process.is_python]
     return replace(rank, workers=tuple(found))

@@ -6,7 +6,9 @@ import os
 import re
 import socket
 
-CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # Windows, which has no /proc either
+CLOCK_TICKS_PER_S = (
+    os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+)  # Windows, which has no /proc either
 CLOCK_SLACK_S = 2.0  # of started_at: the kernel tells of the boot in whole seconds
 _LONGEST = 1 << 22  # bytes
 
@@ -29,7 +31,9 @@ def link(path: str) -> str:
 
 
 def stat_fields(path: str) -> list[str]:
-    """The fields after the name in a stat file: state, parent, ...; empty if there is no such process."""
+    """The fields after the name in a stat file: state, parent, ...; empty if there is no such
+    process.
+    """
     return read(path).rpartition(")")[2].split()
 
 
@@ -43,7 +47,11 @@ def children(pid: int) -> list[int]:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return []
-    return [int(child) for thread in threads for child in read(f"/proc/{pid}/task/{thread}/children").split()]
+    return [
+        int(child)
+        for thread in threads
+        for child in read(f"/proc/{pid}/task/{thread}/children").split()
+    ]
 
 
 def variables(pid: int) -> dict[str, str]:
@@ -69,8 +77,14 @@ def peer(pid: int, inode: str) -> str:
             if len(fields) > 9 and fields[9] == inode:
                 address, _, port = fields[2].partition(":")
                 # 32-bit words in host byte order; all hosts that NeMo runs on are little-endian.
-                words = (bytes.fromhex(address[start : start + 8])[::-1] for start in range(0, len(address), 8))
-                return f"a connection to {socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
+                words = (
+                    bytes.fromhex(address[start : start + 8])[::-1]
+                    for start in range(0, len(address), 8)
+                )
+                return (
+                    "a connection to"
+                    f" {socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
+                )
     return "a socket"
 
 
@@ -78,4 +92,8 @@ def started_at(pid: int) -> float:
     """When the process has started, in seconds since 1970; 0 if that is not known."""
     fields = stat_fields(f"/proc/{pid}/stat")
     booted = number_in(read("/proc/stat").replace("btime ", "btime: "), "btime")
-    return booted + int(fields[19]) / CLOCK_TICKS_PER_S if booted and len(fields) > 19 else 0.0
+    return (
+        booted + int(fields[19]) / CLOCK_TICKS_PER_S
+        if booted and len(fields) > 19
+        else 0.0
+    )

@@ -1,8 +1,8 @@
 """Samples of processes from outside: what /proc shows, and their Python stacks by py-spy.
 
-py-spy stops a process for some 0.1 s. A write() that waits for its reader then returns early: Python's files continue
-it, a bare os.write() does not. Of a process's variables only integers named in _COUNTERS are read: how far its loops
-are.
+py-spy stops a process for some 0.1 s. A write() that waits for its reader then returns early:
+Python's files continue it, a bare os.write() does not. Of a process's variables only integers named
+in _COUNTERS are read: how far its loops are.
 """
 
 from __future__ import annotations
@@ -33,15 +33,31 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
 )
 from nemo_patches.tools.diagnose.collect.source import calls, loop_of
 
-NO_PY_SPY = "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `stacks`)"
+NO_PY_SPY = (
+    "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `stacks`)"
+)
 GONE, ZOMBIE = "gone", "Z"
 _COUNTERS = {
-    *("i", "j", "k", "it", "iteration", "step", "batch", "batch_idx", "batch_nb", "global_step", "epoch"),
+    *(
+        "i",
+        "j",
+        "k",
+        "it",
+        "iteration",
+        "step",
+        "batch",
+        "batch_idx",
+        "batch_nb",
+        "global_step",
+        "epoch",
+    ),
     *("current_epoch", "n_batch", "dataloader_idx"),
 }
 SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's counter
 _PY_SPY_S = 20.0
-_NOT_ALLOWED = re.compile(r"permission denied|operation not permitted|ptrace", re.IGNORECASE)
+_NOT_ALLOWED = re.compile(
+    r"permission denied|operation not permitted|ptrace", re.IGNORECASE
+)
 _AT_ONCE = 8  # processes
 _MOST_FRAMES, _MOST_THREADS, _MOST_LOADER_WORKERS = 300, 200, 32
 MOST_CHILDREN = 8  # of a process, that are looked at
@@ -52,7 +68,8 @@ _DRIVERS = ("libcuda.so", "libamdhip64.so")
 
 
 class _SystemCalls(NamedTuple):
-    """Numbers of system calls. of_file: those whose first argument is an open file: read, recvfrom, flock and the like.
+    """Numbers of system calls. of_file: those whose first argument is an open file: read, recvfrom,
+    flock and the like.
     of_child: wait4 (whose first argument is the child) and waitid.
     """
 
@@ -65,10 +82,18 @@ class _SystemCalls(NamedTuple):
 
 _SYSTEM_CALLS = {
     "x86_64": _SystemCalls(
-        frozenset(("0", "1", "17", "18", "19", "20", "44", "45", "73", "74", "75")), "2", "257", "202", ("61", "247")
+        frozenset(("0", "1", "17", "18", "19", "20", "44", "45", "73", "74", "75")),
+        "2",
+        "257",
+        "202",
+        ("61", "247"),
     ),
     "aarch64": _SystemCalls(
-        frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83", "206", "207")), "", "56", "98", ("260", "95")
+        frozenset(("32", "63", "64", "65", "66", "67", "68", "82", "83", "206", "207")),
+        "",
+        "56",
+        "98",
+        ("260", "95"),
     ),
 }.get(platform.machine(), _SystemCalls(frozenset(), "", "", ""))
 
@@ -83,7 +108,8 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Thread:
-    """counters: of its loops, by "i of train (train.py)". loops: by the same names, where that loop begins (source.py).
+    """counters: of its loops, by "i of train (train.py)". loops: by the same names, where that loop
+    begins (source.py).
     calls: names of what the innermost line of Python calls, and "with". spawned_as: the index from
     torch.multiprocessing.spawn(); -1: none.
     """
@@ -102,12 +128,16 @@ class Thread:
 class Sample:
     """One look at a process; fields are about its main thread unless they say otherwise.
 
-    state: from /proc, or GONE. uptime_s, ended_s: the host's uptime when the look began and ended. slept_s: how long
-    the thread had not run; None if it ran, or if not known. undisturbed_s: how long no look had woken it.
-    waits_untimed: in a futex without a time limit. file: that its system call is at. tracer: the pid of a debugger.
-    has_gpu: the process has loaded a GPU driver, or this is not known. error: why there are no threads. workers: the
-    processes that it has started, if it is in its data loader, or waits for a child. name: of the program. written:
-    bytes. waits_for: the child that it waits for; -1: any; 0: none.
+    state: from /proc, or GONE. uptime_s, ended_s: the host's uptime when the look began and ended.
+    slept_s: how long
+    the thread had not run; None if it ran, or if not known. undisturbed_s: how long no look had
+    woken it.
+    waits_untimed: in a futex without a time limit. file: that its system call is at. tracer: the
+    pid of a debugger.
+    has_gpu: the process has loaded a GPU driver, or this is not known. error: why there are no
+    threads. workers: the
+    processes that it has started, if it is in its data loader, or waits for a child. name: of the
+    program. written: bytes. waits_for: the child that it waits for; -1: any; 0: none.
     """
 
     pid: int = 0
@@ -136,7 +166,9 @@ class Sample:
         return next((thread for thread in self.threads if thread.tid == self.pid), None)
 
 
-def take(ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None) -> dict[int, Sample]:
+def take(
+    ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None
+) -> dict[int, Sample]:
     """A sample of each rank, by its pid. before: the samples taken last."""
     offset = _clock_offset()
 
@@ -145,13 +177,23 @@ def take(ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None) 
         return _of_rank(rank, offset, last)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return dict(zip((rank.pid for rank in ranks), pool.map(of_rank, ranks), strict=True))
+        return dict(
+            zip((rank.pid for rank in ranks), pool.map(of_rank, ranks), strict=True)
+        )
 
 
 def py_spy() -> str:
     """The path of py-spy; empty if it is not installed."""
-    beside = (os.path.dirname(sys.executable), sysconfig.get_path("scripts"), os.path.expanduser("~/.local/bin"))
-    return shutil.which("py-spy") or shutil.which("py-spy", path=os.pathsep.join(beside)) or ""
+    beside = (
+        os.path.dirname(sys.executable),
+        sysconfig.get_path("scripts"),
+        os.path.expanduser("~/.local/bin"),
+    )
+    return (
+        shutil.which("py-spy")
+        or shutil.which("py-spy", path=os.pathsep.join(beside))
+        or ""
+    )
 
 
 def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sample:
@@ -159,16 +201,25 @@ def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sampl
     if last is not None and last.threads:  # py-spy stopped it, which woke its threads
         taken = replace(taken, undisturbed_s=taken.uptime_s - last.ended_s)
     main = taken.main
-    if main is None or not any("utils/data/dataloader.py" in frame.file for frame in main.frames):
+    if main is None or not any(
+        "utils/data/dataloader.py" in frame.file for frame in main.frames
+    ):
         return _with_children(taken, offset)
-    workers = (_with_children(_process(pid, offset), offset) for pid in rank.workers[:_MOST_LOADER_WORKERS])
+    workers = (
+        _with_children(_process(pid, offset), offset)
+        for pid in rank.workers[:_MOST_LOADER_WORKERS]
+    )
     return replace(taken, workers=tuple(workers))
 
 
 def _with_children(taken: Sample, offset: float | None) -> Sample:
-    """Add samples of the child processes that it waits for; for a shell, of the shell's children."""
+    """Add samples of the child processes that it waits for; for a shell, of the shell's
+    children.
+    """
     frames = taken.main.frames[:6] if taken.main is not None else ()
-    if not taken.waits_for and not any(_OF_CHILDREN.search(frame.file) for frame in frames):
+    if not taken.waits_for and not any(
+        _OF_CHILDREN.search(frame.file) for frame in frames
+    ):
         return taken
     rest = [taken.waits_for] if taken.waits_for > 0 else children(taken.pid)
     found = list[Sample]()
@@ -177,12 +228,16 @@ def _with_children(taken: Sample, offset: float | None) -> Sample:
         if below := children(pid):
             rest = [*below, *rest]
         else:
-            found.append(_process(pid, offset) if is_python(pid) else _kernels(pid, offset))
+            found.append(
+                _process(pid, offset) if is_python(pid) else _kernels(pid, offset)
+            )
     return replace(taken, workers=tuple(found))
 
 
 def _process(pid: int, offset: float | None) -> Sample:
-    """/proc first: py-spy wakes the threads. A stopped, traced or dead process is not stopped by py-spy."""
+    """/proc first: py-spy wakes the threads. A stopped, traced or dead process is not stopped by
+    py-spy.
+    """
     taken = _kernels(pid, offset)
     if taken.state in (GONE, ZOMBIE):
         return taken
@@ -218,13 +273,16 @@ def _kernels(pid: int, offset: float | None) -> Sample:
         cpu_s=(int(main[11]) + int(main[12])) / CLOCK_TICKS_PER_S,
         switches=int(number_in(status, "voluntary_ctxt_switches") or 0),
         wait_channel=read(f"/proc/{pid}/task/{pid}/wchan"),
-        waits_untimed=len(system_call) > 4 and system_call[0] == _SYSTEM_CALLS.futex and system_call[4] == "0x0",
+        waits_untimed=len(system_call) > 4
+        and system_call[0] == _SYSTEM_CALLS.futex
+        and system_call[4] == "0x0",
         file=_file_of_call(pid, system_call),
         tracer=int(number_in(status, "TracerPid") or 0),
         name=read(f"/proc/{pid}/comm").strip(),
         written=int(number_in(read(f"/proc/{pid}/task/{pid}/io"), "wchar") or 0),
         waits_for=_child_of_call(system_call),
-        has_gpu=not (maps := read(f"/proc/{pid}/maps")) or any(driver in maps for driver in _DRIVERS),
+        has_gpu=not (maps := read(f"/proc/{pid}/maps"))
+        or any(driver in maps for driver in _DRIVERS),
     )
 
 
@@ -232,7 +290,13 @@ def _child_of_call(call: Sequence[str]) -> int:
     if len(call) < 3 or call[0] not in _SYSTEM_CALLS.of_child:
         return 0
     first, second = int(call[1], 16), int(call[2], 16)
-    pid = first if call[0] == _SYSTEM_CALLS.of_child[0] else second if first == os.P_PID else 0
+    pid = (
+        first
+        if call[0] == _SYSTEM_CALLS.of_child[0]
+        else second
+        if first == os.P_PID
+        else 0
+    )
     return pid if 0 < pid < 1 << 31 else -1
 
 
@@ -246,7 +310,9 @@ def _file_of_call(pid: int, call: Sequence[str]) -> str:
         path = link(f"/proc/{pid}/fd/{descriptor}")
         if path.startswith("socket:"):
             return peer(pid, path[8:-1])
-        return f"its {_STANDARD[descriptor]} ({path})" if descriptor in _STANDARD else path
+        return (
+            f"its {_STANDARD[descriptor]} ({path})" if descriptor in _STANDARD else path
+        )
     if number not in (_SYSTEM_CALLS.open, _SYSTEM_CALLS.openat):
         return ""
     try:
@@ -267,7 +333,13 @@ def _threads(pid: int, is_held: bool) -> tuple[tuple[Thread, ...], str]:
         command.append("--nonblocking")
     try:
         for _ in range(2):  # it may meet the stack while that changes
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PY_SPY_S)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_PY_SPY_S,
+            )
             if not done.returncode or _NOT_ALLOWED.search(done.stderr):
                 break
         if done.returncode:
@@ -294,8 +366,14 @@ def _why_not(pid: int, said: str) -> str:
     if owner != os.geteuid() and os.geteuid():
         return f"it is user {owner}'s: run this as that user, or as root"
     if read("/proc/sys/kernel/yama/ptrace_scope").strip() not in ("", "0"):
-        return "this host allows ptrace to root only: run this as root, or `sysctl kernel.yama.ptrace_scope=0`"
-    return "ptrace is not allowed here: run this as root, in a container with `--cap-add SYS_PTRACE`, or from its host"
+        return (
+            "this host allows ptrace to root only: run this as root, or `sysctl"
+            " kernel.yama.ptrace_scope=0`"
+        )
+    return (
+        "ptrace is not allowed here: run this as root, in a container with `--cap-add"
+        " SYS_PTRACE`, or from its host"
+    )
 
 
 def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
@@ -303,16 +381,31 @@ def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
     counters, loops = dict[str, int](), dict[str, int]()
     for frame in reversed(frames):
         for variable in frame.get("locals") or ():
-            found = counter(frame["name"], frame["filename"], variable["name"], variable.get("repr") or "")
+            found = counter(
+                frame["name"],
+                frame["filename"],
+                variable["name"],
+                variable.get("repr") or "",
+            )
             counters |= found
-            if found and (line := loop_of(pid, frame["filename"], frame["line"], variable["name"])) is not None:
+            if (
+                found
+                and (
+                    line := loop_of(
+                        pid, frame["filename"], frame["line"], variable["name"]
+                    )
+                )
+                is not None
+            ):
                 loops[next(iter(found))] = line
     spawned_as = counters.pop(SPAWNED_AS, -1)
     return Thread(
         name=told.get("thread_name") or "",
         tid=told.get("os_thread_id") or 0,
         has_gil=bool(told.get("owns_gil")),
-        frames=tuple(Frame(frame["name"], frame["filename"], frame["line"]) for frame in frames),
+        frames=tuple(
+            Frame(frame["name"], frame["filename"], frame["line"]) for frame in frames
+        ),
         counters=counters,
         loops=loops,
         calls=calls(pid, frames[0]["filename"], frames[0]["line"]) if frames else (),
@@ -321,7 +414,13 @@ def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
 
 
 def counter(function: str, file: str, variable: str, value: str) -> dict[str, int]:
-    """A local variable, if it is a whole number with a name of _COUNTERS: {"i of train (train.py)": 7}."""
+    """A local variable, if it is a whole number with a name of _COUNTERS: {"i of train (train.py)":
+    7}.
+    """
     if variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
         return {}
-    return {f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(value)}
+    return {
+        f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(
+            value
+        )
+    }

@@ -1,11 +1,12 @@
 """Stacks that somebody has made by hand.
 
-py-spy dump (text, JSON, --native), pystack (and --native), gdb's py-bt, faulthandler in logs, the files of
-torch.distributed.debug, and what a well-known loop over sys._current_frames() prints.
+py-spy dump (text, JSON, --native), pystack (and --native), gdb's py-bt, faulthandler in logs, the
+files of torch.distributed.debug, and what a well-known loop over sys._current_frames() prints.
 
-The rank comes from a launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a heading, the file's
-name (rank3.txt, r3.log, torchrun's 3/stderr.log), --local_rank in the command, or else the order of the files. Several
-processes in a file are several ranks, and a bare number in its name is none of theirs.
+The rank comes from a launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a
+heading, the file's name (rank3.txt, r3.log, torchrun's 3/stderr.log), --local_rank in the command,
+or else the order of the files. Several processes in a file are several ranks, and a bare number in
+its name is none of theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose.collect.samples import Frame, counter
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion
-from nemo_patches.tools.diagnose.places import is_users, of_autograd, place, waits_for_work, went_on
+from nemo_patches.tools.diagnose.places import (
+    is_users,
+    of_autograd,
+    place,
+    waits_for_work,
+    went_on,
+)
 from nemo_patches.tools.diagnose.verdicts import LOADER
 
 _LONGEST_LINE = 2000  # characters
@@ -32,20 +39,30 @@ _RANK_IN_NAME = re.compile(
     r"(?:^|[-_.])(\d{1,7})(?=\.(?:txt|log|json|err|out|stack|dump)$)",
     re.IGNORECASE,
 )
-_NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # a number of something else: slurm-4711.out
-_PREFIX = re.compile(r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?")
+_NO_RANK = re.compile(
+    r"slurm|job|node|host|gpu|run", re.IGNORECASE
+)  # a number of something else: slurm-4711.out
+_PREFIX = re.compile(
+    r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?"
+)
 # "=== Rank 3: host:port ===" of torch.distributed.debug, and what people write between stacks.
 _HEADING = re.compile(
-    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ _]?(\d{1,7}):?\s*$)", re.IGNORECASE
+    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank["
+    r" _]?(\d{1,7}):?\s*$)",
+    re.IGNORECASE,
 )
 _NEW_PROCESS = re.compile(r"Process (\d+): (.*)")
 _LOCAL_RANK = re.compile(r"--local[_-]rank[= ](\d{1,5})\b")
-_IS_RANK = re.compile(r"(?:rank|\br)[-_. ]?\d{1,7}(?!\d)", re.IGNORECASE)  # in a name; other numbers may be anything
+_IS_RANK = re.compile(
+    r"(?:rank|\br)[-_. ]?\d{1,7}(?!\d)", re.IGNORECASE
+)  # in a name; other numbers may be anything
 _GDB_THREAD = re.compile(r"Thread (\d+) \(Thread 0x[0-9a-f]+ \(LWP (\d+)\)")
 _HEADS = ("Process", "hread", "Traceback")
 _MARK = re.compile(
-    rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|most recent call first\)|"
-    rb"Traceback for thread \d|=== Rank \d|^[ \t]{0,8}File: \"[^\"\n]{1,500}\", line \d",
+    rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|most recent"
+    rb" call first\)|"
+    rb"Traceback for thread \d|=== Rank \d|^[ \t]{0,8}File: \"[^\"\n]{1,500}\","
+    rb" line \d",
     re.MULTILINE,
 )
 # Processes that are no ranks, by the files of their frames: launchers, and multiprocessing's own.
@@ -59,9 +76,11 @@ _CALLS_COLLECTIVE = re.compile(r"\b(?:dist|distributed|c10d)\.(\w{2,40})\(")
 
 @dataclass(frozen=True)
 class _Form:
-    """How a tool prints stacks: the line that begins a thread, and the line of a frame, each with named groups.
+    """How a tool prints stacks: the line that begins a thread, and the line of a frame, each with
+    named groups.
 
-    has_gil: words in a thread's state. innermost_last: the order of frames. main_last: the order of threads.
+    has_gil: words in a thread's state. innermost_last: the order of frames. main_last: the order of
+    threads.
     """
 
     thread: re.Pattern[str]
@@ -74,25 +93,41 @@ class _Form:
         if (found := self.frame.match(line)) is None:
             return None
         told = found.groupdict()
-        file = f"{told['library'] or ''}.so" if told.get("language") == "C" else told["file"]
+        file = (
+            f"{told['library'] or ''}.so"
+            if told.get("language") == "C"
+            else told["file"]
+        )
         number = told["line"] or ""
         return Frame(told["name"], file, int(number) if number.isdecimal() else 0)
 
 
 _PY_SPY = _Form(
-    re.compile(r'Thread (?:0x)?(?P<tid>[0-9a-fA-F]+) \((?P<state>[^)]*)\)(?:: "(?P<name>[^"]*)")?\s*$'),
+    re.compile(
+        r"Thread (?:0x)?(?P<tid>[0-9a-fA-F]+) \((?P<state>[^)]*)\)(?::"
+        r' "(?P<name>[^"]*)")?\s*$'
+    ),
     re.compile(r"    (?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d+))?\)\s*$"),
     has_gil="gil",
 )
 _FAULTHANDLER = _Form(
-    re.compile(r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])? \(most recent call first\):"),
-    re.compile(r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+?)\s*$'),
+    re.compile(
+        r"(?:Current thread|Thread) (?P<tid>0x[0-9a-f]+)(?: \[(?P<name>[^\]]*)\])?"
+        r" \(most recent call first\):"
+    ),
+    re.compile(
+        r'\s+File "(?P<file>[^"]+)", line (?P<line>\d+|\?\?\?) in (?P<name>.+?)\s*$'
+    ),
     main_last=True,
 )
 _PYSTACK = _Form(
-    re.compile(r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most recent call last\):"),
     re.compile(
-        r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<name>.+?)'
+        r"Traceback for thread (?P<tid>\d+)(?: \((?P<name>[^)]*)\))?(?P<state>.*)\(most"
+        r" recent call last\):"
+    ),
+    re.compile(
+        r'\s+\((?P<language>Python|C)\) File "(?P<file>[^"]*)", line (?P<line>\d+), in'
+        r" (?P<name>.+?)"
         r"(?: \((?P<library>[^)]*)\))?\s*$"
     ),
     has_gil="Has the GIL",
@@ -105,9 +140,12 @@ _GDB = _Form(
 # What a loop over sys._current_frames() prints, with traceback.extract_stack().
 _LOOP = _Form(
     re.compile(
-        r"#+ ?(?:ProcessID=(?P<pid>\d+), ?)?Thread(?:ID)?[=:] ?(?P<name>[^()#\d]{0,100}?) ?\(?(?P<tid>\d+)\)?[ #]*$"
+        r"#+ ?(?:ProcessID=(?P<pid>\d+), ?)?Thread(?:ID)?[=:]"
+        r" ?(?P<name>[^()#\d]{0,100}?) ?\(?(?P<tid>\d+)\)?[ #]*$"
     ),
-    re.compile(r'\s{0,8}File: "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$'),
+    re.compile(
+        r'\s{0,8}File: "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$'
+    ),
     innermost_last=True,
 )
 _FORMS = (_FAULTHANDLER, _PY_SPY, _PYSTACK, _GDB, _LOOP)
@@ -140,17 +178,27 @@ class Dump:
 
     @property
     def is_worker(self) -> bool:
-        return any(frame.name.rpartition(".")[2] == "_worker_loop" for stack in self.stacks for frame in stack.frames)
+        return any(
+            frame.name.rpartition(".")[2] == "_worker_loop"
+            for stack in self.stacks
+            for frame in stack.frames
+        )
 
     @property
     def is_rank(self) -> bool:
         """False for a data loader's worker, a launcher, or multiprocessing's own process."""
-        return not self.is_worker and not any(_NO_RANKS.search(frame.file) for frame in self.main.frames)
+        return not self.is_worker and not any(
+            _NO_RANKS.search(frame.file) for frame in self.main.frames
+        )
 
     @property
     def main(self) -> _Stack:
         whole = [stack for stack in self.stacks if stack.frames] or self.stacks
-        named = (stack for stack in whole if "MainThread" in stack.name or stack.tid == str(self.pid))
+        named = (
+            stack
+            for stack in whole
+            if "MainThread" in stack.name or stack.tid == str(self.pid)
+        )
         return next(named, whole[-1] if whole[0].form.main_last else whole[0])
 
 
@@ -205,19 +253,38 @@ def _of_json(content: bytes, name: str) -> Dump | None:
         if b'"owns_gil"' in content[: 1 << 16]:
             raise
         return None
-    dump = Dump(_rank_in_name(name), threads[0].pid if threads else 0, safe(name, 200), name, in_name=True)
+    dump = Dump(
+        _rank_in_name(name),
+        threads[0].pid if threads else 0,
+        safe(name, 200),
+        name,
+        in_name=True,
+    )
     for thread in threads[:_MOST_THREADS]:
-        frames = [Frame(frame.name, frame.filename, frame.line) for frame in thread.frames[:_MOST_FRAMES]]
-        stack = _Stack(_PY_SPY, str(thread.os_thread_id), thread.thread_name or "", thread.owns_gil, frames)
+        frames = [
+            Frame(frame.name, frame.filename, frame.line)
+            for frame in thread.frames[:_MOST_FRAMES]
+        ]
+        stack = _Stack(
+            _PY_SPY,
+            str(thread.os_thread_id),
+            thread.thread_name or "",
+            thread.owns_gil,
+            frames,
+        )
         for frame in reversed(thread.frames[:_MOST_FRAMES]):
             for variable in frame.locals or ():
-                stack.counters |= counter(frame.name, frame.filename, variable.name, variable.repr or "")
+                stack.counters |= counter(
+                    frame.name, frame.filename, variable.name, variable.repr or ""
+                )
         dump.stacks.append(stack)
     return dump if dump.stacks else None
 
 
 def _of_text(text: str, name: str) -> Iterator[Dump]:
-    """All dumps of a file, in its order; lines of several ranks may be mixed, each with its prefix."""
+    """All dumps of a file, in its order; lines of several ranks may be mixed, each with its
+    prefix.
+    """
     named, heading = _rank_in_name(name), None
     writers: dict[int | None, _Writer] = {}
     for number, line in enumerate(text.split("\n"), 1):
@@ -228,8 +295,16 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
             writers.pop(heading, None)
             continue
         prefix = _PREFIX.match(line)
-        rank = int(prefix[1] or prefix[2] or prefix[3]) if prefix else heading if heading is not None else named
-        writer = writers.setdefault(rank, _Writer(rank, name, prefix is None and heading is None))
+        rank = (
+            int(prefix[1] or prefix[2] or prefix[3])
+            if prefix
+            else heading
+            if heading is not None
+            else named
+        )
+        writer = writers.setdefault(
+            rank, _Writer(rank, name, prefix is None and heading is None)
+        )
         if (dump := writer.take(line[prefix.end() :] if prefix else line)) is not None:
             dump.cite = f"{safe(name, 200)}:{number}"
             yield dump
@@ -270,11 +345,27 @@ class _Writer:
         self.stack = stack = self._begins(line)
         if stack is None:
             return None
-        if stack.form == _LOOP and (process := _LOOP.thread.match(line)) and process["pid"]:
+        if (
+            stack.form == _LOOP
+            and (process := _LOOP.thread.match(line))
+            and process["pid"]
+        ):
             self.pid = int(process["pid"])
         is_new = self.dump is None or self.dump.stacks[-1].form != stack.form
-        if is_new or self.dump is None or any(other.tid == stack.tid for other in self.dump.stacks):
-            self.dump = Dump(self.rank, self.pid, "", self.file, self.in_name, self.local_rank, [stack])
+        if (
+            is_new
+            or self.dump is None
+            or any(other.tid == stack.tid for other in self.dump.stacks)
+        ):
+            self.dump = Dump(
+                self.rank,
+                self.pid,
+                "",
+                self.file,
+                self.in_name,
+                self.local_rank,
+                [stack],
+            )
             return self.dump
         if len(self.dump.stacks) < _MOST_THREADS:
             self.dump.stacks.append(stack)
@@ -299,12 +390,16 @@ def _take_frame(stack: _Stack, line: str) -> None:
         if line.strip() and stack.frames and is_innermost:
             stack.line = line.strip()
     elif len(stack.frames) < _MOST_FRAMES:
-        stack.frames.insert(0 if stack.form.innermost_last else len(stack.frames), frame)
+        stack.frames.insert(
+            0 if stack.form.innermost_last else len(stack.frames), frame
+        )
         stack.line = "" if stack.form.innermost_last else stack.line
 
 
 def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
-    """The facts of each rank's last dump, and whether it moved since the first one of the same process."""
+    """The facts of each rank's last dump, and whether it moved since the first one of the same
+    process.
+    """
     dumps = list(dumps)
     workers = [dump for dump in dumps if dump.is_worker]
     ranks = [dump for dump in dumps if dump.is_rank] or dumps
@@ -318,15 +413,21 @@ def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
             by_rank.setdefault(dump.rank, []).append(dump)
     if unnamed and by_rank:
         evidence.problems.append(
-            f"{unnamed[0].cite}: no rank is told for the stack there; others are, so it is left out"
+            f"{unnamed[0].cite}: no rank is told for the stack there; others are, so it"
+            " is left out"
         )
     elif unnamed:
         by_rank = _numbered(unnamed, evidence)
-    return [fact for rank, of_rank in sorted(by_rank.items()) for fact in _of_dumped(rank, of_rank, workers)]
+    return [
+        fact
+        for rank, of_rank in sorted(by_rank.items())
+        for fact in _of_dumped(rank, of_rank, workers)
+    ]
 
 
 def _take_back_names(dumps: Sequence[Dump]) -> None:
-    """Of a number in a file's name that is no rank: of a date, a look, a process, or of a file with several processes.
+    """Of a number in a file's name that is no rank: of a date, a look, a process, or of a file with
+    several processes.
 
     A bare number counts only where every file has one; numbers from 1 on count files.
     """
@@ -334,12 +435,27 @@ def _take_back_names(dumps: Sequence[Dump]) -> None:
     for dump in dumps:
         if dump.rank is None or dump.in_name:
             by_file.setdefault(dump.file, []).append(dump)
-    bare = [of_file for file, of_file in by_file.items() if not _IS_RANK.search(file.rpartition("/")[2])]
-    numbers = [of_file[0].rank for of_file in bare if not of_file[0].file.rpartition("/")[0].isdecimal()]
+    bare = [
+        of_file
+        for file, of_file in by_file.items()
+        if not _IS_RANK.search(file.rpartition("/")[2])
+    ]
+    numbers = [
+        of_file[0].rank
+        for of_file in bare
+        if not of_file[0].file.rpartition("/")[0].isdecimal()
+    ]
     known = sorted(number for number in numbers if number is not None)
     is_count = len(known) > 1 and known == list(range(1, len(known) + 1))
-    is_padded = len(bare) == 1 and re.search(r"(?:^|[-_.])0\d", bare[0][0].file) is not None
-    are_no_ranks = is_count or is_padded or len(known) < len(numbers) or len(set(known)) < len(known)
+    is_padded = (
+        len(bare) == 1 and re.search(r"(?:^|[-_.])0\d", bare[0][0].file) is not None
+    )
+    are_no_ranks = (
+        is_count
+        or is_padded
+        or len(known) < len(numbers)
+        or len(set(known)) < len(known)
+    )
     for of_file in by_file.values():
         pids = {dump.pid for dump in of_file if dump.pid}
         is_bare = of_file in bare and not of_file[0].file.rpartition("/")[0].isdecimal()
@@ -354,14 +470,23 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
     for dump in dumps:
         files.setdefault(dump.file, set()).add(dump.pid)
     several = [pids for pids in files.values() if len(pids) > 1]
-    are_looks = len(several) == len(files) and all(pids == several[0] for pids in several)  # at the same processes
+    are_looks = len(several) == len(files) and all(
+        pids == several[0] for pids in several
+    )  # at the same processes
     by_process: dict[tuple[str, int], list[Dump]] = {}
     for dump in dumps:
-        by_process.setdefault(("" if are_looks else dump.file, dump.pid), []).append(dump)
+        by_process.setdefault(("" if are_looks else dump.file, dump.pid), []).append(
+            dump
+        )
     local_ranks = {of_process[0].local_rank for of_process in by_process.values()}
     if None not in local_ranks and len(local_ranks) == len(by_process):
-        return {of_process[0].local_rank or 0: of_process for of_process in by_process.values()}
-    evidence.problems.append("no file name or line tells a rank: they are numbered in the order of the files")
+        return {
+            of_process[0].local_rank or 0: of_process
+            for of_process in by_process.values()
+        }
+    evidence.problems.append(
+        "no file name or line tells a rank: they are numbered in the order of the files"
+    )
     return dict(enumerate(by_process.values()))
 
 
@@ -372,43 +497,76 @@ def _training(dump: Dump) -> _Stack:
     if theirs is None:
         return main
     counters = {**theirs.counters, **main.counters}
-    return replace(main, frames=[*theirs.frames, *main.frames], counters=counters, line=theirs.line)
+    return replace(
+        main, frames=[*theirs.frames, *main.frames], counters=counters, line=theirs.line
+    )
 
 
 def _worker_of(dump: Dump, workers: Sequence[Dump]) -> str:
     """Where the data loader's workers are that were dumped into the same file."""
     for worker in workers:
         frames = worker.main.frames
-        inside = next((n for n, one in enumerate(frames) if one.name.rpartition(".")[2] == "_worker_loop"), None)
-        if worker.file == dump.file and inside is not None and not waits_for_work(frames[: inside + 1]):
-            return f"a worker (pid {worker.pid}) is in {place(frames[: inside + 1]).where}"
+        inside = next(
+            (
+                n
+                for n, one in enumerate(frames)
+                if one.name.rpartition(".")[2] == "_worker_loop"
+            ),
+            None,
+        )
+        if (
+            worker.file == dump.file
+            and inside is not None
+            and not waits_for_work(frames[: inside + 1])
+        ):
+            return (
+                f"a worker (pid {worker.pid}) is in {place(frames[: inside + 1]).where}"
+            )
     return ""
 
 
-def _of_dumped(rank: int, dumps: Sequence[Dump], workers: Sequence[Dump]) -> Iterator[Fact]:
+def _of_dumped(
+    rank: int, dumps: Sequence[Dump], workers: Sequence[Dump]
+) -> Iterator[Fact]:
     last = dumps[-1]
     main = _training(last)
     if not any(stack.frames for stack in last.stacks):
         return
     found = place(main.frames)
     if not found.collective and (called := _CALLS_COLLECTIVE.search(main.line)):
-        found = replace(found, collective=called[1], caller=found.where.partition(" < ")[0])
+        found = replace(
+            found, collective=called[1], caller=found.where.partition(" < ")[0]
+        )
     details = list[str]()
     if main.has_gil and not found.collective:
         details.append("it holds Python's lock (GIL)")
     if not found.collective:
         details += [
-            f"its thread {safe(stack.name or stack.tid, 60)!r} is in {place(stack.frames).where}"
+            f"its thread {safe(stack.name or stack.tid, 60)!r} is in"
+            f" {place(stack.frames).where}"
             for stack in last.stacks
-            if stack.tid != main.tid and stack.frames[:1] != main.frames[:1] and is_users(stack.name, stack.frames)
+            if stack.tid != main.tid
+            and stack.frames[:1] != main.frames[:1]
+            and is_users(stack.name, stack.frames)
         ]
     worker = _worker_of(last, workers) if found.activity == LOADER else ""
     if last.pid:
         yield Fact(rank, Member(pid=last.pid), last.cite)
     if main.form != _FAULTHANDLER:  # faulthandler writes when a process ends, too
         yield Fact(rank, Fate(fates.RUNS), last.cite)
-    yield Fact(rank, replace(found, worker=worker, details=tuple(details[:MOST_DETAILS])), last.cite)
-    before = next((dump for dump in dumps[:-1] if dump.pid == last.pid and dump.main.form == main.form), None)
+    yield Fact(
+        rank,
+        replace(found, worker=worker, details=tuple(details[:MOST_DETAILS])),
+        last.cite,
+    )
+    before = next(
+        (
+            dump
+            for dump in dumps[:-1]
+            if dump.pid == last.pid and dump.main.form == main.form
+        ),
+        None,
+    )
     if before is not None:
         by = went_on(_training(before), main)
         yield Fact(rank, Motion(bool(by), by), last.cite)

@@ -1,4 +1,6 @@
-"""Exceptions that ended ranks, from tracebacks in a log: the type, its message and the user's innermost frames."""
+"""Exceptions that ended ranks, from tracebacks in a log: the type, its message and the user's
+innermost frames.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +12,84 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
-from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line, shown
+from nemo_patches.tools.diagnose.sources.log_facts import (
+    MOST_KEPT,
+    LaunchFacts,
+    Line,
+    shown,
+)
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
 _STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
-_CONTINUES = re.compile(r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)")  # a message, for sure
+_CONTINUES = re.compile(
+    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)"
+)  # a message, for sure
 _LAST_ERROR = "Last error:"
-_BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")  # rich draws a frame
+_BEGINS = re.compile(
+    r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])"
+)  # rich draws a frame
 # torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
 _PASSED_ON = "CheckpointException"
 _OF_RANKS = re.compile(r"CheckpointException ranks: ?dict_keys\(\[([\d, ]{1,2000})\]\)")
-_FRAME = re.compile(r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$')
+_FRAME = re.compile(
+    r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$'
+)
 _RICH_FRAME = re.compile(r"^(\S.{0,999}):(\d{1,9}) in (\S{1,200})$")
 # The process that an exception ended, in a line before its traceback.
 _PROCESS = re.compile(r"Unhandled exception .{0,200}\bproc(?:ess)? ?(\d{1,9})")
-# torch puts its prefix before each line of a traceback that ends a process, and one blank before the last of them.
-_ERROR = re.compile(r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)")
-_ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$")
+# torch puts its prefix before each line of a traceback that ends a process, and one blank before
+# the last of them.
+_ERROR = re.compile(
+    r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?::"
+    r" (.{0,2000})|:?$)"
+)
+_ERROR_NAME = re.compile(
+    r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$"
+)
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
-# Words before the error that ends a program, without a rank's prefix: Hydra and torch.multiprocessing catch all.
-_FATAL = re.compile(r"Error executing job with overrides|-- Process (\d{1,7}) terminated with the following error")
+# Words before the error that ends a program, without a rank's prefix: Hydra and
+# torch.multiprocessing catch all.
+_FATAL = re.compile(
+    r"Error executing job with overrides|-- Process (\d{1,7}) terminated with the"
+    r" following error"
+)
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
 _IGNORED = re.compile(r"Exception ignored in")
-_IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")  # which ends that thread, and not its process
+_IN_THREAD = re.compile(
+    r"Exception in thread ([^\s:(]{1,80})"
+)  # which ends that thread, and not its process
 # Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
     r"ProcessRaisedException|ProcessExitedException|ActorDiedError|RayActorError|KeyboardInterrupt"
 )
 # Caused by other ranks, or by SIGTERM, which torchrun and schedulers send to all remaining ranks.
-_BY_OTHERS = re.compile(r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt")
-_MISMATCHES = ("Detected mismatch", "DDP expects same model")  # that ranks found in one another
+_BY_OTHERS = re.compile(
+    r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt"
+)
+_MISMATCHES = (
+    "Detected mismatch",
+    "DDP expects same model",
+)  # that ranks found in one another
 _CLOSED = re.compile(
-    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken pipe|remote peer|has left|"
-    r"got 0 bytes|Connection was likely closed|Connection refused|ncclSystemError|ncclInternalError|"
+    r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken"
+    r" pipe|remote peer|has left|"
+    r"got 0 bytes|Connection was likely closed|Connection"
+    r" refused|ncclSystemError|ncclInternalError|"
     r"connectFullMesh failed"
 )
 _FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
-_FATAL_NAMES = ("Segmentation fault", "Bus error", "Illegal instruction", "Floating-point exception")
+_FATAL_NAMES = (
+    "Segmentation fault",
+    "Bus error",
+    "Illegal instruction",
+    "Floating-point exception",
+)
 
 
 @dataclass
@@ -76,7 +113,9 @@ class _Error:
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        if _LAST_ERROR in self.lines[:-1]:  # NCCL's first line is its kind, the line after this one what happened
+        if (
+            _LAST_ERROR in self.lines[:-1]
+        ):  # NCCL's first line is its kind, the line after this one what happened
             message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
         return shown(f"{kind}: {message}" if message else kind)
 
@@ -91,13 +130,19 @@ class _Error:
 
 @dataclass
 class _Writing:
-    """An exception that one rank is writing. root: the exception that the others in its chain followed from."""
+    """An exception that one rank is writing. root: the exception that the others in its chain
+    followed from.
+    """
 
-    frames: deque[tuple[str, str, str]] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
+    frames: deque[tuple[str, str, str]] = field(
+        default_factory=lambda: deque(maxlen=_MOST_FRAMES)
+    )
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    in_traceback: bool = False  # without a prefix, so its lines have none of logs.py's needles
+    in_traceback: bool = (
+        False  # without a prefix, so its lines have none of logs.py's needles
+    )
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
     thread: str = ""  # that it ended, if it is not the main one
@@ -105,16 +150,26 @@ class _Writing:
 
 
 class ExceptionLines:
-    """One launch's exceptions. In a file of many ranks, those without a prefix count only if they end a process."""
+    """One launch's exceptions. In a file of many ranks, those without a prefix count only if they
+    end a process.
+    """
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._writing: dict[int, _Writing] = {}
-        self._stray: dict[int, _Writing] = {}  # by rank, the last that was written without a prefix
-        self._fatal: dict[int, int] = {}  # by writer, the rank that what is being written without a prefix ended
+        self._stray: dict[
+            int, _Writing
+        ] = {}  # by rank, the last that was written without a prefix
+        self._fatal: dict[
+            int, int
+        ] = {}  # by writer, the rank that what is being written without a prefix ended
         self._skips = 0  # lines
-        self._spawned = ""  # which process it was that torch.multiprocessing had started
-        self._raised_elsewhere: dict[int, _Error] = {}  # by rank, what others say that it has raised
+        self._spawned = (  # which process it was that torch.multiprocessing had started
+            ""
+        )
+        self._raised_elsewhere: dict[
+            int, _Error
+        ] = {}  # by rank, what others say that it has raised
 
     @property
     def is_reading(self) -> bool:
@@ -134,7 +189,9 @@ class ExceptionLines:
         if fatal := _FATAL.search(text):
             self._end(key)
             self._fatal[key] = line.rank
-            self._spawned = f", in spawned process {fatal[1]}" if fatal[1] else ""  # its rank on one host
+            self._spawned = (
+                f", in spawned process {fatal[1]}" if fatal[1] else ""
+            )  # its rank on one host
             return
         if process := _PROCESS.search(text):
             self._end(key)
@@ -155,7 +212,9 @@ class ExceptionLines:
         if ray is not None:
             self._end(key)
             self._fatal[key] = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
-            self._writing[key] = _Writing(in_traceback=True, was_over=self._found.is_over)
+            self._writing[key] = _Writing(
+                in_traceback=True, was_over=self._found.is_over
+            )
             return
         self._take(key, line, text)
 
@@ -170,7 +229,9 @@ class ExceptionLines:
                 of_thread.thread = shown(thread[1])
                 of_thread.in_traceback = not line.has_prefix
             return
-        if _OF_LOGGER.match(text):  # another thread's line, such as the watchdog's: no part of a message
+        if _OF_LOGGER.match(
+            text
+        ):  # another thread's line, such as the watchdog's: no part of a message
             self._end(key)
             return
         if of_rank := _OF_RANK.search(text):
@@ -182,7 +243,12 @@ class ExceptionLines:
             self._begin(key, line, text)
         elif writing is not None:
             self._go_on(writing, line, text)
-        elif key >= 0 and line.has_prefix and (error := _ERROR.match(text)) and _is_name(error[1]):
+        elif (
+            key >= 0
+            and line.has_prefix
+            and (error := _ERROR.match(text))
+            and _is_name(error[1])
+        ):
             writing = self._anew(key)
             if writing is not None:
                 self._raise(writing, error, line)
@@ -196,12 +262,19 @@ class ExceptionLines:
 
     def _begin(self, key: int, line: Line, text: str) -> None:
         writing, is_workers = self._writing.get(key), "Original" in text
-        if writing is not None and not is_workers and writing.last is not None and not writing.was_caused:
+        if (
+            writing is not None
+            and not is_workers
+            and writing.last is not None
+            and not writing.was_caused
+        ):
             self._end(key)  # of another exception
             writing = None
         if (writing := writing or self._anew(key)) is not None:
             writing.in_traceback = not line.has_prefix
-            if not is_workers:  # a data loader's worker: beneath the frames that waited for it
+            if (
+                not is_workers
+            ):  # a data loader's worker: beneath the frames that waited for it
                 writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
@@ -210,20 +283,36 @@ class ExceptionLines:
             writing.has_frames = True
         elif _CAUSED in text or _MEANWHILE in text:
             writing.was_caused = True
-            if _MEANWHILE in text and (root := writing.root) and root is writing.last and not root.is_of_a_collective:
-                writing.root = None  # of an exception while handling another one, the later ended the process
-        elif (error := _ERROR.match(text)) and (writing.has_frames or (writing.last is None and _is_name(error[1]))):
+            if (
+                _MEANWHILE in text
+                and (root := writing.root)
+                and root is writing.last
+                and not root.is_of_a_collective
+            ):
+                # Of an exception while handling another one, the later ended the process
+                writing.root = None
+        elif (error := _ERROR.match(text)) and (
+            writing.has_frames or (writing.last is None and _is_name(error[1]))
+        ):
             self._raise(writing, error, line)
         elif writing.last is None or text[:1].isspace():
             return
-        elif len(writing.last.lines) < _MOST_LINES and text and (line.has_prefix or _CONTINUES.search(text)):
+        elif (
+            len(writing.last.lines) < _MOST_LINES
+            and text
+            and (line.has_prefix or _CONTINUES.search(text))
+        ):
             writing.last.lines.append(text)
         else:
             writing.in_traceback = False
 
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
-        is_workers = writing.last is not None and "Caught " in writing.last.message and not writing.was_caused
+        is_workers = (
+            writing.last is not None
+            and "Caught " in writing.last.message
+            and not writing.was_caused
+        )
         if writing.root is None or is_workers:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
@@ -235,7 +324,11 @@ class ExceptionLines:
             return
         if writing.thread:
             text = f"{writing.root.text}, in its thread {writing.thread}"
-            self._found.add(max(key, NOT_TOLD), Fate(fates.LOGGED, text, writing.root.where), writing.root.line)
+            self._found.add(
+                max(key, NOT_TOLD),
+                Fate(fates.LOGGED, text, writing.root.where),
+                writing.root.line,
+            )
             return
         if key >= 0 and writing.root.line.has_prefix:
             self._tell(key, writing)
@@ -257,20 +350,31 @@ class ExceptionLines:
             return
         details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind = error.type.rpartition(".")[2]
-        is_cut = not error.words.strip() and any(name.startswith(kind) for name in BY_HAND)  # "KeyboardInter"
+        is_cut = not error.words.strip() and any(
+            name.startswith(kind) for name in BY_HAND
+        )  # "KeyboardInter"
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
-        elif error.is_of_a_collective or any(words in error.words for words in _MISMATCHES):
+        elif error.is_of_a_collective or any(
+            words in error.words for words in _MISMATCHES
+        ):
             kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
             start = f"{fates.AT_START}: " if error.as_error.is_of_the_start else ""
             fate = Fate(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
-            fate = Fate(fates.FAILED, f"{error.text}, after a time-out or an end of others", error.where, details)
+            fate = Fate(
+                fates.FAILED,
+                f"{error.text}, after a time-out or an end of others",
+                error.where,
+                details,
+            )
         else:
             fate = Fate(fates.RAISED, error.text + self._spawned, error.where, details)
         self._spawned = ""
         if writing.of != NOT_TOLD:
-            self._found.keep(Fact(writing.of, fate, error.line.cite, own=writing.of == rank))
+            self._found.keep(
+                Fact(writing.of, fate, error.line.cite, own=writing.of == rank)
+            )
         else:
             self._found.add(rank, fate, error.line)
 
@@ -289,11 +393,17 @@ class ExceptionLines:
         """Of a rank whose own exception no line shows."""
         for rank, error in self._raised_elsewhere.items():
             if not self._found.has(rank, fates.RAISED):
-                fate = Fate(fates.RAISED, "an exception in a checkpoint of all ranks", error.where)
+                fate = Fate(
+                    fates.RAISED,
+                    "an exception in a checkpoint of all ranks",
+                    error.where,
+                )
                 self._found.keep(Fact(rank, fate, error.line.cite, own=False))
 
     def finish(self) -> None:
-        """Call after the launcher's: an exception without a prefix ended a rank only if the launcher saw that fail."""
+        """Call after the launcher's: an exception without a prefix ended a rank only if the
+        launcher saw that fail.
+        """
         for key in list(self._writing):
             self._end(key)
         self._finish_passed_on()
@@ -302,16 +412,32 @@ class ExceptionLines:
             if self._may_have_ended(rank):
                 self._tell(rank, writing)
             elif writing.root is not None:
-                self._found.add(rank, Fate(fates.LOGGED, writing.root.text, writing.root.where), writing.root.line)
+                self._found.add(
+                    rank,
+                    Fate(fates.LOGGED, writing.root.text, writing.root.where),
+                    writing.root.line,
+                )
 
     def _may_have_ended(self, rank: int) -> bool:
-        """Whether the launcher reports an exit code that may be this rank's, as an exception leaves one."""
-        facts = [(fact, fact.value.kind) for fact in self._found.facts.values() if isinstance(fact.value, Fate)]
-        failed = {fact.rank for fact, kind in facts if kind == fates.FAILED and not fact.own}
+        """Whether the launcher reports an exit code that may be this rank's, as an exception leaves
+        one.
+        """
+        facts = [
+            (fact, fact.value.kind)
+            for fact in self._found.facts.values()
+            if isinstance(fact.value, Fate)
+        ]
+        failed = {
+            fact.rank for fact, kind in facts if kind == fates.FAILED and not fact.own
+        }
         if rank == NOT_TOLD:
-            return failed == {NOT_TOLD} and not any(kind in (fates.KILLED, fates.RAISED) for _, kind in facts)
+            return failed == {NOT_TOLD} and not any(
+                kind in (fates.KILLED, fates.RAISED) for _, kind in facts
+            )
         own = {kind for fact, kind in facts if fact.rank == rank}
-        return (rank in failed and own == {fates.FAILED}) or (failed == {NOT_TOLD} and not own)
+        return (rank in failed and own == {fates.FAILED}) or (
+            failed == {NOT_TOLD} and not own
+        )
 
 
 def _is_name(name: str) -> bool:

@@ -8,7 +8,15 @@ from typing import NamedTuple
 
 from nemo_patches.judging.judge import Seat
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member, Motion, Place, Value
+from nemo_patches.tools.diagnose.facts import (
+    NOT_TOLD,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+    Value,
+)
 
 MOST_RANKS = 1 << 20
 MOST_KEPT = 4096  # ranks, and the like, of one launch
@@ -17,14 +25,16 @@ _MOST_NOT_TOLD = 8  # fates of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
 _LONGEST_TEXT = 300
 _PID_AND_RANK = re.compile(
-    r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\] pid=(\d{1,9})|"
-    r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size )?(\d{1,7}))?"
+    r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\]"
+    r" pid=(\d{1,9})|"
+    r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
+    r" )?(\d{1,7}))?"
 )
 
 
 class Line(NamedTuple):
-    """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or the file's folder,
-    which is the job's rank on a single host. number: in its file, from 1.
+    """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or
+    the file's folder, which is the job's rank on a single host. number: in its file, from 1.
     """
 
     text: str
@@ -51,14 +61,18 @@ def shown(text: str) -> str:
 class LaunchFacts:
     """The facts of one launch, bounded whatever the log holds.
 
-    Of a rank's fates of one kind the first is kept; of its places, and of whether it moved, the last. A fact's `at` is
-    its line's number, by the clock of its file: lines of one file stand in the order in which they were written. What
-    launchers tell has none: it comes at the end, whenever it happened.
+    Of a rank's fates of one kind the first is kept; of its places, and of whether it moved, the
+    last. A fact's `at` is its line's number, by the clock of its file: lines of one file stand in
+    the order in which they were written. What launchers tell has none: it comes at the end,
+    whenever it happened.
 
-    world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out, or of an end.
-    rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves out lines of some
-    ranks that are like others', or a file was not read to its end. not_told: fates so far of which the log does not
-    tell the rank. reports: folders with stall reports that lines name. several_hosts: local ranks are not the job's.
+    world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out,
+    or of an end.
+    rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves
+    out lines of some
+    ranks that are like others', or a file was not read to its end. not_told: fates so far of which
+    the log does not tell the rank. reports: folders with stall reports that lines name.
+    several_hosts: local ranks are not the job's.
     by_local_rank: keys of the facts whose rank is one.
     """
 
@@ -71,10 +85,15 @@ class LaunchFacts:
     not_told: int = 0
     reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
-    by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)  # in order, as a set is not
+    by_local_rank: dict[tuple[object, ...], None] = field(
+        default_factory=dict
+    )  # in order, as a set is not
 
     def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
-        self.keep(Fact(rank, value, line.cite, float(line.number), line.file, own), line.local_rank)
+        self.keep(
+            Fact(rank, value, line.cite, float(line.number), line.file, own),
+            line.local_rank,
+        )
 
     def keep(self, fact: Fact, local_rank: int = NOT_TOLD) -> None:
         """local_rank: of the line, if it has no other rank."""
@@ -98,28 +117,52 @@ class LaunchFacts:
         self.facts[key] = fact
 
     def without_local_ranks(self) -> set[int]:
-        """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the local ranks."""
-        hosts = {fact.host for fact in self.facts.values() if isinstance(fact.value, Member)} - {""}
+        """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the
+        local ranks.
+        """
+        hosts = {
+            fact.host for fact in self.facts.values() if isinstance(fact.value, Member)
+        } - {""}
         if not self.several_hosts and len(hosts) < 2:
             return set()
-        of_local = [self.facts.pop(key) for key in self.by_local_rank if key in self.facts]
+        of_local = [
+            self.facts.pop(key) for key in self.by_local_rank if key in self.facts
+        ]
         for fact in of_local:
             if isinstance(fact.value, Fate):
                 self.keep(replace(fact, rank=NOT_TOLD))
-        return {fact.rank for fact in of_local} - {fact.rank for fact in self.facts.values()}
+        return {fact.rank for fact in of_local} - {
+            fact.rank for fact in self.facts.values()
+        }
 
     def has_size(self, size: str | int) -> None:
         self.world_size = max(self.world_size, min(int(size), MOST_RANKS))
 
     def leave_out_lines_of_ranks(self) -> None:
         """A line without a rank's prefix may be of an exception whose rank other lines tell."""
-        told = {fact.cite for fact in self.facts.values() if fact.rank != NOT_TOLD and isinstance(fact.value, Fate)}
-        self.facts = {key: fact for key, fact in self.facts.items() if fact.rank != NOT_TOLD or fact.cite not in told}
+        told = {
+            fact.cite
+            for fact in self.facts.values()
+            if fact.rank != NOT_TOLD and isinstance(fact.value, Fate)
+        }
+        self.facts = {
+            key: fact
+            for key, fact in self.facts.items()
+            if fact.rank != NOT_TOLD or fact.cite not in told
+        }
 
     def note_pid(self, text: str) -> None:
-        """Ray writes a worker's process id before each of its lines; a job may log it at its start."""
-        if "pid" in text and len(self.rank_of_pid) < MOST_KEPT and (both := _PID_AND_RANK.search(text)):
-            self.rank_of_pid[int(both[1] or both[4] or both[5])] = int(both[2] or both[3] or both[6])
+        """Ray writes a worker's process id before each of its lines; a job may log it at its
+        start.
+        """
+        if (
+            "pid" in text
+            and len(self.rank_of_pid) < MOST_KEPT
+            and (both := _PID_AND_RANK.search(text))
+        ):
+            self.rank_of_pid[int(both[1] or both[4] or both[5])] = int(
+                both[2] or both[3] or both[6]
+            )
             if both[7]:
                 self.has_size(both[7])
 
@@ -132,7 +175,11 @@ class LaunchFacts:
 
     def ranks(self) -> set[int]:
         """Ranks of which more is known than that they belong to the job."""
-        return {fact.rank for fact in self.facts.values() if not isinstance(fact.value, Member)}
+        return {
+            fact.rank
+            for fact in self.facts.values()
+            if not isinstance(fact.value, Member)
+        }
 
     @property
     def tells_anything(self) -> bool:
@@ -141,9 +188,15 @@ class LaunchFacts:
 
 def _with_place(before: Fact, fact: Fact) -> Fact:
     """The earlier fate, with the place of the later one of its kind."""
-    if not (isinstance(before.value, Fate) and isinstance(fact.value, Fate)) or before.value.where:
+    if (
+        not (isinstance(before.value, Fate) and isinstance(fact.value, Fate))
+        or before.value.where
+    ):
         return before
-    return replace(before, value=replace(before.value, where=fact.value.where, details=fact.value.details))
+    return replace(
+        before,
+        value=replace(before.value, where=fact.value.where, details=fact.value.details),
+    )
 
 
 def _key(rank: int, value: Value) -> tuple[object, ...]:

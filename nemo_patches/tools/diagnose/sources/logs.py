@@ -1,7 +1,7 @@
 """Training logs: facts from the lines of torch, its launchers, Python and nemo_patches.
 
-A log may be of any size, compressed, one of many in a folder, with colours, prefixes, several ranks' lines mixed, and
-lines that a terminal has wrapped. A fact cites its file and line.
+A log may be of any size, compressed, one of many in a folder, with colours, prefixes, several
+ranks' lines mixed, and lines that a terminal has wrapped. A fact cites its file and line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,20 @@ from nemo_patches.tools.diagnose.sources.c10d_lines import (
     rank_in,
 )
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
-from nemo_patches.tools.diagnose.sources.launcher_lines import DEEPSPEED, FAILED_LINE, MPIRUN, LauncherLines
+from nemo_patches.tools.diagnose.sources.launcher_lines import (
+    DEEPSPEED,
+    FAILED_LINE,
+    MPIRUN,
+    LauncherLines,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 LOOKED_FOR = (
-    "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output, Gloo's errors, the store's "
-    "time-outs at start-up, tables and lines of torchrun, DeepSpeed, Ray, Slurm and mpirun, exceptions and CUDA errors "
-    "that ended a rank, kills for want of memory, nemo_patches' own lines"
+    "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output,"
+    " Gloo's errors, the store's time-outs at start-up, tables and lines of torchrun,"
+    " DeepSpeed, Ray, Slurm and mpirun, exceptions and CUDA errors that ended a rank,"
+    " kills for want of memory, nemo_patches' own lines"
 )
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
@@ -43,56 +49,136 @@ _LEAST_GZIP_BYTES = 18  # of header and trailer
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _MOST_JOINED = 3  # lines that a terminal may have made of one
 _MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
-_OTHER_FORMATS = (b"\xfd7zXZ\0", b"BZh", b"\x28\xb5\x2f\xfd", b"PK\3\4", b"\xff\xfe", b"\xfe\xff")
-_NAMES = re.compile(
-    r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b", re.IGNORECASE
+_OTHER_FORMATS = (
+    b"\xfd7zXZ\0",
+    b"BZh",
+    b"\x28\xb5\x2f\xfd",
+    b"PK\3\4",
+    b"\xff\xfe",
+    b"\xfe\xff",
 )
-# What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun -l the job's.
+_NAMES = re.compile(
+    r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b",
+    re.IGNORECASE,
+)
+# What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
+# -l the job's.
 _TEE = re.compile(r"\[default(\d{1,6})\]: ?|\[\d{1,9},(\d{1,6})\]<std(?:err|out)>: ?")
 _SRUN_LABEL = re.compile(r"(\d{1,6}): ")
-_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")  # from such a line on
+_LABELLED = re.compile(
+    r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)"
+)  # from such a line on
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
-    *(b"[rank", b"NCCL", b"ollective", b"nemo_patches ", b"Starting with ", b"gloo", b"arrier", b"imed out"),
-    *(b"exit", b"rank      :", b"oom_kill", b"oom-kill", b"CANCELLED", b"death signal", b" Killed ", b"TERM_"),
-    *(b"ut of memory", b"memory limit", b"bus error", b"killed ", b"srun: error", b"terminated with ", b"died"),
-    *(b"Fatal Python", b"Traceback (most", b"pid ", b"due to timeout", b"dump signal", b"lost communication"),
-    *(b"Node failure", b"with PID", b"Remote daemon", b"Process name: ", b"inconsistent", b"Error", b"gai error"),
-    *(b"eturning from train", b"raining finished", b"raining complete", b"raining done", b"inished training"),
+    *(
+        b"[rank",
+        b"NCCL",
+        b"ollective",
+        b"nemo_patches ",
+        b"Starting with ",
+        b"gloo",
+        b"arrier",
+        b"imed out",
+    ),
+    *(
+        b"exit",
+        b"rank      :",
+        b"oom_kill",
+        b"oom-kill",
+        b"CANCELLED",
+        b"death signal",
+        b" Killed ",
+        b"TERM_",
+    ),
+    *(
+        b"ut of memory",
+        b"memory limit",
+        b"bus error",
+        b"killed ",
+        b"srun: error",
+        b"terminated with ",
+        b"died",
+    ),
+    *(
+        b"Fatal Python",
+        b"Traceback (most",
+        b"pid ",
+        b"due to timeout",
+        b"dump signal",
+        b"lost communication",
+    ),
+    *(
+        b"Node failure",
+        b"with PID",
+        b"Remote daemon",
+        b"Process name: ",
+        b"inconsistent",
+        b"Error",
+        b"gai error",
+    ),
+    *(
+        b"eturning from train",
+        b"raining finished",
+        b"raining complete",
+        b"raining done",
+        b"inished training",
+    ),
     *(b"Trainer.fit` stopped", b"PBS: job killed"),
 )
-_PART_BYTES = 1 << 13  # that are looked at where they, or those before them, hold such a word
+_PART_BYTES = (
+    1 << 13
+)  # that are looked at where they, or those before them, hold such a word
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
-    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F )|\[rank\d{1,7}\]:|"
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
+    r" )|\[rank\d{1,7}\]:|"
     r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
-    r"|^(?:slurmstepd|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d[ T]\d\d:"
-    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
+    r"|^(?:slurmstepd|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d["
+    r" T]\d\d:"
+    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception"
+    r" raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
-_SEVERAL = re.compile(r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)")  # processes' in a line
+_SEVERAL = re.compile(
+    r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)"
+)  # processes' in a line
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
 _TELL_OF_AN_END = (
-    *("collective operation timeout", "timed out in blocking wait", "closing signal SIG", "dump signal"),
-    *("monitoredBarrier", "failed (exitcode", "first observed failure", "exits with return code"),
+    *(
+        "collective operation timeout",
+        "timed out in blocking wait",
+        "closing signal SIG",
+        "dump signal",
+    ),
+    *(
+        "monitoredBarrier",
+        "failed (exitcode",
+        "first observed failure",
+        "exits with return code",
+    ),
 )
 
 
 def recognises(name: str, head: bytes) -> bool:
-    """Whether a file may be a log, by its name or its first bytes: the lines of interest may be at its very end."""
+    """Whether a file may be a log, by its name or its first bytes: the lines of interest may be at
+    its very end.
+    """
     if head[:2] == b"\x1f\x8b":
         return True
     if b"\0" in head[:4096] or head.startswith(_OTHER_FORMATS):
         return False
-    return _NAMES.search(Path(name).name) is not None or any(needle in head for needle in _NEEDLES)
+    return _NAMES.search(Path(name).name) is not None or any(
+        needle in head for needle in _NEEDLES
+    )
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """Add the facts of logs, also compressed ones, or of "-", standard input; of several launches the last one counts.
+    """Add the facts of logs, also compressed ones, or of "-", standard input; of several launches
+    the last one counts.
 
     Raises UnreadableError where there is but one file, and it cannot be read.
     """
@@ -116,7 +202,9 @@ class _Launch:
         self.launcher = LauncherLines(self.found)
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
-        self.by_file: list[set[int]] = []  # for each file, the ranks that its lines are from
+        self.by_file: list[
+            set[int]
+        ] = []  # for each file, the ranks that its lines are from
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -154,10 +242,14 @@ class _Reading:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._launch = _Launch()
-        self._before: tuple[LaunchFacts, Evidence] | None = None  # the last earlier launch with any facts
+        self._before: tuple[LaunchFacts, Evidence] | None = (
+            None  # the last earlier launch with any facts
+        )
         self._launches = 0  # begun in the one file
         self._names: dict[str, Path] = {}
-        self._runs: dict[int, Path] = {}  # by local rank, torchrun's folder, one for each host
+        self._runs: dict[
+            int, Path
+        ] = {}  # by local rank, torchrun's folder, one for each host
 
     def read(self, path: Path, alone: bool) -> None:
         """alone: no other file is read, so a launch that begins in it ends the one before."""
@@ -168,15 +260,28 @@ class _Reading:
             run = path.parent.parent.parent
             self._launch.found.several_hosts |= self._runs.setdefault(rank, run) != run
         try:
-            with nullcontext(sys.stdin.buffer) if path == STANDARD_INPUT else path.open("rb") as file:
+            with (
+                nullcontext(sys.stdin.buffer)
+                if path == STANDARD_INPUT
+                else path.open("rb")
+            ) as file:
                 start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
                 if format_in(start.partition(b"\n")[0]) is not None:
-                    raise UnreadableError(f"{path}: it is one rank's trace; give the folder that it is in")
+                    raise UnreadableError(
+                        f"{path}: it is one rank's trace; give the folder that it is in"
+                    )
                 if start.startswith(_OTHER_FORMATS):
-                    raise UnreadableError(f"{path}: compressed, not by gzip, or in UTF-16: give its plain text")
+                    raise UnreadableError(
+                        f"{path}: compressed, not by gzip, or in UTF-16: give its plain"
+                        " text"
+                    )
                 labels = _TEE
-                packed: BinaryIO = gzip.GzipFile(fileobj=file) if start[:2] == b"\x1f\x8b" else file  # type: ignore[assignment]
-                for number, message in _messages(self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))):
+                packed: BinaryIO = file
+                if start[:2] == b"\x1f\x8b":
+                    packed = gzip.GzipFile(fileobj=file)  # type: ignore[assignment]
+                for number, message in _messages(
+                    self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))
+                ):
                     if alone and _PROCESSES.search(message):
                         self._begin_launch()
                     labels = _SRUN_LABEL if _LABELLED.match(message) else labels
@@ -184,15 +289,25 @@ class _Reading:
                     local_rank = int(tee[tee.lastindex or 1]) if tee else rank
                     line_rank = local_rank if prefixed is None else prefixed
                     message = message[tee.end() :] if tee else message
-                    if alone and (_RESTARTS in message or prefixed in self._launch.launcher.ended):
+                    if alone and (
+                        _RESTARTS in message or prefixed in self._launch.launcher.ended
+                    ):
                         self._launches = max(self._launches, 1)
                         self._begin_launch()
                     # The same file's other lines may have no rank but the local one.
-                    self._launch.found.several_hosts |= local_rank >= 0 and line_rank != local_rank
-                    self._launch.take(Line(message, name, number, line_rank, prefixed is not None))
+                    self._launch.found.several_hosts |= (
+                        local_rank >= 0 and line_rank != local_rank
+                    )
+                    self._launch.take(
+                        Line(message, name, number, line_rank, prefixed is not None)
+                    )
         except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
-            self._evidence.problems.append(f"{safe(path.name)}: its compressed data are not whole: {error}")
-            if isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES:  # its end is lost
+            self._evidence.problems.append(
+                f"{safe(path.name)}: its compressed data are not whole: {error}"
+            )
+            if (
+                isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES
+            ):  # its end is lost
                 self._launch.found.missing_lines = True
         except OSError as error:
             self._launch.found.missing_lines = True
@@ -237,12 +352,16 @@ class _Reading:
         evidence.world_size = max(evidence.world_size, found.world_size)
         evidence.looked_for.append(LOOKED_FOR)
         evidence.summary += [
-            f"stall reports of the ranks on one host: nemo-patches diagnose {folder}" for folder in found.reports
+            f"stall reports of the ranks on one host: nemo-patches diagnose {folder}"
+            for folder in found.reports
         ]
         if found.patched and not found.tells_anything and not found.reports:
             evidence.summary.append(ALL_WELL)
         if self._launches > 1:
-            text = f"{self._launches} launches in one log: told is of the last one that tells anything"
+            text = (
+                f"{self._launches} launches in one log: told is of the last one that"
+                " tells anything"
+            )
             evidence.earlier.append(text)
 
     def _lines(self, blocks: Iterable[bytes]) -> Iterator[tuple[int, str]]:
@@ -285,13 +404,19 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 def _rank_of_folder(path: Path) -> int:
     """torchrun --log-dir makes RUN/attempt_0/3/stderr.log for local rank 3."""
     folder, attempt = path.parent.name, path.parent.parent.name
-    return int(folder) if _ATTEMPT.fullmatch(attempt) and re.fullmatch(r"\d{1,6}", folder) else NOT_TOLD
+    return (
+        int(folder)
+        if _ATTEMPT.fullmatch(attempt) and re.fullmatch(r"\d{1,6}", folder)
+        else NOT_TOLD
+    )
 
 
 def _pieces(line: bytes) -> Iterator[str]:
     """Split what progress bars, or processes that write at once, have put into one line."""
     for part in line.rstrip(b"\r").split(b"\r"):
-        text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[:_LONGEST_LINE].rstrip()
+        text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[
+            :_LONGEST_LINE
+        ].rstrip()
         text = _QUOTED.sub("", text)
         if text.count("ProcessGroupNCCL") > 1:
             yield from _SEVERAL.split(text)
@@ -300,21 +425,51 @@ def _pieces(line: bytes) -> Iterator[str]:
 
 
 _BEGINNINGS = (
-    *("ProcessGroupNCCL", "Watchdog caught", "last enqueued", "gloo/", "failed (exitcode"),
-    *("Detected mismatch", "watchdog thread", "store based barrier", "client socket has timed"),
+    *(
+        "ProcessGroupNCCL",
+        "Watchdog caught",
+        "last enqueued",
+        "gloo/",
+        "failed (exitcode",
+    ),
+    *(
+        "Detected mismatch",
+        "watchdog thread",
+        "store based barrier",
+        "client socket has timed",
+    ),
     *("is setting up NCCL", "sigkill_handler] [", "with PID"),
 )
-_LONG = ("Watchdog caught", "Detected mismatch", "dump signal", "is setting up NCCL", "sigkill_handler] [")
+_LONG = (
+    "Watchdog caught",
+    "Detected mismatch",
+    "dump signal",
+    "is setting up NCCL",
+    "sigkill_handler] [",
+)
 _ENDS = ("before timing out", "timing out", "ng out.")
 _WHOLE = re.compile("before timing out|timed out in blocking wait")
 _WHOLE_MISMATCH = re.compile(
-    r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}(?:\)|TensorDtypes)"
+    r"running ?collective:.{1,2000}running ?collective:"
+    r" ?CollectiveFingerPrint\([^)]{0,300}(?:\)|TensorDtypes)"
 )
 _COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
 
 
-_WHOLE_ONES = (_COMPLETED, _WHOLE, STUCK_WATCHDOG, GLOO, BARRIER, CONNECTING, FAILED_LINE, DEEPSPEED, MPIRUN)
-_KEYS = re.compile(r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout")
+_WHOLE_ONES = (
+    _COMPLETED,
+    _WHOLE,
+    STUCK_WATCHDOG,
+    GLOO,
+    BARRIER,
+    CONNECTING,
+    FAILED_LINE,
+    DEEPSPEED,
+    MPIRUN,
+)
+_KEYS = re.compile(
+    r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout"
+)
 
 
 def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -324,7 +479,11 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     for number, line in lines:
         is_next, before = number <= before + 1, number
         if begun:
-            most = _MOST_JOINED_OF_LONG if any(text in "".join(begun) for text in _LONG) else _MOST_JOINED
+            most = (
+                _MOST_JOINED_OF_LONG
+                if any(text in "".join(begun) for text in _LONG)
+                else _MOST_JOINED
+            )
             if len(begun) < most and line and is_next and not _NEW_MESSAGE.search(line):
                 begun.append(line.lstrip() if begun[-1].endswith(" ") else line)
                 if _is_whole("".join(begun)):
@@ -334,9 +493,14 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
             yield begun_at, "".join(begun)
             begun = []
         if line.endswith("[Rank") or (
-            any(text in line for text in _BEGINNINGS) and not _CPP_FRAME.search(line) and not _is_whole(line)
+            any(text in line for text in _BEGINNINGS)
+            and not _CPP_FRAME.search(line)
+            and not _is_whole(line)
         ):
-            begun, begun_at = [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line], number
+            begun, begun_at = (
+                [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line],
+                number,
+            )
         else:
             yield number, line
     if begun:

@@ -1,4 +1,6 @@
-"""Stacks of ranks, as this package's JSON of a host has them; dumps.py reads those that were made by hand."""
+"""Stacks of ranks, as this package's JSON of a host has them; dumps.py reads those that were made
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,36 @@ import msgspec
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
-from nemo_patches.tools.diagnose.collect.host_jobs import FORMAT, WHAT, HostFile, HostJob, SampledRank
+from nemo_patches.tools.diagnose.collect.host_jobs import (
+    FORMAT,
+    WHAT,
+    HostFile,
+    HostJob,
+    SampledRank,
+)
 from nemo_patches.tools.diagnose.collect.samples import GONE as NO_PROCESS
-from nemo_patches.tools.diagnose.collect.samples import MOST_CHILDREN, ZOMBIE, Frame, Sample, Thread
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.places import is_users, of_autograd, place, waits_for_work, went_on
+from nemo_patches.tools.diagnose.collect.samples import (
+    MOST_CHILDREN,
+    ZOMBIE,
+    Frame,
+    Sample,
+    Thread,
+)
+from nemo_patches.tools.diagnose.facts import (
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
+from nemo_patches.tools.diagnose.places import (
+    is_users,
+    of_autograd,
+    place,
+    waits_for_work,
+    went_on,
+)
 from nemo_patches.tools.diagnose.sources import dumps
 from nemo_patches.tools.diagnose.sources.dumps import MOST_DETAILS, Dump
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
@@ -26,14 +53,19 @@ _MOST_RANK = 1 << 20
 _MOST_RANKS_OF_HOST = 1 << 12
 # What the kernel waits for in state D, by the function that it is in.
 _KERNEL_WAITS = (
-    ("mem_cgroup", "its cgroup is out of memory, and the kernel holds it until some is free"),
+    (
+        "mem_cgroup",
+        "its cgroup is out of memory, and the kernel holds it until some is free",
+    ),
     ("oom", "the host is out of memory"),
     ("freez", "its cgroup is frozen (cgroup.freeze)"),
     ("refrigerator", "its cgroup is frozen (cgroup.freeze)"),
 )
 _BUSY_SHARE, _IDLE_SHARE = 0.5, 0.02  # of a core
 _MUCH_WRITTEN = 1 << 16  # bytes between two looks; a line of a log is less
-_LOG_NAMES = re.compile(r"\.(log|txt|out|err|stderr|stdout)$|^std(err|out)\b", re.IGNORECASE)
+_LOG_NAMES = re.compile(
+    r"\.(log|txt|out|err|stderr|stdout)$|^std(err|out)\b", re.IGNORECASE
+)
 _JSON_MARK = re.compile(rb'"what": ?"stacks"|"owns_gil"')
 
 
@@ -57,25 +89,35 @@ def read(files: Sequence[Path], evidence: Evidence) -> None:
         except OSError as error:
             evidence.problems.append(f"{safe(name)}: {error.strerror or error}")
         except (ValueError, RecursionError) as error:
-            evidence.problems.append(f"{safe(name)}: its stacks cannot be read ({safe(str(error), 100)})")
+            evidence.problems.append(
+                f"{safe(name)}: its stacks cannot be read ({safe(str(error), 100)})"
+            )
     facts = _of_host_files(host_files, evidence)
     facts += dumps.facts_of(found, evidence)
     evidence.facts += facts
     sizes = [fact.value.world_size for fact in facts if isinstance(fact.value, Member)]
     evidence.world_size = max(evidence.world_size, *sizes, 0)
-    evidence.moving |= any(isinstance(fact.value, Motion) and fact.value.moved for fact in facts)
+    evidence.moving |= any(
+        isinstance(fact.value, Motion) and fact.value.moved for fact in facts
+    )
 
 
 # A host's samples.
 
 
 def _as_host_file(content: bytes) -> HostFile | None:
-    """None for another kind of file. Raises ValueError for one that is damaged, or of another format."""
-    if not content.lstrip().startswith(b"{") or not re.search(rb'"what": ?"stacks"', content[:200]):
+    """None for another kind of file. Raises ValueError for one that is damaged, or of another
+    format.
+    """
+    if not content.lstrip().startswith(b"{") or not re.search(
+        rb'"what": ?"stacks"', content[:200]
+    ):
         return None
     told = msgspec.json.decode(content, type=_Header)
     if told.what != WHAT or told.format != FORMAT:
-        raise ValueError(f"format {told.format}; this version of nemo_patches reads {FORMAT}")
+        raise ValueError(
+            f"format {told.format}; this version of nemo_patches reads {FORMAT}"
+        )
     return msgspec.json.decode(content, type=HostFile)
 
 
@@ -84,40 +126,66 @@ class _Header(msgspec.Struct):
     format: int
 
 
-def _of_host_files(files: Sequence[tuple[str, HostFile]], evidence: Evidence) -> list[Fact]:
-    """The facts of the job with the most ranks here; those of other jobs go to evidence.other_jobs."""
+def _of_host_files(
+    files: Sequence[tuple[str, HostFile]], evidence: Evidence
+) -> list[Fact]:
+    """The facts of the job with the most ranks here; those of other jobs go to
+    evidence.other_jobs.
+    """
     by_job: dict[str, list[tuple[str, HostJob]]] = {}
     for name, file in files:
         for job in file.jobs:
             by_job.setdefault(job.name, []).append((name, job))
     if not by_job:
         return []
-    ordered = sorted(by_job.values(), key=lambda jobs: -sum(len(job.ranks) for _, job in jobs))
+    ordered = sorted(
+        by_job.values(), key=lambda jobs: -sum(len(job.ranks) for _, job in jobs)
+    )
     if len(ordered) > 1:
-        names = ", ".join(safe(jobs[0][1].name or "without a name", 100) for jobs in ordered[:4])
+        names = ", ".join(
+            safe(jobs[0][1].name or "without a name", 100) for jobs in ordered[:4]
+        )
         evidence.problems.append(
-            f"stacks of {len(ordered)} jobs ({names}): each is judged, the first with all else that lies there"
+            f"stacks of {len(ordered)} jobs ({names}): each is judged, the first with"
+            " all else that lies there"
         )
     for jobs in ordered[1:]:
         name = safe(jobs[0][1].name or "without a name", 100)
-        evidence.other_jobs[name] = [fact for _, job in jobs for fact in of_samples(job)]
+        evidence.other_jobs[name] = [
+            fact for _, job in jobs for fact in of_samples(job)
+        ]
     return [fact for _, job in ordered[0] for fact in of_samples(job)]
 
 
 def of_samples(job: HostJob) -> list[Fact]:
-    facts = [fact for one in job.ranks if 0 <= one.rank.rank <= _MOST_RANK for fact in _of_rank(one, job)]
+    facts = [
+        fact
+        for one in job.ranks
+        if 0 <= one.rank.rank <= _MOST_RANK
+        for fact in _of_rank(one, job)
+    ]
     here, host = {one.rank.rank for one in job.ranks}, safe(job.host, 100)
     gone = Fate(fates.GONE, f"no process of it runs on {host}")
-    return facts + [Fact(rank, gone, host, job.at, job.host) for rank in _ranks_of_host(job) if rank not in here]
+    return facts + [
+        Fact(rank, gone, host, job.at, job.host)
+        for rank in _ranks_of_host(job)
+        if rank not in here
+    ]
 
 
 def _ranks_of_host(job: HostJob) -> range:
-    """The ranks that its launcher has started there, an unbroken run; empty if the variables do not say."""
+    """The ranks that its launcher has started there, an unbroken run; empty if the variables do not
+    say.
+    """
     sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
     if len(sizes) != 1:
         return range(0)
     [(local_size, world_size)] = sizes
-    hosts = {one.rank.rank // local_size for one in job.ranks} if 0 < local_size <= _MOST_RANKS_OF_HOST else set()
+    hosts = (
+        {one.rank.rank // local_size for one in job.ranks}
+        if 0 < local_size <= _MOST_RANKS_OF_HOST
+        else set()
+    )
     if len(hosts) != 1:
         return range(0)
     first = hosts.pop() * local_size
@@ -149,7 +217,9 @@ def _fate(samples: Sequence[Sample]) -> Fate:
     if last.main is not None:
         return Fate(fates.RUNS)
     return Fate(
-        fates.UNREADABLE, safe(last.error, 300), details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",)
+        fates.UNREADABLE,
+        safe(last.error, 300),
+        details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",),
     )
 
 
@@ -159,7 +229,9 @@ def _is_held_by_tracer(samples: Sequence[Sample]) -> bool:
 
 
 def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
-    """The place of the last sample, with what explains it: the lock, the loader's worker, the file."""
+    """The place of the last sample, with what explains it: the lock, the loader's worker, the
+    file.
+    """
     last = samples[-1]
     main = _training(last) or Thread()
     is_in_futex = last.wait_channel.startswith("futex")
@@ -172,12 +244,16 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
         worker, more = _workers(samples)
         details += more
     elif not found.collective and (of_children := _children(samples)):
-        found = replace(found, activity=CHILD if found.activity in ("", LOCK) else found.activity)
+        found = replace(
+            found, activity=CHILD if found.activity in ("", LOCK) else found.activity
+        )
         details += of_children
     elif not found.collective or found.activity == LOCK:
         details += _other_threads(last)
     if not found.collective and _computes(samples):
-        details.append(f"it computes ({100 * (_share_of_core(samples) or 0.0):.0f} % of a core)")
+        details.append(
+            f"it computes ({100 * (_share_of_core(samples) or 0.0):.0f} % of a core)"
+        )
     return replace(found, worker=worker, details=tuple(details[:MOST_DETAILS]))
 
 
@@ -186,7 +262,9 @@ def _training(sample: Sample) -> Thread | None:
     main = sample.main
     if main is None:
         return None
-    theirs = of_autograd(main, [thread for thread in sample.threads if thread.tid != sample.pid])
+    theirs = of_autograd(
+        main, [thread for thread in sample.threads if thread.tid != sample.pid]
+    )
     if theirs is None:
         return main
     return replace(
@@ -202,8 +280,17 @@ def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> li
     """What holds it up there, by the kernel and by Python's lock."""
     last, details = samples[-1], list[str]()
     stays, share = motion is not None and not motion.moved, _share_of_core(samples)
-    if stays and last.state not in "Tt" and (keeper := _keeps_gil(samples)) is not None and (share or 0) < _IDLE_SHARE:
-        who = "it" if keeper.tid == last.pid else f"its thread {safe(keeper.name or str(keeper.tid), 60)!r}"
+    if (
+        stays
+        and last.state not in "Tt"
+        and (keeper := _keeps_gil(samples)) is not None
+        and (share or 0) < _IDLE_SHARE
+    ):
+        who = (
+            "it"
+            if keeper.tid == last.pid
+            else f"its thread {safe(keeper.name or str(keeper.tid), 60)!r}"
+        )
         details.append(f"{who} holds Python's lock (GIL) in a C call")
     if last.file and not found.collective:
         details.append(f"its system call is at {safe(last.file, 200)}")
@@ -222,18 +309,26 @@ def _held(sample: Sample) -> str:
     why = next((why for words, why in _KERNEL_WAITS if words in channel), "")
     if sample.state != "D" and not why:  # cgroup 2 freezes processes in state S
         return ""
-    state = "state D, an uninterruptible system call" if sample.state == "D" else f"state {safe(sample.state, 1)}"
+    state = (
+        "state D, an uninterruptible system call"
+        if sample.state == "D"
+        else f"state {safe(sample.state, 1)}"
+    )
     at = f" ({safe(channel, 60)})" if channel.strip("0") else ""
     return f"in {state}{at}: {why or 'a disk or a network file system'}"
 
 
 def _in_collective_of_thread(found: Place, last: Sample) -> Place:
-    """A rank whose main thread waits for a thread that is in a collective, is in that collective."""
+    """A rank whose main thread waits for a thread that is in a collective, is in that
+    collective.
+    """
     for thread in last.threads:
         if thread.tid != last.pid and is_users(thread.name, thread.frames):
             theirs = place(thread.frames, has_gpu=last.has_gpu)
             if theirs.collective and not is_guess(theirs.collective):
-                return replace(found, collective=theirs.collective, caller=theirs.caller)
+                return replace(
+                    found, collective=theirs.collective, caller=theirs.caller
+                )
     return found
 
 
@@ -241,7 +336,10 @@ def _children(samples: Sequence[Sample]) -> list[str]:
     """Where the child processes are that a process waits for."""
     last, told = samples[-1], list[str]()
     if _has_idle_pool(samples):
-        return ["its multiprocessing.Pool has nothing to do: the child that had the task was killed, most likely"]
+        return [
+            "its multiprocessing.Pool has nothing to do: the child that had the task"
+            " was killed, most likely"
+        ]
     for sample in last.workers:
         frames = _own_frames(sample)
         if frames and (_is_loaders(frames) or all(map(_is_multiprocessings, frames))):
@@ -252,7 +350,9 @@ def _children(samples: Sequence[Sample]) -> list[str]:
             continue
         where = f"in {place(frames).where}" if frames else ""
         at = f"at {safe(sample.file, 200)}" if sample.file else ""
-        text = ", ".join(filter(None, (where, at, _held(sample), _computing(sample, samples[0]))))
+        text = ", ".join(
+            filter(None, (where, at, _held(sample), _computing(sample, samples[0])))
+        )
         told.append(f"its child {name} {f'is {text}' if text else 'runs'}")
     return told
 
@@ -262,17 +362,23 @@ def _is_multiprocessings(frame: Frame) -> bool:
 
 
 def _has_idle_pool(samples: Sequence[Sample]) -> bool:
-    """Whether it waits for a result of multiprocessing.Pool while all children of that wait for a task, at both looks.
+    """Whether it waits for a result of multiprocessing.Pool while all children of that wait for a
+    task, at both looks.
 
-    A Pool starts another child for one that was killed, whose task is lost. Not where a thread of the rank is in the
-    user's code, which may make the next task, nor where not every child was looked at.
+    A Pool starts another child for one that was killed, whose task is lost. Not where a thread of
+    the rank is in the user's code, which may make the next task, nor where not every child was
+    looked at.
     """
     return len(samples) > 1 and all(map(_is_idle_in_pool, samples))
 
 
 def _is_idle_in_pool(sample: Sample) -> bool:
     of_children = [_own_frames(each) for each in sample.workers]
-    if sample.main is None or not _is_pools(sample.main.frames) or _other_threads(sample):
+    if (
+        sample.main is None
+        or not _is_pools(sample.main.frames)
+        or _other_threads(sample)
+    ):
         return False
     if not all(of_children) or len(of_children) >= MOST_CHILDREN:
         return False
@@ -285,7 +391,9 @@ def _is_pools(frames: Sequence[Frame]) -> bool:
 
 
 def _waits_for_a_task(frames: Sequence[Frame]) -> bool:
-    is_in_queue = any(frame.file.endswith("multiprocessing/queues.py") for frame in frames)
+    is_in_queue = any(
+        frame.file.endswith("multiprocessing/queues.py") for frame in frames
+    )
     return is_in_queue and all(map(_is_multiprocessings, frames))
 
 
@@ -310,16 +418,27 @@ def _share_of_core(samples: Sequence[Sample]) -> float | None:
 
 def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
     """The thread that had Python's lock in all samples, at one line."""
-    holders = [next((thread for thread in sample.threads if thread.has_gil), None) for sample in samples]
-    known = [(holder.tid, holder.frames[:1]) for holder in holders if holder is not None]
-    return holders[-1] if len(known) == len(samples) > 1 and len(set(known)) == 1 else None
+    holders = [
+        next((thread for thread in sample.threads if thread.has_gil), None)
+        for sample in samples
+    ]
+    known = [
+        (holder.tid, holder.frames[:1]) for holder in holders if holder is not None
+    ]
+    return (
+        holders[-1] if len(known) == len(samples) > 1 and len(set(known)) == 1 else None
+    )
 
 
 def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
-    """Where the workers are of a rank that waits for its data loader: the first one's text, and the others'."""
+    """Where the workers are of a rank that waits for its data loader: the first one's text, and the
+    others'.
+    """
     last = samples[-1]
     pids_by_text: dict[str, list[int]] = {}
-    died = [sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)]
+    died = [
+        sample.pid for sample in last.workers if sample.state in (NO_PROCESS, ZOMBIE)
+    ]
     for sample in last.workers:
         frames = _own_frames(sample)
         is_loaders = _is_loaders(frames)
@@ -333,17 +452,25 @@ def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
         pids_by_text.setdefault(told, []).append(sample.pid)
     told_of = [f"its worker (pid {pid}) has died" for pid in died]
     for text, pids in pids_by_text.items():
-        many = f"s (pids {', '.join(map(str, pids[:4]))}) are" if len(pids) > 1 else f" (pid {pids[0]}) is"
+        many = (
+            f"s (pids {', '.join(map(str, pids[:4]))}) are"
+            if len(pids) > 1
+            else f" (pid {pids[0]}) is"
+        )
         told_of.append(f"its worker{many} {text}")
     return told_of[0] if told_of else "", told_of[1:]
 
 
 def _own_frames(sample: Sample) -> tuple[Frame, ...]:
-    """A child's frames up to the function that it began with: a forked process has its parent's frames, too."""
+    """A child's frames up to the function that it began with: a forked process has its parent's
+    frames, too.
+    """
     frames = sample.main.frames if sample.main is not None else ()
     for number, frame in enumerate(frames):
         name = frame.name.rpartition(".")[2]
-        if name == "_worker_loop" or (name == "_bootstrap" and frame.file.endswith("multiprocessing/process.py")):
+        if name == "_worker_loop" or (
+            name == "_bootstrap" and frame.file.endswith("multiprocessing/process.py")
+        ):
             return frames[: number + 1]
     return frames
 
@@ -355,7 +482,8 @@ def _is_loaders(frames: Sequence[Frame]) -> bool:
 def _other_threads(last: Sample) -> list[str]:
     """Its threads that stand in the user's code."""
     return [
-        f"its thread {safe(thread.name or str(thread.tid), 60)!r} is in {place(thread.frames).where}"
+        f"its thread {safe(thread.name or str(thread.tid), 60)!r} is in"
+        f" {place(thread.frames).where}"
         for thread in last.threads
         if thread.tid != last.pid and is_users(thread.name, thread.frames)
     ]
@@ -383,8 +511,15 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
-    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)  # it polls its workers
-    if ran and is_idle and first.main.frames[:1] != last.main.frames[:1] and not in_loader:
+    in_loader = any(
+        "utils/data/" in frame.file for frame in first.main.frames
+    )  # it polls its workers
+    if (
+        ran
+        and is_idle
+        and first.main.frames[:1] != last.main.frames[:1]
+        and not in_loader
+    ):
         return Motion(True, "it has run meanwhile")
     between = last.uptime_s - first.uptime_s
     still_s = between if ran else between + (first.slept_s or 0.0)
@@ -395,13 +530,21 @@ def _motion_by_kernel(first: Sample, last: Sample) -> Motion | None:
     """Without stacks only that it has not run can be known."""
     between = last.uptime_s - first.uptime_s
     has_run = last.cpu_s > first.cpu_s or last.switches > first.switches
-    return None if has_run or first.slept_s is None else Motion(False, still_s=between + first.slept_s)
+    return (
+        None
+        if has_run or first.slept_s is None
+        else Motion(False, still_s=between + first.slept_s)
+    )
 
 
 def _ran(samples: Sequence[Sample]) -> bool:
-    """Whether the main thread has run by itself: a look wakes it as well, but only for an instant."""
+    """Whether the main thread has run by itself: a look wakes it as well, but only for an
+    instant.
+    """
     woke = any(
-        sample.slept_s is not None and sample.undisturbed_s is not None and sample.slept_s + 0.5 < sample.undisturbed_s
+        sample.slept_s is not None
+        and sample.undisturbed_s is not None
+        and sample.slept_s + 0.5 < sample.undisturbed_s
         for sample in samples[1:]
     )
     first, last = samples[0], samples[-1]
@@ -410,14 +553,22 @@ def _ran(samples: Sequence[Sample]) -> bool:
 
 
 def _workers_slept_s(first: Sample, last: Sample, between_s: float) -> float:
-    """How long its workers have slept: a rank that waits for its data loader itself wakes every few seconds."""
+    """How long its workers have slept: a rank that waits for its data loader itself wakes every few
+    seconds.
+    """
     slept = [sample.slept_s for sample in first.workers if sample.slept_s is not None]
     return min(slept) + between_s if slept and first.workers and last.workers else 0.0
 
 
 def _name(file: Path) -> str:
-    """Its citation: with the folder for torchrun's logs, which have the same name in each folder."""
-    return f"{file.parent.name}/{file.name}" if re.match(r"std(err|out)\b", file.name) else file.name
+    """Its citation: with the folder for torchrun's logs, which have the same name in each
+    folder.
+    """
+    return (
+        f"{file.parent.name}/{file.name}"
+        if re.match(r"std(err|out)\b", file.name)
+        else file.name
+    )
 
 
 def _content(file: Path) -> bytes:

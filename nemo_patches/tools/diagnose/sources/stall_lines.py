@@ -1,11 +1,20 @@
-"""nemo_patches' own lines in a log: which rank was missing, where it was, and where the others waited."""
+"""nemo_patches' own lines in a log: which rank was missing, where it was, and where the others
+waited.
+"""
 
 from __future__ import annotations
 
 import re
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.kinds import ALL_RANKS_OF, CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, GONE
+from nemo_patches.judging.kinds import (
+    ALL_RANKS_OF,
+    CHECKPOINT,
+    COMPILATION,
+    DEBUGGER,
+    EXPORT,
+    GONE,
+)
 from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.judging.missing_rank import UNPATCHED
 from nemo_patches.sync.protocol import APART
@@ -14,20 +23,38 @@ from nemo_patches.tools.diagnose.facts import Fact, Fate, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line, shown
 
-_OURS = re.compile(r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?) ([^\]]{0,100})\] (.*)")
-_IDLE = re.compile(r"^no (?:encoder call|step) for (\d{1,9}) s\. (?:no rank moves: )?(.*)")
-_MISSING = re.compile(r"^(\S.{0,200}?): (?:training|evaluation) call \d{1,12}: .*?Missing: (.*)")
+_OURS = re.compile(
+    r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
+    r" ([^\]]{0,100})\] (.*)"
+)
+_IDLE = re.compile(
+    r"^no (?:encoder call|step) for (\d{1,9}) s\. (?:no rank moves: )?(.*)"
+)
+_MISSING = re.compile(
+    r"^(\S.{0,200}?): (?:training|evaluation) call \d{1,12}: .*?Missing: (.*)"
+)
 _ENDED_SYNC = re.compile(r"^(\S.{0,200}?): gone: (.*)")
-_GROUP = re.compile(r"^ranks? (\d{1,7}(?:(?:-|, )\d{1,7}){0,400})(?: \(([^)]{1,255})\))?(.*)$")
+_GROUP = re.compile(
+    r"^ranks? (\d{1,7}(?:(?:-|, )\d{1,7}){0,400})(?: \(([^)]{1,255})\))?(.*)$"
+)
 _OF_A_HOST = re.compile(rf"^{ALL_RANKS_OF}(.{{1,255}}) \(([\d, -]{{1,2000}})\): (.*)$")
 _PID = re.compile(r"(?:(.*), )?pid (\d{1,9})$")
 _WAITS_ITSELF = re.compile(r"^ waits itself, in (.{1,200}?): (.*)$")
-_EVALUATED = re.compile(r"^ has ended this evaluation, .{0,40} and waits in (.{1,200}?)(?:;|$)")
+_EVALUATED = re.compile(
+    r"^ has ended this evaluation, .{0,40} and waits in (.{1,200}?)(?:;|$)"
+)
 _LAST_CALL = re.compile(r"; its last encoder call, \d{1,12}, began .*$")
-_RECOVERED = re.compile(r"recovered: ranks? ([\d, -]{1,2000}) came (\d{1,9}(?:\.\d{1,3})?) s late")
-_GAVE_UP = re.compile(r"other ranks waited for this one, and gave up \((.{0,200})\)(?:; it had been in (.{1,400}))?")
+_RECOVERED = re.compile(
+    r"recovered: ranks? ([\d, -]{1,2000}) came (\d{1,9}(?:\.\d{1,3})?) s late"
+)
+_GAVE_UP = re.compile(
+    r"other ranks waited for this one, and gave up \((.{0,200})\)(?:; it had been in"
+    r" (.{1,400}))?"
+)
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
-_REPORT_IN = re.compile(r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host")
+_REPORT_IN = re.compile(
+    r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host"
+)
 _DOES = {
     " writes a checkpoint": CHECKPOINT,
     " is in a debugger": DEBUGGER,
@@ -40,8 +67,14 @@ _FATES = (
     *(("has left", _LEFT), ("have left", _LEFT)),
     ("not announced", Fate(fates.UNSEEN, "not patched, or not started")),
     *((gone, Fate(fates.GONE, GONE)) for gone in (GONE, "their processes have gone")),
-    *((words, Fate(fates.SILENT, NO_HEARTBEAT)) for words in ("answers nothing", "answer nothing")),
-    *((words, Fate(fates.SILENT, NO_HEARTBEAT)) for words in ("connection was lost", "connections were lost")),
+    *(
+        (words, Fate(fates.SILENT, NO_HEARTBEAT))
+        for words in ("answers nothing", "answer nothing")
+    ),
+    *(
+        (words, Fate(fates.SILENT, NO_HEARTBEAT))
+        for words in ("connection was lost", "connections were lost")
+    ),
 )
 # A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)")
@@ -61,7 +94,15 @@ class StallLines:
             self._found.has_size(size)
         reporter = int(rank) if rank != "?" else -1
         if reporter >= 0 and host:
-            self._found.keep(Fact(reporter, Member(self._found.world_size), line.cite, host=shown(host), own=False))
+            self._found.keep(
+                Fact(
+                    reporter,
+                    Member(self._found.world_size),
+                    line.cite,
+                    host=shown(host),
+                    own=False,
+                )
+            )
         if " patched " in f" {text}" or "Missing: " in text or _IDLE.search(text):
             self._found.patched = self._found.patched or "not patched" not in text
         if idle := _IDLE.search(text):
@@ -79,7 +120,9 @@ class StallLines:
             self._found.add(reporter, Fate(fates.TERMINATED, "stall_exit"), line)
         elif gave_up := _GAVE_UP.search(text):
             been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
-            self._went_on(reporter, shown(f"others had waited for this rank{been}"), line)
+            self._went_on(
+                reporter, shown(f"others had waited for this rank{been}"), line
+            )
         elif report_in := _REPORT_IN.search(text):
             self._found.note_reports(shown(report_in[1]))
         elif "calls go on, after" in text or "collectives go on, after" in text:
@@ -92,25 +135,35 @@ class StallLines:
     def _take_missing(self, reporter: int, text: str, line: Line) -> None:
         """ "rank 5 of 8 | rank 5 (node8, pid 4711) is elsewhere: read (data.py:41)"."""
         first, *details = text.split(" | ")
-        ranks = ranks_in(first.removeprefix("ranks ").removeprefix("rank ").partition(" of ")[0])
+        ranks = ranks_in(
+            first.removeprefix("ranks ").removeprefix("rank ").partition(" of ")[0]
+        )
         if not ranks:
             return  # the text says why they are not known
         if reporter >= 0:
             self._found.add(reporter, Place(collective=LENGTH_SYNC), line, own=False)
         for rank in ranks:
-            self._found.add(rank, Fate(fates.UNSEEN, "others waited for it"), line, own=False)
+            self._found.add(
+                rank, Fate(fates.UNSEEN, "others waited for it"), line, own=False
+            )
         for detail in details:
             if not detail.startswith(UNPATCHED[:40]):
                 self._take_group(detail, line)
 
     def _take_group(self, text: str, line: Line, is_stall: bool = True) -> None:
-        """is_stall: else the ranks go on, or will by themselves, and their earlier places are over."""
+        """is_stall: else the ranks go on, or will by themselves, and their earlier places are
+        over.
+        """
         ranks, process, value = _group_in(text)
         for rank in ranks:
             if process is not None:
                 self._found.facts.pop((rank, Member), None)
                 member = Member(self._found.world_size, int(process[2]))
-                self._found.keep(Fact(rank, member, line.cite, host=shown(process[1] or ""), own=False))
+                self._found.keep(
+                    Fact(
+                        rank, member, line.cite, host=shown(process[1] or ""), own=False
+                    )
+                )
             if not is_stall:
                 self._found.facts.pop((rank, Place), None)
             if value is None or not (is_stall or isinstance(value, Motion)):
@@ -134,10 +187,16 @@ def places_in(text: str) -> dict[int, Place]:
     return found
 
 
-def _group_in(text: str) -> tuple[list[int], re.Match[str] | None, Place | Motion | Fate | None]:
+def _group_in(
+    text: str,
+) -> tuple[list[int], re.Match[str] | None, Place | Motion | Fate | None]:
     """The ranks of a group, the process of one alone, and what is told of them."""
     if (group := _GROUP.match(text.strip())) is not None:
-        return ranks_in(group[1]), _PID.match(group[2] or ""), _value_of(_LAST_CALL.sub("", group[3]))
+        return (
+            ranks_in(group[1]),
+            _PID.match(group[2] or ""),
+            _value_of(_LAST_CALL.sub("", group[3])),
+        )
     if (of_host := _OF_A_HOST.match(text.strip())) is not None:
         return ranks_in(of_host[2]), None, _value_of(of_host[3])
     return [], None, None
@@ -151,7 +210,9 @@ def _value_of(text: str) -> Place | Motion | Fate | None:
     lowered = text.lower()
     if "not heard" in lowered:
         return None
-    return next((fate for words, fate in _FATES if words in lowered), None) or _place_in(text)
+    return next(
+        (fate for words, fate in _FATES if words in lowered), None
+    ) or _place_in(text)
 
 
 def _place_in(text: str) -> Place:
@@ -161,14 +222,28 @@ def _place_in(text: str) -> Place:
         return Place(collective=shown(evaluated[1]))
     if apart := next((one for one in APART if one in text), ""):
         return Place(where=shown(apart), activity=shown(apart))
-    activity = next((what for words, what in _DOES.items() if text.startswith(words)), "")
+    activity = next(
+        (what for words, what in _DOES.items() if text.startswith(words)), ""
+    )
     where = text.partition(": ")[2] if ": " in text else text.removeprefix(":").strip()
     where, *details = where.split("; ")
-    if _IS_PLACE.search(where) and not re.search(r", in .*\(.*:\d+\)|, (?:while|during) ", where):
+    if _IS_PLACE.search(where) and not re.search(
+        r", in .*\(.*:\d+\)|, (?:while|during) ", where
+    ):
         worker = next((detail for detail in details if "worker" in detail), "")
-        batch = tuple(shown(detail) for detail in details if detail.startswith("last batch"))
-        return Place(where=shown(where), activity=activity, worker=shown(worker), details=batch)
-    if not where or where == "where is not known" or where.startswith(("is late", "is elsewhere")):
+        batch = tuple(
+            shown(detail) for detail in details if detail.startswith("last batch")
+        )
+        return Place(
+            where=shown(where), activity=activity, worker=shown(worker), details=batch
+        )
+    if (
+        not where
+        or where == "where is not known"
+        or where.startswith(("is late", "is elsewhere"))
+    ):
         return Place(activity=activity)
-    collective, _, caller = re.sub(r", after encoder call \d+$", "", where).partition(", in ")
+    collective, _, caller = re.sub(r", after encoder call \d+$", "", where).partition(
+        ", in "
+    )
     return Place(collective=shown(collective), caller=shown(caller))

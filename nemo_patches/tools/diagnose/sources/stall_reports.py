@@ -1,7 +1,7 @@
 """Reader of stall reports as JSON: where all ranks are, as one of them has asked.
 
-They are the answer to --job, and the files that ranks leave in the job's folder. What a rank's report says of itself
-is first-hand, and hearsay of the others. Needs no torch.
+They are the answer to --job, and the files that ranks leave in the job's folder. What a rank's
+report says of itself is first-hand, and hearsay of the others. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,21 @@ from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, Member, Motion, Place
-from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Diagnosis, Finding, RankSummary
+from nemo_patches.tools.diagnose.facts import (
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+)
+from nemo_patches.tools.diagnose.findings import (
+    CRITICAL,
+    WARNING,
+    Diagnosis,
+    Finding,
+    RankSummary,
+)
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.verdicts import finding
 
@@ -35,7 +48,9 @@ _GOES_ON = (CALLING, MOVING, COMPUTING)
 
 
 class Group(msgspec.Struct):
-    """Ranks at one place, as judging/rank_groups.py tells of them. Older versions leave out what has a default."""
+    """Ranks at one place, as judging/rank_groups.py tells of them. Older versions leave out what
+    has a default.
+    """
 
     ranks: tuple[int, ...]
     kind: str
@@ -56,15 +71,29 @@ class Group(msgspec.Struct):
 
     @property
     def place(self) -> Place:
-        worker, *others = [f"its data loader's {text}" for text in self.worker_states] or [""]
+        worker, *others = [
+            f"its data loader's {text}" for text in self.worker_states
+        ] or [""]
         batch = [f"last batch {self.batch}"] if self.batch else []
         caller = f"{self.caller}, in {self.hook}" if self.hook else self.caller
-        return Place(self.where, self.collective, caller, self.activity, worker, details=(*others, *batch))
+        return Place(
+            self.where,
+            self.collective,
+            caller,
+            self.activity,
+            worker,
+            details=(*others, *batch),
+        )
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether it has called an encoder lately, or moved, and is away now: it may be stuck there, or not."""
-        return bool(self.collective or (self.where and self.kind == CALLING)) and self.kind in _GOES_ON
+        """Whether it has called an encoder lately, or moved, and is away now: it may be stuck
+        there, or not.
+        """
+        return (
+            bool(self.collective or (self.where and self.kind == CALLING))
+            and self.kind in _GOES_ON
+        )
 
     @property
     def text(self) -> str:
@@ -72,7 +101,9 @@ class Group(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """One rank's report. time: seconds since 1970 by its host's clock. idle_s: since its last step."""
+    """One rank's report. time: seconds since 1970 by its host's clock. idle_s: since its last
+    step.
+    """
 
     world_size: int
     level: str
@@ -98,7 +129,9 @@ def decode(data: bytes) -> Answer:
     return msgspec.json.decode(data, type=Answer)
 
 
-def diagnose_answer(answer: Answer, source: str, problems: tuple[str, ...]) -> Diagnosis:
+def diagnose_answer(
+    answer: Answer, source: str, problems: tuple[str, ...]
+) -> Diagnosis:
     """The report on what a running job has just answered."""
     report = judge(evidence_of(answer), safe(source), stuck_after_s=0.0)
     findings = _findings(answer, report.findings)
@@ -128,7 +161,9 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """Add what the reports on the latest stall say. A rank that took no part in it may have left an earlier one."""
+    """Add what the reports on the latest stall say. A rank that took no part in it may have left an
+    earlier one.
+    """
     answers: list[tuple[Path, Answer]] = []
     for file in files:
         try:
@@ -145,7 +180,12 @@ def read(files: list[Path], evidence: Evidence) -> None:
     began = newest.time - newest.idle_s
     for file, answer in answers:
         if answer.time < began or answer.world_size != newest.world_size:
-            evidence.earlier.append(safe(f"{file.name}: the report of an earlier stall, not taken into account"))
+            evidence.earlier.append(
+                safe(
+                    f"{file.name}: the report of an earlier stall, not taken into"
+                    " account"
+                )
+            )
         else:
             evidence.facts += _facts(answer)
     evidence.world_size = newest.world_size
@@ -155,12 +195,20 @@ def read(files: list[Path], evidence: Evidence) -> None:
 
 
 def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The job decides whether ranks wait in vain: it knows which of them go on, and which waits end by themselves."""
+    """The job decides whether ranks wait in vain: it knows which of them go on, and which waits end
+    by themselves.
+    """
     kinds = {group.kind for group in answer.groups}
     if answer.level == "WARNING":
-        return judged if kinds & {WAITING, SILENT} else (finding(ids.NO_RANK_MOVES, answer.text),)
+        return (
+            judged
+            if kinds & {WAITING, SILENT}
+            else (finding(ids.NO_RANK_MOVES, answer.text),)
+        )
     elsewhere = [group for group in answer.groups if group.kind == ELSEWHERE]
-    if elsewhere and all(group.request and not is_guess(group.request) for group in elsewhere):
+    if elsewhere and all(
+        group.request and not is_guess(group.request) for group in elsewhere
+    ):
         return ()  # they wait for a person or a request, and the others for them
     unsettled = [group for group in answer.groups if group.is_unsettled]
     if unsettled:
@@ -169,24 +217,41 @@ def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...
         return ()
     if WAITING not in kinds:
         return (_no_call(answer),)
-    return tuple(replace(one, severity=WARNING) if one.severity == CRITICAL else one for one in judged)
+    return tuple(
+        replace(one, severity=WARNING) if one.severity == CRITICAL else one
+        for one in judged
+    )
 
 
 def _too_early(unsettled: list[Group]) -> Finding:
     """Ranks are away from the encoder, and not for long."""
     again = max(1, math.ceil(max(group.goes_on_for for group in unsettled)))
     idle_s = [group.idle for group in unsettled if group.idle >= 0]
-    since = f"the last encoder call began {min(idle_s):.0f} s ago" if idle_s else "ranks moved just now"
+    since = (
+        f"the last encoder call began {min(idle_s):.0f} s ago"
+        if idle_s
+        else "ranks moved just now"
+    )
     text = f"Too early to tell whether the job hangs: {since}. Ask again in {again} s."
-    return finding(ids.NOT_ENOUGH, text, evidence=_places(unsettled), next_step=f"Ask again in {again} s.")
+    return finding(
+        ids.NOT_ENOUGH,
+        text,
+        evidence=_places(unsettled),
+        next_step=f"Ask again in {again} s.",
+    )
 
 
 def _no_call(answer: Answer) -> Finding:
     idle_s = [group.idle for group in answer.groups if group.idle >= 0]
     since = f"for {min(idle_s):.0f} s" if idle_s else "so far"
-    text = f"No rank has come to an encoder call {since}, and none is known to wait for another."
+    text = (
+        f"No rank has come to an encoder call {since}, and none is known to wait for"
+        " another."
+    )
     step = "Ask again; ranks that are at the same places then are stuck there."
-    return finding(ids.NOT_ENOUGH, text, evidence=_places(answer.groups), next_step=step)
+    return finding(
+        ids.NOT_ENOUGH, text, evidence=_places(answer.groups), next_step=step
+    )
 
 
 def _places(groups: Sequence[Group]) -> list[str]:
@@ -198,10 +263,20 @@ def _facts(answer: Answer) -> Iterator[Fact]:
     clock = safe(of_reporter[0].host) if of_reporter else ""
     for rank, group in answer.by_rank:
         is_first = rank == group.ranks[0] and group.pid
-        cite = f"rank {answer.rank}'s stall report" if answer.rank >= 0 else f"rank {rank}'s answer"
+        cite = (
+            f"rank {answer.rank}'s stall report"
+            if answer.rank >= 0
+            else f"rank {rank}'s answer"
+        )
         host, pid = (safe(group.host), group.pid) if is_first else ("", 0)
         own = rank == answer.rank and group.kind not in _FATES
-        yield Fact(rank, Member(answer.world_size, pid), f"{host}, pid {pid}" if pid else cite, host=host, own=own)
+        yield Fact(
+            rank,
+            Member(answer.world_size, pid),
+            f"{host}, pid {pid}" if pid else cite,
+            host=host,
+            own=own,
+        )
         for value in _values(group):
             yield Fact(rank, value, cite, answer.time, clock, own)
 
@@ -221,11 +296,15 @@ def _values(group: Group) -> Iterator[Fate | Place | Motion]:
 
 
 def _summary(rank: int, group: Group) -> RankSummary:
-    """The place is the first rank's, and stands for all ranks of the group; host and pid are the first rank's only."""
+    """The place is the first rank's, and stands for all ranks of the group; host and pid are the
+    first rank's only.
+    """
     is_first = rank == group.ranks[0]
     process = (group.host, group.pid) if is_first else ("", 0)
     state = f"{group.kind}: {group.text}" if group.text else group.kind
     ago = group.idle if group.idle >= 0 else None
-    is_unknown = group.kind in (*_FATES, UNHEARD) and not group.calls  # such a rank has not told
+    is_unknown = (
+        group.kind in (*_FATES, UNHEARD) and not group.calls
+    )  # such a rank has not told
     calls = None if is_unknown else group.calls
     return RankSummary(rank, *process, calls, state, None, ago, None, None, None)

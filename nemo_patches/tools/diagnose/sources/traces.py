@@ -16,13 +16,33 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.by_calls import LONG_S
-from nemo_patches.tools.diagnose.case import Case, StallReports, last_entered, outcomes_of, without_encoders
+from nemo_patches.tools.diagnose.case import (
+    Case,
+    StallReports,
+    last_entered,
+    outcomes_of,
+    without_encoders,
+)
 from nemo_patches.tools.diagnose.endings import Ending
-from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Fate, Member, Motion, Place, Value
+from nemo_patches.tools.diagnose.facts import (
+    Call,
+    Evidence,
+    Fact,
+    Fate,
+    Member,
+    Motion,
+    Place,
+    Value,
+)
 from nemo_patches.tools.diagnose.folder import TracedJob
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.lateness import behind_since
-from nemo_patches.tools.diagnose.rank_end import Error, ending_failure, error_in, error_of
+from nemo_patches.tools.diagnose.rank_end import (
+    Error,
+    ending_failure,
+    error_in,
+    error_of,
+)
 from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
 from nemo_patches.tools.diagnose.sources.stall_lines import places_in
 
@@ -52,7 +72,9 @@ def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
     evidence.facts += _without_files(job, encoders, evidence)
 
 
-def _without_files(job: TracedJob, encoders: list[Case], evidence: Evidence) -> Iterator[Fact]:
+def _without_files(
+    job: TracedJob, encoders: list[Case], evidence: Evidence
+) -> Iterator[Fact]:
     """Ranks without a file that the others wait for: no round came on any rank."""
     outcomes = outcomes_of(encoders)
     if CAME in outcomes or TIMEOUT not in outcomes:
@@ -74,16 +96,29 @@ def _call(case: Case, rank: int, ending: Ending) -> Call:
     )
 
 
-def _fact(case: Case, rank: int, value: Value, t: float | None = None, of: int | None = None, said: str = "") -> Fact:
+def _fact(
+    case: Case,
+    rank: int,
+    value: Value,
+    t: float | None = None,
+    of: int | None = None,
+    said: str = "",
+) -> Fact:
     """t: by the trace of `rank`, which is the reporter if the fact is about another rank, `of`."""
     host, at = _when(case, rank, case.job.traces[rank].last if t is None else t)
-    return Fact(rank if of is None else of, value, _cite(rank, said), at, host, own=of is None)
+    return Fact(
+        rank if of is None else of, value, _cite(rank, said), at, host, own=of is None
+    )
 
 
 def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
-    """Host and time by the clock of the reference rank's host, if the two share rounds; else by its own host's."""
+    """Host and time by the clock of the reference rank's host, if the two share rounds; else by its
+    own host's.
+    """
     header, common = case.job.traces[rank].header, case.clocks.common(rank, t)
-    reference = case.job.traces[case.clocks.reference].header if common is not None else header
+    reference = (
+        case.job.traces[case.clocks.reference].header if common is not None else header
+    )
     if common is None or reference.host == header.host:
         return safe(header.host), header.started + t
     return safe(reference.host), reference.started + common
@@ -107,21 +142,36 @@ def _ends(case: Case, rank: int, ending: Ending) -> Iterator[Fact]:
 def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
     """How it ended; None where its trace has no end."""
     process, end = ending.process, case.job.traces[rank].end
-    code = None if end is None else end.exit_code or 0  # not every exit code is known to the interpreter
+    code = (
+        None if end is None else end.exit_code or 0
+    )  # not every exit code is known to the interpreter
     if ending.at_fault and (raised := _exception(case, rank)) is not None:
         t, error = raised
-        frames = " < ".join(shown(function, file, line) for file, line, function in error.frames[:3])
-        lines = tuple(safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:])
-        return _fact(case, rank, Fate(fates.RAISED, error.line, safe(frames), lines, code), t)
+        frames = " < ".join(
+            shown(function, file, line) for file, line, function in error.frames[:3]
+        )
+        lines = tuple(
+            safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:]
+        )
+        return _fact(
+            case, rank, Fate(fates.RAISED, error.line, safe(frames), lines, code), t
+        )
     if process.waited or (ending.sync_ended and process.unknown):
         text = process.error or f"{fates.SYNC_ENDED}: another rank had gone"
         text = f"{fates.AT_START}: {text}" if process.starting else text
-        return _fact(case, rank, Fate(fates.WAITED if process.timed_out else fates.CUT, text), process.at)
+        return _fact(
+            case,
+            rank,
+            Fate(fates.WAITED if process.timed_out else fates.CUT, text),
+            process.at,
+        )
     if process.terminated:
         return _fact(case, rank, Fate(fates.TERMINATED, process.error), process.at)
     if end is not None or process.ordinary:
         text = _after(case, ending) + (f", exit code {code}" if code else "")
-        return _fact(case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None)
+        return _fact(
+            case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None
+        )
     return None
 
 
@@ -130,7 +180,11 @@ def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
     trace, ending = case.job.traces[rank], case.endings[rank]
     track = case.tracks.get(rank)
     for raised in reversed(trace.raised):
-        if ending.raised and track is not None and (raised.e, raised.n) == (track.name, ending.call):
+        if (
+            ending.raised
+            and track is not None
+            and (raised.e, raised.n) == (track.name, ending.call)
+        ):
             return raised.t, error_of(raised)
     if not ending.process.own_error:
         return None
@@ -142,7 +196,9 @@ def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
 def _after(case: Case, ending: Ending) -> str:
     if ending.inside:
         return f"in {case.call(ending)}, {ending.phase}"
-    return f"after {case.call(ending)}" if ending.call else "before its first encoder call"
+    return (
+        f"after {case.call(ending)}" if ending.call else "before its first encoder call"
+    )
 
 
 def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
@@ -153,14 +209,25 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
         at = case.job.traces[rank].stalled[-1].t
         still_s = at - last_entered(case.job, rank)
         yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), at)
-    places = {rank: place for text in reports.texts.values() for rank, place in places_in(text).items()}
+    places = {
+        rank: place
+        for text in reports.texts.values()
+        for rank, place in places_in(text).items()
+    }
     for rank, told in sorted(reports.missing.items()):
         if all(one.is_past for one in told):
             evidence.perhaps_missing.add(rank)
         where = next((one.where for one in told if one.where), "")
         fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(told[0].kind)
         place = _as_in(places, rank, Place(where))
-        yield _fact(case, told[0].by, place if fate is None else Fate(fate), told[0].t, of=rank, said="stall report")
+        yield _fact(
+            case,
+            told[0].by,
+            place if fate is None else Fate(fate),
+            told[0].t,
+            of=rank,
+            said="stall report",
+        )
     for rank, told in sorted(reports.waiting.items()):
         place = _as_in(places, rank, Place(told[0].where, told[0].collective))
         yield _fact(case, told[0].by, place, of=rank, said="stall report")
@@ -172,20 +239,31 @@ def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
 
 
 def _as_in(places: Mapping[int, Place], rank: int, place: Place) -> Place:
-    """The place as a report's text has it, with the caller or the worker, unless that is of another moment."""
+    """The place as a report's text has it, with the caller or the worker, unless that is of another
+    moment.
+    """
     told = places.get(rank, place)
-    return told if told.collective == place.collective and told.where in ("", place.where) else place
+    return (
+        told
+        if told.collective == place.collective and told.where in ("", place.where)
+        else place
+    )
 
 
 def _add_seats(case: Case, evidence: Evidence) -> None:
-    """The last rounds of the length sync, if some rank has waited long in the latest one, or has given it up.
+    """The last rounds of the length sync, if some rank has waited long in the latest one, or has
+    given it up.
 
-    Rounds pair by number. Ranks at different calls do not show a wait, nor does a round that has just begun.
+    Rounds pair by number. Ranks at different calls do not show a wait, nor does a round that has
+    just begun.
     """
     group = f"length sync of {case.name}"
     known, reports = case.sure, case.stall_reports
     latest = max((ending.came_to for ending in known.values()), default=0)
-    if not any(ending.came_to == latest and _has_waited(ending, reports) for ending in known.values()):
+    if not any(
+        ending.came_to == latest and _has_waited(ending, reports)
+        for ending in known.values()
+    ):
         return
     members = evidence.groups.setdefault(group, set())
     if len(known) < case.job.world_size:
@@ -195,12 +273,16 @@ def _add_seats(case: Case, evidence: Evidence) -> None:
             continue
         members.add(rank)
         for number, done in _rounds(ending):
-            seat = Seat(rank, group, number, LENGTH_SYNC, done=done, caller=case.call(ending))
+            seat = Seat(
+                rank, group, number, LENGTH_SYNC, done=done, caller=case.call(ending)
+            )
             evidence.facts.append(_fact(case, rank, seat, last_entered(case.job, rank)))
 
 
 def _has_waited(ending: Ending, reports: StallReports) -> bool:
-    return ending.in_vain or (ending.phase == ids.LENGTH_SYNC and ending.rank in reports.texts)
+    return ending.in_vain or (
+        ending.phase == ids.LENGTH_SYNC and ending.rank in reports.texts
+    )
 
 
 def _rounds(ending: Ending) -> Iterator[tuple[int, bool]]:

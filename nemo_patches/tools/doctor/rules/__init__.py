@@ -1,8 +1,9 @@
 """The rules: one file each, in the folder of what they are about, named by its identifier.
 
-The file's docstring explains the rule: a sentence on what it finds, a paragraph on why that matters, and a link. WORST
-is the highest severity, and `check` yields the findings, each made by note(), warning(), error() or stops(). Notes
-take one line, but those of a rule that is WHOLE. BAD and GOOD are a failing config, or code, and the mended one.
+The file's docstring explains the rule: a sentence on what it finds, a paragraph on why that
+matters, and a link. WORST is the highest severity, and `check` yields the findings, each made by
+note(), warning(), error() or stops(). Notes take one line, but those of a rule that is WHOLE. BAD
+and GOOD are a failing config, or code, and the mended one.
 NEEDS_NEMO: it compares with the installed NeMo.
 """
 

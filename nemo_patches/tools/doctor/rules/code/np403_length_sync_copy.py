@@ -1,7 +1,8 @@
 """An encoder's own update_max_seq_length that leaves out a call made by NeMo's.
 
-Without set_max_audio_length the positional encodings never grow, and a longer input fails. Without the reduce, or the
-test of sync_max_audio_length, ranks grow differently. nemo_patches does not patch a method that it does not know.
+Without set_max_audio_length the positional encodings never grow, and a longer input fails. Without
+the reduce, or the test of sync_max_audio_length, ranks grow differently. nemo_patches does not
+patch a method that it does not know.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/3304
 """
 
@@ -20,10 +21,17 @@ class Mine(ConformerEncoder):
     def update_max_seq_length(self, seq_length, device):
         self.max_audio_length = seq_length
 """
-GOOD = BAD.replace("self.max_audio_length = seq_length", "super().update_max_seq_length(seq_length, device)")
+GOOD = BAD.replace(
+    "self.max_audio_length = seq_length",
+    "super().update_max_seq_length(seq_length, device)",
+)
 
 _CALLS = ("is_initialized", "all_reduce", "set_max_audio_length", "extend_pe")
-_METHODS = ("update_max_seq_length", "update_max_sequence_length", "set_max_audio_length")
+_METHODS = (
+    "update_max_seq_length",
+    "update_max_sequence_length",
+    "set_max_audio_length",
+)
 
 
 def check(code: Code) -> Findings:
@@ -34,11 +42,18 @@ def check(code: Code) -> Findings:
             theirs = each.of_nemo.get(name)
             if own is None or theirs is None or f"super().{name}" in own.calls:
                 continue
-            missing = [call for call in _last_parts(theirs) if call not in _last_parts(own)]
+            missing = [
+                call for call in _last_parts(theirs) if call not in _last_parts(own)
+            ]
             if missing:
-                what = f"{each.name}.{name} does not call {', '.join(missing)}, as NeMo's {each.base} does"
+                what = (
+                    f"{each.name}.{name} does not call {', '.join(missing)}, as NeMo's"
+                    f" {each.base} does"
+                )
                 yield warning(what, at(name, own.node.lineno), f"super().{name}(...)")
 
 
 def _last_parts(method: Method) -> list[str]:
-    return [name for name in dict.fromkeys(map(last_part, method.calls)) if name in _CALLS]
+    return [
+        name for name in dict.fromkeys(map(last_part, method.calls)) if name in _CALLS
+    ]

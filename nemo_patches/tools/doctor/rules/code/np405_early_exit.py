@@ -1,8 +1,10 @@
-"""A return, continue or break that depends on this rank's batch or number, before collectives that others still run.
+"""A return, continue or break that depends on this rank's batch or number, before collectives that
+others still run.
 
-A step that a rank leaves because of a NaN, an empty batch or its rank is one step fewer on this rank: the others wait
-in the next collective (if no other is visible, the reduction of gradients in backward), or pair it with a later one.
-Lightning 2.3 and later raise an error if training_step returns None on several ranks.
+A step that a rank leaves because of a NaN, an empty batch or its rank is one step fewer on this
+rank: the others wait in the next collective (if no other is visible, the reduction of gradients in
+backward), or pair it with a later one. Lightning 2.3 and later raise an error if training_step
+returns None on several ranks.
 Link: https://github.com/Lightning-AI/pytorch-lightning/issues/5243
 """
 
@@ -27,7 +29,9 @@ def train(model: DistributedDataParallel, loader):
             continue
         model(batch).backward()
 """
-GOOD = BAD.replace("        if", "        torch.distributed.all_reduce(bad)\n        if")
+GOOD = BAD.replace(
+    "        if", "        torch.distributed.all_reduce(bad)\n        if"
+)
 
 _EMPTY = re.compile(r"not [\w.]+\b|len\([\w.]+\)")
 
@@ -37,19 +41,29 @@ def check(code: Code) -> Findings:
     for each in code.divergences:
         if each.kind is Kind.EXIT:
             what = (
-                f"{each.function}: `{each.exit}` in line {each.exit_line}, by `{each.cause}`, leaves out {each.names}: "
+                f"{each.function}: `{each.exit}` in line {each.exit_line}, by"
+                f" `{each.cause}`, leaves out {each.names}: "
             )
             if each.by_rank:
                 what += "the other ranks wait in it"
                 instead = "the collective before it, on every rank"
             else:
                 what += "ranks where that differs wait in it"
-                instead = "a decision that all ranks share: all_reduce a flag, and leave where any rank has it"
+                instead = (
+                    "a decision that all ranks share: all_reduce a flag, and leave"
+                    " where any rank has it"
+                )
             read = (at(each.exit, each.exit_line), *each.places)
             yield each.finding(what, read, instead, severity=_severity(each))
 
 
 def _severity(each: Divergence) -> Severity:
     """A note where only a rank that has had no batch at all in an evaluation would leave."""
-    at_end = each.function.endswith("_end") and not each.by_rank and _EMPTY.match(each.cause)
-    return NOTE if at_end and all(one.pairs_with != BACKWARD for one in each.collectives) else each.severity
+    at_end = (
+        each.function.endswith("_end") and not each.by_rank and _EMPTY.match(each.cause)
+    )
+    return (
+        NOTE
+        if at_end and all(one.pairs_with != BACKWARD for one in each.collectives)
+        else each.severity
+    )

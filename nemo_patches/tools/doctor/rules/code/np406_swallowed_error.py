@@ -1,8 +1,9 @@
 """An error after which one rank continues with other collectives than the ranks without the error.
 
-Memory runs out on one rank only, because of its batch. A handler that skips the step, or tries it again, puts this
-rank a collective behind the others, or ahead of them: they wait for it, or pair theirs with a later one. A rank that
-ends, instead, is noticed by its launcher, which ends the others.
+Memory runs out on one rank only, because of its batch. A handler that skips the step, or tries it
+again, puts this rank a collective behind the others, or ahead of them: they wait for it, or pair
+theirs with a later one. A rank that ends, instead, is noticed by its launcher, which ends the
+others.
 Link: https://github.com/pytorch/pytorch/issues/44353
 """
 
@@ -27,11 +28,19 @@ GOOD = BAD.replace("model.zero_grad()", "raise")
 
 
 def check(code: Code) -> Findings:
-    """Not where the handler raises in the end, nor of errors that all ranks have, such as ImportError."""
+    """Not where the handler raises in the end, nor of errors that all ranks have, such as
+    ImportError.
+    """
     for each in code.divergences:
         if each.kind is Kind.ERROR:
-            what = f"{each.function}: after {each.cause} a rank goes on with other collectives than the ranks without "
+            what = (
+                f"{each.function}: after {each.cause} a rank goes on with other"
+                " collectives than the ranks without "
+            )
             what += f"it ({each.names}), and they wait for each other"
             read = (at(f"except {each.cause}", each.line), *each.places[:-1])
-            instead = "raise in the handler, or a decision to skip that all ranks share, before the next collective"
+            instead = (
+                "raise in the handler, or a decision to skip that all ranks share,"
+                " before the next collective"
+            )
             yield each.finding(what, read, instead)

@@ -1,7 +1,9 @@
-"""A loop over parts of a batch that calls the encoder, or runs another collective, in each iteration.
+"""A loop over parts of a batch that calls the encoder, or runs another collective, in each
+iteration.
 
-A longer recording needs more iterations: its rank waits in those that the others do not run, in the encoder's length
-sync, under FSDP in the gathering of parameters, and in backward in the reduction of gradients.
+A longer recording needs more iterations: its rank waits in those that the others do not run, in the
+encoder's length sync, under FSDP in the gathering of parameters, and in backward in the reduction
+of gradients.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
 """
 
@@ -22,13 +24,28 @@ GOOD = BAD.replace("split(1600", "chunk(8")
 
 
 def check(code: Code) -> Findings:
-    """Not where the ranks have agreed on something before; a note where only gradients are reduced, which no_sync
-    may have put off, and at the end of an evaluation, where the turns are its batches."""
+    """Not where the ranks have agreed on something before; a note where only gradients are reduced,
+    which no_sync may have put off, and at the end of an evaluation, where the turns are its
+    batches."""
     for each in code.divergences:
         if each.kind is Kind.LOOP:
-            what = f"{each.function}: {each.names} {each.are} made in each turn of a loop over `{each.cause}`"
-            what += ": ranks whose batches give another number of turns wait for each other"
-            only_backward = all(one.pairs_with == BACKWARD or one.guess for one in each.collectives)
-            severity = NOTE if only_backward or each.function.endswith("_end") else each.severity
-            instead = "as many turns on all ranks: all_reduce their number with MAX, and fill up with padding"
+            what = (
+                f"{each.function}: {each.names} {each.are} made in each turn of a loop"
+                f" over `{each.cause}`"
+            )
+            what += (
+                ": ranks whose batches give another number of turns wait for each other"
+            )
+            only_backward = all(
+                one.pairs_with == BACKWARD or one.guess for one in each.collectives
+            )
+            severity = (
+                NOTE
+                if only_backward or each.function.endswith("_end")
+                else each.severity
+            )
+            instead = (
+                "as many turns on all ranks: all_reduce their number with MAX, and fill"
+                " up with padding"
+            )
             yield each.finding(what, each.places, instead, severity=severity)

@@ -1,13 +1,21 @@
 """A class that copies NeMo's encoder instead of inheriting from it.
 
-nemo_patches patches NeMo's classes: a copy keeps the reduce that waits without limit, and DDP broadcasts its tables.
+nemo_patches patches NeMo's classes: a copy keeps the reduce that waits without limit, and DDP
+broadcasts its tables.
 Link: docs/auto-apply.md#my-encoder-is-a-class-of-my-own
 """
 
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Class, Code, Copy
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, at, note, warning
+from nemo_patches.tools.doctor.finding import (
+    WARNING,
+    Finding,
+    Findings,
+    at,
+    note,
+    warning,
+)
 from nemo_patches.tools.doctor.syntax import last_part
 
 WORST = WARNING
@@ -44,12 +52,22 @@ def check(code: Code) -> Findings:
 
 def _of_class(each: Class, copy: Copy) -> Finding:
     shared = [name for name in each.methods if name in copy.methods]
-    reduces = [name for name in shared if "all_reduce" in map(last_part, each.methods[name].calls)]
-    what = f"{each.name} is a copy of NeMo's {copy.of}, by {len(shared)} of its {len(copy.methods)} methods"
+    reduces = [
+        name
+        for name in shared
+        if "all_reduce" in map(last_part, each.methods[name].calls)
+    ]
+    what = (
+        f"{each.name} is a copy of NeMo's {copy.of}, by {len(shared)} of its"
+        f" {len(copy.methods)} methods"
+    )
     what += ", and no subclass: nemo_patches does not patch it"
     if reduces:
         what += f", and its {reduces[0]} waits without limit for a missing rank"
-    instead = f"class {each.name}({copy.of}), without the methods that it does not change; or by hand what "
+    instead = (
+        f"class {each.name}({copy.of}), without the methods that it does not change; or"
+        " by hand what "
+    )
     instead += f"`nemo-patches diff --nemo DIR` changes in NeMo's {copy.of}"
     make = warning if reduces else note
     return make(what, at(each.name, each.line), instead)

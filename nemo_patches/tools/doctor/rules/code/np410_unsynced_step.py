@@ -1,7 +1,7 @@
 """A step of the optimizer after a batch whose gradients were not reduced: no_sync is one batch off.
 
-Under no_sync the gradients stay on each rank until a backward pass without it. If the step comes first, each rank
-steps by gradients of its own, and the ranks' parameters part, without an error.
+Under no_sync the gradients stay on each rank until a backward pass without it. If the step comes
+first, each rank steps by gradients of its own, and the ranks' parameters part, without an error.
 Link: https://github.com/modelscope/FunASR/pull/3472
 """
 
@@ -16,7 +16,13 @@ from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
 from nemo_patches.tools.doctor.rank_tests import UNKNOWN, applied
-from nemo_patches.tools.doctor.syntax import dotted, last_part, nodes, own_nodes, text_of
+from nemo_patches.tools.doctor.syntax import (
+    dotted,
+    last_part,
+    nodes,
+    own_nodes,
+    text_of,
+)
 
 WORST = WARNING
 BAD = """\
@@ -45,23 +51,58 @@ class _Condition:
 def check(code: Code) -> Findings:
     """By trying both tests for the first batches; not where they count by other names."""
     for function in nodes(code.tree, ast.FunctionDef, ast.Module):
-        names = {name: given[0] for name, given in assignments(function).items() if len(given) == 1}
-        steps = [each for each in own_nodes(function) if isinstance(each, ast.If) and _steps(each)]
+        names = {
+            name: given[0]
+            for name, given in assignments(function).items()
+            if len(given) == 1
+        }
+        steps = [
+            each
+            for each in own_nodes(function)
+            if isinstance(each, ast.If) and _steps(each)
+        ]
         for condition in _conditions(function) if steps else ():
             for step in steps:
-                if _meet(_resolved(condition.test, names), condition.holds, _resolved(step.test, names)):
-                    unsynced = text_of(condition.test) if condition.holds else f"not ({text_of(condition.test)})"
-                    where = f"{function.name}: " if isinstance(function, ast.FunctionDef) else ""
-                    what = f"{where}the step at `{text_of(step.test)}` comes after a batch whose gradients were not "
+                if _meet(
+                    _resolved(condition.test, names),
+                    condition.holds,
+                    _resolved(step.test, names),
+                ):
+                    unsynced = (
+                        text_of(condition.test)
+                        if condition.holds
+                        else f"not ({text_of(condition.test)})"
+                    )
+                    where = (
+                        f"{function.name}: "
+                        if isinstance(function, ast.FunctionDef)
+                        else ""
+                    )
+                    what = (
+                        f"{where}the step at `{text_of(step.test)}` comes after a batch"
+                        " whose gradients were not "
+                    )
                     what += f"reduced, by `{unsynced}`: the ranks' parameters part"
-                    read = (at(text_of(condition.test), condition.test.lineno), at("step", step.lineno))
-                    yield warning(what, read, "no_sync for all batches but the last before a step")
+                    read = (
+                        at(text_of(condition.test), condition.test.lineno),
+                        at("step", step.lineno),
+                    )
+                    yield warning(
+                        what, read, "no_sync for all batches but the last before a step"
+                    )
                     return
 
 
 def _steps(node: ast.If) -> bool:
-    calls = (dotted(each.func) for statement in node.body for each in nodes(statement, ast.Call))
-    return any(name.endswith(".step") and ("opt" in name.lower() or "scaler" in name) for name in calls)
+    calls = (
+        dotted(each.func)
+        for statement in node.body
+        for each in nodes(statement, ast.Call)
+    )
+    return any(
+        name.endswith(".step") and ("opt" in name.lower() or "scaler" in name)
+        for name in calls
+    )
 
 
 def _conditions(function: ast.AST) -> Iterator[_Condition]:
@@ -74,12 +115,26 @@ def _conditions(function: ast.AST) -> Iterator[_Condition]:
             for body, holds in ((node.body, True), (node.orelse, False)):
                 if any(_is_no_sync(item.context_expr) for item in _items(body)):
                     yield _Condition(node.test, holds)
-        elif isinstance(node, ast.Assign) and last_part(dotted(node.targets[0])) in _SYNC_FLAGS:
+        elif (
+            isinstance(node, ast.Assign)
+            and last_part(dotted(node.targets[0])) in _SYNC_FLAGS
+        ):
             yield _Condition(node.value, False)
-        elif isinstance(node, ast.Call) and last_part(dotted(node.func)) in _SYNC_FLAGS and node.args:
+        elif (
+            isinstance(node, ast.Call)
+            and last_part(dotted(node.func)) in _SYNC_FLAGS
+            and node.args
+        ):
             yield _Condition(node.args[0], False)
-        elif isinstance(node, ast.Call) and last_part(dotted(node.func)) == "no_backward_sync":
-            yield from (_Condition(each.value, True) for each in node.keywords if each.arg == "enabled")
+        elif (
+            isinstance(node, ast.Call)
+            and last_part(dotted(node.func)) == "no_backward_sync"
+        ):
+            yield from (
+                _Condition(each.value, True)
+                for each in node.keywords
+                if each.arg == "enabled"
+            )
 
 
 def _items(body: list[ast.stmt]) -> list[ast.withitem]:
@@ -87,7 +142,10 @@ def _items(body: list[ast.stmt]) -> list[ast.withitem]:
 
 
 def _is_no_sync(node: ast.expr) -> bool:
-    return last_part(dotted(node.func if isinstance(node, ast.Call) else node)) == "no_sync"
+    return (
+        last_part(dotted(node.func if isinstance(node, ast.Call) else node))
+        == "no_sync"
+    )
 
 
 def _resolved(test: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
@@ -95,18 +153,33 @@ def _resolved(test: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
 
 
 def _meet(condition: ast.expr, holds: bool, step: ast.expr) -> bool:
-    """Whether a step comes for certain after a batch that is not reduced, of those that are tried."""
-    mods = [each for test in (condition, step) for each in nodes(test, ast.BinOp) if isinstance(each.op, ast.Mod)]
+    """Whether a step comes for certain after a batch that is not reduced, of those that are
+    tried.
+    """
+    mods = [
+        each
+        for test in (condition, step)
+        for each in nodes(test, ast.BinOp)
+        if isinstance(each.op, ast.Mod)
+    ]
     periods = {text_of(each.right) for each in mods}
-    counters = {text_of(name) for each in mods for name in nodes(each.left, ast.Name, ast.Attribute)} - {"self"}
+    counters = {
+        text_of(name)
+        for each in mods
+        for name in nodes(each.left, ast.Name, ast.Attribute)
+    } - {"self"}
     if len(periods) != 1 or len(counters) != 1:
         return False
     period = periods.pop()
     counter = counters.pop()
-    tries = [{period: every, counter: batch} for every in _PERIODS for batch in _BATCHES]
+    tries = [
+        {period: every, counter: batch} for every in _PERIODS for batch in _BATCHES
+    ]
     answers = [(_holds(condition, each), _holds(step, each)) for each in tries]
     reduced = any(unsynced is (not holds) for unsynced, _ in answers)
-    return reduced and any(unsynced is holds and steps is True for unsynced, steps in answers)
+    return reduced and any(
+        unsynced is holds and steps is True for unsynced, steps in answers
+    )
 
 
 def _holds(test: ast.expr, known: Mapping[str, int]) -> bool | None:

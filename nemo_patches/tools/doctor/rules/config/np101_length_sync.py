@@ -1,7 +1,9 @@
-"""The effective sync_max_audio_length of every encoder, and what it means with this strategy and these devices.
+"""The effective sync_max_audio_length of every encoder, and what it means with this strategy and
+these devices.
 
-With it on, also by default, every call of the encoder waits for every rank, without a timeout of its own. With it
-off, ranks may grow their positional encodings differently (NP102). NeMo 2.1 always has it on.
+With it on, also by default, every call of the encoder waits for every rank, without a timeout of
+its own. With it off, ranks may grow their positional encodings differently (NP102). NeMo 2.1 always
+has it on.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/11462
 """
 
@@ -25,7 +27,11 @@ model:
 """
 
 # Where a checkpoint's own config brings the encoder along, with its flag.
-_CHECKPOINTS = ("model.pretrained_asr", "init_from_nemo_model", "init_from_pretrained_model")
+_CHECKPOINTS = (
+    "model.pretrained_asr",
+    "init_from_nemo_model",
+    "init_from_pretrained_model",
+)
 
 
 def check(job: Job) -> Findings:
@@ -36,18 +42,31 @@ def check(job: Job) -> Findings:
         yield from _of_class(encoder)
         yield _effective(job, encoder) if encoder.cls else _of_no_class(encoder)
     for target in unknown_in(job.config):
-        what = f"{target.key}: a class that the doctor does not know; it cannot tell whether it has a length sync"
-        instead = "`nemo-patches status` tells what would be patched; a subclass has its base's length sync"
+        what = (
+            f"{target.key}: a class that the doctor does not know; it cannot tell"
+            " whether it has a length sync"
+        )
+        instead = (
+            "`nemo-patches status` tells what would be patched; a subclass has its"
+            " base's length sync"
+        )
         yield note(what, target, instead)
     for value in map(job.get, _CHECKPOINTS):
         if value.given and value.value is not None:
-            what = f"the encoder that {value.key} brings has the {FLAG} of that checkpoint's own config"
-            yield note(what, value, "print(encoder.sync_max_audio_length) on every rank tells it")
+            what = (
+                f"the encoder that {value.key} brings has the {FLAG} of that"
+                " checkpoint's own config"
+            )
+            yield note(
+                what,
+                value,
+                "print(encoder.sync_max_audio_length) on every rank tells it",
+            )
     audio = job.get("model.audio_encoder")
     if isinstance(audio.value, dict) and job.get("model.punct_head").given:
         yield note(
-            "PunctuationCapitalizationLexicalAudioModel reduces the audio's length in samples over all ranks, at every "
-            "call, and has no switch for it",
+            "PunctuationCapitalizationLexicalAudioModel reduces the audio's length in"
+            " samples over all ranks, at every call, and has no switch for it",
             audio,
         )
 
@@ -58,17 +77,31 @@ def _of_class(encoder: Encoder) -> Findings:
     if not flag.given:
         return
     if encoder.cls and not encoder.cls.has_flag:
-        what = f"{encoder.name} does not take {FLAG}: the job stops at its start, with a TypeError"
+        what = (
+            f"{encoder.name} does not take {FLAG}: the job stops at its start, with a"
+            " TypeError"
+        )
         yield warning(what, flag, f"no {FLAG}: this class always reduces")
     elif flag.known and not isinstance(flag.value, bool):
-        what = f"{flag.key} is {flag.value!r}, which is no switch: Python takes it as {str(bool(flag.value)).lower()}"
+        what = (
+            f"{flag.key} is {flag.value!r}, which is no switch: Python takes it as"
+            f" {str(bool(flag.value)).lower()}"
+        )
         yield warning(what, flag, f"{FLAG}: true or {FLAG}: false")
 
 
 def _of_no_class(encoder: Encoder) -> Finding:
-    what = f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a checkpoint; of NeMo's own "
-    what += "scripts, only those of speechlm2 in NeMo 3.0 read it there, for perception.encoder"
-    instead = f"encoder.{FLAG} set in the training script, after the checkpoint was loaded"
+    what = (
+        f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a"
+        " checkpoint; of NeMo's own "
+    )
+    what += (
+        "scripts, only those of speechlm2 in NeMo 3.0 read it there, for"
+        " perception.encoder"
+    )
+    instead = (
+        f"encoder.{FLAG} set in the training script, after the checkpoint was loaded"
+    )
     return note(what, encoder.flag, instead)
 
 
@@ -78,15 +111,30 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
     if not flag.known:
         return note(f"{encoder.where} ({encoder.name}): {FLAG} is {flag.value!r}", read)
     if not encoder.syncs:
-        return note(f"{encoder.where} ({encoder.name}): off, no length is communicated", read)
+        return note(
+            f"{encoder.where} ({encoder.name}): off, no length is communicated", read
+        )
     value = "no switch, always on" if encoder.cls and not encoder.cls.has_flag else "on"
     value += ", NOT SET" if not flag.given and value == "on" else ""
     if job.settings is not None:
         seconds = job.settings.timeout.total_seconds()
-        wait = f"waits for {job.all_ranks} at most {seconds:g} s (sync={job.settings.sync})"
-        return note(f"{encoder.where} ({encoder.name}): {value}; with nemo_patches a call {wait}", read)
+        wait = (
+            f"waits for {job.all_ranks} at most {seconds:g} s"
+            f" (sync={job.settings.sync})"
+        )
+        return note(
+            f"{encoder.where} ({encoder.name}): {value}; with nemo_patches a call"
+            f" {wait}",
+            read,
+        )
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
-    what = f"{encoder.where} ({encoder.name}): {value}; every call, in validation too, waits for {job.all_ranks}, "
+    what = (
+        f"{encoder.where} ({encoder.name}): {value}; every call, in validation too,"
+        f" waits for {job.all_ranks}, "
+    )
     what += f"until the process group's timeout ({limit:g} min)"
-    instead = "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is missing"
+    instead = (
+        "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
+        " missing"
+    )
     return note(what, read, instead)

@@ -1,7 +1,7 @@
 """Lhotse's own sampler under Lightning's: use_distributed_sampler is not false.
 
-Lhotse distributes the batches to the ranks itself. Lightning would put its own sampler around Lhotse's, which needs a
-length that Lhotse's does not have, and the job stops at its start.
+Lhotse distributes the batches to the ranks itself. Lightning would put its own sampler around
+Lhotse's, which needs a length that Lhotse's does not have, and the job stops at its start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -28,16 +28,23 @@ def check(job: Job) -> Findings:
     switch = job.trainer("use_distributed_sampler", True)
     if not job.several or not switch.on:
         return
-    sampled = [dataset for dataset in job.datasets if dataset.lhotse and dataset.tarred is False]
+    sampled = [
+        dataset
+        for dataset in job.datasets
+        if dataset.lhotse and dataset.tarred is False
+    ]
     if not sampled:
         return
     names = ", ".join(dataset.where for dataset in sampled)
-    # Without Lightning's, every rank would read all of a set that is not Lhotse's; and a job that stopped at its start
-    # would run with entries that are read twice, where each rank has an order of its own.
+    # Without Lightning's, every rank would read all of a set that is not Lhotse's; and a job that
+    # stopped at its start would run with entries that are read twice, where each rank has an order
+    # of its own.
     safe = all(dataset.lhotse and not dataset.own_orders for dataset in job.datasets)
     yield warning(
-        f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks the job stops at its start",
+        f"Lhotse samples {names}, and use_distributed_sampler is on: on several ranks"
+        " the job stops at its start",
         (switch, *(dataset.get("use_lhotse") for dataset in sampled)),
-        "trainer.use_distributed_sampler: false, and a whole number as shard_seed (NP122)",
+        "trainer.use_distributed_sampler: false, and a whole number as shard_seed"
+        " (NP122)",
         change=Change(("trainer", "use_distributed_sampler"), False) if safe else None,
     )

@@ -1,8 +1,10 @@
-"""Lhotse training on a stream, or on several mixed inputs, without a whole number as limit_train_batches.
+"""Lhotse training on a stream, or on several mixed inputs, without a whole number as
+limit_train_batches.
 
-Lhotse repeats these for ever: an epoch has no end, so what happens at its end (validation, checkpoints) never
-happens, unless val_check_interval is a number of batches. A stream has no length, either, and NeMo's ASR models then
-stop at their start; those with a prompt or a transformer decoder wherever is_tarred is on.
+Lhotse repeats these for ever: an epoch has no end, so what happens at its end (validation,
+checkpoints) never happens, unless val_check_interval is a number of batches. A stream has no
+length, either, and NeMo's ASR models then stop at their start; those with a prompt or a transformer
+decoder wherever is_tarred is on.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -31,30 +33,61 @@ def check(job: Job) -> Findings:
         if not dataset.training or not dataset.lhotse:
             continue
         if _asks_for_its_length(job, dataset):
-            asking = "this model asks" if job.asr_encoder else "all of NeMo's ASR models but multitask ones ask"
-            kind = "is a stream" if dataset.tarred else "has is_tarred, and is read by Lhotse"
-            what = f"{dataset.where} {kind} without a length, which {asking} for: the job stops at its start"
-        elif dataset.endless and interval.known and not isinstance(as_limit(interval), int):
-            what = f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is no whole number: no epoch ends"
+            asking = (
+                "this model asks"
+                if job.asr_encoder
+                else "all of NeMo's ASR models but multitask ones ask"
+            )
+            kind = (
+                "is a stream"
+                if dataset.tarred
+                else "has is_tarred, and is read by Lhotse"
+            )
+            what = (
+                f"{dataset.where} {kind} without a length, which {asking} for: the job"
+                " stops at its start"
+            )
+        elif (
+            dataset.endless
+            and interval.known
+            and not isinstance(as_limit(interval), int)
+        ):
+            what = (
+                f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is"
+                " no whole number: no epoch ends"
+            )
         else:
             continue
         yield warning(
             what,
-            (limit.read, interval, job.trainer("max_steps", -1), dataset.get("use_lhotse"), *job.checkpoints),
-            "trainer.limit_train_batches: the batches of one epoch, the same for all ranks; and max_steps",
+            (
+                limit.read,
+                interval,
+                job.trainer("max_steps", -1),
+                dataset.get("use_lhotse"),
+                *job.checkpoints,
+            ),
+            "trainer.limit_train_batches: the batches of one epoch, the same for all"
+            " ranks; and max_steps",
         )
 
 
 def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
-    """NeMo's CTC, RNNT and SSL models ask a stream, where the limit is a share; those with a transformer decoder or a
-    prompt whatever has is_tarred.
+    """NeMo's CTC, RNNT and SSL models ask a stream, where the limit is a share; those with a
+    transformer decoder or a prompt whatever has is_tarred.
 
-    Also a model from a checkpoint, whose own config has the encoder: only that of a multitask model does not ask.
+    Also a model from a checkpoint, whose own config has the encoder: only that of a multitask model
+    does not ask.
     """
     if dataset.keys[0] != "model":
         return False
-    prompts = (f"model.{section}initialize_prompt_feature" for section in ("", "model_defaults."))
-    by_flag = job.get("model.transf_decoder").given or any(job.get(key).on for key in prompts)
+    prompts = (
+        f"model.{section}initialize_prompt_feature"
+        for section in ("", "model_defaults.")
+    )
+    by_flag = job.get("model.transf_decoder").given or any(
+        job.get(key).on for key in prompts
+    )
     flag = dataset.get("is_tarred").on
     if flag and by_flag:
         return True
@@ -65,4 +98,6 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     if job.asr_encoder:
         return not by_flag
     # Canary: NVIDIA's own multitask models
-    return bool(job.checkpoints) and not any("canary" in str(each.value).lower() for each in job.checkpoints)
+    return bool(job.checkpoints) and not any(
+        "canary" in str(each.value).lower() for each in job.checkpoints
+    )

@@ -1,9 +1,11 @@
-"""Training on a stream that ends, on several ranks: force_finite, or force_iterable_dataset for a non-streamed set.
+"""Training on a stream that ends, on several ranks: force_finite, or force_iterable_dataset for a
+non-streamed set.
 
-Every rank then reads the whole stream, in its own order, to its end. If batches have no fixed size, the ranks reach
-the end after different numbers of batches: the others wait in their next collective for a rank that has no batch
-left.
-Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
+Every rank then reads the whole stream, in its own order, to its end. If batches have no fixed size,
+the ranks reach the end after different numbers of batches: the others wait in their next collective
+for a rank that has no batch left.
+Link:
+https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 
 from __future__ import annotations
@@ -25,14 +27,21 @@ model:
 
 
 def check(job: Job) -> Findings:
-    """Lhotse distributes non-streamed sets, evenly if the seed is fixed (NP122); a limit ends all ranks alike."""
+    """Lhotse distributes non-streamed sets, evenly if the seed is fixed (NP122); a limit ends all
+    ranks alike.
+    """
     limit = job.limit("training")
     if not job.several or not limit.open:
         return
     for dataset in job.datasets:
         finite = dataset.get("force_finite", False)
         forced = dataset.get("force_iterable_dataset", False)
-        if not dataset.training or not dataset.lhotse or dataset.tarred is False or dataset.endless:
+        if (
+            not dataset.training
+            or not dataset.lhotse
+            or dataset.tarred is False
+            or dataset.endless
+        ):
             continue
         if not (finite.on or (dataset.tarred and dataset.endless is False)):
             continue  # whether it ends is not known
@@ -44,8 +53,20 @@ def check(job: Job) -> Findings:
             make = note
             ends = f"ends, and each of {job.ranks_text} reads all of it in an epoch"
         stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
-        read = (finite, *([forced] if forced.on else []), *dynamic, limit.read, job.devices)
-        instead = "force_finite: false, also of its entries, with trainer.limit_train_batches as a whole number"
+        read = (
+            finite,
+            *([forced] if forced.on else []),
+            *dynamic,
+            limit.read,
+            job.devices,
+        )
+        instead = (
+            "force_finite: false, also of its entries, with trainer.limit_train_batches"
+            " as a whole number"
+        )
         if forced.on:
-            instead = "force_iterable_dataset: false, with a whole number as shard_seed, which shares it out"
+            instead = (
+                "force_iterable_dataset: false, with a whole number as shard_seed,"
+                " which shares it out"
+            )
         yield make(f"{dataset.where} is {stream} that {ends}", read, instead)

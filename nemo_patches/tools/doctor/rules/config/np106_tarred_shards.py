@@ -1,6 +1,7 @@
 """Fewer tar files than ranks: no rank gets any, and the job stops at its start.
 
-NeMo gives each rank the same number of tar files. The ranks without files then fail when they open none.
+NeMo gives each rank the same number of tar files. The ranks without files then fail when they open
+none.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 
@@ -30,7 +31,9 @@ _BETWEEN_NAMES = re.compile(r",(?![^{(\[<]*[})\]>])")
 
 
 def check(job: Job) -> Findings:
-    """Each list of tar files by itself, as each is shared out by itself; only where they are shared out."""
+    """Each list of tar files by itself, as each is shared out by itself; only where they are shared
+    out.
+    """
     if not job.several or not job.ranks:
         return
     for dataset in job.datasets:
@@ -40,16 +43,28 @@ def check(job: Job) -> Findings:
         files = dataset.get("tarred_audio_filepaths")
         for count in _counts(files.value):
             if 0 < count < job.ranks:
-                what = f"{dataset.where}: {counted(count, 'tar file')} for {job.ranks_text}, and no rank gets any"
-                yield stops(what, (files, job.devices, job.nodes, strategy), "at least as many tar files as ranks")
+                what = (
+                    f"{dataset.where}: {counted(count, 'tar file')} for"
+                    f" {job.ranks_text}, and no rank gets any"
+                )
+                yield stops(
+                    what,
+                    (files, job.devices, job.nodes, strategy),
+                    "at least as many tar files as ranks",
+                )
 
 
 def _counts(files: Any) -> Iterator[int]:
-    """How many tar files each bucket has, its ranges and lists expanded; nothing where that is not known."""
+    """How many tar files each bucket has, its ranges and lists expanded; nothing where that is not
+    known.
+    """
     if isinstance(files, str):
         yield sum(map(_count, _BETWEEN_NAMES.split(files)))
     elif isinstance(files, list):
-        names = [name[0] if isinstance(name, list) and len(name) == 1 else name for name in files]
+        names = [
+            name[0] if isinstance(name, list) and len(name) == 1 else name
+            for name in files
+        ]
         if not all(isinstance(name, str) for name in names):
             return
         if any(isinstance(name, list) for name in files):

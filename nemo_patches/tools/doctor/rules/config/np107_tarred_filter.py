@@ -1,7 +1,7 @@
 """A limit on duration for training on tar files that are distributed to the ranks.
 
-The limit drops different samples from each tar file, so a rank may run out of batches before the others, which then
-wait for it. NeMo's own code has this warning.
+The limit drops different samples from each tar file, so a rank may run out of batches before the
+others, which then wait for it. NeMo's own code has this warning.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/audio_to_text.py
 """
 
@@ -32,9 +32,15 @@ def check(job: Job) -> Findings:
         if given and dataset.get("tarred_shard_strategy", "scatter").value == "scatter":
             names = " and ".join(value.key for value in given)
             yield warning(
-                f"{dataset.where}: tar files are shared out to {job.ranks_text}, and {names} may leave a rank with "
-                "fewer batches than the others",
-                (*given, dataset.get("is_tarred"), dataset.get("drop_last", False), limit.read),
-                "the same limits when the tar files are made; or trainer.limit_train_batches: no more than the batches "
-                "of the rank with the fewest",
+                f"{dataset.where}: tar files are shared out to {job.ranks_text}, and"
+                f" {names} may leave a rank with fewer batches than the others",
+                (
+                    *given,
+                    dataset.get("is_tarred"),
+                    dataset.get("drop_last", False),
+                    limit.read,
+                ),
+                "the same limits when the tar files are made; or"
+                " trainer.limit_train_batches: no more than the batches of the rank"
+                " with the fewest",
             )

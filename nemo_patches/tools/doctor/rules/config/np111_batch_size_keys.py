@@ -1,7 +1,9 @@
-"""Keys for the size of a batch that NeMo refuses: none at all, no size, or keys that contradict each other.
+"""Keys for the size of a batch that NeMo refuses: none at all, no size, or keys that contradict
+each other.
 
-Lhotse and NeMo's own data loaders have different keys for it, and some combinations stop the job at its start. Without
-any key, NeMo 3.0 stops; with NeMo up to 2.7, Lhotse makes one batch of the whole set.
+Lhotse and NeMo's own data loaders have different keys for it, and some combinations stop the job at
+its start. Without any key, NeMo 3.0 stops; with NeMo up to 2.7, Lhotse makes one batch of the whole
+set.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -33,13 +35,23 @@ def check(job: Job) -> Findings:
             continue
         yield from _of_buckets(dataset)
         size = dataset.get("batch_size")
-        if dataset.nemo and not size.given and job.asr_encoder and not _has_own_keys(dataset):
-            what = f"{dataset.where}: no batch_size: the job stops when it makes this set's data loader"
+        if (
+            dataset.nemo
+            and not size.given
+            and job.asr_encoder
+            and not _has_own_keys(dataset)
+        ):
+            what = (
+                f"{dataset.where}: no batch_size: the job stops when it makes this"
+                " set's data loader"
+            )
             yield warning(what, size, "batch_size")
 
 
 def _has_own_keys(dataset: Dataset) -> bool:
-    """Whether another key says it: of a collection that does not go by these (micro_batch_size, dataloader_params)."""
+    """Whether another key says it: of a collection that does not go by these (micro_batch_size,
+    dataloader_params).
+    """
     waiting = [dataset.config.get(dataset.keys).value]
     while waiting:
         section = waiting.pop()
@@ -59,9 +71,13 @@ def _no_size(dataset: Dataset) -> Findings:
         read = dataset.lhotse or (dataset.nemo and key == "batch_size")
         if not read or not size.known or size.value is None:
             continue
-        if (size.number is not None and size.number <= 0) or (key in _COUNTS and isinstance(size.value, float)):
+        if (size.number is not None and size.number <= 0) or (
+            key in _COUNTS and isinstance(size.value, float)
+        ):
             what = f"{size.key} is {size.value}, which is no size of a batch"
-            yield stops(what, size, "1 or more" if size.whole else "a whole number, 1 or more")
+            yield stops(
+                what, size, "1 or more" if size.whole else "a whole number, 1 or more"
+            )
 
 
 def _bins(dataset: Dataset) -> Findings:
@@ -86,7 +102,12 @@ def _of_buckets(dataset: Dataset) -> Findings:
     """Of NeMo's own data loader, which wants each bucket's size in one key only."""
     size = dataset.get("batch_size")
     adaptive = dataset.get("bucketing_batch_size")
-    if not dataset.tarred or not dataset.has_buckets or not size.known or not adaptive.known:
+    if (
+        not dataset.tarred
+        or not dataset.has_buckets
+        or not size.known
+        or not adaptive.known
+    ):
         return
     if adaptive.value is not None and size.value != 1:
         what = f"{dataset.where}: bucketing_batch_size with a batch_size that is not 1"
@@ -107,8 +128,8 @@ def _of_lhotse(dataset: Dataset) -> Findings:
         others = [value.key for value in given if value.value is not None]
         why = f", as {' and '.join(others)} does not count here" if others else ""
         yield warning(
-            f"{dataset.where}: no key gives the size of a batch{why}: NeMo 3.0 stops the job at its start, "
-            "NeMo up to 2.7 makes one batch of the whole set",
+            f"{dataset.where}: no key gives the size of a batch{why}: NeMo 3.0 stops"
+            " the job at its start, NeMo up to 2.7 makes one batch of the whole set",
             (*(given or (sizes[0],)), *([multimodal] if multimodal.given else [])),
             "batch_size; or " + ("batch_tokens" if multimodal.on else "batch_duration"),
         )
@@ -122,6 +143,17 @@ def _fixed_sizes(dataset: Dataset) -> Findings:
     if fixed.value is not None and bins.value is None:
         what = f"{dataset.where}: bucket_batch_size without bucket_duration_bins"
         yield stops(what, (fixed, bins), "bucket_duration_bins, as many as batch sizes")
-    elif isinstance(fixed.value, list) and isinstance(bins.value, list) and len(fixed.value) != len(bins.value):
-        what = f"{dataset.where}: {len(fixed.value)} batch sizes for {len(bins.value)} buckets"
-        yield warning(what, (fixed, bins), "as many of bucket_batch_size as of bucket_duration_bins")
+    elif (
+        isinstance(fixed.value, list)
+        and isinstance(bins.value, list)
+        and len(fixed.value) != len(bins.value)
+    ):
+        what = (
+            f"{dataset.where}: {len(fixed.value)} batch sizes for {len(bins.value)}"
+            " buckets"
+        )
+        yield warning(
+            what,
+            (fixed, bins),
+            "as many of bucket_batch_size as of bucket_duration_bins",
+        )

@@ -25,7 +25,11 @@ def check(job: Job) -> Findings:
     switch = job.trainer("sync_batchnorm", False)
     if not job.several or not switch.on or job.accelerator.value != "cpu":
         return
-    batch = [value for value in map(_normalisation, job.encoders) if value.value in ("batch_norm", "batch")]
+    batch = [
+        value
+        for value in map(_normalisation, job.encoders)
+        if value.value in ("batch_norm", "batch")
+    ]
     if batch:
         yield warning(
             "sync_batchnorm on the CPU: the first training step stops with an error",

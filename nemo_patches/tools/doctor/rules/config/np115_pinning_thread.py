@@ -1,7 +1,8 @@
-"""pin_memory and workers for training and for validation: workers are forked beside a pinning thread.
+"""pin_memory and workers for training and for validation: workers are forked beside a pinning
+thread.
 
-Each validation forks its workers while the training loader's pinning thread runs. That may, rarely, leave a worker
-stuck for ever, and its rank with it.
+Each validation forks its workers while the training loader's pinning thread runs. That may, rarely,
+leave a worker stuck for ever, and its rank with it.
 Link: https://github.com/pytorch/pytorch/issues/130610
 """
 
@@ -25,14 +26,23 @@ def check(job: Job) -> Findings:
     """A note: it is an ordinary setting that may be the cause of a hang which is there already."""
     if not job.several or job.accelerator.value == "cpu":
         return
-    forking = [dataset for dataset in job.datasets if _forks_beside_a_pinning_thread(dataset)]
+    forking = [
+        dataset for dataset in job.datasets if _forks_beside_a_pinning_thread(dataset)
+    ]
     training = next((dataset for dataset in forking if dataset.training), None)
-    validation = next((dataset for dataset in forking if dataset.role == "validation"), None)
+    validation = next(
+        (dataset for dataset in forking if dataset.role == "validation"), None
+    )
     if training and validation:
-        read = [dataset.get(key) for dataset in (training, validation) for key in ("pin_memory", "num_workers")]
+        read = [
+            dataset.get(key)
+            for dataset in (training, validation)
+            for key in ("pin_memory", "num_workers")
+        ]
         yield note(
-            "each validation forks workers beside the training loader's pinning thread; if a rank hangs just there, "
-            "in its data loader, this is known of PyTorch, and rare",
+            "each validation forks workers beside the training loader's pinning thread;"
+            " if a rank hangs just there, in its data loader, this is known of PyTorch,"
+            " and rare",
             tuple(read),
             "pin_memory: false, if that is where it hangs",
         )

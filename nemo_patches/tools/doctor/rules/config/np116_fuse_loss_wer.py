@@ -1,7 +1,9 @@
 """fuse_loss_wer, and validation batches that ranks split into different numbers of parts.
 
-RNNTJoint computes the word error rate once for each part of fused_batch_size, and in validation each computation is a
-collective: a rank with a smaller batch runs fewer, and the others wait for ever. No length fallback helps there.
+RNNTJoint computes the word error rate once for each part of fused_batch_size, and in validation
+each computation is a
+collective: a rank with a smaller batch runs fewer, and the others wait for ever. No length fallback
+helps there.
 Link: https://github.com/NVIDIA-NeMo/Speech/issues/16003
 """
 
@@ -42,13 +44,17 @@ def _of(job: Job, dataset: Dataset, *, switch: Value, part: Value) -> Findings:
     size = dataset.get("batch_size")
     dynamic = dataset.dynamic if dataset.lhotse else []
     if size.number is not None and size.number <= (part.number or 0):
-        return  # one part, whatever the others have; Lhotse takes batch_size as a limit, also with batch_duration
+        # One part, whatever the others have; Lhotse takes batch_size as a limit, also with
+        # batch_duration
+        return
     if not size.known and not dynamic:
         return
     make = error if dataset.lhotse and dataset.role == "validation" else warning
     yield make(
-        f"{dataset.where}: ranks may have batches of different sizes, in which a joint of {part.value} at a time makes "
-        f"different numbers of collectives; {dataset.role} then hangs on {job.ranks_text}",
+        f"{dataset.where}: ranks may have batches of different sizes, in which a joint"
+        f" of {part.value} at a time makes different numbers of collectives;"
+        f" {dataset.role} then hangs on {job.ranks_text}",
         (switch, part, size, *dynamic, dataset.get("use_lhotse", False)),
-        f"{dataset.where}.batch_size no larger than fused_batch_size, or fuse_loss_wer: false",
+        f"{dataset.where}.batch_size no larger than fused_batch_size, or fuse_loss_wer:"
+        " false",
     )

@@ -1,7 +1,7 @@
 """skip_nan_grad: another collective in every step, and a look at every gradient.
 
-After each backward pass it reduces over all ranks whether any gradient is NaN, without a timeout, and waits for the
-GPU once for each parameter. No length fallback helps there.
+After each backward pass it reduces over all ranks whether any gradient is NaN, without a timeout,
+and waits for the GPU once for each parameter. No length fallback helps there.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/asr_model.py
 """
 
@@ -23,7 +23,8 @@ def check(job: Job) -> Findings:
     switch = job.get("model.skip_nan_grad", False)
     if job.several and switch.known and switch.value:
         yield note(
-            f"skip_nan_grad reduces over {job.all_ranks} after every backward pass, and waits there for a missing one",
+            f"skip_nan_grad reduces over {job.all_ranks} after every backward pass, and"
+            " waits there for a missing one",
             switch,
             "skip_nan_grad: false, unless gradients are known to be NaN at times",
         )

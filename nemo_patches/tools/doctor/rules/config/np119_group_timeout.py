@@ -1,7 +1,8 @@
 """The process group's timeout: not a duration, or shorter than the timeout of nemo_patches.
 
-When it passes, PyTorch ends the job. A longer wait of nemo_patches then never comes to its own end, so no rank is
-named. A number is not a duration: the job stops at its start. YAML can express a duration only for NeMo up to 2.7:
+When it passes, PyTorch ends the job. A longer wait of nemo_patches then never comes to its own end,
+so no rank is named. A number is not a duration: the job stops at its start. YAML can express a
+duration only for NeMo up to 2.7:
 3.0 refuses the _target_, and the training script must create the strategy.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
 """
@@ -23,7 +24,12 @@ trainer:
 GOOD = BAD.replace(", timeout: 3600", "")
 
 _LONG = timedelta(hours=1)
-_WITH_A_TIMEOUT = ("DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+_WITH_A_TIMEOUT = (
+    "DDPStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "DeepSpeedStrategy",
+)
 _AS_A_DURATION = (
     "up to NeMo 2.7, timeout: {_target_: datetime.timedelta, minutes: 30}; "
     "from 3.0 on, DDPStrategy(timeout=timedelta(minutes=30)) in the training script"
@@ -31,7 +37,9 @@ _AS_A_DURATION = (
 
 
 def check(job: Job) -> Findings:
-    """Only where the config sets it, as a strategy's keyword; a number stops the job on one rank, too."""
+    """Only where the config sets it, as a strategy's keyword; a number stops the job on one rank,
+    too.
+    """
     value = job.get("trainer.strategy.timeout")
     if not value.known or value.value is None:
         return
@@ -42,14 +50,35 @@ def check(job: Job) -> Findings:
         yield stops(what, value, _AS_A_DURATION)
     elif not job.several or not job.ddp:
         return
-    elif timeout is not None and job.settings is not None and timeout <= job.settings.timeout:
-        what = f"the process group gives up after {timeout.total_seconds():g} s, before a wait of nemo_patches "
-        what += f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is named"
-        yield warning(what, value, f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}")
+    elif (
+        timeout is not None
+        and job.settings is not None
+        and timeout <= job.settings.timeout
+    ):
+        what = (
+            f"the process group gives up after {timeout.total_seconds():g} s, before a"
+            " wait of nemo_patches "
+        )
+        what += (
+            f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is"
+            " named"
+        )
+        yield warning(
+            what, value, f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}"
+        )
     elif timeout is not None and timeout > _LONG and not job.patched:
-        what = f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text} before PyTorch ends the job"
-        instead = "nemo_patches, which says within seconds which rank is missing; or a shorter timeout"
+        what = (
+            f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text}"
+            " before PyTorch ends the job"
+        )
+        instead = (
+            "nemo_patches, which says within seconds which rank is missing; or a"
+            " shorter timeout"
+        )
         yield note(what, value, instead)
     elif timeout is not None:
-        what = f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job stops at its start there"
+        what = (
+            f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job"
+            " stops at its start there"
+        )
         yield note(what, value, _AS_A_DURATION)

@@ -1,7 +1,9 @@
-"""A key that the trainer of Lightning 2 does not accept, or a misspelt one of an encoder or of exp_manager.
+"""A key that the trainer of Lightning 2 does not accept, or a misspelt one of an encoder or of
+exp_manager.
 
-Each stops the job at its start, as do keys of Lightning 1 (gpus, replace_sampler_ddp). A class whose name is nearly an
-encoder's does, too. In a data set's section NeMo ignores unknown keys, and the doctor does not look at them.
+Each stops the job at its start, as do keys of Lightning 1 (gpus, replace_sampler_ddp). A class
+whose name is nearly an encoder's does, too. In a data set's section NeMo ignores unknown keys, and
+the doctor does not look at them.
 Link: docs/doctor.md
 """
 
@@ -25,7 +27,8 @@ model:
 """
 GOOD = BAD.replace("gpus", "devices").replace("n_layer", "n_layers")
 
-# Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder is there, too.
+# Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder
+# is there, too.
 _AS_CLOSE = 0.88
 _AS_CLOSE_CLASS = 0.95
 
@@ -55,7 +58,11 @@ def _of_trainer(job: Job, section: Collection[str]) -> Findings:
         if key in known_keys.TRAINER_1:
             known = "is not known any more"
             instead = known_keys.TRAINER_1[key]
-        yield warning(f"{value.key} {known}: Lightning's trainer stops the job at its start", value, instead)
+        yield warning(
+            f"{value.key} {known}: Lightning's trainer stops the job at its start",
+            value,
+            instead,
+        )
 
 
 def _close(job: Job, keys: Keys, known: frozenset[str]) -> Findings:
@@ -64,17 +71,27 @@ def _close(job: Job, keys: Keys, known: frozenset[str]) -> Findings:
         close = "" if key in known else closest(key, known - set(section), _AS_CLOSE)
         if close and not key.startswith(f"{close}_") and not key.endswith(f"_{close}"):
             value = job.get((*keys, key))
-            yield stops(f"{value.key} is not known, and looks like {close}", value, f"{close}: {value.value}")
+            yield stops(
+                f"{value.key} is not known, and looks like {close}",
+                value,
+                f"{close}: {value.value}",
+            )
 
 
 def _close_class(target: Value) -> Findings:
     if not isinstance(target.value, str):
         if target.known:
             what = f"{target.key} is no name of a class"
-            yield stops(what, target, "the full name of a class, as package.module.Class")
+            yield stops(
+                what, target, "the full name of a class, as package.module.Class"
+            )
         return
     module, _, name = target.value.rpartition(".")
     close = closest(name, CLASS_NAMES, _AS_CLOSE_CLASS)
-    if close and name not in CLASS_NAMES and module.startswith("nemo.collections.asr.modules"):
+    if (
+        close
+        and name not in CLASS_NAMES
+        and module.startswith("nemo.collections.asr.modules")
+    ):
         what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close}"
         yield warning(what, target, f"_target_: {module}.{close}")

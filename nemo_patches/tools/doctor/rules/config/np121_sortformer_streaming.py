@@ -1,8 +1,9 @@
 """Sortformer in streaming mode: another reduce of a length, at every validation batch.
 
-It pads every rank's features to the longest of all ranks, so it changes shapes and cannot be skipped. No fallback
-helps there, and one rank with an extra batch waits for ever.
-Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/sortformer_diar_models.py
+It pads every rank's features to the longest of all ranks, so it changes shapes and cannot be
+skipped. No fallback helps there, and one rank with an extra batch waits for ever.
+Link:
+https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/models/sortformer_diar_models.py
 """
 
 from __future__ import annotations
@@ -22,5 +23,8 @@ def check(job: Job) -> Findings:
     """A model that has Sortformer's modules."""
     switch = job.get("model.streaming_mode", False)
     if job.several and switch.on and job.get("model.sortformer_modules").given:
-        what = f"streaming_mode reduces the longest input over {job.all_ranks}, beside the encoder's length sync"
+        what = (
+            f"streaming_mode reduces the longest input over {job.all_ranks}, beside the"
+            " encoder's length sync"
+        )
         yield note(what, switch, "the same number of batches on every rank")

@@ -1,9 +1,11 @@
-"""Lhotse's shard_seed, on several ranks: a seed that each rank draws by itself, or that makes all ranks read the same.
+"""Lhotse's shard_seed, on several ranks: a seed that each rank draws by itself, or that makes all
+ranks read the same.
 
-For non-streamed sets each rank shuffles on its own, then takes its share. With NeMo's default, trng, the orders
-differ, so some entries are read twice and others never, and ranks may have different numbers of batches. Each worker
-reads a whole stream by itself: with a whole number, or without shuffling, all ranks train on the same batches.
-docs/doctor.md says which inputs are streams, and what was measured for each.
+For non-streamed sets each rank shuffles on its own, then takes its share. With NeMo's default,
+trng, the orders differ, so some entries are read twice and others never, and ranks may have
+different numbers of batches. Each worker reads a whole stream by itself: with a whole number, or
+without shuffling, all ranks train on the same batches. docs/doctor.md says which inputs are
+streams, and what was measured for each.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/cutset.py
 """
 
@@ -23,7 +25,9 @@ GOOD = BAD.replace("batch_duration: 360", "batch_duration: 360, shard_seed: 0")
 
 
 def check(job: Job) -> Findings:
-    """Not what is repeated for ever and no stream: there ranks take their shares of what never ends."""
+    """Not what is repeated for ever and no stream: there ranks take their shares of what never
+    ends.
+    """
     if not job.several:
         return
     for dataset in job.datasets:
@@ -32,7 +36,10 @@ def check(job: Job) -> Findings:
         if isinstance(dataset.get("input_cfg").value, str):
             continue  # NP005
         if dataset.inputs.unknown:
-            what = f"{dataset.where}: its shard_seed is not judged, as {dataset.inputs.unknown}"
+            what = (
+                f"{dataset.where}: its shard_seed is not judged, as"
+                f" {dataset.inputs.unknown}"
+            )
             yield note(what, dataset.shard_seed)
         elif dataset.own_orders:
             yield _of_shares(job, dataset)
@@ -41,17 +48,30 @@ def check(job: Job) -> Findings:
 
 
 def _of_shares(job: Job, dataset: Dataset) -> Finding:
-    """Measured on 2 ranks: 18 to 27% of the entries are read twice, and epochs of 112 batches meet 113."""
+    """Measured on 2 ranks: 18 to 27% of the entries are read twice, and epochs of 112 batches meet
+    113.
+    """
     dynamic = dataset.dynamic
-    uneven = ", and a rank may have one batch fewer, for which the others wait" if dynamic else ""
+    uneven = (
+        ", and a rank may have one batch fewer, for which the others wait"
+        if dynamic
+        else ""
+    )
     others = [dataset.get(key).value for key in ("input_cfg", "cuts_path", "shar_path")]
-    untold = others == [None] * 3 and not dataset.get("manifest_filepath").known  # as in most of NeMo's recipes
+    untold = (
+        others == [None] * 3 and not dataset.get("manifest_filepath").known
+    )  # as in most of NeMo's recipes
     return warning(
-        f"{dataset.where}: each of {job.ranks_text} takes its share of an order of its own (shard_seed trng): some "
-        f"entries are read twice and others never{uneven}",
+        f"{dataset.where}: each of {job.ranks_text} takes its share of an order of its"
+        f" own (shard_seed trng): some entries are read twice and others never{uneven}",
         (*dataset.own_orders, dataset.shuffle, *dynamic, dataset.get("use_lhotse")),
         f"{' and '.join(seed.key for seed in dataset.own_orders)}: a whole number"
-        + ("; if tar files come with the manifest that is still to be given, leave trng" if untold else ""),
+        + (
+            "; if tar files come with the manifest that is still to be given, leave"
+            " trng"
+            if untold
+            else ""
+        ),
     )
 
 
@@ -59,15 +79,19 @@ def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
     """Only where every order is known to be the same on all ranks."""
     workers = dataset.get("num_workers", 0)
     seeds = list(dict.fromkeys(draw.seed for draw in dataset.inputs.draws))
-    if not all(seed.whole or (seed.value == "randomized" and workers.value == 0) for seed in seeds):
+    if not all(
+        seed.whole or (seed.value == "randomized" and workers.value == 0)
+        for seed in seeds
+    ):
         return
     without_workers = any(not seed.whole for seed in seeds)
     set_own = dataset.shard_seed
     others = [seed.key for seed in seeds if seed.key != set_own.key]
     also = f", also as {' and '.join(others)}" if others else ""
     yield warning(
-        f"{dataset.where} is a stream, and each of {job.ranks_text} reads it in the same order: all train on the "
-        "same batches",
+        f"{dataset.where} is a stream, and each of {job.ranks_text} reads it in the"
+        " same order: all train on the same batches",
         (*(seeds or (dataset.shuffle,)), *((workers,) if without_workers else ())),
-        f"{dataset.key('shuffle')}: true, with {set_own.key}: trng, or randomized and num_workers: 1 or more{also}",
+        f"{dataset.key('shuffle')}: true, with {set_own.key}: trng, or randomized and"
+        f" num_workers: 1 or more{also}",
     )

@@ -1,7 +1,9 @@
-"""A set of which nothing is left: by its limits on duration, or because drop_last drops a rank's only batch.
+"""A set of which nothing is left: by its limits on duration, or because drop_last drops a rank's
+only batch.
 
-Training on nothing stops at its start, or waits for a first batch for ever. A validation set without a batch is
-skipped with a warning, so the metrics for checkpoints and early stopping do not exist.
+Training on nothing stops at its start, or waits for a first batch for ever. A validation set
+without a batch is skipped with a warning, so the metrics for checkpoints and early stopping do not
+exist.
 Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 """
 
@@ -34,15 +36,32 @@ def _no_duration_fits(dataset: Dataset) -> Findings:
     if longest.number is None or dataset.get("session_len_sec").given:
         return
     if longest.number <= 0:
-        what = f"{longest.key} is {longest.value}, and no entry is that short; it is no word for no limit"
-        yield warning(f"{dataset.where}: {what}", longest, "max_duration: null, for no limit")
+        what = (
+            f"{longest.key} is {longest.value}, and no entry is that short; it is no"
+            " word for no limit"
+        )
+        yield warning(
+            f"{dataset.where}: {what}", longest, "max_duration: null, for no limit"
+        )
     elif shortest.number is not None and shortest.number > longest.number:
-        what = f"{dataset.where}: no entry has at least {shortest.value} s and at most {longest.value} s"
+        what = (
+            f"{dataset.where}: no entry has at least {shortest.value} s and at most"
+            f" {longest.value} s"
+        )
         yield warning(what, (shortest, longest), "min_duration below max_duration")
     padded = dataset.get("pad_min_duration")
-    if dataset.lhotse and padded.number is not None and 0 < longest.number < padded.number:
-        what = f"{dataset.where}: each entry is padded to {padded.value} s, and then none has at most {longest.value} s"
-        yield warning(what, (padded, longest), "pad_min_duration no more than max_duration")
+    if (
+        dataset.lhotse
+        and padded.number is not None
+        and 0 < longest.number < padded.number
+    ):
+        what = (
+            f"{dataset.where}: each entry is padded to {padded.value} s, and then none"
+            f" has at most {longest.value} s"
+        )
+        yield warning(
+            what, (padded, longest), "pad_min_duration no more than max_duration"
+        )
 
 
 def _no_batch(job: Job, dataset: Dataset) -> Findings:
@@ -52,7 +71,8 @@ def _no_batch(job: Job, dataset: Dataset) -> Findings:
         return
     if not dataset.reader or dataset.dynamic:
         return
-    # Lhotse deals whole batches out to the ranks; Lightning's sampler deals out entries, and repeats some to fill up.
+    # Lhotse deals whole batches out to the ranks; Lightning's sampler deals out entries, and
+    # repeats some to fill up.
     whole = int(size.number)
     enough = whole
     if dataset.lhotse:
@@ -62,6 +82,13 @@ def _no_batch(job: Job, dataset: Dataset) -> Findings:
     count = dataset.entries(enough)
     if count is not None and count < enough:
         entries = "1 entry" if count == 1 else f"{count} entries"
-        what = f"{dataset.where}: {entries} for {counted(job.ranks, 'rank')} in batches of {whole}"
+        what = (
+            f"{dataset.where}: {entries} for {counted(job.ranks, 'rank')} in batches of"
+            f" {whole}"
+        )
         read = (drop, size, dataset.get("manifest_filepath"), job.devices)
-        yield warning(f"{what}, and drop_last: no rank has a batch", read, f"{dataset.where}.drop_last: false")
+        yield warning(
+            f"{what}, and drop_last: no rank has a batch",
+            read,
+            f"{dataset.where}.drop_last: false",
+        )

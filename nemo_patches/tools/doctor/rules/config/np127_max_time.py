@@ -1,7 +1,7 @@
 """max_time: with Lightning's timer, all ranks wait for rank 0 after every training batch.
 
-It broadcasts from rank 0 whether the time is over, without a timeout. A rank that is late, or has one batch fewer,
-stalls the others there, too. No length fallback helps there.
+It broadcasts from rank 0 whether the time is over, without a timeout. A rank that is late, or has
+one batch fewer, stalls the others there, too. No length fallback helps there.
 Link: https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.Timer.html
 """
 
@@ -22,7 +22,9 @@ def check(job: Job) -> Findings:
     for value in (job.trainer("max_time"), job.get("exp_manager.max_time_per_run")):
         if job.several and value.value is not None:
             yield note(
-                f"{value.key} makes {job.ranks_text} wait for each other after every training batch, for a broadcast",
+                f"{value.key} makes {job.ranks_text} wait for each other after every"
+                " training batch, for a broadcast",
                 value,
-                "max_steps or max_epochs, where the scheduler's own limit on time is enough",
+                "max_steps or max_epochs, where the scheduler's own limit on time is"
+                " enough",
             )

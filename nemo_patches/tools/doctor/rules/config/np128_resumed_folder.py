@@ -1,7 +1,8 @@
 """The monitor's name in the path of the checkpoints' folder: a resume stops.
 
-NeMo reads a checkpoint's score after the first place where its path has the monitor's name. If that is a folder, the
-score is no number, and the job stops. In dirpath a metric is never filled in, so {val_loss} is such a name, too.
+NeMo reads a checkpoint's score after the first place where its path has the monitor's name. If that
+is a folder, the score is no number, and the job stops. In dirpath a metric is never filled in, so
+{val_loss} is such a name, too.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/nemo_model_checkpoint.py
 """
 
@@ -26,6 +27,13 @@ def check(job: Job) -> Findings:
     folder = job.get((*params, "dirpath"))
     monitor = job.get((*params, "monitor"), "val_loss")
     resumes = job.get("exp_manager.resume_if_exists", False)
-    if resumes.on and isinstance(folder.value, str) and str(monitor.value) in folder.value:
-        what = f"dirpath has {monitor.value} in it, behind which NeMo reads each checkpoint's score: a resume stops"
+    if (
+        resumes.on
+        and isinstance(folder.value, str)
+        and str(monitor.value) in folder.value
+    ):
+        what = (
+            f"dirpath has {monitor.value} in it, behind which NeMo reads each"
+            " checkpoint's score: a resume stops"
+        )
         yield warning(what, (folder, monitor, resumes), "another name for the folder")

@@ -1,8 +1,10 @@
-"""An input_cfg that NeMo refuses: not a list of inputs, an input without a type, or weights for some inputs only.
+"""An input_cfg that NeMo refuses: not a list of inputs, an input without a type, or weights for
+some inputs only.
 
-NeMo reads a list of mappings, each with a type. A list of files is not accepted (one file may be named, or a group
-for each). If one input has a weight, all must have one, and NeMo 3.0 accepts no zero weight. A Parquet file is read
-as JSON unless its type is parquet. The job stops at its start, or at its first batch.
+NeMo reads a list of mappings, each with a type. A list of files is not accepted (one file may be
+named, or a group for each). If one input has a weight, all must have one, and NeMo 3.0 accepts no
+zero weight. A Parquet file is read as JSON unless its type is parquet. The job stops at its start,
+or at its first batch.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/cutset.py
 """
 
@@ -36,14 +38,21 @@ def check(job: Job) -> Findings:
     """Each list once, also those of groups, and of files that the config names."""
     for keys, unread in job.config.unread.items():
         if unread.refused:
-            yield stops(unread.why, job.get(keys), "a list of inputs in that file, and nothing around it")
+            yield stops(
+                unread.why,
+                job.get(keys),
+                "a list of inputs in that file, and nothing around it",
+            )
     said: set[str] = set()
     for dataset in job.datasets:
         if not dataset.lhotse:
             continue
         inputs = dataset.get("input_cfg")
         if inputs.value is None:
-            yield from _parquet(dataset.get("manifest_filepath"), f"{dataset.where} has no input_cfg with that type")
+            yield from _parquet(
+                dataset.get("manifest_filepath"),
+                f"{dataset.where} has no input_cfg with that type",
+            )
         elif inputs.key not in said:
             said.add(inputs.key)
             yield from _of_list(job, inputs)
@@ -52,7 +61,9 @@ def check(job: Job) -> Findings:
 def _of_list(job: Job, inputs: Value) -> Findings:
     if isinstance(inputs.value, dict) or inputs.value == []:
         what = "a mapping" if inputs.value else "empty"
-        yield stops(f"{inputs.key} is {what}", inputs, "a list of inputs, each with a type")
+        yield stops(
+            f"{inputs.key} is {what}", inputs, "a list of inputs, each with a type"
+        )
     if not isinstance(inputs.value, list):
         return
     for index, entry in enumerate(inputs.value):
@@ -60,11 +71,17 @@ def _of_list(job: Job, inputs: Value) -> Findings:
     weights = [entry.get("weight") for entry in inputs.value if isinstance(entry, dict)]
     without = [str(index) for index, weight in enumerate(weights) if weight is None]
     if without and len(without) < len(weights):
-        what = f"{inputs.key}: inputs {', '.join(without)} have no weight, and others have one"
+        what = (
+            f"{inputs.key}: inputs {', '.join(without)} have no weight, and others"
+            " have one"
+        )
         yield stops(what, inputs, "a weight for each, or for none")
     numbers = [weight for weight in weights if isinstance(weight, (int, float))]
     if len(weights) > 1 and any(number <= 0 for number in numbers):
-        what = f"{inputs.key}: a weight of {min(numbers)}: NeMo 3.0 stops the job at its start"
+        what = (
+            f"{inputs.key}: a weight of {min(numbers)}: NeMo 3.0 stops the job at its"
+            " start"
+        )
         yield warning(what, inputs, "weights above zero; or without that input")
 
 
@@ -72,28 +89,53 @@ def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
     here = job.get(keys)
     if isinstance(entry, str):
         instead = f"{{type: group, input_cfg: {entry}}}"
-        yield stops(f"{here.key} is {entry}, and a list of files is no list of inputs", here, instead)
+        yield stops(
+            f"{here.key} is {entry}, and a list of files is no list of inputs",
+            here,
+            instead,
+        )
     if not isinstance(entry, dict):
         return
     name = job.get((*keys, "type"))
     if name.value is None:
-        yield stops(f"{here.key} has no type", here, "type: nemo, nemo_tarred, lhotse or lhotse_shar")
-    elif isinstance(name.value, str) and name.value not in DATA_TYPES and (close := closest(name.value, DATA_TYPES)):
-        yield stops(f"{name.key}: there is no type {name.value}, and it looks like {close}", name, close)
+        yield stops(
+            f"{here.key} has no type",
+            here,
+            "type: nemo, nemo_tarred, lhotse or lhotse_shar",
+        )
+    elif (
+        isinstance(name.value, str)
+        and name.value not in DATA_TYPES
+        and (close := closest(name.value, DATA_TYPES))
+    ):
+        yield stops(
+            f"{name.key}: there is no type {name.value}, and it looks like {close}",
+            name,
+            close,
+        )
     if name.value == "group":
         inner = job.get((*keys, "input_cfg"))
         if inner.value is None:
-            yield stops(f"{here.key} is a group without an input_cfg", here, "an input_cfg with its inputs")
+            yield stops(
+                f"{here.key} is a group without an input_cfg",
+                here,
+                "an input_cfg with its inputs",
+            )
         yield from _of_list(job, inner)
     elif name.known and name.value != "parquet":
-        yield from _parquet(job.get((*keys, "manifest_filepath")), f"its type is {name.value}")
+        yield from _parquet(
+            job.get((*keys, "manifest_filepath")), f"its type is {name.value}"
+        )
 
 
 def _parquet(manifest: Value, why: str) -> Findings:
     paths = manifest.value if isinstance(manifest.value, list) else [manifest.value]
     if any(isinstance(path, str) and path.endswith(_OF_PARQUET) for path in paths):
         what = (
-            f"{manifest.key} is a Parquet file, and {why}: NeMo reads it as JSON, and the job stops at its first batch"
+            f"{manifest.key} is a Parquet file, and {why}: NeMo reads it as JSON, and"
+            " the job stops at its first batch"
         )
-        instead = "an input_cfg with {type: parquet, manifest_filepath: ...}, of NeMo 3.0"
+        instead = (
+            "an input_cfg with {type: parquet, manifest_filepath: ...}, of NeMo 3.0"
+        )
         yield warning(what, manifest, instead)

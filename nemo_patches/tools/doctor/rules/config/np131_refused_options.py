@@ -1,8 +1,10 @@
-"""Options of a data set that NeMo's Lhotse loader refuses: unknown values, or options that exclude each other.
+"""Options of a data set that NeMo's Lhotse loader refuses: unknown values, or options that exclude
+each other.
 
-A seed is a whole number, trng or randomized; a set can be forced to be a map or an iterable, but not both. The job
-stops when it creates its data loaders, or at its first batch.
-Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
+A seed is a whole number, trng or randomized; a set can be forced to be a map or an iterable, but
+not both. The job stops when it creates its data loaders, or at its first batch.
+Link:
+https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/dataloader.py
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def check(job: Job) -> Findings:
     said: set[str] = set()
     for dataset in job.datasets:
         for finding in _of(dataset) if dataset.lhotse else ():
-            if finding.read[0].key not in said:  # of a multi_config, what counts for all its sets
+            if (
+                finding.read[0].key not in said
+            ):  # of a multi_config, what counts for all its sets
                 said.add(finding.read[0].key)
                 yield finding
     for keys, section in job.config.mappings():
@@ -40,13 +44,21 @@ def _of(dataset: Dataset) -> Findings:
     for key in ("seed", "shard_seed"):
         seed = dataset.get(key, "trng")
         if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
-            yield stops(f"{seed.key} is {seed.text}", seed, f"{key}: a whole number, {' or '.join(_SEEDS)}")
+            yield stops(
+                f"{seed.key} is {seed.text}",
+                seed,
+                f"{key}: a whole number, {' or '.join(_SEEDS)}",
+            )
     for key, taken in TABLE["words_of_options"].items():
         words = taken["words"]
         word = dataset.get(key, words[0])
         used = dataset.get(taken["used_with"])
         if word.known and word.value not in words and used.value is not None:
-            yield stops(f"{word.key} is {word.text}", (word, used), f"{key}: one of {', '.join(words)}")
+            yield stops(
+                f"{word.key} is {word.text}",
+                (word, used),
+                f"{key}: one of {', '.join(words)}",
+            )
     to_map = dataset.get("force_map_dataset", False)
     to_iterable = dataset.get("force_iterable_dataset", False)
     if to_map.on and to_iterable.on:
@@ -60,9 +72,15 @@ def _of(dataset: Dataset) -> Findings:
 def _of_fusion(job: Job, keys: tuple[str, ...]) -> Findings:
     fusion = job.get((*keys, "sampler_fusion"), "round_robin")
     if fusion.known and fusion.value not in _FUSIONS:
-        yield stops(f"{fusion.key} is {fusion.text}", fusion, f"one of {', '.join(_FUSIONS)}")
+        yield stops(
+            f"{fusion.key} is {fusion.text}", fusion, f"one of {', '.join(_FUSIONS)}"
+        )
     weights = job.get((*keys, "sampler_weights"))
     if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
         sets = [dataset.keys[-1] for dataset in job.datasets if dataset.outer == keys]
         if without := [name for name in sets if name not in weights.value]:
-            yield stops(f"{weights.key} has no {' and no '.join(without)}", weights, "a weight for each set")
+            yield stops(
+                f"{weights.key} has no {' and no '.join(without)}",
+                weights,
+                "a weight for each set",
+            )

@@ -1,9 +1,11 @@
-"""A strategy class that the trainer refuses, keywords that it does not accept, or sizes that do not match the ranks.
+"""A strategy class that the trainer refuses, keywords that it does not accept, or sizes that do not
+match the ranks.
 
-Lightning's Trainer accepts only strategies of lightning.pytorch: one of pytorch_lightning or lightning.fabric is
-refused, although it has the same name. NeMo 3.0 accepts no other _target_ at all. DDPStrategy passes unknown keywords
-to DistributedDataParallel, which refuses them. The product of the sizes of a ModelParallelStrategy must be the number
-of ranks. The job stops at its start, when it has all its machines.
+Lightning's Trainer accepts only strategies of lightning.pytorch: one of pytorch_lightning or
+lightning.fabric is refused, although it has the same name. NeMo 3.0 accepts no other _target_ at
+all. DDPStrategy passes unknown keywords to DistributedDataParallel, which refuses them. The product
+of the sizes of a ModelParallelStrategy must be the number of ranks. The job stops at its start,
+when it has all its machines.
 Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 """
 
@@ -36,14 +38,23 @@ def check(job: Job) -> Findings:
         return
     module, _, name = target.value.rpartition(".")
     if target.value.startswith(_NOT_TAKEN) or not module:
-        instead = f"_target_: {_OURS}{name if name in STRATEGY_CLASSES else 'DDPStrategy'}"
+        instead = (
+            f"_target_: {_OURS}{name if name in STRATEGY_CLASSES else 'DDPStrategy'}"
+        )
         what = f"{target.key}: {target.value} is no strategy of lightning.pytorch"
         yield stops(what, target, instead)
     elif module.startswith("lightning.pytorch.") and name not in STRATEGY_CLASSES:
         what = f"{target.key}: lightning.pytorch has no strategy {name}"
-        yield stops(what, target, f"_target_: {_OURS}{closest(name, STRATEGY_CLASSES) or 'DDPStrategy'}")
+        yield stops(
+            what,
+            target,
+            f"_target_: {_OURS}{closest(name, STRATEGY_CLASSES) or 'DDPStrategy'}",
+        )
     elif not module.startswith(("lightning.pytorch.", "nemo.")):
-        what = f"{target.key}: NeMo 3.0 makes no {target.value} from a config, and stops the job at its start"
+        what = (
+            f"{target.key}: NeMo 3.0 makes no {target.value} from a config, and stops"
+            " the job at its start"
+        )
         yield note(what, target, "a strategy made in the training script")
     if name == "DDPStrategy":
         yield from _keywords(job)
@@ -54,11 +65,15 @@ def check(job: Job) -> Findings:
 def _keywords(job: Job) -> Findings:
     section = job.get("trainer.strategy").value
     for key in section if isinstance(section, dict) else ():
-        if key not in DDP_STRATEGY and not key.startswith("_"):  # Hydra's own: _target_, _recursive_
+        if key not in DDP_STRATEGY and not key.startswith(
+            "_"
+        ):  # Hydra's own: _target_, _recursive_
             value = job.get(("trainer", "strategy", key))
             close = closest(key, DDP_STRATEGY)
             what = f"{value.key}: DDPStrategy takes no {key}"
-            yield stops(what, value, f"{close}: {value.value}" if close else "no such key")
+            yield stops(
+                what, value, f"{close}: {value.value}" if close else "no such key"
+            )
 
 
 def _sizes(job: Job) -> Findings:
@@ -67,11 +82,21 @@ def _sizes(job: Job) -> Findings:
     tensor = job.get("trainer.strategy.tensor_parallel_size", "auto")
     nodes = count(job.nodes.value) if data.value == "auto" else data.number
     devices = count(job.devices.value) if tensor.value == "auto" else tensor.number
-    if job.ranks and nodes is not None and devices is not None and nodes * devices != job.ranks:
-        product = f"{nodes:.0f} (data_parallel_size) times {devices:.0f} (tensor_parallel_size)"
+    if (
+        job.ranks
+        and nodes is not None
+        and devices is not None
+        and nodes * devices != job.ranks
+    ):
+        product = (
+            f"{nodes:.0f} (data_parallel_size) times {devices:.0f}"
+            " (tensor_parallel_size)"
+        )
         there = "there is" if job.ranks == 1 else "there are"
         yield stops(
-            f"{product} is {nodes * devices:.0f}, and {there} {counted(job.ranks, 'rank')}",
+            f"{product} is {nodes * devices:.0f}, and {there}"
+            f" {counted(job.ranks, 'rank')}",
             (data, tensor, job.devices, job.nodes),
-            "sizes that make up the number of ranks; auto is the number of nodes (data), and of devices (tensor)",
+            "sizes that make up the number of ranks; auto is the number of nodes"
+            " (data), and of devices (tensor)",
         )

@@ -1,6 +1,8 @@
-"""A scheduler of the learning rate, without max_steps: NeMo counts its steps by the length of the training set.
+"""A scheduler of the learning rate, without max_steps: NeMo counts its steps by the length of the
+training set.
 
-Lhotse's sets have no length, stream or not, whatever limit_train_batches is: the job stops with "has no len()".
+Lhotse's sets have no length, stream or not, whatever limit_train_batches is: the job stops with
+"has no len()".
 Link: https://github.com/NVIDIA-NeMo/Speech/issues/9462
 """
 
@@ -24,13 +26,25 @@ def check(job: Job) -> Findings:
     schedule = job.get("model.optim.sched")
     own = job.get("model.optim.sched.max_steps")
     steps = job.trainer("max_steps", -1)
-    named = isinstance(schedule.value, dict) and not schedule.value.keys().isdisjoint(("name", "_target_"))
+    named = isinstance(schedule.value, dict) and not schedule.value.keys().isdisjoint(
+        ("name", "_target_")
+    )
     counts = own.value is None and steps.number is not None and steps.number < 0
-    if not job.has_trainer or not named or not counts or job.trainer("fast_dev_run", False).value:
+    if (
+        not job.has_trainer
+        or not named
+        or not counts
+        or job.trainer("fast_dev_run", False).value
+    ):
         return
     for dataset in job.datasets:
         if dataset.training and dataset.lhotse and dataset.keys[0] == "model":
             what = (
-                f"the scheduler's max_steps is not set, and Lhotse reads {dataset.where}, which has no length to count"
+                "the scheduler's max_steps is not set, and Lhotse reads"
+                f" {dataset.where}, which has no length to count"
             )
-            yield stops(f"{what} it by", (steps, schedule, dataset.get("use_lhotse")), "trainer.max_steps")
+            yield stops(
+                f"{what} it by",
+                (steps, schedule, dataset.get("use_lhotse")),
+                "trainer.max_steps",
+            )

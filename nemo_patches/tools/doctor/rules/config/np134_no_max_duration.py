@@ -1,7 +1,8 @@
-"""Nothing limits the duration of what is trained on, in batches by duration: one rank may run out of memory alone.
+"""Nothing limits the duration of what is trained on, in batches by duration: one rank may run out
+of memory alone.
 
-One very long entry makes a batch far above batch_duration. Its rank ends, or skips the batch, and the others wait for
-it in their next collective.
+One very long entry makes a batch far above batch_duration. Its rank ends, or skips the batch, and
+the others wait for it in their next collective.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/15696
 """
 
@@ -22,13 +23,22 @@ GOOD = BAD.replace("batch_duration: 360", "batch_duration: 360, max_duration: 40
 
 
 def check(job: Job) -> Findings:
-    """Where Lhotse fills batches by duration; in buckets of fixed sizes there is no room for a longer entry."""
+    """Where Lhotse fills batches by duration; in buckets of fixed sizes there is no room for a
+    longer entry.
+    """
     for dataset in job.datasets if job.several else ():
-        if not dataset.training or not dataset.lhotse or dataset.get("bucket_batch_size").value is not None:
+        if (
+            not dataset.training
+            or not dataset.lhotse
+            or dataset.get("bucket_batch_size").value is not None
+        ):
             continue
         size = dataset.get("batch_duration")
         longest = dataset.longest()
         if size.value is not None and longest.seconds == math.inf:
-            what = f"{dataset.where}: no max_duration: a very long entry makes a batch far above batch_duration, "
+            what = (
+                f"{dataset.where}: no max_duration: a very long entry makes a batch far"
+                " above batch_duration, "
+            )
             what += f"which may end one of {job.ranks_text}"
             yield note(what, (*longest.read, size), "a max_duration that fits")

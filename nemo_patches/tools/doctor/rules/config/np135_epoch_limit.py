@@ -1,7 +1,8 @@
 """limit_train_batches above the batches that each rank has: validation never runs.
 
-Lhotse shares a set out, so each rank has the batches of all ranks divided by their number. Lightning cannot know that,
-as Lhotse's set has no length, and validates only after limit_train_batches, which an epoch then never reaches.
+Lhotse shares a set out, so each rank has the batches of all ranks divided by their number.
+Lightning cannot know that, as Lhotse's set has no length, and validates only after
+limit_train_batches, which an epoch then never reaches.
 Link: https://github.com/NVIDIA-NeMo/Speech/issues/14390
 """
 
@@ -24,31 +25,60 @@ GOOD = BAD.replace(", limit_train_batches: 7179", "")
 
 
 def check(job: Job) -> Findings:
-    """A note where the entries cannot be counted on this machine; not of what is repeated for ever."""
+    """A note where the entries cannot be counted on this machine; not of what is repeated for
+    ever.
+    """
     limit = job.limit("training")
     interval = job.trainer("val_check_interval", 1.0)
     share = as_limit(interval)
     epochs = job.trainer("check_val_every_n_epoch", 1)
-    if not job.several or not isinstance(limit.batches, int) or share is None or not epochs.value:
+    if (
+        not job.several
+        or not isinstance(limit.batches, int)
+        or share is None
+        or not epochs.value
+    ):
         return
     batches = share if isinstance(share, int) else int(limit.batches * share)
     if not batches or all(dataset.role != "validation" for dataset in job.datasets):
         return
     for dataset in job.datasets:
-        if not dataset.training or not dataset.lhotse or dataset.tarred is not False or dataset.endless is not False:
+        if (
+            not dataset.training
+            or not dataset.lhotse
+            or dataset.tarred is not False
+            or dataset.endless is not False
+        ):
             continue
         read = (limit.read, interval, job.devices, dataset.get("batch_size"))
-        instead = "trainer.limit_train_batches: no more than entries / batch_size / ranks, or not set"
+        instead = (
+            "trainer.limit_train_batches: no more than entries / batch_size / ranks, or"
+            " not set"
+        )
         has = _batches(job, dataset, batches)
-        what = f"validation comes after {batches} batches of each of {job.ranks_text} (limit_train_batches)"
+        what = (
+            f"validation comes after {batches} batches of each of {job.ranks_text}"
+            " (limit_train_batches)"
+        )
         if has is None:
-            yield note(f"{what}: never, if the share of {dataset.where} that a rank has is smaller", read, instead)
+            yield note(
+                f"{what}: never, if the share of {dataset.where} that a rank has is"
+                " smaller",
+                read,
+                instead,
+            )
         elif has < batches:
-            yield warning(f"{what}: never, as a rank's share of {dataset.where} has {has}", read, instead)
+            yield warning(
+                f"{what}: never, as a rank's share of {dataset.where} has {has}",
+                read,
+                instead,
+            )
 
 
 def _batches(job: Job, dataset: Dataset, at_most: int) -> int | None:
-    """A rank's own number of batches, counted up to a number; None where that cannot be counted here."""
+    """A rank's own number of batches, counted up to a number; None where that cannot be counted
+    here.
+    """
     size = dataset.get("batch_size").number
     if not size or dataset.dynamic or not job.ranks:
         return None

@@ -1,7 +1,8 @@
 """PyTorch's flight recorder, which says afterwards which collective each rank was in.
 
-It keeps the last collectives of every rank, and writes them to a file when one times out; without it, there is only
-the watchdog's line. Its defaults differ: torch 2.13 records and writes, torch 2.5 does neither unless configured.
+It keeps the last collectives of every rank, and writes them to a file when one times out; without
+it, there is only the watchdog's line. Its defaults differ: torch 2.13 records and writes, torch 2.5
+does neither unless configured.
 Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 """
 
@@ -14,9 +15,14 @@ from nemo_patches.tools.doctor.machine import OFF, Machine
 
 WORST = WARNING
 
-_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first counts where torch knows it
+_SIZES = (
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+)  # the first counts where torch knows it
 _DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-_ON_BY_DEFAULT = Version("2.13")  # read in its source; between that and 2.5 both defaults changed
+_ON_BY_DEFAULT = Version(
+    "2.13"
+)  # read in its source; between that and 2.5 both defaults changed
 _SET = f"{_SIZES[1]}=2000 and {_DUMP}=1, which every torch 2 reads"
 
 
@@ -28,10 +34,20 @@ def check(machine: Machine) -> Findings:
     if length.given and str(length.value).lstrip("-").strip("0") == "":
         yield warning(f"{length.key}=0 switches the flight recorder off", length, _SET)
     elif dump.given and str(dump.value).lower() in OFF:
-        what = f"{_DUMP}={dump.value}: what the flight recorder has is not written when a collective times out"
+        what = (
+            f"{_DUMP}={dump.value}: what the flight recorder has is not written when a"
+            " collective times out"
+        )
         yield warning(what, dump, _SET)
-    elif machine.gpus and not (length.given and dump.given) and not _is_on_by_default(machine):
-        what = "whether the flight recorder is on depends on torch's version, and the job does not say it"
+    elif (
+        machine.gpus
+        and not (length.given and dump.given)
+        and not _is_on_by_default(machine)
+    ):
+        what = (
+            "whether the flight recorder is on depends on torch's version, and the job"
+            " does not say it"
+        )
         yield note(f"{what}: set {_SET}", (length, dump), _SET)
 
 

@@ -1,7 +1,7 @@
 """A rank that did not answer, so that it is not compared with the others.
 
-It has not been started, has died, is still importing torch, or its host cannot reach the job's store. A job would wait
-for it at its first collective.
+It has not been started, has died, is still importing torch, or its host cannot reach the job's
+store. A job would wait for it at its first collective.
 Link: docs/doctor.md
 """
 
@@ -20,7 +20,9 @@ def check(ranks: Ranks) -> Findings:
     if missing:
         limit = ranks.timeout.total_seconds()
         yield error(
-            f"not compared: {named(missing)} of {ranks.size}, without an answer within {limit:g} s",
+            f"not compared: {named(missing)} of {ranks.size}, without an answer within"
+            f" {limit:g} s",
             (),
-            "look at its stderr and its host; if it only starts slowly, NEMO_PATCHES_TIMEOUT=60 for this command",
+            "look at its stderr and its host; if it only starts slowly,"
+            " NEMO_PATCHES_TIMEOUT=60 for this command",
         )

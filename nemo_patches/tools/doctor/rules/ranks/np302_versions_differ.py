@@ -1,7 +1,7 @@
 """Versions that differ between ranks.
 
-Ranks with different code may run different collectives, or reduce different shapes, and then wait for each other or
-mix up their numbers.
+Ranks with different code may run different collectives, or reduce different shapes, and then wait
+for each other or mix up their numbers.
 Link: docs/doctor.md
 """
 
@@ -16,4 +16,6 @@ WORST = WARNING
 def check(ranks: Ranks) -> Findings:
     """One finding for each package."""
     for name, values in differing(ranks, lambda facts: facts.versions):
-        yield warning(f"{name} differs: {values}", (), "the same environment on every host")
+        yield warning(
+            f"{name} differs: {values}", (), "the same environment on every host"
+        )
