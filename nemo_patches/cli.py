@@ -35,9 +35,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_UsageError: Any = typer.BadParameter.__mro__[
-    2
-]  # ClickException: click's, or that of the copy that newer typers have
+# ClickException: click's, or that of the copy that newer typers have.
+_UsageError: Any = typer.BadParameter.__mro__[2]
 _Json = Annotated[bool, switch("--json", "For programs.")]
 
 
@@ -272,9 +271,8 @@ def doctor(**given: Any) -> None:
     """
     from nemo_patches.tools.doctor import command
 
-    gc.set_threshold(
-        50_000
-    )  # objects; looking for garbage in a large config's trees took 0.4 s of 3 s
+    # Objects; looking for garbage in a large config's trees took 0.4 s of 3 s.
+    gc.set_threshold(50_000)
     raise typer.Exit(command.carry_out(request.made(given)))
 
 
@@ -397,9 +395,8 @@ def _leave_closed_pipe() -> NoReturn:
     """Whoever read the output (`head`) has gone: end as other programs do, with the exit code of
     SIGPIPE.
     """
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 1
-    )  # else Python tries again at exit to write the rest
+    # Else Python tries again at exit to write the rest.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(128 + signal.SIGPIPE)
 
 
@@ -410,9 +407,8 @@ def main() -> None:
     if sys.stdout is None:  # it is closed, and not all code that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # the terminal's encoding may lack a character
+        # The terminal's encoding may lack a character.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _code_of_app()

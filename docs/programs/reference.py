@@ -99,9 +99,8 @@ def api() -> Iterator[str]:
 
 
 def _default(param: Any) -> str:
-    told = getattr(
-        param, "show_default", None
-    )  # a text where the value would not say it
+    # A text where the value would not say it.
+    told = getattr(param, "show_default", None)
     value = told if isinstance(told, str) else param.default
     return (
         str(value)

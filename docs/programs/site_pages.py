@@ -25,9 +25,8 @@ PAGES = {
 
 # Code without colours, whose text has no tags; a diagram scrolls instead.
 CODE = re.compile(r'(?<!"diagram">)<code>([^<]+)</code>')
-WORD = re.compile(
-    r"(?<!\S)[!-~]{1,36}(?!\S)"
-)  # so many characters fit a phone's window
+# So many characters fit a phone's window.
+WORD = re.compile(r"(?<!\S)[!-~]{1,36}(?!\S)")
 SHORT = 55  # characters of a command in a table that stays in one piece
 
 
@@ -42,9 +41,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "CHANGELOG.md":
-        page.meta["search"] = {
-            "boost": 0.1
-        }  # it has every word, and is what nobody who searches wants
+        # It has every word, and is what nobody who searches wants.
+        page.meta["search"] = {"boost": 0.1}
     return re.sub(r"\]\(\.\./(\w+\.md)", lambda match: f"]({PAGES[match[1]]}", markdown)
 
 
