@@ -54,7 +54,7 @@ def commands() -> Iterator[str]:
         options = [
             param
             for param in command.params
-            if not (name == "run" and param.name in of_settings)
+            if not param.hidden and not (name == "run" and param.name in of_settings)
         ]
         yield from (
             ("| argument or option | default | what |", "|---|---|---|")
@@ -75,7 +75,7 @@ def commands() -> Iterator[str]:
             )
             yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
         if name == "run":
-            yield "| `--call-timeout 30`, and so on | as above | an option for every setting |"
+            yield "| `--timeout 30`, and so on | as above | an option for every setting |"
 
 
 def api() -> Iterator[str]:
