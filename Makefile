@@ -45,6 +45,7 @@ help:
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
 	@echo "make screenshots  the same, and its pages as a browser here shows them on a desktop and on a phone, in .venv/screenshots"
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
+	@echo "make check-tag TAG=v0.1.0  whether a release's tag is this version's"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/ anew"
 	@echo "make clean      remove .venv/"
@@ -294,6 +295,12 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		megatron_core==0.16.1 h5py==3.16.0 ijson==3.6.0 jieba==0.42.1 nltk==3.10.4 opencc==1.4.2 pangu==4.0.6.1 \
 		rouge_score==0.1.2 six==1.17.0
 	@touch $@
+
+# Before anything is built for a release.
+.PHONY: check-tag
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' nemo_patches/__init__.py)
+check-tag:
+	@test "$(TAG)" = "v$(VERSION)" || { echo "check-tag: the tag is $(TAG), and __version__ asks for v$(VERSION)" >&2; exit 1; }
 
 .PHONY: reference pictures docs screenshots
 reference: .venv/dev/ready

@@ -51,12 +51,13 @@ RAISED = {
 # never starts.
 LAUNCHES = """
 import gc, json, multiprocessing, os, runpy, sys
+gc.disable()
 import lightning.pytorch, nemo.collections.asr.modules, nemo.core.config, torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import nemo_patches
 
-gc.freeze()  # else each collection in a rank goes through all of NeMo
+gc.freeze(); gc.enable()  # else each collection in a rank goes through all of NeMo
 
 def script(folder, arguments, variables={}):
     os.environ.update(variables)

@@ -238,6 +238,18 @@ def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(
         assert f"is in open() of {tmp_path / 'audio'}"[-60:] in job.stalls(0)[-1]
 
 
+def test_who_waits_for_another_ranks_batches_says_so(tmp_path: Path) -> None:
+    """NeMo 3.0 under tensor parallelism: one rank reads for all of its group."""
+    with running("tensor_parallel", "sleeps", tmp_path, stall_exit=0) as job:
+        wait_until(lambda: "WARNING" in job.levels(1), LONG_S)
+        line = job.stalls(1)[-1]
+        assert "sleeps (tests/plain_job.py:" in line.split(" s. rank 0 (")[1]
+        waits = (
+            "): a batch from another rank's BroadcastingDataLoader, in broadcast_batch"
+        )
+        assert waits in line.split(" | rank 1 (")[1]
+
+
 def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_outside(
     tmp_path: Path,
 ) -> None:

@@ -55,7 +55,7 @@ def commands() -> Iterator[str]:
         options = [
             param
             for param in command.params
-            if not (name == "run" and param.name in of_settings)
+            if not param.hidden and not (name == "run" and param.name in of_settings)
         ]
         yield from (
             ("| argument or option | default | what |", "|---|---|---|")
@@ -76,7 +76,7 @@ def commands() -> Iterator[str]:
             )
             yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
         if name == "run":
-            yield "| `--call-timeout 30`, and so on | as above | an option for every setting |"
+            yield "| `--timeout 30`, and so on | as above | an option for every setting |"
 
 
 def api() -> Iterator[str]:
@@ -107,9 +107,8 @@ def rules() -> Iterator[str]:
 
 
 def _default(param: Any) -> str:
-    told = getattr(
-        param, "show_default", None
-    )  # a text where the value would not say it
+    # A text where the value would not say it.
+    told = getattr(param, "show_default", None)
     value = told if isinstance(told, str) else param.default
     return (
         str(value)

@@ -14,10 +14,8 @@ from typing import NamedTuple
 
 from .exchange import CLOSED, Exchange
 
-_RANK_BITS, VALUE_BITS = (
-    20,
-    43,
-)  # a rank and a value are one int64, and never a negative one
+# A rank and a value are one int64, and never a negative one.
+_RANK_BITS, VALUE_BITS = 20, 43
 _RANKS, VALUES = 1 << _RANK_BITS, 1 << VALUE_BITS
 
 

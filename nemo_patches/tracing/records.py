@@ -99,9 +99,8 @@ class Leave:
     t: float
     e: str
     n: int
-    shape: list[
-        int
-    ]  # of the output; empty if torch's checkpointing had recomputed enough
+    # Of the output; empty if torch's checkpointing had recomputed enough.
+    shape: list[int]
 
 
 @dataclass(frozen=True)
@@ -131,18 +130,15 @@ class Stalled:
     t: float
     e: str
     n: int  # 0 if the length sync has ended
-    ranks: list[
-        int
-    ]  # that the others wait for, unless they do what is known to end by itself
+    # That the others wait for, unless they do what is known to end by itself.
+    ranks: list[int]
     kinds: list[str]  # of each rank; judging/kinds.py names them
     where: list[str]  # what each one's training thread does; empty if not known
-    collectives: list[str] = field(
-        default_factory=list
-    )  # what each waits in itself; empty: none
+    # What each waits in itself; empty: none.
+    collectives: list[str] = field(default_factory=list)
     text: str = ""  # all ranks, in groups; or why it is not known who is missing
-    waited: bool = (
-        False  # some rank waited, in a collective, or for one without a heartbeat
-    )
+    # Some rank waited, in a collective, or for one without a heartbeat.
+    waited: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from .job_folder import private_folder
 
-ENDING = (  # of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process
-    ".ask"
-)
+# Of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process.
+ENDING = ".ask"
 MOST_WAITING = 8
 
 

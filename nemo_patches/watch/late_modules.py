@@ -57,9 +57,8 @@ class LateModules:
     def __init__(self) -> None:
         self._read: dict[str, tuple[ModuleSpec, CodeType]] = {}
         self._lock = threading.RLock()
-        self._why = (
-            ""  # they cannot be executed: it is not tried again, many times a second
-        )
+        # They cannot be executed: it is not tried again, many times a second.
+        self._why = ""
         self.are_there = False  # all; any thread may read it
 
     def read(self) -> None:

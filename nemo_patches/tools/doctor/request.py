@@ -16,10 +16,6 @@ from nemo_patches.tools.options import choice, switch, with_value
 SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "json", "github", "sarif")
 
-_CONFIGS = (
-    "Configs (files, folders, patterns, - for standard input), and Hydra's overrides"
-    " for all of them."
-)
 _HERE = (
     "As pasted from a training command; relative to the current folder, not to the"
     " script."
@@ -39,7 +35,7 @@ class Request:
     """What the user gave; the fields are in the order of the command's help."""
 
     arguments: tuple[str, ...] = _given(
-        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ()
+        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", hidden=True), ()
     )
     patched: bool = _switch(
         "--patched",
