@@ -222,7 +222,7 @@ def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(not RUNS, reason="HYDRA_RUNS=20 runs so many")
 @pytest.mark.timeout(7200)
 def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
-    chance, right, innocents = random.Random(28), 0, []
+    chance, right, accused_wrongly = random.Random(28), 0, []
     for number in range(RUNS):
         place, culprit, step = (
             chance.choice(list(RAISED)),
@@ -234,8 +234,8 @@ def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
         report = torchrun(place, culprit, step, path, folder)
         right += (is_right := names(report, place, culprit))
         accused = {rank for one in critical(report) for rank in one.ranks}
-        innocents += [(number, report.verdict)] if accused - {culprit} else []
+        accused_wrongly += [(number, report.verdict)] if accused - {culprit} else []
         print(number, place, culprit, step, is_right, report.verdict, flush=True)
         shutil.rmtree(folder)
-    assert not innocents
+    assert not accused_wrongly
     assert right >= RUNS * 19 / 20
