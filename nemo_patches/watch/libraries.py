@@ -1,5 +1,5 @@
-"""Which package a file belongs to: the user's own code, Python's standard library, ours, or
-another.
+"""Which package a file belongs to:
+the user's own code, Python's standard library, ours, or another.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
