@@ -1559,7 +1559,7 @@ def changed_sources(draw: st.DrawFn) -> tuple[Target, bytes]:
 
 
 @pytest.mark.skipif(not PRESENT, reason="no NeMo here")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changed_sources())
 def test_changes_together(drawn: tuple[Target, bytes]) -> None:
     target, before = drawn
