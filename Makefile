@@ -59,7 +59,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
-# that wait (marker "alone"), four files at a time, beside those of the wheel and of the other NeMo.
+# that wait (marker "alone"), five files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test:
@@ -82,17 +82,17 @@ test-%: .venv/nemo-%/ready
 
 # On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
 # What judges files alone, whatever is installed beside it, is run once: by test-wheel.
-FROM_THE_WHEEL = diagnose diagnose_fault_free judge one_judge watchdog_log
+FROM_THE_WHEEL = diagnose diagnose_fault_free evidence judge one_folder one_judge public_reports rank_trace told_apart traces_as_facts watchdog_log
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
 		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 4 -m alone
+	@echo "== tests on NeMo $*, those that wait, five files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m alone
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

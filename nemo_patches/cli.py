@@ -1,5 +1,6 @@
-"""The `nemo-patches` command. It must start fast, so torch and NeMo are imported nowhere at module
-level.
+"""The `nemo-patches` command.
+
+It must start fast, so torch and NeMo are imported nowhere at module level.
 """
 
 from __future__ import annotations

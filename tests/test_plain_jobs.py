@@ -148,9 +148,7 @@ def asked(path: Path) -> object:
 @pytest.mark.parametrize(
     ("script", "way", "by_run"),
     [
-        ("ddp", "retries", False),
         ("trainer", "retries", True),
-        ("ddp", "sleeps", True),
         ("ddp", "fetches_ahead", False),
         ("ddp", "makes_no_group", False),
     ],
@@ -198,9 +196,7 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(
     tmp_path: Path,
 ) -> None:
-    with running(
-        "trainer", "computes", tmp_path, stall_timeout=2 * STALL_TIMEOUT
-    ) as job:
+    with running("trainer", "computes", tmp_path) as job:
         wait_until(lambda: "WARNING" in job.levels(0), LONG_S)
         assert job.levels(0)[:3] == ["INFO", "INFO", "WARNING"]
         for line in job.stalls(0)[:3]:

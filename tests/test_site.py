@@ -156,6 +156,11 @@ def test_the_cells_of_a_table_of_commands_know_their_headings() -> None:
     assert '<td data-label="to">a</td><td data-label="type" style="x"><code' in html
 
 
+def test_a_click_on_a_picture_shows_it_in_its_own_size() -> None:
+    html = site_pages.on_page_content('<p><img alt="" src="a.svg" /></p>', page("x.md"))
+    assert html == '<p><a href="a.svg"><img alt="" src="a.svg" /></a></p>'
+
+
 def test_the_build_runs_it_and_a_picture_in_the_repository_loads_nothing() -> None:
     settings = (CHECKOUT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "docs/programs/other_hosts.py" in re.findall(

@@ -33,6 +33,7 @@ TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 HEADING = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
 CELL = re.compile(r"<td( [^>]*)?>")
+PICTURE = re.compile(r'<img [^>]*src="(?P<source>[^"]+)"[^>]*>')
 TAG = re.compile(r"<[^>]+>")
 SHORT = 55  # characters of a command in a table that stays in one piece
 
@@ -65,6 +66,8 @@ def _titled(link: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
+    # A picture is as wide as the page; a click shows it in its own size.
+    html = PICTURE.sub(r'<a href="\g<source>">\g<0></a>', html)
     return TABLE.sub(_labelled, CODE.sub(_in_words, html))
 
 

@@ -1,9 +1,4 @@
-"""Rounds that give every rank the highest and the lowest value of all ranks, each with a rank that
-has it.
-
-MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its
-complement.
-"""
+"""Rounds that give every rank the highest and the lowest value, each with a rank that has it."""
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

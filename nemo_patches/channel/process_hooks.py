@@ -1,5 +1,5 @@
-"""What of ours runs when this process ends, and in a child that is forked from it: in these
-orders.
+"""What of ours runs when this process ends, and in a child that is forked from it:
+in these orders.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

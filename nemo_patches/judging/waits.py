@@ -1,5 +1,6 @@
-"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so
-tools use it, too.
+"""What a thread waits in, or does that ends by itself, by its frames' names.
+
+Needs no torch, so tools use it, too.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

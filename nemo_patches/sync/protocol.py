@@ -1,5 +1,5 @@
-"""The length sync as a state machine: which calls issue a round, which wait, and what length each
-gets. No torch.
+"""The length sync as a state machine:
+which calls issue a round, which wait, and what length each gets. No torch.
 
 A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. The number of a
 round is not that of a call, so the clock says which call a rank's length belongs to. docs/design.md

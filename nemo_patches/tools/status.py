@@ -1,5 +1,5 @@
-"""`nemo-patches status`: on, off here, or cannot be; found for this environment without importing
-NeMo or torch.
+"""`nemo-patches status`:
+on, off here, or cannot be; found for this environment without importing NeMo or torch.
 """
 
 from __future__ import annotations

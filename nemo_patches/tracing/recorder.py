@@ -1,5 +1,5 @@
-"""One trace of this process: is told what the length sync does, and knows the encoders that it
-records.
+"""One trace of this process:
+is told what the length sync does, and knows the encoders that it records.
 
 On the training thread: one enqueue for each record. The rest is the writer's thread's.
 """

@@ -1,5 +1,6 @@
-"""The records of a trace: JSON objects, one a line. The recorder writes them, `diagnose` reads
-them.
+"""The records of a trace: JSON objects, one a line.
+
+The recorder writes them, `diagnose` reads them.
 
 A rank writes a file for each start of its process (docs/trace.md): the header, then records in the
 order in which they were made. `t` is in seconds since the header's `started`, by a clock that never

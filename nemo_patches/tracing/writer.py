@@ -1,5 +1,5 @@
-"""Writes a rank's records to their output in a separate thread: a slow disk never stops
-training.
+"""Writes a rank's records to their output in a separate thread:
+a slow disk never stops training.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A NeMo checkout as `nemo-patches diff` sees it: its version, and the files that the edit is
-about.
+"""A NeMo checkout as `nemo-patches diff` sees it:
+its version, and the files that the edit is about.
 """
 
 from __future__ import annotations

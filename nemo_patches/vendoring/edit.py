@@ -1,5 +1,5 @@
-"""The edit of one NeMo file, bytes to bytes: its reduce is bounded in time, its tables are no
-buffers.
+"""The edit of one NeMo file, bytes to bytes:
+its reduce is bounded in time, its tables are no buffers.
 
 The places are found in the syntax tree and changed in the text. Code that is not exactly what is
 known is refused, and every edit is compared with the syntax tree before it is given out. No git

@@ -1,5 +1,5 @@
-"""Watches one encoder's rounds: reports a late round with its missing ranks, and when it has
-completed.
+"""Watches one encoder's rounds:
+reports a late round with its missing ranks, and when it has completed.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

@@ -1,5 +1,5 @@
-"""Reports where all ranks are when this rank has not moved for long: a stall anywhere in the
-job.
+"""Reports where all ranks are when this rank has not moved for long:
+a stall anywhere in the job.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

@@ -1,5 +1,5 @@
-"""Modules that are needed at a stall alone: read when the watch begins, executed when there is
-something to judge.
+"""Modules that are needed at a stall alone:
+read when the watch begins, executed when there is something to judge.
 
 At a stall a process may have no file descriptor left, its checkout may have been replaced, and its
 file system may not answer: then no module can be imported any more.

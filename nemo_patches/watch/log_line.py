@@ -1,5 +1,5 @@
-"""The stall monitor's log lines, with a short timeout: a stderr that is not read blocks the
-writer.
+"""The stall monitor's log lines, with a short timeout:
+a stderr that is not read blocks the writer.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

@@ -1,5 +1,5 @@
-"""Runs on_stall, the user's command, as no child of this process: the user's own os.wait() never
-gets it.
+"""Runs on_stall, the user's command, as no child of this process:
+the user's own os.wait() never gets it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

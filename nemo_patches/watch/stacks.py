@@ -1,5 +1,5 @@
-"""Where a thread is, in one line: the user's own code in full, innermost first, runs of library
-frames folded.
+"""Where a thread is, in one line:
+the user's own code in full, innermost first, runs of library frames folded.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

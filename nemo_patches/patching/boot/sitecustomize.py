@@ -1,5 +1,5 @@
-"""Python runs this at start-up under `nemo-patches run`: NeMo is patched when a process imports
-it.
+"""Python runs this at start-up under `nemo-patches run`:
+NeMo is patched when a process imports it.
 """
 
 import os

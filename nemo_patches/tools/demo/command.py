@@ -1,5 +1,5 @@
-"""`nemo-patches demo`: the data, three runs as stock and with nemo_patches, one after the other,
-and the comparison.
+"""`nemo-patches demo`:
+the data, three runs as stock and with nemo_patches, one after the other, and the comparison.
 """
 
 from __future__ import annotations
