@@ -171,7 +171,7 @@ def test_every_make_target_exists(page: Path) -> None:
     )
     families = tuple(re.findall(r"=([a-z-]+)%\)", phony))  # matrix-%, for every release
     for line in code(page):
-        for target in re.findall(r"^make ([a-z][a-z-]*)", line):
+        for target in re.findall(r"^make ([a-z][a-z.-]*)", line):
             assert target in phony.split() or target.startswith(families), target
 
 
@@ -244,7 +244,7 @@ def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
     )
     assert len(named) > 8
     assert f"| `format` | {JSON_FORMAT}; another number" in page
-    assert {name for pair in named for name in pair if name} <= fields
+    assert {name for pair in named for name in pair if name} <= fields | {"format"}
     acted_on = page.split("## What do I do next?")[1]
     assert set(
         re.findall(
