@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(
     ["nemo.collections.asr", "nemo_patches.patching.monkeypatch"]
 )
 
@@ -100,9 +100,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(size):
-                ours, theirs = _context.Pipe(duplex=False)
+                ours, theirs = context.Pipe(duplex=False)
                 log = Path(folder, f"rank{rank}.log")
-                process = _context.Process(
+                process = context.Process(
                     target=_rank,
                     args=(
                         function,
