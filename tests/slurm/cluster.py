@@ -99,7 +99,11 @@ class Cluster:
                 host.wait()
 
     def on(
-        self, host: str, command: str, limit_s: float = 60.0, env: Mapping[str, str] = {}
+        self,
+        host: str,
+        command: str,
+        limit_s: float = 60.0,
+        env: Mapping[str, str] = {},
     ) -> subprocess.CompletedProcess[str]:
         """Run it as in a login shell on that host, which has no variables of Slurm."""
         return subprocess.run(
