@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from cluster import LOGIN, Cluster, until
 
@@ -33,7 +35,7 @@ class Job:
         folder: Path,
         lines: str,
         options: str = "-N 2 --ntasks-per-node=1",
-        env: dict[str, str] = {},
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.cluster = cluster
         self.folder = folder
