@@ -22,11 +22,7 @@ from pathlib import Path
 
 from .job_folder import private_folder
 
-<<<<<<< HEAD
-# Of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process.
-=======
 # Of "rank_3.4026531836-node1.4711.ask": the rank, its pid namespace and host, and its process.
->>>>>>> slurm
 ENDING = ".ask"
 MOST_WAITING = 8
 _KEPT_S = 7 * 24 * 3600.0  # a report of a job that is gone
