@@ -288,6 +288,5 @@ def test_the_first_by_the_hosts_clock_and_all_that_raised_the_same_at_one_place(
     report = job(
         hosts, {3: first, 0: (999.0, 9.0, "ValueError", elsewhere)}, host="node{rank}"
     )
-    assert report.findings[0].ranks == (0,), (
-        report.verdict
-    )  # their clocks cannot be compared: by call, then by rank
+    # Their clocks cannot be compared: both are told.
+    assert {one.ranks for one in report.findings[:2]} == {(0,), (3,)}, report.verdict

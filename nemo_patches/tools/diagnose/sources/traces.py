@@ -55,7 +55,7 @@ from nemo_patches.tools.diagnose.verdicts import finding, parties
 from nemo_patches.tracing import records
 
 KIND = "traces"
-_HEAD = b'{"k":"header"'
+_HEADS = (b'{"k":"header"', b'{"k": "header"')
 _MOST_RANKS = 1 << 20
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_TEXT = 600  # characters of a report
@@ -212,7 +212,7 @@ class RankTrace:
 
 
 def recognises(name: str, head: bytes) -> bool:
-    return head.startswith(_HEAD)
+    return head.startswith(_HEADS)
 
 
 def load(files: Iterable[Path], evidence: Evidence) -> list[RankTrace]:
