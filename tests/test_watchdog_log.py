@@ -27,7 +27,7 @@ from nemo_patches.judging.rank_groups import RankGroup
 from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, UnreadableError
 from nemo_patches.tools.diagnose.fates import WAITED
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
@@ -43,7 +43,6 @@ from nemo_patches.tools.diagnose.findings import (
     WAITED_IN_VAIN,
     Diagnosis,
 )
-from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises

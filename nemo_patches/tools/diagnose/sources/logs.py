@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.decoder import format_in
-from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence
-from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.facts import (
+    ALL_WELL,
+    NOT_TOLD,
+    Evidence,
+    UnreadableError,
+)
 from nemo_patches.tools.diagnose.sources.c10d_lines import (
     BARRIER,
     CONNECTING,
@@ -266,10 +269,6 @@ class _Reading:
                 else path.open("rb")
             ) as file:
                 start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
-                if format_in(start.partition(b"\n")[0]) is not None:
-                    raise UnreadableError(
-                        f"{path}: it is one rank's trace; give the folder that it is in"
-                    )
                 if start.startswith(_OTHER_FORMATS):
                     raise UnreadableError(
                         f"{path}: compressed, not by gzip, or in UTF-16: give its plain"

@@ -96,9 +96,6 @@ def read(files: Sequence[Path], evidence: Evidence) -> None:
     evidence.facts += facts
     sizes = [fact.value.world_size for fact in facts if isinstance(fact.value, Member)]
     evidence.world_size = max(evidence.world_size, *sizes, 0)
-    evidence.moving |= any(
-        isinstance(fact.value, Motion) and fact.value.moved for fact in facts
-    )
 
 
 # A host's samples.

@@ -176,13 +176,13 @@ class StallLines:
             self._found.add(rank, value, line, own=False)
 
 
-def places_in(text: str) -> dict[int, Place]:
-    """By rank, where ranks are by the text of a stall report."""
-    found: dict[int, Place] = {}
+def told_in(text: str) -> dict[int, Place | Motion | Fate]:
+    """By rank, what the text of a stall report tells."""
+    found: dict[int, Place | Motion | Fate] = {}
     if idle := _IDLE.search(text):
         for part in idle[2].split(" | "):
             ranks, _, value = _group_in(part)
-            if isinstance(value, Place):
+            if value is not None:
                 found |= dict.fromkeys(ranks, value)
     return found
 
