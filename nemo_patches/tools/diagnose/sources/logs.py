@@ -76,7 +76,8 @@ _NEEDLES = (
     b"oom_kill|oom-kill|CANCELLED|death signal| Killed |TERM_|ut of memory|memory limit|bus error|"
     b"killed |srun: error|terminated with |died|Fatal Python|Traceback (most|pid |due to timeout|"
     b"dump signal|lost communication|Node failure|with PID|Remote daemon|Process name: |"
-    b"Duplicate GPU|pair closure|lagging ranks|inconsistent|Error|gai error|eturning from train|raining finished|raining complete|"
+    b"Duplicate GPU|pair closure|lagging ranks|inconsistent|Error|gai error|eturning from train|"
+    b"raining finished|raining complete|"
     b"raining done|inished training|Trainer.fit` stopped|PBS: job killed"
 ).split(b"|")
 _PART_BYTES = (
