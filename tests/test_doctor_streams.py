@@ -33,7 +33,7 @@ pytestmark = (
     pytest.mark.one_nemo
 )  # some minutes; what is marked matrix runs on every series
 FIRST = 6  # batches that are compared
-MOST = 30  # batches that are read: more than any finite set here has
+MOST = 26  # batches that are read: more than any finite set here has
 COMMON = {
     "batch_size": BATCH,
     "shuffle": True,
@@ -141,11 +141,13 @@ BY_TYPE = {
     for name in TYPE_NAMES
     for seed, given in SEEDS.items()
 }
+# One of each kind of stream; the others of a kind are read by the same code, and are in BY_TYPE.
+KINDS = ["txt", "nemo_tarred tarred_audio_filepaths", "lhotse_shar shar_path"]
 OTHERS: dict[str, dict[str, Any]] = {
-    **{f"{name}, in order": of(entry(name), **TRNG, **IN_ORDER) for name in STREAMS},
+    **{f"{name}, in order": of(entry(name), **TRNG, **IN_ORDER) for name in KINDS},
     **{
         f"{name}, forced, {how}": of(entry(name), **ONCE, **given)
-        for name in STREAMS
+        for name in KINDS
         for how, given in {
             "42": WHOLE,
             "trng": TRNG,
@@ -326,7 +328,7 @@ def at_random(chance: random.Random) -> dict[str, Any]:
     return of(*entries, **top, **forced, **finite)
 
 
-RANDOM = {f"at random, {seed}": at_random(random.Random(seed)) for seed in range(60)}
+RANDOM = {f"at random, {seed}": at_random(random.Random(seed)) for seed in range(20)}
 ALL: dict[Any, dict[str, Any]] = {**BY_TYPE, **OTHERS, **ADVISED, **RANDOM}
 
 STOPS = {
@@ -777,12 +779,10 @@ def test_a_stream_as_advised_is_read_in_other_orders(
         assert said("NP122", BY_TYPE[name, good]) == []
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", KINDS)
 def test_evaluation_on_a_stream_as_advised_reads_each_entry_once(
     name: str, measured: dict[Any, Read | str]
 ) -> None:
-    if f"{name}, forced, 42" not in measured:
-        pytest.skip("a type of a later NeMo")
     (endless,) = said("NP108", of(entry(name)), "validation_ds")
     assert endless.instead.startswith(
         "model.validation_ds.force_finite: true, also of its entries, "
