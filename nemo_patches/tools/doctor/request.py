@@ -16,11 +16,6 @@ from nemo_patches.tools.options import choice, switch, with_value
 SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "github", "sarif")
 
-_CONFIGS = (
-    "Configs (files, folders, - for standard input), and Hydra's overrides for all of"
-    " them."
-)
-
 
 def _given(option: Any, default: Any = None) -> Any:
     return field(default=default, metadata={"typer": option})
@@ -35,7 +30,7 @@ class Request:
     """What the user gave; the fields are in the order of the command's help."""
 
     arguments: tuple[str, ...] = _given(
-        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ()
+        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", hidden=True), ()
     )
     patched: bool = _switch(
         "--patched",
