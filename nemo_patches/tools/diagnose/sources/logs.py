@@ -327,8 +327,11 @@ class _Reading:
 
     def _is_next_attempt(self, message: str) -> bool:
         """Of a job that Slurm has requeued: srun and slurmstepd go on after that line."""
-        return self._launch.launcher.is_requeued and not message.startswith(
-            ("srun", "slurmstepd")
+        is_slurms = message.startswith(("srun", "slurmstepd"))
+        return (
+            self._launch.launcher.is_requeued
+            and bool(message.strip())
+            and not is_slurms
         )
 
     def _begin_launch(self) -> None:
