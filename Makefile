@@ -21,7 +21,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 # Each test starts processes, and each would compile the tests and all of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -31,6 +31,7 @@ help:
 	@echo "make demo-picture  the same, and docs/pictures/demo.svg anew"
 	@echo "make check      lint, and the tests that need neither torch nor NeMo, for every day"
 	@echo "make test       lint, types, and all tests, on NeMo $(NEMO_VERSIONS)"
+	@echo "make test-hosts  jobs on several hosts, made of namespaces (root, iproute2, iptables): what fails there, and who is named"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
@@ -46,6 +47,7 @@ help:
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
 	@echo "make screenshots  the same, and its pages as a browser here shows them on a desktop and on a phone, in .venv/screenshots"
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
+	@echo "make check-tag TAG=v0.1.0  whether a release's tag is this version's"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/ anew"
 	@echo "make clean      remove .venv/"
@@ -59,7 +61,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
-# that wait (marker "alone"), four files at a time, beside those of the wheel and of the other NeMo.
+# that wait (marker "alone"), five files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test:
@@ -82,17 +84,22 @@ test-%: .venv/nemo-%/ready
 
 # On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
 # What judges files alone, whatever is installed beside it, is run once: by test-wheel.
-FROM_THE_WHEEL = diagnose diagnose_fault_free judge one_judge watchdog_log
+FROM_THE_WHEEL = diagnose diagnose_fault_free evidence judge one_folder one_judge public_reports rank_trace told_apart traces_as_facts watchdog_log
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
 		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 4 -m alone
+	@echo "== tests on NeMo $*, those that wait, five files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not hosts"
+
+# Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
+test-hosts: .venv/nemo-$(FIRST)/ready
+	@echo "== hosts made of namespaces, with NeMo $(FIRST)"
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 3 tests/hosts
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
@@ -301,6 +308,12 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		megatron_core==0.16.1 h5py==3.16.0 ijson==3.6.0 jieba==0.42.1 nltk==3.10.4 opencc==1.4.2 pangu==4.0.6.1 \
 		rouge_score==0.1.2 six==1.17.0
 	@touch $@
+
+# Before anything is built for a release.
+.PHONY: check-tag
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' nemo_patches/__init__.py)
+check-tag:
+	@test "$(TAG)" = "v$(VERSION)" || { echo "check-tag: the tag is $(TAG), and __version__ asks for v$(VERSION)" >&2; exit 1; }
 
 .PHONY: reference pictures docs screenshots
 reference: .venv/dev/ready

@@ -52,9 +52,8 @@ _MODULE_OF = {
     "stop_together": "nemo_patches.options.even_loader",
 }
 
-if (
-    not TYPE_CHECKING
-):  # a type checker would take any attribute of a module that has __getattr__
+# A type checker would take any attribute of a module that has __getattr__.
+if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name not in _MODULE_OF:
@@ -81,37 +80,37 @@ def apply(
     stop_together: "str | Sequence[str] | None" = None,
     checkpoints: "Literal['agreed', 'stock'] | None" = None,
 ) -> None:
-    """Patch NeMo's length syncs and its checkpoint callback in this process; a second call only
-    changes the settings.
+    """Patch NeMo's length syncs and checkpoint callback in this process.
+
+    A second call only changes the settings. A keyword that is not given comes from its variable
+    (timeout: NEMO_PATCHES_TIMEOUT, and so on), then the default. With NEMO_PATCHES_DISABLE=1
+    nothing is patched, and a line says so.
 
     sync: "bounded" (default) waits for the other ranks at most `timeout`; "local" does not
-    communicate.
-        timeout: seconds (default 10) that one encoder call waits. on_timeout: "fallback" (default)
-        continues with this rank's own length; "raise" raises LengthSyncTimeout.
+        communicate.
+    timeout: seconds (default 10) that one encoder call waits.
+    on_timeout: "fallback" (default) continues with this rank's own length; "raise" raises
+        LengthSyncTimeout.
     stall_timeout: seconds (default 60, 0: never) without an encoder call, after which every rank
-    logs where all ranks
-        are. stall_exit: seconds (default 0: never) of such a stall, after which the process ends
-        with exit code 83.
-        on_stall: a command, run once per stall by one rank, with the report as JSON on its standard
+        logs where all ranks are.
+    stall_exit: seconds (default 0: never) of such a stall, after which the process ends with exit
+        code 83.
+    on_stall: a command, run once per stall by one rank, with the report as JSON on its standard
         input.
-    trace: a folder; every rank records its encoder calls there (docs/trace.md), for `nemo-patches
-    diagnose`. "-":
-        a line before and after each call, on stderr. "": no trace. trace_checks: "inputs", "cuda",
-        "barrier", or several, with commas; what they find is logged.
+    trace: a folder; every rank records its encoder calls there (docs/trace.md), for
+        `nemo-patches diagnose`. "-": a line before and after each call, on stderr. "": no trace.
+    trace_checks: "inputs", "cuda", "barrier", or several, with commas; what they find is logged.
     metrics: "stock" (default): WER and BLEU wait for all ranks in every batch of an evaluation;
-    "deferred": their sums
-        are added up once, at its end. stop_together: "training", "evaluation", or both, with a
-        comma: Lightning trainers created from now on get a StopTogether, which drops batches
-        (docs/uneven.md). "": none.
+        "deferred": their sums are added up once, at its end.
+    stop_together: "training", "evaluation", or both, with a comma: Lightning trainers created from
+        now on get a StopTogether, which drops batches (docs/uneven.md). "": none.
     checkpoints: "agreed" (default): all ranks follow rank 0's decisions in NeMo's checkpoint
-    callback, and wait for
-        each other there; CheckpointError if a rank has died. "stock": each rank decides for itself,
-        and may hang.
-    A keyword that is not given comes from its variable (timeout: NEMO_PATCHES_TIMEOUT, and so on),
-    then the default. With NEMO_PATCHES_DISABLE=1 nothing is patched, and a line says so. It applies
-    to this process and the processes that it forks. A spawned one (torch.multiprocessing.spawn,
-    Lightning's ddp_spawn) starts as stock: call apply() in the spawned function, or start the job
-    with `nemo-patches run`.
+        callback, and wait for each other there; CheckpointError if a rank has died. "stock": each
+        rank decides for itself, and may hang.
+
+    It applies to this process and the processes that it forks. A spawned one
+    (torch.multiprocessing.spawn, Lightning's ddp_spawn) starts as stock: call apply() in the
+    spawned function, or start the job with `nemo-patches run`.
 
     Raises SettingsError (a ValueError) for a value that is not allowed, UnsupportedNeMo for a NeMo
     outside the supported range, DriftError if NeMo's code is not as expected (nothing is patched

@@ -1,16 +1,13 @@
-"""Damaged traces: the diagnosis never crashes, and never blames a rank that did nothing; it rather
-knows less.
+"""Damaged traces: the diagnosis never crashes, and never blames a rank that did nothing.
 
-What damage may change, and what not:
+It rather knows less. What damage may change, and what not:
 
 - A file that ends early at the end of a line is the file of a rank that was killed there: nothing
-  tells them apart, but
-  for a round that came on another rank, to which this one must have come. So such a rank, and no
-  other, may be blamed.
+  tells them apart, but for a round that came on another rank, to which this one must have come. So
+  such a rank, and no other, may be blamed.
 - Whatever else happens to a file (lines lost from its middle, bytes changed, another file's lines
-  in it, half a line at
-  its end, or the file gone) may take a verdict away, and put "not enough records" or "no trace of
-  rank N" in its place. It blames nobody else.
+  in it, half a line at its end, or the file gone) may take a verdict away, and put "not enough
+  records" or "no trace of rank N" in its place. It blames nobody else.
 """
 
 from __future__ import annotations

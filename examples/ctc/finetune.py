@@ -1,9 +1,11 @@
-"""Fine-tuning of a FastConformer with a CTC decoder over characters, with NVIDIA NeMo 3.0; not a
-word of nemo_patches.
+"""Fine-tuning of a FastConformer with a CTC decoder over characters, with NVIDIA NeMo 3.0.
 
-    nemo-patches doctor examples/ctc/finetune.yaml trainer.devices=8 ... nemo-patches run --
-    torchrun --nproc-per-node 8 examples/ctc/finetune.py +init_from_nemo_model=pretrained.nemo \\
-        model.train_ds.manifest_filepath=train.json
+Not a word of nemo_patches in it.
+
+    nemo-patches doctor examples/ctc/finetune.yaml trainer.devices=8 ...
+    nemo-patches run -- torchrun --nproc-per-node 8 examples/ctc/finetune.py \\
+        +init_from_nemo_model=pretrained.nemo \\
+        model.train_ds.manifest_filepath=train.json \\
         model.validation_ds.manifest_filepath=validation.json
 
 Manifests are NeMo's: one JSON object per line, with audio_filepath, duration and text. Without a

@@ -1,12 +1,14 @@
-"""NEST self-supervised pre-training with NVIDIA NeMo 3.0, as any training script: not a word of
-nemo_patches in it.
+"""NEST self-supervised pre-training with NVIDIA NeMo 3.0, as any training script.
+
+Not a word of nemo_patches in it.
 
     nemo-patches doctor examples/nest/nest_ddp.yaml model.train_ds.manifest_filepath=train.json ...
-    nemo-patches run -- torchrun --nproc-per-node 8 examples/nest/pretrain.py --config-name nest_ddp
-    \\
-        model.train_ds.manifest_filepath=train.json
+    nemo-patches run -- torchrun --nproc-per-node 8 examples/nest/pretrain.py \\
+        --config-name nest_ddp \\
+        model.train_ds.manifest_filepath=train.json \\
         model.validation_ds.manifest_filepath=validation.json \\
-        model.train_ds.noise_manifest=noise.json model.validation_ds.noise_manifest=noise.json
+        model.train_ds.noise_manifest=noise.json \\
+        model.validation_ds.noise_manifest=noise.json
 
 Manifests are NeMo's: one JSON object per line, with audio_filepath and duration.
 """

@@ -35,9 +35,8 @@ def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> st
     other job.
     """
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if (
-        run == "none"
-    ):  # torchrun's default; it is itself the parent of its ranks, also after a restart
+    # Torchrun's default; it is itself the parent of its ranks, also after a restart.
+    if run == "none":
         run = f"torchrun-{parent}"
     name = run or environment.get("SLURM_JOB_ID", "") or f"port-{store_port}"
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:100]

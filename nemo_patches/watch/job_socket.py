@@ -1,5 +1,6 @@
-"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are. Only its
-owner may.
+"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are.
+
+Only its owner may.
 
 No torch, no port: who may enter the folder, and has this user's id, is answered.
 """

@@ -1,6 +1,4 @@
-"""This rank's latest stall report, a file in the job's folder for `nemo-patches diagnose
-FOLDER`.
-"""
+"""This rank's latest stall report: a file in the job's folder, for `nemo-patches diagnose`."""
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
