@@ -1765,3 +1765,48 @@ def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order()
         )
     found.without_local_ranks()
     assert [fact.at for fact in found.facts.values()] == list(range(8))
+
+
+ENDED_BY_SLURM = """\
+srun: error: sl-2: task 1: Terminated
+slurmstepd-sl-1: error: *** STEP 7.0 ON sl-1 CANCELLED AT 2026-11-26T09:18:32{why} ***
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+srun: error: sl-1: task 0: Terminated
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENDED_BY_SLURM.format(why=""), "The job was ended (Slurm: CANCELLED AT"),
+        (
+            ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE"),
+            "Slurm has requeued the job (Slurm: CANCELLED AT",
+        ),
+        (
+            ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE")
+            + "step 1\nsrun: error: sl-2: task 1: Killed\n",
+            "A rank (which, is not told) was killed (Slurm's task 1 on sl-2: Killed)",
+        ),
+        (
+            "srun: error: sl-2: task 1: Exited with exit code 137",
+            "A rank (which, is not told) was killed (exit code 137 (SIGKILL), says Slurm",
+        ),
+    ],
+    ids=["cancelled", "requeued", "killed after a requeue", "137"],
+)
+def test_how_slurm_ends_a_job(text: str, said: str, tmp_path: Path) -> None:
+    """As Debian's Slurm writes it; srun's own line may come before slurmstepd's."""
+    log = tmp_path / "slurm-7.out"
+    log.write_text(text)
+    report = diagnose_logs([log])
+    assert report.findings[0].text.startswith(said), report.findings
+
+
+def test_a_requeued_job_is_judged_by_its_last_attempt(tmp_path: Path) -> None:
+    text = ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE") + "step 1\n"
+    log = tmp_path / "slurm-7.out"
+    log.write_text(text)
+    report = diagnose_logs([log])
+    assert report.findings[0].id == NOT_ENOUGH
