@@ -219,7 +219,7 @@ def test_a_stall_ends_the_job_with_83_and_the_script_requeues_it_held(
     cluster: Cluster, tmp_folder: Path
 ) -> None:
     lines = (
-        f"srun {TRAINING} fault=STOP@1@20 once=1\n"
+        f"srun --kill-on-bad-exit {TRAINING} fault=STOP@1@20 once=1\n"
         "code=$?\n"
         "echo the step ended with $code\n"
         '[ $code = 83 ] && scontrol requeuehold "$SLURM_JOB_ID"'
