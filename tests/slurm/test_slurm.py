@@ -222,12 +222,12 @@ def test_a_stall_ends_the_job_with_83_and_the_script_requeues_it_held(
         f"srun --kill-on-bad-exit {TRAINING} fault=STOP@1@20 once=1\n"
         "code=$?\n"
         "echo the step ended with $code\n"
-        '[ $code = 83 ] && scontrol requeuehold "$SLURM_JOB_ID"'
+        'case $code in 83|143) scontrol requeuehold "$SLURM_JOB_ID";; esac'
     )
     stall_exit = {**ON, "NEMO_PATCHES_STALL_EXIT": "10"}
     job = Job(cluster, tmp_folder, lines, env=stall_exit)
     job.said("the step ended with")
-    assert "the step ended with 83" in job.text(), job.text()
+    assert "task 0: Exited with exit code 83" in job.text(), job.text()
     until(lambda: "JobHeldUser" in job.info(), 60, "the job is held")
     code, text = diagnosed(cluster, job.log)
     job.cancel()

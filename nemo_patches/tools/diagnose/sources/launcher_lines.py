@@ -414,6 +414,24 @@ class LauncherLines:
                 who = f"torchrun, of local rank {local_rank} (pid {pid})"
                 self._tell(_fate_of(code, who), line, self._rank_of(pid))
 
+    def leave_out_woken(self) -> None:
+        """Slurm wakes a stopped rank to end it: that rank then meets closed connections, of ranks
+        that stall_exit has ended, and was no less silent before.
+        """
+        facts = self._found.facts
+        exits = {
+            fact.rank for fact in facts.values() if fact.fate_text == fates.STALL_EXIT
+        }
+        silent = {
+            fact.rank for fact in facts.values() if fact.fate_kind == fates.SILENT
+        }
+        if exits:
+            self._found.facts = {
+                key: fact
+                for key, fact in facts.items()
+                if fact.fate_kind != fates.CUT or fact.rank not in silent - exits
+            }
+
     def _of_table(self, one: _Failure, first: float) -> Fate | None:
         later = one.at > first + _PATIENCE_S
         of_others = {pid for file, pid in self._sent if file == one.line.file}

@@ -229,6 +229,7 @@ class _Launch:
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
         self.exceptions.finish()
+        self.launcher.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.c10d.finish(evidence, self.by_file)
         not_told = self.found.without_local_ranks()

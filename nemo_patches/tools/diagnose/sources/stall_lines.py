@@ -117,7 +117,7 @@ class StallLines:
                 self._went_on(late, f"it came {recovered[2]} s late", line, own=False)
             self._found.facts.pop((reporter, Place), None)
         elif _STALL_EXIT.search(text):
-            self._found.add(reporter, Fate(fates.TERMINATED, "stall_exit"), line)
+            self._found.add(reporter, Fate(fates.TERMINATED, fates.STALL_EXIT), line)
         elif gave_up := _GAVE_UP.search(text):
             been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
             self._went_on(
