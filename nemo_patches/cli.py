@@ -358,8 +358,8 @@ def stacks(
     job: Annotated[
         Path | None,
         with_value(
-            metavar="DIR",
-            help_="Only ranks that work in this folder.",
+            metavar="JOB",
+            help_="Only ranks of the job of this name, or that work in this folder.",
             show_default="all",
         ),
     ] = None,

@@ -1822,3 +1822,70 @@ def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order()
         )
     found.without_local_ranks()
     assert [fact.at for fact in found.facts.values()] == list(range(8))
+
+
+ENDED_BY_SLURM = """\
+srun: error: sl-2: task 1: Terminated
+slurmstepd-sl-1: error: *** STEP 7.0 ON sl-1 CANCELLED AT 2026-11-26T09:18:32{why} ***
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+srun: error: sl-1: task 0: Terminated
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENDED_BY_SLURM.format(why=""), "The job was ended (Slurm: CANCELLED AT"),
+        (
+            ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE"),
+            "Slurm has requeued the job (Slurm: CANCELLED AT",
+        ),
+        (
+            ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE")
+            + "step 1\nsrun: error: sl-2: task 1: Killed\n",
+            "A rank (which, is not told) was killed (Slurm's task 1 on sl-2: Killed)",
+        ),
+        (
+            "srun: error: sl-2: task 1: Exited with exit code 137",
+            "A rank (which, is not told) was killed (exit code 137 (SIGKILL), says Slurm",
+        ),
+    ],
+    ids=["cancelled", "requeued", "killed after a requeue", "137"],
+)
+def test_how_slurm_ends_a_job(text: str, said: str, tmp_path: Path) -> None:
+    """As Debian's Slurm writes it; srun's own line may come before slurmstepd's."""
+    log = tmp_path / "slurm-7.out"
+    log.write_text(text)
+    report = diagnose_logs([log])
+    assert report.findings[0].text.startswith(said), report.findings
+
+
+def test_a_requeued_job_is_judged_by_its_last_attempt(tmp_path: Path) -> None:
+    text = ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE") + "step 1\n"
+    log = tmp_path / "slurm-7.out"
+    log.write_text(text)
+    report = diagnose_logs([log])
+    assert report.findings[0].id == NOT_ENOUGH
+
+
+def test_a_stopped_rank_that_slurm_has_woken_to_end_it_was_silent(
+    tmp_path: Path,
+) -> None:
+    head = "2026-11-26 09:35:50,441 nemo_patches"
+    waits = "rank 0 (sl-1, pid 156): backward, which reduces the gradients, in plain (training.py:85)"
+    report = report_on(
+        tmp_path,
+        f"{head} WARNING [rank 0/2 sl-1] no step for 7 s. rank 1 (sl-2, pid 119) answers nothing,"
+        f" its connection stands: stopped, or Python's lock (GIL) is held | {waits}",
+        f"{head} ERROR [rank 0/2 sl-1] no step for 17 s, more than stall_exit=10 s, and some wait in"
+        " a collective: this process ends with exit code 83",
+        "srun: error: sl-1: task 0: Exited with exit code 83",
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "/x/training.py", line 85, in plain',
+        "[rank1]:     loss.backward()",
+        "[rank1]: RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.87.0.2]:24785. This is typically",
+        "srun: error: sl-2: task 1: Terminated",
+    )
+    assert report.findings[0].ranks == (1,)
+    assert report.findings[0].text.startswith("Rank 1: it does not answer: stopped")

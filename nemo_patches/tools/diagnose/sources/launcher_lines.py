@@ -190,6 +190,8 @@ class LauncherLines:
         self._ray_lines = 0
         self._lost_node: Line | None = None  # a lost daemon whose node may follow
         self._mpi_rank = NOT_TOLD  # whose exit code may follow
+        # By SIGTERM, says srun; Slurm's reason may follow.
+        self._terminated: list[tuple[Fate, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
         self._finished: Line | None = (
@@ -298,9 +300,12 @@ class LauncherLines:
             told = (
                 Fate(fates.KILLED, f"Slurm's {task}: {how}")
                 if how
-                else _fate_of(code, f"Slurm, of {task}")
+                else _of_exit(code, found[4], f"Slurm, of {task}")
             )
-            self._tell(told, line)
+            if told is not None and told.kind == fates.TERMINATED:
+                self._terminated.append((told, line))
+            else:
+                self._tell(told, line)
 
     def _of_lightning(self, found: re.Match[str], line: Line) -> None:
         fate = _fate_of(
@@ -391,6 +396,9 @@ class LauncherLines:
 
     def finish(self) -> None:
         self._end_ray(NOT_TOLD)
+        for fate, line in self._terminated:
+            if line.file not in self._cancelled:
+                self._tell(fate, line)
         known = {one.pid for one in self._table}
         first = min(
             (one.at for one in self._table if one.at and one.code != -15), default=0.0
@@ -405,6 +413,24 @@ class LauncherLines:
             if pid not in known:
                 who = f"torchrun, of local rank {local_rank} (pid {pid})"
                 self._tell(_fate_of(code, who), line, self._rank_of(pid))
+
+    def leave_out_woken(self) -> None:
+        """Slurm wakes a stopped rank to end it: that rank then meets closed connections, of ranks
+        that stall_exit has ended, and was no less silent before.
+        """
+        facts = self._found.facts
+        exits = {
+            fact.rank for fact in facts.values() if fact.fate_text == fates.STALL_EXIT
+        }
+        silent = {
+            fact.rank for fact in facts.values() if fact.fate_kind == fates.SILENT
+        }
+        if exits:
+            self._found.facts = {
+                key: fact
+                for key, fact in facts.items()
+                if fact.fate_kind != fates.CUT or fact.rank not in silent - exits
+            }
 
     def _of_table(self, one: _Failure, first: float) -> Fate | None:
         later = one.at > first + _PATIENCE_S
@@ -429,6 +455,14 @@ def _fate_of(code: int, who: str) -> Fate | None:
     if -code in _BY_NOBODY_ELSE:
         return Fate(fates.KILLED, text)
     return Fate(fates.ABORTED if code in (-6, STALL_EXIT) else fates.FAILED, text)
+
+
+def _of_exit(code: int, exit_code: str | None, who: str) -> Fate | None:
+    """A program, or a shell, that has ended by a code like 137 itself: srun names real signals."""
+    fate = _fate_of(code, who)
+    if fate is None or code >= 0 or exit_code is None:
+        return fate
+    return Fate(fate.kind, f"exit code {exit_code} ({_SIGNALS[-code]}), says {who}")
 
 
 def _signed(code: str) -> int:

@@ -175,6 +175,7 @@ class _Launch:
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
         self.exceptions.finish()
+        self.launcher.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.c10d.finish(evidence, self.by_file)
         not_told = self.found.without_local_ranks()
@@ -269,8 +270,11 @@ class _Reading:
 
     def _is_next_attempt(self, message: str) -> bool:
         """Of a job that Slurm has requeued: srun and slurmstepd go on after that line."""
-        return self._launch.launcher.is_requeued and not message.startswith(
-            ("srun", "slurmstepd")
+        is_slurms = message.startswith(("srun", "slurmstepd"))
+        return (
+            self._launch.launcher.is_requeued
+            and bool(message.strip())
+            and not is_slurms
         )
 
     def _begin_launch(self) -> None:

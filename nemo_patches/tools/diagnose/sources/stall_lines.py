@@ -116,7 +116,7 @@ class StallLines:
                 self._went_on(late, text, line, own=False)
             self._found.facts.pop((reporter, Place), None)
         elif _STALL_EXIT.search(text):
-            self._found.add(reporter, Fate(fates.TERMINATED, "stall_exit"), line)
+            self._found.add(reporter, Fate(fates.TERMINATED, fates.STALL_EXIT), line)
         elif _WENT_ON.search(text):
             self._went_on(reporter, text, line)
         elif report_in := _REPORT_IN.search(text):
