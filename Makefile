@@ -21,7 +21,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 # Each test starts processes, and each would compile the tests and all of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-picture check test test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -31,6 +31,7 @@ help:
 	@echo "make demo-picture  the same, and docs/pictures/demo.svg anew"
 	@echo "make check      lint, and the tests that need neither torch nor NeMo, for every day"
 	@echo "make test       lint, types, and all tests, on NeMo $(NEMO_VERSIONS)"
+	@echo "make test-hosts  jobs on several hosts, made of namespaces (root, iproute2, iptables): what fails there, and who is named"
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
@@ -87,12 +88,17 @@ FROM_THE_WHEEL = diagnose diagnose_fault_free evidence judge one_folder one_judg
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "$(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
 		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, five files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m alone
+	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not hosts"
+
+# Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
+test-hosts: .venv/nemo-$(FIRST)/ready
+	@echo "== hosts made of namespaces, with NeMo $(FIRST)"
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 3 tests/hosts
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)

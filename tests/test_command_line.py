@@ -272,11 +272,6 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
         (tmp_path / name).chmod(mode)
     for line, code, said in (
         ("doctor conf", 2, "conf/closed: Permission denied"),
-        (
-            "doctor --fix --write kept.yaml",
-            2,
-            "kept.yaml: read-only; nothing was written",
-        ),
         ("diagnose logs", 1, "not read, or in part: logs/closed: Permission denied"),
         (
             "diagnose traces",

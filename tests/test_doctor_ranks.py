@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import ADDRESSES, HOSTS, move_to, two_hosts
+from hosts.cluster import Host, made_hosts
 from interpreters import CHECKOUT, environment, run
 from ranks import free_port
 
@@ -287,29 +287,30 @@ def test_slurms_variables_are_a_place() -> None:
     ).has_server
 
 
-def on_two_hosts(commands: list[list[str]]) -> list[tuple[int, str, str]]:
-    """The exit code, output and errors of each of two commands, one on each host."""
-    with two_hosts():
-        processes = []
-        try:
-            for host, command in zip(HOSTS, commands, strict=True):
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=environment(CHECKOUT),
-                        preexec_fn=lambda host=host: move_to(host),
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                        start_new_session=True,
-                    )
+def on_hosts(
+    hosts: list[Host], commands: list[list[str]]
+) -> list[tuple[int, str, str]]:
+    """The exit code, output and errors of each command, one on each host."""
+    processes = []
+    try:
+        for host, command in zip(hosts, commands, strict=True):
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env=environment(CHECKOUT),
+                    preexec_fn=host.move_here,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
                 )
-            texts = [process.communicate(timeout=LIMIT) for process in processes]
-        finally:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+            )
+        texts = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     return [
         (process.returncode, *text)
         for process, text in zip(processes, texts, strict=True)
@@ -323,7 +324,7 @@ def test_two_hosts_under_torchrun() -> None:
         "--nproc-per-node",
         "1",
         "--master-addr",
-        ADDRESSES[0],
+        "10.88.0.1",
         "--master-port",
         "29500",
     ]
@@ -331,8 +332,9 @@ def test_two_hosts_under_torchrun() -> None:
         [*TORCHRUN, *where, "--node-rank", node, *DOCTOR, "--json"]
         for node in ("0", "1")
     ]
-    (code, out, error), (other, *_) = on_two_hosts(commands)
+    with made_hosts() as hosts:
+        (code, out, error), (other, *_) = on_hosts(hosts, commands)
     assert (code, other) == (0, 0), error
     (report,) = json.loads(out)
-    assert [rank["host"] for rank in report["ranks"]] == list(HOSTS)
+    assert [rank["host"] for rank in report["ranks"]] == [host.name for host in hosts]
     assert report["findings"] == []

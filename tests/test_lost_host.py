@@ -16,7 +16,7 @@ from typing import Any
 
 import encoders
 import pytest
-from hosts import CABLE, THREE, address_of, move_to, three_hosts, unplug
+from hosts.cluster import CARD, Host, made_hosts
 from ranks import (
     REPORT_S,
     SLACK_S,
@@ -35,14 +35,14 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
 STALL_TIMEOUT = 4.0
 LOST_S = 26  # by then the kernel has given up the connections
-HOST_OF = (THREE[0], THREE[0], THREE[1], THREE[2])  # by rank
+HOST_OF = (0, 0, 1, 2)  # by rank
 LIMIT_S = 200
 
 
 @pytest.fixture
-def hosts() -> Iterator[None]:
-    with three_hosts():
-        yield
+def hosts() -> Iterator[list[Host]]:
+    with made_hosts("abc") as made:
+        yield made
 
 
 def meet(folder: str, event: str, rank: int, ranks: range) -> None:
@@ -53,18 +53,18 @@ def meet(folder: str, event: str, rank: int, ranks: range) -> None:
     )
 
 
-def loses_power(rank: int, size: int, port: int, folder: str) -> Any:
+def loses_power(rank: int, size: int, port: int, folder: str, hosts: list[Host]) -> Any:
     """The host of ranks 0 and 1, with the job's store, is gone; ranks 2 and 3 are on hosts of their
     own.
     """
-    move_to(HOST_OF[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = CABLE
-    join_group(rank, size, port, host=address_of(THREE[0]))
+    hosts[HOST_OF[rank]].move_here()
+    os.environ["GLOO_SOCKET_IFNAME"] = CARD
+    join_group(rank, size, port, host=hosts[0].address)
     encoder = in_step(timeout=TIMEOUT)
     meet(folder, "before", rank, range(size))
     if rank < 2:
         if rank == 0:
-            unplug(THREE[0])
+            hosts[0].ip("link", "set", CARD, "down")
             Path(folder, "unplugged").touch()
         wait_until(Path(folder, "unplugged").exists)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -95,20 +95,20 @@ def loses_power(rank: int, size: int, port: int, folder: str) -> Any:
 
 
 def test_a_host_without_power_is_named_and_no_living_rank_with_it(
-    hosts: None, tmp_path: Path
+    hosts: list[Host], tmp_path: Path
 ) -> None:
     results = run_ranks(
-        loses_power, 4, free_port(), str(tmp_path), group=False, dies=(0, 1)
+        loses_power, 4, free_port(), str(tmp_path), hosts, group=False, dies=(0, 1)
     )
     of_a = (
-        r"all ranks of nemo-patches-a \(0-1\): their connections were lost \d+ s ago:"
+        r"all ranks of nemo-a \(0-1\): their connections were lost \d+ s ago:"
         r" the host or the network"
     )
     for result in results[2:]:
         call, report, missing, unknown = result.value
         assert call < TIMEOUT + SLACK_S
         assert report < TIMEOUT + REPORT_S
-        assert missing == [(0, "no heartbeat", THREE[0]), (1, "no heartbeat", THREE[0])]
+        assert missing == [(0, "no heartbeat", "nemo-a"), (1, "no heartbeat", "nemo-a")]
         assert unknown == ""
         (line,) = result.lines("not every rank's length came within")
         assert re.search(rf"Missing: ranks 0-1 of 4 \| {of_a}$", line), line
@@ -120,13 +120,9 @@ def test_a_host_without_power_is_named_and_no_living_rank_with_it(
 
 PROGRAM = """
 import os, signal, sys, time
-rank, port, folder = int(sys.argv[1]), *sys.argv[2:]
-sys.path.insert(0, folder)
-from hosts import CABLE, THREE, address_of, move_to
-move_to(THREE[rank])
-os.environ.update(RANK=str(rank), WORLD_SIZE="3", GLOO_SOCKET_IFNAME=CABLE)
 import torch, torch.distributed as dist
-store = f"tcp://{address_of(THREE[0])}:{port}"
+rank, store = int(sys.argv[1]), sys.argv[2]
+os.environ.update(RANK=str(rank), WORLD_SIZE="3", GLOO_SOCKET_IFNAME="eth0")
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
 from nemo_patches.watch import subscriber
 
@@ -142,24 +138,21 @@ for step in range(100):
 
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_rank_is_named_before_the_error_that_follows_ends_the_others(
-    killed: int, hosts: None, tmp_path: Path
+    killed: int, hosts: list[Host], tmp_path: Path
 ) -> None:
-    port = str(free_port())
+    store = f"tcp://{hosts[0].address}:{free_port()}"
     logs = [tmp_path / f"{rank}.log" for rank in range(3)]
     processes = []
     try:
         for rank, log in enumerate(logs):
             program = PROGRAM.replace("KILLED", str(killed))
-            command = [
-                sys.executable,
-                "-c",
-                program,
-                str(rank),
-                port,
-                str(Path(__file__).parent),
-            ]
+            command = [sys.executable, "-c", program, str(rank), store]
             with log.open("w") as stderr:
-                processes.append(subprocess.Popen(command, stderr=stderr))
+                processes.append(
+                    subprocess.Popen(
+                        command, stderr=stderr, preexec_fn=hosts[rank].move_here
+                    )
+                )
         codes = [process.wait(LIMIT_S) for process in processes]
     finally:
         for process in processes:
@@ -173,7 +166,7 @@ def test_a_killed_rank_is_named_before_the_error_that_follows_ends_the_others(
             line for line in stderr.splitlines() if " nemo_patches WARNING " in line
         ]
         who = re.escape(
-            f"rank {killed} of 3 | rank {killed} ({THREE[killed]}, pid"
+            f"rank {killed} of 3 | rank {killed} ({hosts[killed].name}, pid"
             f" {processes[killed].pid})"
         )
         assert re.search(rf"this job: gone: {who}: its process has gone$", line), line

@@ -20,7 +20,7 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from hosts import HOSTS, ip, move_to, two_hosts
+from hosts.cluster import CARD, Host, made_hosts
 from ranks import (
     REPORT_S,
     SLACK_S,
@@ -41,25 +41,25 @@ TIMEOUT = 2.0  # ranks 0 and 1 are on the first host, rank 2 on the second
 
 
 @pytest.fixture
-def hosts() -> Iterator[None]:
-    with two_hosts():
-        yield
+def hosts() -> Iterator[list[Host]]:
+    with made_hosts() as made:
+        yield made
 
 
-def cut() -> None:
-    for host, other, cable in ((HOSTS[0], 2, "cable-a"), (HOSTS[1], 1, "cable-b")):
-        wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
-        ip("-n", host, "neigh", "replace", f"10.77.0.{other}", *wrong, "dev", cable)
+def cut(hosts: list[Host]) -> None:
+    wrong = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", CARD)
+    for host, other in (hosts, reversed(hosts)):
+        host.ip("neigh", "replace", other.address, *wrong)
 
 
-def parted(rank: int, size: int, port: int, folder: str) -> Any:
-    move_to(HOSTS[rank // 2])
-    os.environ["GLOO_SOCKET_IFNAME"] = "cable-a" if rank < 2 else "cable-b"
-    join_group(rank, size, port, host="10.77.0.1")
+def parted(rank: int, size: int, port: int, folder: str, hosts: list[Host]) -> Any:
+    hosts[rank // 2].move_here()
+    os.environ["GLOO_SOCKET_IFNAME"] = CARD
+    join_group(rank, size, port, host=hosts[0].address)
     encoder = in_step(timeout=TIMEOUT)
     meet(folder, "before", rank, size)
     if rank == 0:
-        cut()
+        cut(hosts)
     meet(folder, "after", rank, size)
     began = time.monotonic()
     call = encoders.sync(encoder, 200 + rank)
@@ -97,28 +97,28 @@ def meet(folder: str, event: str, rank: int, size: int) -> None:
 
 
 def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(
-    hosts: None, tmp_path: Path
+    hosts: list[Host], tmp_path: Path
 ) -> None:
-    results = run_ranks(parted, 3, free_port(), str(tmp_path), group=False)
+    results = run_ranks(parted, 3, free_port(), str(tmp_path), hosts, group=False)
     for result in results:
         call, report, _, _ = result.value
         assert call < TIMEOUT + SLACK_S
         assert report < TIMEOUT + REPORT_S
     for result in results[:2]:  # with the store
         _, _, missing, unknown = result.value
-        assert missing == [(2, "no heartbeat", HOSTS[1])]
+        assert missing == [(2, "no heartbeat", "nemo-b")]
         assert unknown == ""
         assert result.lines(
-            "Missing: rank 2 of 3 | all ranks of nemo-patches-b (2): its connection was lost "
+            "Missing: rank 2 of 3 | all ranks of nemo-b (2): its connection was lost "
         )
     _, _, missing, unknown = results[2].value
-    assert missing == [(0, "no heartbeat", HOSTS[0]), (1, "no heartbeat", HOSTS[0])]
+    assert missing == [(0, "no heartbeat", "nemo-a"), (1, "no heartbeat", "nemo-a")]
     assert unknown == ""
-    of_a = "all ranks of nemo-patches-a (0-1): their connections were lost "
+    of_a = "all ranks of nemo-a (0-1): their connections were lost "
     assert results[2].lines(
         "not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}"
     )
-    of_b = "all ranks of nemo-patches-b (2): its connection was lost "
+    of_b = "all ranks of nemo-b (2): its connection was lost "
     for result, apart in zip(results, (of_b, of_b, of_a), strict=True):
         (line, *_) = result.lines(
             "WARNING", "no encoder call for "
@@ -130,16 +130,16 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(
         assert ": monitored_barrier, in parted (test_partition.py:" in groups[1]
 
 
-def vanishing(rank: int, size: int, port: int, folder: str) -> Any:
+def vanishing(rank: int, size: int, port: int, folder: str, hosts: list[Host]) -> Any:
     """The store's host vanishes, with rank 0: rank 1 is elsewhere, rank 2 waits."""
-    move_to(HOSTS[rank > 0])
-    os.environ["GLOO_SOCKET_IFNAME"] = "cable-a" if rank == 0 else "cable-b"
-    join_group(rank, size, port, host="10.77.0.1")
+    hosts[min(rank, 1)].move_here()
+    os.environ["GLOO_SOCKET_IFNAME"] = CARD
+    join_group(rank, size, port, host=hosts[0].address)
     encoder = in_step(timeout=TIMEOUT)
     said = Said()
     meet(folder, "before", rank, size)
     if rank == 0:
-        cut()
+        cut(hosts)
     meet(folder, "after", rank, size)
     if rank < 2:
         nemo_patches.apply(timeout=TIMEOUT, stall_timeout=STALL_TIMEOUT)
@@ -157,17 +157,17 @@ def vanishing(rank: int, size: int, port: int, folder: str) -> Any:
 
 
 def test_a_store_whose_host_has_vanished_holds_up_no_report(
-    hosts: None, tmp_path: Path
+    hosts: list[Host], tmp_path: Path
 ) -> None:
-    results = run_ranks(vanishing, 3, free_port(), str(tmp_path), group=False)
+    results = run_ranks(vanishing, 3, free_port(), str(tmp_path), hosts, group=False)
     report, missing, unknown = results[2].value
     assert report < TIMEOUT + REPORT_S
     assert missing == [(0, "no heartbeat"), (1, "elsewhere")]
     assert unknown == ""
-    of_a = "all ranks of nemo-patches-a (0): its connection was lost "
+    of_a = "all ranks of nemo-a (0): its connection was lost "
     assert results[2].lines(
         "not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}"
     )
     (line, *_) = results[2].lines("no encoder call for ")
     assert f". {of_a}" in line and " s ago: the host or the network | " in line
-    assert "rank 1 (nemo-patches-b, pid " in line and "meet (" in line
+    assert "rank 1 (nemo-b, pid " in line and "meet (" in line

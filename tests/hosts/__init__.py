@@ -1,0 +1,1 @@
+"""Real NeMo on several hosts, which are namespaces of this machine: `make test-hosts`."""

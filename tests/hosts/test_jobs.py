@@ -1,0 +1,232 @@
+"""Jobs on made hosts that go on: healthy ones, restarts, smaller worlds, networks that heal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts.cluster import CARD, made_hosts, skip_unless_allowed
+from hosts.job import Wanted
+from hosts.running_job import SAYS_S, SETTINGS, START_S, Job, started
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+
+STEPS = 12
+HEALTHY = dict.fromkeys(SETTINGS, "120")  # seconds: none waits in vain
+OUTAGE_S = 30
+
+
+@contextlib.contextmanager
+def job(
+    folder: Path, hosts: str = "ab", made: dict[str, Any] | None = None, **settings: Any
+) -> Iterator[Job]:
+    """On hosts of its own."""
+    folder.mkdir(exist_ok=True)
+    there = made_hosts(hosts, folder, **(made or {}))
+    with there as each, started(Job(each, folder, **settings)) as running:
+        yield running
+
+
+def all_losses(running: Job) -> list[list[str]]:
+    return [running.losses(rank) for rank in range(running.size)]
+
+
+def said(running: Job) -> list[str]:
+    return [line for rank in range(running.size) for line in running.warnings(rank)]
+
+
+def test_a_healthy_job_has_the_losses_of_stock_and_says_nothing(tmp_path: Path) -> None:
+    want = Wanted(per_host=2, steps=STEPS)
+    with job(tmp_path / "stock", want=want, NEMO_PATCHES_DISABLE="1") as stock:
+        assert stock.codes(START_S) == [0, 0], stock.told()
+        assert said(stock) == []
+    with job(tmp_path / "patched", want=want, **HEALTHY) as patched:
+        assert patched.codes(START_S) == [0, 0], patched.told()
+        assert said(patched) == []
+        assert patched.lines(0, "patched on all 4 ranks")
+    assert all_losses(patched) == all_losses(stock)
+    assert [len(losses) for losses in all_losses(patched)] == [STEPS] * 4
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_killed_rank_is_named_before_the_error_that_follows(
+    killed: int, tmp_path: Path
+) -> None:
+    with job(tmp_path, "abc") as running:
+        running.until_it_trains()
+        running.signal(killed, "KILL")
+        for rank in {0, 1, 2} - {killed}:
+            running.until_told(rank, rf"gone: rank {killed} of 3 .* process has gone")
+            assert running.accused(rank) == {killed}
+
+
+@pytest.mark.hosts
+def test_a_killed_rank_is_started_again_with_all_others(tmp_path: Path) -> None:
+    with job(tmp_path, restarts=1) as running:
+        running.until_it_trains()
+        running.signal(1, "KILL")
+        running.until(
+            lambda: all("attempt 1" in running.log(rank) for rank in (0, 1)),
+            START_S,
+            "restarted",
+        )
+        before = [len(losses) for losses in all_losses(running)]
+        running.until(
+            lambda: all(
+                len(now) > then + STEPS
+                for now, then in zip(all_losses(running), before, strict=True)
+            ),
+            START_S,
+            "training again",
+        )
+        running.until(
+            lambda: len(running.lines(0, "patched on all 2 ranks")) == 2,
+            SAYS_S,
+            "patched on all ranks, twice",
+        )
+        for rank in range(2):
+            assert running.accused(rank) <= {1}
+
+
+@pytest.mark.hosts
+def test_stall_exit_ends_all_ranks_and_the_job_begins_again(tmp_path: Path) -> None:
+    with job(tmp_path, restarts=1, NEMO_PATCHES_STALL_EXIT="8") as running:
+        running.until_it_trains()
+        (tmp_path / "fault.1").write_text("sleep")
+        for rank in (0, 1):
+            running.until_told(rank, "this process ends with exit code 83")
+        running.until(
+            lambda: all("attempt 1" in running.log(rank) for rank in (0, 1)),
+            START_S,
+            "restarted",
+        )
+        before = [len(losses) for losses in all_losses(running)]
+        running.until(
+            lambda: all(
+                len(now) > then + STEPS
+                for now, then in zip(all_losses(running), before, strict=True)
+            ),
+            START_S,
+            "training again",
+        )
+        for rank in range(2):
+            assert running.accused(rank) <= {1}
+
+
+@pytest.mark.hosts
+def test_without_a_host_the_others_begin_again_in_a_smaller_world(
+    tmp_path: Path,
+) -> None:
+    with job(
+        tmp_path, "abc", restarts=2, nodes="2:3", NEMO_PATCHES_STALL_EXIT="8"
+    ) as running:
+        running.until_it_trains()
+        running.hosts[2].lose_power()
+        running.until(
+            lambda: all("of 2 starts" in running.log(rank) for rank in (0, 1)),
+            START_S,
+            "restarted",
+        )
+        running.until(
+            lambda: running.lines(0, "patched on all 2 ranks"), START_S, "patched"
+        )
+        for rank in range(2):
+            assert running.accused(rank) <= {2}, running.told()
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_a_network_that_heals_in_time_costs_no_step(
+    per_host: int, tmp_path: Path
+) -> None:
+    """30 s, as where a switch restarts: the length sync and the reports live on."""
+    with job(tmp_path, want=Wanted(per_host)) as running:
+        every = range(running.size)
+        running.until_it_trains()
+        running.hosts[1].ip("link", "set", CARD, "down")
+        with contextlib.suppress(AssertionError):  # nothing ends an outage but time
+            running.until(lambda: False, OUTAGE_S, "over")
+        steps = [len(losses) for losses in all_losses(running)]
+        running.hosts[1].ip("link", "set", CARD, "up")
+        running.until(
+            lambda: all(
+                len(now) > then + STEPS
+                for now, then in zip(all_losses(running), steps, strict=True)
+            ),
+            START_S,
+            "training again",
+        )
+        for rank in every:
+            running.until_told(rank, "INFO .*encoder calls go on")
+        last = running.size - 1
+        running.signal(last, "STOP")  # and that is named as ever
+        for rank in every[:-1]:
+            running.until_told(
+                rank, rf"WARNING .*rank {last} \(nemo-b, pid \d+\) answers nothing"
+            )
+
+
+@pytest.mark.hosts
+def test_a_rank_that_is_late_is_named_once_and_then_all_is_well(tmp_path: Path) -> None:
+    """It joins 20 s after the others: no report, for nothing has begun."""
+    with job(tmp_path, want=Wanted(steps=STEPS, late_s={1: 20.0})) as running:
+        assert running.codes(START_S) == [0, 0], running.told()
+        assert running.accused(0) <= {1}
+        assert running.accused(1) == set()
+        assert running.lines(0, "patched on all 2 ranks")
+
+
+NAMES = {
+    "a loopback address for its own name": {
+        letter: f"127.0.1.1 nemo-{letter}\n" for letter in "ab"
+    },
+    "names that do not resolve": {"a": "", "b": ""},
+}
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("names", [pytest.param(v, id=k) for k, v in NAMES.items()])
+def test_where_names_are_wrong_the_ranks_meet_by_the_jobs_address(
+    names: dict[str, str], tmp_path: Path
+) -> None:
+    address = ("10.88.0.1", "29511")
+    want = Wanted(steps=STEPS, address=address)
+    with job(tmp_path, made={"names": names}, want=want, **HEALTHY) as running:
+        assert running.codes(START_S) == [0, 0], running.told()
+        assert said(running) == []
+        assert running.lines(0, "patched on all 2 ranks")
+
+
+@pytest.mark.hosts
+def test_where_there_is_only_ipv6(tmp_path: Path) -> None:
+    want = Wanted(steps=STEPS, address=("fd88::1", "29511"))
+    made = {"only_six": True}
+    endpoint = "[fd88::1]:29400"
+    with job(tmp_path, made=made, want=want, endpoint=endpoint, **HEALTHY) as running:
+        assert running.codes(START_S) == [0, 0], running.told()
+        assert said(running) == []
+        assert running.lines(0, "patched on all 2 ranks")
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("verdict", ["DROP", "REJECT"])
+def test_a_firewall_that_closes_while_a_job_runs_hides_no_fault(
+    verdict: str, tmp_path: Path
+) -> None:
+    """Nothing new may connect; what is connected stays."""
+    skip_unless_allowed("iptables")
+    rule = ("-i", CARD, "-p", "tcp", "--syn", "-j", verdict)
+    with job(tmp_path) as running:
+        running.until_it_trains()
+        for host in running.hosts:
+            host.firewall("-A", "INPUT", *rule)
+        running.until_it_trains(len(running.losses(0)) + STEPS)
+        assert said(running) == []
+        running.signal(1, "STOP")
+        running.until_told(0, r"WARNING .*rank 1 \(nemo-b, pid \d+\) answers nothing")
+        assert running.accused(0) == {1}
