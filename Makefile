@@ -37,6 +37,7 @@ help:
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
 	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
+	@echo "make test-slurm  the commands and what Slurm leaves behind, on a real Slurm of namespaces; needs root and Debian's packages"
 	@echo "make test-vendored  the scenarios on NeMo with its diff, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
 	@echo "make golden     tests/golden anew: all that each command prints, for its inputs there"
@@ -178,6 +179,12 @@ define test_the_wheel
 	$2/bin/python -m pip install -q --no-deps --force-reinstall .venv/wheel/dist/*.whl
 	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel $(WITHOUT_TORCH)
 endef
+
+# On a Slurm of its own, made of namespaces: Debian's packages and root; without them the tests are skipped, by name.
+.PHONY: test-slurm
+test-slurm: .venv/nemo-$(FIRST)/ready
+	@echo "== tests on a real Slurm"
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 10 tests/slurm
 
 test-matrix: $(MATRIX:%=matrix-%)
 

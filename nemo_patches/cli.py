@@ -306,7 +306,8 @@ def diagnose(
     job: Annotated[
         str | None,
         with_value(
-            metavar="DIR", help_="A running job, by the folder in which it runs."
+            metavar="JOB",
+            help_="A running job, by its name or the folder in which it runs.",
         ),
     ] = None,
     pids: Annotated[

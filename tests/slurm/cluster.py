@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2"
@@ -99,7 +99,10 @@ class Cluster:
                 host.wait()
 
     def on(
-        self, host: str, command: str, limit_s: float = 60.0, env: Mapping[str, str] = {}
+        self,
+        host: str,
+        command: str,
+        limit_s: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run it as in a login shell on that host, which has no variables of Slurm."""
         return subprocess.run(
@@ -111,7 +114,7 @@ class Cluster:
             errors="replace",
             timeout=limit_s,
             cwd=self._shared,
-            env={"PATH": SHELL_PATH, "HOME": "/root", "LANG": "C.UTF-8", **env},
+            env={"PATH": SHELL_PATH, "HOME": "/root", "LANG": "C.UTF-8"},
         )
 
     def restart_node(self, host: str) -> None:
@@ -146,10 +149,10 @@ class Cluster:
             if host == LOGIN:
                 continue
             cable = f"p{number}"
-            ends = ["name", cable, "type", "veth", "peer", "name", "eth0"]
+            add = f"ip link add name {cable} type veth peer name eth0 netns"
             subprocess.run(
-                ["nsenter", "-t", str(self._pids[LOGIN]), "-n", "--", "ip", "link"]
-                + ["add", *ends, "netns", str(self._pids[host])],
+                f"nsenter -t {self._pids[LOGIN]} -n -- {add} {self._pids[host]}",
+                shell=True,
                 check=True,
             )
             self._run(LOGIN, f"ip link set {cable} master br0 up")
@@ -170,9 +173,20 @@ class Cluster:
     def _boot(self, host: str) -> None:
         with (self._folder / f"{host}.boot").open("wb") as log:
             self._hosts[host] = subprocess.Popen(
-                ["unshare", "--mount", "--uts", "--ipc", "--net", "--pid", "--fork"]
-                + ["--kill-child", "bash", "-c", _HOST, "host", host]
-                + [str(self._folder), str(self._shared)],
+                [
+                    *[
+                        "unshare",
+                        "--mount",
+                        "--uts",
+                        "--ipc",
+                        "--net",
+                        "--pid",
+                        "--fork",
+                        "--kill-child",
+                    ],
+                    *("bash", "-c", _HOST, "host", host),
+                    *(str(self._folder), str(self._shared)),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from cluster import LOGIN, Cluster, until
 
 CHECKOUT = Path(__file__).parents[2]
 TRAINING = f"{sys.executable} {Path(__file__).with_name('training.py')}"
-ON = {"PYTHONPATH": str(CHECKOUT)}  # what switches nemo_patches on in all that a job starts
+ON = {
+    "PYTHONPATH": str(CHECKOUT)
+}  # what switches nemo_patches on in all that a job starts
 ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 _SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -31,7 +35,7 @@ class Job:
         folder: Path,
         lines: str,
         options: str = "-N 2 --ntasks-per-node=1",
-        env: dict[str, str] = {},
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.cluster = cluster
         self.folder = folder
@@ -57,8 +61,9 @@ class Job:
     def said(self, pattern: str, times: int = 1, limit_s: float = 120.0) -> str:
         """Wait until its log has the pattern so often; the last line with it."""
         until(
-            lambda: len(re.findall(pattern, self.text())) >= times
-            or self.state() in ENDS,
+            lambda: (
+                len(re.findall(pattern, self.text())) >= times or self.state() in ENDS
+            ),
             limit_s,
             f"{pattern!r}, {times} times, in {self.text()[-3000:]}",
         )
@@ -99,5 +104,3 @@ class Job:
         host, pid = self.pid(rank)
         done = self.cluster.on(host, f"kill -{name} {pid}")
         assert done.returncode == 0, done.stdout
-
-

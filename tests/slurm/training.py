@@ -1,6 +1,6 @@
 """One task of a training job under srun, with not a word of nemo_patches: `training.py KEY=VALUE ...`
 
-kind: plain (torch's DDP alone), lightning, or nemo (a small Conformer-CTC). steps, pace_s, workers.
+kind: bare (no torch), plain (torch's DDP alone), lightning, or nemo (a small Conformer-CTC). steps, pace_s, workers.
 fault=WHAT@RANK@STEP: what happens to that rank there. once: only before the first requeue.
 requeue=SIGNAL: Lightning's own requeueing, by that signal. timeout_s: of the process group.
 """
@@ -38,7 +38,7 @@ def read_shard() -> None:
 def fault_at(step: int) -> None:
     what, rank, at = (*GIVEN.get("fault", "").split("@"), "", "")[:3]
     is_over = "once" in GIVEN and ATTEMPT > 0
-    if not what or is_over or RANK != int(rank) or step != int(at):
+    if not what or is_over or int(rank) != RANK or step != int(at):
         return
     say(f"fault {what} at step {step}")
     if what == "sleep":
@@ -48,13 +48,19 @@ def fault_at(step: int) -> None:
     elif what.isdecimal():
         os._exit(int(what))
     else:
-        os.kill(os.getpid(), signal.Signals[what])
+        os.kill(os.getpid(), signal.Signals[f"SIG{what}"])
 
 
 def step_done(step: int, loss: float) -> None:
     if step < 3 or step % 10 == 0:
         say(f"step {step} loss {loss:.6f}")
     time.sleep(PACE_S)
+
+
+def bare() -> None:
+    for step in range(STEPS):
+        fault_at(step)
+        step_done(step + 1, 0.0)
 
 
 def first_host() -> str:
@@ -97,7 +103,7 @@ def trainer() -> Any:
         ) -> None:
             step_done(trainer.global_step, float(out["loss"]))
 
-    wanted = signal.Signals[GIVEN.get("requeue", "SIGUSR2")]
+    wanted = signal.Signals[f"SIG{GIVEN.get('requeue', 'USR2')}"]
     return pl.Trainer(
         plugins=[SLURMEnvironment(requeue_signal=wanted)],
         accelerator="cpu",
@@ -160,5 +166,7 @@ def nemo() -> None:
 
 if __name__ == "__main__":
     say(f"starts on {os.uname().nodename}, pid {os.getpid()}, attempt {ATTEMPT}")
-    {"plain": plain, "lightning": lightning, "nemo": nemo}[GIVEN.get("kind", "plain")]()
+    {"bare": bare, "plain": plain, "lightning": lightning, "nemo": nemo}[
+        GIVEN.get("kind", "plain")
+    ]()
     say("training has ended")

@@ -16,6 +16,7 @@ from nemo_patches.tools.options import choice, switch, with_value
 SEVERITIES = ("note", "warning", "error")
 FORMATS = ("text", "github", "sarif")
 
+
 def _given(option: Any, default: Any = None) -> Any:
     return field(default=default, metadata={"typer": option})
 

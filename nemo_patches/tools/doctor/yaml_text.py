@@ -184,8 +184,9 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             tree = {}
             for name, (key, child) in self._entries(node, keys).items():
-                tree[name] = self.value((*keys, name), child)
-                self.key_nodes[(*keys, name)] = key
+                path = (*keys, name)
+                tree[name] = self.value(path, child)
+                self.key_nodes[path] = key
             return tree
         try:
             value = self._scalars.construct_object(node)
