@@ -1,5 +1,5 @@
-"""Lines of torch's process groups: time-outs of NCCL's watchdog, Gloo and the store, and torch's
-own reports.
+"""Lines of torch's process groups:
+time-outs of NCCL's watchdog, Gloo and the store, and torch's own reports.
 """
 
 from __future__ import annotations

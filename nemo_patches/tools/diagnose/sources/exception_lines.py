@@ -1,5 +1,5 @@
-"""Exceptions that ended ranks, from tracebacks in a log: the type, its message and the user's
-innermost frames.
+"""Exceptions that ended ranks, from tracebacks in a log:
+the type, its message and the user's innermost frames.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _CONTINUES = re.compile(
     r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)"
 )  # a message, for sure
 _LAST_ERROR = "Last error:"
-_BEGINS = re.compile(
-    r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])"
-)  # rich draws a frame
+# Rich draws a frame.
+_BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")
 # torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
 _PASSED_ON = "CheckpointException"
@@ -70,9 +69,8 @@ _FATAL = re.compile(
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
 _IGNORED = re.compile(r"Exception ignored in")
-_IN_THREAD = re.compile(
-    r"Exception in thread ([^\s:(]{1,80})"
-)  # which ends that thread, and not its process
+# Which ends that thread, and not its process.
+_IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")
 # Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
@@ -82,10 +80,8 @@ _OF_LAUNCHERS = re.compile(
 _BY_OTHERS = re.compile(
     r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt"
 )
-_MISMATCHES = (
-    "Detected mismatch",
-    "DDP expects same model",
-)  # that ranks found in one another
+# That ranks found in one another.
+_MISMATCHES = ("Detected mismatch", "DDP expects same model")
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken"
     r" pipe|remote peer|has left|"
@@ -128,9 +124,8 @@ class _Error:
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        if (
-            _LAST_ERROR in self.lines[:-1]
-        ):  # NCCL's first line is its kind, the line after this one what happened
+        # NCCL's first line is its kind, the line after this one what happened.
+        if _LAST_ERROR in self.lines[:-1]:
             message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
         return shown(f"{kind}: {message}" if message else kind)
 
@@ -155,9 +150,8 @@ class _Writing:
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    in_traceback: bool = (
-        False  # without a prefix, so its lines have none of logs.py's needles
-    )
+    # Without a prefix, so its lines have none of logs.py's needles.
+    in_traceback: bool = False
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
     thread: str = ""  # that it ended, if it is not the main one
@@ -173,21 +167,17 @@ class ExceptionLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._writing: dict[int, _Writing] = {}
-        self._stray: dict[
-            int, _Writing
-        ] = {}  # by rank, the last that was written without a prefix
-        self._fatal: dict[
-            int, int
-        ] = {}  # by writer, the rank that what is being written without a prefix ended
+        # By rank, the last that was written without a prefix.
+        self._stray: dict[int, _Writing] = {}
+        # By writer, the rank that what is being written without a prefix ended.
+        self._fatal: dict[int, int] = {}
         self._skips = 0  # lines
         self._labels: dict[str, int] = {}  # before lines, and the key of their writer
         self._label = ""  # perhaps another one: the next line tells
-        self._spawned = (  # which process it was that torch.multiprocessing had started
-            ""
-        )
-        self._raised_elsewhere: dict[
-            int, _Error
-        ] = {}  # by rank, what others say that it has raised
+        # Which process it was that torch.multiprocessing had started.
+        self._spawned = ""
+        # By rank, what others say that it has raised.
+        self._raised_elsewhere: dict[int, _Error] = {}
 
     @property
     def is_reading(self) -> bool:
@@ -241,9 +231,8 @@ class ExceptionLines:
         if fatal := _FATAL.search(text):
             self._end(key)
             self._fatal[key] = line.rank
-            self._spawned = (
-                f", in spawned process {fatal[1]}" if fatal[1] else ""
-            )  # its rank on one host
+            # Its rank on one host.
+            self._spawned = f", in spawned process {fatal[1]}" if fatal[1] else ""
             return
         if process := _PROCESS.search(text):
             self._end(key)
@@ -286,9 +275,8 @@ class ExceptionLines:
                 of_thread.thread = shown(thread[1])
                 of_thread.in_traceback = not line.has_prefix
             return
-        if _OF_LOGGER.match(
-            text
-        ):  # another thread's line, such as the watchdog's: no part of a message
+        # Another thread's line, such as the watchdog's: no part of a message.
+        if _OF_LOGGER.match(text):
             self._end(key)
             return
         if of_rank := _OF_RANK.search(text):
@@ -403,9 +391,10 @@ class ExceptionLines:
             return
         details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind = error.type.rpartition(".")[2]
+        # "KeyboardInter".
         is_cut = not error.words.strip() and any(
             name.startswith(kind) for name in BY_HAND
-        )  # "KeyboardInter"
+        )
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or any(

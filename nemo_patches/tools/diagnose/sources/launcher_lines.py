@@ -1,5 +1,5 @@
-"""Lines of launchers, schedulers and the kernel on processes that ended: torchrun, DeepSpeed, Ray,
-Slurm, mpirun.
+"""Lines of launchers, schedulers and the kernel on processes that ended:
+torchrun, DeepSpeed, Ray, Slurm, mpirun.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ _LOST_NODE = re.compile(
     r"(?:PRTE|ORTE|PMIX|mpirun) has lost communication with a remote daemon"
 )
 _REMOTE_DAEMON = re.compile(r"Remote daemon: .{1,200} on node (\S{1,200})")
-_SHELL = re.compile(
-    r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S"
-)  # bash, of a process in its script
+# Bash, of a process in its script.
+_SHELL = re.compile(r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S")
 MPIRUN = re.compile(
     r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) (?:exited on ?signal"
     r" (\d{1,3})|exiting ?improperly)"
@@ -147,9 +146,8 @@ _RAY_REASON = re.compile(r"Worker exit type: (\w{1,40})")
 _BY_DESIGN = ("INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT", "USER_ERROR")
 _RAY_LINES = 12  # in which the process id and the reason of a death follow
 _Kept = TypeVar("_Kept")
-_PATIENCE_S = (
-    5.0  # of a table's times: torchrun looks at its processes one after the other
-)
+# Of a table's times: torchrun looks at its processes one after the other.
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -172,19 +170,15 @@ class LauncherLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._table: list[_Failure] = []
-        self.ended: set[int] = (
-            set()
-        )  # ranks in the table: their later lines are of a later launch
+        # Ranks in the table: their later lines are of a later launch.
+        self.ended: set[int] = set()
         self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
-        self._sent: set[tuple[str, int]] = (
-            set()
-        )  # files and pids that torchrun sent SIGTERM, as others had failed
-        self._cancelled: set[str] = (
-            set()
-        )  # files that tell that Slurm has ended the job
-        self._forced: set[int] = (
-            set()
-        )  # pids that torchrun killed, as they did not heed SIGTERM
+        # Files and pids that torchrun sent SIGTERM, as others had failed.
+        self._sent: set[tuple[str, int]] = set()
+        # Files that tell that Slurm has ended the job.
+        self._cancelled: set[str] = set()
+        # Pids that torchrun killed, as they did not heed SIGTERM.
+        self._forced: set[int] = set()
         self._at, self._host, self._rank = 0.0, "", NOT_TOLD
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_lines = 0
@@ -194,9 +188,8 @@ class LauncherLines:
         self._terminated: list[tuple[Fate, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
-        self._finished: Line | None = (
-            None  # the last that tells of an end in good order
-        )
+        # The last that tells of an end in good order.
+        self._finished: Line | None = None
 
     @property
     def is_requeued(self) -> bool:

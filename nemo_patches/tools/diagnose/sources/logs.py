@@ -68,9 +68,8 @@ _NAMES = re.compile(
 # -l the job's.
 _TEE = re.compile(r"\[default(\d{1,6})\]: ?|\[\d{1,9},(\d{1,6})\]<std(?:err|out)>: ?")
 _SRUN_LABEL = re.compile(r"(\d{1,6}): ")
-_LABELLED = re.compile(
-    r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)"
-)  # from such a line on
+# From such a line on.
+_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Each line of interest has one of these, or closely follows a line that has one.
@@ -83,9 +82,8 @@ _NEEDLES = (
     b"raining finished|raining complete|"
     b"raining done|inished training|Trainer.fit` stopped|PBS: job killed"
 ).split(b"|")
-_PART_BYTES = (
-    1 << 13
-)  # that are looked at where they, or those before them, hold such a word
+# That are looked at where they, or those before them, hold such a word.
+_PART_BYTES = 1 << 13
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
@@ -148,9 +146,8 @@ class _Launch:
         self.launcher = LauncherLines(self.found)
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
-        self.by_file: list[
-            set[int]
-        ] = []  # for each file, the ranks that its lines are from
+        # For each file, the ranks that its lines are from.
+        self.by_file: list[set[int]] = []
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -189,14 +186,12 @@ class _Reading:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._launch = _Launch()
-        self._before: tuple[LaunchFacts, Evidence] | None = (
-            None  # the last earlier launch with any facts
-        )
+        # The last earlier launch with any facts.
+        self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
         self._names: dict[str, Path] = {}
-        self._runs: dict[
-            int, Path
-        ] = {}  # by local rank, torchrun's folder, one for each host
+        # By local rank, torchrun's folder, one for each host.
+        self._runs: dict[int, Path] = {}
 
     def read(self, path: Path, alone: bool) -> None:
         """alone: no other file is read, so a launch that begins in it ends the one before."""
@@ -252,9 +247,8 @@ class _Reading:
             self._evidence.problems.append(
                 f"{safe(path.name)}: its compressed data are not whole: {error}"
             )
-            if (
-                isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES
-            ):  # its end is lost
+            # Its end is lost.
+            if isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES:
                 self._launch.found.missing_lines = True
         except OSError as error:
             self._launch.found.missing_lines = True

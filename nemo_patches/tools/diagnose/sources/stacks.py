@@ -1,5 +1,6 @@
-"""Stacks of ranks, as this package's JSON of a host has them; dumps.py reads those that were made
-by hand.
+"""Stacks of ranks, as this package's JSON of a host has them.
+
+dumps.py reads those that were made by hand.
 """
 
 from __future__ import annotations
@@ -480,9 +481,8 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
-    in_loader = any(
-        "utils/data/" in frame.file for frame in first.main.frames
-    )  # it polls its workers
+    # It polls its workers.
+    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)
     if (
         ran
         and is_idle

@@ -1,5 +1,5 @@
-"""nemo_patches' own lines in a log: which rank was missing, where it was, and where the others
-waited.
+"""nemo_patches' own lines in a log:
+which rank was missing, where it was, and where the others waited.
 """
 
 from __future__ import annotations

@@ -301,8 +301,7 @@ def _summary(rank: int, group: Group) -> RankSummary:
     process = (group.host, group.pid) if is_first else ("", 0)
     state = f"{group.kind}: {group.text}" if group.text else group.kind
     ago = group.idle if group.idle >= 0 else None
-    is_unknown = (
-        group.kind in (*_FATES, UNHEARD) and not group.calls
-    )  # such a rank has not told
+    # Such a rank has not told.
+    is_unknown = group.kind in (*_FATES, UNHEARD) and not group.calls
     calls = None if is_unknown else group.calls
     return RankSummary(rank, *process, calls, state, ago)

@@ -1,5 +1,6 @@
-"""Reader of traces: of each rank its last call, how it ended, where its stall reports saw all
-ranks, and who was late.
+"""Reader of traces:
+of each rank its last call, how it ended, where its stall reports saw all ranks, and who was
+late.
 
 Ranks are compared by the numbers of their calls and rounds, never by hosts' clocks. A trace that is
 damaged tells how its process ended, and nothing of its last call.
