@@ -148,8 +148,8 @@ class RankTrace:
             self.raised = record
         elif kind == records.Stalled.k and record["e"]:
             self.missing = record
-        elif kind == records.Stalled.k:
-            self.stalled = record
+        elif kind == records.Stalled.k:  # where nobody waits, ranks decode, or end
+            self.stalled = record if record.get("waited") else None
         elif kind == records.End.k:
             self.end = record
         self.last = t
