@@ -300,7 +300,7 @@ def diagnose(
     plot: Annotated[
         Path | None,
         with_value(
-            metavar="FILE", help_="Draw every rank's lag at every call, as a PNG."
+            metavar="FILE", help_="Draw each rank's encoder calls over time, as a PNG."
         ),
     ] = None,
     job: Annotated[

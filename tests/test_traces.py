@@ -104,9 +104,6 @@ SCENARIOS = {
         ids.MISSING_RANK,
         (2,),
     ),
-    "all in the length sync": Scenario(
-        [[*steps(20), Call(9000, stuck="length sync")]] * 4, ids.ALL_IN, ()
-    ),
     "killed before a call": Scenario(
         four(steps(30), [Killed()], steps(5)), ids.KILLED, (2,)
     ),

@@ -25,6 +25,7 @@ from nemo_patches.judging.kinds import GONE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_SLACK_S,
     started_at,
@@ -149,8 +150,8 @@ class RankTrace:
             self.raised = record
         elif kind == records.Stalled.k and record["e"]:
             self.missing = record
-        elif kind == records.Stalled.k:
-            self.stalled = record
+        elif kind == records.Stalled.k:  # where nobody waits, ranks decode, or end
+            self.stalled = record if record.get("waited") else None
         elif kind == records.End.k:
             self.end = record
         self.last = t
@@ -411,7 +412,9 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
     if (report := trace.stalled) is not None:
         t, text = float(report["t"]), safe(str(report.get("text", "")))
         still_s = t - (trace.entered[-1] if trace.entered else 0.0)
-        yield _fact(trace, Motion(False, text[:_LONGEST_TEXT], still_s), t)
+        # It has waited for its stall_timeout, however short: that is a hang.
+        age = still_s if still_s >= STUCK_AFTER_S else None
+        yield _fact(trace, Motion(False, text[:_LONGEST_TEXT], age), t)
         for rank, value in told_in(text).items():
             other = traces.get(rank)
             has_no_end = other is not None and other.end is None
