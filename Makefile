@@ -37,6 +37,7 @@ help:
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
 	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
+	@echo "make test-slurm  the commands and what Slurm leaves behind, on a real Slurm of namespaces; needs root and Debian's packages"
 	@echo "make test-vendored  the scenarios on NeMo with its diff, without nemo_patches, on the same releases"
 	@echo "make patches    make patches/ anew; make check-patches compares"
 	@echo "make golden     tests/golden anew: all that each command prints, for its inputs there"
@@ -46,6 +47,7 @@ help:
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
 	@echo "make screenshots  the same, and its pages as a browser here shows them on a desktop and on a phone, in .venv/screenshots"
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
+	@echo "make check-tag TAG=v0.1.0  whether a release's tag is this version's"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/ anew"
 	@echo "make clean      remove .venv/"
@@ -59,7 +61,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
-# that wait (marker "alone"), four files at a time, beside those of the wheel and of the other NeMo.
+# that wait (marker "alone"), five files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 test:
@@ -82,17 +84,17 @@ test-%: .venv/nemo-%/ready
 
 # On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
 # What judges files alone, whatever is installed beside it, is run once: by test-wheel.
-FROM_THE_WHEEL = diagnose diagnose_fault_free judge one_judge watchdog_log
+FROM_THE_WHEEL = diagnose diagnose_fault_free evidence judge one_folder one_judge public_reports rank_trace told_apart traces_as_facts watchdog_log
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
 		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, four files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 4 -m "alone and not hosts"
+	@echo "== tests on NeMo $*, those that wait, five files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not hosts"
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
@@ -177,6 +179,12 @@ define test_the_wheel
 	$2/bin/python -m pip install -q --no-deps --force-reinstall .venv/wheel/dist/*.whl
 	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel $(WITHOUT_TORCH)
 endef
+
+# On a Slurm of its own, made of namespaces: Debian's packages and root; without them the tests are skipped, by name.
+.PHONY: test-slurm
+test-slurm: .venv/nemo-$(FIRST)/ready
+	@echo "== tests on a real Slurm"
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 10 tests/slurm
 
 test-matrix: $(MATRIX:%=matrix-%)
 
@@ -300,6 +308,12 @@ $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/n
 		megatron_core==0.16.1 h5py==3.16.0 ijson==3.6.0 jieba==0.42.1 nltk==3.10.4 opencc==1.4.2 pangu==4.0.6.1 \
 		rouge_score==0.1.2 six==1.17.0
 	@touch $@
+
+# Before anything is built for a release.
+.PHONY: check-tag
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' nemo_patches/__init__.py)
+check-tag:
+	@test "$(TAG)" = "v$(VERSION)" || { echo "check-tag: the tag is $(TAG), and __version__ asks for v$(VERSION)" >&2; exit 1; }
 
 .PHONY: reference pictures docs screenshots
 reference: .venv/dev/ready

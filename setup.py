@@ -8,10 +8,10 @@ from pathlib import Path
 
 from setuptools import setup
 
-# An index shows the README without the files beside it: a link to one becomes the file's name, a
-# picture its text.
+# An index shows the README without the files beside it: a link to one becomes the file's name, and
+# a picture goes.
 readme = Path("README.md").read_text(encoding="utf-8")
-readme = re.sub(r"!\[([^]]*)\]\((?!https://)[^)]*\)", r"(\1)", readme)
+readme = re.sub(r"!\[[^]]*\]\((?!https://)[^)]*\)\n*", "", readme)
 readme = re.sub(r"\[[^]]*\]\((?!https://|#)([^)]*)\)", r"`\1`", readme)
 
 # A wheel takes every file of its build folder, and build/ may hold modules of an earlier build:

@@ -6,9 +6,8 @@ import os
 import sys
 
 _package_is_in = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(
-    0, _package_is_in
-)  # the copy of nemo_patches that this file belongs to, and no other
+# The copy of nemo_patches that this file belongs to, and no other.
+sys.path.insert(0, _package_is_in)
 try:
     from nemo_patches.patching import start_up
 except Exception as error:  # an incomplete copy, or a Python that is too old for it

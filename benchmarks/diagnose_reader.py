@@ -19,6 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from simulated_traces import Setup, header
+
 from nemo_patches.tracing import records
 
 _PER_CALL = 3  # records
@@ -27,26 +31,7 @@ _PER_CALL = 3  # records
 def write(folder: Path, rank: int, size: int, count: int) -> None:
     """One rank's trace: all in step, the clocks an hour apart."""
     draw = random.Random(rank)
-    versions = {
-        "nemo_patches": "0.1.0",
-        "nemo": "3.0.0",
-        "torch": "2.13.0",
-        "python": "3.11.7",
-    }
-    settings = {"sync": "bounded", "timeout": "10", "on_timeout": "fallback"}
-    started = 1.7e9 + 3600 * rank
-    first = records.Header(
-        format=records.FORMAT,
-        rank=rank,
-        world_size=size,
-        host=f"node{rank // 4}",
-        pid=4000 + rank,
-        started=started,
-        restart=0,
-        versions=versions,
-        settings=settings,
-        checks=[],
-    )
+    first = header(rank, size, 1.7e9 + 3600 * rank, Setup())
     name = "ConformerEncoder"
     with (folder / f"rank-{rank:05}.20261121T183311.{4000 + rank}.jsonl").open(
         "wb"

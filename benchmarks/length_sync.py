@@ -31,15 +31,11 @@ FRAMES = 1000
 AGAIN = "stock again"  # against itself
 VARIANTS = ("stock", "bounded", "local", AGAIN)
 GOALS = {"bounded": "0.7"}
-TIGHT_BLOCKS, TIGHT_CALLS = (
-    150,
-    100,
-)  # blocks at 2 ranks; of more ranks fewer, which take longer
+# Blocks at 2 ranks; of more ranks fewer, which take longer.
+TIGHT_BLOCKS, TIGHT_CALLS = 150, 100
 SPACED_BLOCKS, SPACED_CALLS = 60, 9
-COMPUTE, TICK = (
-    0.002,
-    0.003,
-)  # seconds of compute before a spaced call; seconds from call to call, for each rank
+# Seconds of compute before a spaced call; seconds from call to call, for each rank.
+COMPUTE, TICK = 0.002, 0.003
 
 Rank = Callable[[int, int], Any]
 
@@ -295,9 +291,8 @@ def naive_call() -> Callable[[], bool]:
 def bounded_call() -> Callable[[], bool]:
     encoder = new_encoder()
     switch_to("bounded")
-    call(
-        encoder
-    )  # connecting may take longer than WAIT, and is not what is measured here
+    # Connecting may take longer than WAIT, and is not what is measured here.
+    call(encoder)
     switch_to("bounded", timeout=WAIT)
 
     def one_call() -> bool:
@@ -405,9 +400,8 @@ def run_ranks(function: Rank, size: int, limit: float) -> list[Any]:
     whatever happens.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["nemo.collections.asr.modules.conformer_encoder"]
-    )  # one import for all ranks
+    # One import for all ranks.
+    context.set_forkserver_preload(["nemo.collections.asr.modules.conformer_encoder"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     try:
@@ -440,9 +434,8 @@ def receive_all(pipes: list[Connection], deadline: float) -> list[Any]:
             )
         for pipe in ready:
             assert isinstance(pipe, Connection)
-            results[pipe] = (
-                pipe.recv()
-            )  # EOFError: that rank died, and its traceback is on stderr
+            # EOFError: that rank died, and its traceback is on stderr.
+            results[pipe] = pipe.recv()
     return [results[pipe] for pipe in pipes]
 
 
@@ -450,9 +443,8 @@ def rank_process(
     function: Rank, rank: int, size: int, port: int, pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("nemo_patches").setLevel(
-        logging.ERROR
-    )  # its warnings are what section 2 provokes
+    # Its warnings are what section 2 provokes.
+    logging.getLogger("nemo_patches").setLevel(logging.ERROR)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60)

@@ -116,9 +116,8 @@ def measured(rank: Rank) -> dict[str, list[tuple[float, float]]]:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
         rank.meet(f"{way} goes on")
-        time.sleep(
-            PAUSE_S
-        )  # the stopped ranks' answers come late, and are taken for what they are
+        # The stopped ranks' answers come late, and are taken for what they are.
+        time.sleep(PAUSE_S)
         rank.meet(f"{way} has gone on")
     return found
 
@@ -128,9 +127,8 @@ def ask_and_wait(
 ) -> tuple[float, float]:
     asked = 0.0
     if rank.number in askers:
-        time.sleep(
-            PAUSE_S
-        )  # the others have come to their waits, and questions that follow at once are held apart
+        # The others have come to their waits, and questions that follow at once are held apart.
+        time.sleep(PAUSE_S)
         asked = time.monotonic()
         rank.exchange.ask()
     while (

@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the ranks share few cores
-os.environ["RES_OPTIONS"] = (
-    "timeout:1 attempts:1"  # torch looks up a name for each connection to its store
-)
+# Torch looks up a name for each connection to its store.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
 import torch
 import torch.distributed as dist

@@ -117,9 +117,8 @@ def measure(program: str, python: Path, found: list[Line], rounds: int) -> None:
         )
     chance = random.Random(0)
     for _ in range(rounds):
-        for line in chance.sample(
-            found, len(found)
-        ):  # what ran just before leaves the caches as it likes
+        # What ran just before leaves the caches as it likes.
+        for line in chance.sample(found, len(found)):
             began = time.perf_counter()
             run(python, program, line)
             line.milliseconds.append((time.perf_counter() - began) * 1000)

@@ -52,9 +52,8 @@ _MODULE_OF = {
     "stop_together": "nemo_patches.options.even_loader",
 }
 
-if (
-    not TYPE_CHECKING
-):  # a type checker would take any attribute of a module that has __getattr__
+# A type checker would take any attribute of a module that has __getattr__.
+if not TYPE_CHECKING:
 
     def __getattr__(name):
         if name not in _MODULE_OF:

@@ -1,5 +1,6 @@
-"""`nemo-patches` and `python -m nemo_patches`. What is not installed is one line; the exit code is
-2.
+"""`nemo-patches` and `python -m nemo_patches`.
+
+What is not installed is one line; the exit code is 2.
 
 --version, `run -- COMMAND` and `stacks --json` need only the standard library: a job's container
   may lack the rest.

@@ -1,5 +1,6 @@
-"""The `nemo-patches` command. It must start fast, so torch and NeMo are imported nowhere at module
-level.
+"""The `nemo-patches` command.
+
+It must start fast, so torch and NeMo are imported nowhere at module level.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from nemo_patches.tools.refusals import refusals
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_UsageError: Any = typer.BadParameter.__mro__[
-    2
-]  # ClickException: click's, or that of the copy that newer typers have
+# ClickException: click's, or that of the copy that newer typers have.
+_UsageError: Any = typer.BadParameter.__mro__[2]
 _Json = Annotated[bool, switch("--json", "For programs.")]
 
 
@@ -90,7 +91,7 @@ def _say_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog="Job hangs? nemo-patches diagnose")
 def nemo_patches(
     version: Annotated[
         bool,
@@ -99,14 +100,18 @@ def nemo_patches(
         ),
     ] = False,
 ) -> None:
-    """A length sync for NVIDIA NeMo's encoders that cannot hang, and tools for jobs that do."""
+    """Find which rank a hung training job waits for; keep NeMo's length sync from hanging it."""
 
 
 @app.command()
 def demo(
     manifest: Annotated[
         Path | None,
-        typer.Option(help="Your own NeMo manifest.", show_default="synthetic audio"),
+        with_value(
+            metavar="FILE",
+            help_="Your own NeMo manifest.",
+            show_default="synthetic audio",
+        ),
     ] = None,
     devices: Annotated[
         int,
@@ -127,8 +132,9 @@ def demo(
         with_value(metavar="FILE.svg", help_="Also draw the output into this file."),
     ] = None,
 ) -> None:
-    """Reproduce the hang on this machine's CPU with stock NeMo, then the same run with the fix, and
-    compare them.
+    """Reproduce the hang on this machine's CPU, then fix it.
+
+    Trains on stock NeMo, then the same with the fix, and compares both.
     """
     from nemo_patches.tools.demo import command
     from nemo_patches.tools.demo.jobs import DemoError
@@ -160,12 +166,13 @@ def _setting_option(setting: Setting) -> Parameter:
 @app.command(context_settings={"allow_interspersed_args": False})
 @_options(map(_setting_option, ALL_SETTINGS))
 def run(
-    command: Annotated[
-        list[str], typer.Argument(help="What to run, with its arguments, after `--`.")
-    ],
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", hidden=True)],
     **given: Any,
 ) -> None:
-    """Run a command; every Python process that it starts patches NeMo when it imports NeMo."""
+    """Run a training command with the fix in all its processes.
+
+    COMMAND stands after `--`, with its arguments: nemo-patches run -- torchrun train.py
+    """
     from nemo_patches.patching import DISABLE_VARIABLE, admission
     from nemo_patches.tools import launch
 
@@ -194,8 +201,9 @@ def run(
 
 @app.command()
 def status(json: _Json = False) -> None:
-    """Is it on here? One of: on; off here, but possible; cannot be patched. Then targets, settings,
-    versions.
+    """Say whether NeMo is patched here, and why not.
+
+    Then the classes that are patched, the settings that are changed, and the versions.
 
     Exit codes: 0 on; 1 off, not possible, or a misspelt variable, so that a setting has no effect;
     2 unknown.
@@ -230,14 +238,18 @@ def status(json: _Json = False) -> None:
 def diff(
     nemo: Annotated[
         Path,
-        typer.Option(help="A NeMo checkout, or the site-packages folder with NeMo."),
+        typer.Option(
+            metavar="DIR",
+            help="A NeMo checkout, or the site-packages folder with NeMo.",
+        ),
     ],
     check: Annotated[
         bool, switch("--check", "Say whether one of patches/ applies instead.")
     ] = False,
 ) -> None:
-    """Print the diff that bounds the length sync of a NeMo checkout in time. git or patch applies
-    it.
+    """Print the fix as a diff against your copy of NeMo.
+
+    `git apply` and `patch -p1` take it.
 
     Exit codes: 0 printed, or one of patches/ applies; 1 none of patches/ applies; 2 refused.
     """
@@ -262,8 +274,10 @@ def diff(
 @app.command()
 @_options(request.parameters())
 def doctor(**given: Any) -> None:
-    """Find what in a training config can hang a run on several ranks, or stop it at its start.
-    Nothing is executed.
+    """Find what in a training config can hang or stop a job.
+
+    CONFIG is a file, a folder, a pattern, or - for standard input. KEY=VALUE are Hydra's overrides,
+    for all of them. Nothing is executed.
 
     Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the
     ranks of a job.
@@ -272,23 +286,15 @@ def doctor(**given: Any) -> None:
     """
     from nemo_patches.tools.doctor import command
 
-    gc.set_threshold(
-        50_000
-    )  # objects; looking for garbage in a large config's trees took 0.4 s of 3 s
+    # Objects; looking for garbage in a large config's trees took 0.4 s of 3 s.
+    gc.set_threshold(50_000)
     raise typer.Exit(command.carry_out(request.made(given)))
 
 
 @app.command()
 def diagnose(
     paths: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help=(
-                "Files and folders with traces, stall reports, stacks of hosts, logs,"
-                " Flight Recorder dumps, "
-                "in any mix; - is standard input. None: the jobs that run on this host."
-            )
-        ),
+        list[Path] | None, typer.Argument(metavar="PATH", hidden=True)
     ] = None,
     json: _Json = False,
     plot: Annotated[
@@ -300,7 +306,8 @@ def diagnose(
     job: Annotated[
         str | None,
         with_value(
-            metavar="DIR", help_="A running job, by the folder in which it runs."
+            metavar="JOB",
+            help_="A running job, by its name or the folder in which it runs.",
         ),
     ] = None,
     pids: Annotated[
@@ -315,8 +322,12 @@ def diagnose(
         ),
     ] = "",
 ) -> None:
-    """Say which rank a job waits for, where it is and why. Exit codes: 0 nothing found; 1 a
-    finding; 2 unknown.
+    """Say which rank a job waits for, where it is and why.
+
+    Without PATH: the jobs that run on this host. PATH is a file or folder with what you have:
+    stacks of hosts, logs, traces, stall reports, Flight Recorder dumps; - is standard input.
+
+    Exit codes: 0 nothing found; 1 a finding; 2 unknown.
     """
     from nemo_patches.tools.diagnose import command
 
@@ -353,11 +364,12 @@ def stacks(
         ),
     ] = None,
 ) -> None:
-    """Collect where the ranks on this host are, for any job, by /proc and py-spy, which stops each
-    for some 0.1 s.
+    """Collect where the ranks on this host are, for diagnose.
 
-    `nemo-patches diagnose` judges the result: on every host, run `nemo-patches stacks --json >
-    $(hostname).json`. Exit codes: 0 collected; 2 there is nothing to collect.
+    Of any job, by /proc and py-spy, which stops each rank for some 0.1 s. With several hosts: on
+    each, `nemo-patches stacks --json > $(hostname).json`; then `nemo-patches diagnose` these files.
+
+    Exit codes: 0 collected; 2 there is nothing to collect.
     """
     from nemo_patches.tools.diagnose import stacks_command
     from nemo_patches.tools.diagnose.collect.host_jobs import NothingToLookAtError
@@ -397,9 +409,8 @@ def _leave_closed_pipe() -> NoReturn:
     """Whoever read the output (`head`) has gone: end as other programs do, with the exit code of
     SIGPIPE.
     """
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 1
-    )  # else Python tries again at exit to write the rest
+    # Else Python tries again at exit to write the rest.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(128 + signal.SIGPIPE)
 
 
@@ -410,9 +421,8 @@ def main() -> None:
     if sys.stdout is None:  # it is closed, and not all code that prints can do without
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # the terminal's encoding may lack a character
+        # The terminal's encoding may lack a character.
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         code = _code_of_app()

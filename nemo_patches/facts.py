@@ -36,9 +36,8 @@ class RankFacts:
     settings: str
     encoder: str  # of the last call; empty before the first
     calls: int  # of all encoders
-    clock: tuple[
-        int, ...
-    ]  # of the last call's encoder: training calls, evaluation calls since
+    # Of the last call's encoder: training calls, evaluation calls since.
+    clock: tuple[int, ...]
     idle: float  # since the last encoder call began
     # By encoder: the rounds that this rank has come to, the open ones and the latest last.
     rounds: dict[str, int]
@@ -47,9 +46,8 @@ class RankFacts:
     given_up: dict[str, float] = field(default_factory=dict)
     # By encoder: why its latest call took no part in a round.
     apart: dict[str, str] = field(default_factory=dict)
-    training: bool = (
-        True  # whether the last call was one of training, and not of an evaluation
-    )
+    # Whether the last call was one of training, and not of an evaluation.
+    training: bool = True
     goes_on: str = ""  # CALLING, MOVING, COMPUTING or empty
     goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
     still: float = -1.0  # since it has last been seen to move

@@ -43,9 +43,8 @@ class Growth:
     """What has grown privately in this process."""
 
     def __init__(self) -> None:
-        self.names: dict[
-            type, set[str]
-        ] = {}  # of the private tensors in a class's modules
+        # Of the private tensors in a class's modules.
+        self.names: dict[type, set[str]] = {}
         # Buffers that got other values of the same shape, and whether this was logged.
         self.same_shape: dict[str, bool] = {}
         self.threads: set[int] = set()  # in which an encoder grows now

@@ -1,5 +1,5 @@
-"""For Lightning's trainers: `callbacks=[nemo_patches.lightning.StopTogether()]` ends passes on all
-ranks together.
+"""For Lightning's trainers:
+`callbacks=[nemo_patches.lightning.StopTogether()]` ends passes on all ranks together.
 """
 
 from nemo_patches.options.stop_together import StopTogether as StopTogether

@@ -6,6 +6,7 @@ It knows nothing of nemo_patches. Rank 1 hangs in the given way, after some step
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 STEPS = 40
 STEP_S = 0.1
 CULPRIT = 1
+BROADCASTING = "collections/common/data/lhotse/broadcasting.py"  # in NeMo 3.0
 
 
 def says_when(folder: Path) -> None:
@@ -151,5 +153,32 @@ def trainer(way: str, folder: Path) -> None:
     Trainer().train(batches(way, folder))
 
 
+def reads(way: str, folder: Path) -> Iterator[int]:
+    for number in range(STEPS):
+        time.sleep(STEP_S)
+        yield number
+    WAYS[way](folder)
+
+
+def tensor_parallel(way: str, folder: Path) -> None:
+    """Rank 0 reads the batches of both. NeMo's file is loaded by itself: it needs torch alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    nemo = importlib.util.find_spec("nemo")
+    assert nemo is not None and nemo.submodule_search_locations is not None
+    file = Path(nemo.submodule_search_locations[0]) / BROADCASTING
+    spec = importlib.util.spec_from_file_location("broadcasting", file)
+    assert spec is not None and spec.loader is not None
+    loading = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loading)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    source = reads(way, folder) if loading.is_dp_source_rank(mesh) else None
+    for _ in loading.BroadcastingDataLoader(source, mesh):
+        dist.barrier()
+
+
 if __name__ == "__main__":
-    {"ddp": ddp, "trainer": trainer}[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))
+    scripts = {"ddp": ddp, "trainer": trainer, "tensor_parallel": tensor_parallel}
+    scripts[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

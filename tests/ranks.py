@@ -20,16 +20,15 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    ["nemo.collections.asr", "nemo_patches.patching.monkeypatch"]
-)
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["nemo_once"])
 
 # What a busy machine may add.
 # To a call: less than the shortest timeout that is waited for, so that a second wait is seen
@@ -54,6 +53,26 @@ class Result:
         """nemo_patches' own log lines that hold all the words."""
         own = [line for line in self.stderr.splitlines() if " nemo_patches " in line]
         return [line for line in own if all(word in line for word in words)]
+
+
+@functools.cache
+def _start_server() -> None:
+    """What ranks are forked from, which finds nemo_once.py only on PYTHONPATH."""
+    before = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, before)))
+    try:
+        ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+
+
+def rank_process(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
+    """Not a daemon, which may have no children: data loaders have workers."""
+    _start_server()
+    return _context.Process(target=target, args=args)
 
 
 @functools.cache
@@ -100,11 +119,11 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(size):
-                ours, theirs = context.Pipe(duplex=False)
+                ours, theirs = _context.Pipe(duplex=False)
                 log = Path(folder, f"rank{rank}.log")
-                process = context.Process(
-                    target=_rank,
-                    args=(
+                process = rank_process(
+                    _rank,
+                    (
                         function,
                         rank,
                         size,

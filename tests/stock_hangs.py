@@ -51,9 +51,7 @@ def running(
     port = ranks.free_port()
     os.mkfifo(folder / FIFO)
     processes = [
-        ranks.context.Process(
-            target=_run, args=(scenario, Rank(number, size, folder), port)
-        )
+        ranks.rank_process(_run, (scenario, Rank(number, size, folder), port))
         for number in range(size)
     ]
     try:

@@ -81,6 +81,8 @@ def saved(encoder: torch.nn.Module) -> torch.nn.Module:
     return loaded
 
 
+@pytest.mark.one_nemo
+@pytest.mark.matrix
 def test_state_dict_deepcopy_and_pickle() -> None:
     for result in run_ranks(copies, 2):
         assert all(result.value.values()), [
@@ -131,23 +133,19 @@ def exported(rank: int, size: int, folder: str) -> dict[str, Any]:
         found[f"export {patched}"] = loaded(features, lengths)[0]
         torch.compiler.reset()
         compiled = torch.compile(encoder, backend="eager")
-        found[f"compile {patched}"] = (
-            output(compiled, 200),
-            output(compiled, GROWN + 300),
-        )
+        found[f"compile {patched}"] = output(compiled)  # it grows once more
         nemo_patches.revert()
     return found
 
 
+@pytest.mark.one_nemo
+@pytest.mark.matrix
 def test_export_trace_and_compile(tmp_path: Path) -> None:
     for result in run_ranks(exported, 2, str(tmp_path), limit=400):
         value = result.value
         assert torch.equal(value["export False"], value["export True"])
         assert torch.equal(value["trace False"], value["trace True"])
-        assert all(
-            torch.equal(a, b)
-            for a, b in zip(value["compile False"], value["compile True"], strict=True)
-        )
+        assert torch.equal(value["compile False"], value["compile True"])
 
 
 def compiled_alone(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,6 +167,8 @@ def compiled_alone(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.equal(outputs[0], outputs[2]), outputs[1] == outputs[3]
 
 
+@pytest.mark.one_nemo
+@pytest.mark.matrix
 def test_compile_without_a_process_group_breaks_no_more_graphs_than_stock() -> None:
     (result,) = run_ranks(compiled_alone, 1, group=False, limit=400)
     assert result.value[0]

@@ -191,11 +191,30 @@ def away(temporary: Path) -> bool:
     return any('"is_away": true' in file.read_text() for file in files)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM]
-)  # to all: Ctrl-C and timeout(1) send it so
+def interrupted(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """To all: Ctrl-C and timeout(1) send it so."""
+    assert process.poll() is None
+    os.killpg(process.pid, number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error == "nemo-patches demo: interrupted; every rank was ended\n"
+    assert not left_behind(process)
+
+
+def test_a_termination_while_nemo_is_imported_leaves_nothing(tmp_path: Path) -> None:
+    process = start(temporary=tmp_path)
+    try:
+        assert process.stdout is not None
+        while "importing NeMo" not in process.stdout.readline():
+            assert process.poll() is None
+        interrupted(process, signal.SIGTERM)
+        assert not list(tmp_path.glob("nemo-patches-demo-*"))
+    finally:
+        end(process)
+
+
 def test_a_manifest_is_trained_on_and_an_interrupt_ends_every_rank(
-    number: signal.Signals, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     soundfile = pytest.importorskip("soundfile")
     numpy = pytest.importorskip("numpy")
@@ -216,12 +235,7 @@ def test_a_manifest_is_trained_on_and_an_interrupt_ends_every_rank(
     process = start("--manifest", str(manifest), "--seconds", "100", temporary=tmp_path)
     try:
         wait_until(lambda: away(tmp_path), LIMIT)
-        assert process.poll() is None
-        os.killpg(process.pid, number)
-        _, error = process.communicate(timeout=30)
-        assert process.returncode == 130
-        assert error == "nemo-patches demo: interrupted; every rank was ended\n"
-        assert not left_behind(process)
+        interrupted(process, signal.SIGINT)
         assert not list(tmp_path.glob("nemo-patches-demo-*"))
     finally:
         end(process)

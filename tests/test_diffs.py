@@ -118,8 +118,7 @@ def nemo(tmp_path: Path) -> Path:
     shutil.copytree(
         SITE / "nemo",
         tmp_path / "site" / "nemo",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    )  # with what is compiled, which holds for files of the same time
     return tmp_path / "site"
 
 

@@ -1087,9 +1087,12 @@ FLAGGED = "self.sync_max_audio_length and torch.distributed.is_initialized()"
 
 
 def changes() -> Iterator[Any]:
-    for owner, target in PRESENT.items():
-        accepted = ANYWHERE | (WITH_SETTER if target.setter else INLINE_GROWTH)
-        refused = REFUSED | (REFUSED_WITH_SETTER if target.setter else REFUSED_INLINE)
+    """What may be anywhere, on the first target only; what its growth is changed in, on each."""
+    for number, (owner, target) in enumerate(PRESENT.items()):
+        accepted = WITH_SETTER if target.setter else INLINE_GROWTH
+        refused = REFUSED_WITH_SETTER if target.setter else REFUSED_INLINE
+        if number == 0:
+            accepted, refused = ANYWHERE | accepted, REFUSED | refused
         for name, change in accepted.items():
             yield pytest.param(owner, change, None, id=f"{owner}-edited-{name}")
         for name, (change, at) in refused.items():
@@ -1559,7 +1562,7 @@ def changed_sources(draw: st.DrawFn) -> tuple[Target, bytes]:
 
 
 @pytest.mark.skipif(not PRESENT, reason="no NeMo here")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(changed_sources())
 def test_changes_together(drawn: tuple[Target, bytes]) -> None:
     target, before = drawn

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from interpreters import CHECKOUT, python
 
-from nemo_patches.tools.doctor import command, examination, report
+from nemo_patches.tools.doctor import command, examination
 from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.doctor.rules import all_rules
 
@@ -258,7 +258,7 @@ def test_rules_are_selected_and_ignored(
     _, out, _ = doctor(capfd, path, select=("NP101",), severity="note")
     assert "NP101" in out
     assert "NP102" not in out
-    code, out, _ = doctor(capfd, path, select=("NP1",), ignore=("NP102,np118",))
+    code, out, _ = doctor(capfd, path, select=("NP1",), ignore=("NP102,np119",))
     assert code == 0
     assert "NP102" not in out
 
@@ -380,7 +380,7 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
 
-def test_folders_patterns_and_the_standard_input(
+def test_folders_and_the_standard_input(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "conf" / ".hidden").mkdir(parents=True)
@@ -391,12 +391,6 @@ def test_folders_patterns_and_the_standard_input(
     assert code == 1
     assert "2 warnings, 2 notes" in out
     assert "1 YAML files" in err
-    for pattern, count in (
-        (tmp_path / "conf" / "*.y*ml", 3),
-        (tmp_path / "**" / "a.yaml", 1),
-    ):
-        _, out, _ = doctor(capfd, pattern, quiet=True, select=("NP102",))
-        assert len(out.splitlines()) == count - (count == 3)
     (tmp_path / "empty").mkdir()
     code, _, err = doctor(capfd, tmp_path / "empty")
     assert code == 2
@@ -437,8 +431,6 @@ def test_annotations_of_github_and_sarif(
     assert rules["NP004"]["help"]["text"].endswith(
         " docs/doctor.md"
     )  # which has no address
-    code, out, _ = doctor(capfd, path, output_format="json")
-    assert json.loads(out)[0]["suppressed"] == 0
 
 
 def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
@@ -448,7 +440,6 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
     assert {rule.identifier for rule in rules if not rule.bad} == {
         "NP001",
         "NP004",
-        "NP005",
     }
     for rule in rules:
         for text, expected in (
@@ -538,10 +529,16 @@ def test_a_config_against_nemos_own_and_against_a_file(
 def fix(
     capfd: pytest.CaptureFixture[str], *arguments: object, write: bool = False
 ) -> tuple[int, str, str]:
-    return doctor(capfd, *arguments, fix=True, write=write)
+    """write: apply the diff, as `patch` does."""
+    code, out, err = doctor(capfd, *arguments, fix=True)
+    if write and out:
+        path = str(arguments[0])
+        command_line = ["patch", "--binary", "--quiet", "--follow-symlinks", path]
+        subprocess.run(command_line, input=out.encode(), check=True)
+    return code, out, err
 
 
-def test_fix_prints_a_diff_and_writes_only_when_told(
+def test_fix_prints_a_diff_which_mends_the_config(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, STOCK)
@@ -558,47 +555,11 @@ def test_fix_prints_a_diff_and_writes_only_when_told(
         "+    pos_emb_max_len:  6016    # frames",
     ]
     assert path.read_text() == STOCK
-    code, again, _ = fix(capfd, path, write=True)
-    assert (code, again) == (0, out)  # all is mended
+    assert fix(capfd, path, write=True)[1] == out
     assert path.read_text() == STOCK.replace("5000", "6016")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert os.listdir(tmp_path) == ["nest.yaml"]
-    assert fix(capfd, path, write=True)[:2] == (0, "")  # no safe change is left
-
-
-def test_what_is_written_leaves_the_exit_code_of_what_is_left(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, STOCK + "    precision: float\n")
-    assert fix(capfd, path, write=True)[0] == 1
-    assert fix(capfd, path, write=True)[0] == 1  # nothing to write
-
-
-def test_the_options_of_a_training_command_may_be_pasted(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "conf").mkdir()
-    path = write(tmp_path / "conf", STOCK)
-    monkeypatch.chdir(tmp_path)
-    for given in (
-        {"config_path": "conf", "config_name": "nest"},
-        {"config_path": str(path.parent), "config_name": "nest.yaml"},
-        {"config_path": "elsewhere", "config_dir": "conf", "config_name": "nest"},
-    ):
-        code, out, _ = doctor(capfd, "trainer.devices=8", **given)
-        assert (code, "NP102 warning" in out, "8 ranks" in out) == (1, True, True)
-    for given in (
-        {"config_path": "../conf", "config_name": "nest"},
-        {"config_path": "conf"},
-        {"config_name": "nest"},
-    ):
-        code, out, err = doctor(capfd, "trainer.devices=8", **given)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "--config-name" in err
-    command_line = ["--config-path=conf", "--config-name", "nest", "trainer.devices=1"]
-    for options in (command_line, ["-cp", "conf", "-cn=nest", "trainer.devices=1"]):
-        done = python("-m", "nemo_patches", "doctor", *options, path=(CHECKOUT,))
-        assert done.returncode == 0, done
+    assert fix(capfd, path)[:2] == (0, "")  # no safe change is left
 
 
 def test_the_hook_of_pre_commit_runs_as_it_says(tmp_path: Path) -> None:
@@ -740,51 +701,16 @@ def test_a_file_without_a_last_newline(
     )
     _, out, _ = fix(capfd, path)
     assert "+    pos_emb_max_len: 6016\n     _target_" in out
-    on_the_cpu = (
-        "model: {encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder}}\n"
-    )
-    on_the_cpu += "trainer:\n  devices: 2\n  accelerator: cpu\n  sync_batchnorm: "
-    path = write(tmp_path, f"{on_the_cpu}true")
+    on = "trainer:\n  devices: 2\n  use_distributed_sampler: "
+    lhotse = LHOTSE.partition("trainer:")[0].replace("???", "x") + on
+    path = write(tmp_path, f"{lhotse}true")
     _, out, _ = fix(capfd, path, write=True)
     no_newline = "\\ No newline at end of file\n"
     assert out.endswith(
-        f"-  sync_batchnorm: true\n{no_newline}+  sync_batchnorm: false\n{no_newline}"
+        f"-  use_distributed_sampler: true\n{no_newline}"
+        f"+  use_distributed_sampler: false\n{no_newline}"
     )
-    assert path.read_text() == f"{on_the_cpu}false"
-
-
-def test_a_file_that_changed_meanwhile_or_cannot_be_written_is_left_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from nemo_patches.tools.doctor import fixes
-    from nemo_patches.tools.doctor.errors import DoctorError
-
-    path = write(tmp_path, CLEAN)
-    with pytest.raises(
-        DoctorError, match="changed since it was read; nothing was written"
-    ):
-        fixes.write(path, STOCK, "x")
-    assert path.read_text() == CLEAN
-    with pytest.raises(DoctorError, match="not written"):
-        fixes.write(tmp_path / "gone" / "nest.yaml", STOCK, "x")
-
-
-def test_through_a_link_the_file_changes_and_the_link_stays(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, STOCK)
-    link = tmp_path / "link.yaml"
-    link.symlink_to(path)
-    fix(capfd, link, write=True)
-    assert link.is_symlink()
-    assert "6016" in path.read_text()
-
-
-# --- the documentation
-
-
-def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
-    assert report.markdown(all_rules()) in (CHECKOUT / "docs" / "doctor.md").read_text()
+    assert path.read_text() == f"{lhotse}false"
 
 
 def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None:

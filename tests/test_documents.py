@@ -25,7 +25,7 @@ from nemo_patches.tools.diagnose.folder import Folder
 
 pytestmark = pytest.mark.one_nemo
 
-MOST_LINES_OF_README = 120
+MOST_LINES_OF_README = 80
 README, CHINESE = CHECKOUT / "README.md", CHECKOUT / "README.zh-CN.md"
 PAGES = sorted(
     page
@@ -46,7 +46,7 @@ HALF_WIDTH = "[,:;()?!]"
 
 
 def code(page: Path) -> list[str]:
-    """Every line of a code block, without its comment, and every piece of code in a sentence."""
+    """Every command of a code block, without its comments, and every piece of code in a sentence."""
     text = re.sub(
         r"^```.*?^```",
         "",
@@ -54,7 +54,8 @@ def code(page: Path) -> list[str]:
         flags=re.MULTILINE | re.DOTALL,
     )
     pieces = re.findall(r"^ {4,}(\S.*)|`([^`]+)`", text, re.MULTILINE)
-    return [re.sub(r" +#.*", "", block) or inline for block, inline in pieces]
+    code = [re.sub(r"(^| +)#.*", "", block) or inline for block, inline in pieces]
+    return [piece for piece in code if piece]
 
 
 def links(page: Path) -> list[str]:
@@ -126,12 +127,6 @@ def test_the_numbers_of_the_readme_are_the_codes() -> None:
     assert f"NeMo {admission.SUPPORTED}." in text
     assert f"the default is {Settings().timeout.seconds} s" in text
     assert text.count(f"after {Settings().stall_timeout.seconds} s") == 1
-    first, second = re.findall(
-        r"^NEMO_VERSIONS \?= (\S+) (\S+)$",
-        (CHECKOUT / "Makefile").read_text(),
-        re.MULTILINE,
-    )[0]
-    assert f"on NeMo {first} and {second};" in text
     (python,) = re.findall(
         r'^requires-python = ">=(.*)"$',
         (CHECKOUT / "pyproject.toml").read_text(),
@@ -176,7 +171,7 @@ def test_every_make_target_exists(page: Path) -> None:
     )
     families = tuple(re.findall(r"=([a-z-]+)%\)", phony))  # matrix-%, for every release
     for line in code(page):
-        for target in re.findall(r"^make ([a-z][a-z-]*)", line):
+        for target in re.findall(r"^make ([a-z][a-z.-]*)", line):
             assert target in phony.split() or target.startswith(families), target
 
 
@@ -204,21 +199,17 @@ def program_of_the_documents(name: str) -> Any:
     return program
 
 
-def test_the_reference_is_what_make_reference_writes() -> None:
+def test_what_is_generated_is_what_make_reference_writes() -> None:
     program = program_of_the_documents("reference")
-    page = program.PAGE.read_text(encoding="utf-8")
-    assert program.written(page) == page, "run `make reference`"
+    assert len(program.PAGES) == 2
+    for page in program.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert program.written(page) == text, "run `make reference`"
 
 
-def test_every_message_of_the_reference_is_in_the_code() -> None:
-    section = (
-        (CHECKOUT / "docs" / "reference.md")
-        .read_text(encoding="utf-8")
-        .split("## What does a log line mean?")[1]
-    )
-    messages = re.findall(
-        r"^\| `([^`]+)` \| [A-Z]", section.split("\n## ")[0], re.MULTILINE
-    )
+def test_every_message_that_is_explained_is_in_the_code() -> None:
+    page = (CHECKOUT / "docs" / "messages.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \| [A-Z]", page, re.MULTILINE)
     sources = [
         path.read_text(encoding="utf-8")
         for path in (CHECKOUT / "nemo_patches").rglob("*.py")
@@ -239,7 +230,6 @@ def test_every_verdict_has_its_row() -> None:
     assert sorted(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == sorted(
         ids.ORDER
     )
-    assert f"| `format` | {JSON_FORMAT}; another number" in page
 
 
 def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
@@ -253,7 +243,8 @@ def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
         r"^\| `([a-z]+)(?:\[\d*\])?(?:\.([a-z_]+))?` \| ", page, re.MULTILINE
     )
     assert len(named) > 8
-    assert {name for pair in named for name in pair if name} <= fields
+    assert f"| `format` | {JSON_FORMAT}; another number" in page
+    assert {name for pair in named for name in pair if name} <= fields | {"format"}
     acted_on = page.split("## What do I do next?")[1]
     assert set(
         re.findall(

@@ -439,7 +439,7 @@ def test_process_groups_in_a_row_on_one_key() -> None:
 
 
 def many_groups(rank: Rank) -> None:
-    for _ in range(60):
+    for _ in range(20):
         rank.rejoin()
         rank.wait_joined()
         rank.hold_rounds(2)
@@ -453,7 +453,7 @@ def resources(rank: Rank) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
-def test_60_process_groups_leave_nothing() -> None:
+def test_20_process_groups_leave_nothing() -> None:
     with Job(3) as job:
         job.do(job.all, Rank.hold_rounds, 2)
         before = job.do(job.all, resources)
@@ -651,12 +651,12 @@ def test_many_rounds_leave_memory_files_and_threads_as_they_were() -> None:
         job.do(job.all, hold_many_rounds)
         assert job.do(job.all, resources) == before
         for now, then in zip(job.do(job.all, memory_kib), memory, strict=True):
-            assert now - then < 512, (then, now)  # 10 bytes a round
+            assert now - then < 256, (then, now)  # 10 bytes a round
 
 
 def hold_many_rounds(rank: Rank) -> None:
     """Without the list of how long each took."""
-    for _ in range(50):
+    for _ in range(25):
         rank.hold_rounds(1000)
 
 

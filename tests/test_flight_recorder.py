@@ -279,30 +279,6 @@ def test_not_all_ranks_have_entered_where_one_has_no_dump(tmp_path: Path) -> Non
     ) and "rank 2" in second.text
 
 
-def test_dumps_of_torch_2_3_are_read(tmp_path: Path) -> None:
-    def old(number: int, state: str) -> dict[str, Any]:
-        new = entry(number, state=state)
-        for field in ("collective_seq_id", "process_group", "is_p2p", "retired"):
-            del new[field]
-        return new | {"seq_id": number, "pg_id": 0}
-
-    for rank in ALL:
-        between = old(2, "started") | {
-            "profiling_name": "nccl:send 0->1" if rank else "nccl:recv 0<-1"
-        }
-        entries = [
-            old(1, "completed"),
-            between,
-            *([old(3, "started")] if rank != 2 else []),
-        ]
-        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(
-            pickle.dumps({"version": "1.5", "entries": entries})
-        )
-    assert [(one.id, one.ranks) for one in diagnose_dumps(tmp_path).findings] == [
-        (ids.MISSING_RANK, (2,))
-    ]
-
-
 def test_rings_that_have_lost_their_beginning_are_compared_from_where_all_have_begun(
     tmp_path: Path,
 ) -> None:

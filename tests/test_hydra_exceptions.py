@@ -26,7 +26,9 @@ from test_trainer_callbacks import entry_point as entry_point
 pytestmark = pytest.mark.one_nemo
 APP = CHECKOUT / "tests" / "hydra_app.py"
 RUNS = int(os.environ.get("HYDRA_RUNS", "0"))
-RANKS = 3
+RANKS = (
+    3  # of a job that is forked; torchrun itself has two, each of which imports NeMo
+)
 LIMIT_S = 400.0
 # By place the exception's type and the beginning of its last line, as tests/hydra_app.py raises
 # them.
@@ -51,12 +53,13 @@ RAISED = {
 # never starts.
 LAUNCHES = """
 import gc, json, multiprocessing, os, runpy, sys
+gc.disable()
 import lightning.pytorch, nemo.collections.asr.modules, nemo.core.config, torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import nemo_patches
 
-gc.freeze()  # else each collection in a rank goes through all of NeMo
+gc.freeze(); gc.enable()  # else each collection in a rank goes through all of NeMo
 
 def script(folder, arguments, variables={}):
     os.environ.update(variables)
@@ -192,7 +195,7 @@ def torchrun(
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
-        str(RANKS),
+        "2",
         "--master-port",
         str(free_port()),
     ]
@@ -221,11 +224,11 @@ def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
 @pytest.mark.skipif(not RUNS, reason="HYDRA_RUNS=20 runs so many")
 @pytest.mark.timeout(7200)
 def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
-    chance, right, innocents = random.Random(28), 0, []
+    chance, right, accused_wrongly = random.Random(28), 0, []
     for number in range(RUNS):
         place, culprit, step = (
             chance.choice(list(RAISED)),
-            chance.randrange(RANKS),
+            chance.randrange(2),
             chance.randint(1, 8),
         )
         path = [(CHECKOUT,), (entry_point, LAUNCHER)][number % 2]
@@ -233,8 +236,8 @@ def test_many_by_chance(entry_point: Path, tmp_path: Path) -> None:
         report = torchrun(place, culprit, step, path, folder)
         right += (is_right := names(report, place, culprit))
         accused = {rank for one in critical(report) for rank in one.ranks}
-        innocents += [(number, report.verdict)] if accused - {culprit} else []
+        accused_wrongly += [(number, report.verdict)] if accused - {culprit} else []
         print(number, place, culprit, step, is_right, report.verdict, flush=True)
         shutil.rmtree(folder)
-    assert not innocents
+    assert not accused_wrongly
     assert right >= RUNS * 19 / 20

@@ -41,7 +41,7 @@ def bound(stack: ExitStack, folder: Path, name: str, listens: bool) -> Path:
 
 
 def test_only_what_nobody_listens_at_is_removed(folder: Path) -> None:
-    here, there = job_socket._pid_namespace(), 1
+    here, there = job_socket._here(), f"1-{socket.gethostname()}"
     with ExitStack() as stack:
         kept = [
             bound(
@@ -50,6 +50,9 @@ def test_only_what_nobody_listens_at_is_removed(folder: Path) -> None:
             bound(
                 stack, folder, f"rank_1.{here}.{os.getpid()}{ENDING}", listens=False
             ),  # about to listen
+            bound(
+                stack, folder, f"rank_5.1-elsewhere.{NOBODY}{ENDING}", listens=False
+            ),  # of a host that shares the folder
         ]
         bound(stack, folder, f"rank_2.{there}.{os.getpid()}{ENDING}", listens=False)
         bound(stack, folder, f"rank_3.{here}.{NOBODY}{ENDING}", listens=False)
@@ -58,11 +61,26 @@ def test_only_what_nobody_listens_at_is_removed(folder: Path) -> None:
         assert sorted(folder.glob(f"*{ENDING}")) == sorted(kept)
 
 
+def test_folders_of_jobs_that_are_gone_are_removed_after_a_week(folder: Path) -> None:
+    old, recent, live = (folder.parent / name for name in ("old", "recent", "live"))
+    for each in (old, recent, live):
+        each.mkdir()
+        (each / "stall_rank_0.json").touch()
+    with ExitStack() as stack:
+        name = f"rank_0.{job_socket._here()}.{os.getpid()}{ENDING}"
+        bound(stack, live, name, listens=True)
+        for each in (old, live):
+            for path in (*each.iterdir(), each):
+                os.utime(path, (0, 0), follow_symlinks=False)
+        JobSocket(0, 29500).close()
+    assert sorted(folder.parent.iterdir()) == sorted((folder, recent, live))
+
+
 def test_ranks_with_the_same_number_and_pid_in_two_containers_have_each_their_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = JobSocket(0, 29500)
-    monkeypatch.setattr(job_socket, "_pid_namespace", lambda: 1)
+    monkeypatch.setattr(job_socket, "_here", lambda: f"1-{socket.gethostname()}")
     second = JobSocket(0, 29500)
     try:
         assert len(list(folder.glob(f"*{ENDING}"))) == 2

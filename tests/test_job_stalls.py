@@ -528,7 +528,7 @@ def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
     trainer = Trainer(Path(folder), broadcast_buffers=True)
     trainer.step()
     dist.barrier()
-    set_up(1.5 * STALL_TIMEOUT)
+    time.sleep(1.5 * STALL_TIMEOUT)  # the set-up itself, not a wait of the test's
     assert (
         trainer.lines.stalls() == []
     )  # before its second call a job may take any time
@@ -539,20 +539,16 @@ def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
     trainer.step()
     dist.barrier()
     dist.destroy_process_group()
-    set_up(1.5 * STALL_TIMEOUT)  # the training is over
+    time.sleep(1.5 * STALL_TIMEOUT)  # the training is over
     return trainer.lines.stalls()
-
-
-def set_up(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        torch.ones(50, 50).sum().item()
 
 
 def score_the_set(trainer: Trainer) -> None:
     """Long enough for a second report, were there one."""
     trainer.others_have_said_it()
-    set_up(2 * STALL_TIMEOUT)
+    end = time.monotonic() + 2 * STALL_TIMEOUT
+    while time.monotonic() < end:
+        torch.ones(50, 50).sum().item()
 
 
 def test_ranks_that_are_busy_with_the_same_are_no_stall(tmp_path: Path) -> None:

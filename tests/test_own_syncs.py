@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import abc
 import itertools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from interpreters import CHECKOUT, environment, run
 from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
 from nemo.collections.asr.modules.conv_asr import ConvASREncoder
 
@@ -231,39 +228,3 @@ def test_after_revert_nothing_is_said_and_an_own_init_subclass_is_kept(
         del ConformerEncoder.__init_subclass__
     assert said(title + "Later") == [] and seen == made
     assert nemo_patches.status().own_syncs == ()
-
-
-PROGRAM = """
-from nemo.collections.asr.modules import ConformerEncoder
-
-
-class Mine(ConformerEncoder):
-    def update_max_seq_length(self, seq_length, device):
-        self.set_max_audio_length(seq_length)
-
-
-import nemo_patches
-print(str(nemo_patches.status()).splitlines()[0])
-"""
-
-
-@pytest.mark.one_nemo
-def test_under_auto_apply_it_is_named_when_the_class_is_made(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAM)
-    done = run(
-        [sys.executable, script], environment(CHECKOUT, RANK="3", WORLD_SIZE="4"), 300
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = [
-        line for line in done.stderr.splitlines() if "nemo_patches WARNING" in line
-    ]
-    assert (
-        "[rank 3/4 " in line
-        and f"__main__.Mine.update_max_seq_length ({script}:6) overrides" in line
-    )
-    first = done.stdout.splitlines()[-1]
-    assert first.startswith("on: ")
-    assert first.endswith(
-        " methods patched; overridden by __main__.Mine.update_max_seq_length"
-    )

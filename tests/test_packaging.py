@@ -4,12 +4,16 @@ its tests run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PathDistribution
 from pathlib import Path
@@ -144,6 +148,9 @@ def test_the_licence_is_an_spdx_expression_with_its_text(built: Built) -> None:
 def test_every_link_of_the_readme_works_on_a_package_index(built: Built) -> None:
     readme = metadata(built).metadata["Description"]
     assert re.findall(r"\]\((?!https://|#)[^)]*\)", readme) == []
+    assert (
+        "Rank 5 of 8 is late in call 38" not in readme
+    )  # a picture's text, without it
     assert "`docs/design.md`" in readme
 
 
@@ -167,6 +174,86 @@ def test_what_trains_needs_wrapt_alone(built: Built) -> None:
     assert [one for one in metadata(built).requires or () if "extra ==" not in one] == [
         "wrapt>=1.14"
     ]
+
+
+@pytest.fixture
+def a_rank() -> Iterator[subprocess.Popen[str]]:
+    """A process that a launcher could have started."""
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", "print('up', flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(**variables),
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.communicate("\n", timeout=60)
+
+
+def only_rank(printed: str) -> int:
+    """The pid of the one rank in what `stacks --json` prints."""
+    ((found,),) = (job["ranks"] for job in json.loads(printed)["jobs"])
+    return int(found["rank"]["pid"])
+
+
+def test_a_bare_environment_has_the_version_the_launcher_and_the_stacks(
+    built: Built, tmp_path: Path, a_rank: subprocess.Popen[str]
+) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    programs = tmp_path / "bare" / "bin"
+    pip = [sys.executable, "-m", "pip", "--python", programs / "python"]
+    wheel = built.wheels["pip"]
+    done = run([*pip, "install", "-q", "--no-index", "--no-deps", wheel], environment())
+    assert done.returncode == 0, done.stderr
+    command = programs / "nemo-patches"
+    script = "import os; print('started', 'NEMO_PATCHES_SYNC' in os.environ)"
+    for arguments, said in (
+        (["--version"], f"nemo-patches {nemo_patches.__version__}\n"),
+        (["run", "--", programs / "python", "-c", script], "started False\n"),
+    ):
+        done = run([command, *arguments], environment())
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+    done = run([command, "stacks", "--json", "--pids", str(a_rank.pid)], environment())
+    assert done.returncode == 0, done.stderr
+    assert only_rank(done.stdout) == a_rank.pid
+    done = run([command, "diagnose"], environment())
+    assert done.returncode == 2
+    assert "pip install typer" in done.stderr
+
+
+def test_stacks_pyz_runs_on_a_bare_python(
+    tmp_path: Path, a_rank: subprocess.Popen[str]
+) -> None:
+    """Without site-packages, variables and the folder it is in, as in a container that has
+    nothing else.
+    """
+    folder = tmp_path / "stacks"
+    made = run(
+        ["make", "-s", "stacks.pyz", f"PYZ={folder}", f"PYTHON={sys.executable}"],
+        environment(),
+        cwd=CHECKOUT,
+    )
+    assert made.returncode == 0, made.stderr
+    pyz = folder.with_suffix(".pyz")
+    assert pyz.stat().st_size < 40_000
+    command = [sys.executable, "-I", "-S", "-E", pyz, "--pids", str(a_rank.pid)]
+    done = run(command, {"PATH": os.environ["PATH"]}, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert only_rank(done.stdout) == a_rank.pid
+
+
+def test_the_citation_has_this_version() -> None:
+    citation = (CHECKOUT / "CITATION.cff").read_text()
+    assert f"\nversion: {nemo_patches.__version__}\n" in citation
 
 
 @pytest.mark.wheel

@@ -148,9 +148,7 @@ def asked(path: Path) -> object:
 @pytest.mark.parametrize(
     ("script", "way", "by_run"),
     [
-        ("ddp", "retries", False),
         ("trainer", "retries", True),
-        ("ddp", "sleeps", True),
         ("ddp", "fetches_ahead", False),
         ("ddp", "makes_no_group", False),
     ],
@@ -198,9 +196,7 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(
     tmp_path: Path,
 ) -> None:
-    with running(
-        "trainer", "computes", tmp_path, stall_timeout=2 * STALL_TIMEOUT
-    ) as job:
+    with running("trainer", "computes", tmp_path) as job:
         wait_until(lambda: "WARNING" in job.levels(0), LONG_S)
         assert job.levels(0)[:3] == ["INFO", "INFO", "WARNING"]
         for line in job.stalls(0)[:3]:
@@ -236,6 +232,18 @@ def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(
             lambda: "its data loader's worker 0 (pid " in job.stalls(0)[-1], LONG_S
         )
         assert f"is in open() of {tmp_path / 'audio'}"[-60:] in job.stalls(0)[-1]
+
+
+def test_who_waits_for_another_ranks_batches_says_so(tmp_path: Path) -> None:
+    """NeMo 3.0 under tensor parallelism: one rank reads for all of its group."""
+    with running("tensor_parallel", "sleeps", tmp_path, stall_exit=0) as job:
+        wait_until(lambda: "WARNING" in job.levels(1), LONG_S)
+        line = job.stalls(1)[-1]
+        assert "sleeps (tests/plain_job.py:" in line.split(" s. rank 0 (")[1]
+        waits = (
+            "): a batch from another rank's BroadcastingDataLoader, in broadcast_batch"
+        )
+        assert waits in line.split(" | rank 1 (")[1]
 
 
 def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_outside(

@@ -474,6 +474,8 @@ def stock_alone(encoder: torch.nn.Module) -> Any:
     return other
 
 
+@pytest.mark.one_nemo
+@pytest.mark.matrix
 def test_torch_export_takes_an_encoder_that_has_grown_and_leaves_it_whole() -> None:
     for result in run_ranks(exported, 2):
         assert result.value == []
@@ -589,6 +591,7 @@ def grown_in_inference_mode(rank: int, size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.one_nemo
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_has_grown_in_inference_mode_is_trained_with_to_the_last_bit(

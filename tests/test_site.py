@@ -7,18 +7,29 @@ from __future__ import annotations
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from interpreters import CHECKOUT
 
 pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
 
-_spec = spec_from_file_location(
-    "other_hosts", CHECKOUT / "docs" / "programs" / "other_hosts.py"
-)
-assert _spec and _spec.loader
-other_hosts = module_from_spec(_spec)
-_spec.loader.exec_module(other_hosts)
+
+def program(name: str) -> ModuleType:
+    spec = spec_from_file_location(name, CHECKOUT / "docs" / "programs" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+other_hosts = program("other_hosts")
+site_pages = program("site_pages")
+
+
+def page(name: str) -> SimpleNamespace:
+    return SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
 
 
 def found(folder: Path, name: str, text: str) -> list[str]:
@@ -113,6 +124,41 @@ def test_what_a_reader_clicks_on_or_the_site_has_itself_is_not(
     name: str, text: str, tmp_path: Path
 ) -> None:
     assert found(tmp_path, name, text) == []
+
+
+def test_a_link_has_the_title_of_its_page() -> None:
+    def shown(text: str) -> str:
+        return str(site_pages.on_page_markdown(text, page("stalls.md")))
+
+    title = (CHECKOUT / "docs" / "doctor.md").read_text().splitlines()[0][2:]
+    for name in ("docs/doctor.md", "doctor.md"):
+        assert shown(f"[{name}]({name}#rules)") == f"[{title}]({name}#rules)"
+    assert shown("[SECURITY.md](../SECURITY.md)") == "[Security](SECURITY.md)"
+    assert shown("[my words](doctor.md)") == "[my words](doctor.md)"
+
+
+def test_the_chinese_page_is_in_chinese_and_each_page_has_a_switch() -> None:
+    html = '<!doctype html><html lang="en" class="no-js">'
+    chinese = site_pages.on_post_page(html, page("README.zh-CN.md"))
+    assert '<html lang="zh" ' in chinese
+    assert site_pages.on_post_page(html, page("index.md")) == html
+    settings = (CHECKOUT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "link: README.zh-CN.html, lang: zh}" in settings
+    assert "- Start: index.md" in settings
+
+
+def test_the_cells_of_a_table_of_commands_know_their_headings() -> None:
+    head = "<table><thead><tr><th>to</th><th>type</th></tr></thead><tbody>"
+    words = head + "<tr><td>a</td><td>b</td></tr></tbody></table>"
+    assert site_pages.on_page_content(words, page("x.md")) == words
+    commands = words.replace("<td>b</td>", '<td style="x"><code>b c</code></td>')
+    html = site_pages.on_page_content(commands, page("x.md"))
+    assert '<td data-label="to">a</td><td data-label="type" style="x"><code' in html
+
+
+def test_a_click_on_a_picture_shows_it_in_its_own_size() -> None:
+    html = site_pages.on_page_content('<p><img alt="" src="a.svg" /></p>', page("x.md"))
+    assert html == '<p><a href="a.svg"><img alt="" src="a.svg" /></a></p>'
 
 
 def test_the_build_runs_it_and_a_picture_in_the_repository_loads_nothing() -> None:

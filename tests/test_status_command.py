@@ -69,13 +69,14 @@ def test_it_prints_the_same_for_a_person() -> None:
     assert done.stdout.startswith("on: ")
     for said in (
         f"nemo {nemo.package_info.__shortversion__}",
-        "sync: bounded (default)",
         "timeout: 4 (NEMO_PATCHES_TIMEOUT)",
         "ConformerEncoder.update_max_seq_length: patched when it is imported",
         "this NeMo does not have it",
         "auto-apply: on",
     ):
         assert said in done.stdout
+    assert "sync: " not in done.stdout  # as it is by default
+    assert "settings: the defaults" in status(path=(CHECKOUT,)).stdout
 
 
 def test_deferred_metrics_have_targets_of_their_own(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_auto_apply_and_what_it_chains(tmp_path: Path) -> None:
 
 @pytest.mark.one_nemo
 def test_the_words_of_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without versions and defaults. `checkout` stands for our own; the others are NeMo's, or a
+    """Without versions. `checkout` stands for our own; the others are NeMo's, or a
     vendor's.
     """
     monkeypatch.chdir(tmp_path)
@@ -323,6 +324,6 @@ def test_the_words_of_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise SystemExit(done.returncode)
 
     def kept(_: str, line: str) -> bool:
-        return not line.startswith("nemo_patches 0") and not line.endswith(" (default)")
+        return not line.startswith("nemo_patches 0")
 
     transcripts.compare("status", tmp_path, {"status": shown}, kept)

@@ -4,6 +4,7 @@ never notices.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -361,15 +364,12 @@ tracing.start(Settings(trace=folder))
 """
 
 
-def start(program: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
-    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
-    inherited = {name: value for name, value in os.environ.items() if name not in names}
+def start(program: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", ENCODER + program, *map(str, arguments)],
+        [sys.executable, "-c", program, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**inherited, **variables},
     )
 
 
@@ -378,6 +378,73 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
         return process.communicate(timeout=200)
     finally:
         process.kill()
+
+
+# Forks one interpreter for each program, since importing torch takes longer than they do; each ends
+# as any interpreter does.
+FORKS = """
+import json, os, sys
+import torch._dynamo, torch.distributed
+jobs = json.load(sys.stdin)
+children = []
+for name, job in jobs.items():
+    if (child := os.fork()) == 0:
+        for file, descriptor in (("out", 1), ("error", 2)):
+            os.dup2(os.open(job[file], os.O_WRONLY | os.O_CREAT), descriptor)
+        os.environ.update(job["variables"])
+        sys.argv[1:] = [job["folder"]]
+        break
+    children.append((name, child))
+else:
+    codes = {name: (child, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for name, child in children}
+    print(json.dumps(codes))
+    sys.exit()
+exec(job["program"])
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    pid: int
+    code: int
+    out: str
+    error: str
+
+
+def forked(
+    base: Path, programs: Mapping[str, str], **variables: str
+) -> dict[str, Done]:
+    """Each program's end; its folder has its name."""
+    jobs = {
+        name: {
+            "program": ENCODER + program,
+            "folder": str(base / name),
+            "variables": variables,
+            "out": str(base / f"{name} out"),
+            "error": str(base / f"{name} error"),
+        }
+        for name, program in programs.items()
+    }
+    names = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(jobs),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=inherited,
+        timeout=200,
+        check=True,
+    )
+    return {
+        name: Done(
+            pid,
+            code,
+            (base / f"{name} out").read_text(),
+            (base / f"{name} error").read_text(),
+        )
+        for name, (pid, code) in json.loads(done.stdout).items()
+    }
 
 
 # The program's last lines, its exit code, and what the end record says of the error and the exit
@@ -446,19 +513,15 @@ ENDINGS = {
 def test_every_exit_of_the_interpreter_ends_the_file_and_says_how(
     tmp_path: Path,
 ) -> None:
-    running = {
-        name: start(f"call()\n{ending}", tmp_path / name, RANK="5", WORLD_SIZE="6")
-        for name, (ending, _, _) in ENDINGS.items()
-    }
-    for name, process in running.items():
-        _, error = end(process)
-        assert process.returncode == ENDINGS[name][1], error
+    programs = {name: f"call()\n{ending}" for name, (ending, _, _) in ENDINGS.items()}
+    for name, done in forked(tmp_path, programs, RANK="5", WORLD_SIZE="6").items():
+        assert done.code == ENDINGS[name][1], done.error
         for file in traces.files(tmp_path / name):
             found = traces.records(file)
             call = ["enter", "leave"]
             stopped = (
                 name in ("multiprocessing", "spawn", "before any call")
-                and found[0]["pid"] == process.pid
+                and found[0]["pid"] == done.pid
             )
             raised = traces.of_kind(found, "raised")
             last = ["raised"] * len(raised) + call * (name == "caught")
@@ -488,7 +551,7 @@ def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(
         # A busy machine's writer takes more than 1 ms
         "    if number == 60: time.sleep(1); print('on', flush=True)\n"
     )
-    process = start(endless, tmp_path)
+    process = start(ENCODER + endless, tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGKILL)
@@ -512,17 +575,16 @@ print(tracing.where())
 
 
 def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
-    process = start(FULL, tmp_path, RANK="2", WORLD_SIZE="4")
-    out, error = end(process)
-    assert process.returncode == 0, error
-    assert out.splitlines() == ["trained", f"ended: {tmp_path}"]
-    (line,) = error.splitlines()
+    done = forked(tmp_path, {"full": FULL}, RANK="2", WORLD_SIZE="4")["full"]
+    assert done.code == 0, done.error
+    assert done.out.splitlines() == ["trained", f"ended: {tmp_path / 'full'}"]
+    (line,) = done.error.splitlines()
     assert (
         "tracing has ended, training goes on" in line
         and "[rank 2/4 " in line
         and "too large" in line.lower()
     )
-    assert len(traces.records(*traces.files(tmp_path), cut=True)) > 50
+    assert len(traces.records(*traces.files(tmp_path / "full"), cut=True)) > 50
 
 
 CHILDREN = """
@@ -553,12 +615,14 @@ print(os.getpid(), child)
 def test_neither_forked_children_nor_loader_workers_write_into_a_ranks_file(
     tmp_path: Path,
 ) -> None:
-    process = start(CHILDREN, tmp_path, RANK="1", WORLD_SIZE="2")
-    out, error = end(process)
-    assert process.returncode == 0, error
-    pid, child = map(int, out.split())
-    assert error.count("tracing has ended: a data loader's worker is not recorded") == 1
-    found = [traces.records(file) for file in traces.files(tmp_path)]
+    done = forked(tmp_path, {"rank": CHILDREN}, RANK="1", WORLD_SIZE="2")["rank"]
+    assert done.code == 0, done.error
+    pid, child = map(int, done.out.split())
+    assert (
+        done.error.count("tracing has ended: a data loader's worker is not recorded")
+        == 1
+    )
+    found = [traces.records(file) for file in traces.files(tmp_path / "rank")]
     by_pid = {(one[0]["pid"], one[0]["rank"]): one for one in found}
     assert set(by_pid) == {(pid, 1), (child, 1), (pid, 0)}
     assert [one["n"] for one in traces.of_kind(by_pid[pid, 1], "leave")] == [1, 2]

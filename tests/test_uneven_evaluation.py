@@ -1,5 +1,5 @@
-"""Uneven evaluation under Lightning's DDP: stock dies, patched trains as if the evaluation were
-even.
+"""Uneven evaluation under Lightning's DDP: patched trains as if the evaluation were even. That stock
+dies is in tests/test_demo.py.
 
 Real NEST pre-training on two CPU ranks, as `nemo-patches demo` runs it, without its stall. Run as a
 script, this file is the runs; they have a process of their own, from which the ranks are forked. On
@@ -58,7 +58,7 @@ def run_all(folder: Path) -> None:
         )
     outcomes = {}
     for version in ("stock", "patched") if HAS_STOCK else ("patched",):
-        for evaluation in ("even", "uneven"):
+        for evaluation in ("even", "uneven") if version == "patched" else ("even",):
             outcome = processes.run(
                 "training",
                 version == "patched",
@@ -106,9 +106,7 @@ def test_the_runs_differ_only_in_the_extra_batch(
         outcomes[f"patched, {kind}"].jobs[0].folder for kind in ("even", "uneven")
     )
     if HAS_STOCK:
-        assert [
-            outcomes[f"stock, {kind}"].jobs[0].folder for kind in ("even", "uneven")
-        ] == [even, uneven]
+        assert outcomes["stock, even"].jobs[0].folder == even
     for rank in range(DEVICES):
         train, validation = f"train-{rank}.json", f"validation-{rank}.json"
         assert (even / train).read_text() == (uneven / train).read_text()
@@ -134,12 +132,6 @@ def test_where_it_is_even_the_losses_are_stocks(
     outcomes: dict[str, RunOutcome],
 ) -> None:
     assert losses(outcomes["patched, even"]) == losses(outcomes["stock, even"])
-
-
-def test_stock_dies_where_it_is_uneven(outcomes: dict[str, RunOutcome]) -> None:
-    run = outcomes["stock, uneven"]
-    assert not run.completed, run
-    assert [len(rank.losses) for rank in run.ranks] == [VALIDATE_EVERY] * DEVICES
 
 
 def test_patched_completes_with_the_losses_of_the_even_run(

@@ -46,9 +46,9 @@ def checkout(tmp_path: Path) -> Path:
     shutil.copytree(
         Path(spec.origin).parent,
         folder / "nemo",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    )  # with what is compiled, which holds for files of the same time
     git(folder, "init", "--quiet")
+    (folder / ".git" / "info" / "exclude").write_text("__pycache__\n")
     git(folder, "add", "nemo")
     git(folder, "commit", "--quiet", "--message", "as released")
     return folder

@@ -5,11 +5,14 @@ tests' order.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from interpreters import CHECKOUT
+from interpreters import CHECKOUT, environment, run
+
+import nemo_patches
 
 pytestmark = pytest.mark.one_nemo
 
@@ -36,7 +39,7 @@ def test_they_run_what_the_makefile_has() -> None:
         for step in steps(WORKFLOWS[name])
         if "run" in step
     ]
-    as_root = 'sudo env "PATH=$PATH" '
+    as_root = "sudo --preserve-env=PATH "
     made = [
         command.removeprefix(as_root) for command in commands[:-1] if "make " in command
     ]
@@ -44,14 +47,44 @@ def test_they_run_what_the_makefile_has() -> None:
         "make test",
         "make test-hosts",
         "make test-pythons",
+        "make test-slurm",
         "make docs",
         "make screenshots",
     ]
-    assert "make test-wheel" in [
-        step.get("run") for step in steps(WORKFLOWS["release"])
-    ]
+    released = [step.get("run", "") for step in steps(WORKFLOWS["release"])]
+    assert 'make check-tag TAG="$GITHUB_REF_NAME"' in released
+    assert "make test-wheel" in released
+    assert "make stacks.pyz && cp .venv/stacks.pyz .venv/wheel/dist/" in released
     for target in WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"]["target"]:
         assert f"$(MATRIX:%={target}-%)" in MAKEFILE
+
+
+def test_a_tag_that_is_not_this_version_ends_a_release() -> None:
+    def code(tag: str) -> int:
+        command: list[str | Path] = ["make", "-s", "check-tag", f"TAG={tag}"]
+        return run(command, environment(), cwd=CHECKOUT).returncode
+
+    assert code(f"v{nemo_patches.__version__}") == 0
+    assert [code(tag) for tag in ("v9.9.9", nemo_patches.__version__, "")] == [2, 2, 2]
+
+
+def test_every_action_is_pinned_by_its_commit() -> None:
+    pinned = re.compile(r"actions/[a-z-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+")
+    for path in (CHECKOUT / ".github" / "workflows").glob("*.yml"):
+        used = re.findall(r"uses: (.*)$", path.read_text(), re.MULTILINE)
+        assert [one for one in used if not pinned.fullmatch(one)] == [], path.name
+
+
+def test_an_issue_has_what_both_commands_print() -> None:
+    (path,) = (CHECKOUT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+    fields = yaml.safe_load(path.read_text())["body"]
+    asked = {
+        field["attributes"].get("label")
+        for field in fields
+        if field.get("validations", {}).get("required")
+    }
+    wanted = {"`nemo-patches status --json`", "`nemo-patches diagnose --json`"}
+    assert wanted <= asked
 
 
 def test_on_the_makefiles_releases_and_pythons() -> None:

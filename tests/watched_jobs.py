@@ -108,21 +108,12 @@ def all_ranks_read(job: Job) -> None:
 
 
 def a_checkpoint_on_a_dead_mount(job: Job) -> None:
-    """Lightning's own, of a NeMo model; the mount is a FIFO that nobody reads."""
-    import fsspec
+    """Lightning's own, of a NeMo model."""
+    import dead_mount
     import lightning.pytorch as pl
-    from fsspec.implementations.local import LocalFileSystem
 
     asr_models.prepare()
-
-    class DeadMount(LocalFileSystem):  # type: ignore[misc]
-        protocol = "dead"
-
-        def _open(self, path: str, *arguments: Any, **settings: Any) -> Any:
-            os.mkfifo(job.folder / "mount")
-            return (job.folder / "mount").open("wb")
-
-    fsspec.register_implementation("dead", DeadMount)
+    path = dead_mount.path_on_it(job.folder)
 
     class Slow(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(
@@ -130,7 +121,7 @@ def a_checkpoint_on_a_dead_mount(job: Job) -> None:
         ) -> None:
             if number == STEPS:
                 job.hangs(trainer.global_rank)
-                trainer.save_checkpoint(f"dead://{job.folder}/model.ckpt")
+                trainer.save_checkpoint(path)
 
     trainer = asr_models.trainer_of(
         callbacks=[Slow()],

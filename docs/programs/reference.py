@@ -1,5 +1,5 @@
-"""Write what docs/reference.md takes from the code: settings, commands and the Python API. `make
-reference` runs it.
+"""Write what docs/reference.md and docs/doctor-rules.md take from the code: settings, commands, the
+Python API and the doctor's rules. `make reference` runs it.
 
 A block begins with a comment that names it, and ends with `<!-- end -->`; what stands between is
 replaced. Neither torch nor NeMo is imported, so that the test which compares is fast: classes and
@@ -19,8 +19,9 @@ import typer.main
 import nemo_patches
 from nemo_patches.cli import app
 from nemo_patches.sync.settings import ALL_SETTINGS
+from nemo_patches.tools.doctor.rules import all_rules
 
-PAGE = Path(__file__).parents[1] / "reference.md"
+DOCS = Path(__file__).parents[1]
 PACKAGE = Path(nemo_patches.__file__).parent
 FUNCTIONS = ("apply", "revert", "status")
 # What the public classes give, and what is imported from elsewhere than the package itself.
@@ -54,7 +55,7 @@ def commands() -> Iterator[str]:
         options = [
             param
             for param in command.params
-            if not (name == "run" and param.name in of_settings)
+            if not param.hidden and not (name == "run" and param.name in of_settings)
         ]
         yield from (
             ("| argument or option | default | what |", "|---|---|---|")
@@ -75,7 +76,7 @@ def commands() -> Iterator[str]:
             )
             yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
         if name == "run":
-            yield "| `--call-timeout 30`, and so on | as above | an option for every setting |"
+            yield "| `--timeout 30`, and so on | as above | an option for every setting |"
 
 
 def api() -> Iterator[str]:
@@ -98,10 +99,16 @@ def api() -> Iterator[str]:
         yield "```"
 
 
+def rules() -> Iterator[str]:
+    yield "| rule | at worst | finds |"
+    yield "|---|---|---|"
+    for rule in all_rules():
+        yield f"| {rule.identifier} | {rule.worst} | {rule.finds} |"
+
+
 def _default(param: Any) -> str:
-    told = getattr(
-        param, "show_default", None
-    )  # a text where the value would not say it
+    # A text where the value would not say it.
+    told = getattr(param, "show_default", None)
     value = told if isinstance(told, str) else param.default
     return (
         str(value)
@@ -175,22 +182,30 @@ def _annotation(node: ast.expr | None) -> str:
     )
 
 
-def written(page: str) -> str:
-    """The page with its blocks made anew."""
-    for block in (settings, commands, api):
+PAGES = {
+    DOCS / "reference.md": (settings, commands, api),
+    DOCS / "doctor-rules.md": (rules,),
+}
+
+
+def written(page: Path) -> str:
+    """The page's text with its blocks made anew."""
+    text = page.read_text(encoding="utf-8")
+    for block in PAGES[page]:
         pattern = re.compile(
             rf"(<!-- {block.__name__}: .*? -->\n).*?(<!-- end -->)", re.DOTALL
         )
-        text = "\n".join(block()).strip()
-        page, count = pattern.subn(
-            lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}", page
+        made = "\n".join(block()).strip()
+        text, count = pattern.subn(
+            lambda match, made=made: f"{match[1]}\n{made}\n\n{match[2]}", text
         )
         if count != 1:
             raise LookupError(
-                f"{PAGE}: {count} blocks that begin with <!-- {block.__name__}: ... -->"
+                f"{page}: {count} blocks that begin with <!-- {block.__name__}: ... -->"
             )
-    return page
+    return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written(page), encoding="utf-8")

@@ -1,5 +1,5 @@
 """A hook of mkdocs: the README and the other pages of the checkout's root are pages of the site,
-too.
+too; links have titles, and tables of commands can stack.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
-
+ROOT = Path(__file__).parents[2]
 PAGES = {
     "README.md": "index.md",
     **{
@@ -23,15 +22,25 @@ PAGES = {
     },
 }
 
+# A link whose text is a file's name: [docs/stalls.md](docs/stalls.md#which-ranks).
+NAMED = re.compile(r"\[(?:docs/)?([\w.-]+\.md)\]\((?=(?:\.\./|docs/)?\1[#)])")
+
 # Code without colours, whose text has no tags; a diagram scrolls instead.
 CODE = re.compile(r'(?<!"diagram">)<code>([^<]+)</code>')
-WORD = re.compile(
-    r"(?<!\S)[!-~]{1,36}(?!\S)"
-)  # so many characters fit a phone's window
+# So many characters fit a phone's window.
+WORD = re.compile(r"(?<!\S)[!-~]{1,36}(?!\S)")
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+HEADING = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
+CELL = re.compile(r"<td( [^>]*)?>")
+PICTURE = re.compile(r'<img [^>]*src="(?P<source>[^"]+)"[^>]*>')
+TAG = re.compile(r"<[^>]+>")
 SHORT = 55  # characters of a command in a table that stays in one piece
 
 
 def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File  # the tests have no mkdocs
+
     for name, uri in PAGES.items():
         text = Path(config.config_file_path).with_name(name).read_text(encoding="utf-8")
         # On the site, docs/ is the root; here its pages are a folder below.
@@ -42,18 +51,47 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "CHANGELOG.md":
-        page.meta["search"] = {
-            "boost": 0.1
-        }  # it has every word, and is what nobody who searches wants
+        # It has every word, and is what nobody who searches wants.
+        page.meta["search"] = {"boost": 0.1}
+    markdown = NAMED.sub(_titled, markdown)
     return re.sub(r"\]\(\.\./(\w+\.md)", lambda match: f"]({PAGES[match[1]]}", markdown)
 
 
+def _titled(link: re.Match[str]) -> str:
+    """The link with the page's own title as its text."""
+    folder = ROOT if link[1] in PAGES else ROOT / "docs"
+    text = (folder / link[1]).read_text(encoding="utf-8")
+    title = text.partition("\n")[0].removeprefix("# ")
+    return f"[{title}]("
+
+
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    html = CODE.sub(_in_words, html)
+    # A picture is as wide as the page; a click shows it in its own size.
+    html = PICTURE.sub(r'<a href="\g<source>">\g<0></a>', html)
+    return TABLE.sub(_labelled, CODE.sub(_in_words, html))
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.endswith(".zh-CN.md"):
         # Else a browser may take Japanese forms of the characters
-        html = f'<div lang="zh-CN">{html}</div>'
-    return html
+        return output.replace('<html lang="en"', '<html lang="zh"', 1)
+    return output
+
+
+def _labelled(table: re.Match[str]) -> str:
+    """A table of commands, whose cells know their heading: on a phone they stack (site.css)."""
+    if "<code" not in table[0]:
+        return table[0]
+    headings = [TAG.sub("", cell) for cell in HEADING.findall(table[0])]
+
+    def row(match: re.Match[str]) -> str:
+        labels = iter(headings)
+        return CELL.sub(
+            lambda cell: f'<td data-label="{next(labels, "")}"{cell[1] or ""}>',
+            match[0],
+        )
+
+    return ROW.sub(row, table[0])
 
 
 def _in_words(code: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
-"""Our threads: all are daemons, and where this process may have no more of them it goes on
-without.
+"""Our threads:
+all are daemons, and where this process may have no more of them it goes on without.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

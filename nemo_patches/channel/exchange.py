@@ -96,13 +96,11 @@ class Rounds:
 
     def __init__(self, exchange: Exchange, key: int) -> None:
         self.issued = 0
-        self.over = (
-            ""  # why this rank issues no more: CLOSED, or how a round has failed
-        )
+        # Why this rank issues no more: CLOSED, or how a round has failed.
+        self.over = ""
         self.latest = Latest()  # the exchange's thread replaces it as a whole
-        self.arrived: dict[
-            int, int
-        ] = {}  # the exchange's thread: by rank, of the next round
+        # The exchange's thread: by rank, of the next round.
+        self.arrived: dict[int, int] = {}
         self.key = key
         self.exchange = exchange
         self._came = queue.SimpleQueue[None]()
@@ -187,12 +185,10 @@ class Exchange:
         self._strangers: deque[Link] = deque()
         # By rank: when to connect again, and the pause after that.
         self._tries: dict[int, tuple[float, float]] = {}
-        self._ended: dict[
-            int, tuple[str, float]
-        ] = {}  # by rank: how, and time.monotonic()
-        self._lost_at: dict[
-            int, float
-        ] = {}  # by rank: since when there is no connection any more
+        # By rank: how, and time.monotonic().
+        self._ended: dict[int, tuple[str, float]] = {}
+        # By rank: since when there is no connection any more.
+        self._lost_at: dict[int, float] = {}
         self._questions = Questions(self)
         self._mend_at = 0.0
         self._leaves_at = math.inf
@@ -201,9 +197,8 @@ class Exchange:
         self._inbox: deque[Callable[[], object]] = deque()
         self._chance = random.Random()  # training's random numbers stay as they are
         self._selector = selectors.PollSelector()  # needs no file
-        self._wakes = (
-            -1
-        )  # a file that wakes the thread; without, it looks twice a second
+        # A file that wakes the thread; without, it looks twice a second.
+        self._wakes = -1
         self._close_wakes: Callable[[], object] = lambda: None
         with contextlib.suppress(OSError):  # no file is left
             self._have_wakes()
@@ -218,9 +213,8 @@ class Exchange:
         with self._starting:
             if self._thread is not None or self._is_closing:
                 return
-            if (
-                multiprocessing.parent_process() is not None
-            ):  # its child may end without atexit
+            # Its child may end without atexit.
+            if multiprocessing.parent_process() is not None:
                 process_hooks.at_last(_at_exit)
             self._thread = Daemon("exchange", self._run)
             why = self._thread.begin()
@@ -296,9 +290,8 @@ class Exchange:
         """At exit."""
         self.close()
         thread = self._thread
-        if (
-            thread is None or thread.ident is None
-        ):  # None: interrupted before it started
+        # None: interrupted before it started.
+        if thread is None or thread.ident is None:
             return
         thread.join(_EXIT_S)
         store = self._store()
@@ -497,9 +490,8 @@ class Exchange:
         self._store = lambda: None
         self.trouble = ""
         self.is_joined = True
-        later = (
-            time.monotonic() + self._connect_s
-        )  # at first the children come by themselves
+        # At first the children come by themselves.
+        later = time.monotonic() + self._connect_s
         absent = [child for child in self._children if child not in self._links]
         self._tries = dict.fromkeys(absent, (later, _FIRST_PAUSE_S))
         self._mend_at = 0.0
@@ -653,9 +645,8 @@ class Exchange:
             if link.rank not in self._links and (link.error or not link.is_ours):
                 self._lost_at[link.rank] = time.monotonic()
         if not self.is_joined:
-            if (
-                link.error and link.is_ours
-            ):  # not said yet: rank 0's key may be an earlier group's
+            # Not said yet: rank 0's key may be an earlier group's.
+            if link.error and link.is_ours:
                 why = os.strerror(link.error)
                 self.trouble = (
                     f"no connection to {self._address_text(link.rank)}: {why}"

@@ -1,9 +1,4 @@
-"""Rounds that give every rank the highest and the lowest value of all ranks, each with a rank that
-has it.
-
-MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its
-complement.
-"""
+"""Rounds that give every rank the highest and the lowest value, each with a rank that has it."""
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -14,10 +9,8 @@ from typing import NamedTuple
 
 from .exchange import CLOSED, Exchange
 
-_RANK_BITS, VALUE_BITS = (
-    20,
-    43,
-)  # a rank and a value are one int64, and never a negative one
+# A rank and a value are one int64, and never a negative one.
+_RANK_BITS, VALUE_BITS = 20, 43
 _RANKS, VALUES = 1 << _RANK_BITS, 1 << VALUE_BITS
 
 

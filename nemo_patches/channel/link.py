@@ -27,9 +27,8 @@ _LONGEST_BODY = 4 << 20  # bytes
 # A rank that reads nothing gets no more questions; the messages of rounds are few and small.
 _MOST_UNSENT = 1 << 20
 _KEEPALIVE_S = 5
-_CUT_OFF_S = (
-    25  # the kernel gives up a connection from which nothing has come for so long
-)
+# The kernel gives up a connection from which nothing has come for so long.
+_CUT_OFF_S = 25
 # Linux: tcpi_retransmits, tcpi_probes, tcpi_unacked, tcpi_last_ack_recv (milliseconds) and
 # tcpi_notsent_bytes of struct tcp_info.
 _TCP_INFO = struct.Struct("@2xBB20xI28xI84xI")
@@ -64,9 +63,8 @@ class Link:
         self.rank = rank
         self.is_ours = is_ours
         self.is_ready = False  # both ends have proved who they are
-        self.is_suspect = (
-            False  # the other end has not answered in time: do not rely on it
-        )
+        # The other end has not answered in time: do not rely on it.
+        self.is_suspect = False
         self.opened_at = time.monotonic()
         self.used_at = self.opened_at
         self.error = 0  # why it is lost

@@ -32,9 +32,8 @@ FAN_OUT = 16  # connections of a rank to those below it, at most
 ROOT_KEY = "nemo_patches/root"
 _FORMAT = 1
 _BACKLOG = 1024
-_SILENT_S = (
-    5  # the kernel holds back a client that says nothing for so long: it costs no file
-)
+# The kernel holds back a client that says nothing for so long: it costs no file.
+_SILENT_S = 5
 _ASK_FOR_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 _LONGEST_TEXT = 256  # characters of a host's name, an address or a trouble
 

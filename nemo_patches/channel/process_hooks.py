@@ -1,5 +1,5 @@
-"""What of ours runs when this process ends, and in a child that is forked from it: in these
-orders.
+"""What of ours runs when this process ends, and in a child that is forked from it:
+in these orders.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -23,9 +23,8 @@ class AtExit(Enum):
     None of them runs where os._exit ends the process, or a signal does.
     """
 
-    STALL_MONITORS = (
-        auto()
-    )  # they report a last time, over the exchanges, for the trace
+    # They report a last time, over the exchanges, for the trace.
+    STALL_MONITORS = auto()
     EXCHANGES = auto()  # they tell the other ranks that this one leaves
 
 
@@ -33,9 +32,8 @@ class InForkedChild(Enum):
     """In the child, whose threads and connections are its parent's: the first of these first."""
 
     EXCHANGES = auto()
-    LENGTH_SYNC = (
-        auto()
-    )  # who comes after it asks it for a process group of the child's own
+    # Who comes after it asks it for a process group of the child's own.
+    LENGTH_SYNC = auto()
     STALL_MONITORS = auto()
     STALL_SUBSCRIBER = auto()
     TRACE = auto()

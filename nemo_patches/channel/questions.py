@@ -37,14 +37,12 @@ from .link import ANSWER, ASK, HERE, QUESTION, VERDICT, Link, Message
 
 _HERE_S = 0.8  # for a rank to say that it is there
 _OWN_S = 1.0  # for this rank's own state, which another thread gives
-_LIMIT_S = (
-    2.4  # for all answers; each level of the tree has a bit less than that above it
-)
+# For all answers; each level of the tree has a bit less than that above it.
+_LIMIT_S = 2.4
 _LEVEL_S = 0.1
 _JUDGE_S = 1.0  # for the verdict
-_GAP_S = (
-    0.3  # between two questions of a judge: ranks that ask meanwhile share the next one
-)
+# Between two questions of a judge: ranks that ask meanwhile share the next one.
+_GAP_S = 0.3
 _PER_RANK_S = 0.0006  # added for each rank of the job: many may share a machine
 
 
@@ -152,9 +150,8 @@ class Questions:
             for question in self._of(id_, link.rank):
                 question.pending[link.rank] = math.inf
         elif message.kind == HERE and link.rank == self._asks:
-            self._asks_until = (
-                now + 3 * self._here_s
-            )  # it may have to find out who is silent
+            # It may have to find out who is silent.
+            self._asks_until = now + 3 * self._here_s
         elif message.kind == QUESTION:
             link.tell(HERE, {"id": id_})
             if id_ in self._told:  # this rank was silent, and the verdict says so

@@ -1,5 +1,6 @@
-"""What turns the facts of ranks into a verdict and its text; the standard library alone. Ranks and
-`diagnose` use it.
+"""What turns the facts of ranks into a verdict and its text; the standard library alone.
+
+Ranks and `diagnose` use it.
 
 A rank imports none of it until there is something to judge (watch/late_modules.py).
 """

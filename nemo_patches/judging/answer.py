@@ -1,5 +1,6 @@
-"""Which ranks are missing from a round of an encoder, from the result of a look at all ranks. Needs
-no torch.
+"""Which ranks are missing from a round of an encoder, from the result of a look at all ranks.
+
+Needs no torch.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

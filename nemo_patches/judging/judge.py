@@ -1,5 +1,6 @@
-"""The one judge: which ranks are waited for, by the collectives that each rank has entered. Needs
-no torch.
+"""The one judge: which ranks are waited for, by the collectives that each rank has entered.
+
+Needs no torch.
 
 Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces)
 becomes Seats. What is odd about a source, its reader tells by leaving a rank out.

@@ -1,5 +1,6 @@
-"""The kinds of missing ranks, and what a rank may wait in: words of log lines. Needs no torch, so
-tools use it too.
+"""The kinds of missing ranks, and what a rank may wait in: words of log lines.
+
+Needs no torch, so tools use it too.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

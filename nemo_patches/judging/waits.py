@@ -1,5 +1,6 @@
-"""What a thread waits in, or does that ends by itself, by its frames' names. Needs no torch, so
-tools use it, too.
+"""What a thread waits in, or does that ends by itself, by its frames' names.
+
+Needs no torch, so tools use it, too.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -82,6 +83,11 @@ _ACTIVITIES = (
     ("jit/_script.py", ("script", "_script"), EXPORT),
     ("jit/_freeze.py", ("freeze", "optimize_for_inference"), EXPORT),
 )
+# NeMo 3.0's loader under tensor or context parallelism: only the first rank of a group reads.
+_BROADCASTING = (
+    "/lhotse/broadcasting.py",
+    "a batch from another rank's BroadcastingDataLoader",
+)
 _NEMO_EXPORT = ("/nemo/core/classes/exportable.py", ("export", "_export"))
 _DEBUGGER_FILES = (
     "/pdb.py",
@@ -106,6 +112,8 @@ def collective(calls: Iterable[Call]) -> str:
     """What a thread waits in, by its frames, innermost first; empty if unknown."""
     outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
     for call in calls:
+        if outermost_name and call.file.endswith(_BROADCASTING[0]):
+            return _BROADCASTING[1]
         if not call.in_torch or (not outermost_name and _torch_activity(call)):
             break  # a compilation within backward waits for no rank
         name = call.function

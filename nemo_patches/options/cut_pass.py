@@ -26,9 +26,8 @@ class PassEnds:
 
     def __init__(self, loader: Any, title: str) -> None:
         """Raises StopTogetherError for a loader whose next pass may go on with one that was cut."""
-        if (
-            type(loader).__name__ == "BroadcastingDataLoader"
-        ):  # NeMo's, around another loader
+        # NeMo's, around another loader.
+        if type(loader).__name__ == "BroadcastingDataLoader":
             loader = vars(loader).get("_source", loader)
         parts = list(_parts_of(loader))
         for part in parts:
@@ -71,9 +70,8 @@ class PassEnds:
         """
         for sampler in self._samplers:
             for part in _inner_parts(sampler):
-                if hasattr(
-                    part, "set_epoch"
-                ):  # a sampler: its epoch is Lightning's to count
+                # A sampler: its epoch is Lightning's to count.
+                if hasattr(part, "set_epoch"):
                     close = getattr(getattr(part, "cuts_iter", None), "close", None)
                     if close is not None:
                         close()
@@ -124,9 +122,8 @@ def _inner_parts(of: Any) -> Iterator[Any]:
     for name in _PARTS:
         held = vars(of).get(name)
         for part in held if isinstance(held, (list, tuple)) else [held]:
-            if hasattr(part, "__dict__") and hasattr(
-                part, "__iter__"
-            ):  # not the cuts themselves
+            # Not the cuts themselves.
+            if hasattr(part, "__dict__") and hasattr(part, "__iter__"):
                 yield from _inner_parts(part)
 
 

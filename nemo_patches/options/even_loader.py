@@ -47,9 +47,8 @@ class EvenLoader:
         self._may_be_empty = may_be_empty
         self._ends = PassEnds(loader, agreement.title)
         self._passes = 0
-        self.limit: Callable[[], int | None] = lambda: (
-            None
-        )  # most batches of the pass that begins
+        # Most batches of the pass that begins.
+        self.limit: Callable[[], int | None] = lambda: None
         length = _length(loader)
         # The smallest length of all ranks' loaders; None if one has none.
         self.agreed_length, rank, all_alike = agreement.least_length(length)
@@ -62,9 +61,8 @@ class EvenLoader:
             )
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name in EvenLoader.__slots__
-        ):  # of an empty copy, before its attributes are there
+        # Of an empty copy, before its attributes are there.
+        if name in EvenLoader.__slots__:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -173,9 +171,8 @@ class EvenLoaders:
                 f"ranks do not end their passes together: {DISABLE_VARIABLE}=1"
             )
             return loader
-        if isinstance(
-            loader, EvenLoader
-        ):  # Lightning passes a CombinedLoader with it twice
+        # Lightning passes a CombinedLoader with it twice.
+        if isinstance(loader, EvenLoader):
             loader = loader._loader
         dataset = loader.dataset if isinstance(loader, DataLoader) else loader
         agreement = agreement_of(kind, type(dataset).__name__)

@@ -72,9 +72,8 @@ class PatientRounds(WatchedRounds):
             self.waited += timedelta(seconds=time.monotonic() - began_at)
         self._outstanding = None
         self.has_arrived(round_, in_time=not round_.gave_up_at)
-        self._said = (
-            None  # training stands still for each late round: each is worth a line
-        )
+        # Training stands still for each late round: each is worth a line.
+        self._said = None
         return extremes
 
     def end(self, reason: str) -> None:

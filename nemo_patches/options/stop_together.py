@@ -12,11 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from nemo_patches.options.even_loader import EvenLoader, even_loaders
 from nemo_patches.sync.rank_log import report
 
-_KINDS = {
-    "train": "training",
-    "val": "validation",
-    "test": "test",
-}  # by Lightning's names
+# By Lightning's names.
+_KINDS = {"train": "training", "val": "validation", "test": "test"}
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked into
@@ -32,9 +29,8 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:
         self._training = training
         self._evaluation = evaluation
-        self._trainer: Trainer | None = (
-            None  # whose strategy hands its loaders to this callback
-        )
+        # Whose strategy hands its loaders to this callback.
+        self._trainer: Trainer | None = None
         # The trainer's limit and interval, while it sets up its loaders.
         self._given: tuple[Any, Any] | None = None
 

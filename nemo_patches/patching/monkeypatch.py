@@ -41,9 +41,8 @@ class Patching:
         self.in_force = False
         # Whether on_import() acts: the import hook is there under auto-apply, and after apply().
         self.follows_imports = True
-        self._collection_complete = (
-            False  # imported as a whole: from then on training may run
-        )
+        # Imported as a whole: from then on training may run.
+        self._collection_complete = False
         self.refused = ""  # why the import hook patches nothing
         self._lines = StartLines(self.patched)
 
@@ -194,9 +193,8 @@ class Patching:
             for target, module in modules.items():
                 self.replacements.patch(target, module, lambda: self.in_force)
                 self.skipped.pop(target, None)
-                if (
-                    target not in self.patched
-                ):  # a module that is reloaded has new classes
+                # A module that is reloaded has new classes.
+                if target not in self.patched:
                     self.patched.append(target)
             trace.use(length_sync.current(), self.replacements)
         except BaseException:
@@ -249,9 +247,8 @@ class Patching:
             self.skipped[target] = str(error)
             report(logging.ERROR, f"not patched: {error}")
             return
-        length_sync.use(
-            Settings()
-        )  # a bad variable is logged here, and not again by status()
+        # A bad variable is logged here, and not again by status().
+        length_sync.use(Settings())
         self.revert()
         self.refused = str(error)
         self.skipped.update(dict.fromkeys(TARGETS, self.refused))

@@ -30,9 +30,8 @@ class StartLines(Observer):
     def __init__(self, patched: Collection[Target]) -> None:
         """patched: may change."""
         self._patched = patched
-        self.by_hand = (
-            False  # by apply() only: processes that this one spawns have no import hook
-        )
+        # By apply() only: processes that this one spawns have no import hook.
+        self.by_hand = False
         self._said_misspelt = False
         self._said_for_all = False
         self._said_in_a_group = False

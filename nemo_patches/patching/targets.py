@@ -117,9 +117,8 @@ class Target:
         Raises ModuleNotFoundError without NeMo.
         """
         nemo, package, *inner = self.module.split(".")
-        spec = importlib.util.find_spec(
-            f"{nemo}.{package}"
-        )  # imports no more than nemo itself
+        # Imports no more than nemo itself.
+        spec = importlib.util.find_spec(f"{nemo}.{package}")
         folders = [] if spec is None else list(spec.submodule_search_locations or ())
         files = (Path(folder, *inner).with_suffix(".py") for folder in folders)
         return next((file for file in files if file.is_file()), None)

@@ -16,9 +16,8 @@ import torch
 from ..channel.exchange import CLOSED, Exchange, Rounds
 from .rank_log import raised_by_signal_handler, report
 
-_ROUNDS_KEPT = (
-    16  # per encoder: more than a rank comes to between two looks of the watch
-)
+# Per encoder: more than a rank comes to between two looks of the watch.
+_ROUNDS_KEPT = 16
 
 
 @dataclass(eq=False)

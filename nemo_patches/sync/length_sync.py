@@ -209,9 +209,8 @@ class Sequence:
         self.rounds = rounds
         self.protocol = LengthProtocol()
         self.clock = Clock()  # before the latest call that takes part
-        self.latest: tuple[EncoderSync, Round] | None = (
-            None  # the latest round, and its encoder
-        )
+        # The latest round, and its encoder.
+        self.latest: tuple[EncoderSync, Round] | None = None
 
     def came(self, in_time: bool, settings: Settings) -> None:
         """The training thread has the latest round's result."""
@@ -232,9 +231,8 @@ class GroupSyncs:
         default_store = torch.distributed.distributed_c10d._get_default_store()
         # Whichever is released first: DDP may keep the group.
         for owner in (default_group, default_store):
-            weakref.finalize(
-                owner, self.close
-            ).atexit = False  # not in a dying interpreter
+            # Not in a dying interpreter.
+            weakref.finalize(owner, self.close).atexit = False
         rank = torch.distributed.get_rank()
         size = torch.distributed.get_world_size()
         self.group = Group(rank, size, meeting.port_of(default_store))

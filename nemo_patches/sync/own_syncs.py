@@ -15,9 +15,8 @@ from typing import Any
 from .places import is_ours, line_of
 from .rank_log import raised_by_signal_handler, report_of_rank
 
-_said: set[str] = (
-    set()
-)  # a class that is made anew, by a reload or a decorator, is the same one
+# A class that is made anew, by a reload or a decorator, is the same one.
+_said: set[str] = set()
 
 
 def overrides(owner: type, method: str) -> dict[str, str]:

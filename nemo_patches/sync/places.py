@@ -39,9 +39,8 @@ def line_of(thing: Any) -> str:
 def function_of(thing: Any) -> FunctionType | None:
     """The Python function that runs when `thing` is called; None if none can be seen."""
     for _ in range(_MOST_LAYERS):
-        if (
-            type(thing) is FunctionType
-        ):  # isinstance() would take wrapt's word for what it wraps
+        # isinstance() would take wrapt's word for what it wraps.
+        if type(thing) is FunctionType:
             return thing
         if isinstance(thing, classmethod | staticmethod | MethodType):
             thing = thing.__func__

@@ -1,5 +1,5 @@
-"""The length sync as a state machine: which calls issue a round, which wait, and what length each
-gets. No torch.
+"""The length sync as a state machine:
+which calls issue a round, which wait, and what length each gets. No torch.
 
 A round is one all-reduce with MAX of one int64, `clock << LENGTH_BITS | length`. The number of a
 round is not that of a call, so the clock says which call a rank's length belongs to. docs/design.md
@@ -30,13 +30,10 @@ ENDED = "ended"  # a round has failed, because a rank has died: there are no mor
 # Why an encoder of a rank takes no part in the length sync.
 APART = FLAG_IS_OFF, IS_LOCAL = "sync_max_audio_length is false", "sync=local"
 
-CALM_ROUNDS = (
-    100  # waited rounds in a row that came in time before the timeouts are forgotten
-)
-HEALTHY_ROUNDS, _RECENT_ROUNDS = (
-    4,
-    8,
-)  # a wait lasts at least 4 healthy rounds, by the running mean of some 8
+# Waited rounds in a row that came in time before the timeouts are forgotten.
+CALM_ROUNDS = 100
+# A wait lasts at least 4 healthy rounds, by the running mean of some 8.
+HEALTHY_ROUNDS, _RECENT_ROUNDS = 4, 8
 _MAX_TIMEOUTS = 40  # keeps 2**k small; nobody waits for 2**40 rounds
 
 
@@ -51,9 +48,8 @@ class Clock(NamedTuple):
     def next(self, training: bool) -> Clock:
         if not training and self.evaluation < MAX_EVALUATION:
             return Clock(self.training, self.evaluation + 1)
-        return Clock(
-            min(self.training + 1, MAX_TRAINING), 0 if training else 1
-        )  # only a training call has 0
+        # Only a training call has 0.
+        return Clock(min(self.training + 1, MAX_TRAINING), 0 if training else 1)
 
 
 def pack(clock: Clock, length: int) -> int:

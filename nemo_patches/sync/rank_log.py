@@ -22,16 +22,14 @@ _handler = logging.StreamHandler()
 _handler.setFormatter(
     logging.Formatter("%(asctime)s nemo_patches %(levelname)s %(message)s")
 )
-_LONGEST = (
-    1 << 16
-)  # characters of a line: the stacks of all threads have some thousands
+# Characters of a line: the stacks of all threads have some thousands.
+_LONGEST = 1 << 16
 
 
 def enable() -> None:
     """Make the lines visible on stderr, unless the user gave the logger their own handler."""
-    logger.disabled = (
-        False  # logging.config disables every logger that it does not configure
-    )
+    # logging.config disables every logger that it does not configure.
+    logger.disabled = False
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
     # Of now: the first line may fall into a redirect_stderr(), around an import of NeMo.
@@ -80,9 +78,8 @@ def _code_of(handler: object) -> object:
     """
     while isinstance(handler, functools.partial):
         handler = handler.func
-    if callable(handler) and not hasattr(
-        handler, "__code__"
-    ):  # a method passes its function's on
+    # A method passes its function's on.
+    if callable(handler) and not hasattr(handler, "__code__"):
         handler = type(handler).__call__
     return getattr(handler, "__code__", None)
 

@@ -1,5 +1,5 @@
-"""`nemo-patches run`: turns this process into the user's command, with auto-apply in its
-environment.
+"""`nemo-patches run`:
+turns this process into the user's command, with auto-apply in its environment.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`nemo-patches status`: on, off here, or cannot be; found for this environment without importing
-NeMo or torch.
+"""`nemo-patches status`:
+on, off here, or cannot be; found for this environment without importing NeMo or torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from nemo_patches.sync.settings import (
 )
 from nemo_patches.tools.refusals import refusals
 
+DEFAULT = "default"
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
 
 
@@ -44,7 +45,7 @@ class NotInstalled(StatusError):
 
 @dataclass(frozen=True)
 class SettingReport:
-    """One setting, and where it comes from: its variable, or "default"."""
+    """One setting, and where it comes from: its variable, or DEFAULT."""
 
     name: str
     value: str
@@ -224,10 +225,10 @@ def show(report: EnvironmentStatus, console: Console) -> None:
     lines.append(
         f"sitecustomize that auto-apply runs after its own: {report.chained or 'none'}"
     )
-    lines += (
-        f"{setting.name}: {setting.value} ({setting.source})"
-        for setting in report.settings
-    )
+    changed = [setting for setting in report.settings if setting.source != DEFAULT]
+    lines += (f"{one.name}: {one.value} ({one.source})" for one in changed)
+    if not changed:
+        lines.append("settings: the defaults")
     lines.append(
         ", ".join(f"{name} {version}" for name, version in report.versions.items())
     )
@@ -272,7 +273,11 @@ def _answer(
             "" if auto_apply == _DISABLED_HERE else f", then {ways}"
         )
     return "\n  ".join(
-        ["off here, but possible:", *reasons, f"to switch it on: {switch}"]
+        [
+            "off: this NeMo can be patched, and nothing here does it",
+            *reasons,
+            f"to switch it on: {switch}",
+        ]
     )
 
 
@@ -319,7 +324,7 @@ def _settings() -> Iterable[SettingReport]:
     for setting in ALL_SETTINGS:
         variable, value = setting.given(None, os.environ)
         if value is None:
-            yield SettingReport(setting.name, setting.text(setting.default), "default")
+            yield SettingReport(setting.name, setting.text(setting.default), DEFAULT)
         else:  # as it was written, unless it is empty
             yield SettingReport(
                 setting.name, str(value or setting.text(value)), variable

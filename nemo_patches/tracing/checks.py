@@ -1,5 +1,5 @@
-"""The opt-in checks around an encoder call: its inputs, asynchronous errors of the device, and
-missing ranks.
+"""The opt-in checks around an encoder call:
+its inputs, asynchronous errors of the device, and missing ranks.
 
 What they find is logged; nothing is raised.
 """

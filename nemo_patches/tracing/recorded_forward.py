@@ -51,9 +51,8 @@ def record(replacements: Replacements) -> None:
 def restore(replacements: Replacements) -> None:
     for forward in [made for made in replacements.made if made.name == _FORWARD]:
         place = replacements.made.index(forward)
-        original = replacements.made[
-            place - 1
-        ]  # under the other name, which ours needs if it stays
+        # Under the other name, which ours needs if it stays.
+        original = replacements.made[place - 1]
         del replacements.made[place - 1 : place + 1]
         if forward.undo():
             original.undo()

@@ -1,5 +1,5 @@
-"""One trace of this process: is told what the length sync does, and knows the encoders that it
-records.
+"""One trace of this process:
+is told what the length sync does, and knows the encoders that it records.
 
 On the training thread: one enqueue for each record. The rest is the writer's thread's.
 """
@@ -93,9 +93,8 @@ class Recorder(Observer):
         self.writer: TraceWriter | None = None
         self.said_of_compilation = False
         self._over = ""  # why nothing is recorded any more
-        self._group: weakref.ref[Any] | None = (
-            None  # the process group that the header tells of
-        )
+        # The process group that the header tells of.
+        self._group: weakref.ref[Any] | None = None
         self._encoders: weakref.WeakKeyDictionary[torch.nn.Module, EncoderState] = (
             weakref.WeakKeyDictionary()
         )
@@ -103,9 +102,8 @@ class Recorder(Observer):
         self._hook: ExceptionHook | None = None
         # The exception that ends this process, unless an encoder is called again
         self._failed = ""
-        self._uncaught = (
-            False  # it came to the interpreter: then the exit code is known
-        )
+        # It came to the interpreter: then the exit code is known.
+        self._uncaught = False
 
     def begin(self, encoder: torch.nn.Module) -> EncoderState | None:
         """A call begins; None where it is not recorded, or is part of one that is."""
@@ -181,9 +179,8 @@ class Recorder(Observer):
 
     def _note_failed(self, error: BaseException) -> None:
         said = first_line(error)
-        if (
-            said != self._failed
-        ):  # else the trainer's callback has told of it, and now the interpreter does
+        # Else the trainer's callback has told of it, and now the interpreter does.
+        if said != self._failed:
             self._failed = said
             self.put(records.raised(self.now(), "", 0, error))
 

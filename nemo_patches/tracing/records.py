@@ -1,5 +1,6 @@
-"""The records of a trace: JSON objects, one a line. The recorder writes them, `diagnose` reads
-them.
+"""The records of a trace: JSON objects, one a line.
+
+The recorder writes them, `diagnose` reads them.
 
 A rank writes a file for each start of its process (docs/trace.md): the header, then records in the
 order in which they were made. `t` is in seconds since the header's `started`, by a clock that never
@@ -99,9 +100,8 @@ class Leave:
     t: float
     e: str
     n: int
-    shape: list[
-        int
-    ]  # of the output; empty if torch's checkpointing had recomputed enough
+    # Of the output; empty if torch's checkpointing had recomputed enough.
+    shape: list[int]
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,15 @@ class Stalled:
     t: float
     e: str
     n: int  # 0 if the length sync has ended
-    ranks: list[
-        int
-    ]  # that the others wait for, unless they do what is known to end by itself
+    # That the others wait for, unless they do what is known to end by itself.
+    ranks: list[int]
     kinds: list[str]  # of each rank; judging/kinds.py names them
     where: list[str]  # what each one's training thread does; empty if not known
-    collectives: list[str] = field(
-        default_factory=list
-    )  # what each waits in itself; empty: none
+    # What each waits in itself; empty: none.
+    collectives: list[str] = field(default_factory=list)
     text: str = ""  # all ranks, in groups; or why it is not known who is missing
-    waited: bool = (
-        False  # some rank waited, in a collective, or for one without a heartbeat
-    )
+    # Some rank waited, in a collective, or for one without a heartbeat.
+    waited: bool = False
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,10 @@ def _job(environment: Mapping[str, str]) -> str:
     if run and run != "none":
         return run[:_LONGEST_JOB]
     if slurm := environment.get("SLURM_JOB_ID", ""):
-        return f"slurm {slurm}.{environment.get('SLURM_STEP_ID', '')}"[:_LONGEST_JOB]
+        attempt = environment.get("SLURM_RESTART_COUNT", "0")
+        again = f" restart {attempt}" if attempt != "0" else ""  # with the same step id
+        step = environment.get("SLURM_STEP_ID", "")
+        return f"slurm {slurm}.{step}{again}"[:_LONGEST_JOB]
     where = (environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", ""))
     return ":".join(where)[:_LONGEST_JOB] if all(where) else ""
 

@@ -1,5 +1,5 @@
-"""Records exceptions that leave Lightning's trainer: Hydra, around it, hides them from the
-interpreter.
+"""Records exceptions that leave Lightning's trainer:
+Hydra, around it, hides them from the interpreter.
 """
 
 from __future__ import annotations

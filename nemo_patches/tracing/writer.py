@@ -1,5 +1,5 @@
-"""Writes a rank's records to their output in a separate thread: a slow disk never stops
-training.
+"""Writes a rank's records to their output in a separate thread:
+a slow disk never stops training.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from nemo_patches.tracing.stderr_lines import StderrLines
 from nemo_patches.tracing.trace_file import LARGEST, TraceFile
 from nemo_patches.watch.log_line import report
 
-MOST_WAITING = (
-    20_000  # records, of some 5,000 calls: minutes in which the disk took nothing
-)
+# Records, of some 5,000 calls: minutes in which the disk took nothing.
+MOST_WAITING = 20_000
 _GATHER_S = 0.001  # so that a call's few records wake the thread once or twice
 
 

@@ -1,5 +1,5 @@
-"""A NeMo checkout as `nemo-patches diff` sees it: its version, and the files that the edit is
-about.
+"""A NeMo checkout as `nemo-patches diff` sees it:
+its version, and the files that the edit is about.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
 from nemo_patches.vendoring.tables import READS, TABLES
 
-DIFFS = (
-    Path(__file__).parent.parent / "patches"
-)  # a checkout of nemo_patches has a link there
+# A checkout of nemo_patches has a link there.
+DIFFS = Path(__file__).parent.parent / "patches"
 NEW_FILE = BOUNDED_SYNC.replace(".", "/") + ".py"
 PATHS = tuple(
     dict.fromkeys([*map(path_of, TARGETS), *(table.path for table in TABLES), NEW_FILE])

@@ -1,5 +1,5 @@
-"""The edit of one NeMo file, bytes to bytes: its reduce is bounded in time, its tables are no
-buffers.
+"""The edit of one NeMo file, bytes to bytes:
+its reduce is bounded in time, its tables are no buffers.
 
 The places are found in the syntax tree and changed in the text. Code that is not exactly what is
 known is refused, and every edit is compared with the syntax tree before it is given out. No git
@@ -68,9 +68,8 @@ def _read(source: bytes, path: str) -> tuple[str, str, ast.Module]:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         text = source.decode(encoding)
         tree = ast.parse(text)
-        compile(
-            tree, path, "exec", dont_inherit=True
-        )  # finds what the parser lets pass, as a late __future__
+        # Finds what the parser lets pass, as a late __future__.
+        compile(tree, path, "exec", dont_inherit=True)
         if text.encode(encoding) != source:
             raise ValueError(
                 f"written anew in {encoding}, it would not be the same bytes"
@@ -92,9 +91,8 @@ class _Change:
     last: int  # first - 1 if lines are only added
     indentation: str
     instead: str
-    node: ast.stmt | None = (
-        None  # what these lines are, or come after; None for the import
-    )
+    # What these lines are, or come after; None for the import.
+    node: ast.stmt | None = None
 
     def statements(self) -> list[ast.stmt]:
         """What there is instead of the node."""

@@ -1,5 +1,5 @@
-"""git, to make diffs and to try them: nobody's configuration, attributes, variables or repository
-has a say in it.
+"""git, to make diffs and to try them:
+nobody's configuration, attributes, variables or repository has a say in it.
 """
 
 from __future__ import annotations

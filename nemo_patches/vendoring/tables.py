@@ -1,5 +1,5 @@
-"""The tables that grow with the input's length: NeMo's buffers, which the edit makes plain
-attributes.
+"""The tables that grow with the input's length:
+NeMo's buffers, which the edit makes plain attributes.
 
 DDP broadcasts buffers from rank 0 in every forward, in one flat tensor: where ranks have grown
 theirs to different lengths, it overwrites rows, or aborts. patches/upstream/ has the same

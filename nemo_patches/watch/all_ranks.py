@@ -21,9 +21,8 @@ from .training_notes import TrainingNotes
 # Looks: ranks may call apply() at different times, and none may call an encoder.
 _MOST_COMPARISONS = 8
 _MOST_DIFFERENCES = 8
-_PATIENCE_S = (
-    60.0  # then it is said that all have joined; what differs is said when it is known
-)
+# Then it is said that all have joined; what differs is said when it is known.
+_PATIENCE_S = 60.0
 
 
 class AllRanks:

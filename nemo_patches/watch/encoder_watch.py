@@ -1,5 +1,5 @@
-"""Watches one encoder's rounds: reports a late round with its missing ranks, and when it has
-completed.
+"""Watches one encoder's rounds:
+reports a late round with its missing ranks, and when it has completed.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -190,9 +190,8 @@ class EncoderWatch:
                 )
             )
             if waited_s < timeout_s and not answer.missing and not answer.unknown:
-                late.level = (
-                    logging.INFO
-                )  # a wait that earlier ones have shortened, on a busy machine
+                # A wait that earlier ones have shortened, on a busy machine.
+                late.level = logging.INFO
             report(late.level, text)
         late.said_at = now  # after the line: `stall` may be looking
         self._said_at = now

@@ -35,9 +35,8 @@ def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> st
     other job.
     """
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    if (
-        run == "none"
-    ):  # torchrun's default; it is itself the parent of its ranks, also after a restart
+    # Torchrun's default; it is itself the parent of its ranks, also after a restart.
+    if run == "none":
         run = f"torchrun-{parent}"
     name = run or environment.get("SLURM_JOB_ID", "") or f"port-{store_port}"
     return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:100]
@@ -58,3 +57,18 @@ def _make_private(folder: Path) -> None:
             " place"
         )
         raise PermissionError(0, why, str(folder))
+
+
+def goes_with_the_job(folder: Path) -> bool:
+    """Whether Slurm removes a job's folder at the job's end: it may give each job a /tmp, or a
+    TMPDIR, with the job's id in its name.
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    temporary = str(folder.parent.parent)
+    places = [temporary]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            root, mounted_at = line.split()[3:5]
+            if mounted_at == temporary:
+                places.append(root)
+    return bool(job) and any(job in re.findall(r"\d+", place) for place in places)

@@ -1,5 +1,6 @@
-"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are. Only its
-owner may.
+"""A rank's Unix socket: `nemo-patches diagnose --job` asks there where all ranks are.
+
+Only its owner may.
 
 No torch, no port: who may enter the folder, and has this user's id, is answered.
 """
@@ -12,17 +13,19 @@ import contextlib
 import errno
 import os
 import select
+import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .job_folder import private_folder
 
-ENDING = (  # of "rank_3.4026531836.4711.ask": the rank, its pid namespace and its process
-    ".ask"
-)
+# Of "rank_3.4026531836-node1.4711.ask": the rank, its pid namespace and host, and its process.
+ENDING = ".ask"
 MOST_WAITING = 8
+_KEPT_S = 7 * 24 * 3600.0  # a report of a job that is gone
 
 
 class JobSocket:
@@ -32,7 +35,8 @@ class JobSocket:
         """store_port: 0 if the job's store has none. Raises OSError."""
         self._folder = private_folder(store_port)
         remove_left(self._folder)
-        self._name = f"rank_{rank}.{_pid_namespace()}.{os.getpid()}{ENDING}"
+        _remove_old_jobs(self._folder.parent)
+        self._name = f"rank_{rank}.{_here()}.{os.getpid()}{ENDING}"
         self.listener = socket.socket(socket.AF_UNIX)
         try:
             self.listener.setblocking(False)
@@ -81,22 +85,39 @@ def process_of(socket_file: Path) -> int:
 
 def remove_left(folder: Path) -> None:
     """Sockets left by processes that were killed. Those of another container, which shares the
-    folder, may live.
+    folder, may live; those of another host cannot be tried.
     """
     for file in folder.glob(f"rank_*{ENDING}"):
-        is_ours = f".{_pid_namespace()}." in file.name
-        if is_ours and os.path.exists(f"/proc/{process_of(file)}"):
+        is_ours = f".{_here()}." in file.name
+        is_another_hosts = f"-{socket.gethostname()}." not in file.name
+        if is_another_hosts or (
+            is_ours and os.path.exists(f"/proc/{process_of(file)}")
+        ):
             continue
         with contextlib.suppress(OSError):
             if _is_refused(folder, file.name):
                 file.unlink()
 
 
-def _pid_namespace() -> int:
-    """In which a pid means the same process; 0 where that cannot be told."""
+def _remove_old_jobs(folders: Path) -> None:
+    """What jobs of this user have left there some time ago, if no rank of them runs."""
+    for folder in folders.iterdir():
+        with contextlib.suppress(OSError):
+            written = [each.lstat().st_mtime for each in (folder, *folder.iterdir())]
+            if time.time() - max(written) > _KEPT_S:
+                remove_left(folder)
+                if not any(folder.glob(f"*{ENDING}")):
+                    shutil.rmtree(folder)
+
+
+def _here() -> str:
+    """In which a pid means the same process: a pid namespace, on a host; "0-.." where the former
+    cannot be told.
+    """
+    namespace = 0
     with contextlib.suppress(OSError):
-        return os.stat("/proc/self/ns/pid").st_ino
-    return 0
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{namespace}-{socket.gethostname()}"
 
 
 def _is_refused(folder: Path, name: str) -> bool:

@@ -1,5 +1,5 @@
-"""Reports where all ranks are when this rank has not moved for long: a stall anywhere in the
-job.
+"""Reports where all ranks are when this rank has not moved for long:
+a stall anywhere in the job.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -36,9 +36,8 @@ from .report_file import ReportFile
 from .training_notes import LastCall, TrainingNotes
 
 EXIT_CODE = 83  # of a process that stall_exit has ended
-_LONG_FACTOR = (
-    10  # times stall_timeout, for waits that may end by themselves, or are only guesses
-)
+# Times stall_timeout, for waits that may end by themselves, or are only guesses.
+_LONG_FACTOR = 10
 # Times stall_timeout, while the job has not begun its steps.
 _FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
@@ -72,9 +71,8 @@ class JobStallWatch:
         self._report_file = report_file
         last = notes.last
         is_of_group = last.sync is not None and last.sync.group is group
-        self._last = (
-            last if is_of_group else LastCall()
-        )  # the one that the fields below are of
+        # The one that the fields below are of.
+        self._last = last if is_of_group else LastCall()
         self._stepped_at = progress.stepped_at  # the same
         self._look: Look | None = None  # the one under way
         self._verdict: Verdict | None = None  # the last that was found
@@ -132,9 +130,8 @@ class JobStallWatch:
         if self.leaves:
             self._leave_or_stay(now)
             return
-        moved_at = max(
-            progress.moved_at, self._anew_at
-        )  # a rank that moves asks nobody
+        # A rank that moves asks nobody.
+        moved_at = max(progress.moved_at, self._anew_at)
         report_at = moved_at + limit_s * self._times()
         exit_s = max(settings.stall_exit.total_seconds(), limit_s)
         exit_at = math.inf
@@ -392,12 +389,10 @@ class JobStallWatch:
             self._command.join(_EXIT_LIMIT_S)
         flushing = Daemon("flush", _flush)
         if not flushing.begin():
-            flushing.join(
-                _FLUSH_LIMIT_S
-            )  # the training thread may hold a stream's lock
-        os._exit(
-            EXIT_CODE
-        )  # the training thread is in a collective, which Python cannot interrupt
+            # The training thread may hold a stream's lock.
+            flushing.join(_FLUSH_LIMIT_S)
+        # The training thread is in a collective, which Python cannot interrupt.
+        os._exit(EXIT_CODE)
 
 
 def _flush() -> None:

@@ -43,11 +43,8 @@ _NAMES: dict[int, str] = {
 _FOR_FILES = {"poll", "select", "epoll_wait", "pselect6", "ppoll", "epoll_pwait"}
 _FOR_DEVICES = {"", "futex", "ioctl", "poll", "ppoll", "sched_yield"}
 _ANY_CHILD = 0xFFFFFFFF  # -1 as an int
-_ASKED_AT = (
-    "/dev/",
-    "pipe:",
-    "socket:",
-)  # what standard input is where somebody may write to it
+# What standard input is where somebody may write to it.
+_ASKED_AT = ("/dev/", "pipe:", "socket:")
 
 
 class KernelCall(NamedTuple):

@@ -31,9 +31,8 @@ def last_batch(trainer: Any) -> str:
         loop = trainer._active_loop
         loop = getattr(loop, "epoch_loop", loop)  # training's
         index = int(loop.batch_progress.current.ready) - 1
-        batch = getattr(
-            getattr(loop, "_results", None), "batch", None
-        )  # None between two batches
+        # None between two batches.
+        batch = getattr(getattr(loop, "_results", None), "batch", None)
     except Exception:  # Lightning's, of another version
         return ""
     return f"{index}{_ids_text(batch)}" if index >= 0 else ""

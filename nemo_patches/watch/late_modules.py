@@ -1,5 +1,5 @@
-"""Modules that are needed at a stall alone: read when the watch begins, executed when there is
-something to judge.
+"""Modules that are needed at a stall alone:
+read when the watch begins, executed when there is something to judge.
 
 At a stall a process may have no file descriptor left, its checkout may have been replaced, and its
 file system may not answer: then no module can be imported any more.
@@ -57,9 +57,8 @@ class LateModules:
     def __init__(self) -> None:
         self._read: dict[str, tuple[ModuleSpec, CodeType]] = {}
         self._lock = threading.RLock()
-        self._why = (
-            ""  # they cannot be executed: it is not tried again, many times a second
-        )
+        # They cannot be executed: it is not tried again, many times a second.
+        self._why = ""
         self.are_there = False  # all; any thread may read it
 
     def read(self) -> None:

@@ -1,5 +1,5 @@
-"""Which package a file belongs to: the user's own code, Python's standard library, ours, or
-another.
+"""Which package a file belongs to:
+the user's own code, Python's standard library, ours, or another.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -15,8 +15,8 @@ _CELL = "<ipython-input"  # the user's own, from no file; else "<" is some libra
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}))
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ROOMS = ("channel", "sync", "watch", "tracing", "options")
-_OUR_FOLDERS = (_FOLDER, *(os.path.join(_FOLDER, room) for room in _ROOMS))
+_PACKAGES = ("channel", "sync", "watch", "tracing", "options")
+_OUR_FOLDERS = (_FOLDER, *(os.path.join(_FOLDER, name) for name in _PACKAGES))
 
 
 class Origin(NamedTuple):

@@ -1,5 +1,5 @@
-"""The stall monitor's log lines, with a short timeout: a stderr that is not read blocks the
-writer.
+"""The stall monitor's log lines, with a short timeout:
+a stderr that is not read blocks the writer.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -20,9 +20,8 @@ class LogLines:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocked: list[
-            threading.Thread
-        ] = []  # threads that have not written their line yet
+        # Threads that have not written their line yet.
+        self._blocked: list[threading.Thread] = []
         self._lost = 0  # lines lost since the last one that was written
 
     def report(self, level: int, text: str) -> None:

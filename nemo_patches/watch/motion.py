@@ -22,9 +22,8 @@ _COMPUTING_PART = 0.5
 # It may wait for Python's lock, too, or read what it computes with, and is not to be ended; a
 # loop that polls every hundredth of a second takes 0.01 to 0.03.
 _MOVING_PART = 0.2
-_LEAST_PART = (
-    0.25  # of the time in which it had a core: so much it had Python's lock, too
-)
+# Of the time in which it had a core: so much it had Python's lock, too.
+_LEAST_PART = 0.25
 
 
 class ThreadMotion:
@@ -43,9 +42,8 @@ class ThreadMotion:
         self.has_run = True
         self._window_s = window_s
         self._window: _Times | None = None  # its begin
-        self._has_measured = (
-            False  # a whole one; before that, what there is of the first counts
-        )
+        # A whole one; before that, what there is of the first counts.
+        self._has_measured = False
         self._before: _Times | None = None
         self._place: tuple[tuple[int, int], ...] = ()
 

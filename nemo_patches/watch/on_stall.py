@@ -1,5 +1,5 @@
-"""Runs on_stall, the user's command, as no child of this process: the user's own os.wait() never
-gets it.
+"""Runs on_stall, the user's command, as no child of this process:
+the user's own os.wait() never gets it.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -70,9 +70,8 @@ def _ended(command: list[str], data: bytes) -> str:
         # end a process whose user has given this signal its default action.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         with contextlib.suppress(subprocess.TimeoutExpired):
-            shell.communicate(
-                data, _LIMIT_S
-            )  # it has ended, also if the user's os.wait() got that
+            # It has ended, also if the user's os.wait() got that.
+            shell.communicate(data, _LIMIT_S)
         told = _told(exit_code, ends_at)
         if told is None:
             with contextlib.suppress(ProcessLookupError):

@@ -25,9 +25,8 @@ _FIRST_RISES = 10  # looks at which more collectives had begun
 _BETWEEN_LOOKS_S = 0.2
 _DEAD_PART = 1 / 4  # of stall_timeout
 _AT_WORK_PART = 1 / 4  # of stall_timeout, after a step: nobody asks then
-_WINDOW_PART = (
-    1 / 4
-)  # of stall_timeout: in which it is measured whether the thread computes
+# Of stall_timeout: in which it is measured whether the thread computes.
+_WINDOW_PART = 1 / 4
 # After such a pause counting begins again, or after this part of stall_timeout: the longer one
 _HELD_UP_S = 2.0
 _HELD_UP_PART = 1 / 4
@@ -47,9 +46,8 @@ class Progress:
 
     def __init__(self, notes: TrainingNotes, late: LateModules) -> None:
         now = time.monotonic()
-        self.anew_at = (
-            0.0  # when counting has begun again, after a pause of the thread that looks
-        )
+        # When counting has begun again, after a pause of the thread that looks.
+        self.anew_at = 0.0
         self.begun = NOT_COUNTED  # operations that this rank has begun, in all its process groups
         self.stepped_at = now
         self.moved_at = now
@@ -81,9 +79,8 @@ class Progress:
     def look(self, now: float, limit_s: float) -> None:
         """limit_s: stall_timeout. Call it before this rank answers others."""
         if now - self._looked_at > max(_HELD_UP_S, _HELD_UP_PART * limit_s):
-            self.begin_anew(
-                now
-            )  # it was stopped and continued, or lacked Python's lock
+            # It was stopped and continued, or lacked Python's lock.
+            self.begin_anew(now)
         self._looked_at = now
         self._count_steps(now, limit_s)
         if now - self.stepped_at < _AT_WORK_PART * limit_s:
@@ -147,8 +144,7 @@ class Progress:
         groups: list[Any] = list(torch.distributed.distributed_c10d._world.pg_map)
         for group in groups:
             if group is not world:
-                with contextlib.suppress(
-                    Exception
-                ):  # of another backend, or destroyed just now
+                # Of another backend, or destroyed just now.
+                with contextlib.suppress(Exception):
                     count += int(group._get_sequence_number_for_group())
         return count

@@ -1,6 +1,4 @@
-"""This rank's latest stall report, a file in the job's folder for `nemo-patches diagnose
-FOLDER`.
-"""
+"""This rank's latest stall report: a file in the job's folder, for `nemo-patches diagnose`."""
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -16,7 +14,7 @@ from typing import Any
 
 from ..channel.daemon import Daemon
 from ..text import first_line
-from .job_folder import private_folder
+from .job_folder import goes_with_the_job, private_folder
 from .log_line import report
 from .torch_knows import FlightRecording, out_of_memory_errors
 
@@ -65,9 +63,13 @@ class ReportFile:
         if is_first:
             what = f"this report is in {file}"
             command = f"`nemo-patches diagnose {folder}`"
-            report(
-                logging.INFO, f"{what}; {command} reads those of all ranks on this host"
-            )
+            text = f"{what}; {command} reads those of all ranks on this host"
+            if goes_with_the_job(folder):
+                text += (
+                    ". Slurm removes that folder with the job: to keep it, set TMPDIR"
+                    " to one that stays, such as a shared one"
+                )
+            report(logging.INFO, text)
             self._read_memory(file, content, recording)
 
     def _read_memory(

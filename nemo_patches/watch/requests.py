@@ -28,12 +28,8 @@ _SERVERS = {
     "uvicorn",
 }
 _SERVES = "wait_for_termination"  # of grpc, whose other waits are for answers
-_BETWEEN = {
-    PYTHON,
-    "anyio",
-    "uvloop",
-    "zmq",
-}  # a server, or the user's own code, and the wait
+# A server, or the user's own code, and the wait.
+_BETWEEN = {PYTHON, "anyio", "uvloop", "zmq"}
 # By a file of Python's own, and a function in it that the user's code calls. With PERHAPS: it may
 # wait for a thread of the user's own that reads data, or for an answer over the network.
 _WAITS = {

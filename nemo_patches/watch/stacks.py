@@ -1,5 +1,5 @@
-"""Where a thread is, in one line: the user's own code in full, innermost first, runs of library
-frames folded.
+"""Where a thread is, in one line:
+the user's own code in full, innermost first, runs of library frames folded.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -38,9 +38,8 @@ def where(thread: int) -> str:
     (torch/...)" is: `load` was called by `main` and has called into libraries, which are in
     `select`. "+3" is how many frames were folded.
     """
-    places: list[
-        tuple[str, str]
-    ] = []  # the library (empty: the user's own code), and the text
+    # The library (empty: the user's own code), and the text.
+    places: list[tuple[str, str]] = []
     for frame in seen(thread):
         package, shown = origin(frame.code.co_filename)
         places.append((package, f"{frame.code.co_name} ({shown}:{frame.line})"))

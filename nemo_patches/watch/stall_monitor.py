@@ -1,5 +1,5 @@
-"""The watch of one process group: notices that this rank waits, or is waited for, and reports the
-missing ranks.
+"""The watch of one process group:
+notices that this rank waits, or is waited for, and reports the missing ranks.
 
 The thread itself waits for no other rank: it hands its questions to the exchange, and what is not
 answered in time is reported without it.

@@ -98,9 +98,8 @@ class StallSubscriber(Observer):
                 return
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
-                observers.remove(
-                    SUBSCRIBER
-                )  # so that the sync logs its late rounds itself
+                # So that the sync logs its late rounds itself.
+                observers.remove(SUBSCRIBER)
                 report(
                     logging.WARNING,
                     f"there are no stall reports of this rank, training goes on: {why}",
@@ -140,9 +139,8 @@ class StallSubscriber(Observer):
         if group_syncs is not None and (
             self._monitor is None or self._monitor.group is not group_syncs.group
         ):
-            self.group_began(
-                group_syncs.group, group_syncs.exchange
-            )  # from before `subscribe`
+            # From before `subscribe`.
+            self.group_began(group_syncs.group, group_syncs.exchange)
 
     def _is_not_needed(self) -> bool:
         """Whether this is probably not a rank: then the thread ends, and an encoder's call starts

@@ -1,5 +1,5 @@
-"""Reports, once for a process group, which ranks have ended: when a round has failed, or one ended
-without a word.
+"""Reports, once for a process group, which ranks have ended:
+when a round has failed, or one ended without a word.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

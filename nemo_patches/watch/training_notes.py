@@ -41,12 +41,10 @@ class TrainingNotes(Observer):
     def __init__(self) -> None:
         self.last = LastCall()
         self.encoder_flag = ""  # of the first encoder, which must match, too
-        self.is_reverted = (
-            False  # NeMo is stock again: calls that are not seen are not a stall
-        )
-        self._trainer: Callable[[], object] = lambda: (
-            None
-        )  # Lightning's, the last one that began; weak
+        # NeMo is stock again: calls that are not seen are not a stall.
+        self.is_reverted = False
+        # Lightning's, the last one that began; weak.
+        self._trainer: Callable[[], object] = lambda: None
         self._syncs: tuple[WatchedRounds, ...] = ()
 
     def syncs(self, group: Group) -> list[WatchedRounds]:

@@ -1,5 +1,5 @@
-"""What is logged where nothing can be judged, since judging cannot be loaded: the ranks' facts, as
-JSON.
+"""What is logged where nothing can be judged, since judging cannot be loaded:
+the ranks' facts, as JSON.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import lightning.pytorch as pl
 import small_models
 import torch
 import torch.distributed as dist
-from fsspec.implementations.local import LocalFileSystem
+from dead_mount import path_on_it
 from group import Rank
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from nemo.utils.exp_manager import exp_manager
@@ -99,22 +97,14 @@ def checkpoint_by_step(rank: Rank) -> None:
 
 def dead_mount(rank: Rank) -> None:
     """The checkpoint's file system does not answer (here: a FIFO that nobody reads)."""
-
-    class DeadMount(LocalFileSystem):  # type: ignore[misc]
-        protocol = "dead"
-
-        def _open(self, path: str, *arguments: Any, **settings: Any) -> Any:
-            os.mkfifo(rank.folder / "mount")
-            return (rank.folder / "mount").open("wb")
-
-    fsspec.register_implementation("dead", DeadMount)
+    path = path_on_it(rank.folder)
 
     class Saves(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
             if batch_idx == AT_STEP:
-                trainer.save_checkpoint(f"dead://{rank.folder}/model.ckpt")
+                trainer.save_checkpoint(path)
 
     rank.trainer(callbacks=[Saves()]).fit(Speech(), numbers(STEPS))
 

@@ -14,14 +14,14 @@ from nemo_patches.tools.demo import logs
 
 
 class RankProcess:
-    """Started at once. Not a daemon, which may have no children: data loaders have workers."""
+    """Started at once."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.stands: Stands | None = None
         self._ended: Ended | None = None
         self._events, theirs = ranks._context.Pipe(duplex=False)
-        self._process = ranks._context.Process(target=play, args=(rank, theirs))
+        self._process = ranks.rank_process(play, (rank, theirs))
         self._process.start()
         theirs.close()
 

@@ -75,7 +75,7 @@ class Job:
         """torchrun on the host of this number."""
         log = self.shared / f"agent.{number}.log"
         arguments = (self.hosts[number], self._launch, self._environment, log)
-        process = ranks.context.Process(target=agent, args=(*arguments, number == 0))
+        process = ranks.rank_process(agent, (*arguments, number == 0))
         process.start()
         self.agents.append(process)
 

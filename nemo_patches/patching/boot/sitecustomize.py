@@ -1,5 +1,5 @@
-"""Python runs this at start-up under `nemo-patches run`: NeMo is patched when a process imports
-it.
+"""Python runs this at start-up under `nemo-patches run`:
+NeMo is patched when a process imports it.
 """
 
 import os
@@ -8,9 +8,8 @@ import sys
 _package_is_in = os.path.abspath(
     os.path.join(os.path.dirname(__file__), "..", "..", "..")
 )
-sys.path.insert(
-    0, _package_is_in
-)  # the copy of nemo_patches that this file belongs to, and no other
+# The copy of nemo_patches that this file belongs to, and no other.
+sys.path.insert(0, _package_is_in)
 try:
     from nemo_patches.patching import start_up
 except Exception as error:  # an incomplete copy, or a Python that is too old for it

@@ -1,5 +1,5 @@
-"""`nemo-patches demo`: the data, three runs as stock and with nemo_patches, one after the other,
-and the comparison.
+"""`nemo-patches demo`:
+the data, three runs as stock and with nemo_patches, one after the other, and the comparison.
 """
 
 from __future__ import annotations
@@ -83,12 +83,10 @@ def run(
         raise DemoError(str(refusal))
     entries = data.from_manifest(manifest) if manifest else []
     processes.prepare()
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # it ends the ranks, as Ctrl-C does
-    console = Console(
-        highlight=False, width=Console().width or 80
-    )  # COLUMNS=0: see diagnose/command.py
+    # It ends the ranks, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # COLUMNS=0: see diagnose/command.py.
+    console = Console(highlight=False, width=Console().width or 80)
     folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
     is_kept = True
     try:

@@ -1,5 +1,5 @@
-"""The logs of the demo's processes: written to, and read for warnings and for why a process
-died.
+"""The logs of the demo's processes:
+written to, and read for warnings and for why a process died.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ FEATURES = 80  # mel bins
 WIDTH = 32  # of the encoder
 CODES = 64  # in the quantizer's codebook
 
-_EXAMPLE = Path(__file__).with_name(
-    "nest.yaml"
-)  # in a checkout, a link to the example; a wheel has no examples
+# In a checkout, a link to the example; a wheel has no examples.
+_EXAMPLE = Path(__file__).with_name("nest.yaml")
 _SMALL = [
     f"num_classes={CODES}",
     "masking.mask_prob=0.05",

@@ -1,5 +1,5 @@
-"""The demo's processes: one import of NeMo, the ranks that are forked from it, their time limits
-and their ends.
+"""The demo's processes:
+one import of NeMo, the ranks that are forked from it, their time limits and their ends.
 """
 
 from __future__ import annotations

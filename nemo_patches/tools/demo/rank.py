@@ -34,11 +34,8 @@ from nemo_patches.tools.demo.jobs import (
 )
 
 AWAY_AFTER = 2  # batches
-POSITIONS, LONG_BATCH, SHORT_BATCH = (
-    500,
-    900,
-    200,
-)  # frames: the positional encoding's first size, and two batches
+# Frames: the positional encoding's first size, and two batches.
+POSITIONS, LONG_BATCH, SHORT_BATCH = 500, 900, 200
 LONGEST_REPORT_S = 10.0
 
 
@@ -47,9 +44,8 @@ def run(job: RankJob) -> None:
     the parent reads.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's, as it may wait in C++
-    signal.alarm(
-        math.ceil(job.limit_s) + 10
-    )  # the parent, if it is there, ends it at the limit
+    # The parent, if it is there, ends it at the limit.
+    signal.alarm(math.ceil(job.limit_s) + 10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
     logs.write_to(job.log)
     rank, size = str(job.rank), str(job.world_size)
@@ -169,9 +165,8 @@ def grow(job: RankJob, reporter: Reporter) -> None:
         model.zero_grad()
         encoded.pow(2).mean().backward()
     rows = encoder.pos_enc.pe
-    right = _encoder_of(
-        (rows.size(1) + 1) // 2
-    ).pos_enc.pe  # a fresh one of that length
+    # A fresh one of that length.
+    right = _encoder_of((rows.size(1) + 1) // 2).pos_enc.pe
     reporter.change(wrong_rows=int((rows != right).any(-1).sum()), rows=rows.size(1))
 
 
@@ -207,9 +202,8 @@ def pretrain(job: RankJob, reporter: Reporter) -> None:
     model = nest.make(nest.model(job.folder, job.rank), trainer)
 
     def stall_before_the_encoder(*_: object) -> None:
-        if (
-            job.rank == job.slow_rank and trainer.global_step == STALL_AFTER_STEPS
-        ):  # in one step, in no evaluation
+        # In one step, in no evaluation.
+        if job.rank == job.slow_rank and trainer.global_step == STALL_AFTER_STEPS:
             time.sleep(job.stall_s)
 
     model.encoder.register_forward_pre_hook(stall_before_the_encoder)

@@ -359,6 +359,12 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
             step = (
                 "Go on from the last checkpoint; `--requeue` lets Slurm start it again."
             )
+        elif first.fate_text.startswith(fates.REQUEUED):
+            text = (
+                f"Slurm has requeued the job ({first.fate_text.partition('; ')[2]})"
+                f" [{first.cite}]; {before}."
+            )
+            step = "Its next attempt goes on from the last checkpoint."
     elif outside:
         text = (
             f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that"

@@ -48,4 +48,5 @@ SYNC_ENDED = (
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler begins
 PREEMPTED = "preemption"  # likewise
+REQUEUED = "a requeue"  # likewise
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins

@@ -19,6 +19,8 @@ from nemo_patches.tools.diagnose import running
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_SLACK_S,
+    process_ids,
+    seen_by,
     started_at,
     stat_fields,
 )
@@ -102,14 +104,20 @@ def _sockets(folder: Path) -> list[Path]:
     UnreadableError.
     """
     if not os.path.isdir(folder):  # Path's own raises for a name that is too long
-        raise UnreadableError(
-            f"--job={folder} is no folder; wanted is the job's: {_HERE}"
-        )
+        own = next(
+            (each / folder for each in _of_jobs() if os.path.isdir(each / folder)), None
+        )  # by the job's name
+        if own is None:
+            raise NoSocketError(
+                f"--job={folder} is no folder, and no job here has that name: {_HERE}"
+            )
+        folder = own
     found: dict[Path, list[Path]] = {}
-    with contextlib.suppress(OSError):
-        for file in private_folders().glob(f"*/*{ENDING}"):
-            if _means(folder, file):
-                found.setdefault(file.parent, []).append(file)
+    for mine in _of_jobs():
+        with contextlib.suppress(OSError):
+            for file in mine.glob(f"*/*{ENDING}"):
+                if _means(folder, file):
+                    found.setdefault(file.parent, []).append(file)
     for file in folder.glob(f"*{ENDING}"):
         found.setdefault(folder.resolve(), []).append(file)
     jobs = {
@@ -126,6 +134,19 @@ def _sockets(folder: Path) -> list[Path]:
             f" {', '.join(map(str, sorted(jobs)))}"
         )
     return jobs.popitem()[1]
+
+
+def _of_jobs() -> list[Path]:
+    """The folders in which this user's jobs have theirs: this shell's, and those of processes that
+    have a /tmp of their own.
+    """
+    own = private_folders()
+    found = dict[tuple[int, int], Path]()
+    for path in (own, *(Path(seen_by(pid, str(own))) for pid in process_ids())):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.setdefault((status.st_dev, status.st_ino), path)
+    return list(found.values())
 
 
 def _means(folder: Path, file: Path) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import (
     against,
     config_files,
@@ -23,7 +22,6 @@ from nemo_patches.tools.doctor import (
     formats,
     loaders,
     report,
-    suppressions,
 )
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -54,9 +52,6 @@ def _carry_out(request: Request) -> int:
     severity = _one_of("--severity", request.severity, SEVERITIES)
     _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
-    configs += config_files.of_hydra(
-        request.config_path, request.config_name, request.config_dir
-    )
     # On each rank its own file counts, and one that is not there is reported by rank 0.
     paths, passed_over = (
         (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
@@ -66,31 +61,17 @@ def _carry_out(request: Request) -> int:
     if request.ranks:
         run.of_ranks()
     reports = [_from(each, severity) for each in run.reports()]
-    written = _print(reports, request, rules)
+    _print(reports, request, rules)
     if passed_over and not request.quiet:
         _complain(
             f"{passed_over} YAML files in the folders have no model, trainer or data,"
             " and were passed over"
         )
-    if written:  # what is left counts
-        reports = [
-            _from(each, severity) for each in run.examined(suppressions.of_project())
-        ]
-        left = sum(
-            finding.severity > Severity.NOTE
-            for each in reports
-            for _, finding in each.findings
-        )
-        _complain(
-            f"{counted(left, 'finding')} left" if left else "nothing but notes left"
-        )
     return max(each.exit_code for each in reports)
 
 
 def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> None:
-    if not paths and (
-        overrides or request.patched or request.fix or request.write or request.against
-    ):
+    if not paths and (overrides or request.patched or request.fix or request.against):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor"
             " my_config.yaml trainer.devices=8"
@@ -102,11 +83,7 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
             "found --ranks with several configs, --patched, --fix or --against;"
             " allowed: one config"
         )
-    if request.write and not request.fix:
-        raise DoctorError(
-            "--write without --fix; --fix prints the changes that it would write"
-        )
-    if request.json and request.output_format not in (None, "json"):
+    if request.json and request.output_format is not None:
         raise DoctorError(
             f"found --json and --output-format {request.output_format}; allowed is one"
             " of them"
@@ -115,11 +92,6 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
         raise DoctorError(
             f"found --{'json' if request.json else 'output-format'} and --fix; allowed"
             " is one of them"
-        )
-    if request.write and config_files.STANDARD_INPUT in paths:
-        raise DoctorError(
-            "found --write and -; allowed is --fix alone, as the standard input cannot"
-            " be written"
         )
 
 
@@ -135,33 +107,21 @@ class _Run:
     def reports(self) -> list[Examination]:
         if not self.paths:
             return [examination.examine_machine(self.rules)]
-        project = suppressions.of_project()
-        reports = self.examined(project)
-        if self.request.against is not None:
-            other = against.reference(self.request.against)
-            reports = [_compared(each, self.request.against, other) for each in reports]
-        if (
-            not self.overrides
-            and not self.request.patched
-            and (unused := examination.of_project(project, reports))
-        ):
-            reports.append(unused)
-        return reports
-
-    def examined(
-        self, project: Sequence[suppressions.Suppression]
-    ) -> list[Examination]:
         patched = examination.as_patched() if self.request.patched else None
-        return [
+        reports = [
             (
-                examination.examine_code(path, self.rules, project)
+                examination.examine_code(path, self.rules)
                 if path.suffix == ".py"
                 else examination.examine(
-                    path, self.overrides, self.rules, patched=patched, project=project
+                    path, self.overrides, self.rules, patched=patched
                 )
             )
             for path in self.paths
         ]
+        if self.request.against is not None:
+            other = against.reference(self.request.against)
+            reports = [_compared(each, self.request.against, other) for each in reports]
+        return reports
 
     def of_ranks(self) -> NoReturn:
         """Only rank 0 prints, and has an exit code: the launcher would end its job for any
@@ -245,11 +205,11 @@ def _from(each: Examination, severity: str | None) -> Examination:
 
 def _print(
     reports: Sequence[Examination], request: Request, rules: Sequence[Rule]
-) -> bool:
-    """Print the reports in the format asked for; return whether a config was written."""
+) -> None:
+    """Print the reports in the format asked for."""
     for unreadable in (each for each in reports if each.error):
         _complain(unreadable.error)
-    if request.json or request.output_format == "json":
+    if request.json:
         print(dumps([report.as_json(each) for each in reports], indent=2, default=str))
     elif request.output_format == "sarif":
         print(dumps(formats.sarif(reports, rules), indent=2))
@@ -257,22 +217,19 @@ def _print(
         for line in formats.github(reports):
             print(report.printable(line))
     elif request.fix:
-        written = [_fix(each, request.write) for each in reports]
-        return any(written)
+        for each in reports:
+            _fix(each)
     else:
         # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints
         # nothing.
         console = Console(width=80)
         report.show(reports, console, quiet=request.quiet)
-    return False
 
 
-def _fix(each: Examination, write: bool) -> bool:
-    """Print the safe changes as a diff and write them if asked; return whether the file was
-    written.
-    """
+def _fix(each: Examination) -> None:
+    """Print the safe changes as a diff."""
     if each.config is None:
-        return False
+        return
     changes = [
         finding.change for _, finding in each.findings if finding.change is not None
     ]
@@ -286,11 +243,6 @@ def _fix(each: Examination, write: bool) -> bool:
         _complain(f"{path}: not changed: {reason}")
     if after == before:
         _complain(f"{path}: no safe change to make")
-    elif write:
-        fixes.write(path, before, after)
-        _complain(f"{path}: written")
-        return True
-    return False
 
 
 def _complain(text: str) -> None:

@@ -5,7 +5,8 @@ each comes from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,11 @@ from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.input_files import Unread
 from nemo_patches.tools.doctor.interpolations import (
-    LONGEST_TEXT,
     UNKNOWN,
-    depth_of,
     first_line,
 )
 from nemo_patches.tools.doctor.trees import Keys, entries, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, YamlText
+from nemo_patches.tools.doctor.yaml_text import YamlText
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -156,10 +155,6 @@ class Config:
         line = self.source.line(keys)
         return f"line {line}" if line else "default"
 
-    def assuming(self, keys: Keys, value: Any) -> Config:
-        """The same with another value at a path whose section it has."""
-        return replace(self, tree=_with(self.tree, keys, value))
-
     def mappings(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
         """Every mapping in it with its path, outer before inner.
 
@@ -213,7 +208,7 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     """The same for a text that was read already; the files that an input_cfg names are read here,
     too.
     """
-    tree = interpolations.plain(source)
+    tree = deepcopy(source.tree)
     _check_defaults(source, tree)
     overridden = _overridden(source.path, tree, overrides)
     found = interpolations.resolve(source, tree)
@@ -227,16 +222,6 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
         files=files,
         unread=unread,
     )
-
-
-def _with(node: Any, keys: Keys, value: Any) -> Any:
-    """A copy of a tree with another value at a path."""
-    if not keys:
-        return value
-    if isinstance(node, list):
-        index = int(keys[0])
-        return [*node[:index], _with(node[index], keys[1:], value), *node[index + 1 :]]
-    return {**node, keys[0]: _with(node.get(keys[0], {}), keys[1:], value)}
 
 
 def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
@@ -281,8 +266,6 @@ def _overridden(
     given = []
     for text in texts:
         try:
-            if len(text) > LONGEST_TEXT or depth_of(text) > MOST_LEVELS:
-                raise _Refused(": too long, or nested too deeply")
             override = parser.parse_override(text)
             if (
                 not override.is_hydra_override()

@@ -1,8 +1,7 @@
-"""Which files a run examines: files, folders, patterns, and - for the standard input."""
+"""Which files a run examines: files, folders, and - for the standard input."""
 
 from __future__ import annotations
 
-import glob
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,55 +24,24 @@ def found(arguments: Iterable[str]) -> tuple[list[Path], int]:
     paths: list[Path] = []
     passed_over = 0
     for text in arguments:
-        for path in _matching(text):
-            if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
-                inside = list(_inside(path))
-                configs = [each for each in inside if _may_be_a_config(each)]
-                if not configs:
-                    raise DoctorError(
-                        f"{path}: no config in this folder; expected YAML with model,"
-                        " trainer or data"
-                    )
-                paths += configs
-                passed_over += len(inside) - len(configs)
-            else:
-                paths.append(path)
+        path = Path(text)
+        if not text:
+            raise DoctorError(
+                "found an empty argument; expected a file, a folder, or -"
+            )
+        if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
+            paths.append(path)
+            continue
+        inside = list(_inside(path))
+        configs = [each for each in inside if _may_be_a_config(each)]
+        if not configs:
+            raise DoctorError(
+                f"{path}: no config in this folder; expected YAML with model, trainer"
+                " or data"
+            )
+        paths += configs
+        passed_over += len(inside) - len(configs)
     return list(dict.fromkeys(paths)), passed_over
-
-
-def of_hydra(
-    config_path: str | None, config_name: str | None, config_dir: str | None
-) -> list[str]:
-    """The config that a training script's own options name, as they are pasted from its command.
-    Raises DoctorError.
-
-    Hydra takes --config-path relative to the training script, which the doctor does not know: to
-    it, it is relative to the folder in which it was started.
-    """
-    if config_name is None:
-        for option, value in (
-            ("--config-path", config_path),
-            ("--config-dir", config_dir),
-        ):
-            if value is not None:
-                raise DoctorError(
-                    f"found {option} {value} without --config-name; expected both, or"
-                    " the config's path"
-                )
-        return []
-    name = config_name if config_name.endswith(_ENDINGS) else f"{config_name}.yaml"
-    folders = [
-        folder for folder in (config_path, config_dir) if folder is not None
-    ] or ["."]
-    for folder in folders:
-        if os.path.isfile(path := os.path.join(folder, name)):
-            return [path]
-    looked_in = " or ".join(os.path.abspath(folder) for folder in folders)
-    raise DoctorError(
-        f"--config-name {config_name}: no {name} in {looked_in}; Hydra takes"
-        " --config-path relative to the training script, the doctor relative to this"
-        " folder: give the config's own path"
-    )
 
 
 def read(path: Path) -> YamlText:
@@ -81,21 +49,6 @@ def read(path: Path) -> YamlText:
         return yaml_text.read(path)
     content = sys.stdin.buffer.read(LARGEST_FILE_BYTES + 1)
     return yaml_text.decoded(Path("<stdin>"), content)
-
-
-def _matching(text: str) -> list[Path]:
-    if not text:
-        raise DoctorError(
-            "found an empty argument; expected a file, a folder, a pattern, or -"
-        )
-    if not glob.has_magic(text) or os.path.lexists(text):
-        return [Path(text)]
-    matching = sorted(
-        Path(name) for name in glob.glob(text, recursive=True) if os.path.isfile(name)
-    )
-    if not matching:
-        raise DoctorError(f"{text}: no file matches this pattern")
-    return matching
 
 
 def _inside(folder: Path) -> Iterator[Path]:

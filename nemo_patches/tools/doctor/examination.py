@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_patches.sync import settings
-from nemo_patches.tools.doctor import code, config_files, not_judged, suppressions
+from nemo_patches.tools.doctor import code, config_files, suppressions
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
@@ -32,7 +32,7 @@ class Examination:
     headline: one line on what the rules went by. lines: printed before the findings. config: None
     where none was read.
     details: for programs.
-    used: the suppressions that answered findings. suppressed: how many.
+    suppressed: how many findings suppressions answered.
     unchecked: the rules that need a NeMo that is not here.
     """
 
@@ -43,7 +43,6 @@ class Examination:
     config: Config | None = None
     lines: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
-    used: frozenset[Suppression] = frozenset()
     suppressed: int = 0
     unchecked: tuple[str, ...] = ()
 
@@ -70,8 +69,6 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule, ...]:
     """The rules whose identifiers begin with one of `select` (none: all) and with none of `ignore`.
 
-    With any rule on configs comes NP005, which says what it could not judge.
-
     Raises DoctorError for one that no rule's identifier begins with.
     """
     rules = all_rules()
@@ -80,16 +77,10 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     for identifier in (*wanted, *unwanted):
         if not any(rule.identifier.startswith(identifier) for rule in rules):
             raise _no_rule(identifier)
-    selected = [
-        rule
-        for rule in rules
-        if not wanted or rule.identifier.startswith(tuple(wanted))
-    ]
-    on_configs = any(rule.about == "config" for rule in selected)
     return tuple(
         rule
         for rule in rules
-        if (rule in selected or (on_configs and rule.identifier == not_judged.RULE))
+        if (not wanted or rule.identifier.startswith(tuple(wanted)))
         and not rule.identifier.startswith(tuple(unwanted))
     )
 
@@ -116,7 +107,6 @@ def examine(
     overrides: Sequence[str],
     rules: Sequence[Rule],
     patched: settings.Settings | None = None,
-    project: Sequence[Suppression] = (),
 ) -> Examination:
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
@@ -131,12 +121,10 @@ def examine(
     # With overrides or as patched, other suppressions may be needed.
     complete = not overrides and patched is None and set(rules) == set(all_rules())
     own = suppressions.in_lines(enumerate(config.source.text.splitlines(), 1))
-    return _answered(report, own, project, complete=complete)
+    return _answered(report, own, complete=complete)
 
 
-def examine_code(
-    path: Path, rules: Sequence[Rule], project: Sequence[Suppression] = ()
-) -> Examination:
+def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:
     """Check every rule on a model's own code, which is not run."""
     try:
         found = code.read(path)
@@ -150,27 +138,17 @@ def examine_code(
         str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked
     )
     complete = not unchecked and set(rules) == set(all_rules())
-    return _answered(
-        report,
-        suppressions.in_lines(found.comments.items()),
-        project,
-        complete=complete,
-    )
+    own = suppressions.in_lines(found.comments.items())
+    return _answered(report, own, complete=complete)
 
 
 def _answered(
-    report: Examination,
-    own: Sequence[Suppression],
-    project: Sequence[Suppression],
-    *,
-    complete: bool,
+    report: Examination, own: Sequence[Suppression], *, complete: bool
 ) -> Examination:
     """Drop the findings that suppressions answer; if complete, add what is wrong with the
     suppressions.
     """
-    left, used = suppressions.applied(
-        Path(report.name), (*own, *project), report.findings
-    )
+    left, used = suppressions.applied(own, report.findings)
     suppressed = len(report.findings) - len(left)
     if complete:
         known = {rule.identifier for rule in all_rules()}
@@ -179,26 +157,7 @@ def _answered(
             for fault in suppressions.faults(own, used, known)
         ]
         left = in_order([*left, *faults])
-    return replace(report, findings=left, used=used, suppressed=suppressed)
-
-
-def of_project(
-    project: Sequence[Suppression], reports: Sequence[Examination]
-) -> Examination | None:
-    """A report on the project's unused suppressions; None if there are none."""
-    paths = [Path(each.name) for each in reports if not each.error]
-    used = frozenset[Suppression]().union(*(each.used for each in reports))
-    unused = [
-        (named(suppressions.RULE), finding)
-        for finding in suppressions.unused(project, used, paths)
-    ]
-    return (
-        Examination(
-            suppressions.PROJECT_FILE, "suppressions of the project", in_order(unused)
-        )
-        if unused
-        else None
-    )
+    return replace(report, findings=left, suppressed=suppressed)
 
 
 def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:
@@ -223,23 +182,14 @@ def checked(
 ) -> tuple[Pair, ...]:
     """The findings of the rules about a Job ("config"), a Code, a Machine or Ranks, worst first.
 
-    A rule that raises becomes a finding of NP001. What the rules about a Job could not judge is one
-    of NP005.
+    A rule that raises becomes a finding of NP001.
     """
-
-    def check(each: object) -> list[Pair]:
-        return [
-            pair
-            for rule in rules
-            if rule.about == about
-            for pair in _checked(rule, each)
-        ]
-
-    found = check(subject)
-    judge = next((rule for rule in rules if rule.identifier == not_judged.RULE), None)
-    if isinstance(subject, Job) and judge:
-        found += [(judge, finding) for finding in not_judged.findings(subject, check)]
-    return in_order(found)
+    return in_order(
+        pair
+        for rule in rules
+        if rule.about == about
+        for pair in _checked(rule, subject)
+    )
 
 
 def _checked(rule: Rule, subject: object) -> list[Pair]:

@@ -5,10 +5,9 @@ are.
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import tempfile
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Change
-from nemo_patches.tools.doctor.trees import Keys, put, with_names
+from nemo_patches.tools.doctor.trees import Keys, put
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 
@@ -65,32 +64,6 @@ def diff(path: Path, before: str, after: str) -> str:
     )
 
 
-def write(path: Path, before: str, after: str) -> None:
-    """Replace the file's content, all at once, through a link if it is one; its mode stays. Raises
-    DoctorError.
-    """
-    target = path.resolve()
-    try:
-        if target.read_bytes() != before.encode():
-            raise DoctorError(f"{path}: changed since it was read; nothing was written")
-        if not os.access(
-            target, os.W_OK
-        ):  # the folder alone decides whether a name can be given to another file
-            raise DoctorError(f"{path}: read-only; nothing was written")
-        with tempfile.NamedTemporaryFile(
-            "wb", dir=target.parent, prefix=f".{target.name}.", delete=False
-        ) as file:
-            file.write(after.encode())
-        try:
-            os.chmod(file.name, target.stat().st_mode)
-            os.replace(file.name, target)
-        except OSError:
-            os.unlink(file.name)
-            raise
-    except OSError as error:
-        raise DoctorError(f"{path}: not written: {error.strerror}") from None
-
-
 class _CannotBeMade(Exception):
     """A change that would not do just what it says. The text says why."""
 
@@ -104,12 +77,11 @@ def _with(source: YamlText, change: Change) -> YamlText:
     )
     try:
         after = yaml_text.parse(source.path, text)
-        wanted = _tree(source)
-        got = _tree(after)
     except DoctorError:
         raise _CannotBeMade("the text cannot be read after it") from None
+    wanted = deepcopy(source.tree)
     put(wanted, change.keys, change.value)
-    if got != wanted:  # a style that was not foreseen
+    if after.tree != wanted:  # a style that was not foreseen
         raise _CannotBeMade("it would change other values, too")
     return after
 
@@ -123,12 +95,6 @@ def _sharer(source: YamlText, keys: Keys) -> str:
         if node is place and other not in (keys, keys[:-1]):
             return ".".join(other)
     return ""
-
-
-def _tree(source: YamlText) -> Any:
-    return with_names(
-        yaml.load(source.text, Loader=yaml_text.LOADER)
-    )  # without what an anchor's aliases share
 
 
 def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:

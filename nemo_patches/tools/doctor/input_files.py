@@ -23,7 +23,6 @@ from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, WrongKindError, Yam
 
 KEY = "input_cfg"
 _SECTIONS = ("model", "data")  # that hold data sets
-_MOST_FILES = 200
 _DEEPEST = 10  # files that name each other
 _ELSEWHERE = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]+:"
@@ -57,11 +56,8 @@ def read_into(
         (keys, holder), depth = waiting.pop(0)
         name = holder[KEY]
         try:
-            if depth > _DEEPEST or len(files) >= _MOST_FILES:
-                raise DoctorError(
-                    f"{name}: more than {_DEEPEST} files in each other, or"
-                    f" {_MOST_FILES} in all"
-                )
+            if depth > _DEEPEST:
+                raise DoctorError(f"{name}: more than {_DEEPEST} files in each other")
             if name not in read:
                 read[name] = _read(name)
             source, content, resolved = read[name]
@@ -92,7 +88,7 @@ def _read(name: str) -> tuple[YamlText, Any, Resolved]:
             " where the job runs)"
         )
     source = yaml_text.read(Path(name), "sequence")
-    content = interpolations.plain(source)
+    content = deepcopy(source.tree)
     return source, content, interpolations.resolve(source, content)
 
 

@@ -127,16 +127,6 @@ def _indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def markdown(rules: Sequence[Rule]) -> str:
-    """The table of the rules in docs/doctor.md."""
-    rows = [
-        f"| {rule.identifier} | {rule.worst} | {rule.finds} | {rule.why}"
-        f" ({rule.link}) |"
-        for rule in rules
-    ]
-    return "\n".join(("| rule | at worst | finds | why |", "|---|---|---|---|", *rows))
-
-
 def printable(text: str) -> str:
     """Escape what would steer a terminal: a config may have any character in a value."""
     return "".join(

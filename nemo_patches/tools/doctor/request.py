@@ -14,16 +14,7 @@ import typer
 from nemo_patches.tools.options import choice, switch, with_value
 
 SEVERITIES = ("note", "warning", "error")
-FORMATS = ("text", "json", "github", "sarif")
-
-_CONFIGS = (
-    "Configs (files, folders, patterns, - for standard input), and Hydra's overrides"
-    " for all of them."
-)
-_HERE = (
-    "As pasted from a training command; relative to the current folder, not to the"
-    " script."
-)
+FORMATS = ("text", "github", "sarif")
 
 
 def _given(option: Any, default: Any = None) -> Any:
@@ -39,7 +30,7 @@ class Request:
     """What the user gave; the fields are in the order of the command's help."""
 
     arguments: tuple[str, ...] = _given(
-        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", help=_CONFIGS), ()
+        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", hidden=True), ()
     )
     patched: bool = _switch(
         "--patched",
@@ -58,7 +49,6 @@ class Request:
     )
     json: bool = _switch("--json", "For programs.")
     fix: bool = _switch("--fix", "Print the safe changes as a diff; write nothing.")
-    write: bool = _switch("--write", "With --fix: write them.")
     ranks: bool = _switch(
         "--ranks", "Compare all ranks: torchrun ... -m nemo_patches doctor --ranks"
     )
@@ -92,25 +82,6 @@ class Request:
                 "Also show differences from NeMo's own config (nest, canary, ...) or a"
                 " file."
             ),
-        )
-    )
-    config_path: str | None = _given(
-        with_value("--config-path", "-cp", metavar="DIR", help_=_HERE)
-    )
-    config_name: str | None = _given(
-        with_value(
-            "--config-name",
-            "-cn",
-            metavar="NAME",
-            help_="As pasted: the config in that folder.",
-        )
-    )
-    config_dir: str | None = _given(
-        with_value(
-            "--config-dir",
-            "-cd",
-            metavar="DIR",
-            help_="As pasted: another folder to look in.",
         )
     )
 

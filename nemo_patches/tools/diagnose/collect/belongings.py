@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.collect.proc_files import link, started_at, variables
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    link,
+    seen_by,
+    started_at,
+    variables,
+)
 
 LOG = "log"
 TRACES = "traces"
@@ -37,11 +42,12 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
     process, given = f"/proc/{rank.pid}", variables(rank.pid)
     for descriptor in ("1", "2"):
         path = link(f"{process}/fd/{descriptor}")
-        if path.startswith("/") and os.path.isfile(path):
+        path = seen_by(rank.pid, path) if path.startswith("/") else ""
+        if os.path.isfile(path):
             yield Belonging(LOG, path)
     folder = link(f"{process}/cwd")
     if trace := given.get("NEMO_PATCHES_TRACE"):
-        path = os.path.join(folder, trace)
+        path = seen_by(rank.pid, os.path.join(folder, trace))
         if os.path.isdir(path):
             yield Belonging(TRACES, path)
     if own := _folder_of_job(rank.pid, given.get("TMPDIR", "/tmp")):
@@ -51,7 +57,7 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
     if home := given.get("HOME"):
         defaults.append(os.path.join(home, ".cache/torch/comm_lib_trace_rank_"))
     for start in (*filter(None, map(given.get, _FLIGHT_RECORDER_FILES)), *defaults):
-        path = os.path.join(folder, f"{start}{rank.rank}")
+        path = seen_by(rank.pid, os.path.join(folder, f"{start}{rank.rank}"))
         if (
             os.path.isfile(path) and _changed(path) >= began
         ):  # an earlier job's may lie there still
@@ -64,6 +70,7 @@ def _folder_of_job(pid: int, temporary: str) -> str:
     """
     try:
         own = os.path.join(temporary, f"nemo_patches-{os.stat(f'/proc/{pid}').st_uid}")
+        own = seen_by(pid, own)
         for job in os.scandir(own):
             if any(str(pid) in name.split(".") for name in os.listdir(job.path)):
                 return job.path

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shutil
 import socket
 import sys
 import time
@@ -21,6 +23,11 @@ FORMAT, WHAT = 1, "stacks"
 STUCK_AFTER_S = 30.0  # a wait that is younger may end by itself
 _BETWEEN_LOOKS_S = 2.0
 LONGER_S = 5.0  # than that: no more looks
+# Without -N srun starts it on one node only, and without -n once for each task.
+_BY_SRUN = (
+    "srun --overlap --jobid J -N NODES -n NODES --ntasks-per-node=1 sh -c"
+    " 'nemo-patches stacks --json > $(hostname).json'"
+)
 
 
 class NothingToLookAtError(Exception):
@@ -71,22 +78,30 @@ def pids_in(text: str) -> list[int]:
     return list(dict.fromkeys(int(pid) for pid in text.split(",") if pid))
 
 
-def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
-    """The ranks of each job that runs on this host. Raises NothingToLookAtError."""
+def jobs_here(job: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
+    """The ranks of each job that runs on this host; within a job of Slurm's only that one's. job: a
+    folder that they work in, or the job's name. Raises NothingToLookAtError.
+    """
+    own = "" if job or pids else os.environ.get("SLURM_JOB_ID", "")
     among = host_ranks.processes()
     if gone := [pid for pid in pids if pid not in among]:
         raise NothingToLookAtError(
             f"--pids: no process {', '.join(map(str, gone))} runs on this host"
         )
     jobs: dict[str, list[HostRank]] = {}
-    for rank in host_ranks.ranks(among, pids, folder):
+    for rank in host_ranks.ranks(among, pids, job or own):
         jobs.setdefault(rank.job, []).append(rank)
     if jobs:
         return list(jobs.values())
-    if folder:
+    if job:
         raise NothingToLookAtError(
-            f"--job={folder}: no rank of a job works there; leave --job out to see all"
-            " jobs"
+            f"--job={job}: no rank of a job works there, or has that job's name; leave"
+            " --job out to see all jobs"
+        )
+    if own:
+        raise NothingToLookAtError(
+            f"no rank of Slurm's job {own}, in which this is, runs on this host; for"
+            " all jobs: `env -u SLURM_JOB_ID nemo-patches ...`"
         )
     if closed := host_ranks.closed_to_us():
         some = ", ".join(map(str, closed[:8]))
@@ -95,6 +110,11 @@ def jobs_here(folder: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]
             " root"
         )
     with_torch = ", ".join(map(str, host_ranks.with_torch(among)))
+    if not with_torch and shutil.which("srun"):
+        raise NothingToLookAtError(
+            f"no rank runs on this host; on all hosts of Slurm's job J: `{_BY_SRUN}`,"
+            " then `nemo-patches diagnose .`"
+        )
     what = f"--pids {with_torch}" if with_torch else "--pids P,P"
     raise NothingToLookAtError(
         "no process here has a launcher's variables (RANK, LOCAL_RANK, SLURM_PROCID,"
@@ -199,7 +219,10 @@ def main() -> None:
         ),
     )
     parser.add_argument(
-        "--job", default="", metavar="DIR", help="only ranks that work in this folder"
+        "--job",
+        default="",
+        metavar="JOB",
+        help="only ranks of this job, or that work in this folder",
     )
     parser.add_argument(
         "--pids",

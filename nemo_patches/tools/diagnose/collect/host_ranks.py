@@ -19,6 +19,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
 
 LIGHTNING = "Lightning's launcher"
 ORDER = "the order of --pids"
+SLURM = "Slurm"
 _PYTHON = re.compile(r"(python[0-9.]*|pypy[0-9.]*|pt_data_worker)( \(deleted\))?$")
 # The launcher, and its variables: the rank, how many there are, how many of them on this host.
 _LAUNCHERS = (
@@ -29,7 +30,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"),
+    (SLURM, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
 _MOST_WORKERS = 64
 
@@ -80,10 +81,10 @@ def is_python(pid: int) -> bool:
 
 
 def ranks(
-    among: Mapping[int, Process], pids: Sequence[int] = (), folder: str = ""
+    among: Mapping[int, Process], pids: Sequence[int] = (), job: str = ""
 ) -> list[HostRank]:
-    """pids: only these, which are ranks whatever their variables. folder: only those with this
-    working directory.
+    """pids: only these, which are ranks whatever their variables. job: only those with this working
+    directory, or of the job with this name or Slurm id.
     """
     if pids:
         found = _given(among, pids)
@@ -93,15 +94,15 @@ def ranks(
             for pid, process in among.items()
             if (rank := _rank_of(process, among)) is not None
         }
-        for agent in _agents(told, among):
-            del told[agent]
+        for other in _agents(told, among) | _own_step(told, among):
+            del told[other]
         found = [
             rank
             for pid, rank in told.items()
             if not _is_below(among[pid], rank, told, among)
         ]
-    if folder:
-        found = [rank for rank in found if _works_in(rank.pid, folder)]
+    if job:
+        found = [rank for rank in found if _is_of(job, rank, among[rank.pid])]
     tops = {rank.pid for rank in found}
     found = [_with_workers(rank, among, tops) for rank in found]
     return sorted(found, key=lambda rank: (rank.job, rank.rank, rank.pid))
@@ -122,8 +123,12 @@ def with_torch(among: Mapping[int, Process]) -> list[int]:
     return [
         pid
         for pid, process in among.items()
-        if process.is_python and "libtorch" in read(f"/proc/{pid}/maps")
+        if process.is_python and _has_torch(process)
     ]
+
+
+def _has_torch(process: Process) -> bool:
+    return "libtorch" in read(f"/proc/{process.pid}/maps")
 
 
 def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
@@ -232,6 +237,30 @@ def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[i
     return agents & told.keys()
 
 
+def _own_step(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
+    """This program and its other tasks here, where srun has started it: they have a rank's
+    variables. A rank that has started it itself (on_stall) has loaded torch.
+    """
+    own = among.get(os.getpid())
+    line = [own, *_above(own, among)] if own is not None else []
+    tops = [each for each in line if each.pid in told]
+    if not tops or told[tops[-1].pid].found_by != SLURM or _has_torch(tops[-1]):
+        return set()
+    step = _step(tops[-1])
+    return {
+        pid
+        for pid, rank in told.items()
+        if rank.found_by == SLURM
+        and _step(among[pid]) == step
+        and (rank.world_size > 1 or among[pid] in tops)
+    }
+
+
+def _step(process: Process) -> tuple[str | None, str | None]:
+    given = process.variables
+    return given.get("SLURM_JOB_ID"), given.get("SLURM_STEP_ID")
+
+
 def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
     """Its parent, its parent's parent, and so on."""
     passed = {process.pid}
@@ -274,8 +303,10 @@ def _with_workers(
     return replace(rank, workers=tuple(found))
 
 
-def _works_in(pid: int, folder: str) -> bool:
+def _is_of(job: str, rank: HostRank, process: Process) -> bool:
+    if job in (rank.job, process.variables.get("SLURM_JOB_ID")):
+        return True
     try:
-        return os.path.samefile(f"/proc/{pid}/cwd", folder)
+        return os.path.samefile(f"/proc/{rank.pid}/cwd", job)
     except OSError:
         return False

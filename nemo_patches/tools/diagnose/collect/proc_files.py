@@ -30,6 +30,17 @@ def link(path: str) -> str:
         return ""
 
 
+def seen_by(pid: int, path: str) -> str:
+    """The file that this process has at that path: a container, and a job of Slurm's, may have a
+    /tmp of its own.
+    """
+    theirs = f"/proc/{pid}/root{path}"
+    try:
+        return path if os.path.samefile(path, theirs) else theirs
+    except OSError:
+        return theirs if os.path.exists(theirs) else path
+
+
 def stat_fields(path: str) -> list[str]:
     """The fields after the name in a stat file: state, parent, ...; empty if there is no such
     process.

@@ -34,7 +34,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
 from nemo_patches.tools.diagnose.collect.source import calls, loop_of
 
 NO_PY_SPY = (
-    "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `stacks`)"
+    "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `tools`)"
 )
 GONE, ZOMBIE = "gone", "Z"
 _COUNTERS = {

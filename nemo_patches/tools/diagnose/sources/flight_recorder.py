@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from nemo_patches.judging.judge import Seat
 from nemo_patches.text import named, safe
@@ -27,11 +28,41 @@ _RANK_IN_NAME = re.compile(
 )
 _MOST_FILES, _MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 10_000, 1_000_000, 64, 4096
 _OWN_FRAMES = 3
-_P2P = re.compile(r"\w+:(?:send|recv)\b")  # torch 2.3 has no is_p2p
 # How the names of its collectives begin; its recorder never tells that one is completed
 _GLOO = "gloo:"
 _DEFAULT_GROUPS = ("0", "")
 _KEYS = (b'"entries"', b'"pg_config"', b'"comm_lib_version"')
+
+
+class _Frame(msgspec.Struct):
+    name: str
+    filename: str
+    line: int
+
+
+class _Entry(msgspec.Struct):
+    """What of one collective's record is read; of none that is malformed."""
+
+    collective_seq_id: int
+    process_group: list[str | int]
+    profiling_name: str = ""
+    is_p2p: bool = False
+    state: str | None = None
+    time_discovered_completed_ns: int | None = None
+    retired: bool = False  # completed, failed, or given up
+    input_sizes: list[list[int]] = msgspec.field(default_factory=list)
+    frames: list[_Frame] = msgspec.field(default_factory=list)
+    time_created_ns: int = 0
+
+
+class _Group(msgspec.Struct):
+    ranks: str | list[int] = ""  # as in "[0, 1]"
+
+
+class _Content(msgspec.Struct):
+    entries: list[Any]
+    pg_config: dict[str | int, _Group] = msgspec.field(default_factory=dict)
+    host_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,120 +168,66 @@ def _read(file: Path) -> _Dump:
         raise ValueError("too large")
     data = file.read_bytes()
     try:
-        content = plain_pickle.load(data) if data[:1] == b"\x80" else json.loads(data)
+        plain = plain_pickle.load(data) if data[:1] == b"\x80" else json.loads(data)
+        content = msgspec.convert(plain, _Content)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
-    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
-        raise ValueError("no Flight Recorder dump")
+    except msgspec.ValidationError as error:
+        raise ValueError(f"no Flight Recorder dump: {error}") from error
     rank = int(in_name[1] or in_name[2])
-    entries = content["entries"]
     seats: dict[str, list[tuple[Seat, float]]] = defaultdict(list)
-    for entry in entries[-_MOST_ENTRIES:]:
-        if (seat := _seat(rank, entry)) is not None:
-            seats[seat.group].append((seat, _time(entry)))
-    first = (
-        entries[0].get("record_id")
-        if entries and isinstance(entries[0], dict)
-        else None
-    )
+    for told in content.entries[-_MOST_ENTRIES:]:
+        try:
+            entry = msgspec.convert(told, _Entry)
+        except (ValueError, RecursionError):
+            continue
+        if entry.process_group and not entry.is_p2p:
+            seat = _seat(rank, entry)
+            seats[seat.group].append((seat, max(0, entry.time_created_ns) / 1e9))
+    first = content.entries[0] if content.entries else None
+    record_id = first.get("record_id") if isinstance(first, dict) else None
+    has_lost = isinstance(record_id, int) and record_id > 1
     return _Dump(
         rank=rank,
         cite=safe(file.name),
-        host=_text(content.get("host_name")),
+        host=safe(content.host_name, 80),
         seats=dict(seats),
         groups={
-            str(name)[:80]: _ranks(config)
-            for name, config in _items(content.get("pg_config"))
+            safe(str(name), 80): _ranks(group.ranks)
+            for name, group in list(content.pg_config.items())[:_MOST_GROUPS]
         },
-        has_lost=len(entries) > _MOST_ENTRIES or (isinstance(first, int) and first > 1),
+        has_lost=has_lost or len(content.entries) > _MOST_ENTRIES,
     )
 
 
-def _items(mapping: Any) -> Iterable[tuple[Any, Any]]:
-    return list(mapping.items())[:_MOST_GROUPS] if isinstance(mapping, dict) else ()
+def _ranks(told: str | list[int]) -> frozenset[int]:
+    """Empty if not told."""
+    text = told if isinstance(told, str) else str(told)
+    return frozenset(map(int, re.findall(r"\b\d{1,7}\b", text[:1_000_000])))
 
 
-def _text(value: Any) -> str:
-    return safe(value)[:80] if isinstance(value, str) else ""
-
-
-def _ranks(config: Any) -> frozenset[int]:
-    """As in "[0, 1]"; empty if not told."""
-    told = config.get("ranks") if isinstance(config, dict) else None
-    numbers = (
-        re.findall(r"\d{1,7}", told[:1_000_000]) if isinstance(told, str) else told
+def _seat(rank: int, entry: _Entry) -> Seat:
+    kind = safe(entry.profiling_name, 80)
+    is_completed = entry.state == "completed" or bool(
+        entry.time_discovered_completed_ns
     )
-    return frozenset(
-        map(int, filter(_is_rank, numbers if isinstance(numbers, list) else ()))
-    )
-
-
-def _is_rank(number: Any) -> bool:
-    return isinstance(number, str) or (type(number) is int and 0 <= number < 10_000_000)
-
-
-def _seat(rank: int, entry: Any) -> Seat | None:
-    """None for what is no collective: between two ranks, or malformed."""
-    if not isinstance(entry, dict) or entry.get(
-        "is_p2p", _P2P.match(str(entry.get("profiling_name"))[:80])
-    ):
-        return None
-    # torch 2.3 has seq_id and pg_id alone.
-    number = entry.get("collective_seq_id", entry.get("seq_id"))
-    group = entry.get("process_group", [entry.get("pg_id")])
-    if not isinstance(number, int) or not isinstance(group, list | tuple) or not group:
-        return None
-    kind = _text(entry.get("profiling_name"))
-    is_completed = entry.get("state") == "completed" or bool(
-        entry.get("time_discovered_completed_ns")
-    )
-    is_done = is_completed or bool(
-        entry.get("retired")
-    )  # retired: also failed, or given up
+    is_done = is_completed or entry.retired
     return Seat(
         rank=rank,
-        group=safe(str(group[0]))[:80] if isinstance(group[0], str | int) else "?",
-        number=number,
+        group=safe(str(entry.process_group[0]), 80),
+        number=entry.collective_seq_id,
         kind=kind,
-        size=_sizes(entry.get("input_sizes")),
+        size=safe(", ".join(str(shape[:8]) for shape in entry.input_sizes[:4]), 200),
         done=is_done or (None if kind.startswith(_GLOO) else False),
         completed=is_completed,
-        caller=_caller(entry.get("frames")),
+        caller=_caller(entry.frames),
     )
 
 
-def _time(entry: dict[str, Any]) -> float:
-    created = entry.get("time_created_ns")
-    return created / 1e9 if type(created) is int and 0 < created < 1 << 63 else 0.0
-
-
-def _sizes(sizes: Any) -> str:
-    """Of the inputs, as "[2, 3]"; only what is plain."""
-    shapes = (
-        (shape for shape in sizes[:4] if isinstance(shape, list))
-        if isinstance(sizes, list)
-        else ()
-    )
-    return ", ".join(
-        f"[{', '.join(str(n) for n in shape[:8] if isinstance(n, int))}]"
-        for shape in shapes
-    )[:200]
-
-
-def _caller(frames: Any) -> str:
+def _caller(frames: list[_Frame]) -> str:
     """The user's own code, innermost first."""
-    texts = []
-    for frame in frames[:_MOST_FRAMES] if isinstance(frames, list) else ():
-        name, file, line = (
-            map(frame.get, ("name", "filename", "line"))
-            if isinstance(frame, dict)
-            else ("", "", "")
-        )
-        if (
-            isinstance(name, str)
-            and isinstance(file, str)
-            and isinstance(line, int)
-            and not is_library(file)
-        ):
-            texts.append(shown(name, file, line, folders=1))
-    return safe(" < ".join(texts[:_OWN_FRAMES]))[:300]
+    own = [one for one in frames[:_MOST_FRAMES] if not is_library(one.filename)]
+    texts = (
+        shown(one.name, one.filename, one.line, folders=1) for one in own[:_OWN_FRAMES]
+    )
+    return safe(" < ".join(texts), 300)

@@ -90,6 +90,7 @@ _NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S{1,200})")
 _REASONS = (
     *((words, fates.TIME_LIMIT) for words in ("TIME LIMIT", "RUNLIMIT", "walltime")),
     ("PREEMPT", fates.PREEMPTED),
+    ("JOB REQUEUE", fates.REQUEUED),
 )
 # Open MPI's, PRRTE's: the node is in a line after it.
 _LOST_NODE = re.compile(
@@ -189,9 +190,16 @@ class LauncherLines:
         self._ray_lines = 0
         self._lost_node: Line | None = None  # a lost daemon whose node may follow
         self._mpi_rank = NOT_TOLD  # whose exit code may follow
+        self._is_requeued = False
+        self._saw_srun = False  # srun has told of a task's end
         self._finished: Line | None = (
             None  # the last that tells of an end in good order
         )
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether Slurm has ended all of it, to start it again."""
+        return self._is_requeued and self._saw_srun
 
     def take(self, line: Line) -> None:
         text = line.text
@@ -224,6 +232,7 @@ class LauncherLines:
         scheduler = found.lastgroup or ""
         why = found[scheduler].removeprefix("PBS: ")
         text = f"{scheduler}: {shown(why)}"
+        self._is_requeued |= "JOB REQUEUE" in why
         if "NODE FAIL" in why:
             self._found.add(NOT_TOLD, Fate(fates.NODE, text), line, own=False)
             return
@@ -280,6 +289,7 @@ class LauncherLines:
             )
 
     def _of_srun(self, found: re.Match[str], line: Line) -> None:
+        self._saw_srun = True
         if line.file not in self._cancelled:
             task, how = f"task {found[2]} on {shown(found[1])}", found[3]
             code = {"Aborted": -6, "Terminated": -15}.get(found[5] or "") or _signed(

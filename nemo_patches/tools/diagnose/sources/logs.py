@@ -135,7 +135,7 @@ _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
     r" )|\[rank\d{1,7}\]:|"
     r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
-    r"|^(?:slurmstepd|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d["
+    r"|^(?:slurmstepd[\w.-]{0,80}|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d["
     r" T]\d\d:"
     r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception"
     r" raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
@@ -282,7 +282,11 @@ class _Reading:
                 for number, message in _messages(
                     self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))
                 ):
-                    if alone and _PROCESSES.search(message):
+                    if alone and self._is_next_attempt(message):
+                        self._launches = max(self._launches, 1)
+                        self._begin_launch()
+                        self._before = None  # a requeue is not the job's end
+                    elif alone and _PROCESSES.search(message):
                         self._begin_launch()
                     labels = _SRUN_LABEL if _LABELLED.match(message) else labels
                     prefixed, tee = rank_in(message), labels.match(message)
@@ -320,6 +324,12 @@ class _Reading:
             if self._names.setdefault(name, path) == path:
                 return name
         return safe(str(path), 200)
+
+    def _is_next_attempt(self, message: str) -> bool:
+        """Of a job that Slurm has requeued: srun and slurmstepd go on after that line."""
+        return self._launch.launcher.is_requeued and not message.startswith(
+            ("srun", "slurmstepd")
+        )
 
     def _begin_launch(self) -> None:
         """For launches that write into one log, such as Slurm's requeued ones."""

@@ -39,7 +39,6 @@ from nemo_patches.tools.diagnose.facts import (
 )
 from nemo_patches.tools.diagnose.places import (
     is_users,
-    of_autograd,
     place,
     waits_for_work,
     went_on,
@@ -258,21 +257,11 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
 
 
 def _training(sample: Sample) -> Thread | None:
-    """Its main thread; in backward, with the frames that autograd's own thread runs for it."""
     main = sample.main
     if main is None:
         return None
-    theirs = of_autograd(
-        main, [thread for thread in sample.threads if thread.tid != sample.pid]
-    )
-    if theirs is None:
-        return main
-    return replace(
-        main,
-        frames=(*theirs.frames, *main.frames),
-        calls=theirs.calls,
-        counters={**theirs.counters, **main.counters},
-        loops={**theirs.loops, **main.loops},
+    return dumps.training(
+        main, [one for one in sample.threads if one.tid != sample.pid]
     )
 
 
@@ -481,12 +470,7 @@ def _is_loaders(frames: Sequence[Frame]) -> bool:
 
 def _other_threads(last: Sample) -> list[str]:
     """Its threads that stand in the user's code."""
-    return [
-        f"its thread {safe(thread.name or str(thread.tid), 60)!r} is in"
-        f" {place(thread.frames).where}"
-        for thread in last.threads
-        if thread.tid != last.pid and is_users(thread.name, thread.frames)
-    ]
+    return dumps.other_threads(Thread(tid=last.pid), last.threads)
 
 
 # Whether it went on.

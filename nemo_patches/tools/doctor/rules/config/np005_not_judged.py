@@ -1,14 +1,49 @@
 """Something in the config was not read, so the rules that need it could not be checked.
 
-For example an input_cfg in a file that is not on this machine, a value that only a variable of the
-job's machine gives, a class or a type of input of your own. The finding names the rules that apply
-for one of the possible values: otherwise a run without findings would wrongly say that nothing is
-wrong. A value that is still to be given (???), or that can only be counted on a machine with the
-data, is a note.
+For example an input_cfg in a file that is not on this machine, or (a note) a value that only a
+variable of the job's machine gives. Otherwise a run without findings would wrongly say that nothing
+is wrong.
 Link: docs/doctor.md
 """
 
-from nemo_patches.tools.doctor.finding import WARNING
+from __future__ import annotations
+
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.syntax import words
 
 WORST = WARNING
-# No check: not_judged.py, which knows what the other rules find, reports it.
+BAD = """\
+trainer: {devices: 4}
+model:
+  train_ds: {use_lhotse: true, input_cfg: "s3://bucket/train.yaml", batch_size: 8}
+"""
+GOOD = BAD.replace('"s3://bucket/train.yaml"', "???")
+
+_DECISIVE = words("""
+    accelerator batch_duration batch_size devices drop_last force_finite force_iterable_dataset
+    force_map_dataset input_cfg is_tarred limit_train_batches limit_val_batches max_duration
+    num_nodes num_workers shard_seed shuffle strategy sync_max_audio_length
+    use_distributed_sampler use_lhotse
+    """)
+
+
+def check(job: Job) -> Findings:
+    """What NeMo refuses in such a file is NP130's."""
+    for keys, unread in job.config.unread.items():
+        if not unread.refused:
+            yield warning(
+                f"not judged: {'.'.join(keys)} is in another file: {unread.why}",
+                job.get(keys),
+                "start the doctor in the folder and on a machine where NeMo finds that"
+                " file",
+            )
+    values = [job.get(keys) for keys in sorted(job.config.of_machine)]
+    decisive = [value for value in values if value.keys[-1] in _DECISIVE]
+    if decisive:
+        names = ", ".join(value.key for value in decisive)
+        yield note(
+            f"not judged: {names}: only the job's machine gives the value",
+            tuple(decisive),
+            "an override with the value (key=value)",
+        )

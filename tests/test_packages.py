@@ -1,4 +1,4 @@
-"""The rooms of the package: imports go one way, towards channel/, without a circle."""
+"""The packages of nemo_patches: imports go one way, towards channel/, without a circle."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ MODULES = {module(path) for path in FILES}
 TRAINING_NEEDS = {"torch", "lightning", "wrapt"}
 
 
-def room(path: Path) -> str:
+def package(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
     if inner in (("cli.py",), ("__main__.py",)):
         return "tools"  # the commands' line
@@ -130,8 +130,8 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
             loads = LOADERS.get(str(path.relative_to(PACKAGE)))
-            assert target in MAY_IMPORT[room(path)] or target == loads, name
-        elif room(path) in TORCH_ONLY:
+            assert target in MAY_IMPORT[package(path)] or target == loads, name
+        elif package(path) in TORCH_ONLY:
             assert parts[0] in {"torch", *sys.stdlib_module_names}, name
 
 
@@ -152,7 +152,7 @@ def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone(
     path: Path,
 ) -> None:
     """By files that a rank always imports."""
-    if room(path) in LAYER and module(path) not in late_modules.NAMES:
+    if package(path) in LAYER and module(path) not in late_modules.NAMES:
         assert not {
             modules_of(name) for name in imports(path, at_once=True)
         }.intersection(late_modules.NAMES)
@@ -207,7 +207,7 @@ def test_judging_has_the_words_of_the_sync() -> None:
 @each_file
 def test_training_needs_wrapt_alone(path: Path) -> None:
     """What the commands need is the extra `tools`."""
-    if room(path) != "tools":
+    if package(path) != "tools":
         others = {
             name.split(".")[0] for name in imports(path)
         } - sys.stdlib_module_names
@@ -226,7 +226,7 @@ def test_there_is_no_import_circle() -> None:
 
 @each_file
 def test_nothing_draws_from_the_generators_that_training_draws_from(path: Path) -> None:
-    if room(path) == "tools":
+    if package(path) == "tools":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if (
