@@ -208,14 +208,14 @@ def _rank(
     except BaseException:
         outcome = (False, traceback.format_exc())
         if dies:
-            _say_what_is_left()
+            say_what_is_left()
             raise
-    _say_what_is_left()
+    say_what_is_left()
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
 
 
-def _say_what_is_left() -> None:
+def say_what_is_left() -> None:
     """As the interpreter's exit does, which a forked rank skips: the stall monitor says what it has
     not said yet, and the exchange that this rank leaves."""
     try:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from ranks import (
     Result,
-    _say_what_is_left,
     all_have_come,
     run_ranks,
+    say_what_is_left,
     stall_monitor,
     wait_until,
 )
@@ -334,7 +334,7 @@ def be_killed(trainer: Trainer) -> None:
 def end(trainer: Trainer) -> None:
     keep_the_connections()
     logging.shutdown()
-    _say_what_is_left()
+    say_what_is_left()
     os._exit(0)
 
 

@@ -39,7 +39,7 @@ def test_they_run_what_the_makefile_has() -> None:
         for step in steps(WORKFLOWS[name])
         if "run" in step
     ]
-    as_root = 'sudo env "PATH=$PATH" '
+    as_root = "sudo --preserve-env=PATH "
     made = [
         command.removeprefix(as_root) for command in commands[:-1] if "make " in command
     ]

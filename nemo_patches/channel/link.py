@@ -29,8 +29,9 @@ _MOST_UNSENT = 1 << 20
 _KEEPALIVE_S = 5
 # The kernel gives up a connection from which nothing has come for so long.
 _CUT_OFF_S = 25
-# Linux: tcpi_retransmits, tcpi_unacked and tcpi_last_ack_recv (milliseconds) of struct tcp_info.
-_TCP_INFO = struct.Struct("@2xB21xI28xI")
+# Linux: tcpi_retransmits, tcpi_probes, tcpi_unacked, tcpi_last_ack_recv (milliseconds) and
+# tcpi_notsent_bytes of struct tcp_info.
+_TCP_INFO = struct.Struct("@2xBB20xI28xI84xI")
 
 
 class Message(NamedTuple):
@@ -123,8 +124,11 @@ class Link:
             )
         except OSError:
             return -1.0
-        retransmits, unacknowledged, last_ms = _TCP_INFO.unpack(data)
-        if not retransmits or not unacknowledged or not self.is_connected:
+        data = data.ljust(_TCP_INFO.size, b"\0")  # an old kernel's is shorter
+        retransmits, probes, unacknowledged, last_ms, not_sent = _TCP_INFO.unpack(data)
+        # Where this host's own interface is down, nothing even leaves it.
+        is_silent = (retransmits and unacknowledged) or (probes and not_sent)
+        if not is_silent or not self.is_connected:
             return -1.0
         return float(last_ms / 1000)
 

@@ -16,12 +16,15 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import ranks
 
 from hosts.cluster import SHARED, Host
 
@@ -78,8 +81,11 @@ def agent(
         del os.environ[name]
     os.environ.update(environment)
     os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"  # the host's, not the tests'
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # For the names of its events it looks through all modules, and NeMo has thousands.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     least, _, most = launch.nodes.partition(":")
     config = LaunchConfig(
         min_nodes=int(least),
@@ -109,11 +115,20 @@ def forked_rank() -> None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     write_to_own_log()
-    if os.environ.get("NEMO_PATCHES_DISABLE") != "1":
-        import nemo_patches
+    if os.environ.get("NEMO_PATCHES_DISABLE") == "1":
+        train()
+        return
+    import nemo_patches
 
-        nemo_patches.apply()
-    train()
+    nemo_patches.apply()
+    try:
+        train()
+    except Exception as error:  # as at an interpreter's end, which a fork does not have
+        sys.last_value = error
+        traceback.print_exc()
+        raise
+    finally:
+        ranks.say_what_is_left()
 
 
 def write_to_own_log() -> None:
@@ -133,8 +148,7 @@ def train() -> None:
     want = wanted()
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    print(f"rank {rank} of {world} starts, pid {os.getpid()}, attempt {attempt}")
+    print(f"rank {rank} of {world} starts, pid {os.getpid()}")
     time.sleep(want.late_s.get(rank, 0.0))
     import lightning.pytorch as pl
     import small_models

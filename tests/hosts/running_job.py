@@ -97,6 +97,10 @@ class Job:
     def losses(self, rank: int) -> list[str]:
         return re.findall(r"^step \d+ loss (\S+)", self.log(rank), re.MULTILINE)
 
+    def starts(self, rank: int) -> int:
+        """How often it has started: torchrun's own count differs between hosts."""
+        return len(re.findall(rf"^rank {rank} .* starts, pid", self.log(rank), re.M))
+
     def pid(self, rank: int) -> int:
         """On its host, of its latest attempt."""
         return int(

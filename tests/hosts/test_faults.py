@@ -24,12 +24,13 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 @dataclass(frozen=True)
 class Case:
     """named: by the rank that says it, the missing ranks of one of its stall reports, and their
-    kinds. line: what one of its warnings must match.
+    kinds. line: what one of its warnings must match; never: what none may.
     """
 
     happens: Callable[[Job], None]
     named: Mapping[int, Mapping[int, str]]
     line: str
+    never: str = "gone:"
     hosts: str = "ab"
     per_host: int = 1
     needs: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ def void(_: Any) -> None:
 # As where a tunnel's MTU is smaller than the cards', and nobody says so: heartbeats pass.
 LARGE_ARE_LOST = "OUTPUT -o eth0 -p tcp -m length --length 1000:65535 -j DROP"
 
+IS_STOPPED = "answers? nothing"  # no host says so that is cut off
 CASES = {
     "a rank sleeps": Case(
         sleeps(1),
@@ -107,36 +109,42 @@ CASES = {
         loses_power(1),
         named={0: {1: SILENT}},
         line=r"all ranks of nemo-b \(1\): its connection was lost",
+        never=IS_STOPPED,
         cheap=True,
     ),
     "a host of three loses power": Case(
         loses_power(1),
         named={0: {1: SILENT}, 2: {1: SILENT}},
         line=r"all ranks of nemo-b \(1\): its connection was lost",
+        never=IS_STOPPED,
         hosts="abc",
     ),
     "the store's host loses power": Case(
         loses_power(0),
         named={1: {0: SILENT}, 2: {0: SILENT}},
         line=r"all ranks of nemo-a \(0\): its connection was lost",
+        never=IS_STOPPED,
         hosts="abc",
     ),
     "a link is down": Case(
         link(1, "down"),
         named={0: {1: SILENT}, 1: {0: SILENT}},
         line=r"all ranks of nemo-[ab] \([01]\): its connection was lost",
+        never=IS_STOPPED,
         cheap=True,
     ),
     "what a host sends is lost": Case(
         firewall(1, "OUTPUT -o eth0 -j DROP"),
         named={0: {1: SILENT}, 1: {0: SILENT}},
         line=r"all ranks of nemo-[ab] \([01]\): its connection was lost",
+        never=IS_STOPPED,
         needs=("iptables",),
     ),
     "one of three is cut off": Case(
         link(2, "down"),
         named={0: {2: SILENT}, 1: {2: SILENT}, 2: {0: SILENT, 1: SILENT}},
         line=r"all ranks of nemo-[abc] \([012]\): its connection was lost",
+        never=IS_STOPPED,
         hosts="abc",
     ),
     "large packets are lost": Case(
@@ -154,6 +162,7 @@ CASES = {
             3: {0: SILENT, 1: SILENT},
         },
         line=r"all ranks of nemo-[ab] \((0-1|2-3)\): their connections were lost",
+        never=IS_STOPPED,
         per_host=2,
         needs=("iptables",),
     ),
@@ -188,3 +197,4 @@ def test_who_is_missing_is_named_and_nobody_else(case: Case, tmp_path: Path) -> 
         for rank in range(job.size):
             guilty = set(case.named.get(rank, {}))
             assert job.accused(rank) <= guilty, job.told()
+            assert not job.warnings(rank, case.never), job.told()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hosts.cluster import CARD, made_hosts, skip_unless_allowed
+from hosts.cluster import CARD, SECOND_CARD, made_hosts, skip_unless_allowed
 from hosts.job import Wanted
 from hosts.running_job import SAYS_S, SETTINGS, START_S, Job, started
 
@@ -71,7 +71,7 @@ def test_a_killed_rank_is_started_again_with_all_others(tmp_path: Path) -> None:
         running.until_it_trains()
         running.signal(1, "KILL")
         running.until(
-            lambda: all("attempt 1" in running.log(rank) for rank in (0, 1)),
+            lambda: all(running.starts(rank) == 2 for rank in (0, 1)),
             START_S,
             "restarted",
         )
@@ -101,7 +101,7 @@ def test_stall_exit_ends_all_ranks_and_the_job_begins_again(tmp_path: Path) -> N
         for rank in (0, 1):
             running.until_told(rank, "this process ends with exit code 83")
         running.until(
-            lambda: all("attempt 1" in running.log(rank) for rank in (0, 1)),
+            lambda: all(running.starts(rank) == 2 for rank in (0, 1)),
             START_S,
             "restarted",
         )
@@ -162,7 +162,7 @@ def test_a_network_that_heals_in_time_costs_no_step(
             "training again",
         )
         for rank in every:
-            running.until_told(rank, "INFO .*encoder calls go on")
+            running.until_told(rank, "INFO .*(encoder calls|collectives) go on, after")
         last = running.size - 1
         running.signal(last, "STOP")  # and that is named as ever
         for rank in every[:-1]:
@@ -230,3 +230,31 @@ def test_a_firewall_that_closes_while_a_job_runs_hides_no_fault(
         running.signal(1, "STOP")
         running.until_told(0, r"WARNING .*rank 1 \(nemo-b, pid \d+\) answers nothing")
         assert running.accused(0) == {1}
+
+
+@pytest.mark.hosts
+def test_on_a_second_network_that_gloo_is_given(tmp_path: Path) -> None:
+    settings = {**HEALTHY, "GLOO_SOCKET_IFNAME": SECOND_CARD}
+    with job(tmp_path, want=Wanted(steps=STEPS), **settings) as running:
+        assert running.codes(START_S) == [0, 0], running.told()
+        assert said(running) == []
+        assert running.lines(0, "patched on all 2 ranks")
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("verdict", ["DROP", "REJECT"])
+def test_where_the_ranks_cannot_meet_they_say_so_and_train(
+    verdict: str, tmp_path: Path
+) -> None:
+    """Gloo has a network; the ranks would meet in the one for NCCL, whose ports are closed."""
+    skip_unless_allowed("iptables")
+    networks = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": SECOND_CARD}
+    want = Wanted(steps=STEPS, pace_s=1.0)
+    with made_hosts("ab", tmp_path) as hosts:
+        for host in hosts:
+            host.firewall("-A", "INPUT", "-i", SECOND_CARD, "-p", "tcp", "-j", verdict)
+        with started(Job(hosts, tmp_path, want, **networks)) as running:
+            assert running.codes(START_S) == [0, 0], running.told()
+            assert running.warnings(1, "no connection to rank 0|not connected")
+            assert running.accused(0) <= {1}
+            assert running.accused(1) <= {0}
