@@ -27,7 +27,7 @@ from nemo_patches.judging.rank_groups import RankGroup
 from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, UnreadableError
 from nemo_patches.tools.diagnose.fates import WAITED
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
@@ -43,8 +43,8 @@ from nemo_patches.tools.diagnose.findings import (
     WAITED_IN_VAIN,
     Diagnosis,
 )
-from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.sources import c10d_lines, logs
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises
 from nemo_patches.tracing import records
@@ -1661,6 +1661,63 @@ def test_what_is_a_log() -> None:
         ("a.log.xz", b"\xfd7zXZ\0"),
     ):
         assert not recognises(name, head), name
+
+
+# A line that each pattern of c10d_lines.py reads. What fr_trace prints follows a line with a needle.
+EXAMPLES = (
+    line(1),
+    status(1, 5, 6),
+    "[rank1]: Received a dump signal due to a collective timeout from this local rank and "
+    "more. Last enqueued NCCL work: 22, last completed NCCL work: 21.",
+    "Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE)",
+    "DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 1 has "
+    "inconsistent 14 params",
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10",
+    "Waiting in store based barrier to initialize process group for rank: 5, key: "
+    "store_based_barrier_key:2 (world_size=8, worker_count=7, timeout=0:30:00)",
+    "Rank 0: Completed store-based barrier for key:store_based_barrier_key:1 with 2 nodes.",
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d",
+    "[rank5]:[E901 07:00:00 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: ",
+    "[rank0]: socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
+    "[/p/gloo/transport/tcp/pair.cc:81] Timed out waiting 600000ms for recv operation",
+    "Application timeout caused pair closure",
+    "ranks [3] are the lagging ranks",
+    "[7] finished collective #182, but didn't join collective #183 (count from 1)",
+    "[3] joined but didn't finish collective #183 (count from 1)",
+    "[Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 2000000 ms",
+    "Rank 3 successfully reached monitoredBarrier, but received errors",
+    "collective: nccl:all_reduce missing ranks: {1, 5}",
+    "collective: nccl:all_reduce expected ranks: {0, 1}",
+    "The IPv6 network addresses of (head, 29400) cannot be retrieved (gai error: -3 - none)",
+    "[TC][rank=3][name=dp] Aborting process on rank 3 due to timeout - watchdog",
+    "Timed out after 1801 seconds waiting for clients. 1/3 clients joined.",
+    "The client socket has timed out after 600s while trying to connect to (head, 29500).",
+    "[rank3]:[E Process] thread terminated with exception: CUDA error: out of memory",
+    "[rank3]: Some NCCL operations have failed or timed out.",
+    "[rank3]: To avoid data inconsistency, we are taking the entire process down.",
+    "[rank3]: NCCL watchdog thread terminated with exception: none",
+    "[rank3]: ProcessGroupNCCL's watchdog got stuck for 480 seconds without progress",
+    "[rank3]: Heartbeat monitor timed out! Process will be terminated",
+    "[rank3]: due to ProcessGroupNCCL watchdog hang.",
+    "[rank3]: Observed flight recorder dump signal from another rank via TCPStore.",
+)
+ROWS = (
+    *c10d_lines._READERS,
+    *c10d_lines._REPORTS,
+    *c10d_lines._FATES,
+    *c10d_lines._FATES_OF_RANKS,
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_each_pattern_has_an_example_that_passes_the_words_before_it(
+    row: tuple[str, re.Pattern[str], object],
+) -> None:
+    words, pattern = row[:2]
+    read = [one for one in EXAMPLES if words in one and pattern.search(one)]
+    assert read
+    for one in read:
+        assert logs._tells(one.encode())
 
 
 # Whatever lines there are, and in whatever order.

@@ -47,6 +47,7 @@ def test_they_run_what_the_makefile_has() -> None:
         "make test",
         "make test-hosts",
         "make test-pythons",
+        "make test-slurm",
         "make docs",
         "make screenshots",
     ]

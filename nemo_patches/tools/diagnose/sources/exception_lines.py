@@ -4,6 +4,7 @@ innermost frames.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
+    MOST_RANKS,
     LaunchFacts,
     Line,
     shown,
@@ -34,6 +36,14 @@ _BEGINS = re.compile(
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
 _PASSED_ON = "CheckpointException"
 _OF_RANKS = re.compile(r"CheckpointException ranks: ?dict_keys\(\[([\d, ]{1,2000})\]\)")
+# An ExceptionGroup's: "  + Exception Group Traceback (...)", and "  | " before its other lines.
+_GROUP_BEGINS = "+ Exception Group Traceback"
+_MARGIN = re.compile(r"^ {1,60}[|+](?:-\+)? ?")
+# What kubectl, stern and docker compose put before each line: "trainer-0  | ".
+_LABEL = re.compile(
+    r"(?!.{0,200}Original )([\w\[(].{0,200}\s)Traceback \(most recent call last\):$"
+)
+_MOST_LABELS = 256
 _FRAME = re.compile(
     r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$'
 )
@@ -107,6 +117,11 @@ class _Error:
         return "\n".join([self.message, *self.lines])
 
     @property
+    def is_group(self) -> bool:
+        """Whether what it holds follows."""
+        return self.type.endswith("ExceptionGroup")
+
+    @property
     def as_error(self) -> Error:
         return Error(self.type, self.words, self.frames)
 
@@ -147,6 +162,7 @@ class _Writing:
     was_over: bool = False  # it began after a time-out, or an end, of others
     thread: str = ""  # that it ended, if it is not the main one
     of: int = NOT_TOLD  # the rank that has raised it, where another one passes it on
+    in_group: bool = False  # an ExceptionGroup's, with a margin before each line
 
 
 class ExceptionLines:
@@ -164,6 +180,8 @@ class ExceptionLines:
             int, int
         ] = {}  # by writer, the rank that what is being written without a prefix ended
         self._skips = 0  # lines
+        self._labels: dict[str, int] = {}  # before lines, and the key of their writer
+        self._label = ""  # perhaps another one: the next line tells
         self._spawned = (  # which process it was that torch.multiprocessing had started
             ""
         )
@@ -181,11 +199,45 @@ class ExceptionLines:
         prefix = _PREFIX.search(text) if "[rank" in text else None
         if prefix is not None:
             self._take(line.rank, line, text[prefix.end() :])
+        elif text.startswith("{") and "Traceback (most" in text:
+            self._take_json(line)
         else:
-            self._take_without_prefix(line)
+            key, text = self._without_label(line)
+            self._take_without_prefix(key, line._replace(text=text))
 
-    def _take_without_prefix(self, line: Line) -> None:
-        text, key = line.text, line.rank if line.rank >= 0 else _STRAY
+    def _take_json(self, line: Line) -> None:
+        """A line of a program that logs JSON, with a traceback as one of its texts."""
+        try:
+            told = json.loads(line.text)
+        except (ValueError, RecursionError):  # cut, or none
+            return
+        rank = told.get("rank")
+        if type(rank) is int and 0 <= rank < MOST_RANKS:
+            line = line._replace(rank=rank)
+        key = line.rank if line.rank >= 0 else _STRAY
+        for text in told.values():
+            if isinstance(text, str) and "Traceback (most" in text:
+                for part in text.splitlines()[: 4 * _MOST_FRAMES]:
+                    self._take_without_prefix(key, line._replace(text=part))
+
+    def _without_label(self, line: Line) -> tuple[int, str]:
+        """The writer's key, and the text, without what is before each of its lines."""
+        text, label = line.text, self._label
+        key = line.rank if line.rank >= 0 else _STRAY
+        if label and text.startswith(label) and len(self._labels) < _MOST_LABELS:
+            self._labels[label] = _STRAY - 1 - len(self._labels)
+            if (writing := self._writing.pop(key, None)) is not None:
+                self._writing[self._labels[label]] = writing
+        self._label = ""
+        for label, of_label in self._labels.items():
+            if text.startswith(label):
+                return of_label, text[len(label) :]
+        if found := _LABEL.match(text):
+            self._label = found[1]
+        return key, text
+
+    def _take_without_prefix(self, key: int, line: Line) -> None:
+        text = line.text
         if fatal := _FATAL.search(text):
             self._end(key)
             self._fatal[key] = line.rank
@@ -223,6 +275,11 @@ class ExceptionLines:
         writing = self._writing.get(key)
         if text.startswith(("│", "|")):
             text = text.strip("│| ")
+        in_group = _GROUP_BEGINS in text or (writing is not None and writing.in_group)
+        if in_group and (margin := _MARGIN.match(text)):
+            text = text[margin.end() :]
+            if not text.strip("- 0123456789"):  # "+---- 2 ----"
+                return
         if thread := _IN_THREAD.search(text):
             self._end(key)
             if (of_thread := self._anew(key)) is not None:
@@ -240,7 +297,7 @@ class ExceptionLines:
                 passed_on.of = int(of_rank[1])
                 passed_on.in_traceback = not line.has_prefix
         elif _BEGINS.search(text):
-            self._begin(key, line, text)
+            self._begin(key, line, text, in_group)
         elif writing is not None:
             self._go_on(writing, line, text)
         elif (
@@ -260,21 +317,18 @@ class ExceptionLines:
         self._writing[key] = _Writing(was_over=self._found.is_over)
         return self._writing[key]
 
-    def _begin(self, key: int, line: Line, text: str) -> None:
-        writing, is_workers = self._writing.get(key), "Original" in text
-        if (
-            writing is not None
-            and not is_workers
-            and writing.last is not None
-            and not writing.was_caused
-        ):
+    def _begin(self, key: int, line: Line, text: str, in_group: bool) -> None:
+        writing = self._writing.get(key)
+        last = writing.last if writing is not None else None
+        # Of a data loader's worker, or in a group: beneath the frames that waited for it
+        is_inner = "Original" in text or (last is not None and last.is_group)
+        if writing and last and not is_inner and not writing.was_caused:
             self._end(key)  # of another exception
             writing = None
         if (writing := writing or self._anew(key)) is not None:
             writing.in_traceback = not line.has_prefix
-            if (
-                not is_workers
-            ):  # a data loader's worker: beneath the frames that waited for it
+            writing.in_group = in_group
+            if not is_inner:
                 writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
@@ -308,12 +362,11 @@ class ExceptionLines:
 
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
-        is_workers = (
-            writing.last is not None
-            and "Caught " in writing.last.message
-            and not writing.was_caused
+        last = writing.last
+        is_inner = last is not None and (
+            last.is_group or ("Caught " in last.message and not writing.was_caused)
         )
-        if writing.root is None or is_workers:
+        if writing.root is None or is_inner:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
         writing.in_traceback = not line.has_prefix
