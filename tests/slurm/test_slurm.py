@@ -228,7 +228,8 @@ def test_a_stall_ends_the_job_with_83_and_the_script_requeues_it_held(
     job = Job(cluster, tmp_folder, lines, env=stall_exit)
     job.said("the step ended with")
     assert "task 0: Exited with exit code 83" in job.text(), job.text()
-    until(lambda: "JobHeldUser" in job.info(), 60, "the job is held")
+    until(lambda: "Priority=0 " in job.info(), 60, "the job is held")
+    until(lambda: job.state() == "PENDING", 60, f"it is pending: {job.info()}")
     code, text = diagnosed(cluster, job.log)
     job.cancel()
     assert code == 1, text

@@ -52,8 +52,8 @@ _NEXT_STEPS = {
     ids.STOPPED: "`kill -CONT {pid}` on {host}, once you know who stopped it.",
     ids.TRACED: "Detach the debugger from process {pid} on {host}.",
     ids.KILLED: (
-        "Look who killed it on {host}: the kernel, for want of memory (`dmesg`), the"
-        " scheduler, or a user; the job cannot go on without it."
+        "Look who killed it on {host}: an out-of-memory kill (`dmesg`), the scheduler,"
+        " or a user; the job cannot go on without it."
     ),
     ids.NODE_FAILED: (
         "Look at that node (`scontrol show node`, its console, `dmesg`), leave it out"
