@@ -1,5 +1,5 @@
-"""A config against the one that NeMo publishes for that kind of model, or any other: what differs
-and matters.
+"""A config against the one that NeMo publishes for that kind of model, or any other:
+what differs and matters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from nemo_patches.tools.doctor.yaml_text import LOADER
 NOT_SET = "not set"
 _REFERENCES = Path(__file__).with_name("references.yaml")
 
-_WHOLE = (
-    "encoder",
-    "preprocessor",
-    "joint",
-)  # sections of a model of which every setting matters
+# Sections of a model of which every setting matters.
+_WHOLE = ("encoder", "preprocessor", "joint")
 
 
 @dataclass(frozen=True)

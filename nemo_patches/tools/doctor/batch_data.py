@@ -1,6 +1,4 @@
-"""Which tests and loops of a function depend on what is in this rank's batch, by a walk over its
-assignments.
-"""
+"""Which tests and loops of a function depend on this rank's batch, by its assignments."""
 
 from __future__ import annotations
 
@@ -56,9 +54,8 @@ _READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
-_OF_FILES = words(
-    "exists is_dir is_file isdir isfile listdir"
-)  # other hosts may have others
+# Other hosts may have others.
+_OF_FILES = words("exists is_dir is_file isdir isfile listdir")
 _OF_PROCESS = (
     "datetime.now",
     "monotonic",
@@ -107,18 +104,15 @@ class DataFlow:
     accumulated: frozenset[str] = frozenset()
     on_several: Mapping[int, bool | str] = field(default_factory=dict)
     tests: list[Test] = field(default_factory=list)
-    named: list[tuple[ast.Call, ast.expr]] = field(
-        default_factory=list
-    )  # calls, with what of the batch is in the name
+    # Calls, with what of the batch is in the name.
+    named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)
     _levels: dict[str, Level] = field(default_factory=dict)
     _agreed: set[str] = field(default_factory=set)
     _optional: set[str] = field(default_factory=set)  # arguments that may be None
-    _turns_of: dict[str, Level] = field(
-        default_factory=dict
-    )  # lists whose length is known better than what is in them
-    _gradients: set[str] = field(
-        default_factory=set
-    )  # names of what a parameter has for a gradient
+    # Lists whose length is known better than what is in them.
+    _turns_of: dict[str, Level] = field(default_factory=dict)
+    # Names of what a parameter has for a gradient.
+    _gradients: set[str] = field(default_factory=set)
     _lettered: set[str] = field(default_factory=set)  # arguments of one letter
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
@@ -141,9 +135,8 @@ class DataFlow:
                 else set[str]()
             )
             constant = isinstance(default, ast.Constant) and default.value is not None
-            of_model = (
-                _words(argument.arg) & _OF_MODEL
-            )  # gradients are the same on all ranks after backward
+            # Gradients are the same on all ranks after backward.
+            of_model = _words(argument.arg) & _OF_MODEL
             if (
                 argument.arg in ("self", "cls")
                 or constant
@@ -217,9 +210,8 @@ class DataFlow:
         self._test(statement, statement.test)
         outer = self._chosen
         self._chosen = outer or self.is_data(statement.test)
-        at_times = any(
-            nodes(statement.test, ast.Mod)
-        )  # every n steps: then they have not agreed on the others
+        # Every n steps: then they have not agreed on the others.
+        at_times = any(nodes(statement.test, ast.Mod))
         self._branches([statement.body, statement.orelse], agreeing=not at_times)
         left = any(
             isinstance(each, (ast.Continue, ast.Break)) for each in statement.body
@@ -413,9 +405,8 @@ class DataFlow:
             self.is_data(test) for each in node.generators for test in each.ifs
         ):
             return Level.READ_OFF
-        if isinstance(
-            node, (ast.Constant, ast.Lambda, ast.DictComp)
-        ):  # which keys a batch has is the data set's
+        # Which keys a batch has is the data set's.
+        if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):
             return Level.SHARED
         if isinstance(node, ast.Compare):
             presence = all(isinstance(each, _PRESENCE) for each in node.ops)

@@ -1,6 +1,4 @@
-"""A model's own code beside the installed NeMo's, by the syntax trees; nothing is imported or
-run.
-"""
+"""A model's own code beside the installed NeMo's, by the syntax trees: nothing is run."""
 
 from __future__ import annotations
 
@@ -102,9 +100,8 @@ class Code:
 def read(path: Path, nemo: Path | None = None) -> Code:
     """Read one file, and of NeMo the classes that its own inherit from. Raises DoctorError."""
     if nemo is None and (found := importlib.util.find_spec("nemo")) and found.origin:
-        nemo = Path(
-            found.origin
-        ).parent  # a top-level package is found without running it
+        # A top-level package is found without running it.
+        nemo = Path(found.origin).parent
     content = _content(path)
     tree = _tree(path, content)
     try:

@@ -1,5 +1,5 @@
-"""What in a file of Python is a collective: torch's, Lightning's, a metric's, the backward pass, an
-encoder's call.
+"""What in a file of Python is a collective:
+torch's, Lightning's, a metric's, the backward pass, an encoder's call.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ _WRAPPING = {
 }
 _CONTAINERS = words("ModuleDict ModuleList Sequential dict list tuple")
 _MODULES = ("torch.distributed", "deepspeed.comm")
-_USUAL_NAMES = (
-    "dist",
-    "distributed",
-    "torch.distributed",
-)  # for code that imports them elsewhere
+# For code that imports them elsewhere.
+_USUAL_NAMES = ("dist", "distributed", "torch.distributed")
 _STRATEGIES = ("strategy", "training_type_plugin")
 _OF_STRATEGY = words("all_gather barrier broadcast reduce reduce_boolean_decision")
 _OF_HOLDER = {  # by the last part of what the method is of

@@ -1,5 +1,5 @@
-"""Carry out `nemo-patches doctor`: check its arguments, examine, print, and return the exit
-code.
+"""Carry out `nemo-patches doctor`:
+check its arguments, examine, print, and return the exit code.
 """
 
 from __future__ import annotations
@@ -236,9 +236,10 @@ def _fix(each: Examination) -> None:
     path = each.config.source.path
     before = each.config.source.text
     after, refused = fixes.fixed(each.config, changes)
+    # Bytes: to be applied.
     typer.echo(
         fixes.diff(path, before, after).encode(errors="surrogateescape"), nl=False
-    )  # bytes: to be applied
+    )
     for reason in refused:
         _complain(f"{path}: not changed: {reason}")
     if after == before:

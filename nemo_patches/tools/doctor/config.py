@@ -1,5 +1,5 @@
-"""One NeMo training config: its values as OmegaConf gives them, with Hydra's overrides, and where
-each comes from.
+"""One NeMo training config:
+its values as OmegaConf gives them, with Hydra's overrides, and where each comes from.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
-SECTIONS = (
-    "model",
-    "data",
-    "trainer",
-    "exp_manager",
-)  # that NeMo's training scripts read
+# That NeMo's training scripts read.
+SECTIONS = ("model", "data", "trainer", "exp_manager")
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,8 @@ class Value:
         """As a finite number; None if it is none, and a boolean is none."""
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
             return None
-        return (
-            float(self.value) if abs(self.value) < _LARGEST_NUMBER else None
-        )  # not so for NaN
+        # Not so for NaN.
+        return float(self.value) if abs(self.value) < _LARGEST_NUMBER else None
 
     def __str__(self) -> str:
         text = "null" if self.value is None else str(self.value)
@@ -267,9 +262,8 @@ def _overridden(
     for text in texts:
         try:
             override = parser.parse_override(text)
-            if (
-                not override.is_hydra_override()
-            ):  # which is how the training script logs, and where it runs
+            # Which is how the training script logs, and where it runs.
+            if not override.is_hydra_override():
                 given.append(_override(tree, override))
         except _Refused as why:
             raise DoctorError(f"{path}: override {_shown(text)}{why}") from None

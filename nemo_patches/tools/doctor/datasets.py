@@ -1,5 +1,5 @@
-"""The training, validation and test sets in a config: how they are read, and how long their longest
-input may be.
+"""The training, validation and test sets in a config:
+how they are read, and how long their longest input may be.
 """
 
 from __future__ import annotations
@@ -293,9 +293,8 @@ class Dataset(Section):
 
     def _longest_of_nemo(self) -> Longest:
         """The limit is on the manifest's durations; what makes audio longer comes after it."""
-        session = self.get(
-            "session_len_sec"
-        )  # of diarization; a negative one is the whole recording
+        # Of diarization; a negative one is the whole recording.
+        session = self.get("session_len_sec")
         if session.given:
             whole = session.number is not None and session.number < 0
             return Longest(math.inf if whole else session.number, (session,))
@@ -371,9 +370,8 @@ def _smallest(limits: list[Value]) -> float | None:
     """
     numbers = [limit.number for limit in limits if limit.number is not None]
     if numbers:
-        return (
-            min(numbers) if min(numbers) > 0 else None
-        )  # NP125: no entry is that short
+        # NP125: no entry is that short.
+        return min(numbers) if min(numbers) > 0 else None
     return (
         math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
     )

@@ -1,5 +1,5 @@
-"""Where ranks that run one function may make different collectives: by a branch, an early exit, a
-loop or an error.
+"""Where ranks that run one function may make different collectives:
+by a branch, an early exit, a loop or an error.
 
 Each function is followed twice, with one test decided either way (a test on the rank: as on one
 rank and on another), and everything else left open. Where the two ways make the same collectives,
@@ -67,16 +67,11 @@ _OF_ONE_RANK = words(
 )
 _OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
-_AGREEMENTS = (
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "reduce",
-)  # after which ranks may know each other's lengths
+# After which ranks may know each other's lengths.
+_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
 _MOST_NAMED = 2  # collectives of a finding, beside the first
-_MOST_TESTS = (
-    100  # of one function on the rank, and as many on its data; NeMo's largest has 20
-)
+# Of one function on the rank, and as many on its data; NeMo's largest has 20.
+_MOST_TESTS = 100
 
 
 class Kind(Enum):
@@ -146,9 +141,8 @@ class Divergence:
         none.
         """
         guesses = [each.guess for each in self.collectives]
-        expected = (
-            self.function.endswith("_step") or self.exit == End.CONTINUE.value
-        )  # that a batch may be None
+        # That a batch may be None.
+        expected = self.function.endswith("_step") or self.exit == End.CONTINUE.value
         said = f"{self.cause} {self.origin}"
         if _NO_GRADIENT.search(said):
             expected = self.trains

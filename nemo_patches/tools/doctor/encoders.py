@@ -116,9 +116,8 @@ class Encoder(Section):
 
     def frames(self) -> Frames | None:
         """How audio becomes this encoder's frames; None where the config does not tell."""
-        if any(
-            "adapter" in key for key in self.keys
-        ):  # it gets another encoder's output
+        # It gets another encoder's output.
+        if any("adapter" in key for key in self.keys):
             return None
         for depth in range(len(self.keys) - 1, -1, -1):
             holder = self.keys[:depth]

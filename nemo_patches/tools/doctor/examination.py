@@ -1,5 +1,5 @@
-"""One run of the doctor: choose the rules, check them on a config, a machine or ranks, and sort the
-findings.
+"""One run of the doctor:
+choose the rules, check them on a config, a machine or ranks, and sort the findings.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`doctor --ranks`: every rank publishes facts in the job's store, and rank 0 collects them, in
-bounded time.
+"""`doctor --ranks`:
+every rank publishes facts in the job's store, and rank 0 collects them, in bounded time.
 
 A rank that does not answer becomes a finding. What a rank publishes is checked for its types and
 its size, and printed without control characters.
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 18  # that a rank may publish
 _MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
-_TO_CONNECT_AND_COLLECT = (
-    2  # timeouts: the store's server is waited for, and then the ranks
-)
+# Timeouts: the store's server is waited for, and then the ranks.
+_TO_CONNECT_AND_COLLECT = 2
 _ROOM_S = 5.0
 _PATCHING = "patching of NeMo"
 _COMPARED = ("NCCL_", "TORCH_", "GLOO_")
-_OF_A_HOST = (
-    "_IFNAME",
-    "_HCA",
-)  # variables that end so are a host's own, and may differ
+# Variables that end so are a host's own, and may differ.
+_OF_A_HOST = ("_IFNAME", "_HCA")
 
 
 def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
@@ -58,9 +55,8 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
     except SettingsError as error:
         raise DoctorError(str(error)) from None
     part = _Part(here, own_facts(here, loaders), timeout)
-    thread = threading.Thread(
-        target=part.take, daemon=True
-    )  # torch's calls cannot be interrupted
+    # Torch's calls cannot be interrupted.
+    thread = threading.Thread(target=part.take, daemon=True)
     thread.start()
     thread.join(_TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S)
     if thread.is_alive():
@@ -144,9 +140,8 @@ def _publish(store: dist.Store, own: Facts) -> None:
     """Without waiting for an answer: rank 0, and the server with it, may end as soon as it has
     them.
     """
-    printable = _printable(
-        msgspec.to_builtins(own)
-    )  # JSON takes no variable that is no text
+    # JSON takes no variable that is no text.
+    printable = _printable(msgspec.to_builtins(own))
     store.set(_key(own.rank), msgspec.json.encode(printable).decode())
 
 

@@ -1,5 +1,6 @@
-"""The types of a rule (a file in rules/, explained by its docstring) and of the findings that it
-returns.
+"""The types of a rule and of the findings that it returns.
+
+A rule is a file in rules/, explained by its docstring.
 """
 
 from __future__ import annotations

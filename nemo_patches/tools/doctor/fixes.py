@@ -1,5 +1,5 @@
-"""Make the safe changes in the text of a config: comments, order and everything else stay as they
-are.
+"""Make the safe changes in the text of a config:
+comments, order and everything else stay as they are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Print the doctor's reports for GitHub's annotations and for SARIF, which code review tools
-read.
-"""
+"""Print the doctor's reports for GitHub's annotations, and as SARIF for code review tools."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Read the files that an input_cfg names, with bounds, and put their inputs in the place of their
-names, as NeMo does.
+"""Read the files that an input_cfg names, with bounds.
 
-NeMo opens such a name in the folder where the job runs (whatever the config's folder is), so the
-doctor looks for it in the folder where it was started. A file's interpolations are its own.
+Their inputs take the place of their names, as in NeMo.
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, WrongKindError, Yam
 KEY = "input_cfg"
 _SECTIONS = ("model", "data")  # that hold data sets
 _DEEPEST = 10  # files that name each other
-_ELSEWHERE = re.compile(
-    r"[A-Za-z][A-Za-z0-9+.-]+:"
-)  # s3://, ais://, https://, pipe:; not a drive's letter
+# S3://, ais://, https://, pipe:; not a drive's letter.
+_ELSEWHERE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
 @dataclass(frozen=True)

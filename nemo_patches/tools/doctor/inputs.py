@@ -1,5 +1,5 @@
-"""How NeMo's Lhotse loader reads a set's inputs: as a stream or not, for ever or once, and what
-draws their order.
+"""How NeMo's Lhotse loader reads a set's inputs:
+as a stream or not, for ever or once, and what draws their order.
 
 The table is NeMo's own registry of input types, 2.1 to 3.0; tests/test_doctor_streams.py compares
 it with the installed one, and runs each type on two ranks. What it does not have is unknown, never

@@ -1,5 +1,5 @@
-"""The job that a config describes: ranks, strategy, encoders and data sets, as NeMo and Lightning
-would take them.
+"""The job that a config describes:
+ranks, strategy, encoders and data sets, as NeMo and Lightning would take them.
 """
 
 from __future__ import annotations

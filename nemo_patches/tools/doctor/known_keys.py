@@ -1,5 +1,5 @@
-"""The keys and names that NeMo 2.1 to 3.0 and Lightning 2 know: the facts are in
-known_keys.yaml.
+"""The keys and names that NeMo 2.1 to 3.0 and Lightning 2 know:
+the facts are in known_keys.yaml.
 """
 
 from __future__ import annotations

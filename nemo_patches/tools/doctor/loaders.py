@@ -1,5 +1,6 @@
-"""What a config makes of the data loaders on one rank, for `doctor --ranks CONFIG`, which compares
-all ranks'.
+"""What a config makes of the data loaders on one rank.
+
+For `doctor --ranks CONFIG`, which compares all ranks'.
 """
 
 from __future__ import annotations

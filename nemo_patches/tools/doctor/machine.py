@@ -1,5 +1,5 @@
-"""What decides on this machine how a hang ends: the variables of NCCL and torch; torch is not
-imported here.
+"""What decides on this machine how a hang ends:
+the variables of NCCL and torch; torch is not imported here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Python's syntax in fewer forms, so that each is read in one place: async as plain, match as if,
-suppress as try.
+"""Python's syntax in fewer forms, so that each is read in one place:
+async as plain, match as if, suppress as try.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ class RankPlace:
     size: int
     address: str
     port: int
-    has_server: (
-        bool  # rank 0, where the launcher has not started the store's server already
-    )
+    # Rank 0, where the launcher has not started the store's server already.
+    has_server: bool
 
 
 def place(variables: Mapping[str, str] = os.environ) -> RankPlace:

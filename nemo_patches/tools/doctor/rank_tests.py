@@ -1,5 +1,5 @@
-"""What a test in Python says on one rank of several: true, false, or the part of it that something
-else decides.
+"""What a test in Python says on one rank of several:
+true, false, or the part of it that something else decides.
 """
 
 from __future__ import annotations
@@ -95,10 +95,8 @@ class Member:
 
 
 FIRST = Member(0)
-_PROBES = (
-    *map(Member, range(9)),
-    Member(_MANY - 1),
-)  # in which a test on the rank shows
+# In which a test on the rank shows.
+_PROBES = (*map(Member, range(9)), Member(_MANY - 1))
 _TRIED = 24  # ranks, beside those that a test names
 
 
@@ -162,9 +160,8 @@ class RankTests:
             return not presence and any(
                 self._is_rank(each) for each in (test.left, *test.comparators)
             )
-        return self._is_rank(test) and not isinstance(
-            self._value(test, FIRST), str
-        )  # a variable that is set
+        # A variable that is set.
+        return self._is_rank(test) and not isinstance(self._value(test, FIRST), str)
 
     def members(self, tests: Iterable[ast.expr]) -> list[Member]:
         """Ranks, one for each way in which some tests may be decided; those that the tests name are
@@ -331,9 +328,8 @@ class RankTests:
             return member.ranks
         if name in _ALONE:
             return False
-        if name == "distributed_type" or origin.endswith(
-            "DistributedType.NO"
-        ):  # of accelerate
+        # Of accelerate.
+        if name == "distributed_type" or origin.endswith("DistributedType.NO"):
             return "NO" if origin.endswith("NO") else "several"
         of_torch = name in _READY and origin.rpartition(".")[0].endswith(
             ("dist", "distributed", "comm")

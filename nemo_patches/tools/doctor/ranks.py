@@ -1,5 +1,6 @@
-"""What the ranks of a job told each other for `doctor --ranks`, as rules go by it, and as it is
-printed.
+"""What the ranks of a job told each other for `doctor --ranks`.
+
+As rules go by it, and as it is printed.
 """
 
 from __future__ import annotations

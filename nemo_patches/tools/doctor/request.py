@@ -1,5 +1,5 @@
-"""The arguments and options of `nemo-patches doctor`: each is one field, with what typer makes of
-it.
+"""The arguments and options of `nemo-patches doctor`:
+each is one field, with what typer makes of it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-Keys = tuple[
-    str, ...
-]  # the path of a value: names of mappings' keys, and indices of lists
+# The path of a value: names of mappings' keys, and indices of lists.
+Keys = tuple[str, ...]
 
 
 def entries(node: Any) -> list[tuple[str, Any]]:

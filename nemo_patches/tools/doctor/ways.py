@@ -1,5 +1,5 @@
-"""One way through a function: the collectives that a rank makes on it, with some of its tests
-decided.
+"""One way through a function:
+the collectives that a rank makes on it, with some of its tests decided.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from nemo_patches.tools.doctor.syntax import (
     text_of,
 )
 
-Decisions = Mapping[
-    int, "bool | str"
-]  # by the id of a node: how its test is decided, or what is left of it
+# By the id of a node: how its test is decided, or what is left of it.
+Decisions = Mapping[int, "bool | str"]
 
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
 _LOOPS = ("for ", "while ")  # how their guards begin

@@ -1,5 +1,4 @@
-"""A return, continue or break that depends on this rank's batch or number, before collectives that
-others still run.
+"""A return, continue or break that depends on this rank's batch or number, before collectives.
 
 A step that a rank leaves because of a NaN, an empty batch or its rank is one step fewer on this
 rank: the others wait in the next collective (if no other is visible, the reduction of gradients in

@@ -1,5 +1,4 @@
-"""A loop over parts of a batch that calls the encoder, or runs another collective, in each
-iteration.
+"""A loop over parts of a batch that runs a collective, or the encoder, in each iteration.
 
 A longer recording needs more iterations: its rank waits in those that the others do not run, in the
 encoder's length sync, under FSDP in the gathering of parameters, and in backward in the reduction

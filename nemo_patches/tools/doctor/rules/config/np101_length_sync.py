@@ -1,5 +1,4 @@
-"""The effective sync_max_audio_length of every encoder, and what it means with this strategy and
-these devices.
+"""The effective sync_max_audio_length of every encoder, and what it means for this job.
 
 With it on, also by default, every call of the encoder waits for every rank, without a timeout of
 its own. With it off, ranks may grow their positional encodings differently (NP102). NeMo 2.1 always

@@ -1,5 +1,5 @@
-"""The longest possible input, compared with the positional encodings: whether the encoder may have
-to grow them.
+"""The longest possible input, compared with the positional encodings:
+whether the encoder may have to grow them.
 
 They start with pos_emb_max_len frames, counted before subsampling, and grow at the first longer
 input. If ranks grow differently, DDP's broadcast of buffers overwrites rows without an error, or

@@ -1,5 +1,4 @@
-"""Lhotse training on a stream, or on several mixed inputs, without a whole number as
-limit_train_batches.
+"""Lhotse training on a stream, or on a mix of inputs, without a whole limit_train_batches.
 
 Lhotse repeats these for ever: an epoch has no end, so what happens at its end (validation,
 checkpoints) never happens, unless val_check_interval is a number of batches. A stream has no

@@ -1,5 +1,5 @@
-"""Training on a stream that ends, on several ranks: force_finite, or force_iterable_dataset for a
-non-streamed set.
+"""Training on a stream that ends, on several ranks:
+force_finite, or force_iterable_dataset for a non-streamed set.
 
 Every rank then reads the whole stream, in its own order, to its end. If batches have no fixed size,
 the ranks reach the end after different numbers of batches: the others wait in their next collective

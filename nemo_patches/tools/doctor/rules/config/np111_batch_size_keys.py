@@ -1,5 +1,5 @@
-"""Keys for the size of a batch that NeMo refuses: none at all, no size, or keys that contradict
-each other.
+"""Keys for the size of a batch that NeMo refuses:
+none at all, no size, or keys that contradict each other.
 
 Lhotse and NeMo's own data loaders have different keys for it, and some combinations stop the job at
 its start. Without any key, NeMo 3.0 stops; with NeMo up to 2.7, Lhotse makes one batch of the whole

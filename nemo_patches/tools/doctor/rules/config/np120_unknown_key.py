@@ -1,5 +1,4 @@
-"""A key that the trainer of Lightning 2 does not accept, or a misspelt one of an encoder or of
-exp_manager.
+"""A key that Lightning 2's trainer refuses, or a misspelt one of an encoder or exp_manager.
 
 Each stops the job at its start, as do keys of Lightning 1 (gpus, replace_sampler_ddp). A class
 whose name is nearly an encoder's does, too. In a data set's section NeMo ignores unknown keys, and

@@ -1,5 +1,5 @@
-"""Lhotse's shard_seed, on several ranks: a seed that each rank draws by itself, or that makes all
-ranks read the same.
+"""Lhotse's shard_seed, on several ranks:
+a seed that each rank draws by itself, or that makes all ranks read the same.
 
 For non-streamed sets each rank shuffles on its own, then takes its share. With NeMo's default,
 trng, the orders differ, so some entries are read twice and others never, and ranks may have
@@ -58,9 +58,8 @@ def _of_shares(job: Job, dataset: Dataset) -> Finding:
         else ""
     )
     others = [dataset.get(key).value for key in ("input_cfg", "cuts_path", "shar_path")]
-    untold = (
-        others == [None] * 3 and not dataset.get("manifest_filepath").known
-    )  # as in most of NeMo's recipes
+    # As in most of NeMo's recipes.
+    untold = others == [None] * 3 and not dataset.get("manifest_filepath").known
     return warning(
         f"{dataset.where}: each of {job.ranks_text} takes its share of an order of its"
         f" own (shard_seed trng): some entries are read twice and others never{uneven}",

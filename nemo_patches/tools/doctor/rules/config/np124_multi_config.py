@@ -1,5 +1,5 @@
-"""Inputs that NeMo's Lhotse loader refuses: streams mixed with non-streamed sets, or a multi_config
-without its seeds.
+"""Inputs that NeMo's Lhotse loader refuses:
+streams mixed with non-streamed sets, or a multi_config without its seeds.
 
 One data loader cannot read both tar files and plain files, neither from one input_cfg nor from
 several sets. And the section with the sets of a multi_config must have seed, shard_seed and

@@ -1,5 +1,5 @@
-"""A set of which nothing is left: by its limits on duration, or because drop_last drops a rank's
-only batch.
+"""A set of which nothing is left:
+by its limits on duration, or because drop_last drops a rank's only batch.
 
 Training on nothing stops at its start, or waits for a first batch for ever. A validation set
 without a batch is skipped with a warning, so the metrics for checkpoints and early stopping do not

@@ -1,5 +1,5 @@
-"""always_save_nemo with save_best_model: each rank checks for the best model by itself, and may
-wait there alone.
+"""always_save_nemo with save_best_model:
+each rank checks for the best model by itself, and may wait there alone.
 
 At each checkpoint, a rank that finds the best model's file enters a barrier, and a rank that does
 not find it goes on. Ranks differ if the metric is each rank's own, such as val_loss of

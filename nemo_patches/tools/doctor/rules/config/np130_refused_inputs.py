@@ -1,5 +1,5 @@
-"""An input_cfg that NeMo refuses: not a list of inputs, an input without a type, or weights for
-some inputs only.
+"""An input_cfg that NeMo refuses:
+not a list of inputs, an input without a type, or weights for some inputs only.
 
 NeMo reads a list of mappings, each with a type. A list of files is not accepted (one file may be
 named, or a group for each). If one input has a weight, all must have one, and NeMo 3.0 accepts no

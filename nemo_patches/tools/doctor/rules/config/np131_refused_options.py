@@ -1,5 +1,5 @@
-"""Options of a data set that NeMo's Lhotse loader refuses: unknown values, or options that exclude
-each other.
+"""Options of a data set that NeMo's Lhotse loader refuses:
+unknown values, or options that exclude each other.
 
 A seed is a whole number, trng or randomized; a set can be forced to be a map or an iterable, but
 not both. The job stops when it creates its data loaders, or at its first batch.
@@ -30,9 +30,8 @@ def check(job: Job) -> Findings:
     said: set[str] = set()
     for dataset in job.datasets:
         for finding in _of(dataset) if dataset.lhotse else ():
-            if (
-                finding.read[0].key not in said
-            ):  # of a multi_config, what counts for all its sets
+            # Of a multi_config, what counts for all its sets.
+            if finding.read[0].key not in said:
                 said.add(finding.read[0].key)
                 yield finding
     for keys, section in job.config.mappings():

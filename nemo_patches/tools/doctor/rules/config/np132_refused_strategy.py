@@ -1,5 +1,4 @@
-"""A strategy class that the trainer refuses, keywords that it does not accept, or sizes that do not
-match the ranks.
+"""A strategy, keywords of it, or sizes of a mesh that the trainer refuses.
 
 Lightning's Trainer accepts only strategies of lightning.pytorch: one of pytorch_lightning or
 lightning.fabric is refused, although it has the same name. NeMo 3.0 accepts no other _target_ at
@@ -65,9 +64,8 @@ def check(job: Job) -> Findings:
 def _keywords(job: Job) -> Findings:
     section = job.get("trainer.strategy").value
     for key in section if isinstance(section, dict) else ():
-        if key not in DDP_STRATEGY and not key.startswith(
-            "_"
-        ):  # Hydra's own: _target_, _recursive_
+        # Hydra's own: _target_, _recursive_.
+        if key not in DDP_STRATEGY and not key.startswith("_"):
             value = job.get(("trainer", "strategy", key))
             close = closest(key, DDP_STRATEGY)
             what = f"{value.key}: DDPStrategy takes no {key}"

@@ -1,5 +1,5 @@
-"""A scheduler of the learning rate, without max_steps: NeMo counts its steps by the length of the
-training set.
+"""A scheduler of the learning rate, without max_steps:
+NeMo counts its steps by the length of the training set.
 
 Lhotse's sets have no length, stream or not, whatever limit_train_batches is: the job stops with
 "has no len()".

@@ -1,5 +1,5 @@
-"""Nothing limits the duration of what is trained on, in batches by duration: one rank may run out
-of memory alone.
+"""Nothing limits the duration of what is trained on, in batches by duration:
+one rank may run out of memory alone.
 
 One very long entry makes a batch far above batch_duration. Its rank ends, or skips the batch, and
 the others wait for it in their next collective.

@@ -15,14 +15,11 @@ from nemo_patches.tools.doctor.machine import OFF, Machine
 
 WORST = WARNING
 
-_SIZES = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-)  # the first counts where torch knows it
+# The first counts where torch knows it.
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
-_ON_BY_DEFAULT = Version(
-    "2.13"
-)  # read in its source; between that and 2.5 both defaults changed
+# Read in its source; between that and 2.5 both defaults changed.
+_ON_BY_DEFAULT = Version("2.13")
 _SET = f"{_SIZES[1]}=2000 and {_DUMP}=1, which every torch 2 reads"
 
 

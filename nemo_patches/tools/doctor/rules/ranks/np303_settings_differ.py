@@ -1,5 +1,5 @@
-"""Settings that differ between ranks: those of nemo_patches, and the variables of NCCL, torch and
-Gloo.
+"""Settings that differ between ranks:
+those of nemo_patches, and the variables of NCCL, torch and Gloo.
 
 With different settings of nemo_patches, one rank waits where another goes on; a rank on which NeMo
 is not patched waits for the others without a limit. Many variables of NCCL must be equal for it to

@@ -1,5 +1,5 @@
-"""Data loaders that differ between ranks: their settings, their sampler, or a rank's number of
-batches.
+"""Data loaders that differ between ranks:
+their settings, their sampler, or a rank's number of batches.
 
 A rank with a different number of batches leaves the others waiting in their next collective; with a
 different batch size, all wait for the slowest in every step. Each rank reads its own copy of the
