@@ -17,9 +17,8 @@ from typing import NamedTuple
 MISSING = "missing-rank"  # others are in a collective that these ranks have not entered
 OUT_OF_STEP = "out-of-step"  # ranks are in different collectives of the same number
 SIZES = "sizes-differ"  # ranks are in the same collective with different sizes
-CROSSED = (
-    "crossed-groups"  # every rank that has not entered one waits in another group's
-)
+# Every rank that has not entered one waits in another group's.
+CROSSED = "crossed-groups"
 ALL_IN = "all-in"  # all are in the same one, and none has come out
 OLDER = "older"  # the records are of different times: some rank has come out of it
 _IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # a rank cannot come out of such a collective
@@ -88,9 +87,8 @@ def judge(
     of_group: dict[str, dict[int, dict[int, Seat]]] = {
         group: {rank: {} for rank in sorted(ranks)} for group, ranks in members.items()
     }
-    pending: dict[int, set[str]] = defaultdict(
-        set
-    )  # by rank the groups in whose collectives it is
+    # By rank the groups in whose collectives it is.
+    pending: dict[int, set[str]] = defaultdict(set)
     for seat in seats:
         of_group.setdefault(seat.group, {}).setdefault(seat.rank, {})[seat.number] = (
             seat

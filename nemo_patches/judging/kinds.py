@@ -16,9 +16,8 @@ ANSWERS_NOTHING = (
 ALL_RANKS_OF = "all ranks of "  # how it begins where a host is lost with all its ranks
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # it has not registered
-LATE = (
-    "late"  # it has not come, or came after the others gave up; not known more exactly
-)
+# It has not come, or came after the others gave up; not known more exactly.
+LATE = "late"
 EVALUATED = "evaluation ended"  # it had fewer batches than the others, which need not wait for it
 # Activities that end by themselves, or may:
 CHECKPOINT = "a checkpoint"

@@ -68,9 +68,8 @@ class MissingRank:
             filter(None, (self.host, f"pid {self.pid}" if self.pid else ""))
         )
         who = f"rank {self.rank}" + (f" ({process})" if process else "")
-        least = (
-            "at least " if self.kind in (SILENT, LATE) else ""
-        )  # it said so when it was last heard
+        # It said so when it was last heard.
+        least = "at least " if self.kind in (SILENT, LATE) else ""
         last = (
             f"; its last encoder call, {self.calls}, began {least}{self.idle:.1f} s ago"
             if self.idle >= 0
@@ -140,9 +139,8 @@ def described(missing: tuple[MissingRank, ...], size: int) -> str:
     """The missing ranks, at least one, of `size` in all: all named, and what the first DETAILED
     do.
     """
-    lines = list(
-        dict.fromkeys(str(rank) for rank in missing[:DETAILED])
-    )  # a host's ranks have one
+    # A host's ranks have one.
+    lines = list(dict.fromkeys(str(rank) for rank in missing[:DETAILED]))
     rest = missing[DETAILED:]
     for kind in KINDS:
         ranks = [

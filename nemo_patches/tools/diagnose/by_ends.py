@@ -1,5 +1,5 @@
-"""Verdicts from how ranks ended, where no rank is known to be missing: closed connections,
-time-outs, launchers.
+"""Verdicts from how ranks ended, where no rank is known to be missing:
+closed connections, time-outs, launchers.
 """
 
 from __future__ import annotations

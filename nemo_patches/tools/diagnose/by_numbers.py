@@ -1,6 +1,4 @@
-"""Which ranks are missing, by the numbers of the collectives that each rank has entered; clocks are
-not used.
-"""
+"""Which ranks are missing, by the numbers of the collectives that each has entered."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which ranks are missing, by where each rank was seen: in its stack, in stall reports, or when it
-ended.
+"""Which ranks are missing, by where each rank was seen:
+in its stack, in stall reports, or when it ended.
 """
 
 from __future__ import annotations
@@ -120,9 +120,8 @@ def by_places(hearing: Hearing) -> Ruling:
         for rank in members
         if rank not in kinds and accounts[rank] not in unreadable
     ]
-    if (
-        out and len(set(kinds.values())) > 1
-    ):  # a rank outside every collective comes first, whatever the others are in
+    # A rank outside every collective comes first, whatever the others are in.
+    if out and len(set(kinds.values())) > 1:
         kinds = dict.fromkeys(kinds, "")
     judged = seats.judge(
         (Seat(rank, "job", 1, kind) for rank, kind in kinds.items()), {"job": members}

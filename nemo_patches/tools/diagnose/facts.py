@@ -1,5 +1,6 @@
-"""Facts: what one source says about one rank, with its citation. Readers return facts and judge
-nothing.
+"""Facts: what one source says about one rank, with its citation.
+
+Readers return facts and judge nothing.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""How a rank's process ended, or is held up: the kinds of facts.Fate, and how some of its texts
-begin.
+"""How a rank's process ended, or is held up:
+the kinds of facts.Fate, and how some of its texts begin.
 """
 
 from __future__ import annotations
 
 # The first two explain what other ranks say after them.
 RAISED = "raised"  # an exception of its own, or a CUDA error; one that nobody else brought about
-KILLED = (
-    "killed"  # a signal but SIGTERM, SIGINT, SIGHUP and SIGABRT; or for want of memory
-)
+# A signal but SIGTERM, SIGINT, SIGHUP and SIGABRT; or for want of memory.
+KILLED = "killed"
 STOPPED = "stopped"  # state T: SIGSTOP, Ctrl-Z
 TRACED = "traced"  # a debugger holds it
 ENDED = "ended"  # its interpreter came to its end, or it left its process group
@@ -16,14 +15,12 @@ GONE = "gone"  # it is there no more, and how it ended is not known
 # It does not answer: stopped, killed, its host unreachable, or Python's lock held
 SILENT = "silent"
 UNSEEN = "unseen"  # no sign of it, although there should be one
-FAILED = (
-    "failed"  # its launcher tells an exit code, which may be that of a rank that waited
-)
+# Its launcher tells an exit code, which may be that of a rank that waited.
+FAILED = "failed"
 # Its launcher tells SIGABRT or stall_exit: so a rank ends that waited in vain, and others too
 ABORTED = "aborted"
-WAITED = (
-    "waited"  # a time-out of a collective, or of the store: another rank is the reason
-)
+# A time-out of a collective, or of the store: another rank is the reason.
+WAITED = "waited"
 CUT = "cut"  # a closed connection ended it: another rank had gone before
 TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
 # Another rank's report, or torch's own, says that it has not come; text: to what
@@ -42,9 +39,8 @@ UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says wh
 
 # How the text of such a WAITED or CUT begins: there was no process group yet
 AT_START = "at start-up"
-SYNC_ENDED = (
-    "its length sync has ended"  # likewise of a CUT rank whose process has no end
-)
+# Likewise of a CUT rank whose process has no end.
+SYNC_ENDED = "its length sync has ended"
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler begins
 PREEMPTED = "preemption"  # likewise

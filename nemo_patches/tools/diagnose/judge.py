@@ -127,9 +127,8 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
     if not hang.findings and not hang.goes_on:
         hang = by_calls(hearing)
     if causes:
-        if not any(
-            one.ranks for one in causes
-        ):  # the rank is not known: the launcher's tables may name it
+        # The rank is not known: the launcher's tables may name it.
+        if not any(one.ranks for one in causes):
             causes += by_launcher(hearing, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
         rest = [one for one in hang.findings if not set(one.ranks) <= explained]

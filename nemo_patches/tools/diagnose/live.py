@@ -1,5 +1,5 @@
-"""A running job, asked through the Unix socket of one of its ranks on this host: where all ranks
-are. Needs no torch.
+"""A running job, asked through the Unix socket of one of its ranks on this host:
+where all ranks are. Needs no torch.
 
 Nothing is written. Whichever rank answers first has asked all others, as it does for a stall
 report.

@@ -104,10 +104,8 @@ _PASSES_ON = re.compile(
     r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/)|torchmetrics/|"
     r"lightning_utilities/|accelerate/|deepspeed/(?:comm|utils)/|wrapt/|functools\.py|contextlib\.py"
 )
-_CALLERS = {
-    "update_max_seq_length": "the length sync",
-    "sync_gradients": "gradients",
-}  # of NeMo's, by their functions
+# Of NeMo's, by their functions.
+_CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}
 _OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
 _MOST_PLACES = 3  # of the user's own, that `where` tells
 _SERVICE_THREADS = (

@@ -1,5 +1,6 @@
-"""A reader for pickles of plain data: containers, text and numbers. Nothing in a file is ever
-called.
+"""A reader for pickles of plain data: containers, text and numbers.
+
+Nothing in a file is ever called.
 
 `pickle.load` runs code from a file. This one knows the instructions that build plain data alone. It
 is Python's own in Python: that one in C takes memory for whatever index a file names.

@@ -1,5 +1,6 @@
-"""The plot of a job's traces: time across, ranks down, a stroke for each encoder call, and marks
-for length syncs that were given up and for exceptions.
+"""The plot of a job's traces:
+time across, ranks down, a stroke for each encoder call, and marks for length syncs that were
+given up and for exceptions.
 """
 
 from __future__ import annotations

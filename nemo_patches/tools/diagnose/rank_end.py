@@ -1,5 +1,5 @@
-"""How a rank's process ended, as its own trace tells: the evidence that comes after the stall
-reports.
+"""How a rank's process ended, as its own trace tells:
+the evidence that comes after the stall reports.
 
 Exceptions are told apart by their type and their innermost frames, and by words only where nothing
 else has them.
@@ -48,9 +48,8 @@ _OWN_FAULT = re.compile(
     r"unhandled cuda error|no socket interface found|Error while (?:creating|attaching"
     r" to) shared memory"
 )
-_CUT = re.compile(
-    r"\s*(?:\[[^\]]*)?"
-)  # "[/pytorch/gl": a message of torch that the end of a log cuts off
+# "[/pytorch/gl": a message of torch that the end of a log cuts off.
+_CUT = re.compile(r"\s*(?:\[[^\]]*)?")
 TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying"
@@ -80,9 +79,8 @@ _PASSED_ON = re.compile(
     r" last\):\n"
 )
 
-Frames = tuple[
-    tuple[str, str, str], ...
-]  # file, line and function of each, innermost first
+# File, line and function of each, innermost first.
+Frames = tuple[tuple[str, str, str], ...]
 
 
 class Error(NamedTuple):

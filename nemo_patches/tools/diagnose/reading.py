@@ -1,5 +1,5 @@
-"""All that lies in files and folders: each file goes to the reader that recognises it; what they
-tell is joined.
+"""All that lies in files and folders:
+each file goes to the reader that recognises it; what they tell is joined.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
 
 
 def _files(path: Path, found: Found) -> list[Path]:
-    if path == logs.STANDARD_INPUT or not os.path.isdir(
-        path
-    ):  # Path's own raises for a name that is too long
+    # Path's own raises for a name that is too long.
+    if path == logs.STANDARD_INPUT or not os.path.isdir(path):
         return [path]
 
     def note(error: OSError) -> None:

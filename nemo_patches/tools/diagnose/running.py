@@ -1,5 +1,5 @@
-"""A job that runs on this host, with or without nemo_patches: its ranks' stacks and files, judged
-together.
+"""A job that runs on this host, with or without nemo_patches:
+its ranks' stacks and files, judged together.
 """
 
 from __future__ import annotations

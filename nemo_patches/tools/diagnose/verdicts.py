@@ -401,10 +401,8 @@ def doing(account: Account) -> str:
         spot = place.worker or (
             f"it was in {inner(place.where)}" if place.where else ""
         )
-        if spot and fate.kind in (
-            fates.TERMINATED,
-            fates.ABORTED,
-        ):  # which came after it had held the others up
+        # Which came after it had held the others up.
+        if spot and fate.kind in (fates.TERMINATED, fates.ABORTED):
             return f"{spot}; in the end {_ENDS[fate.kind]}{more}"
         at = f"; last seen in {inner(place.where)}" if place.where else ""
         return f"{_ENDS[fate.kind]}{more}{at}"

@@ -1,5 +1,5 @@
-"""Which ranks are further on, of ranks that all wait: by counters of their loops, and by where
-their stacks part.
+"""Which ranks are further on, of ranks that all wait:
+by counters of their loops, and by where their stacks part.
 """
 
 from __future__ import annotations
@@ -126,9 +126,8 @@ def _by_loops(
     for name, value in counters.items():
         came_to = theirs.counters.get(name, -1)
         begins = mine.loops.get(name, NO_LOOP)
-        if (
-            begins == NO_LOOP
-        ):  # an argument, or its source is not known: how far a loop is, it does not tell
+        # An argument, or its source is not known: how far a loop is, it does not tell.
+        if begins == NO_LOOP:
             continue
         if came_to == value and theirs.loops.get(name, begins) < begins:
             text = (
@@ -140,9 +139,8 @@ def _by_loops(
                 " one more."
             )
             return Reason(ids.SKIPPED, text)
-        is_in_later_loop = theirs.loops.get(name, 0) > max(
-            begins, 0
-        )  # which sets the same variable
+        # Which sets the same variable.
+        is_in_later_loop = theirs.loops.get(name, 0) > max(begins, 0)
         if came_to < value and not is_in_later_loop:
             text = (
                 f"Further on: {place}, {behind} still in the loop, at {name} = {value}"

@@ -1,3 +1,4 @@
-"""Samples of the ranks that run on this host, taken from outside. The standard library only: it is
-also one .pyz.
+"""Samples of the ranks that run on this host, taken from outside.
+
+The standard library only: it is also one .pyz.
 """

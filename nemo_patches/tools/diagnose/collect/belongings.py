@@ -18,10 +18,8 @@ LOG = "log"
 TRACES = "traces"
 REPORTS = "stall reports"  # the job's folder
 FLIGHT_RECORDER = "Flight Recorder dump"
-_FLIGHT_RECORDER_FILES = (
-    "TORCH_FR_DUMP_TEMP_FILE",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-)  # followed by the rank
+# Followed by the rank.
+_FLIGHT_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _FLIGHT_RECORDER_DEFAULTS = ("/tmp/nccl_trace_rank_", "/tmp/comm_lib_trace_rank_")
 
 
@@ -58,9 +56,8 @@ def _of_rank(rank: HostRank) -> Iterator[Belonging]:
         defaults.append(os.path.join(home, ".cache/torch/comm_lib_trace_rank_"))
     for start in (*filter(None, map(given.get, _FLIGHT_RECORDER_FILES)), *defaults):
         path = seen_by(rank.pid, os.path.join(folder, f"{start}{rank.rank}"))
-        if (
-            os.path.isfile(path) and _changed(path) >= began
-        ):  # an earlier job's may lie there still
+        # An earlier job's may lie there still.
+        if os.path.isfile(path) and _changed(path) >= began:
             yield Belonging(FLIGHT_RECORDER, path)
 
 

@@ -1,5 +1,5 @@
-"""What `nvidia-smi` says of each rank's GPU, where that program is: how busy it is, and its
-memory.
+"""What `nvidia-smi` says of each rank's GPU, where that program is:
+how busy it is, and its memory.
 """
 
 from __future__ import annotations

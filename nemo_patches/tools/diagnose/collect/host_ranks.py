@@ -1,6 +1,4 @@
-"""Which processes of this host are ranks, and of which job, by the variables that their launchers
-set.
-"""
+"""Which processes of this host are ranks, and of which job, by their launchers' variables."""
 
 from __future__ import annotations
 
@@ -74,9 +72,8 @@ def processes() -> dict[int, Process]:
 
 
 def is_python(pid: int) -> bool:
-    program = link(
-        f"/proc/{pid}/exe"
-    )  # none of one that has ended, or that is another user's
+    # None of one that has ended, or that is another user's.
+    program = link(f"/proc/{pid}/exe")
     return bool(_PYTHON.search(program or read(f"/proc/{pid}/comm").strip()))
 
 

@@ -6,9 +6,8 @@ import os
 import re
 import socket
 
-CLOCK_TICKS_PER_S = (
-    os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-)  # Windows, which has no /proc either
+# Windows, which has no /proc either.
+CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 CLOCK_SLACK_S = 2.0  # of started_at: the kernel tells of the boot in whole seconds
 _LONGEST = 1 << 22  # bytes
 

@@ -1,5 +1,5 @@
-"""The source of a frame, as its process sees it: which functions its line calls, and which loop it
-is in.
+"""The source of a frame, as its process sees it:
+which functions its line calls, and which loop it is in.
 """
 
 from __future__ import annotations
