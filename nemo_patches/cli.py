@@ -300,7 +300,7 @@ def diagnose(
     plot: Annotated[
         Path | None,
         with_value(
-            metavar="FILE", help_="Draw every rank's lag at every call, as a PNG."
+            metavar="FILE", help_="Draw each rank's encoder calls over time, as a PNG."
         ),
     ] = None,
     job: Annotated[
@@ -358,8 +358,8 @@ def stacks(
     job: Annotated[
         Path | None,
         with_value(
-            metavar="DIR",
-            help_="Only ranks that work in this folder.",
+            metavar="JOB",
+            help_="Only ranks of the job of this name, or that work in this folder.",
             show_default="all",
         ),
     ] = None,

@@ -13,6 +13,9 @@ from typing import Any
 from typer.testing import CliRunner
 
 from nemo_patches.cli import app
+from nemo_patches.tools.diagnose import reading
+from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.judge import judge
 
 
 def diagnosed(*paths: Path, over: bool = True) -> Any:
@@ -41,3 +44,8 @@ def _with_names(content: dict[str, Any]) -> SimpleNamespace:
 
 def critical(report: Any) -> list[Any]:
     return [one for one in report.findings if one.severity == "critical"]
+
+
+def report_of(*paths: Path) -> Diagnosis:
+    """As the command's, in this process, and with its own types."""
+    return judge(reading.joined(reading.read(reading.find(paths))))

@@ -6,7 +6,7 @@ When nobody can go on, all report a stall, and are killed.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,10 +120,23 @@ class Trace(Listener):
         waiting = rank.job.waiting(now)
         suspects = sorted(set(range(rank.job.size)) - waiting) if waiting else []
         told = self._told_of(rank.job, suspects)
-        text = f"waiting: {sorted(waiting)}"
+        text = f"no step for {STALL_S:.0f} s. {' | '.join(self._groups(rank.job, suspects, waiting))}"
         self.write(
             now, records.Stalled, e="", n=0, text=text, waited=bool(waiting), **told
         )
+
+    def _groups(
+        self, job: Job, suspects: list[int], waiting: set[int]
+    ) -> Iterator[str]:
+        """As judging/rank_groups.py words them."""
+        where = {LEFT: "has left", SILENT: "answers nothing", ELSEWHERE: PLACE}
+        for rank in suspects:
+            yield f"rank {rank}: {where.get(self._kind(job, rank), 'not announced')}"
+        if waiting:
+            ranks = ", ".join(map(str, sorted(waiting)))
+            yield f"ranks {ranks}: a collective"
+        for rank in sorted(set(range(job.size)) - waiting - set(suspects)):
+            yield f"rank {rank}: forward (my_asr/model.py:7)"
 
     def ended(self, now: float, error: str) -> None:
         self.write(now, records.End, error=error)

@@ -10,16 +10,12 @@ import random
 from pathlib import Path
 
 import pytest
+from diagnosing import report_of
 from simulated_job import Away, Call, Event, Exit, Gradients, evaluation, steps
 from simulated_traces import Setup, write
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.diagnosis import diagnose
-from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import CRITICAL
-from nemo_patches.tools.diagnose.folder import Folder
-from nemo_patches.tools.diagnose.judge import rule
-from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -112,7 +108,7 @@ def moments(whole: Path, draw: random.Random) -> list[float]:
 def test_no_cut_of_a_fault_free_job_is_critical(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     whole = write(tmp_path / "whole", fault_free(seed), seed=seed)
-    report = diagnose(Folder(whole).read())
+    report = report_of(whole)
     assert not [one for one in report.findings if one.id != ids.STRAGGLER], report
     assert report.verdict.startswith("Nothing found") or report.findings
     for number, at in enumerate(moments(whole, draw)):
@@ -120,17 +116,9 @@ def test_no_cut_of_a_fault_free_job_is_critical(seed: int, tmp_path: Path) -> No
         silent = cut(whole, at, folder, draw)
         if not silent:
             continue
-        job = Folder(folder).read()
-        if number % 2:  # its processes run: this is while it does
-            job.alive, job.ago = set(silent), silent
-        evidence = Evidence()
-        report = diagnose(job, evidence)
-        for findings in (report.findings, rule(evidence).findings):
-            assert not [one for one in findings if one.severity == CRITICAL], (
-                seed,
-                at,
-                findings,
-            )
+        findings = report_of(folder).findings
+        criticals = [one for one in findings if one.severity == CRITICAL]
+        assert not criticals, (seed, at, findings)
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -149,68 +137,6 @@ def test_a_rank_that_truly_stays_away_is_critical_and_named(
     ]
     sync = draw.choice(("bounded", "local"))
     setups = {rank: Setup(sync=sync) for rank in range(size)}
-    report = diagnose(Folder(write(tmp_path, schedules, setups, seed=seed)).read())
+    report = report_of(write(tmp_path, schedules, setups, seed=seed))
     first = report.findings[0]
     assert (first.severity, first.ranks) == (CRITICAL, (away,)), (seed, report)
-
-
-@pytest.mark.parametrize("waited", [True, False])
-def test_all_out_of_the_encoder_is_critical_only_where_a_rank_was_seen_to_wait(
-    waited: bool, tmp_path: Path
-) -> None:
-    write(
-        tmp_path, [[*steps(9), Call(training=False)] for _ in range(4)], reports=False
-    )
-    for file in tmp_path.iterdir():
-        text = "the ranks wait in different collectives"
-        stalled = records.Stalled(99.0, "", 0, [], [], [], text=text, waited=waited)
-        file.write_bytes(file.read_bytes() + records.encode(stalled))
-    first = diagnose(Folder(tmp_path).read()).findings[0]
-    assert (first.id, first.severity == CRITICAL) == (ids.OUTSIDE, waited), first
-
-
-def test_what_ranks_waited_for_is_no_alarm_once_all_have_ended_in_good_order(
-    tmp_path: Path,
-) -> None:
-    """Rank 0 writes the .nemo, and the others wait for it at the end; then all exit."""
-    late: list[Event] = [Call(), Away(200), Gradients(), Exit()]
-    whole = write(
-        tmp_path / "whole",
-        [steps(9) + (late if rank == 0 else [*steps(1), Exit()]) for rank in range(4)],
-    )
-    for rank, file in enumerate(sorted(whole.iterdir())[1:], 1):
-        lines = file.read_bytes().splitlines(True)
-        end = json.loads(lines[-1])
-        places = ["save (nemo/core/x.py:1)"]
-        named = records.Stalled(
-            end["t"] - 100,
-            "",
-            0,
-            [0],
-            ["elsewhere"],
-            places,
-            text="waiting",
-            waited=True,
-        )
-        file.write_bytes(b"".join([*lines[:-1], records.encode(named), lines[-1]]))
-        assert b'"leave"' in lines[-2] and end["k"] == "end", rank
-    assert diagnose(Folder(whole).read()).findings == ()
-    # As the same looks when rank 0 has not written its end, and when none has.
-    first = sorted(whole.iterdir())[0]
-    first.write_bytes(
-        b"".join(
-            line for line in first.read_bytes().splitlines(True) if b'"end"' not in line
-        )
-    )
-    report = diagnose(Folder(whole).read())
-    assert not [one for one in report.findings if one.severity == CRITICAL], report
-    for file in whole.iterdir():
-        file.write_bytes(
-            b"".join(
-                line
-                for line in file.read_bytes().splitlines(True)
-                if b'"end"' not in line
-            )
-        )
-    found = diagnose(Folder(whole).read()).findings[0]
-    assert (found.ranks, found.severity) == ((0,), CRITICAL)

@@ -230,16 +230,14 @@ def test_the_table_fits_a_terminal() -> None:
             1_000_000,
             71_000,
             "in call 71000: length sync",
-            1.0,
             3.0,
             99.5,
-            0.5,
             0.12,
         )
         for rank in (0, 1)
     )
     out = StringIO()
-    shown = Diagnosis("", 2, False, "Rank 1 is late.", "", (), ranks, (), ())
+    shown = Diagnosis("", 2, "Rank 1 is late.", "", (), ranks, (), ())
     report_text.show(shown, Console(file=out, width=80))
     table = [
         line
@@ -247,7 +245,7 @@ def test_the_table_fits_a_terminal() -> None:
         if "1000000" in line or line.startswith("rank")
     ]
     assert table and all(len(line) <= 80 for line in table)
-    assert all(word in table[1] for word in ("71000", "99.5", "50%", "120.0", "3.0"))
+    assert all(word in table[1] for word in ("71000", "99.5", "120.0", "3.0"))
 
 
 def start(folder: Path, **variables: str) -> subprocess.Popen[str]:
@@ -424,7 +422,7 @@ def without(missing: list[str], *arguments: str) -> subprocess.CompletedProcess[
 def test_without_its_packages_it_does_what_needs_none_and_names_what_is_missing(
     tmp_path: Path,
 ) -> None:
-    packages = ["typer", "rich", "msgspec", "numpy", "omegaconf"]
+    packages = ["typer", "rich", "msgspec", "omegaconf"]
     assert without(packages, "--version").stdout.startswith("nemo-patches ")
     assert (
         without(packages, "run", "--", sys.executable, "-c", "print(4711)").stdout

@@ -13,9 +13,9 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import test_diagnose
 import test_evidence
 import test_flight_recorder
+import test_traces
 import transcripts
 from rich.console import Console
 from test_watchdog_log import diagnose_logs, public_logs
@@ -32,14 +32,12 @@ def _show(report: Diagnosis) -> None:
     raise SystemExit(report.exit_code)
 
 
-def _traces(schedules: list[list[Any]], stray: str = "", **more: Any) -> None:
-    """Of what each rank does. stray: another file in the folder."""
+def _traces(schedules: list[list[Any]], **more: Any) -> None:
+    """Of what each rank does."""
     folder = Path(mkdtemp(dir="."))
-    if stray:
-        (folder / stray).write_text("x")
     _show(
-        test_diagnose.report_on(
-            replace(test_diagnose.Scenario(schedules, "", ()), **more), folder
+        test_traces.report_on(
+            replace(test_traces.Scenario(schedules, "", ()), **more), folder
         )
     )
 
@@ -103,7 +101,7 @@ def test_the_words_of_each_verdict(
         "facts_of": test_evidence.facts,
     }
     transcripts.compare(
-        "diagnose", tmp_path, {**vars(test_diagnose), **vars(test_evidence), **given}
+        "diagnose", tmp_path, {**vars(test_traces), **vars(test_evidence), **given}
     )
 
 

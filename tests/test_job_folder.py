@@ -21,7 +21,7 @@ from ranks import wait_until
 from nemo_patches.judging.kinds import ELSEWHERE, SILENT
 from nemo_patches.judging.rank_groups import WAITING
 from nemo_patches.watch import report_file
-from nemo_patches.watch.job_folder import job_name, private_folder
+from nemo_patches.watch.job_folder import goes_with_the_job, job_name, private_folder
 from nemo_patches.watch.report_file import ReportFile
 from nemo_patches.watch.torch_knows import (
     LONGEST,
@@ -86,6 +86,15 @@ def test_a_job_has_a_name_that_all_its_ranks_know(
     environment: dict[str, str], name: str
 ) -> None:
     assert job_name(environment, 2950, 77) == name
+
+
+@pytest.mark.parametrize(("job", "goes"), [("4711", True), ("", False), ("471", False)])
+def test_a_folder_with_slurms_job_in_its_path_goes_with_the_job(
+    job: str, goes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    folder = Path("/scratch/job.4711/nemo_patches-0/4711")
+    assert goes_with_the_job(folder) == goes
 
 
 # The file.

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from diagnosing import diagnosed
 from simulated_traces import write
-from test_diagnose import SCENARIOS
 from test_flight_recorder import steps
 from test_flight_recorder import write as write_dumps
+from test_traces import SCENARIOS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -44,7 +44,7 @@ Thread {pid} (idle): "MainThread"
 def traces_of_a_stuck_rank(folder: Path) -> Path:
     """Rank 2 of 4 does not come to a call; the ranks give no stall reports."""
     return write(
-        folder, SCENARIOS["stuck before it, no stall reports"].schedules, reports=False
+        folder, SCENARIOS["before it, no stall reports"].schedules, reports=False
     )
 
 

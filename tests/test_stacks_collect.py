@@ -127,6 +127,22 @@ def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
         assert found[1].workers == ()
 
 
+def test_within_slurms_job_only_its_ranks_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+    theirs = [{**slurm, "SLURM_JOB_ID": job} for job in ("990001", "990002")]
+    with process(tmp_path, theirs[0]) as pid, process(tmp_path, theirs[1]) as other:
+        monkeypatch.setenv("SLURM_JOB_ID", "990001")
+        [[rank]] = jobs_here()
+        assert rank.pid == pid
+        [[rank]] = jobs_here("990002")  # --job chooses another
+        assert rank.pid == other
+        monkeypatch.setenv("SLURM_JOB_ID", "990003")
+        with pytest.raises(NothingToLookAtError, match="Slurm's job 990003"):
+            jobs_here()
+
+
 @pytest.mark.parametrize(
     "agent",
     [

@@ -27,7 +27,7 @@ from nemo_patches.judging.rank_groups import RankGroup
 from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, UnreadableError
 from nemo_patches.tools.diagnose.fates import WAITED
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
@@ -43,8 +43,8 @@ from nemo_patches.tools.diagnose.findings import (
     WAITED_IN_VAIN,
     Diagnosis,
 )
-from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.sources import c10d_lines, logs
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line
 from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises
 from nemo_patches.tracing import records
@@ -1663,6 +1663,63 @@ def test_what_is_a_log() -> None:
         assert not recognises(name, head), name
 
 
+# A line that each pattern of c10d_lines.py reads. What fr_trace prints follows a line with a needle.
+EXAMPLES = (
+    line(1),
+    status(1, 5, 6),
+    "[rank1]: Received a dump signal due to a collective timeout from this local rank and "
+    "more. Last enqueued NCCL work: 22, last completed NCCL work: 21.",
+    "Rank 1 is running collective: CollectiveFingerPrint(SequenceNumber=485, OpType=ALLREDUCE)",
+    "DDP expects same model across all ranks, but Rank 0 has 12 params, while rank 1 has "
+    "inconsistent 14 params",
+    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10",
+    "Waiting in store based barrier to initialize process group for rank: 5, key: "
+    "store_based_barrier_key:2 (world_size=8, worker_count=7, timeout=0:30:00)",
+    "Rank 0: Completed store-based barrier for key:store_based_barrier_key:1 with 2 nodes.",
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d",
+    "[rank5]:[E901 07:00:00 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: ",
+    "[rank0]: socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
+    "[/p/gloo/transport/tcp/pair.cc:81] Timed out waiting 600000ms for recv operation",
+    "Application timeout caused pair closure",
+    "ranks [3] are the lagging ranks",
+    "[7] finished collective #182, but didn't join collective #183 (count from 1)",
+    "[3] joined but didn't finish collective #183 (count from 1)",
+    "[Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 2000000 ms",
+    "Rank 3 successfully reached monitoredBarrier, but received errors",
+    "collective: nccl:all_reduce missing ranks: {1, 5}",
+    "collective: nccl:all_reduce expected ranks: {0, 1}",
+    "The IPv6 network addresses of (head, 29400) cannot be retrieved (gai error: -3 - none)",
+    "[TC][rank=3][name=dp] Aborting process on rank 3 due to timeout - watchdog",
+    "Timed out after 1801 seconds waiting for clients. 1/3 clients joined.",
+    "The client socket has timed out after 600s while trying to connect to (head, 29500).",
+    "[rank3]:[E Process] thread terminated with exception: CUDA error: out of memory",
+    "[rank3]: Some NCCL operations have failed or timed out.",
+    "[rank3]: To avoid data inconsistency, we are taking the entire process down.",
+    "[rank3]: NCCL watchdog thread terminated with exception: none",
+    "[rank3]: ProcessGroupNCCL's watchdog got stuck for 480 seconds without progress",
+    "[rank3]: Heartbeat monitor timed out! Process will be terminated",
+    "[rank3]: due to ProcessGroupNCCL watchdog hang.",
+    "[rank3]: Observed flight recorder dump signal from another rank via TCPStore.",
+)
+ROWS = (
+    *c10d_lines._READERS,
+    *c10d_lines._REPORTS,
+    *c10d_lines._FATES,
+    *c10d_lines._FATES_OF_RANKS,
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_each_pattern_has_an_example_that_passes_the_words_before_it(
+    row: tuple[str, re.Pattern[str], object],
+) -> None:
+    words, pattern = row[:2]
+    read = [one for one in EXAMPLES if words in one and pattern.search(one)]
+    assert read
+    for one in read:
+        assert logs._tells(one.encode())
+
+
 # Whatever lines there are, and in whatever order.
 
 
@@ -1765,3 +1822,70 @@ def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order()
         )
     found.without_local_ranks()
     assert [fact.at for fact in found.facts.values()] == list(range(8))
+
+
+ENDED_BY_SLURM = """\
+srun: error: sl-2: task 1: Terminated
+slurmstepd-sl-1: error: *** STEP 7.0 ON sl-1 CANCELLED AT 2026-11-26T09:18:32{why} ***
+srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
+srun: error: sl-1: task 0: Terminated
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ENDED_BY_SLURM.format(why=""), "The job was ended (Slurm: CANCELLED AT"),
+        (
+            ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE"),
+            "Slurm has requeued the job (Slurm: CANCELLED AT",
+        ),
+        (
+            ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE")
+            + "step 1\nsrun: error: sl-2: task 1: Killed\n",
+            "A rank (which, is not told) was killed (Slurm's task 1 on sl-2: Killed)",
+        ),
+        (
+            "srun: error: sl-2: task 1: Exited with exit code 137",
+            "A rank (which, is not told) was killed (exit code 137 (SIGKILL), says Slurm",
+        ),
+    ],
+    ids=["cancelled", "requeued", "killed after a requeue", "137"],
+)
+def test_how_slurm_ends_a_job(text: str, said: str, tmp_path: Path) -> None:
+    """As Debian's Slurm writes it; srun's own line may come before slurmstepd's."""
+    log = tmp_path / "slurm-7.out"
+    log.write_text(text)
+    report = diagnose_logs([log])
+    assert report.findings[0].text.startswith(said), report.findings
+
+
+def test_a_requeued_job_is_judged_by_its_last_attempt(tmp_path: Path) -> None:
+    text = ENDED_BY_SLURM.format(why=" DUE TO JOB REQUEUE") + "step 1\n"
+    log = tmp_path / "slurm-7.out"
+    log.write_text(text)
+    report = diagnose_logs([log])
+    assert report.findings[0].id == NOT_ENOUGH
+
+
+def test_a_stopped_rank_that_slurm_has_woken_to_end_it_was_silent(
+    tmp_path: Path,
+) -> None:
+    head = "2026-11-26 09:35:50,441 nemo_patches"
+    waits = "rank 0 (sl-1, pid 156): backward, which reduces the gradients, in plain (training.py:85)"
+    report = report_on(
+        tmp_path,
+        f"{head} WARNING [rank 0/2 sl-1] no step for 7 s. rank 1 (sl-2, pid 119) answers nothing,"
+        f" its connection stands: stopped, or Python's lock (GIL) is held | {waits}",
+        f"{head} ERROR [rank 0/2 sl-1] no step for 17 s, more than stall_exit=10 s, and some wait in"
+        " a collective: this process ends with exit code 83",
+        "srun: error: sl-1: task 0: Exited with exit code 83",
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "/x/training.py", line 85, in plain',
+        "[rank1]:     loss.backward()",
+        "[rank1]: RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.87.0.2]:24785. This is typically",
+        "srun: error: sl-2: task 1: Terminated",
+    )
+    assert report.findings[0].ranks == (1,)
+    assert report.findings[0].text.startswith("Rank 1: it does not answer: stopped")

@@ -1,9 +1,7 @@
 """What a person runs."""
 
 # What the commands import or run, the extra `tools`; tests compare it with pyproject.toml.
-NEEDED = (
-    "pip install typer rich omegaconf hydra-core pyyaml packaging msgspec numpy py-spy"
-)
+NEEDED = "pip install typer rich omegaconf hydra-core pyyaml packaging msgspec py-spy"
 
 # The package of a module that is called otherwise.
 NAMES = {

@@ -89,7 +89,9 @@ def remove_left(folder: Path) -> None:
     """
     for file in folder.glob(f"rank_*{ENDING}"):
         is_ours = f".{_here()}." in file.name
-        is_another_hosts = f"-{socket.gethostname()}." not in file.name
+        is_another_hosts = (
+            "-" in file.name and f"-{socket.gethostname()}." not in file.name
+        )
         if is_another_hosts or (
             is_ours and os.path.exists(f"/proc/{process_of(file)}")
         ):

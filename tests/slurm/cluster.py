@@ -73,7 +73,7 @@ class Cluster:
 
     def __init__(self, shared: Path, nodes: int = 2, job_tmp: bool = False) -> None:
         self.nodes = [f"sl-{number}" for number in range(1, nodes + 1)]
-        self._shared = shared
+        self.shared = shared
         self._folder = shared / "cluster"
         self._job_tmp = job_tmp
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
@@ -113,7 +113,7 @@ class Cluster:
             text=True,
             errors="replace",
             timeout=limit_s,
-            cwd=self._shared,
+            cwd=self.shared,
             env={"PATH": SHELL_PATH, "HOME": "/root", "LANG": "C.UTF-8"},
         )
 
@@ -129,7 +129,7 @@ class Cluster:
 
     def _enter(self, host: str) -> list[str]:
         pid = str(self._pids[host])
-        kinds = ["-n", "-m", "-u", "-i", "-p", f"--wd={self._shared}"]
+        kinds = ["-n", "-m", "-u", "-i", "-p", f"--wd={self.shared}"]
         return ["nsenter", "-t", pid, *kinds, "--"]
 
     def _run(self, host: str, command: str) -> str:
@@ -185,7 +185,7 @@ class Cluster:
                         "--kill-child",
                     ],
                     *("bash", "-c", _HOST, "host", host),
-                    *(str(self._folder), str(self._shared)),
+                    *(str(self._folder), str(self.shared)),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=log,

@@ -72,7 +72,7 @@ class Account:
     motion_fact: Fact | None = None
     member_fact: Fact | None = None
     reported: Fact | None = None
-    calls: dict[str, Call] = field(default_factory=dict)
+    call: Call | None = None
     fates: list[Fact] = field(default_factory=list)
     seats: list[Fact] = field(default_factory=list)
 
@@ -123,13 +123,9 @@ class Account:
         return next(ends, None)
 
     @property
-    def last_call(self) -> Call | None:
-        """The call that an exception ended, else the one of the job's first encoder."""
-        calls = [
-            *(one for one in self.calls.values() if one.ending.raised),
-            *self.calls.values(),
-        ]
-        return next(iter(calls), None)
+    def position(self) -> tuple[int, int]:
+        """Of its last encoder call; (0, 0) where that is not known."""
+        return self.call.position if self.call is not None else (0, 0)
 
 
 _NO_FATE, _NO_PLACE, _NO_MOTION, _NO_MEMBER = Fate(""), Place(), Motion(False), Member()
@@ -162,7 +158,7 @@ class Hearing:
         told = {
             rank
             for rank, one in self.accounts.items()
-            if one.fate_fact or one.place_fact or one.seats or one.calls
+            if one.fate_fact or one.place_fact or one.seats or one.call
         }
         return [rank for rank in range(self.world_size) if rank not in told]
 
@@ -204,7 +200,7 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         elif isinstance(fact.value, Place):
             account.place_fact = _counts(account.place_fact, fact)
         elif isinstance(fact.value, Call):
-            account.calls[fact.value.encoder] = fact.value
+            account.call = fact.value
         elif isinstance(fact.value, Motion):
             account.motion_fact = _counts(account.motion_fact, fact)
         else:

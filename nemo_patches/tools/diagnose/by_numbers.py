@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging import judge as seats
 from nemo_patches.judging.judge import Judgement, Seat
 from nemo_patches.text import named
@@ -70,7 +71,8 @@ def _of_judgement(
     evidence = [cited(fact, title_of(fact.seat)) for fact in there if fact.seat]
     if one.id == seats.MISSING:
         step = reading_of(most_told(there), hearing.evidence.patched)[1]
-        wait = Wait(one.waiting, title)
+        how = "gave up" if one.seat.done and one.seat.kind == LENGTH_SYNC else ""
+        wait = Wait(one.waiting, title, how=how)
         behind = {
             rank: last
             for rank in one.accused

@@ -76,8 +76,13 @@ def by_places(hearing: Hearing) -> Ruling:
     ]
     if not seen:
         return Ruling()
-    over = all(one.fate_kind in (fates.GONE, fates.ENDED) for one in accounts.values())
-    if over and not any(one.place.where for one in seen) and not hearing.unseen:
+    over = {one.fate_kind for one in accounts.values()} <= {fates.GONE, fates.ENDED}
+    if (
+        over
+        and hearing.having(fates.GONE)
+        and not any(one.place.where for one in seen)
+        and not hearing.unseen
+    ):
         return Ruling(text=HAS_ENDED, goes_on=True)
     moving = [one for one in seen if one.moved]
     # A rank at the end of its script is missing where others wait; else it waits itself, with a
@@ -165,9 +170,6 @@ def _of_places(
             still_s=_still_s(waiting),
         )
         return Ruling(tuple(all_absent(accused, wait, [*not_known, *evidence])))
-    if any(hearing[rank].calls for rank in unseen):
-        # Something is known of it, but its trace is damaged or does not say where it is
-        return Ruling()
     if unseen:
         are = "is" if len(waiting) == 1 else "are"
         text = f"{who} {are} in {title}; {not_known[0]}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -22,16 +21,14 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     jobs_here,
     pids_in,
 )
-from nemo_patches.tools.diagnose.facts import Evidence, Member
+from nemo_patches.tools.diagnose.facts import Evidence, Member, UnreadableError
 from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
 from nemo_patches.tools.diagnose.report_text import show
-from nemo_patches.tools.diagnose.sources import stall_reports
-from nemo_patches.tools.diagnose.watch import once
+from nemo_patches.tools.diagnose.sources import stall_reports, traces
 
-JSON_FORMAT = 2  # docs/diagnose.md describes it
+JSON_FORMAT = 3  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
 _NARROWEST = 80  # columns, of a table that can be read
 _LONG_BYTES = 32_000_000  # some seconds' reading
@@ -76,34 +73,21 @@ def run(
 
 
 def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
-    found = (
-        reading.find(paths)
-        if plot is None or all(map(os.path.isdir, paths))
-        else reading.Found()
-    )
-    if plot is not None and not found.traces:
+    found = reading.find(paths)
+    of_traces = found.by_reader.get(traces.KIND, [])
+    if plot is not None and not of_traces:
         raise DiagnoseError(
-            f"{safe(str(paths[0]))} is no folder of traces: --plot needs one"
+            f"{safe(str(paths[0]))}: no trace here: --plot needs traces"
         )
     _say_size(found)
-    jobs = [once(folder) for folder in found.traces]
-    if plot is not None:
-        job, report = jobs[0]
-        _draw(job, report, plot)
-    others = reading.read(found)
-    if len(jobs) == 1 and not any(part.facts or part.findings for _, part in others):
-        alone = jobs[0][1]
-        report = replace(
-            alone,
-            problems=(*found.problems, *reading.of_no_other_reader(alone.problems)),
-        )
-        return _print(report, json)
-    parts = [*others, *(("traces", reading.of_traces(job)) for job, _ in jobs)]
+    parts = reading.read(found)
     evidence = reading.joined(parts, found.problems, found.earlier)
     source = ", ".join(safe(str(path)) for path in paths[:4])
     # A rank that reports a stall has waited for stall_timeout.
     stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
     reports = [judge(evidence, source, stuck_after_s)]
+    if plot is not None:
+        _draw(of_traces, reports[0], plot)
     for name, facts in evidence.other_jobs.items():
         size = max(
             (fact.value.world_size for fact in facts if isinstance(fact.value, Member)),
@@ -121,7 +105,6 @@ def _say_size(found: reading.Found) -> None:
         return
     with contextlib.suppress(OSError):  # the readers say what cannot be read
         files = {file for files in found.by_reader.values() for file in files}
-        files |= {file for folder in found.traces for file in folder.iterdir()}
         size = sum(file.stat().st_size for file in files)
         if size >= _LONG_BYTES:
             print(
@@ -202,7 +185,7 @@ def _printable(content: Any) -> Any:
     return content
 
 
-def _draw(job: TracedJob, report: Diagnosis, file: Path) -> None:
+def _draw(of_traces: list[Path], report: Diagnosis, file: Path) -> None:
     try:
         from nemo_patches.tools.diagnose.plot import draw
     except ImportError as error:
@@ -210,7 +193,7 @@ def _draw(job: TracedJob, report: Diagnosis, file: Path) -> None:
             f"--plot needs matplotlib: pip install matplotlib ({error})"
         ) from error
     try:
-        draw(job, file, _printable(report))
+        draw(traces.load(of_traces, Evidence()), file, _printable(report).verdict)
     except OSError as error:
         why = f"{error.strerror or error}; a file that can be written is wanted"
         raise DiagnoseError(f"--plot={safe(str(file))}: {why}") from error

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from nemo_patches.judging.judge import Seat
-from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 # A summary of logs
 ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."
 OF_MODEL = "the model"  # in place of a Seat's group: what DDP's construction compares
-NOT_TOLD = (
-    -1
-)  # the rank of a Fact, or the number of a Seat, that its source does not name
+# The rank of a Fact, or the number of a Seat, that its source does not name
+NOT_TOLD = -1
+
+
+class UnreadableError(Exception):
+    """There is nothing to diagnose. The text says why."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,15 @@ class Place:
 class Call:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
-    title: "training call 71 of ConformerEncoder". since_s: how
-    long before the last look it had entered the call; None: nobody looked. behind_since: the call
-    from which on others gave up waiting for it; 0: none. reported: others that wait for a round of
-    this encoder, or for the job, report the rank missing. last: its last record, in words.
+    title: "training call 71 of ConformerEncoder". position: training calls, and evaluation calls
+    since. phase: where it is in that call; empty: it has left it. in_vain: it gave up that call's
+    length sync.
     """
 
-    encoder: str
     title: str
-    ending: Ending
-    since_s: float | None = None
-    behind_since: int = 0
-    reported: bool = False
-    last: str = ""
+    position: tuple[int, int]
+    phase: str = ""
+    in_vain: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,13 +145,7 @@ class Evidence:
     0 if unknown.
     findings: a source's own, about other things than hangs (stragglers, settings that differ).
     looked_for: for the
-    report on files in which nothing was recognised. saw_a_wait: a stall monitor saw some rank wait
-    in a collective.
-    perhaps_missing: ranks reported missing only by ranks that have ended in good order since.
-    traces_alone: there is
-    no other source, and the calls decide what rounds and places would. explained: by encoder, the
-    ranks that are behind for a reason that a finding gives; not empty where ranks are not at the
-    same step, so that reaching a round shows nothing. other_jobs: by name, the facts of stacks of
+    report on files in which nothing was recognised. other_jobs: by name, the facts of stacks of
     other jobs, which are judged apart.
     """
 
@@ -162,10 +154,6 @@ class Evidence:
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
     partly_known: set[str] = field(default_factory=set)
     patched: bool = False
-    saw_a_wait: bool = False
-    perhaps_missing: set[int] = field(default_factory=set)
-    traces_alone: bool = False
-    explained: dict[str, set[int]] = field(default_factory=dict)
     world_size: int = 0
     findings: list[Finding] = field(default_factory=list)
     ranks: list[RankSummary] = field(default_factory=list)
@@ -173,6 +161,4 @@ class Evidence:
     problems: list[str] = field(default_factory=list)
     earlier: list[str] = field(default_factory=list)
     looked_for: list[str] = field(default_factory=list)
-    moving: bool = False
-    runs: bool = False
     other_jobs: dict[str, list[Fact]] = field(default_factory=dict)

@@ -50,3 +50,4 @@ TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler b
 PREEMPTED = "preemption"  # likewise
 REQUEUED = "a requeue"  # likewise
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
+STALL_EXIT = "stall_exit"  # the text of a TERMINATED that ended itself so

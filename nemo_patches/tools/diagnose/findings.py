@@ -18,6 +18,7 @@ EXCEPTION = _id("exception")
 OUT_OF_MEMORY = _id("out-of-memory")
 START_UP = _id("start-up")
 DIFFERENT_SYNC = _id("different-sync")
+DIFFERENT_SETTINGS = _id("different-settings")
 NODE_FAILED = _id("node-failed")
 KILLED = _id("killed")
 STOPPED = _id("stopped")
@@ -31,24 +32,17 @@ SILENT = _id("no-heartbeat")
 OUT_OF_STEP = _id("out-of-step")
 SIZES = _id("sizes-differ")
 CROSSED = _id("crossed-groups")
-SOME_INSIDE = _id("some-inside")
-ALL_INSIDE = _id("all-inside")
 ALL_IN = _id("all-in")
-OUTSIDE = _id("stuck-outside-encoder")
 NO_RANK_MOVES = _id("no-rank-moves")
 NOT_SEEN = _id("not-seen")
 WAITED_IN_VAIN = _id("waited-in-vain")
 FIRST_FAILURE = _id("first-failure")
 STUCK_WATCHDOG = _id("watchdog-stuck")
-STOPPED_AT_ONCE = _id("all-stopped")
-SYNC_ENDED = _id("length-sync-ended")
-UNTRACED = _id("untraced-rank")
 NOT_ENOUGH = _id("not-enough-records")
 STRAGGLER = _id("straggler")
 LATE = _id("late")
 
-# Phases of a call.
-LENGTH_SYNC, LAYERS = "length sync", "layers"
+LAYERS = "layers"  # the phase of a call after its length sync
 
 
 @dataclass(frozen=True)
@@ -60,33 +54,24 @@ class Finding:
     ranks: tuple[int, ...]  # that it is about, not those that wait for them
     text: str  # one or two sentences
     next_step: str
-    encoder: str = ""
-    call: int = (
-        0  # its number on the first of these ranks; 0 if the finding is about no call
-    )
-    phase: str = ""  # of that call, as above; empty if the finding is about none
     evidence: tuple[str, ...] = ()
     because: str = ""  # the id of the finding that explains this one
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """One rank at the end of its trace."""
+    """One rank, in the report's table; None where it is not known."""
 
     rank: int
     host: str
     pid: int
-    calls: int | None  # of encoders; None: not known
+    calls: int | None  # of encoders
     state: str
-    behind: (
-        float | None
-    )  # seconds by which its last record is older than the newest of all
-    ago: (
-        float | None
-    )  # seconds since its last record: until now while the job runs, else as `behind`
-    waited: float | None  # seconds in length syncs, also in those that it gave up
-    caused: float | None  # the share of all waiting that is for this rank
-    lag: float | None  # seconds; the median of its rounds
+    ago: float | None = None  # seconds since its last call
+    waited: float | None = (
+        None  # seconds in length syncs, also in those that it gave up
+    )
+    lag: float | None = None  # seconds that it came after the first rank; the median
 
 
 @dataclass(frozen=True)
@@ -95,17 +80,13 @@ class Diagnosis:
 
     folder: str
     world_size: int
-    moving: bool
     verdict: str
     next_step: str
     findings: tuple[Finding, ...]
     ranks: tuple[RankSummary, ...]
     problems: tuple[str, ...]  # files that were not read, or only in part
     earlier: tuple[str, ...]  # process starts of earlier launches
-    summary: tuple[
-        str, ...
-    ] = ()  # of each encoder: calls, fallbacks, longest wait, cost
-    runs: bool = False  # the job does, as far as is known
+    summary: tuple[str, ...] = ()
 
     @property
     def exit_code(self) -> int:

@@ -22,7 +22,7 @@ from nemo_patches.tools.diagnose.accounts import (
     first_of,
     is_before,
 )
-from nemo_patches.tools.diagnose.by_calls import OF_ALL, by_calls
+from nemo_patches.tools.diagnose.by_calls import by_calls
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import HAS_ENDED, by_places
@@ -66,8 +66,11 @@ def judge(
     wait is a hang.
     """
     ruling = rule(evidence, stuck_after_s)
+    cause = next((one.id for one in evidence.findings if one.severity == CRITICAL), "")
     hangs = tuple(
-        replace(one, severity=WARNING) if one.because else one
+        replace(one, severity=WARNING, because=one.because or cause)
+        if one.because or cause
+        else one
         for one in ruling.findings
     )
     # A finding that followed from its source's own verdict on the hang follows from the verdict
@@ -82,8 +85,6 @@ def judge(
     return Diagnosis(
         folder=source,
         world_size=evidence.world_size,
-        moving=evidence.moving,
-        runs=evidence.runs,
         verdict=(
             findings[0].text
             if findings
@@ -120,17 +121,11 @@ def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
         stuck_after_s,
     )
     causes = _causes(hearing)
-    hang = by_calls(hearing)
-    if not evidence.traces_alone and all(one.id in OF_ALL for one in hang.findings):
-        more = by_numbers(hearing)
-        if not more.findings:
-            more = by_places(hearing)
-        # A rank named by other evidence outweighs that no rank stands out by its calls.
-        hang = (
-            more
-            if not hang.findings or any(one.ranks for one in more.findings)
-            else hang
-        )
+    hang = by_numbers(hearing)
+    if not hang.findings:
+        hang = by_places(hearing)
+    if not hang.findings and not hang.goes_on:
+        hang = by_calls(hearing)
     if causes:
         if not any(
             one.ranks for one in causes
@@ -329,40 +324,23 @@ def _is_behind(one: Account, hearing: Hearing) -> bool:
     one.
     """
     waited = hearing.having(*CONSEQUENCES)
-    pairs = [
-        (call.ending, other.calls[name].ending)
-        for name, call in one.calls.items()
-        for other in waited
-        if name in other.calls
-    ]
-    return any(
-        not own.unsure and own.position < theirs.position for own, theirs in pairs
+    return one.call is not None and any(
+        other.call is not None and one.position < other.position for other in waited
     )
 
 
 def _first_by_calls(facts: list[Fact], hearing: Hearing) -> list[Fact]:
     """Order by encoder calls, if they are known for all of these ranks: ranks make them in step."""
-    numbers = [
-        call.ending.call
-        for fact in facts
-        if (call := hearing[fact.rank].last_call) is not None
-    ]
-    if len(numbers) < len(facts):
+    if any(hearing[fact.rank].call is None for fact in facts):
         return facts
-    return [
-        fact
-        for fact, number in zip(facts, numbers, strict=True)
-        if number == min(numbers)
-    ]
+    first = min((hearing[fact.rank].position for fact in facts), default=(0, 0))
+    return [fact for fact in facts if hearing[fact.rank].position == first]
 
 
 def _was_caught(first: Account, others: list[Account]) -> bool:
     """Whether the process ended in good order after its exception, as all others did."""
-    is_in_call = first.last_call is not None and first.last_call.ending.raised
-    return (
-        first.fate.exit_code == 0
-        and not is_in_call
-        and all(one.fate_kind == fates.ENDED for one in others)
+    return first.fate.exit_code == 0 and all(
+        one.fate_kind == fates.ENDED for one in others
     )
 
 

@@ -24,8 +24,8 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     started_at,
     stat_fields,
 )
+from nemo_patches.tools.diagnose.facts import UnreadableError
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
-from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.sources import stall_reports
 from nemo_patches.watch.job_folder import private_folders
 from nemo_patches.watch.job_socket import ENDING, near, process_of

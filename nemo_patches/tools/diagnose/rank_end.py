@@ -8,11 +8,9 @@ else has them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.rank_trace import RankTrace
 from nemo_patches.tracing.records import Raised
 
 # A rank that one of these ended was in a collective, or at the store: another rank is the reason.
@@ -53,7 +51,7 @@ _OWN_FAULT = re.compile(
 _CUT = re.compile(
     r"\s*(?:\[[^\]]*)?"
 )  # "[/pytorch/gl": a message of torch that the end of a log cuts off
-_TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
+TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying"
     r" to connect to"
@@ -62,7 +60,7 @@ _STARTS = frozenset(
     {"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"}
 )
 BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
-_ENDED_WITH_IT = re.compile(
+ENDED_WITH_IT = re.compile(
     r"DataLoader worker .{0,80}killed by signal: Terminated"
 )  # by the SIGTERM to all
 _FRAME = re.compile(
@@ -147,70 +145,6 @@ class Error(NamedTuple):
 
 def frames_in(traceback: str) -> Frames:
     return tuple(reversed(_FRAME.findall(traceback)))
-
-
-@dataclass(frozen=True)
-class ProcessEnd:
-    """What is known of one rank's end; all empty where its trace has none."""
-
-    # Its interpreter came to its end, and no exception is known; or its trace was stopped
-    ordinary: bool = False
-    error: str = ""  # the exception that ended it, in one line
-    waited: bool = False  # that is one of a collective, which another rank did not come to, or left
-    timed_out: bool = False  # likewise, which had lasted too long
-    starting: bool = False  # likewise, of the start-up: no process group was there yet
-    terminated: bool = (
-        False  # by Ctrl-C, or what a handler of SIGTERM raised: somebody else ended it
-    )
-    # Its interpreter came to its end, and no exception or exit code speaks against it
-    in_good_order: bool = False
-    at: float | None = (
-        None  # when the exception came, in seconds since the trace's `started`
-    )
-
-    @property
-    def own_error(self) -> str:
-        """The exception, where nobody else is the reason for it."""
-        return "" if self.waited or self.terminated else self.error
-
-    @property
-    def unknown(self) -> bool:
-        """Whether it was killed, crashed, or still runs, as far as is known."""
-        return not (self.ordinary or self.error or self.terminated)
-
-
-def process_end(trace: RankTrace) -> ProcessEnd:
-    if trace.end is not None and trace.end.exit_code == STALL_EXIT:
-        return ProcessEnd(error="stall_exit", terminated=True)
-    failed = ending_failure(trace)
-    said = trace.end.error if trace.end is not None else ""
-    if failed is None and not said:
-        in_good_order = trace.end is not None and not trace.end.exit_code
-        return ProcessEnd(ordinary=trace.is_over, in_good_order=in_good_order)
-    error = error_of(failed) if failed is not None else error_in(said)
-    at = failed.t if failed is not None else trace.ended
-    if error.type in BY_HAND or _ENDED_WITH_IT.search(error.message):
-        return ProcessEnd(error=error.line, terminated=True, at=at)
-    waited = error.is_of_a_collective
-    timed_out = waited and _TIMED_OUT.search(error.line) is not None
-    starting = waited and error.is_of_the_start
-    return ProcessEnd(
-        error=error.line, waited=waited, timed_out=timed_out, starting=starting, at=at
-    )
-
-
-def ending_failure(trace: RankTrace) -> Raised | None:
-    """The recorded exception that ended this process; None for one after which an encoder was
-    called again.
-    """
-    failed = next(reversed(trace.failed), None)
-    if failed is None or any(
-        track.calls.n and track.calls.entered[-1] > failed.t
-        for track in trace.tracks.values()
-    ):
-        return None
-    over = trace.end is not None and not trace.end.error
-    return None if trace.stopped or over else failed
 
 
 def error_of(record: Raised) -> Error:

@@ -6,29 +6,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.diagnosis import JUDGED, diagnose
-from nemo_patches.tools.diagnose.facts import Call, Evidence, Fact, Motion
-from nemo_patches.tools.diagnose.folder import TracedJob, UnreadableError
+from nemo_patches.tools.diagnose.facts import Evidence, Fact, UnreadableError
 from nemo_patches.tools.diagnose.sources import (
     flight_recorder,
     logs,
     stacks,
     stall_reports,
+    traces,
 )
 
-_TRACE = re.compile(
-    r"\.jsonl(?:\.\w{1,5})?$"
-)  # also one that somebody has compressed, which folder.py says
-_FOR_OTHER_READERS = (
-    ": not a trace",
-    ": a folder; not looked into",
-)  # how folder.py's lines on others' files end
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
 # Code and data may lie beside a job's logs, and some of it looks like evidence. A file that is
 # named itself is read.
@@ -89,15 +80,15 @@ _READERS = (
     ),  # before stacks, which see more
     Reader("stacks", stacks.recognises, stacks.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
+    Reader(traces.KIND, traces.recognises, traces.read),
 )
 _LOGS = Reader("logs", logs.recognises, logs.read)
 
 
 @dataclass
 class Found:
-    """Files found. traces: the folders with traces. by_reader: all other files."""
+    """Files found, by the reader that recognises them."""
 
-    traces: list[Path] = field(default_factory=list)
     by_reader: dict[str, list[Path]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     earlier: list[str] = field(default_factory=list)
@@ -116,13 +107,7 @@ def find(paths: Sequence[Path]) -> Found:
             f"{len(files)} files; only the first {_MOST_FILES} were looked at"
         )
     for path, file in files[:_MOST_FILES]:
-        if _TRACE.search(file.name):
-            if file == path:
-                raise UnreadableError(
-                    f"{path}: it is one rank's trace; give the folder that it is in"
-                )
-            found.traces += [file.parent] if file.parent not in found.traces else []
-        elif file == path or os.path.isfile(file):  # a pipe in a folder never ends
+        if file == path or os.path.isfile(file):  # a pipe in a folder never ends
             _sort_in(file, path, found)
     return found
 
@@ -143,7 +128,10 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
             f"{safe(file.name)}: NCCL RAS output: not read; see `ncclras`"
         )
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
-    if not readers or logs.recognises(str(file), head):
+    if not readers or (
+        traces.KIND not in {reader.name for reader in readers}
+        and logs.recognises(str(file), head)
+    ):
         readers.append(_LOGS)
     for reader in readers:
         found.by_reader.setdefault(reader.name, []).append(file)
@@ -217,7 +205,7 @@ def _head(file: Path) -> bytes:
 
 
 def read(found: Found) -> list[tuple[str, Evidence]]:
-    """Each reader's evidence from its files. Traces are read by folder.py."""
+    """Each reader's evidence from its files."""
     parts = []
     for reader in (*_READERS, _LOGS):
         if files := found.by_reader.get(reader.name):
@@ -225,35 +213,6 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
             reader.read(files, evidence)
             parts.append((reader.name, evidence))
     return parts
-
-
-def of_traces(job: TracedJob) -> Evidence:
-    """The evidence of a folder of traces, for use beside other evidence."""
-    evidence = Evidence()
-    report = diagnose(job, evidence)
-    evidence.findings += [
-        one for one in report.findings if one.id not in (*JUDGED, ids.NOT_ENOUGH)
-    ]
-    evidence.ranks += report.ranks
-    evidence.summary += report.summary
-    evidence.problems += of_no_other_reader(report.problems)
-    evidence.earlier += report.earlier
-    evidence.traces_alone = False
-    if (
-        evidence.explained
-    ):  # a finding explains who is behind; other sources decide the rest
-        evidence.facts = [
-            fact
-            for fact in evidence.facts
-            if fact.own and not isinstance(fact.value, Call | Motion)
-        ]
-        evidence.explained = {}
-    return evidence
-
-
-def of_no_other_reader(problems: Iterable[str]) -> list[str]:
-    """folder.py's problems, without the files that are no traces: these go to the other readers."""
-    return [line for line in problems if not line.endswith(_FOR_OTHER_READERS)]
 
 
 def joined(
@@ -290,8 +249,6 @@ def joined(
             for (group, rank), first in part.begins.items()
         }
         whole.findings += part.findings
-        whole.saw_a_wait |= part.saw_a_wait
-        whole.perhaps_missing |= part.perhaps_missing
         # Of a rank that several sources have, the last one's: a trace's.
         whole.ranks = list(
             {one.rank: one for one in (*whole.ranks, *part.ranks)}.values()
@@ -299,8 +256,6 @@ def joined(
         whole.summary += part.summary
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
         whole.patched |= part.patched
-        whole.moving |= part.moving
-        whole.runs |= part.runs
         whole.other_jobs |= part.other_jobs
     return whole
 

@@ -18,9 +18,8 @@ from nemo_patches.tools.diagnose.findings import (
 _MOST_RANKS = 32  # rows of the table
 _WIDEST_HOST = 12  # characters: the table has to fit a terminal of 80
 _LEGEND = (
-    "waited: seconds in length syncs, also in vain; causes: share of all waiting that"
-    " this rank caused; lag: by how many milliseconds it came after the first, the"
-    " median; last: seconds from its last record until {now}."
+    "waited: seconds in length syncs, also in vain; lag: by how many milliseconds it came after the"
+    " first rank, the median; last: seconds since its last call."
 )
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
@@ -52,16 +51,7 @@ def show(report: Diagnosis, console: Console) -> None:
     say("")
     if report.ranks:  # logs and the like have none
         _show_ranks(report, console)
-        say(
-            _LEGEND.format(
-                now=(
-                    "now, as the job runs"
-                    if report.runs
-                    else "the newest record of all"
-                )
-            ),
-            "dim",
-        )
+        say(_LEGEND, "dim")
     for line in report.summary if report.findings else ():  # else the verdict has it
         say(line)
     for line in report.problems:
@@ -96,7 +86,7 @@ def _show_ranks(report: Diagnosis, console: Console) -> None:
         table.add_column(
             name, max_width=_WIDEST_HOST, no_wrap=True, overflow="ellipsis"
         )
-    for name in ("calls", "waited", "causes", "lag", "last"):
+    for name in ("calls", "waited", "lag", "last"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("at the end")
     for summary in shown:
@@ -125,7 +115,6 @@ def _row(summary: RankSummary, has_hosts: bool) -> list[str]:
         str(summary.pid),
         str(summary.calls) if summary.calls is not None else "-",
         f"{summary.waited:.1f}" if summary.waited is not None else "-",
-        f"{summary.caused:.0%}" if summary.caused is not None else "-",
         f"{summary.lag * 1000:.1f}" if summary.lag is not None else "-",
         f"{summary.ago:.1f}" if summary.ago is not None else "-",
         summary.state,

@@ -21,12 +21,16 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import Evidence, Fate, Motion, Place
+from nemo_patches.tools.diagnose.facts import (
+    Evidence,
+    Fate,
+    Motion,
+    Place,
+    UnreadableError,
+)
 from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.folder import UnreadableError
 from nemo_patches.tools.diagnose.judge import judge, rule
 from nemo_patches.tools.diagnose.sources import stacks
-from nemo_patches.tools.diagnose.watch import once
 
 _MOST_SHOWN = 6
 
@@ -57,7 +61,6 @@ def diagnose(
     ]
     evidence = reading.joined([("stacks", seen), *also, *beside], problems)
     evidence.summary += _how(job)
-    evidence.runs = True
     return judge(
         evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s
     )
@@ -152,12 +155,7 @@ def _beside(
     parts: list[tuple[str, Evidence]] = []
     for one in belongings:
         try:
-            found = reading.find([Path(one.path)])
-            parts += reading.read(found)
-            parts += [
-                ("traces", reading.of_traces(once(folder)[0]))
-                for folder in found.traces
-            ]
+            parts += reading.read(reading.find([Path(one.path)]))
         except (UnreadableError, OSError) as error:
             problems.append(safe(f"{one.kind} {one.path}: {error}"))
     return parts

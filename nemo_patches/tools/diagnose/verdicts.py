@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from nemo_patches.facts import LENGTH_SYNC
@@ -22,7 +22,7 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Call, Fact, Fate
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.findings import CRITICAL, NOTE, WARNING, Finding
 
 # Activities that only stacks show, beside those of judging/kinds.py.
@@ -52,8 +52,8 @@ _NEXT_STEPS = {
     ids.STOPPED: "`kill -CONT {pid}` on {host}, once you know who stopped it.",
     ids.TRACED: "Detach the debugger from process {pid} on {host}.",
     ids.KILLED: (
-        "Look for an out-of-memory kill on {host} (`dmesg`, the scheduler's log) and at"
-        " the end of this rank's stderr; the job cannot go on without it."
+        "Look who killed it on {host}: an out-of-memory kill (`dmesg`), the scheduler,"
+        " or a user; the job cannot go on without it."
     ),
     ids.NODE_FAILED: (
         "Look at that node (`scontrol show node`, its console, `dmesg`), leave it out"
@@ -104,28 +104,6 @@ _NEXT_STEPS = {
         "Look for the ranks without any evidence here, and for code that runs"
         " collectives of several groups in an order that depends on the rank."
     ),
-    ids.SOME_INSIDE: (
-        "Look at what these ranks do (while they run, `py-spy dump --native --pid"
-        " {pid}` on {host}); on a GPU, run again with NEMO_PATCHES_TRACE_CHECKS=cuda,"
-        " which pins an asynchronous error to its place."
-    ),
-    ids.ALL_INSIDE: (
-        "Look at two of the ranks (while they run, `py-spy dump --native --pid {pid}`"
-        " on {host}): a collective inside the encoder (SyncBatchNorm, FSDP), or a"
-        " kernel that does not end; on a GPU, run again with"
-        " NEMO_PATCHES_TRACE_CHECKS=cuda."
-    ),
-    ids.OUTSIDE: (
-        "Look at every rank (while it runs, `py-spy dump --pid {pid}` on {host}): the"
-        " gradients' all-reduce, a metric, or the data; where only one is not in a"
-        " collective, that is the reason. The check `barrier` names it."
-    ),
-    ids.STOPPED_AT_ONCE: (
-        "Look for who ended the job (a user, the scheduler's time limit, preemption, a"
-        " launcher), and at the first error on any rank's stderr. If it still runs,"
-        " diagnose again in a minute: by then a rank that is waited for is in the stall"
-        " reports."
-    ),
     ids.ALL_IN: (
         "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight"
         " Recorder dumps (TORCH_FR_BUFFER_SIZE=2000) show which call each rank is in."
@@ -154,6 +132,19 @@ _NEXT_STEPS = {
         " encoder."
     ),
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
+    ids.DIFFERENT_SYNC: "Give every rank the same config and the same settings.",
+    ids.DIFFERENT_SETTINGS: "Give every rank the same environment.",
+    ids.UNEVEN_CALLS: (
+        "Make the number of batches equal on all ranks (drop_last, DistributedSampler)."
+    ),
+    ids.STRAGGLER: (
+        "Compare its host with the others: disk, network, processors, the GPU's clock;"
+        " and its share of the data."
+    ),
+    ids.LATE: (
+        "Look at what held it up then: a slow file system, a checkpoint, a log that only"
+        " one rank writes. No number of the model was changed by it."
+    ),
     ids.NOT_ENOUGH: (
         "Collect this from all ranks, while the job hangs: `nemo-patches stacks"
         " --json`, traces, stall reports, every rank's stderr."
@@ -185,7 +176,10 @@ _NEXT_STEPS_AT = {
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
 _SEVERITIES = {
-    ids.STOPPED_AT_ONCE: WARNING,
+    ids.DIFFERENT_SETTINGS: WARNING,
+    ids.UNEVEN_CALLS: WARNING,
+    ids.STRAGGLER: WARNING,
+    ids.LATE: WARNING,
     ids.NOT_ENOUGH: NOTE,
     ids.NOT_SEEN: WARNING,
     ids.FIRST_FAILURE: WARNING,
@@ -199,6 +193,7 @@ class Wait:
     ranks: tuple[int, ...]
     title: str
     still_s: float | None = None
+    how: str = ""  # instead of "are in"
 
 
 def finding(
@@ -467,35 +462,12 @@ def raised(
     """An exception that ended ranks. first: the one that the text quotes."""
     assert isinstance(first.value, Fate)
     ranks = [account.rank for account in accounts]
-    call = next(account.last_call for account in accounts if account.rank == first.rank)
     where = f" in {inner(first.value.where)}" if first.value.where else ""
-    text = (
-        f"{who(ranks)} raised {first.value.text}{where} [{first.cite}]{_at_call(call)}."
-    )
+    text = f"{who(ranks)} raised {first.value.text}{where} [{first.cite}]."
     evidence = [*first.value.details, *evidence_of(accounts), *evidence_of(others)]
-    found = finding(
+    return finding(
         ids.EXCEPTION, text, ranks, evidence, next_step=_cure_of(first.value.text)
     )
-    return (
-        found
-        if call is None
-        else replace(found, encoder=call.encoder, call=call.ending.call)
-    )
-
-
-def _at_call(call: Call | None) -> str:
-    """Where in its encoder calls an exception found a rank."""
-    if call is None:
-        return ""
-    number = call.ending.call
-    if call.ending.raised:
-        return f", in call {number} of {call.encoder}"
-    after = (
-        f"outside the encoder, after call {number}"
-        if number
-        else "before its first call"
-    )
-    return f", {after} of {call.encoder}"
 
 
 def killed(
@@ -731,6 +703,8 @@ def _when(account: Account) -> str:
 
 
 def _are_in(wait: Wait) -> str:
+    if wait.how:
+        return wait.how
     if wait.still_s:
         return (
             f"{'has' if len(wait.ranks) == 1 else 'have'} waited in for"

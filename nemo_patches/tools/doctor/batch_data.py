@@ -119,6 +119,7 @@ class DataFlow:
     _gradients: set[str] = field(
         default_factory=set
     )  # names of what a parameter has for a gradient
+    _lettered: set[str] = field(default_factory=set)  # arguments of one letter
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
     def walk(self, function: ast.FunctionDef | ast.Module) -> None:
@@ -154,6 +155,8 @@ class DataFlow:
                 self._levels[argument.arg] = (
                     Level.DATA if _sounds_like_data(argument.arg) else Level.UNKNOWN
                 )
+            if len(argument.arg) == 1:
+                self._lettered.add(argument.arg)
             if (
                 isinstance(default, ast.Constant)
                 and default.value is None
@@ -265,6 +268,7 @@ class DataFlow:
             if self._is_gradient(value):
                 self._gradients.add(target.id)
             self._turns_of.pop(target.id, None)
+            self._lettered.discard(target.id)
             if (
                 isinstance(value, (ast.List, ast.ListComp, ast.Call))
                 and (turns := self._turns(value)) < level
@@ -327,6 +331,8 @@ class DataFlow:
             return Level.SHARED
         if isinstance(iterated, ast.Name) and iterated.id in self._turns_of:
             return self._turns_of[iterated.id]
+        if isinstance(iterated, ast.Name) and iterated.id in self._lettered:
+            return Level.UNKNOWN  # x may be a list of parameters
         if isinstance(iterated, ast.ListComp) and not any(
             each.ifs for each in iterated.generators
         ):
@@ -461,12 +467,12 @@ class DataFlow:
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
-        if (
-            name == "filter"
-            and isinstance(node.args[0], ast.Lambda)
-            and self.is_data(node.args[0].body)
-        ):
-            return Level.READ_OFF
+        if name == "filter" and isinstance(node.args[0], ast.Lambda):
+            if self._is_gradient(getattr(node.args[-1], "elt", node.args[-1])):
+                given = node.args[0].args.args
+                self._gradients |= {argument.arg for argument in given}
+            if self.is_data(node.args[0].body):
+                return Level.READ_OFF
         if last == "len" and node.args and last_part(dotted(node.args[0])) == "shape":
             return Level.SHARED  # the number of dimensions
         owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []

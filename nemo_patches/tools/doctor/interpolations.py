@@ -15,7 +15,7 @@ from omegaconf.errors import (
 
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, place, put, walk, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_LEVELS, MOST_VALUES, YamlText
+from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, YamlText
 
 _MISSING = "???"  # OmegaConf's word for a value that is still to be given
 _OF_MACHINE = "\0of the job's machine\0"  # stands for what a resolver would give
@@ -78,8 +78,9 @@ class _Following:
     source: YamlText
     resolved: Resolved
     _room: int = MOST_VALUES
+    _open: list[int] = field(default_factory=list)  # sections that are followed
 
-    def value(self, holder: Any, key: Any, keys: Keys, depth: int = 0) -> Any:
+    def value(self, holder: Any, key: Any, keys: Keys) -> Any:
         """What OmegaConf gives there; keys: those of the interpolation that is followed."""
         self._room -= 1
         if self._room < 0:
@@ -88,21 +89,23 @@ class _Following:
                 " interpolations are followed"
             )
         try:
-            if depth > MOST_LEVELS:
-                raise RecursionError
             value = holder[key]
+            if id(value) in self._open:
+                raise RecursionError
         except (InterpolationToMissingValueError, MissingMandatoryValue):
             return UNKNOWN
         except (OmegaConfBaseException, RecursionError) as error:
             circle = isinstance(error, RecursionError) or "recursion" in str(error)
             self.resolved.broken[keys] = _CIRCLE if circle else first_line(error)
             return UNKNOWN
-        if isinstance(value, DictConfig):
-            return {str(k): self.value(value, k, keys, depth + 1) for k in value}
-        if isinstance(value, ListConfig):
-            return [
-                self.value(value, index, keys, depth + 1) for index in range(len(value))
-            ]
+        if isinstance(value, (DictConfig, ListConfig)):
+            self._open.append(id(value))
+            if isinstance(value, DictConfig):
+                tree: Any = {str(k): self.value(value, k, keys) for k in value}
+            else:
+                tree = [self.value(value, at, keys) for at in range(len(value))]
+            self._open.pop()
+            return tree
         if isinstance(value, str) and _OF_MACHINE in value:
             self.resolved.of_machine.add(keys)
             return UNKNOWN

@@ -1,5 +1,5 @@
-"""Lines of torch's process groups: time-outs of NCCL's watchdog, Gloo and the store, and torch's
-own reports.
+"""Lines of torch's process groups:
+time-outs of NCCL's watchdog, Gloo and the store, and torch's own reports.
 """
 
 from __future__ import annotations
@@ -228,8 +228,7 @@ class _TimedOut:
     def __str__(self) -> str:
         number = f", SeqNum {self.number}" if self.number >= 0 else ""
         size = f" of {self.size}" if self.size else ""
-        comma = "" if self.kind or not number else ","
-        return f"{self.kind or 'a collective'}{size}{number}{comma} timed out"
+        return f"{self.kind or 'a collective'}{size}{number} timed out"
 
 
 @dataclass

@@ -134,19 +134,14 @@ class Dump:
     line: str = ""
 
     @property
-    def worker_frames(self) -> Sequence[Frame]:
-        """Of a data loader's worker: its main thread's, up to its loop; empty for others."""
-        frames = self.main.frames
-        for number, frame in enumerate(frames):
-            if frame.name.rpartition(".")[2] == "_worker_loop":
-                return frames[: number + 1]
-        return ()
+    def is_worker(self) -> bool:
+        return is_loaders(self.main.frames)
 
     @property
     def is_rank(self) -> bool:
         """False for a data loader's worker, a launcher, or multiprocessing's own process."""
         frames = self.main.frames
-        return not self.worker_frames and not any(
+        return not self.is_worker and not any(
             _NO_RANKS.search(frame.file) for frame in frames
         )
 
@@ -176,6 +171,23 @@ def training(main: Thread, others: Sequence[Thread]) -> Thread:
         counters={**theirs.counters, **main.counters},
         loops={**theirs.loops, **main.loops},
     )
+
+
+def own_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """A child's up to the function that it began with: a forked process has its parent's frames,
+    too.
+    """
+    for number, frame in enumerate(frames):
+        name = frame.name.rpartition(".")[2]
+        is_start = frame.file.endswith("multiprocessing/process.py")
+        if name == "_worker_loop" or (name == "_bootstrap" and is_start):
+            return frames[: number + 1]
+    return frames
+
+
+def is_loaders(frames: Sequence[Frame]) -> bool:
+    """Whether they are of a data loader's worker."""
+    return any(frame.name.rpartition(".")[2] == "_worker_loop" for frame in frames)
 
 
 def other_threads(main: Thread, threads: Sequence[Thread]) -> list[str]:
@@ -359,7 +371,7 @@ def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
     process.
     """
     dumps = [dump for dump in dumps if any(one.frames for one in dump.threads)]
-    workers = [dump for dump in dumps if dump.worker_frames]
+    workers = [dump for dump in dumps if dump.is_worker]
     ranks = [dump for dump in dumps if dump.is_rank] or dumps
     _take_back_names(ranks)
     by_rank: dict[int, list[Dump]] = defaultdict(list)
@@ -431,7 +443,7 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
 def _worker_of(dump: Dump, workers: Sequence[Dump]) -> str:
     """Where the data loader's workers are that were dumped into the same file."""
     for worker in workers:
-        frames = worker.worker_frames
+        frames = own_frames(worker.main.frames)
         if worker.file == dump.file and not waits_for_work(frames):
             return f"a worker (pid {worker.pid}) is in {place(frames).where}"
     return ""

@@ -1,9 +1,10 @@
-"""Exceptions that ended ranks, from tracebacks in a log: the type, its message and the user's
-innermost frames.
+"""Exceptions that ended ranks, from tracebacks in a log:
+the type, its message and the user's innermost frames.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import deque
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
+    MOST_RANKS,
     LaunchFacts,
     Line,
     shown,
@@ -27,13 +29,20 @@ _CONTINUES = re.compile(
     r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)"
 )  # a message, for sure
 _LAST_ERROR = "Last error:"
-_BEGINS = re.compile(
-    r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])"
-)  # rich draws a frame
+# Rich draws a frame.
+_BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")
 # torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
 _PASSED_ON = "CheckpointException"
 _OF_RANKS = re.compile(r"CheckpointException ranks: ?dict_keys\(\[([\d, ]{1,2000})\]\)")
+# An ExceptionGroup's: "  + Exception Group Traceback (...)", and "  | " before its other lines.
+_GROUP_BEGINS = "+ Exception Group Traceback"
+_MARGIN = re.compile(r"^ {1,60}[|+](?:-\+)? ?")
+# What kubectl, stern and docker compose put before each line: "trainer-0  | ".
+_LABEL = re.compile(
+    r"(?!.{0,200}Original )([\w\[(].{0,200}\s)Traceback \(most recent call last\):$"
+)
+_MOST_LABELS = 256
 _FRAME = re.compile(
     r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$'
 )
@@ -60,9 +69,8 @@ _FATAL = re.compile(
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
 _IGNORED = re.compile(r"Exception ignored in")
-_IN_THREAD = re.compile(
-    r"Exception in thread ([^\s:(]{1,80})"
-)  # which ends that thread, and not its process
+# Which ends that thread, and not its process.
+_IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")
 # Exceptions of launchers: a rank has failed.
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|SignalException|elastic\.|RendezvousClosedError|CalledProcessError|"
@@ -72,10 +80,8 @@ _OF_LAUNCHERS = re.compile(
 _BY_OTHERS = re.compile(
     r"killed by signal: Terminated|SIGTERMException|SignalException|KeyboardInterrupt"
 )
-_MISMATCHES = (
-    "Detected mismatch",
-    "DDP expects same model",
-)  # that ranks found in one another
+# That ranks found in one another.
+_MISMATCHES = ("Detected mismatch", "DDP expects same model")
 _CLOSED = re.compile(
     r"Connection (?:closed|reset) by|[Rr]emote process exited|ncclRemoteError|Broken"
     r" pipe|remote peer|has left|"
@@ -107,15 +113,19 @@ class _Error:
         return "\n".join([self.message, *self.lines])
 
     @property
+    def is_group(self) -> bool:
+        """Whether what it holds follows."""
+        return self.type.endswith("ExceptionGroup")
+
+    @property
     def as_error(self) -> Error:
         return Error(self.type, self.words, self.frames)
 
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        if (
-            _LAST_ERROR in self.lines[:-1]
-        ):  # NCCL's first line is its kind, the line after this one what happened
+        # NCCL's first line is its kind, the line after this one what happened.
+        if _LAST_ERROR in self.lines[:-1]:
             message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
         return shown(f"{kind}: {message}" if message else kind)
 
@@ -140,13 +150,13 @@ class _Writing:
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    in_traceback: bool = (
-        False  # without a prefix, so its lines have none of logs.py's needles
-    )
+    # Without a prefix, so its lines have none of logs.py's needles.
+    in_traceback: bool = False
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
     thread: str = ""  # that it ended, if it is not the main one
     of: int = NOT_TOLD  # the rank that has raised it, where another one passes it on
+    in_group: bool = False  # an ExceptionGroup's, with a margin before each line
 
 
 class ExceptionLines:
@@ -157,19 +167,17 @@ class ExceptionLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._writing: dict[int, _Writing] = {}
-        self._stray: dict[
-            int, _Writing
-        ] = {}  # by rank, the last that was written without a prefix
-        self._fatal: dict[
-            int, int
-        ] = {}  # by writer, the rank that what is being written without a prefix ended
+        # By rank, the last that was written without a prefix.
+        self._stray: dict[int, _Writing] = {}
+        # By writer, the rank that what is being written without a prefix ended.
+        self._fatal: dict[int, int] = {}
         self._skips = 0  # lines
-        self._spawned = (  # which process it was that torch.multiprocessing had started
-            ""
-        )
-        self._raised_elsewhere: dict[
-            int, _Error
-        ] = {}  # by rank, what others say that it has raised
+        self._labels: dict[str, int] = {}  # before lines, and the key of their writer
+        self._label = ""  # perhaps another one: the next line tells
+        # Which process it was that torch.multiprocessing had started.
+        self._spawned = ""
+        # By rank, what others say that it has raised.
+        self._raised_elsewhere: dict[int, _Error] = {}
 
     @property
     def is_reading(self) -> bool:
@@ -181,17 +189,50 @@ class ExceptionLines:
         prefix = _PREFIX.search(text) if "[rank" in text else None
         if prefix is not None:
             self._take(line.rank, line, text[prefix.end() :])
+        elif text.startswith("{") and "Traceback (most" in text:
+            self._take_json(line)
         else:
-            self._take_without_prefix(line)
+            key, text = self._without_label(line)
+            self._take_without_prefix(key, line._replace(text=text))
 
-    def _take_without_prefix(self, line: Line) -> None:
-        text, key = line.text, line.rank if line.rank >= 0 else _STRAY
+    def _take_json(self, line: Line) -> None:
+        """A line of a program that logs JSON, with a traceback as one of its texts."""
+        try:
+            told = json.loads(line.text)
+        except (ValueError, RecursionError):  # cut, or none
+            return
+        rank = told.get("rank")
+        if type(rank) is int and 0 <= rank < MOST_RANKS:
+            line = line._replace(rank=rank)
+        key = line.rank if line.rank >= 0 else _STRAY
+        for text in told.values():
+            if isinstance(text, str) and "Traceback (most" in text:
+                for part in text.splitlines()[: 4 * _MOST_FRAMES]:
+                    self._take_without_prefix(key, line._replace(text=part))
+
+    def _without_label(self, line: Line) -> tuple[int, str]:
+        """The writer's key, and the text, without what is before each of its lines."""
+        text, label = line.text, self._label
+        key = line.rank if line.rank >= 0 else _STRAY
+        if label and text.startswith(label) and len(self._labels) < _MOST_LABELS:
+            self._labels[label] = _STRAY - 1 - len(self._labels)
+            if (writing := self._writing.pop(key, None)) is not None:
+                self._writing[self._labels[label]] = writing
+        self._label = ""
+        for label, of_label in self._labels.items():
+            if text.startswith(label):
+                return of_label, text[len(label) :]
+        if found := _LABEL.match(text):
+            self._label = found[1]
+        return key, text
+
+    def _take_without_prefix(self, key: int, line: Line) -> None:
+        text = line.text
         if fatal := _FATAL.search(text):
             self._end(key)
             self._fatal[key] = line.rank
-            self._spawned = (
-                f", in spawned process {fatal[1]}" if fatal[1] else ""
-            )  # its rank on one host
+            # Its rank on one host.
+            self._spawned = f", in spawned process {fatal[1]}" if fatal[1] else ""
             return
         if process := _PROCESS.search(text):
             self._end(key)
@@ -223,15 +264,19 @@ class ExceptionLines:
         writing = self._writing.get(key)
         if text.startswith(("│", "|")):
             text = text.strip("│| ")
+        in_group = _GROUP_BEGINS in text or (writing is not None and writing.in_group)
+        if in_group and (margin := _MARGIN.match(text)):
+            text = text[margin.end() :]
+            if not text.strip("- 0123456789"):  # "+---- 2 ----"
+                return
         if thread := _IN_THREAD.search(text):
             self._end(key)
             if (of_thread := self._anew(key)) is not None:
                 of_thread.thread = shown(thread[1])
                 of_thread.in_traceback = not line.has_prefix
             return
-        if _OF_LOGGER.match(
-            text
-        ):  # another thread's line, such as the watchdog's: no part of a message
+        # Another thread's line, such as the watchdog's: no part of a message.
+        if _OF_LOGGER.match(text):
             self._end(key)
             return
         if of_rank := _OF_RANK.search(text):
@@ -240,7 +285,7 @@ class ExceptionLines:
                 passed_on.of = int(of_rank[1])
                 passed_on.in_traceback = not line.has_prefix
         elif _BEGINS.search(text):
-            self._begin(key, line, text)
+            self._begin(key, line, text, in_group)
         elif writing is not None:
             self._go_on(writing, line, text)
         elif (
@@ -260,21 +305,18 @@ class ExceptionLines:
         self._writing[key] = _Writing(was_over=self._found.is_over)
         return self._writing[key]
 
-    def _begin(self, key: int, line: Line, text: str) -> None:
-        writing, is_workers = self._writing.get(key), "Original" in text
-        if (
-            writing is not None
-            and not is_workers
-            and writing.last is not None
-            and not writing.was_caused
-        ):
+    def _begin(self, key: int, line: Line, text: str, in_group: bool) -> None:
+        writing = self._writing.get(key)
+        last = writing.last if writing is not None else None
+        # Of a data loader's worker, or in a group: beneath the frames that waited for it
+        is_inner = "Original" in text or (last is not None and last.is_group)
+        if writing and last and not is_inner and not writing.was_caused:
             self._end(key)  # of another exception
             writing = None
         if (writing := writing or self._anew(key)) is not None:
             writing.in_traceback = not line.has_prefix
-            if (
-                not is_workers
-            ):  # a data loader's worker: beneath the frames that waited for it
+            writing.in_group = in_group
+            if not is_inner:
                 writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
@@ -308,12 +350,11 @@ class ExceptionLines:
 
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
-        is_workers = (
-            writing.last is not None
-            and "Caught " in writing.last.message
-            and not writing.was_caused
+        last = writing.last
+        is_inner = last is not None and (
+            last.is_group or ("Caught " in last.message and not writing.was_caused)
         )
-        if writing.root is None or is_workers:
+        if writing.root is None or is_inner:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
         writing.in_traceback = not line.has_prefix
@@ -350,9 +391,10 @@ class ExceptionLines:
             return
         details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind = error.type.rpartition(".")[2]
+        # "KeyboardInter".
         is_cut = not error.words.strip() and any(
             name.startswith(kind) for name in BY_HAND
-        )  # "KeyboardInter"
+        )
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
         elif error.is_of_a_collective or any(

@@ -1,5 +1,5 @@
-"""Reader of torch's Flight Recorder dumps: which collectives of which groups each rank has entered,
-and from where.
+"""Reader of torch's Flight Recorder dumps:
+which collectives of which groups each rank has entered, and from where.
 
 Dumps are pickles or JSON, one a rank, whose number follows "rank" in the file's name, or is its
 end.
@@ -159,9 +159,8 @@ def _groups(dumps: dict[int, _Dump]) -> list[tuple[str, list[int]]]:
 
 
 def _read(file: Path) -> _Dump:
-    in_name = _RANK_IN_NAME.search(
-        file.name
-    )  # the first one: "rank2_step42.pickle" is rank 2's
+    # The first one: "rank2_step42.pickle" is rank 2's.
+    in_name = _RANK_IN_NAME.search(file.name)
     if in_name is None:
         raise ValueError("its name has no rank, as nccl_trace_rank_3 has")
     if file.stat().st_size > plain_pickle.LARGEST_BYTES:

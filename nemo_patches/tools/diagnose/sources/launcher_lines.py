@@ -1,5 +1,5 @@
-"""Lines of launchers, schedulers and the kernel on processes that ended: torchrun, DeepSpeed, Ray,
-Slurm, mpirun.
+"""Lines of launchers, schedulers and the kernel on processes that ended:
+torchrun, DeepSpeed, Ray, Slurm, mpirun.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ _LOST_NODE = re.compile(
     r"(?:PRTE|ORTE|PMIX|mpirun) has lost communication with a remote daemon"
 )
 _REMOTE_DAEMON = re.compile(r"Remote daemon: .{1,200} on node (\S{1,200})")
-_SHELL = re.compile(
-    r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S"
-)  # bash, of a process in its script
+# Bash, of a process in its script.
+_SHELL = re.compile(r": line \d{1,9}: {1,8}(\d{1,9}) Killed {2,40}\S")
 MPIRUN = re.compile(
     r"process rank (\d{1,7}) with PID \d{1,9} on node (\S{1,80}) (?:exited on ?signal"
     r" (\d{1,3})|exiting ?improperly)"
@@ -147,9 +146,8 @@ _RAY_REASON = re.compile(r"Worker exit type: (\w{1,40})")
 _BY_DESIGN = ("INTENDED_USER_EXIT", "INTENDED_SYSTEM_EXIT", "USER_ERROR")
 _RAY_LINES = 12  # in which the process id and the reason of a death follow
 _Kept = TypeVar("_Kept")
-_PATIENCE_S = (
-    5.0  # of a table's times: torchrun looks at its processes one after the other
-)
+# Of a table's times: torchrun looks at its processes one after the other.
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -172,29 +170,26 @@ class LauncherLines:
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
         self._table: list[_Failure] = []
-        self.ended: set[int] = (
-            set()
-        )  # ranks in the table: their later lines are of a later launch
+        # Ranks in the table: their later lines are of a later launch.
+        self.ended: set[int] = set()
         self._in_lines: list[tuple[int, int, int, Line]] = []  # code, local rank, pid
-        self._sent: set[tuple[str, int]] = (
-            set()
-        )  # files and pids that torchrun sent SIGTERM, as others had failed
-        self._cancelled: set[str] = (
-            set()
-        )  # files that tell that Slurm has ended the job
-        self._forced: set[int] = (
-            set()
-        )  # pids that torchrun killed, as they did not heed SIGTERM
+        # Files and pids that torchrun sent SIGTERM, as others had failed.
+        self._sent: set[tuple[str, int]] = set()
+        # Files that tell that Slurm has ended the job.
+        self._cancelled: set[str] = set()
+        # Pids that torchrun killed, as they did not heed SIGTERM.
+        self._forced: set[int] = set()
         self._at, self._host, self._rank = 0.0, "", NOT_TOLD
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_lines = 0
         self._lost_node: Line | None = None  # a lost daemon whose node may follow
         self._mpi_rank = NOT_TOLD  # whose exit code may follow
+        # By SIGTERM, says srun; Slurm's reason may follow.
+        self._terminated: list[tuple[Fate, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
-        self._finished: Line | None = (
-            None  # the last that tells of an end in good order
-        )
+        # The last that tells of an end in good order.
+        self._finished: Line | None = None
 
     @property
     def is_requeued(self) -> bool:
@@ -298,9 +293,12 @@ class LauncherLines:
             told = (
                 Fate(fates.KILLED, f"Slurm's {task}: {how}")
                 if how
-                else _fate_of(code, f"Slurm, of {task}")
+                else _of_exit(code, found[4], f"Slurm, of {task}")
             )
-            self._tell(told, line)
+            if told is not None and told.kind == fates.TERMINATED:
+                self._terminated.append((told, line))
+            else:
+                self._tell(told, line)
 
     def _of_lightning(self, found: re.Match[str], line: Line) -> None:
         fate = _fate_of(
@@ -391,6 +389,9 @@ class LauncherLines:
 
     def finish(self) -> None:
         self._end_ray(NOT_TOLD)
+        for fate, line in self._terminated:
+            if line.file not in self._cancelled:
+                self._tell(fate, line)
         known = {one.pid for one in self._table}
         first = min(
             (one.at for one in self._table if one.at and one.code != -15), default=0.0
@@ -405,6 +406,24 @@ class LauncherLines:
             if pid not in known:
                 who = f"torchrun, of local rank {local_rank} (pid {pid})"
                 self._tell(_fate_of(code, who), line, self._rank_of(pid))
+
+    def leave_out_woken(self) -> None:
+        """Slurm wakes a stopped rank to end it: that rank then meets closed connections, of ranks
+        that stall_exit has ended, and was no less silent before.
+        """
+        facts = self._found.facts
+        exits = {
+            fact.rank for fact in facts.values() if fact.fate_text == fates.STALL_EXIT
+        }
+        silent = {
+            fact.rank for fact in facts.values() if fact.fate_kind == fates.SILENT
+        }
+        if exits:
+            self._found.facts = {
+                key: fact
+                for key, fact in facts.items()
+                if fact.fate_kind != fates.CUT or fact.rank not in silent - exits
+            }
 
     def _of_table(self, one: _Failure, first: float) -> Fate | None:
         later = one.at > first + _PATIENCE_S
@@ -429,6 +448,14 @@ def _fate_of(code: int, who: str) -> Fate | None:
     if -code in _BY_NOBODY_ELSE:
         return Fate(fates.KILLED, text)
     return Fate(fates.ABORTED if code in (-6, STALL_EXIT) else fates.FAILED, text)
+
+
+def _of_exit(code: int, exit_code: str | None, who: str) -> Fate | None:
+    """A program, or a shell, that has ended by a code like 137 itself: srun names real signals."""
+    fate = _fate_of(code, who)
+    if fate is None or code >= 0 or exit_code is None:
+        return fate
+    return Fate(fate.kind, f"exit code {exit_code} ({_SIGNALS[-code]}), says {who}")
 
 
 def _signed(code: str) -> int:

@@ -85,9 +85,8 @@ class LaunchFacts:
     not_told: int = 0
     reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
-    by_local_rank: dict[tuple[object, ...], None] = field(
-        default_factory=dict
-    )  # in order, as a set is not
+    # In order, as a set is not.
+    by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
 
     def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
         self.keep(

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.decoder import format_in
-from nemo_patches.tools.diagnose.facts import ALL_WELL, NOT_TOLD, Evidence
-from nemo_patches.tools.diagnose.folder import UnreadableError
+from nemo_patches.tools.diagnose.facts import (
+    ALL_WELL,
+    NOT_TOLD,
+    Evidence,
+    UnreadableError,
+)
 from nemo_patches.tools.diagnose.sources.c10d_lines import (
     BARRIER,
     CONNECTING,
@@ -65,71 +68,22 @@ _NAMES = re.compile(
 # -l the job's.
 _TEE = re.compile(r"\[default(\d{1,6})\]: ?|\[\d{1,9},(\d{1,6})\]<std(?:err|out)>: ?")
 _SRUN_LABEL = re.compile(r"(\d{1,6}): ")
-_LABELLED = re.compile(
-    r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)"
-)  # from such a line on
+# From such a line on.
+_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
 
 # Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
-    *(
-        b"[rank",
-        b"NCCL",
-        b"ollective",
-        b"nemo_patches ",
-        b"Starting with ",
-        b"gloo",
-        b"arrier",
-        b"imed out",
-    ),
-    *(
-        b"exit",
-        b"rank      :",
-        b"oom_kill",
-        b"oom-kill",
-        b"CANCELLED",
-        b"death signal",
-        b" Killed ",
-        b"TERM_",
-    ),
-    *(
-        b"ut of memory",
-        b"memory limit",
-        b"bus error",
-        b"killed ",
-        b"srun: error",
-        b"terminated with ",
-        b"died",
-    ),
-    *(
-        b"Fatal Python",
-        b"Traceback (most",
-        b"pid ",
-        b"due to timeout",
-        b"dump signal",
-        b"lost communication",
-    ),
-    *(
-        b"Node failure",
-        b"with PID",
-        b"Remote daemon",
-        b"Process name: ",
-        b"inconsistent",
-        b"Error",
-        b"gai error",
-    ),
-    *(
-        b"eturning from train",
-        b"raining finished",
-        b"raining complete",
-        b"raining done",
-        b"inished training",
-    ),
-    *(b"Trainer.fit` stopped", b"PBS: job killed"),
-)
-_PART_BYTES = (
-    1 << 13
-)  # that are looked at where they, or those before them, hold such a word
+    b"[rank|NCCL|ollective|nemo_patches |Starting with |gloo|arrier|imed out|exit|rank      :|"
+    b"oom_kill|oom-kill|CANCELLED|death signal| Killed |TERM_|ut of memory|memory limit|bus error|"
+    b"killed |srun: error|terminated with |died|Fatal Python|Traceback (most|pid |due to timeout|"
+    b"dump signal|lost communication|Node failure|with PID|Remote daemon|Process name: |"
+    b"Duplicate GPU|pair closure|lagging ranks|inconsistent|Error|gai error|eturning from train|"
+    b"raining finished|raining complete|"
+    b"raining done|inished training|Trainer.fit` stopped|PBS: job killed"
+).split(b"|")
+# That are looked at where they, or those before them, hold such a word.
+_PART_BYTES = 1 << 13
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
@@ -147,19 +101,9 @@ _SEVERAL = re.compile(
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 _RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with (\d{1,7}) processes")
-_TELL_OF_AN_END = (
-    *(
-        "collective operation timeout",
-        "timed out in blocking wait",
-        "closing signal SIG",
-        "dump signal",
-    ),
-    *(
-        "monitoredBarrier",
-        "failed (exitcode",
-        "first observed failure",
-        "exits with return code",
-    ),
+_TELL_OF_AN_END = re.compile(
+    r"collective operation timeout|timed out in blocking wait|closing signal SIG|dump signal|"
+    r"monitoredBarrier|failed \(exitcode|first observed failure|exits with return code"
 )
 
 
@@ -202,9 +146,8 @@ class _Launch:
         self.launcher = LauncherLines(self.found)
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
-        self.by_file: list[
-            set[int]
-        ] = []  # for each file, the ranks that its lines are from
+        # For each file, the ranks that its lines are from.
+        self.by_file: list[set[int]] = []
 
     def begin_file(self) -> None:
         self.found.is_over = False
@@ -219,7 +162,7 @@ class _Launch:
         found.note_pid(text)
         if line.has_prefix and len(self.by_file[-1]) < MOST_KEPT:
             self.by_file[-1].add(line.rank)
-        found.is_over = found.is_over or any(words in text for words in _TELL_OF_AN_END)
+        found.is_over = found.is_over or _TELL_OF_AN_END.search(text) is not None
         if "nemo_patches" in text:
             self.stalls.take(line)
         self.c10d.take(line)
@@ -229,6 +172,7 @@ class _Launch:
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
         self.exceptions.finish()
+        self.launcher.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.c10d.finish(evidence, self.by_file)
         not_told = self.found.without_local_ranks()
@@ -242,14 +186,12 @@ class _Reading:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
         self._launch = _Launch()
-        self._before: tuple[LaunchFacts, Evidence] | None = (
-            None  # the last earlier launch with any facts
-        )
+        # The last earlier launch with any facts.
+        self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
         self._names: dict[str, Path] = {}
-        self._runs: dict[
-            int, Path
-        ] = {}  # by local rank, torchrun's folder, one for each host
+        # By local rank, torchrun's folder, one for each host.
+        self._runs: dict[int, Path] = {}
 
     def read(self, path: Path, alone: bool) -> None:
         """alone: no other file is read, so a launch that begins in it ends the one before."""
@@ -266,10 +208,6 @@ class _Reading:
                 else path.open("rb")
             ) as file:
                 start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
-                if format_in(start.partition(b"\n")[0]) is not None:
-                    raise UnreadableError(
-                        f"{path}: it is one rank's trace; give the folder that it is in"
-                    )
                 if start.startswith(_OTHER_FORMATS):
                     raise UnreadableError(
                         f"{path}: compressed, not by gzip, or in UTF-16: give its plain"
@@ -309,9 +247,8 @@ class _Reading:
             self._evidence.problems.append(
                 f"{safe(path.name)}: its compressed data are not whole: {error}"
             )
-            if (
-                isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES
-            ):  # its end is lost
+            # Its end is lost.
+            if isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES:
                 self._launch.found.missing_lines = True
         except OSError as error:
             self._launch.found.missing_lines = True
@@ -327,8 +264,11 @@ class _Reading:
 
     def _is_next_attempt(self, message: str) -> bool:
         """Of a job that Slurm has requeued: srun and slurmstepd go on after that line."""
-        return self._launch.launcher.is_requeued and not message.startswith(
-            ("srun", "slurmstepd")
+        is_slurms = message.startswith(("srun", "slurmstepd"))
+        return (
+            self._launch.launcher.is_requeued
+            and bool(message.strip())
+            and not is_slurms
         )
 
     def _begin_launch(self) -> None:
@@ -434,40 +374,24 @@ def _pieces(line: bytes) -> Iterator[str]:
             yield text
 
 
-_BEGINNINGS = (
-    *(
-        "ProcessGroupNCCL",
-        "Watchdog caught",
-        "last enqueued",
-        "gloo/",
-        "failed (exitcode",
-    ),
-    *(
-        "Detected mismatch",
-        "watchdog thread",
-        "store based barrier",
-        "client socket has timed",
-    ),
-    *("is setting up NCCL", "sigkill_handler] [", "with PID"),
+# A message that a terminal may have wrapped, and one that is known to be long
+_BEGINS = re.compile(
+    r"ProcessGroupNCCL|Watchdog caught|last enqueued|gloo/|failed \(exitcode|Detected mismatch|"
+    r"watchdog thread|store based barrier|client socket has timed|is setting up NCCL|"
+    r"sigkill_handler\] \[|with PID|\[Rank$"
 )
-_LONG = (
-    "Watchdog caught",
-    "Detected mismatch",
-    "dump signal",
-    "is setting up NCCL",
-    "sigkill_handler] [",
+_IS_LONG = re.compile(
+    r"Watchdog caught|Detected mismatch|dump signal|is setting up NCCL|sigkill_handler\] \["
 )
-_ENDS = ("before timing out", "timing out", "ng out.")
-_WHOLE = re.compile("before timing out|timed out in blocking wait")
+_WHOLE = re.compile(
+    r"timing out$|ng out\.$|before timing out|timed out in blocking wait|"
+    r"last ?completed ?(?:NCCL ?)?work: ?-?\d"
+)
 _WHOLE_MISMATCH = re.compile(
-    r"running ?collective:.{1,2000}running ?collective:"
-    r" ?CollectiveFingerPrint\([^)]{0,300}(?:\)|TensorDtypes)"
+    r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}"
+    r"(?:\)|TensorDtypes)"
 )
-_COMPLETED = re.compile(r"last ?completed ?(?:NCCL ?)?work: ?-?\d")
-
-
 _WHOLE_ONES = (
-    _COMPLETED,
     _WHOLE,
     STUCK_WATCHDOG,
     GLOO,
@@ -484,37 +408,29 @@ _KEYS = re.compile(
 
 def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """The lines, with those that a terminal has wrapped put together again."""
-    begun: list[str] = []
+    begun, parts = "", 0
     begun_at = before = 0
     for number, line in lines:
         is_next, before = number <= before + 1, number
         if begun:
-            most = (
-                _MOST_JOINED_OF_LONG
-                if any(text in "".join(begun) for text in _LONG)
-                else _MOST_JOINED
-            )
-            if len(begun) < most and line and is_next and not _NEW_MESSAGE.search(line):
-                begun.append(line.lstrip() if begun[-1].endswith(" ") else line)
-                if _is_whole("".join(begun)):
-                    yield begun_at, "".join(begun)
-                    begun = []
+            most = _MOST_JOINED_OF_LONG if _IS_LONG.search(begun) else _MOST_JOINED
+            if parts < most and line and is_next and not _NEW_MESSAGE.search(line):
+                begun += line.lstrip() if begun.endswith(" ") else line
+                parts += 1
+                if _is_whole(begun):
+                    yield begun_at, begun
+                    begun = ""
                 continue
-            yield begun_at, "".join(begun)
-            begun = []
-        if line.endswith("[Rank") or (
-            any(text in line for text in _BEGINNINGS)
-            and not _CPP_FRAME.search(line)
-            and not _is_whole(line)
-        ):
-            begun, begun_at = (
-                [line + " " if line.endswith(("[Rank", ":", ",", "by")) else line],
-                number,
-            )
+            yield begun_at, begun
+            begun = ""
+        is_frame = _CPP_FRAME.search(line) is not None
+        if _BEGINS.search(line) and not is_frame and not _is_whole(line):
+            begun = f"{line} " if line.endswith(("[Rank", ":", ",", "by")) else line
+            begun_at, parts = number, 1
         else:
             yield number, line
     if begun:
-        yield begun_at, "".join(begun)
+        yield begun_at, begun
 
 
 def _is_whole(line: str) -> bool:
@@ -522,4 +438,4 @@ def _is_whole(line: str) -> bool:
         return _WHOLE_MISMATCH.search(line) is not None
     if "is setting up NCCL" in line:
         return UNIQUE_ID.search(line) is not None and _KEYS.search(line) is not None
-    return line.endswith(_ENDS) or any(pattern.search(line) for pattern in _WHOLE_ONES)
+    return any(pattern.search(line) for pattern in _WHOLE_ONES)

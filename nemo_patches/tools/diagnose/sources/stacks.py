@@ -1,5 +1,6 @@
-"""Stacks of ranks, as this package's JSON of a host has them; dumps.py reads those that were made
-by hand.
+"""Stacks of ranks, as this package's JSON of a host has them.
+
+dumps.py reads those that were made by hand.
 """
 
 from __future__ import annotations
@@ -96,9 +97,6 @@ def read(files: Sequence[Path], evidence: Evidence) -> None:
     evidence.facts += facts
     sizes = [fact.value.world_size for fact in facts if isinstance(fact.value, Member)]
     evidence.world_size = max(evidence.world_size, *sizes, 0)
-    evidence.moving |= any(
-        isinstance(fact.value, Motion) and fact.value.moved for fact in facts
-    )
 
 
 # A host's samples.
@@ -331,7 +329,9 @@ def _children(samples: Sequence[Sample]) -> list[str]:
         ]
     for sample in last.workers:
         frames = _own_frames(sample)
-        if frames and (_is_loaders(frames) or all(map(_is_multiprocessings, frames))):
+        if frames and (
+            dumps.is_loaders(frames) or all(map(_is_multiprocessings, frames))
+        ):
             continue
         name = f"{safe(sample.name, 30)} (pid {sample.pid})"
         if sample.state in (NO_PROCESS, ZOMBIE):
@@ -430,7 +430,7 @@ def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
     ]
     for sample in last.workers:
         frames = _own_frames(sample)
-        is_loaders = _is_loaders(frames)
+        is_loaders = dumps.is_loaders(frames)
         held = _held(sample)
         if not held and (not is_loaders or waits_for_work(frames)):
             continue
@@ -450,22 +450,8 @@ def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
     return told_of[0] if told_of else "", told_of[1:]
 
 
-def _own_frames(sample: Sample) -> tuple[Frame, ...]:
-    """A child's frames up to the function that it began with: a forked process has its parent's
-    frames, too.
-    """
-    frames = sample.main.frames if sample.main is not None else ()
-    for number, frame in enumerate(frames):
-        name = frame.name.rpartition(".")[2]
-        if name == "_worker_loop" or (
-            name == "_bootstrap" and frame.file.endswith("multiprocessing/process.py")
-        ):
-            return frames[: number + 1]
-    return frames
-
-
-def _is_loaders(frames: Sequence[Frame]) -> bool:
-    return any(frame.name.rpartition(".")[2] == "_worker_loop" for frame in frames)
+def _own_frames(sample: Sample) -> Sequence[Frame]:
+    return dumps.own_frames(sample.main.frames) if sample.main is not None else ()
 
 
 def _other_threads(last: Sample) -> list[str]:
@@ -495,9 +481,8 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
-    in_loader = any(
-        "utils/data/" in frame.file for frame in first.main.frames
-    )  # it polls its workers
+    # It polls its workers.
+    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)
     if (
         ran
         and is_idle

@@ -1,5 +1,5 @@
-"""nemo_patches' own lines in a log: which rank was missing, where it was, and where the others
-waited.
+"""nemo_patches' own lines in a log:
+which rank was missing, where it was, and where the others waited.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ _GROUP = re.compile(
 )
 _OF_A_HOST = re.compile(rf"^{ALL_RANKS_OF}(.{{1,255}}) \(([\d, -]{{1,2000}})\): (.*)$")
 _PID = re.compile(r"(?:(.*), )?pid (\d{1,9})$")
-_WAITS_ITSELF = re.compile(r"^ waits itself, in (.{1,200}?): (.*)$")
-_EVALUATED = re.compile(
-    r"^ has ended this evaluation, .{0,40} and waits in (.{1,200}?)(?:;|$)"
+_WAITS = re.compile(
+    r"^ (?:waits itself,|has ended this evaluation, .{0,40} and waits) in (.{1,200}?)"
+    r"(?:: (.*)|;.*)?$"
 )
 _LAST_CALL = re.compile(r"; its last encoder call, \d{1,12}, began .*$")
 _RECOVERED = re.compile(
-    r"recovered: ranks? ([\d, -]{1,2000}) came (\d{1,9}(?:\.\d{1,3})?) s late"
+    r"recovered: ranks? ([\d, -]{1,2000}) came \d{1,9}(?:\.\d{1,3})? s late"
 )
-_GAVE_UP = re.compile(
-    r"other ranks waited for this one, and gave up \((.{0,200})\)(?:; it had been in"
-    r" (.{1,400}))?"
+_WENT_ON = re.compile(
+    r"other ranks waited for this one, and gave up|(?:calls|collectives) go on, after"
 )
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
 _REPORT_IN = re.compile(
@@ -61,23 +60,23 @@ _DOES = {
     " compiles": COMPILATION,
     " exports a model": EXPORT,
 }
-_GOES_ON = re.compile(r"(?:: ?)? (?:go(?:es)? on|computes?, without a step)")
+_GOES_ON = re.compile(
+    r"(?:: ?)? (?:go(?:es)? on|computes?, without a step)|.* go on with"
+)
 _LEFT = Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
+# Words of a group's text, and what has become of these ranks
 _FATES = (
-    *(("has left", _LEFT), ("have left", _LEFT)),
+    ("ha(?:s|ve) left", _LEFT),
     ("not announced", Fate(fates.UNSEEN, "not patched, or not started")),
-    *((gone, Fate(fates.GONE, GONE)) for gone in (GONE, "their processes have gone")),
-    *(
-        (words, Fate(fates.SILENT, NO_HEARTBEAT))
-        for words in ("answers nothing", "answer nothing")
-    ),
-    *(
-        (words, Fate(fates.SILENT, NO_HEARTBEAT))
-        for words in ("connection was lost", "connections were lost")
+    (f"{GONE}|their processes have gone", Fate(fates.GONE, GONE)),
+    (
+        "answers? nothing|connections? (?:was|were) lost",
+        Fate(fates.SILENT, NO_HEARTBEAT),
     ),
 )
 # A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)")
+_IS_CALLER = re.compile(r", in .*\(.*:\d+\)|, (?:while|during) ")
 
 
 class StallLines:
@@ -114,22 +113,17 @@ class StallLines:
             self._take_missing(-1, gone[2], line)
         elif recovered := _RECOVERED.search(text):
             for late in ranks_in(recovered[1]):
-                self._went_on(late, f"it came {recovered[2]} s late", line, own=False)
+                self._went_on(late, text, line, own=False)
             self._found.facts.pop((reporter, Place), None)
         elif _STALL_EXIT.search(text):
-            self._found.add(reporter, Fate(fates.TERMINATED, "stall_exit"), line)
-        elif gave_up := _GAVE_UP.search(text):
-            been = f", which had been in {gave_up[2]}" if gave_up[2] else ""
-            self._went_on(
-                reporter, shown(f"others had waited for this rank{been}"), line
-            )
+            self._found.add(reporter, Fate(fates.TERMINATED, fates.STALL_EXIT), line)
+        elif _WENT_ON.search(text):
+            self._went_on(reporter, text, line)
         elif report_in := _REPORT_IN.search(text):
             self._found.note_reports(shown(report_in[1]))
-        elif "calls go on, after" in text or "collectives go on, after" in text:
-            self._went_on(reporter, shown(text), line)
 
     def _went_on(self, rank: int, by: str, line: Line, own: bool = True) -> None:
-        self._found.add(rank, Motion(True, by), line, own)
+        self._found.add(rank, Motion(True, shown(by)), line, own)
         self._found.facts.pop((rank, Place), None)
 
     def _take_missing(self, reporter: int, text: str, line: Line) -> None:
@@ -176,13 +170,13 @@ class StallLines:
             self._found.add(rank, value, line, own=False)
 
 
-def places_in(text: str) -> dict[int, Place]:
-    """By rank, where ranks are by the text of a stall report."""
-    found: dict[int, Place] = {}
+def told_in(text: str) -> dict[int, Place | Motion | Fate]:
+    """By rank, what the text of a stall report tells."""
+    found: dict[int, Place | Motion | Fate] = {}
     if idle := _IDLE.search(text):
         for part in idle[2].split(" | "):
             ranks, _, value = _group_in(part)
-            if isinstance(value, Place):
+            if value is not None:
                 found |= dict.fromkeys(ranks, value)
     return found
 
@@ -205,21 +199,18 @@ def _group_in(
 def _value_of(text: str) -> Place | Motion | Fate | None:
     """The fact about ranks in the text after their names."""
     text = text.strip() if text.startswith(": ") else text
-    if _GOES_ON.match(text) or " go on with" in text:
+    if _GOES_ON.match(text):
         return Motion(True, shown(text.lstrip(": ")))
     lowered = text.lower()
     if "not heard" in lowered:
         return None
-    return next(
-        (fate for words, fate in _FATES if words in lowered), None
-    ) or _place_in(text)
+    told = (fate for words, fate in _FATES if re.search(words, lowered))
+    return next(told, None) or _place_in(text)
 
 
 def _place_in(text: str) -> Place:
-    if itself := _WAITS_ITSELF.match(text):
-        return Place(where=shown(itself[2]), collective=shown(itself[1]))
-    if evaluated := _EVALUATED.match(text):
-        return Place(collective=shown(evaluated[1]))
+    if waits := _WAITS.match(text):
+        return Place(where=shown(waits[2] or ""), collective=shown(waits[1]))
     if apart := next((one for one in APART if one in text), ""):
         return Place(where=shown(apart), activity=shown(apart))
     activity = next(
@@ -227,21 +218,16 @@ def _place_in(text: str) -> Place:
     )
     where = text.partition(": ")[2] if ": " in text else text.removeprefix(":").strip()
     where, *details = where.split("; ")
-    if _IS_PLACE.search(where) and not re.search(
-        r", in .*\(.*:\d+\)|, (?:while|during) ", where
-    ):
-        worker = next((detail for detail in details if "worker" in detail), "")
-        batch = tuple(
-            shown(detail) for detail in details if detail.startswith("last batch")
-        )
+    if _IS_PLACE.search(where) and not _IS_CALLER.search(where):
+        worker = next((one for one in details if "worker" in one), "")
+        batch = [shown(one) for one in details if one.startswith("last batch")]
         return Place(
-            where=shown(where), activity=activity, worker=shown(worker), details=batch
+            where=shown(where),
+            activity=activity,
+            worker=shown(worker),
+            details=tuple(batch),
         )
-    if (
-        not where
-        or where == "where is not known"
-        or where.startswith(("is late", "is elsewhere"))
-    ):
+    if not where or where.startswith(("is late", "is elsewhere", "where is not known")):
         return Place(activity=activity)
     collective, _, caller = re.sub(r", after encoder call \d+$", "", where).partition(
         ", in "

@@ -145,14 +145,12 @@ def diagnose_answer(
         ranks=tuple(_summary(rank, group) for rank, group in answer.by_rank),
         problems=problems,
         summary=(answer.text,),
-        moving=any(group.kind == CALLING for group in answer.groups),
-        runs=True,
     )
 
 
 def evidence_of(answer: Answer) -> Evidence:
     """What a running job has just answered."""
-    return Evidence(list(_facts(answer)), world_size=answer.world_size, runs=True)
+    return Evidence(list(_facts(answer)), world_size=answer.world_size)
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -303,8 +301,7 @@ def _summary(rank: int, group: Group) -> RankSummary:
     process = (group.host, group.pid) if is_first else ("", 0)
     state = f"{group.kind}: {group.text}" if group.text else group.kind
     ago = group.idle if group.idle >= 0 else None
-    is_unknown = (
-        group.kind in (*_FATES, UNHEARD) and not group.calls
-    )  # such a rank has not told
+    # Such a rank has not told.
+    is_unknown = group.kind in (*_FATES, UNHEARD) and not group.calls
     calls = None if is_unknown else group.calls
-    return RankSummary(rank, *process, calls, state, None, ago, None, None, None)
+    return RankSummary(rank, *process, calls, state, ago)

@@ -1,29 +1,36 @@
-"""Reader of traces: how each rank ended, where it was, and which rounds and calls it has reached.
+"""Reader of traces:
+of each rank its last call, how it ended, where its stall reports saw all ranks, and who was
+late.
 
-A rank's stall reports are about other ranks, and hearsay.
+Ranks are compared by the numbers of their calls and rounds, never by hosts' clocks. A trace that is
+damaged tells how its process ended, and nothing of its last call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import json
+import socket
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.judge import Seat
-from nemo_patches.judging.kinds import GONE as PROCESS_GONE
-from nemo_patches.judging.kinds import LEFT, UNANNOUNCED
-from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
-from nemo_patches.text import safe
+from nemo_patches.judging.kinds import GONE, LEFT, SILENT, UNANNOUNCED
+from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.by_calls import LONG_S
-from nemo_patches.tools.diagnose.case import (
-    Case,
-    StallReports,
-    last_entered,
-    outcomes_of,
-    without_encoders,
+from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    CLOCK_SLACK_S,
+    started_at,
+    stat_fields,
 )
-from nemo_patches.tools.diagnose.endings import Ending
 from nemo_patches.tools.diagnose.facts import (
     Call,
     Evidence,
@@ -34,262 +41,545 @@ from nemo_patches.tools.diagnose.facts import (
     Place,
     Value,
 )
-from nemo_patches.tools.diagnose.folder import TracedJob
+from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 from nemo_patches.tools.diagnose.frame_text import shown
-from nemo_patches.tools.diagnose.lateness import behind_since
 from nemo_patches.tools.diagnose.rank_end import (
+    BY_HAND,
+    ENDED_WITH_IT,
+    STALL_EXIT,
+    TIMED_OUT,
     Error,
-    ending_failure,
     error_in,
     error_of,
 )
-from nemo_patches.tools.diagnose.rank_trace import CAME, TIMEOUT
-from nemo_patches.tools.diagnose.sources.stall_lines import places_in
+from nemo_patches.tools.diagnose.sources.stall_lines import told_in
+from nemo_patches.tools.diagnose.verdicts import finding, parties
+from nemo_patches.tracing import records
 
-_KINDS = {LEFT: fates.GONE, NO_HEARTBEAT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
-_MOST_DETAILS = 4
-
-
-def read(job: TracedJob, encoders: list[Case], evidence: Evidence) -> None:
-    """Add the facts of a launch. Ranks whose files are damaged are only members."""
-    evidence.world_size = max(evidence.world_size, job.world_size)
-    evidence.moving |= job.moving
-    evidence.runs |= bool(job.ago)
-    for rank, trace in sorted(job.traces.items()):
-        header = trace.header
-        member = Member(header.world_size, header.pid)
-        at, host = header.started + trace.last, safe(header.host)
-        evidence.facts.append(Fact(rank, member, _cite(rank), at, host))
-    for case in encoders or [without_encoders(job)]:
-        for rank, ending in sorted(case.endings.items()):
-            if not ending.unsure:
-                evidence.facts += _ends(case, rank, ending)
-            if encoders:
-                evidence.facts.append(_fact(case, rank, _call(case, rank, ending)))
-        evidence.facts += _stall(case, evidence)
-        if not evidence.explained:
-            _add_seats(case, evidence)
-    evidence.facts += _without_files(job, encoders, evidence)
+KIND = "traces"
+_HEADS = (b'{"k":"header"', b'{"k": "header"')
+_MOST_RANKS = 1 << 20
+_LONGEST_LINE = 1 << 20  # bytes
+_LONGEST_TEXT = 600  # characters of a report
+_KEPT_ROUNDS = 1024  # of each rank: by these lateness is told
+_LEAST_ROUNDS = 48  # fewer show no habit
+_LEAST_LAG_S = 0.005
+_LEAST_WAITING = 0.05  # share of the time; less does no harm
+_GROUP = "length sync"  # all encoders share the rounds
+_IN_VAIN = (records.TIMEOUT, records.UNWAITED)
+_KINDS = {LEFT: fates.GONE, SILENT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
 
 
-def _without_files(
-    job: TracedJob, encoders: list[Case], evidence: Evidence
-) -> Iterator[Fact]:
-    """Ranks without a file that the others wait for: no round came on any rank."""
-    outcomes = outcomes_of(encoders)
-    if CAME in outcomes or TIMEOUT not in outcomes:
-        return
-    for rank in job.untold({fact.rank for fact in evidence.facts}):
-        yield Fact(rank, Fate(fates.UNSEEN), "no file of it is here", own=False)
+@dataclass
+class RankTrace:
+    """One start of one rank's process."""
 
+    header: records.Header
+    path: Path
+    entered: array[float] = field(default_factory=lambda: array("d"))
+    gave_up: array[float] = field(default_factory=lambda: array("d"))
+    last: float = 0.0  # when its last record was made
+    numbers: dict[str, int] = field(
+        default_factory=dict
+    )  # of the last call, by encoder
+    encoder: str = ""  # of the last call
+    training: int = 0  # calls
+    evaluation: int = 0  # calls since the last training call
+    phase: str = ""  # of the last call; empty: it has left it
+    round: int = 0  # the latest that this rank has issued
+    outcome: str = ""  # of the last length sync
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rounds: dict[int, tuple[float, float]] = field(default_factory=dict)  # end, wait
+    vain_rounds: set[int] = field(default_factory=set)
+    waited: float = 0.0
+    raised: dict[str, Any] | None = None  # since which no encoder was called
+    stalled: dict[str, Any] | None = None  # the job's report, likewise
+    missing: dict[str, Any] | None = None  # the report on the round that was given up
+    end: dict[str, Any] | None = None
+    bad: int = 0  # lines that are no records, or do not follow from those before
 
-def _call(case: Case, rank: int, ending: Ending) -> Call:
-    since = case.job.ago.get(rank, LONG_S) if rank in case.job.alive else None
-    return Call(
-        encoder=case.name,
-        title=case.call(ending),
-        ending=ending,
-        since_s=since,
-        behind_since=behind_since(case, rank),
-        reported=rank in case.stall_reports.missing,
-        last=case.last_record(rank),
-    )
+    @property
+    def rank(self) -> int:
+        return self.header.rank
 
+    @property
+    def number(self) -> int:
+        return self.numbers.get(self.encoder, 0)
 
-def _fact(
-    case: Case,
-    rank: int,
-    value: Value,
-    t: float | None = None,
-    of: int | None = None,
-    said: str = "",
-) -> Fact:
-    """t: by the trace of `rank`, which is the reporter if the fact is about another rank, `of`."""
-    host, at = _when(case, rank, case.job.traces[rank].last if t is None else t)
-    return Fact(
-        rank if of is None else of, value, _cite(rank, said), at, host, own=of is None
-    )
+    @property
+    def title(self) -> str:
+        if not self.number:
+            return "its first encoder call"
+        kind = "evaluation" if self.evaluation else "training"
+        return f"{kind} call {self.number} of {safe(self.encoder)}"
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The same on ranks that train together, whatever evaluations went before."""
+        return self.training, self.evaluation
 
-def _when(case: Case, rank: int, t: float) -> tuple[str, float]:
-    """Host and time by the clock of the reference rank's host, if the two share rounds; else by its
-    own host's.
-    """
-    header, common = case.job.traces[rank].header, case.clocks.common(rank, t)
-    reference = (
-        case.job.traces[case.clocks.reference].header if common is not None else header
-    )
-    if common is None or reference.host == header.host:
-        return safe(header.host), header.started + t
-    return safe(reference.host), reference.started + common
+    @property
+    def came_to(self) -> int:
+        """The latest round that it may have issued."""
+        return self.round + (self.phase == LENGTH_SYNC)
 
+    @property
+    def in_vain(self) -> bool:
+        return self.outcome in _IN_VAIN
 
-def _cite(rank: int, said: str = "") -> str:
-    return f"rank {rank}'s {said or 'trace'}"
+    @property
+    def is_whole(self) -> bool:
+        return not self.bad and not (self.end or {}).get("reason")
 
+    def take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            self._take(record, record["k"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.bad += 1
 
-def _ends(case: Case, rank: int, ending: Ending) -> Iterator[Fact]:
-    """How it ended, if it did."""
-    job = case.job
-    if (fate := _fate(case, rank, ending)) is not None:
-        yield fate
-    elif job.moving:
-        yield _fact(case, rank, Fate(fates.RUNS))
-    if rank in job.alive:
-        yield _fact(case, rank, Fate(fates.RUNS))
-
-
-def _fate(case: Case, rank: int, ending: Ending) -> Fact | None:
-    """How it ended; None where its trace has no end."""
-    process, end = ending.process, case.job.traces[rank].end
-    code = (
-        None if end is None else end.exit_code or 0
-    )  # not every exit code is known to the interpreter
-    if ending.at_fault and (raised := _exception(case, rank)) is not None:
-        t, error = raised
-        frames = " < ".join(
-            shown(function, file, line) for file, line, function in error.frames[:3]
-        )
-        lines = tuple(
-            safe(line) for line in error.traceback.strip().splitlines()[-_MOST_DETAILS:]
-        )
-        return _fact(
-            case, rank, Fate(fates.RAISED, error.line, safe(frames), lines, code), t
-        )
-    if process.waited or (ending.sync_ended and process.unknown):
-        text = process.error or f"{fates.SYNC_ENDED}: another rank had gone"
-        text = f"{fates.AT_START}: {text}" if process.starting else text
-        return _fact(
-            case,
-            rank,
-            Fate(fates.WAITED if process.timed_out else fates.CUT, text),
-            process.at,
-        )
-    if process.terminated:
-        return _fact(case, rank, Fate(fates.TERMINATED, process.error), process.at)
-    if end is not None or process.ordinary:
-        text = _after(case, ending) + (f", exit code {code}" if code else "")
-        return _fact(
-            case, rank, Fate(fates.ENDED, text, exit_code=code), end.t if end else None
-        )
-    return None
-
-
-def _exception(case: Case, rank: int) -> tuple[float, Error] | None:
-    """When and by which exception a rank ended, if no other rank is the reason."""
-    trace, ending = case.job.traces[rank], case.endings[rank]
-    track = case.tracks.get(rank)
-    for raised in reversed(trace.raised):
-        if (
-            ending.raised
-            and track is not None
-            and (raised.e, raised.n) == (track.name, ending.call)
+    def _take(self, record: dict[str, Any], kind: str) -> None:
+        t = float(record["t"])  # a second header has none: another process wrote here
+        if kind == records.Enter.k:
+            self._enter(record, t)
+        elif (
+            kind in (records.Sync.k, records.Leave.k, records.Raised.k) and record["e"]
         ):
-            return raised.t, error_of(raised)
-    if not ending.process.own_error:
-        return None
-    if (failed := ending_failure(trace)) is not None:
-        return failed.t, error_of(failed)
-    return trace.last, error_in(ending.process.own_error)
+            self._in_call(record, kind, t)
+        elif kind == records.Raised.k:
+            self.raised = record
+        elif kind == records.Stalled.k and record["e"]:
+            self.missing = record
+        elif kind == records.Stalled.k:  # where nobody waits, ranks decode, or end
+            self.stalled = record if record.get("waited") else None
+        elif kind == records.End.k:
+            self.end = record
+        self.last = t
 
+    def _enter(self, record: dict[str, Any], t: float) -> None:
+        encoder, number = str(record["e"]), int(record["n"])
+        if number != self.numbers.get(encoder, number - 1) + 1 or self.phase:
+            self.bad += 1
+        self.encoder = encoder
+        self.numbers[encoder] = number
+        if record["training"]:
+            self.training += 1
+            self.evaluation = 0
+        else:
+            self.evaluation += 1
+        self.entered.append(t)
+        self.phase = LENGTH_SYNC
+        self.raised = self.stalled = None
 
-def _after(case: Case, ending: Ending) -> str:
-    if ending.inside:
-        return f"in {case.call(ending)}, {ending.phase}"
-    return (
-        f"after {case.call(ending)}" if ending.call else "before its first encoder call"
-    )
+    def _in_call(self, record: dict[str, Any], kind: str, t: float) -> None:
+        encoder, number = str(record["e"]), int(record["n"])
+        if (
+            kind == records.Sync.k
+            and number == self.numbers.get(encoder, number - 1) + 1
+        ):
+            self.numbers[encoder] = (
+                number  # of a compiled encoder nothing else is there
+            )
+            self.entered.append(t)
+            self.encoder = encoder
+        elif encoder != self.encoder or number != self.number or not self.phase:
+            self.bad += 1
+        if kind == records.Sync.k:
+            self._sync(record, t)
+            return
+        self.phase = ""
+        if kind == records.Raised.k:
+            self.raised = record
 
-
-def _stall(case: Case, evidence: Evidence) -> Iterator[Fact]:
-    """The latest reports on the stall that the traces end in."""
-    reports = case.stall_reports
-    evidence.saw_a_wait |= reports.saw_a_wait
-    for rank in sorted(reports.texts):
-        at = case.job.traces[rank].stalled[-1].t
-        still_s = at - last_entered(case.job, rank)
-        yield _fact(case, rank, Motion(False, reports.texts[rank][:600], still_s), at)
-    places = {
-        rank: place
-        for text in reports.texts.values()
-        for rank, place in places_in(text).items()
-    }
-    for rank, told in sorted(reports.missing.items()):
-        if all(one.is_past for one in told):
-            evidence.perhaps_missing.add(rank)
-        where = next((one.where for one in told if one.where), "")
-        fate = fates.GONE if where == PROCESS_GONE else _KINDS.get(told[0].kind)
-        place = _as_in(places, rank, Place(where))
-        yield _fact(
-            case,
-            told[0].by,
-            place if fate is None else Fate(fate),
-            told[0].t,
-            of=rank,
-            said="stall report",
+    def _sync(self, record: dict[str, Any], t: float) -> None:
+        self.phase = ids.LAYERS if self.phase else ""
+        self.outcome = str(record["outcome"])
+        self.outcomes[self.outcome] += 1
+        wait, number = float(record["waited"]), int(record["round"])
+        self.waited += wait
+        if self.outcome in (records.LOCAL, records.ENDED):
+            return
+        self.bad += self.round > 0 and not (
+            0 <= number - self.round <= 1 or number == 1
         )
-    for rank, told in sorted(reports.waiting.items()):
-        place = _as_in(places, rank, Place(told[0].where, told[0].collective))
-        yield _fact(case, told[0].by, place, of=rank, said="stall report")
-    for by in sorted(reports.texts) if reports.saw_a_wait else ():
-        if by not in reports.missing and by not in reports.waiting:
-            place = places.get(by, Place())
-            place = place if place.collective else Place("", "a collective")
-            yield _fact(case, by, place, of=by, said="stall report")
+        self.round = number
+        if self.in_vain:
+            self.gave_up.append(t)
+            self.vain_rounds.add(number)
+        elif self.outcome == records.CAME:
+            self.missing = None
+            self.rounds[number] = (t, wait)
+            if len(self.rounds) > _KEPT_ROUNDS:
+                del self.rounds[next(iter(self.rounds))]
 
 
-def _as_in(places: Mapping[int, Place], rank: int, place: Place) -> Place:
-    """The place as a report's text has it, with the caller or the worker, unless that is of another
-    moment.
+def recognises(name: str, head: bytes) -> bool:
+    return head.startswith(_HEADS)
+
+
+def load(files: Iterable[Path], evidence: Evidence) -> list[RankTrace]:
+    """The latest launch's traces, by rank."""
+    starts = []
+    for path in files:
+        try:
+            starts.append(_read(path))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            why = getattr(error, "strerror", "") or str(error)
+            evidence.problems.append(safe(f"{path.name}: {why}"))
+    latest = _latest(starts)
+    evidence.earlier += [
+        safe(f"{one.path.name}: of an earlier launch, or of another job: not judged")
+        for one in starts
+        if one not in latest
+    ]
+    for one in latest:
+        if one.bad:
+            text = f"{one.bad} lines are no records, or do not follow from those before"
+            evidence.problems.append(safe(f"{one.path.name}: {text}"))
+    return sorted(latest, key=lambda one: one.rank)
+
+
+def _read(path: Path) -> RankTrace:
+    with path.open("rb") as file:
+        first = json.loads(file.readline(_LONGEST_LINE) or b"{}")
+        number = first.get("format")
+        if number != records.FORMAT:
+            raise ValueError(
+                f"format {number}; this nemo_patches reads {records.FORMAT}"
+            )
+        header = records.Header(**{k: v for k, v in first.items() if k != "k"})
+        if not 0 <= header.rank < header.world_size <= _MOST_RANKS:
+            raise ValueError(f"rank {header.rank} of {header.world_size} in its header")
+        trace = RankTrace(header, path)
+        while line := file.readline(_LONGEST_LINE):
+            if line.endswith(b"\n"):
+                trace.take(line)
+            else:
+                trace.bad += 1
+    return trace
+
+
+def _latest(starts: list[RankTrace]) -> list[RankTrace]:
+    """Each rank's last start in the newest job. A rank with fewer starts than others may not have
+    been in the last launch: it counts only if it began nearer to that than to the one before.
     """
-    told = places.get(rank, place)
-    return (
-        told
-        if told.collective == place.collective and told.where in ("", place.where)
-        else place
+    if not starts:
+        return []
+    newest = max(starts, key=lambda one: one.header.started).header
+    of_rank: dict[int, list[float]] = defaultdict(list)
+    last: dict[int, RankTrace] = {}
+    for one in sorted(starts, key=lambda one: one.header.started):
+        header = one.header
+        if header.job == newest.job and header.world_size == newest.world_size:
+            last[one.rank] = one
+            of_rank[one.rank].append(header.started)
+    most = max(of_rank.values(), key=len)
+    return [
+        one
+        for rank, one in last.items()
+        if len(of_rank[rank]) == len(most)
+        or abs(one.header.started - most[-1]) < abs(one.header.started - most[-2])
+    ]
+
+
+def read(files: list[Path], evidence: Evidence) -> None:
+    traces = load(files, evidence)
+    if not traces:
+        return
+    evidence.world_size = traces[0].header.world_size
+    by_rank = {one.rank: one for one in traces}
+    absent = sorted(set(range(evidence.world_size)) - by_rank.keys())
+    if absent:
+        evidence.problems.append(f"there is no trace of {named(absent)}")
+    ends = {one.rank: _end(one) for one in traces}
+    _without_end(traces, ends)
+    for one in traces:
+        evidence.facts += _of_rank(one, ends[one.rank])
+    for one in traces:
+        end = ends[one.rank]
+        if end is None or end.kind != fates.ENDED:
+            evidence.facts += _of_reports(one, by_rank)
+    _add_seats(traces, evidence)
+    outcomes = {outcome for one in traces for outcome in one.outcomes}
+    if records.TIMEOUT in outcomes and records.CAME not in outcomes:
+        evidence.facts += [
+            Fact(rank, Fate(fates.UNSEEN), "no trace of it is here", own=False)
+            for rank in absent
+        ]
+    evidence.findings += [
+        *_different(traces),
+        *_uneven(traces, list(ends.values())),
+        *_straggler(traces),
+        *_late(traces),
+    ]
+    evidence.ranks += _summaries(traces)
+    calls = max(len(one.entered) for one in traces)
+    vain = sum(len(one.gave_up) for one in traces)
+    evidence.summary.append(
+        f"{len(traces)} of {evidence.world_size} ranks have a trace: {calls} calls,"
+        f" {vain} length syncs given up on all ranks."
     )
 
 
-def _add_seats(case: Case, evidence: Evidence) -> None:
-    """The last rounds of the length sync, if some rank has waited long in the latest one, or has
-    given it up.
+def _fact(trace: RankTrace, value: Value, t: float, of: int | None = None) -> Fact:
+    """of: the rank that this one's report is about."""
+    header = trace.header
+    cite = f"rank {trace.rank}'s {'trace' if of is None else 'stall report'}"
+    at, rank = header.started + t, trace.rank if of is None else of
+    return Fact(rank, value, cite, at, safe(header.host), own=of is None)
 
-    Rounds pair by number. Ranks at different calls do not show a wait, nor does a round that has
-    just begun.
+
+def _of_rank(trace: RankTrace, end: Fate | None) -> Iterator[Fact]:
+    member = Member(trace.header.world_size, trace.header.pid)
+    yield _fact(trace, member, trace.last)
+    if end is not None:
+        yield _fact(trace, end, (trace.raised or trace.end or {"t": trace.last})["t"])
+    if trace.is_whole:
+        call = Call(trace.title, trace.position, trace.phase, trace.in_vain)
+        yield _fact(trace, call, trace.last)
+
+
+def _end(trace: RankTrace) -> Fate | None:
+    """How its process ended, by its own records; None where they do not say."""
+    end = trace.end if trace.end and not trace.end.get("reason") else None
+    code = end.get("exit_code") if end else None
+    if code == STALL_EXIT:
+        return Fate(fates.TERMINATED, "stall_exit")
+    said = str(end.get("error") or "") if end else ""
+    raised = trace.raised
+    if raised is None and not said:
+        if end is None:
+            return None
+        text = f"after {trace.title}" + (f", exit code {code}" if code else "")
+        return Fate(fates.ENDED, text, exit_code=code or 0)
+    error = _raised(raised) if raised else error_in(said)
+    if error.type in BY_HAND or ENDED_WITH_IT.search(error.message):
+        return Fate(fates.TERMINATED, error.line)
+    if error.is_of_a_collective:
+        kind = fates.WAITED if TIMED_OUT.search(error.line) else fates.CUT
+        start = f"{fates.AT_START}: " if error.is_of_the_start else ""
+        return Fate(kind, start + error.line)
+    where = " < ".join(
+        shown(function, file, line) for file, line, function in error.frames[:3]
+    )
+    lines = tuple(map(safe, error.traceback.strip().splitlines()[-4:]))
+    return Fate(fates.RAISED, error.line, safe(where), lines, code)
+
+
+def _raised(record: dict[str, Any]) -> Error:
+    text = {
+        name: str(record.get(name, "")) for name in ("type", "message", "traceback")
+    }
+    return error_of(records.Raised(t=0.0, e="", n=0, **text))
+
+
+def _without_end(traces: list[RankTrace], ends: dict[int, Fate | None]) -> None:
+    """Where connections closed, or a launcher ended the others, the one rank without an end was
+    killed. Of several only all those of a host are told: SIGTERM leaves no end either.
     """
-    group = f"length sync of {case.name}"
-    known, reports = case.sure, case.stall_reports
-    latest = max((ending.came_to for ending in known.values()), default=0)
-    if not any(
-        ending.came_to == latest and _has_waited(ending, reports)
-        for ending in known.values()
+    unknown = [one for one in traces if ends[one.rank] is None and not _runs(one)]
+    cut = [one for one in unknown if one.outcome == records.ENDED]
+    unknown = [one for one in unknown if one not in cut]
+    known = {end.kind for end in ends.values() if end is not None}
+    others_ended = cut or {fates.CUT, fates.TERMINATED} & known
+    hosts = {one.header.host for one in unknown}
+    is_host = all(one in unknown for one in traces if one.header.host in hosts)
+    if (
+        not others_ended
+        or fates.WAITED in known
+        or not unknown
+        or (len(unknown) > 1 and not is_host)
     ):
         return
-    members = evidence.groups.setdefault(group, set())
-    if len(known) < case.job.world_size:
-        evidence.partly_known.add(group)
-    for rank, ending in sorted(known.items()):
-        if not (ending.round or ending.phase == ids.LENGTH_SYNC) or ending.sync_ended:
+    if all(one.is_whole for one in unknown):
+        ends |= {one.rank: Fate(fates.GONE) for one in unknown}
+        ends |= {one.rank: Fate(fates.CUT, fates.SYNC_ENDED) for one in cut}
+
+
+def _runs(trace: RankTrace) -> bool:
+    """Whether its process runs on this host now, or goes on without a trace."""
+    header = trace.header
+    if (trace.end or {}).get("reason"):
+        return True
+    fields = stat_fields(f"/proc/{header.pid}/stat")
+    if header.host != socket.gethostname() or not fields or fields[0] in "ZX":
+        return False
+    return 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S
+
+
+def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact]:
+    """What its stall reports say of all ranks, if they are about the stall that it is in."""
+    if (report := trace.stalled) is not None:
+        t, text = float(report["t"]), safe(str(report.get("text", "")))
+        still_s = t - (trace.entered[-1] if trace.entered else 0.0)
+        # It has waited for its stall_timeout, however short: that is a hang.
+        age = still_s if still_s >= STUCK_AFTER_S else None
+        yield _fact(trace, Motion(False, text[:_LONGEST_TEXT], age), t)
+        for rank, value in told_in(text).items():
+            other = traces.get(rank)
+            has_no_end = other is not None and other.end is None
+            if has_no_end and isinstance(value, Fate) and value.kind == fates.ENDED:
+                value = Fate(fates.GONE)  # it left, and its trace has no end
+            if not _went_on(other, trace, t):
+                yield _fact(trace, value, t, of=rank)
+    report = trace.missing
+    if report is None or not trace.in_vain:
+        return
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        t = float(report["t"])
+        yield _fact(trace, Place(collective=LENGTH_SYNC), t, of=trace.rank)
+        for rank, kind, where, collective in zip(
+            report["ranks"],
+            report["kinds"],
+            report["where"],
+            report["collectives"],
+            strict=False,
+        ):
+            other = traces.get(rank)
+            if other is not None and other.came_to >= trace.round:
+                continue
+            fate = fates.GONE if where == GONE else _KINDS.get(kind)
+            place = Place(safe(str(where)), safe(str(collective)))
+            yield _fact(trace, Fate(fate) if fate else place, t, of=int(rank))
+
+
+def _went_on(other: RankTrace | None, by: RankTrace, t: float) -> bool:
+    """Whether a rank has called an encoder, or ended, after another one's report: by the end of the
+    last round that both were in.
+    """
+    if other is None or other is by:
+        return False
+    last = max(other.rounds.keys() & by.rounds.keys(), default=None)
+    if last is None:
+        return other.position > by.position
+    moved = max(other.entered[-1], (other.end or {"t": 0.0})["t"])
+    return bool(moved - other.rounds[last][0] > t - by.rounds[last][0])
+
+
+def _add_seats(traces: list[RankTrace], evidence: Evidence) -> None:
+    """The last rounds, if a rank has given up the latest one, or reports a stall in it. Rounds pair
+    by number. A trace that lacks one which came on another rank is not whole.
+    """
+    came = max((max(one.rounds, default=0) for one in traces), default=0)
+    known = [one for one in traces if one.is_whole and one.came_to >= came]
+    latest = max((one.came_to for one in known), default=0)
+    if not any(
+        one.came_to == latest and (one.in_vain or (one.phase and one.stalled))
+        for one in known
+    ):
+        return
+    members = evidence.groups.setdefault(_GROUP, set())
+    if len(known) < evidence.world_size:
+        evidence.partly_known.add(_GROUP)
+    for one in known:
+        if not one.came_to or one.outcome == records.ENDED:
             continue
-        members.add(rank)
-        for number, done in _rounds(ending):
+        members.add(one.rank)
+        done = {
+            number: True for number in (one.round - one.in_vain, one.round) if number
+        }
+        if one.phase == LENGTH_SYNC:
+            done[one.round + 1] = False
+        for number, is_done in done.items():
             seat = Seat(
-                rank, group, number, LENGTH_SYNC, done=done, caller=case.call(ending)
+                one.rank, _GROUP, number, LENGTH_SYNC, done=is_done, caller=one.title
             )
-            evidence.facts.append(_fact(case, rank, seat, last_entered(case.job, rank)))
+            evidence.facts.append(_fact(one, seat, one.last))
 
 
-def _has_waited(ending: Ending, reports: StallReports) -> bool:
-    return ending.in_vain or (
-        ending.phase == ids.LENGTH_SYNC and ending.rank in reports.texts
-    )
+def _different(traces: list[RankTrace]) -> Iterator[Finding]:
+    """What differs between ranks: whether they sync their lengths, settings, versions."""
+    syncs = [
+        (set(one.outcomes) != {records.LOCAL}, one.rank)
+        for one in traces
+        if one.outcomes
+    ]
+    if len(by_sync := parties(syncs)) > 1:
+        text = f"The length is synced on {named(by_sync[True])}, and not on"
+        text += (
+            f" {named(by_sync[False])} (sync_max_audio_length is false, or sync=local)."
+        )
+        yield finding(ids.DIFFERENT_SYNC, text, next(iter(by_sync.values())))
+    for name in traces[0].header.settings | traces[0].header.versions:
+        by_value = parties(
+            ((one.header.settings | one.header.versions).get(name, "none"), one.rank)
+            for one in traces
+        )
+        if len(by_value) > 1 and not (name == "sync" and len(by_sync) > 1):
+            told = "; ".join(
+                f"{safe(str(key))} on {named(of)}" for key, of in by_value.items()
+            )
+            yield finding(ids.DIFFERENT_SETTINGS, f"{safe(name)} differs: {told}.")
 
 
-def _rounds(ending: Ending) -> Iterator[tuple[int, bool]]:
-    """Number, and whether the rank has left it."""
-    if came := ending.round - ending.in_vain:
-        yield came, True
-    if ending.in_vain:
-        yield ending.round, True
-    if ending.phase == ids.LENGTH_SYNC:
-        yield ending.round + 1, False
+def _uneven(traces: list[RankTrace], ends: list[Fate | None]) -> Iterator[Finding]:
+    """Of ranks that have all ended."""
+    calls = parties((len(one.entered), one.rank) for one in traces if one.is_whole)
+    if len(calls) < 2 or not all(end and end.kind == fates.ENDED for end in ends):
+        return
+    told = "; ".join(f"{named(ranks)} {count}" for count, ranks in calls.items())
+    yield finding(ids.UNEVEN_CALLS, f"The ranks made unlike numbers of calls: {told}.")
+
+
+def _lags(traces: list[RankTrace]) -> dict[int, list[float]]:
+    """By rank, how long after the first it came, in the last rounds that came in time on all."""
+    shared = set.intersection(*(set(one.rounds) for one in traces))
+    longest = {n: max(one.rounds[n][1] for one in traces) for n in sorted(shared)}
+    return {
+        one.rank: [most - one.rounds[n][1] for n, most in longest.items()]
+        for one in traces
+    }
+
+
+def _straggler(traces: list[RankTrace]) -> Iterator[Finding]:
+    """The rank that comes last to most rounds. None where others come nearly as late: each may have
+    waited for the other before the encoder.
+    """
+    lags = _lags(traces)
+    count = len(next(iter(lags.values())))
+    if len(traces) < 2 or count < _LEAST_ROUNDS:
+        return
+    usual = {rank: median(of_rank) for rank, of_rank in lags.items()}
+    rank = max(usual, key=lambda one: usual[one])
+    others = [one for one in lags if one != rank]
+    is_last = [
+        all(lags[rank][n] > lags[one][n] for one in others) for n in range(count)
+    ]
+    ends = [traces[0].rounds[n][0] for n in sorted(traces[0].rounds)[-count:]]
+    if (
+        all(2 * sum(part) > len(part) for part in (is_last, is_last[-count // 4 :]))
+        and usual[rank] >= max(_LEAST_LAG_S, *(2 * usual[one] for one in others))
+        and usual[rank] * count >= _LEAST_WAITING * (ends[-1] - ends[0])
+    ):
+        text = f"rank {rank} comes last to {sum(is_last)} of the last {count} rounds, "
+        text += f"{usual[rank] * 1000:.0f} ms after the first (median)."
+        yield finding(ids.STRAGGLER, text, [rank])
+
+
+def _late(traces: list[RankTrace]) -> Iterator[Finding]:
+    """Rounds that some ranks gave up, and others came to late."""
+    for one in traces:
+        others = [other for other in traces if other.vain_rounds & one.rounds.keys()]
+        if others:
+            count = len(
+                set.union(*(each.vain_rounds for each in others)) & one.rounds.keys()
+            )
+            gave_up = named([each.rank for each in others])
+            text = f"rank {one.rank} came too late to {count} of its last rounds; {gave_up}"
+            yield finding(ids.LATE, f"{text} went on without it.", [one.rank])
+
+
+def _summaries(traces: list[RankTrace]) -> Iterator[RankSummary]:
+    lags = _lags(traces)
+    for one in traces:
+        where = f"in {one.title}, {one.phase}" if one.phase else f"out of {one.title}"
+        yield RankSummary(
+            rank=one.rank,
+            host=safe(one.header.host),
+            pid=one.header.pid,
+            calls=len(one.entered),
+            state=where if one.number else "no call yet",
+            ago=None,
+            waited=one.waited,
+            lag=median(lags[one.rank]) if lags[one.rank] else None,
+        )

@@ -9,8 +9,6 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.in
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import last_part
@@ -23,7 +21,6 @@ trainer:
 """
 GOOD = BAD.replace(", timeout: 3600", "")
 
-_LONG = timedelta(hours=1)
 _WITH_A_TIMEOUT = (
     "DDPStrategy",
     "FSDPStrategy",
@@ -66,16 +63,6 @@ def check(job: Job) -> Findings:
         yield warning(
             what, value, f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}"
         )
-    elif timeout is not None and timeout > _LONG and not job.patched:
-        what = (
-            f"a hang lasts {timeout.total_seconds() / 3600:g} h on {job.ranks_text}"
-            " before PyTorch ends the job"
-        )
-        instead = (
-            "nemo_patches, which says within seconds which rank is missing; or a"
-            " shorter timeout"
-        )
-        yield note(what, value, instead)
     elif timeout is not None:
         what = (
             f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job"
