@@ -71,9 +71,6 @@ def void(_: Any) -> None:
     """What a lambda returns, for mypy."""
 
 
-# As where a tunnel's MTU is smaller than the cards', and nobody says so: heartbeats pass.
-LARGE_ARE_LOST = "OUTPUT -o eth0 -p tcp -m length --length 1000:65535 -j DROP"
-
 IS_STOPPED = "answers? nothing"  # no host says so that is cut off
 CASES = {
     "a rank sleeps": Case(
@@ -146,12 +143,6 @@ CASES = {
         line=r"all ranks of nemo-[abc] \([012]\): its connection was lost",
         never=IS_STOPPED,
         hosts="abc",
-    ),
-    "large packets are lost": Case(
-        firewall(1, LARGE_ARE_LOST),
-        named={0: {}, 1: {}},
-        line=r"WARNING .* for \d+ s\. ",
-        needs=("iptables",),
     ),
     "answers of a host are lost, both ranks of it": Case(
         firewall(1, "INPUT -i eth0 -j DROP"),
