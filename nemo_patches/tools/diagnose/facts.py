@@ -151,6 +151,7 @@ class Evidence:
     """
 
     facts: list[Fact] = field(default_factory=list)
+    is_well: bool = False  # the traces of all ranks end where nothing is wrong
     groups: dict[str, set[int]] = field(default_factory=dict)
     begins: dict[tuple[str, int], int] = field(default_factory=dict)
     partly_known: set[str] = field(default_factory=set)

@@ -193,9 +193,8 @@ def _is_healthy(evidence: Evidence) -> bool:
     if not evidence.facts:
         return bool(evidence.summary)
     kinds = {fact.value.kind for fact in evidence.facts if isinstance(fact.value, Fate)}
-    is_well = ALL_WELL in evidence.summary and all(
-        isinstance(fact.value, Member) for fact in evidence.facts
-    )
+    says_so = evidence.is_well or ALL_WELL in evidence.summary
+    is_well = says_so and all(isinstance(fact.value, Member) for fact in evidence.facts)
     return is_well or (bool(kinds) and kinds <= {fates.ENDED})
 
 

@@ -253,6 +253,7 @@ def joined(
             {one.rank: one for one in (*whole.ranks, *part.ranks)}.values()
         )
         whole.summary += part.summary
+        whole.is_well |= part.is_well
         whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
         whole.patched |= part.patched
         whole.other_jobs |= part.other_jobs

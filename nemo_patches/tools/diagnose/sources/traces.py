@@ -95,6 +95,7 @@ class RankTrace:
     raised: dict[str, Any] | None = None  # since which no encoder was called
     stalled: dict[str, Any] | None = None  # the job's report, likewise
     missing: dict[str, Any] | None = None  # the report on the round that was given up
+    gone: set[int] = field(default_factory=set)  # whose process it saw gone
     end: dict[str, Any] | None = None
     bad: int = 0  # lines that are no records, or do not follow from those before
 
@@ -128,6 +129,12 @@ class RankTrace:
         return self.outcome in _IN_VAIN
 
     @property
+    def went_well(self) -> bool:
+        """Whether nothing was wrong at its end; with a reason the process goes on without it."""
+        is_odd = self.phase or self.bad or self.raised or self.missing or self.stalled
+        return self.end is not None and not is_odd
+
+    @property
     def is_whole(self) -> bool:
         return not self.bad and not (self.end or {}).get("reason")
 
@@ -148,10 +155,13 @@ class RankTrace:
             self._in_call(record, kind, t)
         elif kind == records.Raised.k:
             self.raised = record
-        elif kind == records.Stalled.k and record["e"]:
-            self.missing = record
-        elif kind == records.Stalled.k:  # where nobody waits, ranks decode, or end
-            self.stalled = record if record.get("waited") else None
+        elif kind == records.Stalled.k:
+            seen = zip(record["ranks"], record["where"], strict=True)
+            self.gone |= {int(rank) for rank, where in seen if where == GONE}
+            if record["e"]:
+                self.missing = record
+            else:  # where nobody waits, ranks decode, or end
+                self.stalled = record if record.get("waited") else None
         elif kind == records.End.k:
             self.end = record
         self.last = t
@@ -295,6 +305,10 @@ def read(files: list[Path], evidence: Evidence) -> None:
     _without_end(traces, ends)
     for one in traces:
         evidence.facts += _of_rank(one, ends[one.rank])
+        for rank in sorted(one.gone):
+            other = by_rank.get(rank)
+            if other is not None and other.end is None:
+                evidence.facts.append(_fact(one, Fate(fates.GONE), one.last, of=rank))
     for one in traces:
         end = ends[one.rank]
         if end is None or end.kind != fates.ENDED:
@@ -313,6 +327,11 @@ def read(files: list[Path], evidence: Evidence) -> None:
         *_late(traces),
     ]
     evidence.ranks += _summaries(traces)
+    if not absent and all(one.went_well for one in traces):
+        evidence.is_well = True
+        evidence.facts = [
+            fact for fact in evidence.facts if not isinstance(fact.value, Call)
+        ]
     calls = max(len(one.entered) for one in traces)
     vain = sum(len(one.gave_up) for one in traces)
     evidence.summary.append(
@@ -342,7 +361,8 @@ def _of_rank(trace: RankTrace, end: Fate | None) -> Iterator[Fact]:
 def _end(trace: RankTrace) -> Fate | None:
     """How its process ended, by its own records; None where they do not say."""
     end = trace.end if trace.end and not trace.end.get("reason") else None
-    code = end.get("exit_code") if end else None
+    # Not every exit code is known to the interpreter.
+    code = (end.get("exit_code") or 0) if end else None
     if code == STALL_EXIT:
         return Fate(fates.TERMINATED, "stall_exit")
     said = str(end.get("error") or "") if end else ""
@@ -427,16 +447,18 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
         return
     with contextlib.suppress(KeyError, TypeError, ValueError):
         t = float(report["t"])
+        names = ("ranks", "kinds", "where", "collectives")
+        told = list(zip(*(report[name] for name in names), strict=True))
+        came = {rank for rank, one in traces.items() if one.came_to >= trace.round}
+        if told and all(rank in came for rank, *_ in told):
+            return  # who was missing has come by now: it was late
         yield _fact(trace, Place(collective=LENGTH_SYNC), t, of=trace.rank)
-        for rank, kind, where, collective in zip(
-            report["ranks"],
-            report["kinds"],
-            report["where"],
-            report["collectives"],
-            strict=False,
-        ):
-            other = traces.get(rank)
-            if other is not None and other.came_to >= trace.round:
+        for one in traces.values():
+            if one.missing is None and one.in_vain and one.round == trace.round:
+                at = one.gave_up[-1]
+                yield _fact(one, Place(collective=LENGTH_SYNC), at)
+        for rank, kind, where, collective in told:
+            if rank in came:
                 continue
             fate = fates.GONE if where == GONE else _KINDS.get(kind)
             place = Place(safe(str(where)), safe(str(collective)))
@@ -514,8 +536,12 @@ def _different(traces: list[RankTrace]) -> Iterator[Finding]:
 
 def _uneven(traces: list[RankTrace], ends: list[Fate | None]) -> Iterator[Finding]:
     """Of ranks that have all ended."""
-    calls = parties((len(one.entered), one.rank) for one in traces if one.is_whole)
-    if len(calls) < 2 or not all(end and end.kind == fates.ENDED for end in ends):
+    calls = parties((len(one.entered), one.rank) for one in traces if not one.bad)
+    have_ended = all(
+        one.went_well or (end is not None and end.kind == fates.ENDED)
+        for one, end in zip(traces, ends, strict=True)
+    )
+    if len(calls) < 2 or not have_ended:
         return
     told = "; ".join(f"{named(ranks)} {count}" for count, ranks in calls.items())
     yield finding(ids.UNEVEN_CALLS, f"The ranks made unlike numbers of calls: {told}.")
