@@ -1,4 +1,8 @@
-"""Rounds that give every rank the highest and the lowest value, each with a rank that has it."""
+"""Rounds that give every rank the highest and the lowest value, each with a rank that has it.
+
+MAX alone tells a rank that is ahead nothing of those behind; the lowest value is the MAX of its
+complement.
+"""
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 

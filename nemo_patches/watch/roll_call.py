@@ -1,6 +1,10 @@
 """Which ranks have not announced themselves.
 
 Asked from half the sync's timeout after this rank's first encoder call on.
+
+A rank of stock NeMo never registers with rank 0. It waits in the default process group, where the
+patched ranks' next collective meets its reduce; nobody can help it from outside, so it must be
+seen.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0

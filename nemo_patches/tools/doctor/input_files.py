@@ -1,6 +1,9 @@
 """Read the files that an input_cfg names, with bounds.
 
 Their inputs take the place of their names, as in NeMo.
+
+NeMo opens such a name in the folder where the job runs (whatever the config's folder is), so the
+doctor looks for it in the folder where it was started. A file's interpolations are its own.
 """
 
 from __future__ import annotations
