@@ -29,15 +29,8 @@ from small_models import (
     rnnt,
 )
 
-__all__ = [
-    "LABELS",
-    "Batches",
-    "Stream",
-    "batch",
-    "loader",
-    "nest_batch",
-    "rnnt",
-]  # for the tests, with what follows
+# For the tests, with what follows.
+__all__ = ["LABELS", "Batches", "Stream", "batch", "loader", "nest_batch", "rnnt"]
 HANG_S = 6.0  # for which a rank of stock that hangs makes no progress
 
 
@@ -77,9 +70,8 @@ def ctc_with_bleu(trainer: Any) -> Any:
 
     model.__class__ = WithBleu
     model.bleu = BLEU(model.decoding, log_prediction=False)
-    model.bleu.fold_consecutive = (
-        True  # in 2.1 to 2.4 it reads that and does not set it
-    )
+    # In 2.1 to 2.4 it reads that and does not set it.
+    model.bleu.fold_consecutive = True
     return model
 
 
@@ -245,9 +237,10 @@ def trainer_of(callbacks: Any = (), **settings: Any) -> Any:
 
 def prepare() -> None:
     """In a rank, before its first trainer."""
+    # The group is there.
     os.environ.update(
         TORCHELASTIC_RUN_ID="test", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
-    )  # the group is there
+    )
     from nemo.utils import logging as nemo_logging
 
     warnings.filterwarnings("ignore")

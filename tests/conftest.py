@@ -27,13 +27,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # A job has its folder in the temporary one: not in the system's, where nobody would remove it.
 # Workers inherit it.
 if not os.path.basename(tempfile.gettempdir()).startswith(OWN_FOLDER):
-    os.environ.setdefault(
-        "PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir()
-    )  # where pytest keeps its tmp_path
+    # Where pytest keeps its tmp_path.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=OWN_FOLDER)
-    os.chmod(
-        tempfile.tempdir, 0o755
-    )  # a test starts a program of its own as another user
+    # A test starts a program of its own as another user.
+    os.chmod(tempfile.tempdir, 0o755)
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # Neither of hypothesis' own limits is on: a busy machine exceeds them, and pytest's holds.

@@ -27,9 +27,8 @@ def copied_nemo(folder: Path) -> Path:
     for path in ("nemo/package_info.py", *checkouts.PATHS):
         if (SITE / path).is_file():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(
-                SITE / path, folder / path
-            )  # not its mode, nor a hard link of it
+            # Not its mode, nor a hard link of it.
+            shutil.copyfile(SITE / path, folder / path)
     return folder
 
 

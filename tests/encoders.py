@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-POSITIONS = (
-    60  # what the encoders' positional encodings are built for; tests use longer inputs
-)
+# What the encoders' positional encodings are built for; tests use longer inputs.
+POSITIONS = 60
 FEATURES = 16
 
 

@@ -220,9 +220,8 @@ def _run(*command: str, cwd: Path | None = None, timeout: float = 60) -> str:
         "GIT_CONFIG_NOSYSTEM": "1",
     }
     if cwd:
-        environment["GIT_CEILING_DIRECTORIES"] = str(
-            cwd.resolve().parent
-        )  # no repository around it matters
+        # No repository around it matters.
+        environment["GIT_CEILING_DIRECTORIES"] = str(cwd.resolve().parent)
     try:
         done = subprocess.run(
             command,

@@ -11,9 +11,8 @@ from pathlib import Path
 import nemo_patches
 
 CHECKOUT = Path(__file__).parent.parent
-LAUNCHER = (
-    Path(nemo_patches.__file__).parent / "patching" / "boot"
-)  # what `nemo-patches run` puts on PYTHONPATH
+# What `nemo-patches run` puts on PYTHONPATH.
+LAUNCHER = Path(nemo_patches.__file__).parent / "patching" / "boot"
 
 
 def environment(*path: Path, **variables: str) -> dict[str, str]:

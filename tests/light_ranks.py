@@ -182,9 +182,8 @@ def serve() -> None:
             _conduct(run)
         _, status = os.waitpid(mother, 0)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                mother, signal.SIGKILL
-            )  # what ranks have left behind, and the store
+            # What ranks have left behind, and the store.
+            os.killpg(mother, signal.SIGKILL)
         assert status == 0, status
         pickle.dump([_ended(run.folder, number) for number in range(run.size)], answers)
         answers.flush()

@@ -75,9 +75,8 @@ def main() -> None:
             "size": trainer.world_size,
             "steps": trainer.global_step,
         }
-        os.write(
-            1, f"{json.dumps(end)}\n".encode()
-        )  # at once: both ranks write into one pipe
+        # At once: both ranks write into one pipe.
+        os.write(1, f"{json.dumps(end)}\n".encode())
 
     train()
 

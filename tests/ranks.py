@@ -34,9 +34,8 @@ _context.set_forkserver_preload(["nemo_once"])
 # To a call: less than the shortest timeout that is waited for, so that a second wait is seen
 SLACK_S = 1.9
 REPORT_S = 12.0  # from the timeout until the report is there
-CONNECTING_S = (
-    60.0  # the timeout where a scenario begins only when the ranks are in step
-)
+# The timeout where a scenario begins only when the ranks are in step.
+CONNECTING_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -142,9 +141,8 @@ def run_ranks(
                 logs.append(log)
             outcomes = _collect(pipes, limit)
             for process in processes:
-                process.join(
-                    30
-                )  # an interpreter's end, which with torch in it takes a while
+                # An interpreter's end, which with torch in it takes a while.
+                process.join(30)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -289,16 +287,14 @@ def forget_incidents() -> None:
         return
     sequence = group_syncs.sequence(length_sync.LENGTHS)
     rounds = sequence.rounds
-    if (
-        not rounds.issued
-    ):  # of the first scenario there is nothing to forget, and the watch comes first
+    # Of the first scenario there is nothing to forget, and the watch comes first.
+    if not rounds.issued:
         return
     issued = torch.tensor(rounds.issued)
     dist.all_reduce(issued, dist.ReduceOp.MAX)
     if rounds.issued < issued:
-        rounds.issue(
-            0
-        )  # the one that is outstanding on other ranks: it then comes on all
+        # The one that is outstanding on other ranks: it then comes on all.
+        rounds.issue(0)
     assert rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
     sequence.protocol, sequence.latest = LengthProtocol(), None
     dist.barrier()

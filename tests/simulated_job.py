@@ -169,9 +169,8 @@ class Rounds:
     latest: Round | None = None
     issued: int = 0
     issued_at: float = 0.0
-    healthy: timedelta = timedelta(
-        0
-    )  # the longest that the protocol has taken a healthy round for
+    # The longest that the protocol has taken a healthy round for.
+    healthy: timedelta = timedelta(0)
 
     def take(self, round_: Round) -> int:
         """The result of a round that has come, and what it took, as Sequence tells it."""
@@ -259,9 +258,8 @@ class Rank:
     encoders: defaultdict[int, Encoder] = field(
         default_factory=lambda: defaultdict(Encoder)
     )
-    joined: list[tuple[Collective, int, Round]] = field(
-        default_factory=list
-    )  # each with its number in its group
+    # Each with its number in its group.
+    joined: list[tuple[Collective, int, Round]] = field(default_factory=list)
     finished: bool = False  # with its events
     _made: Counter[str] = field(default_factory=Counter)  # collectives, by group
 

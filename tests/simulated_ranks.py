@@ -22,9 +22,8 @@ class Lengths(Listener):
     number: int
     used: list[int] = field(default_factory=list)
     vain: list[timedelta] = field(default_factory=list)
-    healthy: timedelta = timedelta(
-        0
-    )  # the longest that the protocol has taken a healthy round for
+    # The longest that the protocol has taken a healthy round for.
+    healthy: timedelta = timedelta(0)
 
     def synced(self, rank: Rank, now: float, call: Call, sync: Sync) -> None:
         self.used.append(sync.length)
@@ -46,9 +45,8 @@ class Lengths(Listener):
             + max(TIMEOUT / 8, healthy)
             + math.log2(max(calls, 2)) * max(TIMEOUT / 64, healthy)
         )
-        return series * (
-            1 + calls // calm_rounds
-        )  # so many rounds in time forget the timeouts
+        # So many rounds in time forget the timeouts.
+        return series * (1 + calls // calm_rounds)
 
 
 def run(schedules: list[list[Event]]) -> list[Lengths]:

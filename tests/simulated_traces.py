@@ -204,9 +204,8 @@ def write(
         for rank in ranks:
             if rank.number not in job.gone | job.silent:
                 rank.listener.stalled(rank, ended_at + STALL_S)
-    hours = [
-        draw.uniform(-9, 9) * 3600 for _ in range(job.size)
-    ]  # by host, of its clock
+    # By host, of its clock.
+    hours = [draw.uniform(-9, 9) * 3600 for _ in range(job.size)]
     for rank in ranks:
         if (trace := traces[rank.number]).setup.traced:
             _write(

@@ -65,9 +65,8 @@ def running(
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid or 0, signal.SIGKILL
-                )  # with its data loader's workers
+                # With its data loader's workers.
+                os.killpg(process.pid or 0, signal.SIGKILL)
             process.kill()
         for process in processes:
             process.join()

@@ -218,9 +218,8 @@ def test_status_has_one_of_three_answers(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setattr("nemo.package_info.__shortversion__", "9.9.0")
     monkeypatch.setenv("NEMO_PATCHES_DISABLE", "1")
-    assert (
-        state() == "cannot be"
-    )  # switching it on would not help, and `nemo-patches status` says the same
+    # Switching it on would not help, and `nemo-patches status` says the same.
+    assert state() == "cannot be"
     monkeypatch.delenv("NEMO_PATCHES_DISABLE")
     assert str(nemo_patches.status()).startswith(
         "cannot be: NeMo 9.9.0 is not supported"
@@ -427,9 +426,8 @@ def test_a_wrapper_around_ours_is_named_by_revert_and_by_the_next_apply(
     encoder = encoders.conformer()
     with torch.inference_mode():
         encoder.update_max_seq_length(seq_length=500, device=torch.device("cpu"))
-    assert (
-        encoder.max_audio_length == 500 and encoder.pos_enc.pe.is_inference()
-    )  # as in stock
+    # As in stock.
+    assert encoder.max_audio_length == 500 and encoder.pos_enc.pe.is_inference()
     with pytest.raises(DriftError) as raised:
         nemo_patches.apply()
     assert "ConformerEncoder.update_max_seq_length is test_apply." in str(raised.value)

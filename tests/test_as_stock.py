@@ -20,9 +20,8 @@ from ranks import run_ranks
 
 import nemo_patches
 
-LONGER = (
-    9 * 500
-)  # more rows are read after the subsampling by 8 than there are for 500 frames
+# More rows are read after the subsampling by 8 than there are for 500 frames.
+LONGER = 9 * 500
 GROWN = 500  # frames; the encoders are built for far fewer
 
 
@@ -48,9 +47,8 @@ def output(encoder: torch.nn.Module, frames: int = GROWN + 300) -> torch.Tensor:
 
 def copies(rank: int, size: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in (
-        name for name in encoders.makers() if name != "transformer"
-    ):  # stock's cannot be pickled either
+    # Stock's cannot be pickled either.
+    for name in (name for name in encoders.makers() if name != "transformer"):
         stock = grown(name, patched=False)
         expected, keys = output(stock), list(stock.state_dict())
         encoder = grown(name)
@@ -265,6 +263,5 @@ def test_change_attention_model_adapters_and_streaming() -> None:
             pairs = zip(value[f"{what} False"], value[f"{what} True"], strict=True)
             assert all(torch.equal(one, other) for one, other in pairs), what
         for path, shape in value["layout True"].items():
-            assert shape[1] <= 2 * encoders.POSITIONS, (
-                path
-            )  # the buffer of the new encoding is as it was built
+            # The buffer of the new encoding is as it was built.
+            assert shape[1] <= 2 * encoders.POSITIONS, path

@@ -68,9 +68,8 @@ def trained_over_the_stall(done: subprocess.CompletedProcess[str]) -> None:
         <= float(late.split("came within ")[1].split(" s")[0])
         <= TIMEOUT + REPORT_S
     )
-    recovered, *_ = lines(
-        done, "recovered", "[rank 0/2"
-    )  # a busy machine may have shorter stalls after it
+    # A busy machine may have shorter stalls after it.
+    recovered, *_ = lines(done, "recovered", "[rank 0/2")
     assert (
         TIMEOUT <= float(recovered.split("came ")[1].split(" s late")[0]) <= STALL + 30
     )
@@ -102,10 +101,8 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
         len(lines(done, "INFO", "patched on all 2 ranks", f", trace={tmp_path})")) == 1
     )
     found = [traces.records(file) for file in traces.files(tmp_path)]
-    assert [trace[0]["rank"] for trace in found] == [
-        0,
-        1,
-    ]  # and none of a data loader's worker
+    # And none of a data loader's worker.
+    assert [trace[0]["rank"] for trace in found] == [0, 1]
     for trace in found:
         leaves = traces.of_kind(trace, "leave", e="ConformerEncoder")
         assert [leave["n"] for leave in leaves] == list(range(1, STEPS + 1))

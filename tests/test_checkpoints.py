@@ -169,11 +169,8 @@ def nests(seeds: range) -> Any:
 
 
 SAVE_BEST = {"always_save_nemo": True, "save_best_model": True}
-RISING = (
-    (3.0, 0.5),
-    (2.0, 1.0),
-    (1.0, 0.2),
-)  # of two ranks, whose worst is not of the same validation
+# Of two ranks, whose worst is not of the same validation.
+RISING = ((3.0, 0.5), (2.0, 1.0), (1.0, 0.2))
 OTHER_BEST = ((1.0, 2.0), (2.0, 1.0))  # the best is rank 0's first, and rank 1's second
 # Each hangs in stock, or ends with an exception on one rank, in another place of the callback.
 CASES: dict[str, Any] = {
@@ -311,9 +308,8 @@ def test_stock_hangs(tmp_path: Path) -> None:
     for case, run in runs.items():
         first, second = run.result()
         assert "the fit has ended" not in first.stderr + second.stderr, case
-        assert (
-            "no progress" in first.stderr or case == "no score"
-        )  # there rank 1 raises, and its end is seen
+        # There rank 1 raises, and its end is seen.
+        assert "no progress" in first.stderr or case == "no score"
 
 
 @pytest.fixture(scope="module")

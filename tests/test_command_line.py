@@ -139,10 +139,8 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
     }
     for command in ("doctor", "diagnose", "diff --nemo", "demo --manifest"):
         for path in (empty, binary, missing, folder / "nothing", empty / "below"):
-            if command != "diagnose" or path not in (
-                empty,
-                binary,
-            ):  # there it is a log that tells nothing: a report
+            # There it is a log that tells nothing: a report.
+            if command != "diagnose" or path not in (empty, binary):
                 inputs[f"{command} {path}"] = (str(path),)
     return inputs
 

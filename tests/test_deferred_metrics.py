@@ -206,9 +206,8 @@ def scenarios(rank: int, size: int) -> dict[str, Any]:
         seen[f"{metrics}, test"] = evaluated("hybrid", both, "test")
     for name in OWN:
         seen[name] = evaluated(name, both if name == "no dicts" else half)
-    nemo_patches.apply(
-        sync="local", metrics="deferred"
-    )  # nobody waits for the length of a rank that has no more
+    # Nobody waits for the length of a rank that has no more.
+    nemo_patches.apply(sync="local", metrics="deferred")
     # The same ten batches, six and four of them, and all and none.
     for name in UNEVEN:
         seen[f"uneven, {name}"] = evaluated(
@@ -246,9 +245,8 @@ def test_even_values_are_stocks_to_the_last_bit(
 ) -> None:
     assert seen[f"deferred, {name}"] == seen[f"stock, {name}"]
     rates = [float.fromhex(value) for value in seen[f"stock, {name}"].values()]
-    assert any(rate not in (0.0, 1.0) for rate in rates), (
-        rates
-    )  # so that equality says something
+    # So that equality says something.
+    assert any(rate not in (0.0, 1.0) for rate in rates), rates
 
 
 @pytest.mark.parametrize("name", UNEVEN)
@@ -324,9 +322,8 @@ def drifted(rank: int, size: int) -> list[str]:
     sys.modules[WER] = wer
     os.environ["NEMO_PATCHES_METRICS"] = "deferred"
     nemo_patches.revert()
-    monkeypatch.this_process = (
-        monkeypatch.Patching()
-    )  # as in a process that begins under auto-apply
+    # As in a process that begins under auto-apply.
+    monkeypatch.this_process = monkeypatch.Patching()
     for module in (*TARGET_MODULES, COLLECTION):
         if module in sys.modules:
             monkeypatch.this_process.on_import(module)

@@ -75,9 +75,8 @@ def cut(whole: Path, at: float, folder: Path, draw: random.Random) -> dict[int, 
     for rank, file in enumerate(sorted(whole.iterdir())):
         lines = file.read_bytes().splitlines(True)
         found = [json.loads(line) for line in lines]
-        began = next(
-            one["t"] for one in found if one["k"] == "sync"
-        )  # of call 1, which all leave at once
+        # Of call 1, which all leave at once.
+        began = next(one["t"] for one in found if one["k"] == "sync")
         times = [one.get("t", -1e9) - began for one in found]
         count = bisect.bisect(times, at - draw.choice((0, _BEHIND)))
         if count:

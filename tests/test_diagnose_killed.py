@@ -48,9 +48,8 @@ def rank(
         if is_odd and now and moment in ("length sync", "any"):
             threading.Timer(after_s, kill).start()
         if not is_odd and now and moment == "length sync":
-            threading.Event().wait(
-                2 * after_s
-            )  # meanwhile the odd one waits there, and is killed
+            # Meanwhile the odd one waits there, and is killed.
+            threading.Event().wait(2 * after_s)
         if is_odd and now and moment == "between steps":
             kill()
         if is_odd and now and moment == "encoder":

@@ -392,11 +392,8 @@ def test_a_running_job_has_the_ids_and_texts_of_every_other_source(
         report = told(
             folders, "WARNING", group([1], kind, where=where, calls=0), waiting
         )
-        assert [one.calls for one in report.ranks] == [
-            7,
-            None,
-            7,
-        ]  # what is not known is no number
+        # What is not known is no number.
+        assert [one.calls for one in report.ranks] == [7, None, 7]
         printed = io.StringIO()
         report_text.show(report, Console(file=printed, width=200))
         (row,) = (

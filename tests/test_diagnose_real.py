@@ -42,17 +42,11 @@ from nemo_patches.watch.job_folder import private_folder
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT, ODD, SIZE = 1.5, 1, 3
 STALL = 2.0
-STALLED = (
-    "pre_encode",
-    "layers",
-    "all",
-    "outside",
-)  # hangs in which no rank waits in the length sync
+# Hangs in which no rank waits in the length sync.
+STALLED = ("pre_encode", "layers", "all", "outside")
 ASKED = ("loader", "outside")  # hangs in which the ranks are asked, too, as by --job
-PATIENT = (
-    "straggler",
-    "healthy",
-)  # runs in which nobody gives up, on a busy machine either
+# Runs in which nobody gives up, on a busy machine either.
+PATIENT = ("straggler", "healthy")
 LAG, STRAGGLES = 0.15, 50  # the lag: well above what a busy machine makes of a step
 
 
@@ -460,9 +454,8 @@ def test_after_the_job_has_died_the_first_to_go_is_to_blame(
         finding,
         (ODD,),
     ), report
-    if (
-        way == "late"
-    ):  # and so do the stall reports, without how the ranks ended, or without that rank's file
+    # And so do the stall reports, without how the ranks ended, or without that rank's file.
+    if way == "late":
         for file in tmp_path.glob("rank-*"):
             lines = file.read_bytes().splitlines(True)
             ends = (b'{"k":"raised"', b'{"k":"end"')

@@ -374,9 +374,8 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
         for path in paths
         for rule, word in ((16, "NP102 warning"), (13, "NP101 note"))
     ]
-    assert (
-        doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2
-    )  # what cannot be read is no finding
+    # What cannot be read is no finding.
+    assert doctor(capfd, *paths, tmp_path / "none.yaml", exit_zero=True)[0] == 2
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
 
@@ -428,9 +427,8 @@ def test_annotations_of_github_and_sarif(
         rule.get("helpUri", "https://").startswith("https://")
         for rule in rules.values()
     )
-    assert rules["NP004"]["help"]["text"].endswith(
-        " docs/doctor.md"
-    )  # which has no address
+    # Which has no address.
+    assert rules["NP004"]["help"]["text"].endswith(" docs/doctor.md")
 
 
 def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
@@ -452,9 +450,8 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
                 if expected or finding.severity
             }
             assert (rule.identifier in said) is expected, rule.identifier
-            assert expected or not said, (
-                rule.identifier
-            )  # what is mended has no other finding
+            # What is mended has no other finding.
+            assert expected or not said, rule.identifier
             assert text.splitlines()[0] in doctor(capfd, explain=rule.identifier)[1]
 
 
@@ -504,9 +501,8 @@ def test_a_config_against_nemos_own_and_against_a_file(
     assert differences["trainer.sync_batchnorm"] == (None, True)
     assert differences["model.encoder.dropout_emb"] == (None, 0.0)
     assert "model.encoder.pos_emb_max_len" not in differences  # is the same
-    assert (
-        "trainer.accumulate_grad_batches" not in differences
-    )  # is Lightning's default there
+    # Is Lightning's default there.
+    assert "trainer.accumulate_grad_batches" not in differences
     assert "model.train_ds.manifest_filepath" not in differences  # does not matter
     _, out, _ = doctor(
         capfd, path, "+trainer.accumulate_grad_batches=4", against="nest", json=True
@@ -725,12 +721,8 @@ def test_every_rule_has_its_own_file_of_tests_and_a_complete_docstring() -> None
 
 
 def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
-    numbers = {
-        "config": "01",
-        "machine": "2",
-        "ranks": "3",
-        "code": "4",
-    }  # the names' third character
+    # The names' third character.
+    numbers = {"config": "01", "machine": "2", "ranks": "3", "code": "4"}
     for rule in all_rules():
         assert f".rules.{rule.about}.{rule.identifier.lower()}_" in f".{rule.name}"
         assert rule.identifier[2] in numbers[rule.about], (

@@ -25,13 +25,10 @@ from nemo_patches.tools.doctor.finding import Finding, Severity
 from nemo_patches.tools.doctor.inputs import DATA_TYPES, Reads
 from nemo_patches.tools.doctor.job import Job
 
-ENTRIES, BATCH = (
-    24,
-    2,
-)  # each entry is in a file of its own, so that an order of files is one of entries
-pytestmark = (
-    pytest.mark.one_nemo
-)  # some minutes; what is marked matrix runs on every series
+# Each entry is in a file of its own, so that an order of files is one of entries.
+ENTRIES, BATCH = 24, 2
+# Some minutes; what is marked matrix runs on every series.
+pytestmark = pytest.mark.one_nemo
 FIRST = 6  # batches that are compared
 MOST = 26  # batches that are read: more than any finite set here has
 COMMON = {
@@ -527,9 +524,8 @@ def batches_of_all(
     """
     import multiprocessing
 
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of the data loaders' workers, as in a job
+    # Of the data loaders' workers, as in a job.
+    multiprocessing.set_start_method("fork", force=True)
     return {
         name: batches_of(rank, size, folder, config) for name, config in configs.items()
     }
@@ -658,9 +654,8 @@ def job(config: dict[str, Any], role: str = "train_ds") -> Job:
 
 def said(rule: str, config: dict[str, Any], role: str = "train_ds") -> list[Finding]:
     found = examination.checked(job(config, role), examination.chosen([rule]))
-    return [
-        finding for each, finding in found if each.identifier == rule
-    ]  # beside it, what was not judged
+    # Beside it, what was not judged.
+    return [finding for each, finding in found if each.identifier == rule]
 
 
 # --- the tests
@@ -735,9 +730,8 @@ def test_the_doctor_says_of_a_config_made_at_random_what_two_ranks_read(
         "",
     )
     harm = read.same == FIRST if read.stream else not read.shared and not read.endless
-    own_draws = any(
-        "trng" in str(entry) for entry in config["input_cfg"]
-    )  # of files, which are not counted
+    # Of files, which are not counted.
+    own_draws = any("trng" in str(entry) for entry in config["input_cfg"])
     assert bool(findings) == harm or (harm and own_draws)
 
 

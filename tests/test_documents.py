@@ -213,9 +213,8 @@ def test_every_message_that_is_explained_is_in_the_code() -> None:
         path.read_text(encoding="utf-8")
         for path in (CHECKOUT / "nemo_patches").rglob("*.py")
     ]
-    code = "\n".join(
-        re.sub(r'"\s*\n\s*f?"', "", source) for source in sources
-    )  # texts that go on in the next line
+    # Texts that go on in the next line.
+    code = "\n".join(re.sub(r'"\s*\n\s*f?"', "", source) for source in sources)
     pieces = [
         piece.strip(" :") for message in messages for piece in message.split("...")
     ]

@@ -82,9 +82,8 @@ def rounds_with_handlers_that_raise(rank: Rank) -> int:
 
     signal.signal(signal.SIGALRM, handler)
     count = 0
-    while (
-        True
-    ):  # a timer fires once: none is set while the handler of the last one runs
+    # A timer fires once: none is set while the handler of the last one runs.
+    while True:
         try:
             while (number := rank.key.latest.number) < 1500:
                 if rank.number == 1:
@@ -205,9 +204,8 @@ def runs_at_rest(rank: Rank) -> int:
 def test_nothing_is_sent_while_nobody_asks() -> None:
     with Job(16, per_host=8, by_file=True) as job:
         job.do(job.all, Rank.hold_rounds, 1)
-        wait_for(
-            lambda: not any(job.do([0], runs_at_rest))
-        )  # the ranks' first connections have closed
+        # The ranks' first connections have closed.
+        wait_for(lambda: not any(job.do([0], runs_at_rest)))
         job.do(job.all, count_sent)
         job.do([1], runs_at_rest)
         assert not any(job.do(job.all, sent))

@@ -100,9 +100,8 @@ def test_exit_with_a_pending_round_is_as_fast_as_stocks(
     ending: str, stock: float, tmp_path: Path
 ) -> None:
     ours, code, error = seconds_to_exit(ending, tmp_path)
-    assert (
-        ours < 2 * stock + 15
-    )  # a hang lasts for minutes; on a vendored NeMo most of it is its own end
+    # A hang lasts for minutes; on a vendored NeMo most of it is its own end.
+    assert ours < 2 * stock + 15
     assert code == (1 if ending == "exception" else 7), error
     assert "Exception ignored" not in error
     assert "terminate called" not in error

@@ -489,9 +489,8 @@ def test_torchs_own_analyser_names_the_same_ranks(tmp_path: Path) -> None:
             for rank in range(RANKS)
         }
         write(tmp_path / name, entries)
-        for file in (
-            tmp_path / name
-        ).iterdir():  # it wants more than the reader here does
+        # It wants more than the reader here does.
+        for file in (tmp_path / name).iterdir():
             content = pickle.loads(file.read_bytes())
             more = {
                 "pg_id": 0,

@@ -180,7 +180,6 @@ def test_growth_beside_threads_and_casts_and_after_its_process_group() -> None:
             "grown among the buffers": 0,
             "registered": 0,
         }
-        assert (
-            found.pop("seconds of a call") < 1e-4
-        )  # through a growth that grows nothing: 1 ms
+        # Through a growth that grows nothing: 1 ms.
+        assert found.pop("seconds of a call") < 1e-4
         assert all(found.values()), found

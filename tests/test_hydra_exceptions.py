@@ -209,9 +209,8 @@ def torchrun(
 
 
 def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
-    metadata = (
-        tmp_path / "nothing" / "nemo_patches-9.dist-info"
-    )  # no entry points, whatever is installed
+    # No entry points, whatever is installed.
+    metadata = tmp_path / "nothing" / "nemo_patches-9.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n"

@@ -654,9 +654,8 @@ def test_apply_installs_the_hook_only_if_it_patches(disabled: str) -> None:
 
 
 def worker_says(pipe: Any) -> None:
-    os.environ["NEMO_PATCHES_TIMEOUTS"] = (
-        "3"  # misspelt: the rank says it, its workers do not
-    )
+    # Misspelt: the rank says it, its workers do not.
+    os.environ["NEMO_PATCHES_TIMEOUTS"] = "3"
     start_up.install()
     pipe.send(nemo_patches.status().patched)
 

@@ -41,10 +41,8 @@ from nemo_patches.sync import rank_log
 from nemo_patches.watch.job_stall import EXIT_CODE
 from nemo_patches.watch.log_line import LogLines
 
-pytestmark = [
-    pytest.mark.one_nemo,
-    pytest.mark.alone,
-]  # nothing here depends on NeMo's version
+# Nothing here depends on NeMo's version.
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT = 3.0
 AT_ONCE = {"stall_timeout": STALL_TIMEOUT}
 
@@ -164,9 +162,8 @@ def save_checkpoint(trainer: Trainer) -> None:
 
 
 def hold_the_gil(trainer: Trainer) -> None:
-    ctypes.PyDLL(None).sleep(
-        int(STALL_TIMEOUT) + 10
-    )  # PyDLL keeps the lock during the call
+    # PyDLL keeps the lock during the call.
+    ctypes.PyDLL(None).sleep(int(STALL_TIMEOUT) + 10)
 
 
 def be_stopped(trainer: Trainer) -> None:
@@ -208,9 +205,8 @@ def each_way(
             WAYS[way][0](trainer)
         trainer.step()
         stalls = trainer.lines.stalls()
-        for _ in range(
-            2
-        ):  # in the first one a rank may wait in vain, whose last round had not come everywhere
+        # In the first one a rank may wait in vain, whose last round had not come everywhere.
+        for _ in range(2):
             trainer.step()
         wait_until(
             lambda t=trainer: (
@@ -222,9 +218,8 @@ def each_way(
         found[way] = stalls
         logging.getLogger("nemo_patches").removeHandler(trainer.lines)
     nemo_patches.revert()
-    wait_until(
-        lambda: stall_monitor()._own_facts.make().idle == -1
-    )  # calls that are not seen are no stall
+    # Calls that are not seen are no stall.
+    wait_until(lambda: stall_monitor()._own_facts.make().idle == -1)
     dist.barrier()
     return found
 
@@ -320,9 +315,8 @@ def keep_the_connections() -> None:
     if os.fork() == 0:
         parent = os.getppid()
         wait_until(lambda: os.getppid() != parent, 200)
-        time.sleep(
-            STALL_TIMEOUT + 20
-        )  # what a test would wait for is in other processes
+        # What a test would wait for is in other processes.
+        time.sleep(STALL_TIMEOUT + 20)
         os._exit(0)
 
 
@@ -529,9 +523,8 @@ def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
     trainer.step()
     dist.barrier()
     time.sleep(1.5 * STALL_TIMEOUT)  # the set-up itself, not a wait of the test's
-    assert (
-        trainer.lines.stalls() == []
-    )  # before its second call a job may take any time
+    # Before its second call a job may take any time.
+    assert trainer.lines.stalls() == []
     for _ in range(2):
         trainer.step()
     wait_until(all_have_come)
@@ -618,9 +611,8 @@ def tell_of_a_warning(trainer: Trainer) -> None:
 def test_a_rank_that_retries_for_ever_is_a_warning_at_once(tmp_path: Path) -> None:
     results = run_ranks(one_goes_on_alone, 2, str(tmp_path), retries)
     levels = [level for level, _ in results[0].value]
-    assert (
-        logging.WARNING in levels[:2]
-    )  # before it, that the other rank has not stood still for long enough
+    # Before it, that the other rank has not stood still for long enough.
+    assert logging.WARNING in levels[:2]
     first = next(text for level, text in results[0].value if level == logging.WARNING)
     # Or it is seen in the function by which it knows when to end.
     assert re.search(

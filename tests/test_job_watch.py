@@ -49,10 +49,8 @@ class Expected:
     mute: tuple[int, ...] = ()
     codes: tuple[tuple[int, int], ...] = ()
     level: str = "WARNING"
-    verdict: tuple[str, tuple[int, ...]] = (
-        ids.MISSING_RANK,
-        (1,),
-    )  # of the reports in the job's folder
+    # Of the reports in the job's folder.
+    verdict: tuple[str, tuple[int, ...]] = (ids.MISSING_RANK, (1,))
 
 
 EXPECTED = {
@@ -196,9 +194,8 @@ def test_no_hang_is_silent_whatever_the_config(
             if f" {expected.level} " in line and re.search(expected.line, line)
         ]
         assert said, job.stalls(rank)
-        first = said[
-            0
-        ]  # before it, on a busy machine, that another rank has not answered yet
+        # Before it, on a busy machine, that another rank has not answered yet.
+        first = said[0]
         after_s = (
             datetime.strptime(first[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
             - job.hang_began()

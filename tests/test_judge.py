@@ -17,9 +17,8 @@ from nemo_patches.judging.judge import Judgement, Seat, judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-JOBS = int(
-    os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000")
-)  # 100,000 take some minutes
+# 100,000 take some minutes.
+JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))
 KINDS = ("all_reduce", "broadcast", "all_gather", "barrier")
 
 

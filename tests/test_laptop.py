@@ -76,11 +76,8 @@ def test_the_doctor_reads_configs_and_code(tmp_path: Path, lacking: Path) -> Non
     )
     assert done.returncode == 1, done
     assert "NP123 warning: there is no strategy 'ddpp'" in done.stdout
-    for options in (
-        (str(code),),
-        ("--list-rules",),
-        ("--explain", "NP210"),
-    ):  # all rules, those on machines too
+    # All rules, those on machines too.
+    for options in ((str(code),), ("--list-rules",), ("--explain", "NP210")):
         done = python(
             "-m", "nemo_patches", "doctor", *options, path=(lacking, CHECKOUT)
         )

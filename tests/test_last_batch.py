@@ -264,6 +264,5 @@ def test_lightnings_loops_know_the_last_batch_also_while_the_next_is_read() -> N
         assert held.known() == "2"  # reads the fourth
         assert held.known() == "4"  # in the fifth's backward
         assert held.known() == "1"  # validates: reads the third
-    assert (
-        subscriber.process._notes.batch() == ""
-    )  # the trainer has gone, or does nothing
+    # The trainer has gone, or does nothing.
+    assert subscriber.process._notes.batch() == ""

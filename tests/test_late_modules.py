@@ -141,9 +141,8 @@ def test_a_stall_is_judged_without_a_descriptor_and_with_a_replaced_checkout(
             )
         for process in job.ranks:
             _, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
-            resource.prlimit(
-                process.pid, resource.RLIMIT_NOFILE, (3, most)
-            )  # none is left
+            # None is left.
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (3, most))
         wait_until(lambda: all(job.stalls(rank) for rank in range(2)), LONG_S)
         for rank in range(2):
             line, *_ = job.stalls(rank)

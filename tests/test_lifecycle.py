@@ -60,9 +60,8 @@ def groups_come_and_go(rank: int, size: int, ports: list[int]) -> Any:
             "nemo_patches exchange" in {thread.name for thread in threading.enumerate()}
         )
         dist.destroy_process_group()
-        wait_until(
-            lambda before=before: no_more_than(before)
-        )  # threads and sockets end a little later
+        # Threads and sockets end a little later.
+        wait_until(lambda before=before: no_more_than(before))
     encoders.sync(encoder, 2000)
     found.append((encoder.max_audio_length, 0))
     return found
@@ -119,9 +118,8 @@ def test_a_world_of_one_does_nothing() -> None:
 
 def without_an_address(rank: int, size: int) -> Any:
     if rank == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = (
-            "no_such_interface"  # read where we connect; the default group is there
-        )
+        # Read where we connect; the default group is there.
+        os.environ["GLOO_SOCKET_IFNAME"] = "no_such_interface"
     nemo_patches.apply(timeout=20.0)
     encoder = encoders.conformer()
     seconds = [encoders.sync(encoder, 100 * (step + 1) + rank) for step in range(3)]
@@ -267,9 +265,8 @@ def destroyed_in_a_wait(
     encoder = encoders.conformer()
     done = Path(folder, "done")
     join_group(rank, size, ports[0])
-    wrapped = torch.nn.parallel.DistributedDataParallel(
-        encoder
-    )  # it keeps the process group
+    # It keeps the process group.
+    wrapped = torch.nn.parallel.DistributedDataParallel(encoder)
     if rank == 1:
         wait_until(done.exists)  # never comes to the call
         dist.destroy_process_group()
@@ -440,9 +437,8 @@ def test_two_threads_first_calls_of_an_encoder_share_one_sync(
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             exchanges.append(self)
-            with contextlib.suppress(
-                threading.BrokenBarrierError
-            ):  # the other thread does not come, as it should
+            # The other thread does not come, as it should.
+            with contextlib.suppress(threading.BrokenBarrierError):
                 both.wait(0.5)
 
     monkeypatch.setattr(length_sync, "Exchange", SlowExchange)
@@ -549,16 +545,14 @@ def many_encoders(rank: int, size: int) -> Any:
 
     before = middle = resources()
     for number in range(1000):
-        dropped = torch.nn.Linear(
-            1, 1
-        )  # what the sync keeps does not depend on the encoder's own size
+        # What the sync keeps does not depend on the encoder's own size.
+        dropped = torch.nn.Linear(1, 1)
         assert synced_length(dropped, 10 + rank) == 10 + size - 1
         del dropped
         if number == 500:
             middle = resources()
-    wait_until(
-        lambda: no_more_than(before, threads=4, files=6)
-    )  # they end a little later
+    # They end a little later.
+    wait_until(lambda: no_more_than(before, threads=4, files=6))
     return resources()[2] - middle[2]
 
 

@@ -37,9 +37,8 @@ def many_ranks(rank: Rank, late: int, victim: int) -> Figures:
     files = open_files()
     rank.meet("all are here")
     rank.hold_rounds(10)
-    wait_until(
-        lambda: open_files() - files <= MOST_FILES
-    )  # connections for joining close after 5 s
+    # Connections for joining close after 5 s.
+    wait_until(lambda: open_files() - files <= MOST_FILES)
     if rank.number == late:
         rank.meet("the others gave up")
         rank.rounds.issue(rank.number)

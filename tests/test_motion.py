@@ -190,10 +190,8 @@ def test_collectives_are_progress_and_a_pause_of_the_monitor_begins_anew(
         progress.look(began + after, limit_s=1000)
         return round(progress.still_s(began + after))
 
-    assert (still_s(10), still_s(20)) == (
-        0,
-        10,
-    )  # what it had begun before is seen at the first look
+    # What it had begun before is seen at the first look.
+    assert (still_s(10), still_s(20)) == (0, 10)
     before = progress.begun
     dist.barrier()
     assert (still_s(30), still_s(31), progress.begun - before) == (0, 1, 1)
@@ -244,9 +242,8 @@ def test_a_rank_whose_loaders_worker_computes_moves() -> None:
     worker.start()
 
     try:
-        wait_until(
-            lambda: still_s(progress) < 0.5, 30
-        )  # less than the thread waits for
+        # Less than the thread waits for.
+        wait_until(lambda: still_s(progress) < 0.5, 30)
         ours.send(True)
         assert ours.recv()
         wait_until(lambda: still_s(progress) > 3)  # it is idle

@@ -200,9 +200,8 @@ def persistent(loader: Any) -> None:
 
 def scenarios(rank: int, size: int, folder: str) -> dict[str, Any]:
     asr_models.prepare()
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # the default, but in ranks of tests
+    # The default, but in ranks of tests.
+    multiprocessing.set_start_method("fork", force=True)
     nemo_patches.apply(timeout=60)
     own, all_ranks, even = (
         Path(folder, f"rank {rank}"),
@@ -355,9 +354,8 @@ def test_each_epoch_is_a_whole_pass_of_the_rank_with_the_fewest(
     for rank in seen:
         assert sizes(rank[name]) == [batches] * EPOCHS
         if name != "two workers":
-            assert all(
-                len(set(sum(epoch, ()))) == 2 * batches for epoch in rank[name]
-            )  # no cut twice in a pass
+            # No cut twice in a pass.
+            assert all(len(set(sum(epoch, ()))) == 2 * batches for epoch in rank[name])
 
 
 @pytest.mark.parametrize("limit", [4, 6])
@@ -388,11 +386,8 @@ def test_this_process_counts_what_persistent_workers_have_read(seen: Any) -> Non
     shuffled.
     """
     for rank in seen:
-        assert rank["counted 0"] == [
-            0,
-            0,
-            1,
-        ]  # without workers, its own sources count what they read
+        # Without workers, its own sources count what they read.
+        assert rank["counted 0"] == [0, 0, 1]
         assert rank["counted 1"] == [0, 1, 2]
 
 
@@ -433,9 +428,8 @@ def test_a_loop_that_is_left_by_a_break_goes_on_and_no_rank_is_left_alone(
     seen: Any,
 ) -> None:
     first, second = (rank["broken"] for rank in seen)
-    assert (
-        sizes(first) == sizes(second) == [1, 1, 4]
-    )  # then rank 1 has nothing left, and all begin anew
+    # Then rank 1 has nothing left, and all begin anew.
+    assert sizes(first) == sizes(second) == [1, 1, 4]
     for loops in (first, second):
         assert len({*loops[0][0], *loops[1][0]}) == 4
 

@@ -28,9 +28,8 @@ from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-JOBS = int(
-    os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000")
-)  # 100,000 take some minutes
+# 100,000 take some minutes.
+JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))
 STUCK = Place(where="read (data.py:41) < main (train.py:80)")
 WAITED = Fate(f.WAITED, "Timed out waiting 1800000 ms")
 
@@ -183,9 +182,8 @@ def test_who_stopped_is_named_by_records_and_by_stacks_alike() -> None:
         chance = random.Random(seed)
         job = played(chance, stops=1)
         everybody = set(range(len(job.groups["0"])))
-        if (
-            not job.waits or job.waits.keys() | job.stopped != everybody
-        ):  # of who has ended stacks tell no more
+        # Of who has ended stacks tell no more.
+        if not job.waits or job.waits.keys() | job.stopped != everybody:
             continue
         by_records, by_stacks, by_both = evidence(job), evidence(job), evidence(job)
         by_records.facts = records(job, everybody)

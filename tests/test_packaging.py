@@ -50,9 +50,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     shutil.copytree(
         CHECKOUT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_SOURCES)
     )
-    stray = (
-        source / "build" / "lib" / "nemo_patches" / "stray.py"
-    )  # as an earlier build leaves a module, since removed
+    # As an earlier build leaves a module, since removed.
+    stray = source / "build" / "lib" / "nemo_patches" / "stray.py"
     stray.parent.mkdir(parents=True)
     stray.touch()
     for way, command in WAYS.items():

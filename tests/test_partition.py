@@ -120,9 +120,8 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(
     )
     of_b = "all ranks of nemo-b (2): its connection was lost "
     for result, apart in zip(results, (of_b, of_b, of_a), strict=True):
-        (line, *_) = result.lines(
-            "WARNING", "no encoder call for "
-        )  # before, who has only just begun it goes on
+        # Before, who has only just begun it goes on.
+        (line, *_) = result.lines("WARNING", "no encoder call for ")
         groups = line.partition(" s. ")[2].split(" | ")
         assert re.fullmatch(
             re.escape(apart) + r"\d+ s ago: the host or the network", groups[0]

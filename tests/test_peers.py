@@ -12,10 +12,8 @@ import pytest
 import torch.distributed as dist
 from ranks import SLACK_S, come_in, in_step, run_ranks, wait_until
 
-pytestmark = [
-    pytest.mark.one_nemo,
-    pytest.mark.alone,
-]  # of Gloo and processes, not of NeMo's version
+# Of Gloo and processes, not of NeMo's version.
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
 
 def with_a_killed_peer(rank: int, size: int) -> Any:
@@ -62,9 +60,8 @@ def test_a_peer_killed_during_the_wait_ends_it() -> None:
 
 
 def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
-    encoder = in_step(
-        timeout=8.0
-    )  # the next wait is an eighth of it, and must bear a busy machine
+    # The next wait is an eighth of it, and must bear a busy machine.
+    encoder = in_step(timeout=8.0)
     peers: list[Any] = [0] * size
     dist.all_gather_object(peers, os.getpid())
     dist.barrier()

@@ -186,9 +186,8 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
         report: Any = json.loads(
             next(tmp_path.glob("nemo_patches-*/*/stall_rank_0.json")).read_text()
         )
-        latest = report["flight_recorder"]["entries"][
-            -1
-        ]  # torch's own: of Gloo since 2.13
+        # Torch's own: of Gloo since 2.13.
+        latest = report["flight_recorder"]["entries"][-1]
         assert latest["profiling_name"].startswith("gloo:")
         assert latest["retired"] == (way == "makes_no_group")
 
@@ -204,10 +203,8 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stal
             assert (
                 "computes, without a step, now in computes (tests/plain_job.py:" in line
             )
-        assert [process.poll() for process in job.ranks] == [
-            None,
-            None,
-        ]  # longer than stall_exit
+        # Longer than stall_exit.
+        assert [process.poll() for process in job.ranks] == [None, None]
         answer: Any = asked(next(tmp_path.glob("nemo_patches-*/*/rank_0.*.ask")))
         assert (
             answer["flight_recorder"]["entries"][-1]["profiling_name"]

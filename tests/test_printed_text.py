@@ -172,12 +172,12 @@ def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
     for facts in (own, other):
         store.set(f"facts/{facts.rank}", json.dumps(msgspec.to_builtins(facts)))
     collected = exchange._collect(store, 2, timedelta(seconds=5))
-    assert not store.check(
-        ["facts/0"]
-    )  # a launcher that starts all ranks again may keep the store
+    # A launcher that starts all ranks again may keep the store.
+    assert not store.check(["facts/0"])
+    # Which is no JSON.
     assert collected[0] == own and (
         (1 in collected) == (text != EVIL["half a character"])
-    )  # which is no JSON
+    )
     job = ranks.Ranks(2, timedelta(seconds=5), collected)
     assert all(map(is_harmless, job.lines()))
     assert all(map(is_harmless, texts_in(json.loads(json.dumps(job.as_json())))))

@@ -635,9 +635,8 @@ def tables_made_in_inference_mode(rank: int, size: int) -> list[str]:
             look(f"{name} set", encoder)
             with torch.inference_mode():
                 look(f"{name} built", make())
-        if (
-            size > 1
-        ):  # what is private follows the model; the buffers of others are stock's
+        # What is private follows the model; the buffers of others are stock's.
+        if size > 1:
             with torch.inference_mode():
                 encoder.half()
             look(f"{name} half", encoder, torch.float16)
@@ -761,9 +760,8 @@ def rotary_growth(rank: int, size: int) -> None:
         encoders.run(model, frames, seed=step).pow(2).mean().backward()
     length = encoder.max_audio_length
     assert length > encoders.POSITIONS
-    assert [
-        (path, buffer.shape) for path, buffer in encoder.named_buffers()
-    ] == built  # in DDP's order
+    # In DDP's order.
+    assert [(path, buffer.shape) for path, buffer in encoder.named_buffers()] == built
     assert same(tables(encoder), expected(length))
     assert same(tables(copy.deepcopy(encoder)), expected(length))
     assert same(tables(pickle.loads(pickle.dumps(encoder))), expected(length))

@@ -24,12 +24,8 @@ from nemo_patches.patching.targets import TARGETS
     if (target.module, target.owner) == encoders.PUNCTUATION
 ]
 BUILT_FOR = 1024  # as in the model's own __init__
-LENGTHS = [
-    (100, 200),
-    (5000, 3000),
-    (3000, 7000),
-    (50, 50),
-]  # in audio samples, by step and rank
+# In audio samples, by step and rank.
+LENGTHS = [(100, 200), (5000, 3000), (3000, 7000), (50, 50)]
 
 
 class Training(torch.nn.Module):

@@ -101,9 +101,8 @@ def test_a_rank_imports_the_layer_and_no_more() -> None:
     for result in run_ranks(train, 2):
         modules |= result.value
     assert not [name for name in modules if name.startswith(NOT_BY_DEFAULT)]
-    assert not set(late_modules.NAMES).intersection(
-        modules
-    )  # until there is something to judge
+    # Until there is something to judge.
+    assert not set(late_modules.NAMES).intersection(modules)
     files = sorted({Path(file) for file in modules.values()})
     assert not {
         str(path): names

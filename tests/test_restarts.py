@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-pytestmark = [
-    pytest.mark.one_nemo,
-    pytest.mark.alone,
-]  # of torchrun and its store, not of NeMo's version
+# Of torchrun and its store, not of NeMo's version.
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
 LIMIT_S = 150
 WORKER = """

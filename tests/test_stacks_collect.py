@@ -712,9 +712,8 @@ def test_the_worker_that_a_rank_waits_for(frames: Any, state: str, told: str) ->
     assert place.worker.startswith(told)
     assert bool(place.worker) == bool(told)
     assert ("stopped (state T)" in place.worker) == (state == "T")
-    assert of(job, Motion) == Motion(
-        False, still_s=52.0
-    )  # its workers' time: it looks for dead ones every few seconds
+    # Its workers' time: it looks for dead ones every few seconds.
+    assert of(job, Motion) == Motion(False, still_s=52.0)
 
 
 IN_POOL = (

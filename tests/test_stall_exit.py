@@ -420,9 +420,8 @@ def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(
             "more than stall_exit=1.5 s",
             "waits in barrier, and the others cannot be asked",
         )
-        assert int(re.findall(r"no encoder call for (\d+) s", line)[0]) >= int(
-            LONG_S
-        )  # so long it went on
+        # So long it went on.
+        assert int(re.findall(r"no encoder call for (\d+) s", line)[0]) >= int(LONG_S)
     assert results[CULPRIT].exit_code != EXIT_CODE
 
 
@@ -508,14 +507,12 @@ def test_every_hang_is_ended(name: str, tmp_path: Path) -> None:
     results = run_ranks(
         hung, RANKS, str(tmp_path), name, limit=90, dies=tuple(range(RANKS))
     )
-    ended = [
-        result for result in results if result.exit_code == EXIT_CODE
-    ]  # the others may lose their connection
+    # The others may lose their connection.
+    ended = [result for result in results if result.exit_code == EXIT_CODE]
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
     assert all(
         result.lines("more than stall_exit=1.5 s", " in a collective")
         for result in ended
     )
-    assert any(
-        result.lines("some wait in a collective") for result in ended
-    )  # who ends later may see who was first
+    # Who ends later may see who was first.
+    assert any(result.lines("some wait in a collective") for result in ended)

@@ -53,10 +53,8 @@ from nemo_patches.watch.looks import Heard, Look
 from nemo_patches.watch.roll_call import RollCall
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
-pytestmark = [
-    pytest.mark.one_nemo,
-    pytest.mark.alone,
-]  # nothing here depends on NeMo's version
+# Nothing here depends on NeMo's version.
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 TIMEOUT = 2.0
 
 
@@ -69,10 +67,8 @@ class Report:
     missing: tuple[MissingRank, ...]
 
 
-CONTEXT = {
-    0: None,
-    2: "fork",
-}  # Linux's default, which a test's rank has not: it was itself forked by a server
+# Linux's default, which a test's rank has not: it was itself forked by a server.
+CONTEXT = {0: None, 2: "fork"}
 
 
 class SlowAudio(Dataset[int]):
@@ -109,9 +105,8 @@ def endless_loop(go_on: Path) -> None:
 
 
 def hold_the_gil(go_on: Path) -> None:
-    ctypes.PyDLL(None).sleep(
-        int(TIMEOUT + REPORT_S)
-    )  # PyDLL keeps the lock during the call
+    # PyDLL keeps the lock during the call.
+    ctypes.PyDLL(None).sleep(int(TIMEOUT + REPORT_S))
 
 
 def be_stopped(go_on: Path) -> None:
@@ -218,9 +213,8 @@ def test_each_way_to_be_missing_is_told_in_time(
         (missing,) = report.missing
         assert (missing.rank, missing.kind) == (1, kind)
         assert missing.pid > 0
-        assert (missing.calls > 0) == (
-            kind == "elsewhere"
-        )  # who does not answer does not say
+        # Who does not answer does not say.
+        assert (missing.calls > 0) == (kind == "elsewhere")
         assert where in missing.where
         assert len(missing.workers) == (2 if way == "loader with workers" else 0)
         assert report.call < TIMEOUT + SLACK_S
@@ -345,9 +339,8 @@ def gone(rank: int, size: int) -> Report | None:
     began = time.monotonic()
     calls = [0.0]
 
-    def call_on() -> (
-        bool
-    ):  # what the killed rank had sent for a round may still serve the first of these calls
+    # What the killed rank had sent for a round may still serve the first of these calls.
+    def call_on() -> bool:
         calls.append(encoders.sync(encoder, 200))
         return bool(nemo_patches.status().stalls)
 
@@ -624,9 +617,8 @@ def short_stalls(rank: int, size: int) -> tuple[int, int]:
     encoder of its own.
     """
     nemo_patches.apply(timeout=0.02)
-    said = Said(
-        logging.INFO
-    )  # no warning where a wait was shortened, and all have come
+    # No warning where a wait was shortened, and all have come.
+    said = Said(logging.INFO)
     timeouts = 0
     kept = [encoders.conformer() for _ in range(15)]
     for encoder in kept:
@@ -785,9 +777,8 @@ def rounds_shifted_by_a_late_rank(rank: int, size: int) -> list[str]:
     wait_for_others("rank 0 has made two calls", 2)
     if rank == 1:
         encoders.sync(encoder, 200)
-        encoders.sync(
-            encoder, 201
-        )  # waits in vain for rank 0, which waits for this rank
+        # Waits in vain for rank 0, which waits for this rank.
+        encoders.sync(encoder, 201)
         wait_until(lambda: any("call 4: not every rank" in line for line in said.lines))
     dist.barrier()
     return said.lines
@@ -860,9 +851,8 @@ def permanent(rank: int, size: int, folder: str) -> list[str]:
 
         calling = threading.Thread(target=call_on)
         calling.start()
-        wait_until(
-            lambda: len(late_lines(said.lines)) >= 4
-        )  # at once, and after 1, 3 and 7 s
+        # At once, and after 1, 3 and 7 s.
+        wait_until(lambda: len(late_lines(said.lines)) >= 4)
         calls.set()
         calling.join()
         go_on.touch()

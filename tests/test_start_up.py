@@ -152,9 +152,8 @@ def test_where_ours_is_on_the_path_several_times_under_several_names_it_ends(
 ) -> None:
     (tmp_path / "link").symlink_to(CHECKOUT)
     path = (tmp_path / "link", LAUNCHER, CHECKOUT)
-    program = (
-        "import sys; sys.path.insert(0, ''); " + HOOKS + AFTERWARDS
-    )  # '' is the checkout again
+    # '' is the checkout again.
+    program = "import sys; sys.path.insert(0, ''); " + HOOKS + AFTERWARDS
     done = run([sys.executable, "-c", program], environment(*path), cwd=CHECKOUT)
     assert done.stdout.splitlines()[0] == "1"
     assert done.stdout.splitlines()[-1].endswith("sitecustomize")

@@ -38,10 +38,8 @@ import nemo_patches
 from nemo_patches.lightning import StopTogether
 
 pytestmark = [pytest.mark.alone, pytest.mark.one_nemo]
-BY_THE_CLOCK = tuple(map(int, pl.__version__.split(".")[:2])) >= (
-    2,
-    6,
-)  # whether Lightning can validate so
+# Whether Lightning can validate so.
+BY_THE_CLOCK = tuple(map(int, pl.__version__.split(".")[:2])) >= (2, 6)
 
 
 class Progress(pl.Callback):  # type: ignore[misc]
@@ -50,9 +48,8 @@ class Progress(pl.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.epochs: list[int] = []  # training batches of each
         self.validations: list[int] = []
-        self.at_validation: list[
-            int
-        ] = []  # training batches of the epoch, before each validation
+        # Training batches of the epoch, before each validation.
+        self.at_validation: list[int] = []
         self.steps, self.totals, self.intervals = 0, set[float](), set[float]()
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -67,9 +64,8 @@ class Progress(pl.Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        self.epochs = self.epochs or [
-            0
-        ]  # from Lightning 2.5 on, none begins where one is resumed
+        # From Lightning 2.5 on, none begins where one is resumed.
+        self.epochs = self.epochs or [0]
         self.epochs[-1] += 1
         print("training batch", index, file=sys.stderr, flush=True)
 
@@ -333,9 +329,8 @@ def plain_loops(rank: int) -> list[int]:
     together = nemo_patches.stop_together(range_stream(3 + 2 * rank))
     for _ in range(2):
         given.append(sum(1 for _ in together))
-    for batch in nemo_patches.stop_together(
-        range_stream(9)
-    ):  # all leave it at the same batch
+    # All leave it at the same batch.
+    for batch in nemo_patches.stop_together(range_stream(9)):
         if batch == 2:
             break
     for _ in range(2):  # a loader of each epoch's own
@@ -461,16 +456,14 @@ def test_lightning_knows_the_limit_and_where_half_of_it_is(
 ) -> None:
     assert seen["total"] == {6}
     assert seen["at"] == [3]
-    assert seen["interval"] == {
-        0.5
-    }  # NeMo's checkpoint callback names and saves the last one by it
+    # NeMo's checkpoint callback names and saves the last one by it.
+    assert seen["interval"] == {0.5}
     allowed = "time based, `1.0` or an int" if BY_THE_CLOCK else "`1.0` or an int"
     assert (
         "`Trainer(limit_train_batches)` must be `1.0` or an int" in seen["half of one"]
     )  # Lightning's own
-    assert (
-        f"Trainer(val_check_interval)` must be {allowed}" in seen["half of unknown"]
-    )  # Lightning's own
+    # Lightning's own.
+    assert f"Trainer(val_check_interval)` must be {allowed}" in seen["half of unknown"]
     assert (
         "val_check_interval=7 would never validate: no training pass has more than 6"
         in seen["never validated"]
@@ -557,9 +550,8 @@ def test_ranks_that_left_a_pass_at_different_batches_are_told_on_all(
 def test_torchs_own_join_works_beside_a_length_sync_that_does_not_wait(
     seen: dict[str, Any],
 ) -> None:
-    assert (
-        len(seen["joined"]) == 64
-    )  # and the same on both ranks, as all that they have seen
+    # And the same on both ranks, as all that they have seen.
+    assert len(seen["joined"]) == 64
 
 
 def one_that_hangs(rank: int, size: int, train: int, val: int) -> None:
@@ -592,14 +584,12 @@ def test_stock_hangs_or_dies_in_the_reproductions(tmp_path: Path) -> None:
         ).result()
         for run in runs:
             results = run.result()
-            assert all(
-                " batch 3" in result.stderr for result in results
-            )  # all have had what is even
+            # All have had what is even.
+            assert all(" batch 3" in result.stderr for result in results)
             assert "the fit has ended" not in results[0].stderr
     assert "training batch 0" in of_shards[0].stderr
-    assert (
-        "the fit has ended" not in of_shards[0].stderr
-    )  # rank 1 ends its own, and waits after it
+    # Rank 1 ends its own, and waits after it.
+    assert "the fit has ended" not in of_shards[0].stderr
 
 
 WORDS = ("ab", "cd", "abc", "dab")
@@ -638,9 +628,8 @@ def nemos_loaders(
         "shuffle_buffer_size": 50,
     }
     model.setup_training_data(OmegaConf.create(config))
-    alone = [
-        sum(1 for _ in model._train_dl.sampler) for _ in range(10)
-    ]  # without the audio
+    # Without the audio.
+    alone = [sum(1 for _ in model._train_dl.sampler) for _ in range(10)]
     trainer.fit(model)
     return alone, progress.epochs, shards
 
@@ -706,16 +695,12 @@ def test_lhotses_default_shuffling_and_filtered_shards_end_together(
 ) -> None:
     results = run_ranks(nemos_loaders, 3, str(tmp_path))
     own, together, shards = results[0].value
-    assert any(
-        result.value[0] != own for result in results
-    )  # so that there was something to do
+    # So that there was something to do.
+    assert any(result.value[0] != own for result in results)
     assert all(result.value[1:] == (together, shards) for result in results)
     assert len(together) == 2 and min(together) > 0
-    assert shards == (
-        2,
-        [1],
-        [1],
-    )  # it is validated, although the pass ended before the limit
+    # It is validated, although the pass ended before the limit.
+    assert shards == (2, [1], [1])
     assert (
         len(
             results[0].lines(

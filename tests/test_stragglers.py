@@ -80,9 +80,8 @@ def late_once(rank: int, size: int, late_step: int, seconds: float) -> Life:
     for step in range(late_step + 4):
         if rank == 1 and step == late_step:
             time.sleep(seconds)  # the straggler itself, not a wait of the test's
-            wait_until(
-                lambda: store.add("reports", 0) >= size - 1
-            )  # a busy machine may report later
+            # A busy machine may report later.
+            wait_until(lambda: store.add("reports", 0) >= size - 1)
         steps.append(call(encoder, 100 * (step + 1) + rank))
         if rank != 1 and step == late_step:
             wait_until(lambda: said.lines)
@@ -138,9 +137,8 @@ def test_a_rank_ten_seconds_late(late_step: int) -> None:
                 <= 10 + REPORT_S
             )
         for later in range(late_step + 1, late_step + 4):
-            assert (
-                steps[later].seconds < 1.0 + SLACK_S
-            )  # an eighth of the timeout, at most
+            # An eighth of the timeout, at most.
+            assert steps[later].seconds < 1.0 + SLACK_S
             assert steps[later].maximum == 100 * (later + 1) + 2
 
 
@@ -170,9 +168,8 @@ def one_incident(rank: int, size: int, kind: str, seed: int) -> Life:
     at, culprit = chance.randint(0, 6), chance.randrange(size)
     steps = []
     for step in range(40):
-        time.sleep(
-            races.random() * RACE_S
-        )  # so that the ranks race, each time otherwise
+        # So that the ranks race, each time otherwise.
+        time.sleep(races.random() * RACE_S)
         if rank == culprit and step == at:
             if kind == "extra":
                 steps.append(call(encoder, 70))
@@ -204,9 +201,8 @@ def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(
     for result in results:
         for kind, lived in result.value.items():
             assert lived.vain <= 1.2, (kind, lived.timeouts)
-            assert lived.taken < 1.9, (
-                kind
-            )  # a fifth for forty healthy rounds, and no second timeout
+            # A fifth for forty healthy rounds, and no second timeout.
+            assert lived.taken < 1.9, kind
             # In step again well before the end: on a busy machine not at every call
             # (docs/design.md, "Breaker").
             stocks = [50 * (step + 1) + size - 1 for step in range(40)]
@@ -244,9 +240,8 @@ def persistent_asymmetry(rank: int, size: int, kind: str) -> Life:
 def test_persistent_asymmetry_costs_at_most_1_3_timeouts(kind: str) -> None:
     for result in run_ranks(persistent_asymmetry, 2, kind):
         assert result.value.vain <= 1.3
-        assert (
-            sum(step.seconds for step in result.value.steps) < 1.3 + 30
-        )  # the rest is work, on a busy machine
+        # The rest is work, on a busy machine.
+        assert sum(step.seconds for step in result.value.steps) < 1.3 + 30
 
 
 def local(rank: int, size: int) -> tuple[list[Step], Any]:

@@ -100,12 +100,8 @@ def test_every_target_class_is_recorded_and_gives_the_same_bits(
         return encoder, lambda: encoders.run(encoder, 700)
 
     found = traced_and_not(make, tmp_path)
-    assert traces.kinds(found) == [
-        "header",
-        "enter",
-        "leave",
-        "end",
-    ]  # as in stock nothing syncs: there is no group
+    # As in stock nothing syncs: there is no group.
+    assert traces.kinds(found) == ["header", "enter", "leave", "end"]
     _, enter, leave, _ = found
     assert enter["e"].lower().startswith(name.replace("_", "")[:7])
     assert (enter["shape"], enter["dtype"], enter["device"]) == (
@@ -192,9 +188,8 @@ def test_forward_is_replaced_only_while_a_trace_is_on(
         )
         encoders.run(encoders.conformer(), 50)
         assert f"trace: {tmp_path / 'one'}/rank-" in str(nemo_patches.status())
-        nemo_patches.apply(
-            trace=str(tmp_path / "one"), timeout=7
-        )  # the same trace goes on
+        # The same trace goes on.
+        nemo_patches.apply(trace=str(tmp_path / "one"), timeout=7)
         encoders.run(encoders.conformer(), 50)
         nemo_patches.apply(trace=tmp_path / "two", timeout=7)
         encoders.run(encoders.conformer(), 50)
@@ -214,9 +209,8 @@ def test_forward_is_replaced_only_while_a_trace_is_on(
     nemo_patches.apply(trace="-")
     encoders.run(encoders.conformer(), 50)
     nemo_patches.revert()
-    assert (
-        capsys.readouterr().err.count("ConformerEncoder: call 1 ") == 2
-    )  # begins, is done
+    # Begins, is done.
+    assert capsys.readouterr().err.count("ConformerEncoder: call 1 ") == 2
     with listening(caplog):
         nemo_patches.apply(trace=tmp_path)
     assert f"sync=bounded, timeout=10 s, trace={tmp_path}" in caplog.messages[0]
@@ -227,9 +221,10 @@ def test_ours_inside_somebody_elses_wrapper_does_nothing_after_revert_and_is_rec
 ) -> None:
     from nemo.collections.asr.modules import ConformerEncoder
 
+    # Restored in the end.
     monkeypatch.setattr(
         ConformerEncoder, "forward", ConformerEncoder.__dict__["forward"]
-    )  # restored in the end
+    )
     nemo_patches.apply(trace=tmp_path / "one")
     ours = ConformerEncoder.forward
     ConformerEncoder.forward = lambda self, **inputs: ours(self, **inputs)

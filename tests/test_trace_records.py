@@ -557,9 +557,8 @@ def test_a_killed_process_leaves_whole_lines_up_to_its_last_moments(
     process.send_signal(signal.SIGKILL)
     end(process)
     found = traces.records(*traces.files(tmp_path), cut=True)
-    assert (
-        max(one["n"] for one in traces.of_kind(found, "leave")) >= 58
-    )  # of 61: what a moment's records are
+    # Of 61: what a moment's records are.
+    assert max(one["n"] for one in traces.of_kind(found, "leave")) >= 58
     assert not traces.of_kind(found, "end")
 
 

@@ -58,9 +58,8 @@ def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(*path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROGRAM, str(path[0] / "trace")]
-    return run(
-        command, environment(*path), cwd=path[0]
-    )  # a checkout may hold an egg-info
+    # A checkout may hold an egg-info.
+    return run(command, environment(*path), cwd=path[0])
 
 
 def seen(done: subprocess.CompletedProcess[str]) -> Any:
@@ -109,9 +108,8 @@ def test_a_trainer_gets_one_by_an_entry_point_and_not_two_with_the_hook(
 
 
 def test_a_checkout_that_is_not_installed_has_the_import_hook(tmp_path: Path) -> None:
-    metadata = (
-        tmp_path / "nemo_patches-9.dist-info"
-    )  # first on the path: no entry points, whatever is installed
+    # First on the path: no entry points, whatever is installed.
+    metadata = tmp_path / "nemo_patches-9.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n"

@@ -34,9 +34,8 @@ pytestmark = pytest.mark.one_nemo
 LIMIT = 800  # seconds, for what takes 15 to 30 and an import of NeMo
 DEVICES = 2
 EVALUATIONS = TRAINING_STEPS // VALIDATE_EVERY
-HAS_STOCK = (
-    importlib.util.find_spec("nemo_patches.patching") is not None
-)  # the diff cannot be taken out of a NeMo
+# The diff cannot be taken out of a NeMo.
+HAS_STOCK = importlib.util.find_spec("nemo_patches.patching") is not None
 
 
 def run_all(folder: Path) -> None:
@@ -145,9 +144,8 @@ def test_patched_completes_with_the_losses_of_the_even_run(
     ]
     assert losses(run) == losses(outcomes["patched, even"])
     everything = [loss for rank in losses(run) for loss in rank]
-    assert (
-        len(set(everything)) == len(everything) == TRAINING_STEPS * DEVICES
-    )  # so that equality says something
+    # So that equality says something.
+    assert len(set(everything)) == len(everything) == TRAINING_STEPS * DEVICES
 
 
 if __name__ == "__main__":

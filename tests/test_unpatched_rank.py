@@ -229,10 +229,8 @@ def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_wh
 
 def flag_is_not_in_force(rank: int, size: int) -> None:
     nemo_patches.apply(timeout=CONNECTING_S)
-    living = [
-        encoders.conformer(),
-        encoders.conformer(),
-    ]  # until the line is said, which is of those that live
+    # Until the line is said, which is of those that live.
+    living = [encoders.conformer(), encoders.conformer()]
     for encoder, configured in zip(living, (False, True), strict=True):
         encoder._cfg = OmegaConf.create({"sync_max_audio_length": configured})
         encoders.sync(encoder, 100)
@@ -254,9 +252,8 @@ def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_say
 
 def one_has_no_stall_reports(rank: int, size: int) -> list[str] | None:
     said = Said()
-    stack_size = threading.stack_size(
-        1 << 50 if rank == 1 else 0
-    )  # no thread can be started
+    # No thread can be started.
+    stack_size = threading.stack_size(1 << 50 if rank == 1 else 0)
     nemo_patches.apply(timeout=CONNECTING_S)
     threading.stack_size(stack_size)
     encoder = encoders.conformer()
@@ -300,9 +297,8 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
     if rank == 0:
         wait_for_others("looked", size)
         os._exit(0)
-    nemo_patches.apply(
-        sync="local", timeout=8.0
-    )  # half of it for the first look, the rest for what is to come then
+    # Half of it for the first look, the rest for what is to come then.
+    nemo_patches.apply(sync="local", timeout=8.0)
     encoders.sync(encoders.conformer(), 100)
     wait_until(lambda: nemo_patches.status().unannounced == (0,))
     wait_for_others("looked", size)

@@ -17,9 +17,8 @@ from interpreters import CHECKOUT, environment, run
 SERIES = CHECKOUT / "patches" / "upstream"
 FORMAT = ("--zero-commit", "--no-numbered", "--no-signature", "--full-index", "-U2")
 LINE_LENGTH = 119  # of NeMo's pyproject.toml
-TEST_LIMIT_S = (
-    480.0  # for what takes 60 s on an idle machine, most of it NeMo's import, twice
-)
+# For what takes 60 s on an idle machine, most of it NeMo's import, twice.
+TEST_LIMIT_S = 480.0
 
 
 def patches(checkout: Path) -> list[Path]:
@@ -115,9 +114,8 @@ def test_its_own_tests_pass(checkout: Path) -> None:
         "tests/collections/asr",
         "tests/collections/common",
     ):
-        (
-            checkout / folder / "__init__.py"
-        ).touch()  # as NeMo's repository has them, and its wheel has not
+        # As NeMo's repository has them, and its wheel has not.
+        (checkout / folder / "__init__.py").touch()
     left_out = ("abs_pos", "local_attn", "(unequal and transformer)")  # for CI's time
     some = ("-k", " and ".join(f"not {names}" for names in left_out))
     run_tests(checkout, *some)

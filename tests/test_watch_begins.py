@@ -345,9 +345,8 @@ def test_a_job_that_goes_on_costs_no_request_one_port_and_next_to_no_time(
         share, moved, listening = result.value
         assert share < MOST_OF_A_CORE
         assert moved == 0
-        assert (
-            len(listening) == len(stock.value) + 1
-        )  # Gloo's, and the exchange's: that it refuses shows an end
+        # Gloo's, and the exchange's: that it refuses shows an end.
+        assert len(listening) == len(stock.value) + 1
 
 
 def only_gloo(rank: int, size: int, port: int) -> list[Any]:

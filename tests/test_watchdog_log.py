@@ -577,10 +577,8 @@ def test_dump_signals_alone_tell_who_waited_and_who_had_not_come(
     assert told.verdict.startswith("Ranks 0-3 waited for others") and not any(
         one.ranks for one in told.findings
     )
-    for other in (
-        signal(2, " rank 0", 22, 21),
-        signal(2, " rank 0", 21, 21, "7"),
-    ):  # it has come; another group
+    # It has come; another group.
+    for other in (signal(2, " rank 0", 22, 21), signal(2, " rank 0", 21, 21, "7")):
         assert report_on(tmp_path, *waited, other).findings[0].ranks == ()
 
 

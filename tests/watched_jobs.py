@@ -221,9 +221,8 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
     if name.endswith("and the store goes") and rank == CULPRIT:
         from nemo_patches.sync import length_sync
 
-        late = datetime.timedelta(
-            seconds=15
-        )  # rank 0, which has the store, ends long before
+        # Rank 0, which has the store, ends long before.
+        late = datetime.timedelta(seconds=15)
         length_sync.use(dataclasses.replace(length_sync.current(), stall_exit=late))
     limit = datetime.timedelta(seconds=HANGS_S)
     dist.init_process_group(

@@ -73,9 +73,8 @@ def test_a_finding_is_suppressed_on_its_line_with_a_reason(
         assert f"NP004 warning: {said}" in out
         assert ("NP102 warning" in out) is ("60.0" in text)  # it is not suppressed
     clean = write(tmp_path, suppressed.replace("60.0", "40.0"))
-    assert (
-        doctor(capfd, clean, "trainer.devices=8")[0] == 0
-    )  # with other values it may be needed
+    # With other values it may be needed.
+    assert doctor(capfd, clean, "trainer.devices=8")[0] == 0
     assert doctor(capfd, clean, select=("NP1",))[0] == 0
 
 

@@ -70,9 +70,8 @@ def test_the_file_and_the_line_of_what_was_read_are_told(tmp_path: Path) -> None
     )
     (finding,) = found(tmp_path, "NP122", text)
     assert "inputs.yaml:3" in [value.origin for value in finding.read]
-    assert 10 in [
-        value.line for value in finding.read
-    ]  # of the config: a suppression there answers it
+    # Of the config: a suppression there answers it.
+    assert 10 in [value.line for value in finding.read]
     suppressed = text.replace(
         "inputs.yaml", "inputs.yaml  # nemo-patches: ignore[NP122] measured"
     )

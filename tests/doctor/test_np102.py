@@ -14,10 +14,8 @@ from nemo_patches.tools.doctor.finding import Change
 pytestmark = pytest.mark.one_nemo
 
 OFF = "+model.encoder.sync_max_audio_length=false"
-STOCK = (
-    "model.train_ds.max_duration=60",
-    "model.validation_ds.max_duration=60",
-)  # what NeMo's NEST config has
+# What NeMo's NEST config has.
+STOCK = "model.train_ds.max_duration=60", "model.validation_ds.max_duration=60"
 
 
 def test_the_stock_nest_config_is_reported(tmp_path: Path) -> None:

@@ -173,9 +173,8 @@ def test_types_that_are_repeated_without_tar_files_and_what_ends_them(
         == said("{type: txt, paths: x, force_finite: true}")
         == 0
     )
-    assert (
-        said("{type: txt, paths: x, force_finite: false}", finite) == 1
-    )  # the entry's own switch comes first
+    # The entry's own switch comes first.
+    assert said("{type: txt, paths: x, force_finite: false}", finite) == 1
     assert said("{type: txt, paths: x}", "+model.train_ds.metadata_only=true") == 1
     assert (
         said("{type: lhotse, shar_path: x}", "+model.train_ds.metadata_only=true") == 0
@@ -199,6 +198,5 @@ def test_models_that_go_by_is_tarred_ask_any_set_of_lhotse(
         == []
     )
     assert found(tmp_path, "NP104", LHOTSE, given[0]) == []
-    assert (
-        found(tmp_path, "NP104", LHOTSE, given[1]) == []
-    )  # other models go by the loader
+    # Other models go by the loader.
+    assert found(tmp_path, "NP104", LHOTSE, given[1]) == []

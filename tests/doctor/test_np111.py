@@ -137,8 +137,7 @@ def test_null_is_no_size_and_what_is_to_be_given_no_fault(tmp_path: Path) -> Non
         "model.train_ds.batch_size=???",
     )
     assert found(tmp_path, "NP111", NEST, *buckets, *untold) == []
-    plain = (
-        "model.train_ds.tarred_audio_filepaths=[a.tar,b.tar]"  # one bucket of two files
-    )
+    # One bucket of two files.
+    plain = "model.train_ds.tarred_audio_filepaths=[a.tar,b.tar]"
     assert found(tmp_path, "NP111", NEST, buckets[0], plain, untold[0]) == []
     assert found(tmp_path, "NP111", NEST, buckets[1], untold[0]) == []  # not tarred

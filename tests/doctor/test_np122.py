@@ -84,9 +84,8 @@ def test_evaluation_is_not_shuffled_but_what_is_mixed_has_an_order_of_its_own(
         f"+model.validation_ds.input_cfg={mixed}",
         "+model.validation_ds.force_finite=true",
     )
-    (finding,) = found(
-        tmp_path, "NP122", LHOTSE, *finite
-    )  # measured: 1308 read, 1156 of 1300
+    # Measured: 1308 read, 1156 of 1300.
+    (finding,) = found(tmp_path, "NP122", LHOTSE, *finite)
     assert "model.validation_ds" in finding.what
     assert (
         len(found(tmp_path, "NP122", LHOTSE, "+model.validation_ds.shuffle=true")) == 1
@@ -252,9 +251,8 @@ def test_a_file_of_inputs_and_switches_that_are_not_known_are_not_judged(
         )
         == []
     )
-    assert found(
-        tmp_path, "NP005", LHOTSE, "+model.train_ds.input_cfg=x.yaml"
-    )  # says it
+    # Says it.
+    assert found(tmp_path, "NP005", LHOTSE, "+model.train_ds.input_cfg=x.yaml")
 
 
 def test_a_path_with_an_interpolation_in_it_is_given_whatever_that_is(
@@ -275,9 +273,8 @@ def test_the_seed_of_an_entry_is_the_one_that_counts_for_it(tmp_path: Path) -> N
     (finding,) = found(tmp_path, "NP122", *of(shar % "trng", 42), *once)
     assert finding.instead.startswith("model.train_ds.input_cfg.0.")
     assert found(tmp_path, "NP122", *of(shar % "trng", 42)) == []
-    assert (
-        found(tmp_path, "NP122", *of(shar % 42, "trng")) == []
-    )  # the sampler's order is each rank's own
+    # The sampler's order is each rank's own.
+    assert found(tmp_path, "NP122", *of(shar % 42, "trng")) == []
     (finding,) = found(
         tmp_path, "NP122", *of(shar % 42, "trng"), "+model.train_ds.shuffle=false"
     )

@@ -65,9 +65,8 @@ def test_none_otherwise(tmp_path: Path) -> None:
         )
         == []
     )
-    assert (
-        found(tmp_path, "NP124", MULTI, "data.train_ds.seed=null") == []
-    )  # it is there
+    # It is there.
+    assert found(tmp_path, "NP124", MULTI, "data.train_ds.seed=null") == []
     assert (
         found(tmp_path, "NP124", MULTI, "+data.train_ds.two.input_cfg=other.yaml") == []
     )

@@ -36,9 +36,8 @@ def test_padding_beyond_the_limit_leaves_nothing(tmp_path: Path) -> None:
         "+model.train_ds.pad_min_duration='???'",
     ):
         assert found(tmp_path, "NP125", LHOTSE, override) == []
-    assert (
-        found(tmp_path, "NP125", NEST, "+model.train_ds.pad_min_duration=41") == []
-    )  # not read there
+    # Not read there.
+    assert found(tmp_path, "NP125", NEST, "+model.train_ds.pad_min_duration=41") == []
 
 
 def test_none_for_limits_that_leave_something(tmp_path: Path) -> None:

@@ -135,9 +135,8 @@ def test_lightning_has_these_classes_and_ddp_these_keywords() -> None:
         ):
             _setup_device_mesh(2, 2, 8, torch.device("cpu"))
         with contextlib.suppress(ImportError):
-            from lightning.fabric.strategies import (
-                DDPStrategy,
-            )  # the same name, and no strategy of a Trainer's
+            # The same name, and no strategy of a Trainer's.
+            from lightning.fabric.strategies import DDPStrategy
 
             with pytest.raises(ValueError, match="invalid strategy"):
                 Trainer(

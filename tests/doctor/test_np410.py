@@ -64,7 +64,6 @@ def test_other_steps(tmp_path: Path) -> None:
     )
     assert len(found(tmp_path, "NP410", train(right, "i % every == 0"))) == 1
     assert found(tmp_path, "NP410", train(off, "i % every == 0")) == []
-    assert (
-        found(tmp_path, "NP410", train(off, "self.count % every == 0")) == []
-    )  # another counter
+    # Another counter.
+    assert found(tmp_path, "NP410", train(off, "self.count % every == 0")) == []
     assert found(tmp_path, "NP410", train(off, "i % every == 0 and self.ready")) == []

@@ -431,9 +431,8 @@ def test_any_path_leads_where_it_leads_in_omegaconf(
     for keys, own in walk(config.tree):
         if not isinstance(own, (dict, list)):
             expected = value_at(there, keys)
-            has_a_section = isinstance(expected, str) and re.search(
-                r"[{[]", expected
-            )  # in a text, as no config has
+            # In a text, as no config has.
+            has_a_section = isinstance(expected, str) and re.search(r"[{[]", expected)
             assert own == expected or has_a_section, keys
 
 

@@ -9,11 +9,8 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [
-    str(HERE),
-    str(HERE.parent),
-    str(HERE.parents[1]),
-]  # the checkout's, for the ranks, too
+# The checkout's, for the ranks, too.
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 
 def main(names: list[str]) -> int:

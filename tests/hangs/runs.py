@@ -21,9 +21,8 @@ from nemo_patches.tools.demo import logs
 
 LOOK_EVERY_S = 0.1
 OTHERS_END_S = 8.0  # for the other ranks once one has ended: they may hang, or find out
-IMPORT_LIMIT_S = (
-    180  # of NeMo, for which the first rank that a fork server is asked for has to wait
-)
+# Of NeMo, for which the first rank that a fork server is asked for has to wait.
+IMPORT_LIMIT_S = 180
 _STALL = re.compile(
     r"nemo_patches (?:INFO|WARNING) \[.*?\] no (?:encoder call|step|\w+) for ([\d.]+) s[.:]? (.*)"
 )
