@@ -49,34 +49,8 @@ def settings() -> Iterator[str]:
 
 def commands() -> Iterator[str]:
     group: Any = typer.main.get_command(app)
-    of_settings = {setting.name for setting in ALL_SETTINGS}
     for name, command in group.commands.items():
-        yield from ("", f"### nemo-patches {name}", "", _paragraphs(command.help), "")
-        options = [
-            param
-            for param in command.params
-            if not param.hidden and not (name == "run" and param.name in of_settings)
-        ]
-        yield from (
-            ("| argument or option | default | what |", "|---|---|---|")
-            if options
-            else ()
-        )
-        for param in options:
-            names = [option for option in param.opts if option.startswith("-")] or [
-                param.metavar or param.name.upper()
-            ]
-            choices = (
-                re.sub(r"\[,\.\.\.\]|[][]", "", param.metavar or "")
-                if "|" in (param.metavar or "")
-                else ""
-            )
-            what = " · ".join(
-                filter(None, (choices.replace("|", ", "), getattr(param, "help", "")))
-            )
-            yield f"| {', '.join(f'`{one}`' for one in names)} | {_default(param)} | {what} |"
-        if name == "run":
-            yield "| `--timeout 30`, and so on | as above | an option for every setting |"
+        yield from ("", f"### nemo-patches {name}", "", _paragraphs(command.help))
 
 
 def api() -> Iterator[str]:
@@ -104,17 +78,6 @@ def rules() -> Iterator[str]:
     yield "|---|---|---|"
     for rule in all_rules():
         yield f"| {rule.identifier} | {rule.worst} | {rule.finds} |"
-
-
-def _default(param: Any) -> str:
-    # A text where the value would not say it.
-    told = getattr(param, "show_default", None)
-    value = told if isinstance(told, str) else param.default
-    return (
-        str(value)
-        if isinstance(value, str | int | float) and not isinstance(value, bool)
-        else ""
-    )
 
 
 def _paragraphs(text: str | None) -> str:
