@@ -274,7 +274,7 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
         (
             "diagnose traces",
             2,
-            "rank-00000.1T0.7.jsonl: cannot be read: Permission denied",
+            "traces/rank-00000.1T0.7.jsonl: Permission denied",
         ),
     ):
         command = as_ordinary_user(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,9 +108,17 @@ def find(paths: Sequence[Path]) -> Found:
             f"{len(files)} files; only the first {_MOST_FILES} were looked at"
         )
     for path, file in files[:_MOST_FILES]:
-        if file == path or os.path.isfile(file):  # a pipe in a folder never ends
+        if file == path or _is_file(file):
             _sort_in(file, path, found)
     return found
+
+
+def _is_file(file: Path) -> bool:
+    """Not a pipe in a folder, which never ends. Who opens a file says why it cannot be."""
+    try:
+        return stat.S_ISREG(os.stat(file).st_mode)
+    except OSError:
+        return True
 
 
 def _sort_in(file: Path, given: Path, found: Found) -> None:
