@@ -30,7 +30,7 @@ ENTRIES, BATCH = 24, 2
 # Some minutes; what is marked matrix runs on every series.
 pytestmark = pytest.mark.one_nemo
 FIRST = 6  # batches that are compared
-MOST = 26  # batches that are read: more than any finite set here has
+MOST = 30  # batches that are read: more than any finite set here has
 COMMON = {
     "batch_size": BATCH,
     "shuffle": True,
