@@ -19,7 +19,7 @@ from scenario import STALL_TIMEOUT_S
 from nemo_patches.tools.demo import logs
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
-AT_ONCE = 8  # they mostly wait
+AT_ONCE = 6  # they mostly wait
 STALL_TIMEOUT = timedelta(seconds=STALL_TIMEOUT_S)
 LINE = timedelta(seconds=5)  # after stall_timeout, on an idle machine
 ROOM = timedelta(seconds=15)  # what a busy one may add
