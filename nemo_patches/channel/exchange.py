@@ -779,11 +779,11 @@ class Exchange:
             return Silence(LOST, time.monotonic() - self._lost_at[rank])
         if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
             return Silence(ENDED)
-        unacknowledged = (
-            one.unacknowledged_s for one in self._all_links if one.rank == rank
-        )
-        cut_s = max(unacknowledged, default=-1.0)
-        if cut_s < 0 and link is not None and link.is_connected:
+        links = [one for one in self._all_links if one.rank == rank]
+        cut_s = max((one.unacknowledged_s for one in links), default=-1.0)
+        # One that is being made says nothing: a firewall may keep it from being made.
+        stands = any(one.is_connected for one in links)
+        if cut_s < 0 and (stands or (link is not None and link.is_connected)):
             return Silence(NO_ANSWER)
         return Silence(LOST if self.is_joined else NOT_HEARD, cut_s)
 

@@ -234,6 +234,7 @@ def test_a_firewall_that_closes_while_a_job_runs_hides_no_fault(
         assert said(running) == []
         running.signal(1, "STOP")
         running.until_told(0, r"WARNING .*rank 1 \(nemo-b, pid \d+\) answers nothing")
+        running.until(lambda: running.accused(0), START_S, "accused in a report")
         assert running.accused(0) == {1}
 
 
