@@ -41,7 +41,7 @@ def bound(stack: ExitStack, folder: Path, name: str, listens: bool) -> Path:
 
 
 def test_only_what_nobody_listens_at_is_removed(folder: Path) -> None:
-    here, there = job_socket._here(), f"1-{socket.gethostname()}"
+    here, there = job_socket._here(), f"1-{job_socket._host()}"
     with ExitStack() as stack:
         kept = [
             bound(
@@ -80,7 +80,7 @@ def test_ranks_with_the_same_number_and_pid_in_two_containers_have_each_their_ow
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = JobSocket(0, 29500)
-    monkeypatch.setattr(job_socket, "_here", lambda: f"1-{socket.gethostname()}")
+    monkeypatch.setattr(job_socket, "_here", lambda: f"1-{job_socket._host()}")
     second = JobSocket(0, 29500)
     try:
         assert len(list(folder.glob(f"*{ENDING}"))) == 2
@@ -90,6 +90,18 @@ def test_ranks_with_the_same_number_and_pid_in_two_containers_have_each_their_ow
         first.close()
         second.close()
     assert list(folder.iterdir()) == []
+
+
+def test_the_longest_name_of_a_host_fits_beside_the_most_digits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a pod: Linux allows 64 characters, and a socket's path 107."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "n" * 63 + ".")
+    own = JobSocket(1 << 20, 29500)
+    try:
+        assert job_socket.process_of(folder / own._name) == os.getpid()
+    finally:
+        own.close()
 
 
 def test_a_visitor_that_waits_is_answered(folder: Path) -> None:

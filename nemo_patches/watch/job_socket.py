@@ -16,13 +16,14 @@ import select
 import shutil
 import socket
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from .job_folder import private_folder
 
-# Of "rank_3.4026531836-node1.4711.ask": the rank, its pid namespace and host, and its process.
+# Of "rank_3.4026531836-9f1c02d7.4711.ask": the rank, its pid namespace, its host, its process.
 ENDING = ".ask"
 MOST_WAITING = 8
 _KEPT_S = 7 * 24 * 3600.0  # a report of a job that is gone
@@ -89,9 +90,7 @@ def remove_left(folder: Path) -> None:
     """
     for file in folder.glob(f"rank_*{ENDING}"):
         is_ours = f".{_here()}." in file.name
-        is_another_hosts = (
-            "-" in file.name and f"-{socket.gethostname()}." not in file.name
-        )
+        is_another_hosts = "-" in file.name and f"-{_host()}." not in file.name
         if is_another_hosts or (
             is_ours and os.path.exists(f"/proc/{process_of(file)}")
         ):
@@ -119,7 +118,12 @@ def _here() -> str:
     namespace = 0
     with contextlib.suppress(OSError):
         namespace = os.stat("/proc/self/ns/pid").st_ino
-    return f"{namespace}-{socket.gethostname()}"
+    return f"{namespace}-{_host()}"
+
+
+def _host() -> str:
+    """Short, whatever the host's name: a socket's path may have only 107 bytes."""
+    return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"
 
 
 def _is_refused(folder: Path, name: str) -> bool:

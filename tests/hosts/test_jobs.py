@@ -57,6 +57,25 @@ def test_a_healthy_job_has_the_losses_of_stock_and_says_nothing(tmp_path: Path) 
     assert [len(losses) for losses in all_losses(patched)] == [STEPS] * 4
 
 
+def until_all_train_on(running: Job, steps: list[int]) -> None:
+    """Until each rank has some steps more than these."""
+    running.until(
+        lambda: all(
+            len(now) > then + STEPS
+            for now, then in zip(all_losses(running), steps, strict=True)
+        ),
+        START_S,
+        "training again",
+    )
+
+
+def until_it_has_begun_again(running: Job) -> None:
+    running.until(
+        lambda: all(running.starts(rank) == 2 for rank in (0, 1)), START_S, "restarted"
+    )
+    until_all_train_on(running, [len(losses) for losses in all_losses(running)])
+
+
 @pytest.mark.hosts
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_rank_is_named_before_the_error_that_follows(
@@ -75,20 +94,7 @@ def test_a_killed_rank_is_started_again_with_all_others(tmp_path: Path) -> None:
     with job(tmp_path, restarts=1) as running:
         running.until_it_trains()
         running.signal(1, "KILL")
-        running.until(
-            lambda: all(running.starts(rank) == 2 for rank in (0, 1)),
-            START_S,
-            "restarted",
-        )
-        before = [len(losses) for losses in all_losses(running)]
-        running.until(
-            lambda: all(
-                len(now) > then + STEPS
-                for now, then in zip(all_losses(running), before, strict=True)
-            ),
-            START_S,
-            "training again",
-        )
+        until_it_has_begun_again(running)
         running.until(
             lambda: len(running.lines(0, "patched on all 2 ranks")) == 2,
             SAYS_S,
@@ -105,20 +111,7 @@ def test_stall_exit_ends_all_ranks_and_the_job_begins_again(tmp_path: Path) -> N
         (tmp_path / "fault.1").write_text("sleep")
         for rank in (0, 1):
             running.until_told(rank, "this process ends with exit code 83")
-        running.until(
-            lambda: all(running.starts(rank) == 2 for rank in (0, 1)),
-            START_S,
-            "restarted",
-        )
-        before = [len(losses) for losses in all_losses(running)]
-        running.until(
-            lambda: all(
-                len(now) > then + STEPS
-                for now, then in zip(all_losses(running), before, strict=True)
-            ),
-            START_S,
-            "training again",
-        )
+        until_it_has_begun_again(running)
         for rank in range(2):  # whoever ends first is gone for the other one
             assert reported(running, rank) <= {1}, running.told()
 
@@ -158,14 +151,7 @@ def test_a_network_that_heals_in_time_costs_no_step(
             running.until(lambda: False, OUTAGE_S, "over")
         steps = [len(losses) for losses in all_losses(running)]
         running.hosts[1].ip("link", "set", CARD, "up")
-        running.until(
-            lambda: all(
-                len(now) > then + STEPS
-                for now, then in zip(all_losses(running), steps, strict=True)
-            ),
-            START_S,
-            "training again",
-        )
+        until_all_train_on(running, steps)
         for rank in every:
             running.until_told(rank, "INFO .*(encoder calls|collectives) go on, after")
         last = running.size - 1
