@@ -269,7 +269,7 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
     for name, mode in modes.items():
         (tmp_path / name).chmod(mode)
     for line, code, said in (
-        ("doctor conf", 2, "conf/closed: Permission denied"),
+        ("doctor conf/closed", 2, "conf/closed: Permission denied"),
         ("diagnose logs", 1, "not read, or in part: logs/closed: Permission denied"),
         (
             "diagnose traces",

@@ -379,28 +379,6 @@ def test_quiet_is_a_line_for_each_finding_and_why_is_said_once_for_a_rule(
     assert doctor(capfd, *paths, exit_zero=True)[0] == 0
 
 
-def test_folders_and_the_standard_input(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "conf" / ".hidden").mkdir(parents=True)
-    for name in ("conf/a.yaml", "conf/b.yml", "conf/.hidden/c.yaml"):
-        write(tmp_path, STOCK, name)
-    write(tmp_path, "services: {web: {image: x}}\n", "conf/compose.yaml")
-    code, out, err = doctor(capfd, tmp_path / "conf")
-    assert code == 1
-    assert "2 warnings, 2 notes" in out
-    assert "1 YAML files" in err
-    (tmp_path / "empty").mkdir()
-    code, _, err = doctor(capfd, tmp_path / "empty")
-    assert code == 2
-    assert "no config in this folder" in err
-    with (tmp_path / "conf" / "a.yaml").open() as file:
-        monkeypatch.setattr("sys.stdin", file)
-        code, out, _ = doctor(capfd, "-", quiet=True)
-    assert code == 1
-    assert out.startswith("<stdin>:16: NP102 warning: ")
-
-
 def test_annotations_of_github_and_sarif(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,7 +406,7 @@ def test_annotations_of_github_and_sarif(
         for rule in rules.values()
     )
     # Which has no address.
-    assert rules["NP004"]["help"]["text"].endswith(" docs/doctor.md")
+    assert rules["NP005"]["help"]["text"].endswith(" docs/doctor.md")
 
 
 def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
@@ -437,7 +415,6 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
     rules = [rule for rule in all_rules() if rule.about == "config"]
     assert {rule.identifier for rule in rules if not rule.bad} == {
         "NP001",
-        "NP004",
     }
     for rule in rules:
         for text, expected in (

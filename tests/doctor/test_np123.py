@@ -117,16 +117,6 @@ def test_the_doctor_refuses_what_lightning_refuses(tmp_path: Path) -> None:
                 Trainer(**{**quiet, **on_cpu, **case})
 
 
-def test_a_time_between_validations_is_refused_by_an_earlier_lightning_alone(
-    tmp_path: Path,
-) -> None:
-    for value in ("'00:00:30:00'", "{hours: 1}"):
-        (finding,) = found(
-            tmp_path, "NP123", NEST, f"++trainer.val_check_interval={value}"
-        )
-        assert "before 2.6" in finding.what
-
-
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [

@@ -65,35 +65,3 @@ def test_what_nemo_takes(tmp_path: Path) -> None:
         "+model.train_ds.input_cfg=file.yaml",
     ):
         assert found(tmp_path, "NP130", LHOTSE, override) == []
-
-
-def test_of_a_file_the_finding_is_at_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file.yaml").write_text(
-        f"- {{{NEMO}}}\n- {{manifest_filepath: b.json}}\n"
-    )
-    (finding,) = found(tmp_path, "NP130", LHOTSE, "+model.train_ds.input_cfg=file.yaml")
-    assert [value.origin for value in finding.read] == ["file.yaml:2"]
-
-
-def test_a_file_that_is_no_list(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for content, said in (
-        ("input_cfg: []\n", "the top level is a mapping; expected a sequence"),
-        ("", "empty; expected"),
-    ):
-        (tmp_path / "file.yaml").write_text(content)
-        (finding,) = found(
-            tmp_path, "NP130", LHOTSE, "+model.train_ds.input_cfg=file.yaml"
-        )
-        assert said in finding.what and finding.what.endswith(
-            "the job stops at its start"
-        )
-        assert (
-            found(tmp_path, "NP005", LHOTSE, "+model.train_ds.input_cfg=file.yaml")
-            == []
-        )

@@ -195,10 +195,10 @@ def test_overrides_as_hydra_has_them(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("a.bb=2", "the config has no a.bb; did you mean a.b?"),
-        ("x.y=2", "the config has no x; Hydra adds a key with +key=value"),
-        ("a.b.c=2", "the config has no a.b.c"),
-        ("~nope", "the config has no nope"),
+        ("a.bb=2", "Could not override 'a.bb'."),
+        ("x.y=2", "To append to your config use +x.y=2"),
+        ("a.b.c=2", "is not allowed"),
+        ("~nope", "'nope' does not exist"),
         ("model/encoder=big", "chooses a file of a group"),
         ("=1", "is not allowed"),
         ("", "is not allowed"),
@@ -207,11 +207,11 @@ def test_overrides_as_hydra_has_them(
         ("a.b=[1", "is not allowed"),
         ("a.b=x=y", "is not allowed"),
         ("a.b=!!python/object/apply:os.system [id]", "is not allowed"),
-        ("a.b=1,2", "is a sweep"),
-        ("a.b=range(1,3)", "is a sweep"),
-        ("a={c:2}", "the config has no a.c"),
-        ("+a.b=2", "it is there already; ++ sets it in any case"),
-        ("~a.b=2", "has another value"),
+        ("a.b=1,2", "a sweep"),
+        ("a.b=range(1,3)", "a sweep"),
+        ("a={c:2}", "Could not override 'a'."),
+        ("+a.b=2", "An item is already at 'a.b'"),
+        ("~a.b=2", "is 1 and not 2"),
         (f"a.b={'9' * 5000}", "is not allowed"),
         (f"a.b={'[' * 400}", "is not allowed"),
     ],
@@ -434,14 +434,6 @@ def test_any_path_leads_where_it_leads_in_omegaconf(
             # In a text, as no config has.
             has_a_section = isinstance(expected, str) and re.search(r"[{[]", expected)
             assert own == expected or has_a_section, keys
-
-
-def test_an_omegaconf_whose_loader_is_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    yaml_text._loader.cache_clear()
-    monkeypatch.delattr("omegaconf._utils.get_yaml_loader")
-    assert "numbers elsewhere; allowed: 2.3" in refused(tmp_path, "x: 1")
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -72,14 +70,13 @@ class Class:
 
 @dataclass(frozen=True)
 class Code:
-    """One Python file. comments: by line, each with the text before it on that line."""
+    """One Python file."""
 
     path: Path
     tree: ast.Module
     classes: tuple[Class, ...]
     divergences: tuple[Divergence, ...]
     nemo: Path | None
-    comments: Mapping[int, str]
 
     @property
     def headline(self) -> str:
@@ -102,8 +99,7 @@ def read(path: Path, nemo: Path | None = None) -> Code:
     if nemo is None and (found := importlib.util.find_spec("nemo")) and found.origin:
         # A top-level package is found without running it.
         nemo = Path(found.origin).parent
-    content = _content(path)
-    tree = _tree(path, content)
+    tree = _tree(path, _content(path))
     try:
         tree = plain(tree)
         return Code(
@@ -115,7 +111,6 @@ def read(path: Path, nemo: Path | None = None) -> Code:
             ),
             divergences=divergences(tree),
             nemo=nemo,
-            comments=_comments(path, content),
         )
     except RecursionError:
         raise DoctorError(
@@ -140,18 +135,6 @@ def _content(path: Path) -> bytes:
             " here"
         )
     return content
-
-
-def _comments(path: Path, content: bytes) -> dict[int, str]:
-    try:
-        tokens = list(tokenize.tokenize(BytesIO(content).readline))
-    except (tokenize.TokenError, SyntaxError) as error:
-        raise DoctorError(f"{path}: its comments cannot be read: {error}") from None
-    return {
-        each.start[0]: each.line[: each.end[1]]
-        for each in tokens
-        if each.type == tokenize.COMMENT
-    }
 
 
 def _tree(path: Path, content: bytes) -> ast.Module:

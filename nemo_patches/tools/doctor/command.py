@@ -16,7 +16,6 @@ from rich.console import Console
 
 from nemo_patches.tools.doctor import (
     against,
-    config_files,
     examination,
     fixes,
     formats,
@@ -52,21 +51,13 @@ def _carry_out(request: Request) -> int:
     severity = _one_of("--severity", request.severity, SEVERITIES)
     _one_of("--output-format", request.output_format, FORMATS)
     configs, overrides = examination.split(request.arguments)
-    # On each rank its own file counts, and one that is not there is reported by rank 0.
-    paths, passed_over = (
-        (list(map(Path, configs)), 0) if request.ranks else config_files.found(configs)
-    )
+    paths = list(map(Path, configs))
     _refuse(request, paths, overrides)
     run = _Run(request=request, rules=rules, paths=paths, overrides=overrides)
     if request.ranks:
         run.of_ranks()
     reports = [_from(each, severity) for each in run.reports()]
     _print(reports, request, rules)
-    if passed_over and not request.quiet:
-        _complain(
-            f"{passed_over} YAML files in the folders have no model, trainer or data,"
-            " and were passed over"
-        )
     return max(each.exit_code for each in reports)
 
 

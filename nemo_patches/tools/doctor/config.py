@@ -7,24 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nemo_patches.tools.doctor import input_files, interpolations, yaml_text
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_patches.tools.doctor import interpolations, yaml_text
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.input_files import Unread
-from nemo_patches.tools.doctor.interpolations import (
-    UNKNOWN,
-    first_line,
-)
+from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.trees import Keys, entries, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-
 _LONGEST_SHOWN = 100  # characters of a value in a finding
+_LONGEST_REASON = 400  # of Hydra's, which names a whole value
 _LARGEST_NUMBER = 1e15
 # That NeMo's training scripts read.
 SECTIONS = ("model", "data", "trainer", "exp_manager")
@@ -34,8 +30,7 @@ SECTIONS = ("model", "data", "trainer", "exp_manager")
 class Value:
     """One value that a rule read.
 
-    origin: "line 12"; "override"; "inputs.yaml:3", of a file that the config names; "default" where
-    it is nowhere.
+    origin: "line 12"; "override"; "default" where it is nowhere.
     line: where the value is in the config, or else the section that it belongs in; None where the
     config has neither.
     """
@@ -66,6 +61,10 @@ class Value:
     def whole(self) -> bool:
         """Whether it is a whole number; a boolean is none."""
         return type(self.value) is int
+
+    @property
+    def named(self) -> bool:
+        return isinstance(self.value, str)
 
     @property
     def known(self) -> bool:
@@ -102,8 +101,7 @@ class Config:
 
     broken: the paths of interpolations that lead nowhere, with OmegaConf's reason. of_machine: of
     values that only a
-    resolver on the job's machine would give. files: each file whose inputs are in the tree, by the
-    path of the input_cfg that names it; unread: why one is not there.
+    resolver on the job's machine would give.
     """
 
     source: YamlText
@@ -111,8 +109,6 @@ class Config:
     overridden: frozenset[Keys]
     broken: Mapping[Keys, str]
     of_machine: frozenset[Keys] = frozenset()
-    files: Mapping[Keys, YamlText] = field(default_factory=dict)
-    unread: Mapping[Keys, Unread] = field(default_factory=dict)
 
     def get(self, path: Keys | str, default: Any = None) -> Value:
         """The value at a path; `default` (what NeMo or Lightning assumes) where the config has
@@ -139,9 +135,6 @@ class Config:
         )
 
     def origin(self, keys: Keys) -> str:
-        for depth in range(len(keys) - 1, 0, -1) if self.files else ():
-            if (file := self.files.get(keys[:depth])) is not None:
-                return f"{file.path}:{file.line(keys[depth:])}"
         if any(
             keys[: len(given)] == given or given[: len(keys)] == keys
             for given in self.overridden
@@ -200,22 +193,17 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
-    """The same for a text that was read already; the files that an input_cfg names are read here,
-    too.
-    """
+    """The same for a text that was read already."""
     tree = deepcopy(source.tree)
     _check_defaults(source, tree)
-    overridden = _overridden(source.path, tree, overrides)
+    tree, overridden = _with_overrides(source.path, tree, overrides)
     found = interpolations.resolve(source, tree)
-    files, unread = input_files.read_into(tree, found)
     return Config(
         source=source,
         tree=tree,
         overridden=overridden,
         broken=found.broken,
         of_machine=frozenset(found.of_machine),
-        files=files,
-        unread=unread,
     )
 
 
@@ -248,111 +236,46 @@ def _changes_no_value(entry: Any) -> bool:
 # --- overrides
 
 
-def _overridden(
+def _with_overrides(
     path: Path, tree: dict[str, Any], texts: Sequence[str]
-) -> frozenset[Keys]:
-    """Apply Hydra's overrides in place, in their order, and return the paths that they are for."""
+) -> tuple[dict[str, Any], frozenset[Keys]]:
+    """The tree after Hydra's overrides, in their order, and the paths that they are for."""
     if not texts:
-        return frozenset()
-    from hydra.core.override_parser.overrides_parser import OverridesParser  # 0.2 s
+        return tree, frozenset()
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl  # 0.2 s
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
-    given = []
-    for text in texts:
-        try:
+    given: set[Keys] = set()
+    text = ""
+    try:
+        whole = OmegaConf.create(tree)
+        OmegaConf.set_struct(whole, True)
+        for text in texts:
             override = parser.parse_override(text)
-            # Which is how the training script logs, and where it runs.
-            if not override.is_hydra_override():
-                given.append(_override(tree, override))
-        except _Refused as why:
-            raise DoctorError(f"{path}: override {_shown(text)}{why}") from None
-        except (HydraException, ValueError, RecursionError) as error:
-            raise DoctorError(
-                f"{path}: override {_shown(text)} is not allowed: {first_line(error)}"
-            ) from None
-    return frozenset(given)
-
-
-class _Refused(Exception):
-    """An override that cannot be applied: what follows its text in the sentence on that."""
-
-
-def _override(tree: dict[str, Any], override: Override) -> Keys:
-    if override.package is not None or "/" in override.key_or_group:
-        raise _Refused(" chooses a file of a group, and those are not read")
-    keys = tuple(override.key_or_group.split("."))
-    if not all(keys):
-        raise _Refused(" is not allowed: a key without a name")
-    if override.is_sweep_override():
-        raise _Refused(" is a sweep; the doctor examines one job at a time")
-    adds = override.is_add() or override.is_force_add()
-    holder = _holder(tree, keys, adds)
-    last: Any = keys[-1]
-    if (
-        isinstance(holder, list)
-        and last.isdigit()
-        and int(last) < len(holder)
-        and not override.is_delete()
-    ):
-        last = int(last)
-    elif not isinstance(holder, dict) or (last not in holder and not adds):
-        raise _does_not_fit(keys, holder)
-    value = with_names(override.value())
-    before = holder[last] if isinstance(last, int) else holder.get(last)
-    if override.is_delete():
-        if value is not None and value != before:
-            raise _Refused(f": {'.'.join(keys)} has another value")
-        del holder[last]
-    elif (
-        override.is_add() and before is not None and not isinstance(value, (dict, list))
-    ):
-        raise _Refused(": it is there already; ++ sets it in any case")
-    else:
-        holder[last] = _merged(keys, before, value, adds=adds)
-    return keys
-
-
-def _holder(tree: dict[str, Any], keys: Keys, adds: bool) -> Any:
-    """The mapping or list that the last key is in; adds: mappings that are not there are made."""
-    holder: Any = tree
-    for index, key in enumerate(keys[:-1]):
-        if isinstance(holder, list) and key.isdigit() and int(key) < len(holder):
-            holder = holder[int(key)]
-            continue
-        if not isinstance(holder, dict) or (key not in holder and not adds):
-            raise _does_not_fit(keys[: index + 1], holder)
-        if not isinstance(holder.get(key), (dict, list)):
-            if not adds and key in holder:
-                raise _does_not_fit(keys[: index + 2], holder[key])
-            holder[key] = {}
-        holder = holder[key]
-    return holder
-
-
-def _merged(keys: Keys, before: Any, value: Any, *, adds: bool) -> Any:
-    """Hydra merges a mapping into the one that is there, and replaces anything else."""
-    if not isinstance(before, dict) or not isinstance(value, dict):
-        return value
-    for key in value:
-        if key not in before and not adds:
-            raise _does_not_fit((*keys, key), before)
-    return before | {
-        key: _merged((*keys, key), before.get(key), new, adds=adds)
-        for key, new in value.items()
-    }
-
-
-def _does_not_fit(keys: Keys, holder: Any) -> _Refused:
-    close = (
-        get_close_matches(keys[-1], list(holder), 1) if isinstance(holder, dict) else []
-    )
-    hint = (
-        f"; did you mean {'.'.join((*keys[:-1], close[0]))}?"
-        if close
-        else "; Hydra adds a key with +key=value"
-    )
-    return _Refused(f": the config has no {'.'.join(keys)}{hint}")
+            if override.is_hydra_override():  # how the script logs, and where it runs
+                continue
+            if override.package is not None or "/" in override.key_or_group:
+                raise ValueError("it chooses a file of a group, and those are not read")
+            if override.is_sweep_override():
+                raise ValueError("a sweep; the doctor examines one job at a time")
+            ConfigLoaderImpl._apply_overrides_to_config([override], whole)
+            given.add(tuple(override.key_or_group.split(".")))
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        AssertionError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise DoctorError(
+            f"{path}: override {_shown(text)} is not allowed:"
+            f" {' '.join(str(error).split())[:_LONGEST_REASON]}"
+        ) from None
+    return with_names(OmegaConf.to_container(whole)), frozenset(given)
 
 
 def _shown(text: str) -> str:

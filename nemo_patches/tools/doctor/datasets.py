@@ -47,10 +47,9 @@ _INPUTS = (
     "tarred_audio_filepaths",
 )
 
-# NeMo's defaults of these perturbations (nemo/collections/asr/parts/preprocessing/perturb.py): the
-# slowest speed.
-_STRETCHING = ("speed", "time_stretch")
-_SLOWEST = 0.9
+_SHORTENING = ("truncate_duration", "cut_into_windows_duration", "audio_duration")
+_LENGTHENING = ("concatenate_samples", "random_padding", "is_code_switched")
+_STRETCHING = ("silence", "speed", "time_stretch")  # perturbations of NeMo's
 
 _LONGEST_LINE_BYTES = 1 << 20
 _MOST_ENTRIES = 1_000_000
@@ -216,11 +215,6 @@ class Dataset(Section):
         """What makes its batches differ in size."""
         return self._given(("batch_duration", "bucket_batch_size"))
 
-    @property
-    def has_buckets(self) -> bool:
-        files = self.get("tarred_audio_filepaths").value
-        return isinstance(files, list) and len(files) > 1 and isinstance(files[0], list)
-
     def _given(self, keys: Iterable[str]) -> list[Value]:
         return [value for value in map(self.get, keys) if value.value is not None]
 
@@ -260,71 +254,22 @@ class Dataset(Section):
         return defaults[key] if key in defaults else self.get(key, False)
 
     def longest(self) -> Longest:
-        unpadded = self._longest_of_lhotse() if self.lhotse else self._longest_of_nemo()
-        padding = super().get("random_padding")  # of NeMo's end-of-utterance sets
-        if not isinstance(padding.value, dict) or unpadded.seconds is None:
-            return unpadded
-        padded = super().get("random_padding.max_total_duration")
-        seconds = (
-            None if padded.number is None else max(unpadded.seconds, padded.number)
-        )
-        return Longest(seconds, (*unpadded.read, padded))
-
-    def _longest_of_lhotse(self) -> Longest:
-        """Speed is perturbed before, noise is mixed in without a change, and only concatenation is
-        after the limit.
-        """
-        limits = [
-            self.get("max_duration", math.inf),
-            self.get("truncate_duration"),
-            self.get("cut_into_windows_duration"),
-        ]
-        seconds = _smallest(limits)
-        read = [limits[0], *(limit for limit in limits[1:] if limit.given)]
-        if self.get("concatenate_samples").on:
-            factor = self.get("concatenate_duration_factor", 1.0)
-            read.append(factor)
-            seconds = (
-                None
-                if seconds is None or factor.number is None
-                else seconds * max(1.0, factor.number)
-            )
-        return Longest(seconds, tuple(read))
-
-    def _longest_of_nemo(self) -> Longest:
-        """The limit is on the manifest's durations; what makes audio longer comes after it."""
+        """By its limits; not told where audio is made longer after them."""
+        limits = [self.get("max_duration", math.inf if self.lhotse else None)]
         # Of diarization; a negative one is the whole recording.
         session = self.get("session_len_sec")
-        if session.given:
+        if self.nemo and session.given:
             whole = session.number is not None and session.number < 0
             return Longest(math.inf if whole else session.number, (session,))
-        limit = self.get("max_duration")
-        crop = self.get("audio_duration")
-        seconds = _smallest([limit, crop])
-        read = [limit, *([crop] if crop.given else [])]
-        augmentor = super().get("augmentor").value
-        if augmentor is UNKNOWN or self.get("is_code_switched").on:
-            return Longest(None, tuple(read))
-        if isinstance(augmentor, dict):
-            for name in _STRETCHING:
-                if isinstance(augmentor.get(name), dict) and seconds is not None:
-                    rate = super().get(f"augmentor.{name}.min_speed_rate", _SLOWEST)
-                    read.append(rate)
-                    seconds = (
-                        seconds / min(1.0, rate.number)
-                        if rate.number and rate.number > 0
-                        else None
-                    )
-            if isinstance(augmentor.get("silence"), dict):
-                for end in ("max_start_silence_secs", "max_end_silence_secs"):
-                    added = super().get(f"augmentor.silence.{end}", 0)
-                    read.append(added)
-                    seconds = (
-                        None
-                        if seconds is None or added.number is None
-                        else seconds + added.number
-                    )
-        return Longest(seconds, tuple(read))
+        limits += [limit for limit in map(self.get, _SHORTENING) if limit.given]
+        longer = [value for value in map(self.get, _LENGTHENING) if value.value]
+        augmentor = self.get("augmentor").value
+        stretched = isinstance(augmentor, dict) and not augmentor.keys().isdisjoint(
+            _STRETCHING
+        )
+        if longer or augmentor is UNKNOWN or (stretched and not self.lhotse):
+            return Longest(None, (*limits, *longer))
+        return Longest(_smallest(limits), tuple(limits))
 
 
 def found_in(config: Config) -> Iterator[Dataset]:

@@ -7,21 +7,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_patches.sync import settings
-from nemo_patches.tools.doctor import code, config_files, suppressions
+from nemo_patches.tools.doctor import code
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import NOTE, Rule, warning
+from nemo_patches.tools.doctor.finding import NOTE, Finding, Rule, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.rules import all_rules
-from nemo_patches.tools.doctor.suppressions import Pair, Suppression
 
 CRASHED = "NP001"
+Pair = tuple[Rule, Finding]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Examination:
     headline: one line on what the rules went by. lines: printed before the findings. config: None
     where none was read.
     details: for programs.
-    suppressed: how many findings suppressions answered.
     unchecked: the rules that need a NeMo that is not here.
     """
 
@@ -43,7 +42,6 @@ class Examination:
     config: Config | None = None
     lines: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
-    suppressed: int = 0
     unchecked: tuple[str, ...] = ()
 
     @property
@@ -110,18 +108,12 @@ def examine(
 ) -> Examination:
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
-        config = reading.with_overrides(config_files.read(path), overrides)
+        config = reading.load(path, overrides)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
     agree = patched is not None and patched.checkpoints == settings.AGREED
     job = Job(config, patched, agree)
-    report = Examination(
-        str(config.source.path), job.headline, checked(job, rules), config=config
-    )
-    # With overrides or as patched, other suppressions may be needed.
-    complete = not overrides and patched is None and set(rules) == set(all_rules())
-    own = suppressions.in_lines(enumerate(config.source.text.splitlines(), 1))
-    return _answered(report, own, complete=complete)
+    return Examination(str(path), job.headline, checked(job, rules), config=config)
 
 
 def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:
@@ -134,30 +126,9 @@ def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:
         rule.identifier for rule in rules if rule.about == "code" and rule.needs_nemo
     ]
     unchecked = () if found.nemo else tuple(of_nemo)
-    report = Examination(
+    return Examination(
         str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked
     )
-    complete = not unchecked and set(rules) == set(all_rules())
-    own = suppressions.in_lines(found.comments.items())
-    return _answered(report, own, complete=complete)
-
-
-def _answered(
-    report: Examination, own: Sequence[Suppression], *, complete: bool
-) -> Examination:
-    """Drop the findings that suppressions answer; if complete, add what is wrong with the
-    suppressions.
-    """
-    left, used = suppressions.applied(own, report.findings)
-    suppressed = len(report.findings) - len(left)
-    if complete:
-        known = {rule.identifier for rule in all_rules()}
-        faults = [
-            (named(suppressions.RULE), fault)
-            for fault in suppressions.faults(own, used, known)
-        ]
-        left = in_order([*left, *faults])
-    return replace(report, findings=left, suppressed=suppressed)
 
 
 def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:

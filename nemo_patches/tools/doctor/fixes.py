@@ -5,7 +5,6 @@ comments, order and everything else stay as they are.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +16,7 @@ from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import Config
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Change
-from nemo_patches.tools.doctor.trees import Keys, put
+from nemo_patches.tools.doctor.trees import put
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 
@@ -25,7 +24,7 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
     """The config's text with the changes made, and why some were not.
 
     A change is left out where it would not do just what it says: the value comes from an override,
-    or from an anchor that others share, or the text is read differently elsewhere after it.
+    or the text is read differently elsewhere after it, as with an anchor that others share.
     """
     source = config.source
     refused = []
@@ -34,10 +33,6 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
         try:
             if any(change.keys[: len(given)] == given for given in config.overridden):
                 raise _CannotBeMade("its value is that of an override")
-            if sharer := _sharer(config.source, change.keys):
-                raise _CannotBeMade(
-                    f"{sharer} shares it, by an anchor, and would change too"
-                )
             source = _with(source, change)
         except _CannotBeMade as reason:
             refused.append(
@@ -86,30 +81,11 @@ def _with(source: YamlText, change: Change) -> YamlText:
     return after
 
 
-def _sharer(source: YamlText, keys: Keys) -> str:
-    """Another place that gets its value, or its section, from the same text; empty where there is
-    none.
-    """
-    place = source.nodes.get(keys) or source.nodes.get(keys[:-1])
-    for other, node in source.nodes.items():
-        if node is place and other not in (keys, keys[:-1]):
-            return ".".join(other)
-    return ""
-
-
 def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise _CannotBeMade(f"it is a {node.id} now")
-    start = node.start_mark.index
-    offset = _offset(source.text)
-    anchor = re.match(
-        r"&\S+\s+", source.text[start + offset : node.end_mark.index + offset]
-    )
-    if anchor:
-        start += anchor.end()
-    return _spliced(
-        source.text, start=start, end=node.end_mark.index, new=_scalar(value)
-    )
+    text = source.text
+    return text[: node.start_mark.index] + _scalar(value) + text[node.end_mark.index :]
 
 
 def _inserted(source: YamlText, change: Change) -> str:
@@ -117,23 +93,11 @@ def _inserted(source: YamlText, change: Change) -> str:
     mapping = source.nodes.get(change.keys[:-1])
     if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
         raise _CannotBeMade("there is no section for it")
-    key = mapping.value[0][0]
     if mapping.flow_style:
         raise _CannotBeMade("its section is not written line by line")
-    start = key.start_mark.index
-    newline = "\r\n" if "\r\n" in source.text else "\n"
-    indent = " " * key.start_mark.column
-    line = f"{change.keys[-1]}: {_scalar(change.value)}{newline}{indent}"
-    return _spliced(source.text, start=start, end=start, new=line)
-
-
-def _spliced(text: str, *, start: int, end: int, new: str) -> str:
-    offset = _offset(text)
-    return text[: start + offset] + new + text[end + offset :]
-
-
-def _offset(text: str) -> int:
-    return 1 if text.startswith("\ufeff") else 0  # PyYAML does not count it
+    mark = mapping.value[0][0].start_mark
+    line = f"{change.keys[-1]}: {_scalar(change.value)}\n{' ' * mark.column}"
+    return source.text[: mark.index] + line + source.text[mark.index :]
 
 
 def _scalar(value: Any) -> str:

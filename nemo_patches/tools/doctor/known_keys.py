@@ -16,24 +16,13 @@ from nemo_patches.tools.doctor.yaml_text import LOADER
 TABLE: dict[str, Any] = yaml.load(
     Path(__file__).with_suffix(".yaml").read_text("utf-8"), Loader=LOADER
 )
-_DDP = tuple(
-    f"{name}{unused}"
-    for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
-    for unused in ("", "_find_unused_parameters_true", "_find_unused_parameters_false")
-)
-
 TRAINER = frozenset[str](TABLE["trainer"])
 TRAINER_1: dict[str, str] = TABLE["trainer_of_lightning_1"]
 EXP_MANAGER = frozenset[str](TABLE["exp_manager"])
 ENCODERS: dict[str, dict[str, list[str]]] = TABLE["encoders"]
 WITHOUT_SYNC = tuple[str, ...](TABLE["encoders_without_sync"])
-STRATEGIES = (*_DDP, *TABLE["strategies"])
 STRATEGY_CLASSES = tuple[str, ...](TABLE["strategy_classes"])
 DDP_STRATEGY = frozenset[str](TABLE["ddp_strategy"])
-ACCELERATORS = tuple[str, ...](TABLE["accelerators"])
-PRECISIONS = tuple[str | int, ...](TABLE["precisions"])
-CLIPPING = tuple[str, ...](TABLE["clipping"])
-PROFILERS = tuple[str, ...](TABLE["profilers"])
 
 
 def closest(name: str, known: Collection[str], likeness: float = 0.85) -> str:

@@ -13,10 +13,9 @@ from rich.text import Text
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.examination import Examination
+from nemo_patches.tools.doctor.examination import Examination, Pair
 from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.suppressions import Pair
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
@@ -82,7 +81,6 @@ def as_json(report: Examination) -> dict[str, Any]:
     return {
         "config": report.name,
         "error": report.error or None,
-        "suppressed": report.suppressed,
         "unchecked": list(report.unchecked),
         "findings": [
             {
@@ -155,9 +153,6 @@ def _counts(reports: Sequence[Examination]) -> str:
     parts = [counted(count, str(severity)) for count, severity in worst_first] or [
         "nothing"
     ]
-    suppressed = sum(report.suppressed for report in reports)
-    if suppressed:
-        parts.append(f"{suppressed} suppressed")
     unchecked = sorted({name for report in reports for name in report.unchecked})
     if unchecked:
         parts.append(f"not checked without NeMo: {' and '.join(unchecked)}")

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import omegaconf
 import yaml
 from omegaconf import _utils
 
@@ -30,15 +29,6 @@ _PLAIN_TAGS = frozenset(
     f"tag:yaml.org,2002:{name}"
     for name in ("null", "bool", "int", "float", "str", "seq", "map")
 )
-
-_ARE = {
-    "mapping": "a NeMo config is",
-    "sequence": "NeMo reads the inputs of an input_cfg",
-}
-
-
-class WrongKindError(DoctorError):
-    """It is YAML, and not the mapping or sequence that NeMo reads there."""
 
 
 @dataclass(frozen=True)
@@ -65,46 +55,37 @@ class YamlText:
         return None
 
 
-def read(path: Path, expected: str = "mapping") -> YamlText:
-    """Read one file. Raises DoctorError for whatever is not a YAML mapping (or sequence, if that is
-    expected) of plain values."""
+def read(path: Path) -> YamlText:
+    """Read one file. Raises DoctorError for whatever is not a YAML mapping of plain values."""
     try:
         mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise DoctorError(f"{path}: a directory; expected a YAML file")
         if not stat.S_ISREG(mode):  # reading a pipe or a device may never end
-            raise DoctorError(f"{path}: not a regular file; expected a YAML file")
+            what = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
+            raise DoctorError(f"{path}: {what}; expected a YAML file")
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:  # a name with a null byte
         raise DoctorError(f"{path}: {getattr(error, 'strerror', error)}") from None
-    return decoded(path, content, expected)
-
-
-def decoded(path: Path, content: bytes, expected: str = "mapping") -> YamlText:
-    """The same for a file's bytes."""
     if len(content) > LARGEST_FILE_BYTES:
         raise DoctorError(
             f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more"
         )
     try:
-        return parse(path, content.decode("utf-8"), expected)
+        return parse(path, content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise DoctorError(
             f"{path}: not text: byte {error.start} is not UTF-8"
         ) from None
 
 
-def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
+def parse(path: Path, text: str) -> YamlText:
     """The same for a text; path: the name to use for it."""
     try:
         _check_depth(path, text)
         root = yaml.compose(text, Loader=_loader())
-        if root is None or root.id != expected:
+        if root is None or root.id != "mapping":
             what = f"the top level is a {root.id}" if root else "empty"
-            raise WrongKindError(
-                f"{path}: {what}; expected a {expected}, as {_ARE[expected]}"
-            )
+            raise DoctorError(f"{path}: {what}; expected a mapping, as a NeMo config")
         reader = _Reader(path)
         tree = reader.value((), root)
     except yaml.YAMLError as error:
@@ -112,18 +93,7 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", error)
         raise DoctorError(f"{path}{place}: not YAML: {reason}") from None
-    except AttributeError:
-        raise DoctorError(
-            f"{path}: omegaconf {omegaconf.__version__} has its rules on numbers"
-            " elsewhere; allowed: 2.3"
-        ) from None
-    return YamlText(
-        path=path,
-        text=text,
-        tree=tree,
-        nodes=reader.nodes,
-        key_nodes=reader.key_nodes,
-    )
+    return YamlText(path, text, tree, nodes=reader.nodes, key_nodes=reader.key_nodes)
 
 
 @cache
@@ -131,9 +101,9 @@ def _loader() -> type[Any]:
     """PyYAML's, with OmegaConf's own rules on what is a number; OmegaConf's loader is ten times as
     slow.
 
-    OmegaConf has no public name for them. Raises AttributeError for one that has them elsewhere.
+    OmegaConf 2.3 has no public name for them.
     """
-    rules = getattr(_utils, "get_yaml_loader")().yaml_implicit_resolvers  # noqa: B009
+    rules = _utils.get_yaml_loader().yaml_implicit_resolvers
     return type("_Loader", (LOADER,), {"yaml_implicit_resolvers": rules})
 
 

@@ -9,19 +9,13 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
-from nemo_patches.tools.doctor.known_keys import (
-    ACCELERATORS,
-    CLIPPING,
-    PRECISIONS,
-    PROFILERS,
-    STRATEGIES,
-    TABLE,
-    closest,
-)
+from nemo_patches.tools.doctor.known_keys import TABLE, closest
 
 WORST = WARNING
 BAD = """\
@@ -33,13 +27,6 @@ GOOD = BAD.replace(
 )
 
 _TIME = re.compile(r"\d+:\d+:\d+:\d+")
-_SHARES = (
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "val_check_interval",
-    "overfit_batches",
-)
 _OF_ROLE = {
     "training": ("limit_train_batches", "val_check_interval"),
     "validation": ("limit_val_batches",),
@@ -50,103 +37,48 @@ def check(job: Job) -> Findings:
     """On any number of ranks; only what the config has."""
     if not job.has_trainer:
         return
-    yield from _names(job)
-    yield from _numbers(job)
+    for key, takes in TABLE["trainer_takes"].items():
+        value = job.trainer(key)
+        if value.given and value.known and not _is_taken(value, takes):
+            names = [each for each in takes.get("names", ()) if isinstance(each, str)]
+            close = closest(str(value.value).lower(), names, likeness=0.6)
+            instead = f"{value.key}: {close}" if close else takes["instead"]
+            yield _refused(f"{value.key} is {value.text}", value, instead)
+    yield from _devices(job)
     yield from _validation_never_comes(job)
     yield from _share_of_no_length(job)
 
 
-def _names(job: Job) -> Findings:
-    strategy = job.trainer("strategy")
-    name = strategy.value.lower() if isinstance(strategy.value, str) else strategy.value
-    if not isinstance(name, dict):
-        if strategy.given:
-            yield from _no_such("strategy", strategy, ("auto", *STRATEGIES), name=name)
-        if job.accelerator.value == "cpu" and str(name).startswith("fsdp"):
-            yield _refused(
-                f"{strategy.text} needs GPUs",
-                (strategy, job.accelerator),
-                "strategy: ddp",
-            )
-    elif "_target_" not in name:
-        yield _refused(
-            "strategy is a mapping without _target_",
-            strategy,
-            "strategy: ddp, or a _target_ in it",
-        )
-    if job.accelerator.given:
-        yield from _no_such("accelerator", job.accelerator, ACCELERATORS)
-    precision = job.trainer("precision")
-    if precision.value is not None and "flash" not in str(precision.value):
-        yield from _no_such("precision", precision, PRECISIONS)
-    algorithm = job.trainer("gradient_clip_algorithm")
-    if algorithm.value is not None:
-        yield from _no_such(
-            algorithm.key, algorithm, CLIPPING, name=str(algorithm.value).lower()
-        )
-    profiler = job.trainer("profiler")
-    if isinstance(profiler.value, str):
-        yield from _no_such("profiler", profiler, PROFILERS)
+def _is_taken(value: Value, takes: Mapping[str, Any]) -> bool:
+    """takes: the entry of the table."""
+    given = value.value
+    if given is None:
+        return bool(takes.get("none"))
+    if isinstance(given, dict):
+        return bool(takes.get("time")) or "_target_" in given
+    if "names" in takes:
+        name = given.lower() if takes.get("any_case") and value.named else given
+        return name in takes["names"]
+    if takes.get("time") and _TIME.fullmatch(str(given).strip()):
+        return True
+    if takes.get("share"):
+        return as_limit(value) is not None
+    if isinstance(given, bool):
+        return True
+    whole = isinstance(given, int) or not takes.get("whole")
+    return whole and value.number is not None and value.number >= takes["least"]
 
 
-def _no_such(
-    what: str, value: Value, known: tuple[str | int, ...], *, name: object = None
-) -> Findings:
-    """name: the value in lower case, where Lightning does not look at that."""
-    if value.known and (name or value.value) not in known:
-        words = [each for each in known if isinstance(each, str)]
-        close = closest(str(value.value).lower(), words, likeness=0.6)
-        instead = f"{value.key}: {close}" if close else f"one of {', '.join(words[:8])}"
-        yield _refused(f"there is no {what} {value.text}", value, instead)
-
-
-def _numbers(job: Job) -> Findings:
-    for limit in map(job.trainer, _SHARES):
-        if limit.known and as_limit(limit) is None:
-            is_time = isinstance(limit.value, dict) or ":" in limit.text
-            lightning = (
-                "Lightning before 2.6"
-                if is_time and "val_check" in limit.key
-                else "Lightning"
-            )
-            instead = "a share from 0.0 to 1.0, or a whole number of batches"
-            yield _refused(
-                f"{limit.key} is {limit.text}", limit, instead, lightning=lightning
-            )
-    for key, taken in TABLE["numbers_of_trainer"].items():
-        value = job.trainer(key)
-        number = (
-            value.value
-            if isinstance(value.value, int) and taken["whole"]
-            else value.number
-        )
-        enough = number is not None and number >= taken["least"]
-        whole = isinstance(value.value, int) or not taken["whole"]
-        none = value.value is None and taken["none"]
-        if value.given and not none and not (enough and whole):
-            yield from _is(value, taken["instead"])
-    on_cpu = job.accelerator.value == "cpu" and job.devices.value in (None, -1, "-1")
-    if not isinstance(job.devices.value, bool) and (
-        job.devices.value in (0, "0", []) or on_cpu
-    ):
-        yield from _is(job.devices, "how many devices to use", job.accelerator)
-    clip = job.trainer("gradient_clip_val")
-    if not isinstance(clip.value, (int, float, type(None))):
-        yield from _is(clip, "gradient_clip_val: a number")
-    fast = job.trainer("fast_dev_run")
-    if fast.number is not None and fast.number < 0:
-        yield from _is(fast, "fast_dev_run: true, or how many batches")
-    time = job.trainer("max_time")
-    if isinstance(time.value, (int, float, str)) and not _TIME.fullmatch(
-        str(time.value).strip()
-    ):
-        yield from _is(time, "max_time: DD:HH:MM:SS, as in 00:12:00:00")
-
-
-def _is(value: Value, instead: str, *more: Value) -> Findings:
-    """What the value is, and may not be."""
-    if value.known:
-        yield _refused(f"{value.key} is {value.text}", (value, *more), instead)
+def _devices(job: Job) -> Findings:
+    strategy = job.strategy
+    on_cpu = job.accelerator.value == "cpu"
+    if on_cpu and str(strategy.value).startswith("fsdp"):
+        what = f"{strategy.text} needs GPUs"
+        yield _refused(what, (strategy, job.accelerator), "strategy: ddp")
+    none = (0, "0", [], None, -1, "-1") if on_cpu else (0, "0", [])
+    if job.devices.value in none and not isinstance(job.devices.value, bool):
+        what = f"{job.devices.key} is {job.devices.text}"
+        yield _refused(what, (job.devices, job.accelerator), "how many devices to use")
 
 
 def _validation_never_comes(job: Job) -> Findings:
@@ -166,8 +98,6 @@ def _validation_never_comes(job: Job) -> Findings:
             yield _refused(
                 what, (interval, epochs), "val_check_interval: a whole number"
             )
-    elif not isinstance(epochs.value, int):
-        yield from _is(epochs, "a whole number, or null")
     elif (
         fast.off
         and isinstance(batches, int)
@@ -216,10 +146,5 @@ def _share_of_no_length(job: Job) -> Findings:
                 )
 
 
-def _refused(
-    what: str,
-    read: Value | tuple[Value, ...],
-    instead: str,
-    lightning: str = "Lightning",
-) -> Finding:
-    return warning(f"{what}: {lightning} stops the job at its start", read, instead)
+def _refused(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
+    return warning(f"{what}: Lightning stops the job at its start", read, instead)
