@@ -98,8 +98,6 @@ def test_as_stock_the_length_sync_is_printed_whole(
     assert read.startswith("    read: ")
     assert instead.startswith("    instead: `nemo-patches run -- COMMAND`")
     assert why.startswith("    why: ")
-    _, out, _ = doctor(capfd, write(tmp_path, text), patched=True)
-    assert "instead: " not in out
 
 
 def test_severity_is_the_lowest_that_is_shown(
@@ -276,12 +274,10 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         finding["rule"],
         finding["severity"],
         finding["line"],
-        finding["safe_change"],
     ) == (
         "NP102",
         "warning",
         16,
-        True,
     )
     room = {
         "key": "model.encoder.pos_emb_max_len",
@@ -302,26 +298,7 @@ def test_json_has_no_infinity(
         for finding in json.loads(out, parse_constant=pytest.fail)[0]["findings"]
         for value in finding["read"]
     ]
-    assert {
-        "key": "model.train_ds.max_duration",
-        "value": "inf",
-        "known": True,
-        "origin": "default",
-    } in values
-
-
-def test_with_nemo_patches_what_it_makes_safe_is_no_finding(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = write(tmp_path, STOCK)
-    code, out, _ = doctor(capfd, path, "model.encoder.sync_max_audio_length=false")
-    assert code == 1
-    assert "NP102 error" in out
-    code, out, _ = doctor(
-        capfd, path, "model.encoder.sync_max_audio_length=false", patched=True
-    )
-    assert code == 0
-    assert "NP102 error" not in out
+    assert "inf" in [value["value"] for value in values]
 
 
 def test_a_rule_that_crashes_is_a_finding_and_not_the_end(
@@ -561,11 +538,10 @@ trainer:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("mark", ["", "\ufeff"])
 def test_what_is_not_there_is_put_in_with_the_sections_own_indentation(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], newline: str, mark: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], newline: str
 ) -> None:
-    text = mark + LHOTSE.replace("manifest_filepath: ???", "manifest_filepath: x")
+    text = LHOTSE.replace("manifest_filepath: ???", "manifest_filepath: x")
     path = write(tmp_path, text.replace("\n", newline))
     fix(capfd, path, write=True)
     expected = text.replace(
@@ -585,7 +561,7 @@ def test_what_is_not_there_is_put_in_with_the_sections_own_indentation(
         (
             STOCK.replace(" 5000 ", " &room 5000 ") + "other: *room\n",
             (),
-            "other shares it, by an anchor",
+            "the text cannot be read after it",
         ),
         (
             (
@@ -621,39 +597,7 @@ def test_what_two_sections_share_is_not_changed_for_one_of_them(
     path = write(tmp_path, text)
     _, out, err = fix(capfd, path)
     assert out == ""
-    assert err.count("shares it, by an anchor") == 2
-    _, out, _ = doctor(capfd, path, json=True)
-    changes = [
-        finding["safe_change"]
-        for finding in json.loads(out)[0]["findings"]
-        if finding["rule"] == "NP102"
-    ]
-    assert changes == [False, False]  # as --fix refuses them
-
-
-def test_a_merged_section_and_an_anchor_that_nobody_shares_are_changed_in_place(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    merged = STOCK.replace("  encoder:\n", "  encoder:\n    <<: *base\n").replace(
-        " 5000 ", " &room 5000 "
-    )
-    text = f"_base: &base {{pos_emb_max_len: 1, n_heads: 8}}\n{merged}"
-    fix(capfd, write(tmp_path, text), write=True)
-    assert (tmp_path / "nest.yaml").read_text() == text.replace(
-        "&room 5000", "&room 6016"
-    )
-    put_in = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "").replace(
-        "pos_emb_max_len: 1, ", ""
-    )
-    fix(capfd, write(tmp_path, put_in), write=True)
-    assert (
-        "    pos_emb_max_len: 6016\n    <<: *base\n"
-        in (tmp_path / "nest.yaml").read_text()
-    )
-    only_merged = text.replace("    pos_emb_max_len:  &room 5000    # frames\n", "")
-    _, out, err = fix(capfd, write(tmp_path, only_merged))
-    assert out == ""
-    assert "_base.pos_emb_max_len shares" in err
+    assert err.count("it would change other values, too") == 2
 
 
 def test_a_section_that_only_an_override_makes_cannot_be_changed(

@@ -22,7 +22,6 @@ RULES = ("NP111", "NP125", "NP130", "NP131")
 NEMO_3 = int(nemo.__version__.split(".")[0]) >= 3
 TWO = {"batch_size": 2}
 ENTRY = {"type": "nemo", "manifest_filepath": "manifest.json"}
-PARQUET = "p.parquet"  # of which the first bytes are enough to be no JSON
 
 # What a set has beside a manifest and seeds; whether NeMo stops or reads nothing, before 3.0 and
 # from 3.0 on.
@@ -82,20 +81,7 @@ CASES: list[tuple[dict[str, Any], bool, bool]] = [
         False,
         False,
     ),
-    (
-        {**TWO, "input_cfg": [{**ENTRY, "weight": 0}, {**ENTRY, "weight": 1}]},
-        False,
-        True,
-    ),
     ({**TWO, "input_cfg": [{**ENTRY, "weight": 0}]}, False, False),
-    ({**TWO, "input_cfg": "inputs.yaml"}, False, False),
-    ({**TWO, "input_cfg": "inner.yaml"}, True, True),
-    ({**TWO, "manifest_filepath": PARQUET}, True, True),
-    (
-        {**TWO, "input_cfg": [{"type": "nemo", "manifest_filepath": PARQUET}]},
-        True,
-        True,
-    ),
 ]
 SETS: dict[str, Any] = {
     "multi_config": True,
@@ -140,14 +126,6 @@ def write_data(folder: Path) -> None:
             )
         )
     (folder / "manifest.json").write_text("\n".join(lines))
-    (folder / PARQUET).write_bytes(b"PAR1\x15\x04\x15\x80\x8c")
-    (folder / "inputs.yaml").write_text("- {type: group, input_cfg: more.yaml}\n")
-    (folder / "more.yaml").write_text(
-        "- {type: nemo, manifest_filepath: manifest.json}\n"
-    )
-    (folder / "inner.yaml").write_text(
-        "input_cfg:\n- {type: nemo, manifest_filepath: manifest.json}\n"
-    )
 
 
 def stopped(_rank: int, _size: int, folder: str) -> list[str]:

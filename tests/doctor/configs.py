@@ -80,21 +80,16 @@ trainer:
 """
 
 
-def report(
-    folder: Path, text: str, *overrides: str, patched: bool = False
-) -> examination.Examination:
+def report(folder: Path, text: str, *overrides: str) -> examination.Examination:
     """What all rules find in a text."""
     path = folder / "config.yaml"
     path.write_text(text)
-    settings = examination.as_patched() if patched else None
-    return examination.examine(path, overrides, examination.chosen(), settings)
+    return examination.examine(path, overrides, examination.chosen())
 
 
-def found(
-    folder: Path, rule: str, text: str, *overrides: str, patched: bool = False
-) -> list[Finding]:
+def found(folder: Path, rule: str, text: str, *overrides: str) -> list[Finding]:
     """What one rule finds in a text; the others must not fail on it, either."""
-    done = report(folder, text, *overrides, patched=patched)
+    done = report(folder, text, *overrides)
     assert not done.error, done.error
     assert not [
         finding for checked, finding in done.findings if checked.identifier == "NP001"

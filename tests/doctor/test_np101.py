@@ -60,11 +60,6 @@ def test_every_encoder_however_deep(tmp_path: Path) -> None:
     ]
 
 
-def test_with_nemo_patches_the_wait_is_bounded(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP101", NEST, patched=True)
-    assert "10 s (sync=bounded)" in finding.what
-
-
 def test_the_process_groups_timeout_where_the_config_has_it(tmp_path: Path) -> None:
     timeout = "timeout:{_target_:datetime.timedelta,hours:2}"
     strategy = f"trainer.strategy={{_target_:lightning.pytorch.strategies.DDPStrategy,{timeout}}}"
@@ -102,18 +97,6 @@ def test_encoders_from_checkpoints_and_of_other_classes_are_named(
     text = "model: {encoder: {_target_: mine.Encoder}}\ntrainer: {devices: 2}\n"
     (finding,) = found(tmp_path, "NP101", text)
     assert "model.encoder._target_" in finding.what
-    text = "model: {encoder: {sync_max_audio_length: false}}\ntrainer: {devices: 2}\n"
-    (finding,) = found(tmp_path, "NP101", text)
-    assert "has no _target_ beside it" in finding.what
-
-
-def test_the_punctuation_model_with_audio(tmp_path: Path) -> None:
-    text = (
-        "model: {audio_encoder: {pretrained_model: x}, punct_head: {}}\ntrainer:"
-        " {devices: 2}\n"
-    )
-    (finding,) = found(tmp_path, "NP101", text)
-    assert finding.severity is NOTE
 
 
 @pytest.mark.parametrize(
@@ -146,20 +129,6 @@ def test_none_for_checkpoints_and_models_that_are_not_there(tmp_path: Path) -> N
             tmp_path,
             "NP101",
             "init_from_nemo_model: null\nmodel: {a: 1}\ntrainer: {devices: 2}\n",
-        )
-        == []
-    )
-    assert (
-        found(
-            tmp_path, "NP101", "model: {audio_encoder: {a: 1}}\ntrainer: {devices: 2}\n"
-        )
-        == []
-    )
-    assert (
-        found(
-            tmp_path,
-            "NP101",
-            "model: {audio_encoder: 1, punct_head: {}}\ntrainer: {devices: 2}\n",
         )
         == []
     )

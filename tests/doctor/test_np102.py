@@ -51,12 +51,6 @@ def test_no_error_where_nothing_is_overwritten_or_nothing_grows(
     )
 
 
-def test_with_nemo_patches_it_is_safe(tmp_path: Path) -> None:
-    (finding,) = found(tmp_path, "NP102", NEST, *STOCK, OFF, patched=True)
-    assert finding.severity is NOTE
-    assert "safe" in finding.what
-
-
 def test_a_set_without_a_limit(tmp_path: Path) -> None:
     unlimited = "~model.validation_ds.max_duration"
     (finding,) = found(tmp_path, "NP102", NEST, unlimited, OFF)
@@ -160,21 +154,6 @@ def test_frames_are_those_of_nemos_own_preprocessor() -> None:
             )
 
 
-def test_audio_models_count_in_frames_of_their_own_transform(tmp_path: Path) -> None:
-    text = """\
-model:
-  sample_rate: 16000
-  train_ds: {manifest_filepath: x, audio_duration: 4.0}
-  encoder: {_target_: nemo.collections.audio.modules.transforms.AudioToSpectrogram, hop_length: 128}
-  estimator: {_target_: nemo.collections.audio.parts.submodules.conformer.SpectrogramConformer, pos_emb_max_len: 500}
-trainer: {devices: 2}
-"""
-    (finding,) = found(tmp_path, "NP102", text)
-    assert "may have 501 frames" in finding.what
-    assert found(tmp_path, "NP102", text, "model.estimator.pos_emb_max_len=501") == []
-    assert found(tmp_path, "NP102", text, "model.train_ds.audio_duration=3.9") == []
-
-
 def test_nothing_is_said_of_what_the_config_leaves_open(tmp_path: Path) -> None:
     assert (
         found(tmp_path, "NP102", NEST, *STOCK, OFF, "model.encoder.pos_emb_max_len=???")
@@ -271,21 +250,6 @@ def test_what_to_write_instead_names_the_sets_without_a_limit(tmp_path: Path) ->
     assert "model.validation_ds" in finding.instead
     (finding,) = found(tmp_path, "NP102", NEST, *STOCK)
     assert "max_duration for" not in finding.instead
-
-
-def test_with_nemo_patches_a_set_without_a_limit_is_nothing(tmp_path: Path) -> None:
-    for flag in ((), (OFF,)):
-        assert (
-            found(
-                tmp_path,
-                "NP102",
-                NEST,
-                "~model.validation_ds.max_duration",
-                *flag,
-                patched=True,
-            )
-            == []
-        )
 
 
 def test_without_a_preprocessor_frames_are_not_told(tmp_path: Path) -> None:

@@ -58,18 +58,6 @@ def test_the_trainer_takes_no_key_that_it_does_not_know(
     assert finding.instead == instead
 
 
-def test_a_class_that_looks_like_an_encoder(tmp_path: Path) -> None:
-    (finding,) = found(
-        tmp_path,
-        "NP120",
-        NEST,
-        "model.encoder._target_=nemo.collections.asr.modules.ConformerEncodr",
-    )
-    assert "looks like ConformerEncoder" in finding.what
-    (finding,) = found(tmp_path, "NP120", NEST, "model.encoder._target_=5")
-    assert "is no name of a class" in finding.what
-
-
 @pytest.mark.parametrize(
     "override",
     [

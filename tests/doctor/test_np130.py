@@ -29,20 +29,8 @@ def of(*entries: str) -> str:
             "inputs 1 have no weight, and others have one",
         ),
         (
-            of(f"{{{NEMO}, weight: 0}}", f"{{{NEMO}, weight: 1}}"),
-            "a weight of 0: NeMo 3.0 stops",
-        ),
-        (
             of("{type: group, input_cfg: [{manifest_filepath: a.json}]}"),
             "input_cfg.0.input_cfg.0 has no type",
-        ),
-        (
-            of("{type: nemo, manifest_filepath: a.parquet}"),
-            "is a Parquet file, and its type is nemo",
-        ),
-        (
-            "model.train_ds.manifest_filepath=a.parquet",
-            "is a Parquet file, and model.train_ds has no input_cfg",
         ),
     ],
 )

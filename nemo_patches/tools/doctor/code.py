@@ -15,16 +15,10 @@ from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.plain_syntax import plain
-from nemo_patches.tools.doctor.syntax import last_part, nodes, words
+from nemo_patches.tools.doctor.syntax import last_part, nodes
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
-_OF_ANY_MODULE = words("""
-    __init__ disabled_deployment_input_names disabled_deployment_output_names forward freeze
-    input_example input_types output_types reset_parameters restore_from save_to unfreeze
-    """)
-_FEWEST_COPIED = 2  # methods that no other class has
-
 
 _ENCODERS = [
     target
@@ -161,11 +155,7 @@ def _class(
         of_nemo = {**_methods(base), **of_nemo}
     methods = _methods(node)
     is_encoder = any(target.owner == name for target in _ENCODERS for name, _ in bases)
-    copy = (
-        _copied(node.name, methods, nemo)
-        if nemo and not is_encoder and not in_nemo
-        else None
-    )
+    copy = _copied(methods, nemo) if nemo and not is_encoder and not in_nemo else None
     return Class(
         name=node.name,
         line=node.lineno,
@@ -184,29 +174,17 @@ def _methods(node: ast.ClassDef) -> dict[str, Method]:
     }
 
 
-def _copied(name: str, methods: Mapping[str, Method], nemo: Path) -> Copy | None:
-    """The encoder of NeMo's that most of a class's methods are named after; None if these are
-    few.
-    """
-    own = methods.keys() - _OF_ANY_MODULE
-    best = None
-    most = 0
-    if "forward" not in methods or len(own) < _FEWEST_COPIED:
-        return None
-    for target in _ENCODERS:
+def _copied(methods: Mapping[str, Method], nemo: Path) -> Copy | None:
+    """The encoder of NeMo's whose length sync a class has as its own, by the methods' names."""
+    found: list[Copy] = []
+    for target in _ENCODERS if "forward" in methods else ():
         path = nemo.joinpath(*target.module.split(".")[1:]).with_suffix(".py")
-        found = _defined(target.owner, _module(path), nemo) if path.is_file() else None
-        theirs = _methods(found[0]) if found else {}
-        specific = theirs.keys() - _OF_ANY_MODULE
-        shared = len(own & specific)
-        named_after = name == target.owner or target.method in own & specific
-        enough = (
-            _FEWEST_COPIED if named_after else max(_FEWEST_COPIED, len(specific) // 2)
-        )
-        if shared >= enough and shared > most:
-            best = Copy(target.owner, theirs)
-            most = shared
-    return best
+        if target.method in methods and path.is_file():
+            theirs = _defined(target.owner, _module(path), nemo)
+            if theirs:
+                found.append(Copy(target.owner, _methods(theirs[0])))
+    shared = [len(methods.keys() & each.methods.keys()) for each in found]
+    return found[shared.index(max(shared))] if found else None
 
 
 def _bases_in_nemo(

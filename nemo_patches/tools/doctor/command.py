@@ -62,16 +62,14 @@ def _carry_out(request: Request) -> int:
 
 
 def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -> None:
-    if not paths and (overrides or request.patched or request.fix or request.against):
+    if not paths and (overrides or request.fix or request.against):
         raise DoctorError(
             "no config; expected at least one file, as in: nemo-patches doctor"
             " my_config.yaml trainer.devices=8"
         )
-    if request.ranks and (
-        len(paths) > 1 or request.patched or request.fix or request.against
-    ):
+    if request.ranks and (len(paths) > 1 or request.fix or request.against):
         raise DoctorError(
-            "found --ranks with several configs, --patched, --fix or --against;"
+            "found --ranks with several configs, --fix or --against;"
             " allowed: one config"
         )
     if request.json and request.output_format is not None:
@@ -98,14 +96,11 @@ class _Run:
     def reports(self) -> list[Examination]:
         if not self.paths:
             return [examination.examine_machine(self.rules)]
-        patched = examination.as_patched() if self.request.patched else None
         reports = [
             (
                 examination.examine_code(path, self.rules)
                 if path.suffix == ".py"
-                else examination.examine(
-                    path, self.overrides, self.rules, patched=patched
-                )
+                else examination.examine(path, self.overrides, self.rules)
             )
             for path in self.paths
         ]

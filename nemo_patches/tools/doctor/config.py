@@ -4,6 +4,7 @@ its values as OmegaConf gives them, with Hydra's overrides, and where each comes
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,12 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_patches.tools.doctor import interpolations, yaml_text
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.trees import Keys, entries, with_names
+from nemo_patches.tools.doctor.trees import Keys, entries, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LONGEST_REASON = 400  # of Hydra's, which names a whole value
 _LARGEST_NUMBER = 1e15
+_MOST_FILES = 30  # of inputs, that may name each other
 # That NeMo's training scripts read.
 SECTIONS = ("model", "data", "trainer", "exp_manager")
 
@@ -198,6 +200,7 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
     _check_defaults(source, tree)
     tree, overridden = _with_overrides(source.path, tree, overrides)
     found = interpolations.resolve(source, tree)
+    _read_inputs(tree)
     return Config(
         source=source,
         tree=tree,
@@ -205,6 +208,19 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
         broken=found.broken,
         of_machine=frozenset(found.of_machine),
     )
+
+
+def _read_inputs(tree: Any) -> None:
+    """Put the inputs of each file that an input_cfg names in its place, as NeMo does, which looks
+    for it where the job runs. One that cannot be read stays a name.
+    """
+    files = 0
+    for _, node in walk(tree):  # goes on into what was put in
+        name = node.get("input_cfg") if isinstance(node, dict) else None
+        if isinstance(name, str) and files < _MOST_FILES:
+            files += 1
+            with contextlib.suppress(DoctorError):
+                node["input_cfg"] = yaml_text.read(Path(name), "sequence").tree
 
 
 def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:

@@ -40,7 +40,6 @@ _CLASSES = {
     for base, entry in known_keys.ENCODERS.items()
     for name in (base, *entry["also"])
 }
-CLASS_NAMES = tuple(_CLASSES)
 
 _PLACES = ("encoder", "pre_encoder", "teacher")
 
@@ -78,20 +77,18 @@ class Frames:
 
 @dataclass(frozen=True)
 class Encoder(Section):
-    """One encoder in a config. cls: None for a section that only sets the flag of an encoder from a
-    checkpoint.
-    """
+    """One encoder in a config."""
 
-    cls: EncoderClass | None
+    cls: EncoderClass
 
     @property
     def name(self) -> str:
-        return self.cls.name if self.cls else "encoder from a checkpoint"
+        return self.cls.name
 
     @property
     def flag(self) -> Value:
         """The effective sync_max_audio_length; true where the class does not have it."""
-        if self.cls and not self.cls.has_flag:
+        if not self.cls.has_flag:
             return Value(f"{self.where}.{FLAG}", True, "default")
         return self.get(FLAG, True)
 
@@ -105,9 +102,8 @@ class Encoder(Section):
     @property
     def grows(self) -> bool:
         """Whether it has positional encodings that grow."""
-        return bool(self.cls and self.cls.positional) and (
-            self.get("self_attention_model", "rel_pos").value not in _WITHOUT_GROWTH
-        )
+        attention = self.get("self_attention_model", "rel_pos").value
+        return self.cls.positional and attention not in _WITHOUT_GROWTH
 
     @property
     def room(self) -> Value:
@@ -121,7 +117,7 @@ class Encoder(Section):
             return None
         for depth in range(len(self.keys) - 1, -1, -1):
             holder = self.keys[:depth]
-            frames = self._mel(holder) or self._spectrogram(holder)
+            frames = self._mel(holder)
             if frames:
                 return frames
         return None
@@ -154,29 +150,12 @@ class Encoder(Section):
             read=(hop if hop.number else stride, pad_to),
         )
 
-    def _spectrogram(self, holder: Keys) -> Frames | None:
-        """From AudioToSpectrogram, which the audio models have for an encoder."""
-        beside = Section(self.config, holder)
-        if _class_name(beside.get("encoder._target_").value) != "AudioToSpectrogram":
-            return None
-        hop = beside.get("encoder.hop_length")
-        rate = beside.get("sample_rate")
-        if not hop.number or not rate.number:
-            return None
-        return Frames(
-            rate=rate.number,
-            hop=int(hop.number),
-            center=True,
-            pad_to=0,
-            read=(hop, rate),
-        )
-
 
 def found_in(config: Config) -> Iterator[Encoder]:
     """Every encoder in the config, however deep: pre_encoder, perception, teacher."""
     for keys, section in config.mappings():
         cls = class_of(section.get("_target_"))
-        if cls or (FLAG in section and "_target_" not in section):
+        if cls:
             yield Encoder(config, keys, cls)
 
 

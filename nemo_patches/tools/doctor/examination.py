@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_patches.sync import settings
 from nemo_patches.tools.doctor import code
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
@@ -90,29 +89,17 @@ def named(identifier: str) -> Rule:
     raise _no_rule(identifier)
 
 
-def as_patched(environment: Mapping[str, str] = os.environ) -> settings.Settings:
-    """The settings that a job with nemo_patches would have in this environment. Raises
-    DoctorError.
-    """
-    try:
-        return settings.Settings.resolve(environment=environment)
-    except settings.SettingsError as error:
-        raise DoctorError(str(error)) from None
-
-
 def examine(
     path: Path,
     overrides: Sequence[str],
     rules: Sequence[Rule],
-    patched: settings.Settings | None = None,
 ) -> Examination:
     """Read one config and check every rule on it. Never raises for what is in the config."""
     try:
         config = reading.load(path, overrides)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
-    agree = patched is not None and patched.checkpoints == settings.AGREED
-    job = Job(config, patched, agree)
+    job = Job(config)
     return Examination(str(path), job.headline, checked(job, rules), config=config)
 
 

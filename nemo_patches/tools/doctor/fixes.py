@@ -41,10 +41,6 @@ def fixed(config: Config, changes: Sequence[Change]) -> tuple[str, list[str]]:
     return source.text, refused
 
 
-def can_be_made(config: Config, change: Change | None) -> bool:
-    return change is not None and not fixed(config, [change])[1]
-
-
 def diff(path: Path, before: str, after: str) -> str:
     """A unified diff; empty if nothing changed."""
     lines = difflib.unified_diff(
@@ -96,7 +92,8 @@ def _inserted(source: YamlText, change: Change) -> str:
     if mapping.flow_style:
         raise _CannotBeMade("its section is not written line by line")
     mark = mapping.value[0][0].start_mark
-    line = f"{change.keys[-1]}: {_scalar(change.value)}\n{' ' * mark.column}"
+    newline = "\r\n" if "\r\n" in source.text else "\n"
+    line = f"{change.keys[-1]}: {_scalar(change.value)}{newline}{' ' * mark.column}"
     return source.text[: mark.index] + line + source.text[mark.index :]
 
 

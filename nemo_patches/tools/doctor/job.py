@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from nemo_patches.sync.settings import Settings
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import datasets, encoders
 from nemo_patches.tools.doctor.config import Config, Value
@@ -69,18 +68,9 @@ def as_limit(value: Value) -> int | float | None:
 
 @dataclass(frozen=True)
 class Job:
-    """A config, and how it would run: with nemo_patches' settings, or (None) as stock NeMo.
-
-    ranks_agree: on checkpoints, by nemo_patches.
-    """
+    """A config, and how it would run as stock NeMo."""
 
     config: Config
-    settings: Settings | None = None
-    ranks_agree: bool = False
-
-    @property
-    def patched(self) -> bool:
-        return self.settings is not None
 
     @property
     def headline(self) -> str:
@@ -101,8 +91,9 @@ class Job:
             else "as many ranks as there are devices"
         )
         strategy = "null" if self.strategy.value is None else self.strategy.value
-        how = "with nemo_patches" if self.patched else "as stock NeMo"
-        return "; ".join((f"judged {how}", f"strategy {strategy}", ranks, *parts))
+        return "; ".join(
+            ("judged as stock NeMo", f"strategy {strategy}", ranks, *parts)
+        )
 
     def get(self, path: Keys | str, default: Any = None) -> Value:
         return self.config.get(path, default)

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor import fixes
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.examination import Examination, Pair
 from nemo_patches.tools.doctor.finding import Rule, Severity
@@ -90,10 +89,6 @@ def as_json(report: Examination) -> dict[str, Any]:
                 "what": finding.what,
                 "read": [_value(value) for value in finding.read],
                 "instead": finding.instead,
-                "safe_change": (
-                    report.config is not None
-                    and fixes.can_be_made(report.config, finding.change)
-                ),
                 "why": rule.why,
                 "link": rule.link,
             }

@@ -32,10 +32,6 @@ class Request:
     arguments: tuple[str, ...] = _given(
         typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", hidden=True), ()
     )
-    patched: bool = _switch(
-        "--patched",
-        "Judge the job as with nemo_patches on every rank, not as stock NeMo.",
-    )
     select: tuple[str, ...] = _given(
         with_value(
             metavar="RULE",

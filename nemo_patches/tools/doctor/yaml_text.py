@@ -55,8 +55,9 @@ class YamlText:
         return None
 
 
-def read(path: Path) -> YamlText:
-    """Read one file. Raises DoctorError for whatever is not a YAML mapping of plain values."""
+def read(path: Path, expected: str = "mapping") -> YamlText:
+    """Read one file. Raises DoctorError for whatever is not a YAML mapping (or sequence, if that is
+    expected) of plain values."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):  # reading a pipe or a device may never end
@@ -71,21 +72,21 @@ def read(path: Path) -> YamlText:
             f"{path}: more than {LARGEST_FILE_BYTES} bytes; a config may have no more"
         )
     try:
-        return parse(path, content.decode("utf-8"))
+        return parse(path, content.decode("utf-8"), expected)
     except UnicodeDecodeError as error:
         raise DoctorError(
             f"{path}: not text: byte {error.start} is not UTF-8"
         ) from None
 
 
-def parse(path: Path, text: str) -> YamlText:
+def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
     """The same for a text; path: the name to use for it."""
     try:
         _check_depth(path, text)
         root = yaml.compose(text, Loader=_loader())
-        if root is None or root.id != "mapping":
+        if root is None or root.id != expected:
             what = f"the top level is a {root.id}" if root else "empty"
-            raise DoctorError(f"{path}: {what}; expected a mapping, as a NeMo config")
+            raise DoctorError(f"{path}: {what}; expected a {expected}")
         reader = _Reader(path)
         tree = reader.value((), root)
     except yaml.YAMLError as error:

@@ -1,7 +1,7 @@
 """Something in the config was not read, so the rules that need it could not be checked.
 
-For example an input_cfg in a file of its own, or (a note) a value that only a variable of the job's
-machine gives. Otherwise a run without findings would wrongly say that nothing
+For example an input_cfg in a file that is not on this machine, or (a note) a value that only a
+variable of the job's machine gives. Otherwise a run without findings would wrongly say that nothing
 is wrong.
 Link: docs/doctor.md
 """
@@ -29,14 +29,14 @@ _DECISIVE = words("""
 
 
 def check(job: Job) -> Findings:
-    """An input_cfg in a file, of a set or of a group; and values of the job's machine."""
+    """The file of an input_cfg, of a set or of a group; and values of the job's machine."""
     for keys, section in job.config.mappings():
         if isinstance(section.get("input_cfg"), str):
             inputs = job.get((*keys, "input_cfg"))
             yield warning(
-                f"not judged: {inputs.key} is in another file, {inputs.value}",
+                f"not judged: {inputs.key} is in {inputs.value}, which cannot be read here",
                 inputs,
-                "the inputs of that file in the config itself",
+                "start the doctor in the folder and on a machine where NeMo finds that file",
             )
     values = [job.get(keys) for keys in sorted(job.config.of_machine)]
     decisive = [value for value in values if value.keys[-1] in _DECISIVE]

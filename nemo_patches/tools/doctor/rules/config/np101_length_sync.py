@@ -39,7 +39,7 @@ def check(job: Job) -> Findings:
         return
     for encoder in job.encoders:
         yield from _of_class(encoder)
-        yield _effective(job, encoder) if encoder.cls else _of_no_class(encoder)
+        yield _effective(job, encoder)
     for target in unknown_in(job.config):
         what = (
             f"{target.key}: a class that the doctor does not know; it cannot tell"
@@ -61,13 +61,6 @@ def check(job: Job) -> Findings:
                 value,
                 "print(encoder.sync_max_audio_length) on every rank tells it",
             )
-    audio = job.get("model.audio_encoder")
-    if isinstance(audio.value, dict) and job.get("model.punct_head").given:
-        yield note(
-            "PunctuationCapitalizationLexicalAudioModel reduces the audio's length in"
-            " samples over all ranks, at every call, and has no switch for it",
-            audio,
-        )
 
 
 def _of_class(encoder: Encoder) -> Findings:
@@ -75,7 +68,7 @@ def _of_class(encoder: Encoder) -> Findings:
     flag = encoder.get(FLAG)
     if not flag.given:
         return
-    if encoder.cls and not encoder.cls.has_flag:
+    if not encoder.cls.has_flag:
         what = (
             f"{encoder.name} does not take {FLAG}: the job stops at its start, with a"
             " TypeError"
@@ -89,21 +82,6 @@ def _of_class(encoder: Encoder) -> Findings:
         yield warning(what, flag, f"{FLAG}: true or {FLAG}: false")
 
 
-def _of_no_class(encoder: Encoder) -> Finding:
-    what = (
-        f"{encoder.flag.key} has no _target_ beside it, so it is for an encoder from a"
-        " checkpoint; of NeMo's own "
-    )
-    what += (
-        "scripts, only those of speechlm2 in NeMo 3.0 read it there, for"
-        " perception.encoder"
-    )
-    instead = (
-        f"encoder.{FLAG} set in the training script, after the checkpoint was loaded"
-    )
-    return note(what, encoder.flag, instead)
-
-
 def _effective(job: Job, encoder: Encoder) -> Finding:
     flag = encoder.flag
     read = (encoder.get("_target_"), flag, job.strategy, job.devices, job.nodes)
@@ -113,19 +91,8 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
         return note(
             f"{encoder.where} ({encoder.name}): off, no length is communicated", read
         )
-    value = "no switch, always on" if encoder.cls and not encoder.cls.has_flag else "on"
+    value = "on" if encoder.cls.has_flag else "no switch, always on"
     value += ", NOT SET" if not flag.given and value == "on" else ""
-    if job.settings is not None:
-        seconds = job.settings.timeout.total_seconds()
-        wait = (
-            f"waits for {job.all_ranks} at most {seconds:g} s"
-            f" (sync={job.settings.sync})"
-        )
-        return note(
-            f"{encoder.where} ({encoder.name}): {value}; with nemo_patches a call"
-            f" {wait}",
-            read,
-        )
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
     what = (
         f"{encoder.where} ({encoder.name}): {value}; every call, in validation too,"

@@ -50,8 +50,9 @@ def check(job: Job) -> Findings:
 def _no_room(encoder: Encoder) -> Findings:
     """What the encoder cannot make positional encodings of."""
     attention = encoder.get("self_attention_model", "rel_pos").value
-    positional = encoder.cls is not None and encoder.cls.positional
-    if not encoder.room.known or not positional or attention not in _POSITIONAL:
+    if not encoder.room.known or not encoder.cls.positional:
+        return
+    if attention not in _POSITIONAL:
         return
     room = 1.0 if encoder.room.on else encoder.room.number
     if room is None or room < 0 or (not room and attention == "rel_pos"):
@@ -90,22 +91,20 @@ def _of(job: Job, encoder: Encoder, room: int) -> Findings:
             instead += f"; and a max_duration for {open_sets}"
         change = Change((*encoder.keys, "pos_emb_max_len"), most)
         make = note
-        if job.patched:
-            what += "With nemo_patches each rank grows its own, which is safe"
-        elif encoder.syncs:
+        if encoder.syncs and encoder.flag.known:
             what += (
                 "All ranks grow alike as long as each makes the same calls; with a call"
                 " more on one rank DDP overwrites rows or aborts the job"
             )
         else:
-            make = error
+            make = warning if encoder.syncs else error
             what += (
                 f"With {FLAG} off each rank grows by its own input, and DDP then"
                 " overwrites rows or aborts the job"
             )
             instead += f"; or {FLAG}: true; or nemo_patches"
         yield make(what, tuple(read), instead, change=change)
-    elif open_sets and not encoder.syncs and not job.patched:
+    elif open_sets and not encoder.syncs:
         yield warning(
             f"{name}: nothing tells how long {open_sets} may be, in frames of this"
             f" encoder, and its positional encodings start with {room}; with {FLAG}"

@@ -1,15 +1,14 @@
-"""The process group's timeout: not a duration, or shorter than the timeout of nemo_patches.
+"""The process group's timeout, where it is not a duration.
 
-When it passes, PyTorch ends the job. A longer wait of nemo_patches then never comes to its own end,
-so no rank is named. A number is not a duration: the job stops at its start. YAML can express a
-duration only for NeMo up to 2.7:
-3.0 refuses the _target_, and the training script must create the strategy.
+When it passes, PyTorch ends the job. A number is not a duration: the job stops at its start. YAML
+can express a duration only for NeMo up to 2.7: 3.0 refuses the _target_, and the training script
+must create the strategy.
 Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
 """
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
+from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import last_part
 
@@ -40,30 +39,13 @@ def check(job: Job) -> Findings:
     value = job.get("trainer.strategy.timeout")
     if not value.known or value.value is None:
         return
-    timeout = job.group_timeout
     strategy = last_part(str(job.strategy.value))
     if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
         what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta"
         yield stops(what, value, _AS_A_DURATION)
     elif not job.several or not job.ddp:
         return
-    elif (
-        timeout is not None
-        and job.settings is not None
-        and timeout <= job.settings.timeout
-    ):
-        what = (
-            f"the process group gives up after {timeout.total_seconds():g} s, before a"
-            " wait of nemo_patches "
-        )
-        what += (
-            f"({job.settings.timeout.total_seconds():g} s) ends and the missing rank is"
-            " named"
-        )
-        yield warning(
-            what, value, f"NEMO_PATCHES_TIMEOUT shorter than that, or {_AS_A_DURATION}"
-        )
-    elif timeout is not None:
+    elif job.group_timeout is not None:
         what = (
             f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job"
             " stops at its start there"

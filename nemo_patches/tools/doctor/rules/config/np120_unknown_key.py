@@ -1,8 +1,7 @@
 """A key that Lightning 2's trainer refuses, or a misspelt one of an encoder or exp_manager.
 
-Each stops the job at its start, as do keys of Lightning 1 (gpus, replace_sampler_ddp). A class
-whose name is nearly an encoder's does, too. In a data set's section NeMo ignores unknown keys, and
-the doctor does not look at them.
+Each stops the job at its start, as do keys of Lightning 1 (gpus, replace_sampler_ddp). In a data
+set's section NeMo ignores unknown keys, and the doctor does not look at them.
 Link: docs/doctor.md
 """
 
@@ -11,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nemo_patches.tools.doctor import known_keys
-from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.encoders import CLASS_NAMES, class_of
+from nemo_patches.tools.doctor.encoders import class_of
 from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
@@ -26,14 +24,12 @@ model:
 """
 GOOD = BAD.replace("gpus", "devices").replace("n_layer", "n_layers")
 
-# Of difflib: one or two letters in a key of usual length; one in a class, since TransformerDecoder
-# is there, too.
+# Of difflib: one or two letters in a key of usual length.
 _AS_CLOSE = 0.88
-_AS_CLOSE_CLASS = 0.95
 
 
 def check(job: Job) -> Findings:
-    """In the sections whose keys are known, and of classes whose name is nearly an encoder's."""
+    """In the sections whose keys are known."""
     for keys, section in job.config.mappings():
         if keys == ("trainer",) and job.has_trainer:
             yield from _of_trainer(job, section)
@@ -42,8 +38,6 @@ def check(job: Job) -> Findings:
         cls = class_of(section.get("_target_"))
         if cls is not None and cls.name.removesuffix("Adapter") in known_keys.ENCODERS:
             yield from _close(job, keys, cls.keys)
-        elif cls is None and "_target_" in section:
-            yield from _close_class(job.get((*keys, "_target_")))
 
 
 def _of_trainer(job: Job, section: Collection[str]) -> Findings:
@@ -75,22 +69,3 @@ def _close(job: Job, keys: Keys, known: frozenset[str]) -> Findings:
                 value,
                 f"{close}: {value.value}",
             )
-
-
-def _close_class(target: Value) -> Findings:
-    if not isinstance(target.value, str):
-        if target.known:
-            what = f"{target.key} is no name of a class"
-            yield stops(
-                what, target, "the full name of a class, as package.module.Class"
-            )
-        return
-    module, _, name = target.value.rpartition(".")
-    close = closest(name, CLASS_NAMES, _AS_CLOSE_CLASS)
-    if (
-        close
-        and name not in CLASS_NAMES
-        and module.startswith("nemo.collections.asr.modules")
-    ):
-        what = f"{target.key}: NeMo has no {name} that the doctor knows, and it looks like {close}"
-        yield warning(what, target, f"_target_: {module}.{close}")

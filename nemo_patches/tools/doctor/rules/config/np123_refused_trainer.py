@@ -75,7 +75,7 @@ def _devices(job: Job) -> Findings:
     if on_cpu and str(strategy.value).startswith("fsdp"):
         what = f"{strategy.text} needs GPUs"
         yield _refused(what, (strategy, job.accelerator), "strategy: ddp")
-    none = (0, "0", [], None, -1, "-1") if on_cpu else (0, "0", [])
+    none: tuple[Any, ...] = (0, "0", [], None, -1, "-1") if on_cpu else (0, "0", [])
     if job.devices.value in none and not isinstance(job.devices.value, bool):
         what = f"{job.devices.key} is {job.devices.text}"
         yield _refused(what, (job.devices, job.accelerator), "how many devices to use")

@@ -30,7 +30,7 @@ def check(job: Job) -> Findings:
         for key in ("always_save_nemo", "save_best_model")
     )
     makes_one = not job.get("exp_manager.create_checkpoint_callback", True).off
-    if job.several and makes_one and always.on and best.on and not job.ranks_agree:
+    if job.several and makes_one and always.on and best.on:
         yield warning(
             f"{job.ranks_text} each look for the best model at every checkpoint, and"
             " who finds it waits for the others",

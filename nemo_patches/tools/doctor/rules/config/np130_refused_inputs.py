@@ -2,9 +2,8 @@
 not a list of inputs, an input without a type, or weights for some inputs only.
 
 NeMo reads a list of mappings, each with a type. A list of files is not accepted (one file may be
-named, or a group for each). If one input has a weight, all must have one, and NeMo 3.0 accepts no
-zero weight. A Parquet file is read as JSON unless its type is parquet. The job stops at its start,
-or at its first batch.
+named, or a group for each). If one input has a weight, all must have one. The job stops at its
+start.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lhotse/cutset.py
 """
 
@@ -13,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
+from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
@@ -31,8 +30,6 @@ model:
 """
 GOOD = BAD.replace("manifest_filepath: b.json", "manifest_filepath: b.json, weight: 1")
 
-_OF_PARQUET = (".parquet", ".pq")
-
 
 def check(job: Job) -> Findings:
     """Each list once, also those of groups."""
@@ -41,12 +38,7 @@ def check(job: Job) -> Findings:
         if not dataset.lhotse:
             continue
         inputs = dataset.get("input_cfg")
-        if inputs.value is None:
-            yield from _parquet(
-                dataset.get("manifest_filepath"),
-                f"{dataset.where} has no input_cfg with that type",
-            )
-        elif inputs.key not in said:
+        if inputs.key not in said:
             said.add(inputs.key)
             yield from _of_list(job, inputs)
 
@@ -69,13 +61,6 @@ def _of_list(job: Job, inputs: Value) -> Findings:
             " have one"
         )
         yield stops(what, inputs, "a weight for each, or for none")
-    numbers = [weight for weight in weights if isinstance(weight, (int, float))]
-    if len(weights) > 1 and any(number <= 0 for number in numbers):
-        what = (
-            f"{inputs.key}: a weight of {min(numbers)}: NeMo 3.0 stops the job at its"
-            " start"
-        )
-        yield warning(what, inputs, "weights above zero; or without that input")
 
 
 def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
@@ -115,20 +100,3 @@ def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
                 "an input_cfg with its inputs",
             )
         yield from _of_list(job, inner)
-    elif name.known and name.value != "parquet":
-        yield from _parquet(
-            job.get((*keys, "manifest_filepath")), f"its type is {name.value}"
-        )
-
-
-def _parquet(manifest: Value, why: str) -> Findings:
-    paths = manifest.value if isinstance(manifest.value, list) else [manifest.value]
-    if any(isinstance(path, str) and path.endswith(_OF_PARQUET) for path in paths):
-        what = (
-            f"{manifest.key} is a Parquet file, and {why}: NeMo reads it as JSON, and"
-            " the job stops at its first batch"
-        )
-        instead = (
-            "an input_cfg with {type: parquet, manifest_filepath: ...}, of NeMo 3.0"
-        )
-        yield warning(what, manifest, instead)
