@@ -66,6 +66,8 @@ _OF_ONE_RANK = words(
     " on_main_process rank_zero_only"
 )
 _OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
+# After which ranks may know each other's lengths.
+_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _MOST_NAMED = 2  # collectives of a finding, beside the first
 # Of one function on the rank, and as many on its data; NeMo's largest has 20.
@@ -538,11 +540,12 @@ class _Function:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they
         agreed on before.
         """
+        agreed = any(each.line < divergence.line for each in self._agreements)
         loop = divergence.kind is Kind.LOOP
         if collective.pairs_with in _OF_A_MESH:
             return True
         if loop:
-            return collective.pairs_with == LOG
+            return agreed or collective.pairs_with == LOG
         return bool(collective.guess)
 
     def _guessed(self, collective: Collective) -> Collective:
@@ -559,6 +562,14 @@ class _Function:
         return replace(
             collective, guess="a rank does not come to it in all of an epoch"
         )
+
+    @cached_property
+    def _agreements(self) -> list[Collective]:
+        return [
+            each
+            for each in _of(self.follow({}).events)
+            if each.pairs_with.startswith(_AGREEMENTS)
+        ]
 
     def _by_name(self) -> Iterator[Divergence]:
         for call, part in self._flow.named:
