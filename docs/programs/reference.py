@@ -1,5 +1,5 @@
-"""Write what docs/reference.md and docs/doctor-rules.md take from the code: settings, commands, the
-Python API and the doctor's rules. `make reference` runs it.
+"""Write what docs/reference.md and docs/doctor-rules.md take from the code: settings, the Python API
+and the doctor's rules. `make reference` runs it.
 
 A block begins with a comment that names it, and ends with `<!-- end -->`; what stands between is
 replaced. Neither torch nor NeMo is imported, so that the test which compares is fast: classes and
@@ -12,12 +12,8 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import typer.main
 
 import nemo_patches
-from nemo_patches.cli import app
 from nemo_patches.sync.settings import ALL_SETTINGS
 from nemo_patches.tools.doctor.rules import all_rules
 
@@ -47,12 +43,6 @@ def settings() -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def commands() -> Iterator[str]:
-    group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        yield from ("", f"### nemo-patches {name}", "", _paragraphs(command.help))
-
-
 def api() -> Iterator[str]:
     names = dict.fromkeys(FUNCTIONS, "nemo_patches")
     names |= {
@@ -78,12 +68,6 @@ def rules() -> Iterator[str]:
     yield "|---|---|---|"
     for rule in all_rules():
         yield f"| {rule.identifier} | {rule.worst} | {rule.finds} |"
-
-
-def _paragraphs(text: str | None) -> str:
-    return "\n\n".join(
-        re.sub(r"\s*\n\s*", " ", part) for part in (text or "").strip().split("\n\n")
-    )
 
 
 def _definition(
@@ -125,13 +109,25 @@ def _described(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterat
             else ", ".join(given)
         )
         yield f"{node.name}({inside}) -> {_annotation(node.returns)}"
-    yield from ("", ast.get_docstring(node) or "")
+    yield from ("", _without_settings(ast.get_docstring(node) or ""))
     fields = [
         lines[line.lineno - 1].strip()
         for line in node.body
         if isinstance(line, ast.AnnAssign)
     ]
     yield from ("", *fields) if fields else ()
+
+
+def _without_settings(docstring: str) -> str:
+    """Without the paragraph that the table of settings repeats."""
+    first = ALL_SETTINGS[0].name
+    paragraphs = docstring.split("\n\n")
+    return "\n\n".join(
+        "Each keyword is a setting: see the table above."
+        if paragraph.startswith(f"{first}: ")
+        else paragraph
+        for paragraph in paragraphs
+    )
 
 
 def _annotation(node: ast.expr | None) -> str:
@@ -146,7 +142,7 @@ def _annotation(node: ast.expr | None) -> str:
 
 
 PAGES = {
-    DOCS / "reference.md": (settings, commands, api),
+    DOCS / "reference.md": (settings, api),
     DOCS / "doctor-rules.md": (rules,),
 }
 
