@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from rank_states import found, state
 from ranks import wait_until
 
-from nemo_patches.channel.answers import ENDED, HELD_UP, NO_ANSWER, NO_WATCH, NOT_HEARD
+from nemo_patches.channel.answers import (
+    ENDED,
+    HELD_UP,
+    NO_ANSWER,
+    NO_WATCH,
+    NOT_HEARD,
+    NOT_THROUGH,
+)
 from nemo_patches.channel.answers import LEFT as HAS_LEFT
 from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
 from nemo_patches.judging.kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
@@ -83,7 +90,7 @@ def test_a_rank_that_is_silent_or_has_left_is_waited_for(how: str, text: str) ->
     assert seen.text().startswith(text)
 
 
-@pytest.mark.parametrize("how", [HELD_UP, NO_WATCH, NOT_HEARD])
+@pytest.mark.parametrize("how", [HELD_UP, NO_WATCH, NOT_HEARD, NOT_THROUGH])
 def test_a_rank_of_which_nothing_is_known_is_not_accused(how: str) -> None:
     seen = verdict(*waiting(0, 2), silent={1: how})
     assert (seen.level, named(seen)) == (logging.WARNING, [])
