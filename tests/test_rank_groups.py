@@ -387,6 +387,15 @@ def in_a_save(began: threading.Event, may_end: threading.Event) -> None:
     torch.save([1], Disk(), _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
 
 
+def in_a_requeue(began: threading.Event, may_end: threading.Event) -> None:
+    """By Lightning's name for its handler, which saves a checkpoint."""
+
+    def _slurm_sigusr_handler_fn() -> None:
+        in_a_save(began, may_end)
+
+    _slurm_sigusr_handler_fn()
+
+
 def in_a_compilation(began: threading.Event, may_end: threading.Event) -> None:
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         began.set()
@@ -466,6 +475,9 @@ def test_the_hook_and_the_caller_are_told_of_whatever_waits_there() -> None:
     assert (found.collective, found.hook) == ("", "on_validation_epoch_end")
     assert found.caller.startswith("on_validation_epoch_end (test_rank_groups.py:")
     assert occupied(in_a_save).hook == "saving a checkpoint"
+    assert (
+        occupied(in_a_requeue).hook == "in a handler of SIGUSR1 (Lightning's requeue)"
+    )
 
 
 @pytest.mark.parametrize(

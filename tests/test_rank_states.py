@@ -175,7 +175,9 @@ def test_who_has_not_come_is_missing_and_who_does_not_answer() -> None:
     ]
 
 
-def test_who_waits_in_a_collective_itself_is_named_only_where_there_is_no_other() -> None:
+def test_who_waits_in_a_collective_itself_is_named_only_where_there_is_no_other() -> (
+    None
+):
     waits = state(1, "sync (train.py:1)", collective="all_reduce", rounds={"key": 4})
     others = at_round(5, 0, 3)
     answer = answered(QUESTION, found(*others, waits, *at_round(4, 2)), None)

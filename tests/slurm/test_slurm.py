@@ -243,7 +243,10 @@ def test_lightnings_requeue_by_a_signal_that_one_rank_handles(
     job = Job(cluster, tmp_folder, lines, env=ON)
     job.said("task 1: step 20 ")
     job.signal(1, "USR1")
-    job.said("nemo_patches WARNING .*no step for")
+    job.said(
+        r"nemo_patches WARNING .*no step for .*rank 1 \(sl-2, pid \d+\): .*"
+        r"while in a handler of SIGUSR1 \(Lightning's requeue\)"
+    )
     done = cluster.on(LOGIN, f"cd {tmp_folder} && {COLLECT.format(job=job.id)}")
     assert done.returncode == 0, done.stdout
     code, text = diagnosed(cluster, tmp_folder)
