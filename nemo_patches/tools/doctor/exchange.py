@@ -7,6 +7,7 @@ printed without control characters.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -153,12 +154,12 @@ def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Fact
     collected = {}
     for rank, key in enumerate(keys):
         if store.check([key]):
-            try:
-                collected[rank] = msgspec.json.decode(store.get(key), type=Facts)
-            except msgspec.DecodeError:
-                continue  # as a rank without an answer
-            finally:
-                store.delete_key(key)
+            data = store.get(key)
+            store.delete_key(key)
+            with contextlib.suppress(msgspec.DecodeError):  # as without an answer
+                facts = msgspec.json.decode(data, type=Facts)
+                if facts.rank == rank:
+                    collected[rank] = facts
     return collected
 
 
