@@ -291,8 +291,9 @@ def test_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_json_has_no_infinity(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path, LHOTSE)
-    _, out, _ = doctor(capfd, path, "model.train_ds.max_duration=inf", json=True)
+    text = STOCK.replace("max_duration: 60.0", "use_lhotse: true")
+    off = "model.encoder.sync_max_audio_length=false"
+    _, out, _ = doctor(capfd, write(tmp_path, text), off, json=True)
     values = [
         value
         for finding in json.loads(out, parse_constant=pytest.fail)[0]["findings"]

@@ -242,6 +242,23 @@ class Names:
                 found.update(dict.fromkeys(_names_in(loop.target)[-1:], kinds[0]))
         return found
 
+    @cached_property
+    def perhaps_sharded(self) -> frozenset[str]:
+        """Those of `wrapped` that a test decides on."""
+        inner = [
+            node for branch in nodes(self.tree, ast.If) for node in ast.walk(branch)
+        ]
+        assigned = (
+            target
+            for node in inner
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+        )
+        given = filter(None, map(_sharded, inner))
+        return frozenset(
+            name for node in (*assigned, *given) for name in _names_in(node)[-1:]
+        )
+
     def _wraps(self, node: ast.expr) -> bool | None:
         """Whether an expression makes sharded modules, or (False) others that reduce gradients;
         None for any other.
@@ -421,7 +438,9 @@ class Surroundings:
             return None
         made = Collective(text_of(call.func), pairs_with=FORWARD, line=call.lineno)
         if sharded:
-            return replace(made, why="which gathers sharded parameters")
+            perhaps = last_part(dotted(module)) in self.names.perhaps_sharded
+            guess = "the module is sharded, which a test decides" if perhaps else ""
+            return replace(made, why="which gathers sharded parameters", guess=guess)
         part = (
             self.node is not None
             and dotted(module).startswith("self.")

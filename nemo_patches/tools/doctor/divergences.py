@@ -546,7 +546,9 @@ class _Function:
             return True
         if loop:
             return agreed or collective.pairs_with == LOG
-        return bool(collective.guess)
+        return bool(collective.guess) and not collective.guess.startswith(
+            "the module is sharded"
+        )
 
     def _guessed(self, collective: Collective) -> Collective:
         """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a

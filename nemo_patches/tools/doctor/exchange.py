@@ -1,13 +1,12 @@
 """`doctor --ranks`:
 every rank publishes facts in the job's store, and rank 0 collects them, in bounded time.
 
-A rank that does not answer becomes a finding. What a rank publishes is checked for its types, and
-printed without control characters.
+A rank that does not answer becomes a finding. What a rank publishes is checked for its types and
+its size, and printed without control characters.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import sys
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -30,6 +29,8 @@ from nemo_patches.tools.doctor.ranks import Facts, Ranks
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+_MOST_BYTES = 1 << 18  # that a rank may publish
+_MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
 # Timeouts: the store's server is waited for, and then the ranks.
 _TO_CONNECT_AND_COLLECT = 2
@@ -79,7 +80,7 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     except status.StatusError as error:
         settings = {_PATCHING: str(error)}
     environment = {
-        name: safe(value)  # JSON takes no variable that is no text
+        name: value
         for name, value in os.environ.items()
         if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
     }
@@ -139,11 +140,14 @@ def _publish(store: dist.Store, own: Facts) -> None:
     """Without waiting for an answer: rank 0, and the server with it, may end as soon as it has
     them.
     """
-    store.set(_key(own.rank), msgspec.json.encode(own).decode())
+    # JSON takes no variable that is no text.
+    printable = _printable(msgspec.to_builtins(own))
+    store.set(_key(own.rank), msgspec.json.encode(printable).decode())
 
 
 def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Facts]:
-    """What the ranks publish within the timeout, by rank; content of another type is left out.
+    """What the ranks publish within the timeout, by rank; content of another type, or too long, is
+    left out.
 
     It is deleted: the launcher may keep the store, and start all ranks again.
     """
@@ -154,17 +158,36 @@ def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Fact
     collected = {}
     for rank, key in enumerate(keys):
         if store.check([key]):
-            data = store.get(key)
+            facts = _decoded(store.get(key))
             store.delete_key(key)
-            with contextlib.suppress(msgspec.DecodeError):  # as without an answer
-                facts = msgspec.json.decode(data, type=Facts)
-                if facts.rank == rank:
-                    collected[rank] = facts
+            if facts is not None and facts.rank == rank:
+                collected[rank] = facts
     return collected
 
 
 def _key(rank: int) -> str:
     return f"facts/{rank}"
+
+
+def _decoded(data: bytes) -> Facts | None:
+    if len(data) > _MOST_BYTES:
+        return None
+    try:
+        return msgspec.convert(_printable(msgspec.json.decode(data)), Facts)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _printable(content: Any) -> Any:
+    """JSON's content with its texts cut, and without control characters."""
+    if isinstance(content, dict):
+        return {
+            safe(name): _printable(value)
+            for name, value in list(content.items())[:_MOST_ITEMS]
+        }
+    if isinstance(content, list | tuple):
+        return [_printable(value) for value in content[:_MOST_ITEMS]]
+    return safe(content) if isinstance(content, str) else content
 
 
 def leave(code: int) -> NoReturn:

@@ -102,6 +102,7 @@ class Way:
         default_factory=lambda: dict.fromkeys(End, ())
     )  # under which, before
     _unsynced: int = 0  # blocks of no_sync around it
+    _failing: int = 0  # blocks that raise around it
 
     def walk(self) -> None:
         self._block(self.node.body)
@@ -264,13 +265,20 @@ class Way:
     def _error(
         self, node: ast.Try, handler: ast.ExceptHandler, early: bool
     ) -> End | None:
-        """Follow the handler, before all collectives of the block or after them."""
-        if not early:
-            exits = len(self.exits)
-            left = self._left
-            self._block(node.body)
-            self._left = left
-            del self.exits[exits:]
+        """Follow the handler, after all collectives of the block or those of its first call."""
+        first = len(self.events)
+        exits = len(self.exits)
+        left = self._left
+        self._failing += 1
+        self._block(node.body)
+        self._failing -= 1
+        self._left = left
+        del self.exits[exits:]
+        if early:
+            last = _first_call(node.body)
+            self.events[first:] = [
+                each for each in self.events[first:] if each.collective.line <= last
+            ]
         return self._taken(handler.body)
 
     def _return(self, node: ast.Return) -> End:
@@ -280,7 +288,7 @@ class Way:
         nothing = value is None or self._without_gradient(value)
         if nothing and self._runs_backward and self._ends_in_backward(value):
             return End.RAISE
-        if self._runs_backward and not nothing:
+        if self._runs_backward and not nothing and not self._failing:
             why = "in which the gradients are reduced"
             self._add(Collective("the backward pass", BACKWARD, node.lineno, why))
         self.exits.append(Exit(End.RETURN.value, node.lineno, self._guards))
@@ -373,6 +381,18 @@ class Way:
     def _add(self, collective: Collective) -> None:
         after = frozenset(guards for left in self._left.values() for guards in left)
         self.events.append(Event(collective, self._guards, after))
+
+
+def _first_call(body: list[ast.stmt]) -> int:
+    """The last line of the first statement that calls something: what comes after it may not have
+    been come to.
+    """
+    for statement in body:
+        if isinstance(statement, ast.With):
+            return _first_call(statement.body)
+        if any(nodes(statement, ast.Call)):
+            return statement.end_lineno or statement.lineno
+    return 0
 
 
 def _ends_process(node: ast.expr) -> bool:
