@@ -210,6 +210,18 @@ def test_a_name_from_the_batch(tmp_path: Path) -> None:
     assert found(tmp_path, "NP401", step + loop) == []
 
 
+def test_another_order(tmp_path: Path) -> None:
+    lines = [
+        "if rank == 0:",
+        "    dist.barrier()",
+        "    dist.all_reduce(x)",
+        "else:",
+        "    dist.all_reduce(x)",
+    ]
+    (finding,) = found(tmp_path, "NP401", forward(*lines, "    dist.barrier()"))
+    assert "in another order" in finding.what
+
+
 def test_a_guess_is_called_one(tmp_path: Path) -> None:
     (finding,) = found(
         tmp_path, "NP401", forward("if rank == 0:", "    self.val_acc.compute()")

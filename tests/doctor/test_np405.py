@@ -134,15 +134,27 @@ def test_at_the_end_of_an_evaluation_it_is_a_note(tmp_path: Path) -> None:
             "A guess: the ranks draw other random numbers, as they do without a seed",
         ),
         ("self.empty(batch)", "wait in it"),
+        ("self.looks_odd(batch)", "wait in it"),
         ("batch != batch", "wait in it"),
         ("time.time() > self.end", "wait in it"),
     ],
 )
 def test_what_ranks_may_differ_in(tmp_path: Path, test: str, guess: str) -> None:
     text = method(f"if {test}:", "    return None", "return batch.sum()")
-    (finding,) = found(tmp_path, "NP405", text)
+    helper = (
+        "\n    def looks_odd(self, batch):\n        return batch.max() > self.most\n"
+    )
+    (finding,) = found(tmp_path, "NP405", text + helper)
     assert finding.what.endswith(guess)
     assert (finding.severity is Severity.NOTE) is guess.startswith("A guess")
+    assert (
+        found(
+            tmp_path,
+            "NP405",
+            text.replace(test, "self.looks_odd(self.config)") + helper,
+        )
+        == []
+    )
 
 
 def test_whether_there_is_a_batch_is_a_guess_elsewhere(tmp_path: Path) -> None:
@@ -155,6 +167,21 @@ def test_whether_there_is_a_batch_is_a_guess_elsewhere(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, "NP405", text)
     assert "A guess: " in finding.what
     assert finding.severity is Severity.NOTE
+
+
+def test_a_loss_that_is_set_to_none(tmp_path: Path) -> None:
+    text = method(
+        "loss = self.net(batch)",
+        "if torch.isnan(loss):",
+        "    loss = None",
+        "return loss",
+    )
+    (finding,) = found(tmp_path, "NP405", text)
+    assert "by `torch.isnan(loss)`" in finding.what
+    assert (
+        found(tmp_path, "NP405", text.replace("loss = None", "loss = batch.sum()"))
+        == []
+    )
 
 
 def test_files_may_differ_between_hosts(tmp_path: Path) -> None:

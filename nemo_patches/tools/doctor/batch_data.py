@@ -92,14 +92,15 @@ _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split v
 
 @dataclass
 class DataFlow:
-    """One walk over a function. agrees: whether a call gives all ranks the same; accumulated:
-    attributes that batches are added to; on_several: the tests that are decided where there are
-    several ranks.
+    """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether
+    it is one of a helper that decides by its arguments; accumulated: attributes that batches are
+    added to; on_several: the tests that are decided where there are several ranks.
 
     tests: those that depend on this rank's data, and the branch or the loop of each.
     """
 
     agrees: Callable[[ast.Call], bool]
+    decides: Callable[[ast.Call], bool] = lambda call: False
     accumulated: frozenset[str] = frozenset()
     on_several: Mapping[int, bool | str] = field(default_factory=dict)
     tests: list[Test] = field(default_factory=list)
@@ -495,7 +496,9 @@ class DataFlow:
             return True
         if isinstance(test, ast.Call):
             plausible = _words(dotted(test.func)) & _PLAUSIBLE_TEST
-            return level == Level.DATA and bool(plausible)
+            if _words(dotted(test.func)) & _OF_GRADIENTS and self.decides(test):
+                return True
+            return level == Level.DATA and (bool(plausible) or self.decides(test))
         if isinstance(test, ast.Name) and test.id in self._optional:
             return False  # whether it was given
         return (

@@ -66,9 +66,9 @@ _OF_ONE_RANK = words(
     " on_main_process rank_zero_only"
 )
 _OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
+_WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # After which ranks may know each other's lengths.
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
-_WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _MOST_NAMED = 2  # collectives of a finding, beside the first
 # Of one function on the rank, and as many on its data; NeMo's largest has 20.
 _MOST_TESTS = 100
@@ -89,8 +89,9 @@ class Divergence:
 
     cause: the test, the exception or the decorator, as it is written, and its line. exit_line: of
     the early exit.
-    by_rank: whether the rank decides. trains: whether the function is a step of training. origin:
-    what the names in the cause are assigned.
+    by_rank: whether the rank decides. reordered: whether both make them, in another order. trains:
+    whether the
+    function is a step of training. origin: what the names in the cause are assigned.
     """
 
     function: str
@@ -101,6 +102,7 @@ class Divergence:
     by_rank: bool = False
     exit: str = ""
     exit_line: int = 0
+    reordered: bool = False
     trains: bool = False
     origin: str = ""
 
@@ -193,7 +195,9 @@ def _functions(
                 for each in own_methods
             }
             surroundings = Surroundings(scope.surroundings.names, node)
-            inner = _Scope(surroundings, {**scope.helpers, **methods})
+            inner = _Scope(
+                surroundings, {**scope.helpers, **_inherited(node, scope), **methods}
+            )
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif isinstance(node, Function):
             own = {
@@ -208,6 +212,30 @@ def _functions(
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif not isinstance(node, ast.expr):
             yield from _functions(node, prefix, scope)
+
+
+def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
+    """The methods of its base classes in the same file; a nearer base wins."""
+    classes = {
+        each.name: each
+        for each in scope.surroundings.names.tree.body
+        if isinstance(each, ast.ClassDef)
+    }
+    found: dict[str, Function] = {}
+    waiting = [node]
+    seen = {node.name}
+    while waiting:
+        for base in map(dotted, waiting.pop(0).bases):
+            if base in classes and base not in seen:
+                seen.add(base)
+                waiting.append(classes[base])
+                methods = {
+                    f"self.{each.name}": each
+                    for each in classes[base].body
+                    if isinstance(each, Function)
+                }
+                found = {**methods, **found}
+    return found
 
 
 @dataclass
@@ -247,6 +275,11 @@ class _Scope:
             for each in self.made_by(call)
         )
 
+    def decides(self, call: ast.Call) -> bool:
+        """Whether a call is one of a helper that decides by what it is given."""
+        with self._opened(dotted(call.func)) as helper:
+            return helper is not None and helper.decides
+
     def _of_helper(self, name: str) -> tuple[Collective, ...]:
         with self._opened(name) as helper:
             if helper is None:
@@ -279,10 +312,42 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
         name = surroundings.names.origin(
             node.func if isinstance(node, ast.Call) else node
         )
-        if last_part(name) in _OF_ONE_RANK:
+        if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(
+            name, surroundings.names
+        ):
             return f"@{ast.unparse(node)}"
     prepares = function.name == "prepare_data" and surroundings.lightning
     return "prepare_data" if prepares else ""
+
+
+def _calls_on_some_ranks(name: str, names: Names) -> bool:
+    """Whether a decorator of this file calls what it is given only under a test on the rank."""
+    for decorator in names.tree.body:
+        if (
+            isinstance(decorator, Function)
+            and decorator.name == name
+            and decorator.args.args
+        ):
+            given = decorator.args.args[0].arg
+            calls = {
+                call
+                for call in nodes(decorator, ast.Call)
+                if dotted(call.func) == given
+            }
+            tests = RankTests(names, names.assigned)
+            branches = [
+                branch
+                for branch in nodes(decorator, ast.If)
+                if tests.about_rank(branch.test)
+            ]
+            inside = {
+                call
+                for branch in branches
+                for each in branch.body
+                for call in nodes(each, ast.Call)
+            }
+            return bool(calls) and calls <= inside
+    return False
 
 
 @dataclass(frozen=True)
@@ -297,11 +362,22 @@ class _Function:
     def _flow(self) -> DataFlow:
         flow = DataFlow(
             self.scope.agrees,
+            self.scope.decides,
             self.scope.surroundings.accumulated,
             self._on_several,
         )
         flow.walk(self.node)
         return flow
+
+    @property
+    def decides(self) -> bool:
+        """Whether what it returns is read off its arguments."""
+        returned = [
+            node.value
+            for node in own_nodes(self.node)
+            if isinstance(node, ast.Return) and node.value
+        ]
+        return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
 
     def summary(self) -> tuple[Collective, ...]:
         """Those that it makes as a helper, on the first rank where ranks differ."""
@@ -612,6 +688,8 @@ class _Function:
                 by_rank=by_rank,
             )
 
+        if not missing and _reordered(way.events, other.events):
+            yield replace(divergence(Kind.BRANCH, way.events, nodes[0]), reordered=True)
         for node in nodes:
             inside = [each for each in missing if _inside(each.collective.line, node)]
             missing = [each for each in missing if each not in inside]
@@ -640,21 +718,24 @@ class _Function:
                 if not _of_one_rank(handler):
                     continue
                 usual = self.follow({})
-                after, before = (
-                    self.follow({}, (node, handler, early)) for early in (False, True)
-                )
-                missing = _difference(usual.events, after.events) or _difference(
-                    usual.events, before.events
-                )
-                if missing and not after.raised:
-                    name = ast.unparse(handler.type) if handler.type else "any error"
-                    yield Divergence(
-                        function=self.name,
-                        kind=Kind.ERROR,
-                        collectives=_of(missing),
-                        cause=name,
-                        line=handler.lineno,
-                    )
+                for early in (False, True):
+                    caught = self.follow({}, (node, handler, early))
+                    if caught.raised:
+                        break
+                    missing = _difference(usual.events, caught.events)
+                    if missing:
+                        yield Divergence(
+                            function=self.name,
+                            kind=Kind.ERROR,
+                            collectives=_of(missing),
+                            cause=(
+                                ast.unparse(handler.type)
+                                if handler.type
+                                else "any error"
+                            ),
+                            line=handler.lineno,
+                        )
+                        break
 
 
 def _only_collectives(body: list[ast.stmt], scope: _Scope) -> bool:
@@ -710,6 +791,12 @@ def _surplus(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
             too_many[each.key] -= 1
             left.append(each)
     return left
+
+
+def _reordered(events: Sequence[Event], others: Sequence[Event]) -> bool:
+    """Whether two ways make the same collectives in another order, none of them in a branch."""
+    keys = [[each.key for each in one] for one in (events, others)]
+    return keys[0] != keys[1] and not any(each.guards or each.after for each in events)
 
 
 def _of(events: Iterable[Event]) -> tuple[Collective, ...]:

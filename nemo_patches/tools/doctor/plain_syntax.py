@@ -1,10 +1,12 @@
 """Python's syntax in fewer forms, so that each is read in one place:
-async as plain, match as if.
+async as plain, match as if, suppress as try.
 """
 
 from __future__ import annotations
 
 import ast
+
+from nemo_patches.tools.doctor.syntax import dotted
 
 _PLAIN: dict[str, type[ast.stmt]] = {
     "AsyncFor": ast.For,
@@ -34,6 +36,26 @@ class _Plain(ast.NodeTransformer):
         self.generic_visit(node)
         return node.value
 
+    def visit_With(self, node: ast.With) -> ast.AST:
+        """`with suppress(RuntimeError):`"""
+        self.generic_visit(node)
+        calls = [
+            item.context_expr
+            for item in node.items
+            if isinstance(item.context_expr, ast.Call)
+        ]
+        errors = [
+            each
+            for call in calls
+            if dotted(call.func).endswith("suppress")
+            for each in call.args
+        ]
+        if not errors:
+            return node
+        kind = ast.Tuple(errors, ast.Load()) if len(errors) > 1 else errors[0]
+        handler = ast.copy_location(ast.ExceptHandler(kind, None, [ast.Pass()]), node)
+        return ast.copy_location(ast.Try(node.body, [handler], [], []), node)
+
     def visit_Match(self, node: ast.Match) -> ast.AST:
         self.generic_visit(node)
         chain: list[ast.stmt] = []
@@ -42,12 +64,23 @@ class _Plain(ast.NodeTransformer):
             if case.guard is not None:
                 test = ast.BoolOp(ast.And(), [test, case.guard])
             branch = ast.copy_location(
-                ast.If(test, case.body, chain),
+                ast.If(test, [*_named(node.subject, case.pattern), *case.body], chain),
                 case.pattern,
             )
             branch.end_lineno = node.end_lineno
             chain = [branch]
         return chain[0]
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        """`return x if test else y`"""
+        self.generic_visit(node)
+        if not isinstance(node.value, ast.IfExp):
+            return node
+        body, orelse = (
+            ast.copy_location(ast.Return(each), node)
+            for each in (node.value.body, node.value.orelse)
+        )
+        return ast.copy_location(ast.If(node.value.test, [body], [orelse]), node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
@@ -59,12 +92,35 @@ class _Plain(ast.NodeTransformer):
 
 
 def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
-    """`subject == value` of `case value`; a pattern that is no value as a name."""
+    """`subject == value` of `case value`; a pattern that is more than values as a name."""
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
         return ast.Constant(True)
     if isinstance(pattern, ast.MatchValue):
         return ast.Compare(subject, [ast.Eq()], [pattern.value])
-    if isinstance(pattern, ast.MatchSingleton):
-        return ast.Compare(subject, [ast.Is()], [ast.Constant(pattern.value)])
-    name = ast.Name(ast.unparse(pattern), ast.Load())
-    return ast.Compare(subject, [ast.Is()], [name])
+    if isinstance(pattern, ast.MatchOr) and all(
+        isinstance(each, ast.MatchValue) for each in pattern.patterns
+    ):
+        values = [
+            each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)
+        ]
+        return ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
+    kind = (
+        ast.Constant(pattern.value)
+        if isinstance(pattern, ast.MatchSingleton)
+        else ast.Name(ast.unparse(pattern), ast.Load())
+    )
+    return ast.Compare(subject, [ast.Is()], [kind])
+
+
+def _named(subject: ast.expr, pattern: ast.pattern) -> list[ast.stmt]:
+    """`name = subject` of `case name`"""
+    name = (
+        pattern.name
+        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None
+        else None
+    )
+    return (
+        [ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], subject), pattern)]
+        if name
+        else []
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,10 @@ class RankPlace:
 
 
 def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
-    """From torchrun's variables, or Slurm's with those two of torchrun's. Raises DoctorError."""
+    """From torchrun's variables, or Slurm's, where ranks meet as Lightning's do unless MASTER_ADDR
+    and MASTER_PORT are set. Raises DoctorError.
+    """
+    variables = {**_of_slurm(variables), **variables}
 
     def number(*names: str) -> int:
         for name in names:
@@ -52,3 +56,13 @@ def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
     return RankPlace(
         rank=rank, size=size, address=address, port=port, has_server=has_server
     )
+
+
+def _of_slurm(variables: Mapping[str, str]) -> dict[str, str]:
+    """Where Lightning's ranks meet: on the job's first node, at a port that its id gives."""
+    job, nodes = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_NODELIST", "")
+    if "SLURM_PROCID" not in variables or not job.isdecimal() or not nodes:
+        return {}
+    # The first of "node[07-09,12],login1" is node07.
+    first = re.sub(r"\[(\d+).*", r"\1", nodes).partition(",")[0]
+    return {"MASTER_ADDR": first, "MASTER_PORT": str(15000 + int(job[-4:]))}

@@ -17,6 +17,7 @@ from nemo_patches.tools.doctor.syntax import (
     IDENTITIES,
     dotted,
     last_part,
+    nodes,
     text_of,
     words,
 )
@@ -96,7 +97,7 @@ class Member:
 FIRST = Member(0)
 # In which a test on the rank shows.
 _PROBES = (*map(Member, range(9)), Member(_MANY - 1))
-_TRIED = tuple(map(Member, (*range(24), _MANY - 1)))
+_TRIED = 24  # ranks, beside those that a test names
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,15 @@ class RankTests:
         answer = self.decided(test, FIRST)
         if answer == text_of(test):
             return answer
-        members = (Member(0, _FEW), *_TRIED)
+        sizes = {
+            _FEW,
+            _MANY,
+            *(number for number in self._numbers([test]) if number > _FEW),
+        }
+        members = (
+            *(Member(0, size) for size in sizes),
+            *map(Member, self._tried([test])),
+        )
         alike = all(self.decided(test, each) == answer for each in members)
         return answer if alike else text_of(test)
 
@@ -160,11 +169,32 @@ class RankTests:
         """
         tests = list(tests)
         found: dict[tuple[bool | str, ...], Member] = {}
-        for member in _TRIED:
+        for member in map(Member, self._tried(tests)):
             found.setdefault(
                 tuple(self.decided(test, member) for test in tests), member
             )
         return list(found.values())[:_MOST_MEMBERS]
+
+    def _tried(self, tests: Sequence[ast.expr]) -> list[int]:
+        ranks = {*range(_TRIED), *self._numbers(tests), _MANY - 1}
+        return sorted(rank for rank in ranks if rank < _MANY)
+
+    def _numbers(self, tests: Iterable[ast.expr]) -> set[int]:
+        """The numbers in some tests, and in what their variables are assigned, each with the next
+        one.
+        """
+        numbers = set[int]()
+        waiting = list(tests)
+        followed = set[str]()
+        while waiting:
+            for node in nodes(waiting.pop(), ast.Constant, ast.Name):
+                if isinstance(node, ast.Constant) and str(node.value).isdecimal():
+                    number = int(str(node.value))
+                    numbers |= {number, number + 1}
+                elif isinstance(node, ast.Name) and node.id not in followed:
+                    followed.add(node.id)
+                    waiting += self.assigned.get(node.id, ())
+        return numbers
 
     def _is_rank(self, node: ast.expr, steps: int = 0) -> bool:
         """Whether an expression differs between ranks, and by the rank alone."""

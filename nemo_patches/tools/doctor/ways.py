@@ -31,6 +31,7 @@ from nemo_patches.tools.doctor.syntax import (
 Decisions = Mapping[int, "bool | str"]
 
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
+_LOOPS = ("for ", "while ")  # how their guards begin
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 
 
@@ -103,6 +104,8 @@ class Way:
     )  # under which, before
     _unsynced: int = 0  # blocks of no_sync around it
     _failing: int = 0  # blocks that raise around it
+    _caught_as: str = ""  # the name of the error in its handler
+    _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def walk(self) -> None:
         self._block(self.node.body)
@@ -155,6 +158,8 @@ class Way:
             self.events[first:] = [
                 each.without_backward() for each in self.events[first:]
             ]
+        if isinstance(node, ast.Assign):
+            self._set(node)
         return None
 
     def _thrown_away(self, node: ast.stmt) -> bool:
@@ -180,6 +185,22 @@ class Way:
             if isinstance(each.ctx, ast.Load)
         }
 
+    def _set(self, node: ast.Assign) -> None:
+        """Keep in mind which names of a training_step hold nothing that a backward pass could begin
+        at.
+        """
+        number = isinstance(node.value, ast.Constant) and node.value.value is not None
+        nothing = not number and self._without_gradient(node.value)
+        if (
+            self._runs_backward
+            and nothing
+            and all(guard.startswith(_LOOPS) for guard in self._guards)
+        ):
+            self._nothing |= set(map(dotted, node.targets))
+            self.exits.append(Exit(text_of(node), node.lineno, self._guards))
+        else:
+            self._nothing -= set(map(dotted, node.targets))
+
     def _if(self, node: ast.If) -> End | None:
         self._expression(node.test)
         decided = self._decided(node, node.test)
@@ -192,7 +213,17 @@ class Way:
         return yes if no is End.RAISE else no
 
     def _decided(self, node: ast.AST, test: ast.expr) -> bool | str:
-        """Whether a test holds, or its text where it is open: not in its own branch."""
+        """Whether a test holds, or its text where it is open.
+
+        One that is asked again in its branch is not open, nor what a handler asks of its error, the
+        one looked for.
+        """
+        if self._caught_as and _asks_for(test, self._caught_as):
+            negated = isinstance(test, ast.UnaryOp) or (
+                isinstance(test, ast.Compare)
+                and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
+            )
+            return not negated
         decided = self.decisions.get(id(node), text_of(test))
         if isinstance(decided, str) and (
             decided in self._guards or f"not ({decided})" in self._guards
@@ -265,21 +296,29 @@ class Way:
     def _error(
         self, node: ast.Try, handler: ast.ExceptHandler, early: bool
     ) -> End | None:
-        """Follow the handler, after all collectives of the block or those of its first call."""
+        """Follow the handler, after all collectives of the block or only those of its first
+        call.
+        """
         first = len(self.events)
         exits = len(self.exits)
+        nothing = set(self._nothing)
         left = self._left
         self._failing += 1
         self._block(node.body)
         self._failing -= 1
         self._left = left
+        self._nothing = nothing
         del self.exits[exits:]
         if early:
             last = _first_call(node.body)
             self.events[first:] = [
                 each for each in self.events[first:] if each.collective.line <= last
             ]
-        return self._taken(handler.body)
+        outer = self._caught_as
+        self._caught_as = handler.name or ""
+        end = self._taken(handler.body)
+        self._caught_as = outer
+        return end
 
     def _return(self, node: ast.Return) -> End:
         value = node.value
@@ -305,7 +344,7 @@ class Way:
             return made and all(
                 isinstance(each, (ast.Constant, ast.List)) for each in value.args
             )
-        return isinstance(value, ast.Constant)
+        return isinstance(value, ast.Constant) or dotted(value) in self._nothing
 
     def _ends_in_backward(self, value: ast.expr | None) -> bool:
         """Whether backward raises at once on what a step returns: a new tensor that requires no
@@ -393,6 +432,10 @@ def _first_call(body: list[ast.stmt]) -> int:
         if any(nodes(statement, ast.Call)):
             return statement.end_lineno or statement.lineno
     return 0
+
+
+def _asks_for(test: ast.expr, name: str) -> bool:
+    return any(each.id == name for each in nodes(test, ast.Name))
 
 
 def _ends_process(node: ast.expr) -> bool:

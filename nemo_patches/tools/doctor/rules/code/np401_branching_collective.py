@@ -39,6 +39,12 @@ def check(code: Code) -> Findings:
 def _said(each: Divergence) -> tuple[str, str]:
     """What is found, and what to write instead."""
     what = f"{each.names} {each.are}"
+    if each.reordered:
+        what = (
+            f"{each.names} come in another order where `{each.cause}`: ranks where that"
+            " differs make unlike ones"
+        )
+        return what, "one order on all ranks"
     if each.kind is Kind.NAME:
         what += (
             f" made under a name that depends on `{each.cause}`: ranks with unlike"
