@@ -17,8 +17,6 @@ def _id(text: str) -> str:
 EXCEPTION = _id("exception")
 OUT_OF_MEMORY = _id("out-of-memory")
 START_UP = _id("start-up")
-DIFFERENT_SYNC = _id("different-sync")
-DIFFERENT_SETTINGS = _id("different-settings")
 NODE_FAILED = _id("node-failed")
 KILLED = _id("killed")
 STOPPED = _id("stopped")

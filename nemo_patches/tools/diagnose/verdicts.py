@@ -132,8 +132,6 @@ _NEXT_STEPS = {
         " encoder."
     ),
     ids.FIRST_FAILURE: "Look at the end of that rank's stderr.",
-    ids.DIFFERENT_SYNC: "Give every rank the same config and the same settings.",
-    ids.DIFFERENT_SETTINGS: "Give every rank the same environment.",
     ids.UNEVEN_CALLS: (
         "Make the number of batches equal on all ranks (drop_last, DistributedSampler)."
     ),
@@ -176,7 +174,6 @@ _NEXT_STEPS_AT = {
     DEBUGGER: "Leave the debugger of process {pid} on {host} (`c`), or end the job.",
 }
 _SEVERITIES = {
-    ids.DIFFERENT_SETTINGS: WARNING,
     ids.UNEVEN_CALLS: WARNING,
     ids.STRAGGLER: WARNING,
     ids.LATE: WARNING,
