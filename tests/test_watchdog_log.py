@@ -1658,6 +1658,7 @@ EXAMPLES = (
     "[rank5]:[E901 07:00:00 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: ",
     "[rank0]: socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
     "[/p/gloo/transport/tcp/pair.cc:81] Timed out waiting 600000ms for recv operation",
+    "[/p/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1",
     "Application timeout caused pair closure",
     "ranks [3] are the lagging ranks",
     "[7] finished collective #182, but didn't join collective #183 (count from 1)",
