@@ -411,7 +411,8 @@ def counter(function: str, file: str, variable: str, value: str) -> dict[str, in
     """A local variable, if it is a whole number with a name of _COUNTERS: {"i of train (train.py)":
     7}.
     """
-    if variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
+    is_rank = function == "_wrap"  # torch.multiprocessing.spawn()'s
+    if is_rank or variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
         return {}
     return {
         f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(
