@@ -310,7 +310,12 @@ class C10dLines:
         text = fate.text.format(**words).removeprefix(": ")
         if "peer" in told:  # lines before did not name it
             self._found.facts.pop((rank, Fate, fate.kind, ""), None)
-        self._found.add(rank, Fate(fate.kind, text), line)
+        ranks = [rank]
+        # NCCL's are the communicator's; the job's if the first agrees with the line's
+        if "second" in told and rank in (NOT_TOLD, int(told["first"])):
+            ranks = [int(told["first"]), int(told["second"])]
+        for each in ranks:
+            self._found.add(each, Fate(fate.kind, text), line)
 
     def _take_report(self, told: dict[str, str], title: str, line: Line) -> None:
         missing = ranks_in(told.get("missing", ""))
