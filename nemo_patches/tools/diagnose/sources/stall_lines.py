@@ -61,7 +61,7 @@ _DOES = {
     " exports a model": EXPORT,
 }
 _GOES_ON = re.compile(
-    r"(?:: ?)? (?:go(?:es)? on|computes?, without a step)|.* go on with"
+    r"(?:: ?)? (?:go(?:es)? on|computes? but takes? no step)|.* go on with"
 )
 _LEFT = Fate(fates.ENDED, "it left: it ended, or destroyed its process group")
 # Words of a group's text, and what has become of these ranks
