@@ -24,7 +24,6 @@ from nemo_patches.tools.diagnose.facts import (
 )
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.verdicts import _NEXT_STEPS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -262,7 +261,7 @@ def test_within_an_epoch_its_batches_tell_and_what_to_do_goes_with_the_reason(
     first = found.findings[0]
     assert (first.id, first.ranks) == (id_, ())
     assert words in first.text
-    assert first.next_step == _NEXT_STEPS[id_]
+    assert first.next_step == ids.NEXT_STEPS[id_]
 
 
 def test_an_argument_is_no_loops_counter_and_does_not_tell_of_fewer_batches() -> None:
