@@ -7,19 +7,16 @@ printed with both citations, and takes the accusation away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import (
-    Account,
     Hearing,
     accounts_of,
-    first_of,
-    is_before,
 )
+from nemo_patches.tools.diagnose.by_causes import by_causes
 from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
@@ -28,7 +25,6 @@ from nemo_patches.tools.diagnose.facts import (
     ALL_WELL,
     NOT_TOLD,
     Evidence,
-    Fact,
     Member,
 )
 from nemo_patches.tools.diagnose.findings import (
@@ -44,10 +40,6 @@ from nemo_patches.tools.diagnose.verdicts import (
     evidence_of,
     finding,
     in_no_collective,
-    is_for_memory,
-    killed,
-    node_failed,
-    raised,
     who,
 )
 
@@ -105,7 +97,7 @@ def _hearing(evidence: Evidence, stuck_after_s: float) -> Hearing:
 
 
 def _rule(hearing: Hearing) -> Ruling:
-    causes = _causes(hearing)
+    causes = by_causes(hearing)
     hang = by_numbers(hearing)
     if not hang.findings:
         hang = by_places(hearing)
@@ -152,8 +144,6 @@ def _is_healthy(hearing: Hearing) -> bool:
     rank.
     """
     evidence = hearing.evidence
-    if not evidence.facts:
-        return bool(evidence.summary)
     if all(isinstance(fact.value, Member) for fact in evidence.facts):
         return evidence.is_well or ALL_WELL in evidence.summary
     kinds = {fact.fate_kind for fact in evidence.facts} - {""}
@@ -194,84 +184,3 @@ def _not_enough(hearing: Hearing) -> Finding:
             " the rank or was caught."
         )
     return finding(ids.NOT_ENOUGH, text, evidence=lines)
-
-
-def _causes(hearing: Hearing) -> list[Finding]:
-    """The first exceptions and kills. Those that came after another rank had waited in vain are no
-    causes.
-    """
-    # Time-outs only: a closed connection may be logged before the error of the rank that closed it.
-    time_outs = hearing.told(fates.WAITED)
-    facts = [
-        one.fate_fact
-        for one in hearing.having(*fates.CAUSES)
-        if one.fate_fact and not any(is_before(t, one.fate_fact) for t in time_outs)
-    ]
-    reported = [fact for fact in facts if hearing[fact.rank].reported]
-    firsts = first_of(reported or facts)
-    # The launcher kills what runs on the other nodes.
-    if hearing.told(fates.NODE):
-        firsts = [
-            fact
-            for fact in firsts
-            if fact.fate_kind != fates.KILLED or is_for_memory(fact)
-        ]
-    found = [*_exceptions(hearing, facts, firsts), *_kills(hearing, firsts)]
-    return found + _nodes(hearing) if facts else []
-
-
-def _exceptions(
-    hearing: Hearing, facts: list[Fact], firsts: list[Fact]
-) -> Iterator[Finding]:
-    """facts: all that show a cause. firsts: those of them that no other is known to have
-    preceded.
-    """
-    others_are_missing = not any(hearing[fact.rank].reported for fact in facts) and any(
-        one.reported for one in hearing.accounts.values()
-    )
-    by_error: dict[tuple[str, str], Fact] = {}
-    for fact in sorted(firsts, key=lambda one: (one.at, one.rank)):
-        if fact.fate_kind == fates.RAISED:
-            by_error.setdefault(_error(fact), fact)
-    for error, first in list(by_error.items())[:4]:
-        alike = [
-            hearing[fact.rank]
-            for fact in facts
-            if fact.fate_kind == fates.RAISED and _error(fact) == error
-        ]
-        others = [one for one in hearing.accounts.values() if one not in alike]
-        one = raised(alike, first, others[:4])
-        was_caught = _was_caught(first, [o for o in others if o.fate_fact not in facts])
-        is_doubtful = others_are_missing or was_caught
-        yield replace(one, severity=WARNING) if is_doubtful else one
-
-
-def _kills(hearing: Hearing, firsts: list[Fact]) -> Iterator[Finding]:
-    """One finding for kills for want of memory, and one for all others."""
-    of_kill = [fact for fact in firsts if fact.fate_kind == fates.KILLED]
-    for for_memory in (True, False):
-        if some := [fact for fact in of_kill if is_for_memory(fact) == for_memory]:
-            others = [
-                one for one in hearing.accounts.values() if one.fate_fact not in some
-            ]
-            yield killed([hearing[fact.rank] for fact in some], some, others[:4])
-
-
-def _nodes(hearing: Hearing) -> list[Finding]:
-    facts = hearing.told(fates.NODE)
-    others = [one for one in hearing.accounts.values() if one.fate.kind != fates.NODE]
-    return [node_failed(facts, others[:4])] if facts else []
-
-
-def _was_caught(first: Fact, others: list[Account]) -> bool:
-    """Whether the process ended in good order after its exception, as all others did."""
-    return first.fate.exit_code == 0 and all(
-        one.fate.kind == fates.ENDED for one in others
-    )
-
-
-def _error(fact: Fact) -> tuple[str, str]:
-    """Type and innermost frame, by which errors are told apart: messages differ from rank to
-    rank.
-    """
-    return fact.fate_text.partition(":")[0], fact.fate.where.partition(" < ")[0]

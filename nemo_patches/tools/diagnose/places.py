@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Protocol, TypeVar
@@ -48,18 +47,6 @@ _LOADER_FUNCTIONS = {
 _WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
-# py-spy and others print a file's path within its folder of sys.path.
-_SHORT_PACKAGES = sys.stdlib_module_names | {
-    "torch",
-    "nemo",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "torchmetrics",
-    "lhotse",
-    "wrapt",
-    "hydra",
-}
 _STDLIB_WAITS = re.compile(
     r"threading\.py|selectors\.py|queue\.py|multiprocessing/|concurrent/futures|asyncio/"
 )
@@ -71,7 +58,6 @@ _PASSES_ON = re.compile(
 # Of NeMo's, by their functions.
 _CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}
 _OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
-_MOST_PLACES = 3  # of the user's own, that `where` tells
 _SERVICE_THREADS = re.compile(
     r"QueueFeederThread|pin_memory|tqdm|MsgRouter|monitor|Thread-monitor|asyncio|pt_"
 )
@@ -131,12 +117,7 @@ def is_native(frame: Frame) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_library(frame: Frame) -> bool:
-    package = frame.file.partition("/")[0].removesuffix(".py")
-    return (
-        is_native(frame)
-        or frame_text.is_library(frame.file)
-        or package in _SHORT_PACKAGES
-    )
+    return is_native(frame) or frame_text.is_library(frame.file)
 
 
 def trunk(frames: Sequence[Frame]) -> list[Frame]:
@@ -175,10 +156,9 @@ def _call(frame: Frame) -> Call:
 
 def _where(frames: Sequence[Frame]) -> str:
     """The innermost frame, and the innermost of the user's own."""
-    own = [frame for frame in frames if not is_library(frame)][:_MOST_PLACES] or list(
-        frames[:_MOST_PLACES]
+    return frame_text.where(
+        [(frame.file, str(frame.line), _function(frame)) for frame in frames]
     )
-    return " < ".join(map(shown, own if frames[0] in own else [frames[0], *own]))
 
 
 def _our_sync(frames: Sequence[Frame]) -> str:

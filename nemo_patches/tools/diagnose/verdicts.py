@@ -278,104 +278,6 @@ def doing(account: Account) -> str:
     return "; ".join(filter(None, (text, *details[:3])))
 
 
-def raised(
-    accounts: Sequence[Account], first: Fact, others: Sequence[Account]
-) -> Finding:
-    """An exception that ended ranks. first: the one that the text quotes."""
-    ranks = [account.rank for account in accounts]
-    text = (
-        f"{who(ranks)} raised {first.fate_text}{at(first.fate.where)} [{first.cite}]."
-    )
-    evidence = [*first.fate.details, *evidence_of(accounts), *evidence_of(others)]
-    return finding(
-        ids.EXCEPTION, text, ranks, evidence, next_step=_cure_of(first.fate_text)
-    )
-
-
-def killed(
-    accounts: Sequence[Account], facts: Sequence[Fact], others: Sequence[Account]
-) -> Finding:
-    """facts: for each account the one that shows the kill."""
-    first = facts[0]
-    ranks = [account.rank for account in accounts]
-    kind, victim = ids.KILLED, who(ranks)
-    if is_for_memory(first):
-        kind = ids.OUT_OF_MEMORY
-        # A data loader's worker, or a program that a rank has started, may have been the one.
-        victim = "a process of the job" if ranks == [NOT_TOLD] else victim
-    how = f" ({first.fate_text})" if first.fate_text else ""
-    was = "was" if len(ranks) == 1 else "were"
-    where = accounts[0].place.where
-    place = f", in {inner(where)}" if where else ""
-    return finding(
-        kind,
-        f"{victim} {was} killed{how}{place} [{first.cite}].",
-        ranks,
-        [*(cited(fact, fact.fate_text) for fact in facts), *evidence_of(others)],
-        accounts[0],
-        next_step=_cure_of(first.fate_text),
-    )
-
-
-def node_failed(facts: Sequence[Fact], others: Sequence[Account]) -> Finding:
-    """The job ended because a node did. The fact that names the node comes first."""
-    ordered = sorted(facts, key=lambda fact: " node " not in fact.fate_text)
-    first = ordered[0]
-    text = f"A node of the job failed ({first.fate_text}) [{first.cite}]."
-    lines = [cited(fact, fact.fate_text) for fact in ordered]
-    return finding(ids.NODE_FAILED, text, evidence=[*lines, *evidence_of(others)])
-
-
-def is_for_memory(fact: Fact) -> bool:
-    return fact.fate_text.startswith(fates.FOR_MEMORY)
-
-
-def _cure_of(error: str) -> str:
-    """The next step for an error whose message decides it."""
-    return next((step for words, step in _CURES if words in error), "")
-
-
-_CURES = (
-    (
-        "shared memory",
-        (
-            "Give the container more shared memory (`docker run --shm-size`, /dev/shm),"
-            " or the data loader fewer workers."
-        ),
-    ),
-    (
-        "killed by signal: Killed",
-        (
-            "A worker of its data loader was killed, most likely for want of memory:"
-            " `dmesg` on its host tells. Use fewer workers, a smaller prefetch_factor,"
-            " or give the job more host memory."
-        ),
-    ),
-    (
-        "find_unused_parameters",
-        (
-            "Some parameters got no gradient on these ranks: make each step use all of"
-            " them, or pass find_unused_parameters=True to DDP; the lines below number"
-            " them."
-        ),
-    ),
-    (
-        "Bus error",
-        (
-            "A full /dev/shm ends a process so: give the container more (`docker run"
-            " --shm-size`)."
-        ),
-    ),
-    (
-        "Duplicate GPU",
-        (
-            "Give each rank a GPU of its own: torch.cuda.set_device(LOCAL_RANK),"
-            " CUDA_VISIBLE_DEVICES."
-        ),
-    ),
-)
-
-
 def out_of_step(
     by_title: dict[str, list[int]],
     evidence: Iterable[str],
@@ -463,7 +365,8 @@ def _of_group(group: list[Account]) -> Iterable[str]:
     if first.fate_fact is not None and first.fate.kind in fates.EVIDENCE:
         text = f" ({first.fate.text})" if first.fate.text else ""
         if first.fate.kind == fates.UNREADABLE:
-            text = f"; {'; '.join(first.fate.details)}{_when(first)}"
+            text = "".join(f"; {detail}" for detail in first.fate.details)
+            text += _when(first)
         yield (
             f"{ranks} [{first.fate_fact.cite}{others}]: {fates.EVIDENCE[first.fate.kind]}{text}"
         )

@@ -11,6 +11,7 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
+from nemo_patches.tools.diagnose.facts import Place
 from nemo_patches.tools.diagnose.verdicts import by_party, capital, is_
 
 
@@ -48,12 +49,17 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
         parts_there = is_same and in_loop and _of(name) == step.function
         there = other.counters.get(name, value)
         if there != value and (_of(name) in around or parts_there):
-            ahead = few if value > there else many
+            ahead, behind = (few, many) if value > there else (many, few)
+            why = " (a skipped backward, a swallowed exception, a call that only some make)"
+            if loop := _inner_loop(behind[0].place, level, around):
+                why = (
+                    f", in a loop that {_names(ahead)} left, or never came to, at {loop}:"
+                    " fewer batches there, or a call that only some ranks make"
+                )
             text = (
                 f"{capital(_names(few))} {is_(few)} at {name} = {value},"
                 f" {_names(many)} at {there}: {_names(ahead)} went on without a"
-                " collective that the other side waits in (a skipped backward, a"
-                " swallowed exception, fewer batches, a call that only some make)."
+                f" collective that the other side waits in{why}."
             )
             return Reason(ids.SKIPPED, text)
     if not is_same or step.line == their_step.line:
@@ -68,6 +74,19 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     return _by_loops(first, last, inner, place) or Reason(
         ids.OUT_OF_STEP, f"Further on: {place}."
     )
+
+
+def _inner_loop(behind: Place, level: int, around: set[str]) -> str:
+    """ "j of evaluate (train.py) = 3": its outermost loop below the function where the stacks
+    part.
+    """
+    inner = {_step(way).function for way in behind.way[level + 1 :]} - around
+    loops = (
+        f"{name} = {value}"
+        for name, value in behind.counters.items()
+        if behind.loops.get(name, 0) > 0 and _of(name) in inner
+    )
+    return next(loops, "")
 
 
 def _by_loops(
