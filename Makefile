@@ -99,7 +99,7 @@ test-alone-%: .venv/nemo-%/ready
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
 	@echo "== hosts made of namespaces, with NeMo $(FIRST)"
-	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 3 tests/hosts
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 5 --dist loadgroup tests/hosts
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
@@ -116,7 +116,7 @@ test-python-%:
 	@echo "== the wheel, its tests on Python $*, where neither NeMo nor torch is"
 	$(call test_the_wheel,python$*,.venv/wheel/python-$*)
 	.venv/wheel/python-$*/bin/python -m pytest -q -n 2 -m "not wheel" \
-		tests/test_start_up.py tests/test_settings.py tests/test_diagnose.py
+		tests/test_start_up.py tests/test_settings.py tests/test_one_folder.py
 
 # NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: not in CI. docs/vendors.md has the results.
 test-nemo-pythons: $(PYTHONS:%=test-nemo-python-%)
@@ -184,7 +184,7 @@ endef
 .PHONY: test-slurm
 test-slurm: .venv/nemo-$(FIRST)/ready
 	@echo "== tests on a real Slurm"
-	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 10 tests/slurm
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 4 --dist loadgroup tests/slurm
 
 test-matrix: $(MATRIX:%=matrix-%)
 

@@ -56,7 +56,7 @@ class RankFacts:
     where: str = ""
     collective: str = ""  # what it waits in; empty: in none that is known
     caller: str = ""  # from where
-    hook: str = ""  # of Lightning's, or "saving a checkpoint"
+    hook: str = ""  # of Lightning's, "saving a checkpoint", "in a handler .."
     activity: str = ""  # "a checkpoint", "a debugger"
     # What it waits in for a person or a request: "input()", "perhaps queue.get()"
     request: str = ""

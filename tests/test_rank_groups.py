@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from rank_states import found, state
 from ranks import wait_until
 
-from nemo_patches.channel.answers import ENDED, HELD_UP, NO_ANSWER, NO_WATCH, NOT_HEARD
+from nemo_patches.channel.answers import (
+    ENDED,
+    HELD_UP,
+    NO_ANSWER,
+    NO_WATCH,
+    NOT_HEARD,
+    NOT_THROUGH,
+)
 from nemo_patches.channel.answers import LEFT as HAS_LEFT
 from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
 from nemo_patches.judging.kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
@@ -83,7 +90,7 @@ def test_a_rank_that_is_silent_or_has_left_is_waited_for(how: str, text: str) ->
     assert seen.text().startswith(text)
 
 
-@pytest.mark.parametrize("how", [HELD_UP, NO_WATCH, NOT_HEARD])
+@pytest.mark.parametrize("how", [HELD_UP, NO_WATCH, NOT_HEARD, NOT_THROUGH])
 def test_a_rank_of_which_nothing_is_known_is_not_accused(how: str) -> None:
     seen = verdict(*waiting(0, 2), silent={1: how})
     assert (seen.level, named(seen)) == (logging.WARNING, [])
@@ -380,6 +387,15 @@ def in_a_save(began: threading.Event, may_end: threading.Event) -> None:
     torch.save([1], Disk(), _use_new_zipfile_serialization=False)  # type: ignore[arg-type]
 
 
+def in_a_requeue(began: threading.Event, may_end: threading.Event) -> None:
+    """By Lightning's name for its handler, which saves a checkpoint."""
+
+    def _slurm_sigusr_handler_fn() -> None:
+        in_a_save(began, may_end)
+
+    _slurm_sigusr_handler_fn()
+
+
 def in_a_compilation(began: threading.Event, may_end: threading.Event) -> None:
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         began.set()
@@ -459,6 +475,9 @@ def test_the_hook_and_the_caller_are_told_of_whatever_waits_there() -> None:
     assert (found.collective, found.hook) == ("", "on_validation_epoch_end")
     assert found.caller.startswith("on_validation_epoch_end (test_rank_groups.py:")
     assert occupied(in_a_save).hook == "saving a checkpoint"
+    assert (
+        occupied(in_a_requeue).hook == "in a handler of SIGUSR1 (Lightning's requeue)"
+    )
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,19 @@ def test_who_has_not_come_is_missing_and_who_does_not_answer() -> None:
     ]
 
 
+def test_who_waits_in_a_collective_itself_is_named_only_where_there_is_no_other() -> (
+    None
+):
+    waits = state(1, "sync (train.py:1)", collective="all_reduce", rounds={"key": 4})
+    others = at_round(5, 0, 3)
+    answer = answered(QUESTION, found(*others, waits, *at_round(4, 2)), None)
+    assert missing(answer) == [(2, "elsewhere")]
+    answer = answered(QUESTION, found(*others, waits, silent={2: HELD_UP}), None)
+    assert (missing(answer), answer.unknown) == ([], "of rank 2 nothing is heard")
+    answer = answered(QUESTION, found(*others, waits, *at_round(5, 2)), None)
+    assert missing(answer) == [(1, "elsewhere")]
+
+
 def test_who_had_come_before_it_fell_silent_is_not_while_another_has_not() -> None:
     before = found(*at_round(5, 0, 2, 3), *at_round(4, 1))
     seen = found(*at_round(5, 0, 3), *at_round(4, 1), silent={2: NO_ANSWER})

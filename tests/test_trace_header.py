@@ -41,3 +41,14 @@ def test_the_header_carries_what_is_done_about_uneven_batches(
         "on_stall": "none",
     }
     assert settings == {**of_layer, **told}
+
+
+def test_a_requeued_job_has_the_number_of_its_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    for attempt, job in (("", "slurm 7.0"), ("2", "slurm 7.0 restart 2")):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", attempt or "0")
+        assert make_header(Settings(), (), 1e9).job == job

@@ -24,10 +24,15 @@ LEFT = "left"  # it has said so: it ends, or has destroyed its process group
 ENDED = "ended"  # its port refuses: its process has ended, or a firewall is in the way
 LOST = "lost"  # its connection was lost, and no other can be made
 NO_ANSWER = "no answer"  # its connection stands, and it says nothing
+# It says that it is there, and what it says more does not come.
+NOT_THROUGH = "not through"
 HELD_UP = "held up"  # its exchange answers, its watch does not
 NO_WATCH = "no watch"  # its exchange answers, and there is no watch
 NOT_HEARD = "not heard"  # a rank between has said nothing, or there is no way to it yet
-SILENCES = (NOT_COME, LEFT, ENDED, LOST, NO_ANSWER, HELD_UP, NO_WATCH, NOT_HEARD)
+SILENCES = (
+    *(NOT_COME, LEFT, ENDED, LOST, NO_ANSWER),
+    *(NOT_THROUGH, HELD_UP, NO_WATCH, NOT_HEARD),
+)
 
 
 @dataclass(frozen=True)

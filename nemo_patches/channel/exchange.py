@@ -32,7 +32,16 @@ from typing import Any, NamedTuple
 
 from ..text import first_line
 from . import meeting, process_hooks
-from .answers import ENDED, LEFT, LOST, NO_ANSWER, NOT_COME, NOT_HEARD, Silence
+from .answers import (
+    ENDED,
+    LEFT,
+    LOST,
+    NO_ANSWER,
+    NOT_COME,
+    NOT_HEARD,
+    NOT_THROUGH,
+    Silence,
+)
 from .daemon import Daemon
 from .link import (
     ANSWER,
@@ -517,7 +526,8 @@ class Exchange:
         if rank in self._ended:
             return None
         link = self._links.get(rank)
-        if link is not None and not link.is_suspect:
+        # Behind what is not acknowledged nothing else comes through.
+        if link is not None and not link.is_suspect and link.unacknowledged_s < 0:
             return link
         return self._open(rank)
 
@@ -780,6 +790,8 @@ class Exchange:
         if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
             return Silence(ENDED)
         links = [one for one in self._all_links if one.rank == rank]
+        if any(one.has_gap for one in links):
+            return Silence(NOT_THROUGH)
         cut_s = max((one.unacknowledged_s for one in links), default=-1.0)
         # One that is being made says nothing: a firewall may keep it from being made.
         stands = any(one.is_connected for one in links)

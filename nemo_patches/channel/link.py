@@ -32,6 +32,7 @@ _CUT_OFF_S = 25
 # Linux: tcpi_retransmits, tcpi_probes, tcpi_unacked, tcpi_last_ack_recv (milliseconds) and
 # tcpi_notsent_bytes of struct tcp_info.
 _TCP_INFO = struct.Struct("@2xBB20xI28xI84xI")
+_SO_MEMINFO = 55  # Linux: first of what has come, and is not read
 
 
 class Message(NamedTuple):
@@ -131,6 +132,15 @@ class Link:
         if not is_silent or not self.is_connected:
             return -1.0
         return float(last_ms / 1000)
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether something has come, and what was sent before it has not: all else is read."""
+        try:
+            held = self.socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4)
+        except OSError:  # an old kernel, or lost
+            return False
+        return any(held)
 
     @property
     def waits(self) -> bool:

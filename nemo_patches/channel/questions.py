@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 from .answers import (
     HELD_UP,
-    NO_ANSWER,
     NO_WATCH,
     NOT_HEARD,
+    NOT_THROUGH,
     Answers,
     Silence,
     ranks_of,
@@ -91,6 +91,7 @@ class Question:
     pending: dict[int, float] = field(default_factory=dict)
     # Ranks that get the verdict, and the connection over which each was asked.
     asked: dict[int, Link] = field(default_factory=dict)
+    passed_over: set[int] = field(default_factory=set)  # those below them are asked too
     found: Answers = field(default_factory=Answers)
     is_done: bool = False  # answered, or given to the judge
 
@@ -196,6 +197,7 @@ class Questions:
             link = self._owner.link_to(rank)
             if link is not None:
                 link.tell(ASK, {"id": "", "without": runs_of(self._suspects)})
+                link.is_suspect = True  # until something comes
                 self._asks = rank
                 self._asks_until = now + self._here_s
                 return
@@ -259,6 +261,9 @@ class Questions:
         self._ask_below(question, rank, now)
 
     def _ask_below(self, question: Question, rank: int, now: float) -> None:
+        if rank in question.passed_over:
+            return
+        question.passed_over.add(rank)
         for child in self._owner.children_of(rank):
             self._ask(question, child, now)
 
@@ -273,24 +278,29 @@ class Questions:
                 if self._wants and not self._open:
                     self._ask_next(now)
             return
-        for rank in [rank for rank, until in question.pending.items() if now >= until]:
+        is_late = now >= question.ends_at
+        for rank, until in list(question.pending.items()):
+            if now < until and not is_late:
+                continue
             del question.pending[rank]
             if rank == self._owner.rank:
                 question.found.add_silent([rank], Silence(HELD_UP))
                 continue
             link = question.asked[rank]
             link.is_suspect = True
-            question.found.add_silent([rank], self._owner.silence_of(rank, link))
-            if rank not in self._suspects:
+            if until == math.inf:  # it has said that it is there
+                silence = Silence(NOT_THROUGH)
+            else:
+                silence = self._owner.silence_of(rank, link)
+            question.found.add_silent([rank], silence)
+            if not is_late:
                 self._suspects.add(rank)
                 self._ask_below(question, rank, now)
-        if not question.pending or now >= question.ends_at:
-            question.found.add_silent(question.pending, Silence(NO_ANSWER))
+        if not question.pending:
             self._conclude(question, now)
 
     def _conclude(self, question: Question, now: float) -> None:
         question.is_done = True
-        question.pending.clear()
         if question.origin is not None:
             # The verdict may take so long, and is to be passed on.
             question.ends_at = now + self._limit_s + 2 * _JUDGE_S

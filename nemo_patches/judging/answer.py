@@ -107,7 +107,7 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
     """before: what an earlier look has found, at half the timeout.
 
     A rank of which nothing is known is named where all others have come: the round waits for
-    somebody.
+    somebody. One that waits in a collective itself is named only where there is no other.
     """
     states = found.states
     has_come = {rank for rank, state in states.items() if question.came(state)}
@@ -127,6 +127,9 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
     missing |= waited_for or ({} if missing or unheard else silent)
     if not missing and len(unheard) == 1:
         return Answer(tuple(_late(rank, found, before) for rank in unheard))
+    idle = {rank: one for rank, one in missing.items() if not _waits_itself(one)}
+    if idle or unheard:
+        missing = idle
     if missing or unheard:
         unknown = f"of {named(sorted(unheard))} nothing is heard" if unheard else ""
         if unheard and found.trouble:
@@ -151,6 +154,11 @@ def ended(found: Found) -> dict[int, MissingRank]:
         for rank, kind in kinds.items()
         if kind not in (None, UNANNOUNCED)
     }
+
+
+def _waits_itself(one: MissingRank) -> bool:
+    is_sure = bool(one.collective) and not is_guess(one.collective)
+    return one.kind == ELSEWHERE and is_sure
 
 
 def _of_state(state: RankFacts, kind: str) -> MissingRank:

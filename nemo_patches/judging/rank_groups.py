@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from ..channel.answers import HELD_UP, NO_WATCH
+from ..channel.answers import HELD_UP, NO_WATCH, NOT_THROUGH
 from ..facts import CALLING, COMPUTING, MOVING, RankFacts
 from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
@@ -36,6 +36,10 @@ _DOES = {
 }
 _NO_WAY = "the way there is lost, or there is none yet"
 _WHY = {
+    NOT_THROUGH: (
+        "its small messages come, its answer does not: perhaps large packets are lost"
+        " (look at the MTU)"
+    ),
     HELD_UP: "its stall monitor does not answer, while its exchange does",
     NO_WATCH: "there are no stall reports there; stderr there says why",
 }

@@ -23,6 +23,8 @@ from .requests import request
 
 _TORCH = os.path.dirname(torch.__file__).replace(os.sep, "/") + "/"
 SAVING = "saving a checkpoint"
+_REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
+REQUEUING = "in a handler of SIGUSR1 (Lightning's requeue)"
 # Functions of Lightning's (2.0 to 2.6) that call hooks of the user's and of NeMo's.
 _HOOK_CALLS = {
     "_call_callback_hooks",
@@ -56,8 +58,8 @@ class Occupation(NamedTuple):
     """collective: what it waits in, empty where that is nothing known.
 
     activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty.
-    caller: where in the user's code, or in NeMo's. hook: of Lightning's, or SAVING. request: as
-    requests.py has it.
+    caller: where in the user's code, or in NeMo's. hook: of Lightning's, SAVING or REQUEUING.
+    request: as requests.py has it.
     """
 
     collective: str = ""
@@ -82,11 +84,14 @@ def occupation(frames: Sequence[Frame], kernel: KernelCall) -> Occupation:
         and kernel.may_wait_for_a_device
     ):
         waits_in = of_names(names)
+    hook = SAVING if doing == CHECKPOINT else _hook(frames)
+    if any(call.function == _REQUEUES for call in calls):
+        hook = REQUEUING
     return Occupation(
         collective=waits_in,
         activity=doing,
         caller=_caller(frames),
-        hook=SAVING if doing == CHECKPOINT else _hook(frames),
+        hook=hook,
         request=asks,
     )
 

@@ -74,11 +74,12 @@ class Host:
         *command: str,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
+        folder: Path = SHARED,
     ) -> list[str]:
-        """A command line that runs on this host, as root; prefix: such as setpriv."""
+        """A command line that runs on this host, as root, in this folder; prefix: such as setpriv."""
         variables = [f"{name}={value}" for name, value in (environment or {}).items()]
         enter = ["nsenter", "--target", str(self.pid), "--all", "--"]
-        return [*enter, *prefix, "env", "-C", str(SHARED), *variables, *command]
+        return [*enter, *prefix, "env", "-C", str(folder), *variables, *command]
 
     def run(self, *command: str, **more: Any) -> subprocess.CompletedProcess[str]:
         """As `command`; its exit code, output and errors."""

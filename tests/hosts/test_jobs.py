@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,32 @@ def test_where_the_ranks_cannot_meet_they_say_so_and_train(
             assert running.warnings(1, "no connection to rank 0|not connected")
             assert running.accused(0) <= {1}
             assert running.accused(1) <= {0}
+
+
+WRONG_NETWORKS: dict[str, tuple[dict[str, str], tuple[str, str] | None, str]] = {
+    "no such interface": ({"GLOO_SOCKET_IFNAME": "eth7"}, None, "eth7"),
+    "the loopback interface": ({"GLOO_SOCKET_IFNAME": "lo"}, None, "refused|timed out"),
+    "a loopback address": ({}, ("127.0.0.1", "29511"), "127.0.0.1|timed out"),
+}
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(
+    ("settings", "address", "stock_says"), WRONG_NETWORKS.values(), ids=WRONG_NETWORKS
+)
+def test_where_the_job_cannot_begin_stocks_error_stands_alone(
+    settings: dict[str, str],
+    address: tuple[str, str] | None,
+    stock_says: str,
+    tmp_path: Path,
+) -> None:
+    """Nobody is missing from what has not begun; one that has ended by stock's error may be named."""
+    want = Wanted(address=address, group_timeout_s=10.0)
+    with job(tmp_path, want=want, **settings) as running:
+        assert 0 not in running.codes(START_S), running.told()
+        for rank in (0, 1):
+            assert re.search(
+                rf"Error: .*({stock_says})", running.log(rank), re.I | re.S
+            )
+            assert reported(running, rank) == set()
+            assert running.warnings(rank, "Missing|no step|no encoder call") == []

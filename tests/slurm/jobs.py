@@ -58,7 +58,7 @@ class Job:
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def said(self, pattern: str, times: int = 1, limit_s: float = 120.0) -> str:
+    def said(self, pattern: str, times: int = 1, limit_s: float = 300.0) -> str:
         """Wait until its log has the pattern so often; the last line with it."""
         until(
             lambda: (
@@ -78,7 +78,7 @@ class Job:
         found = re.search(r"JobState=(\w+)", self.info())
         return found[1] if found else ""
 
-    def ended(self, limit_s: float = 90.0) -> str:
+    def ended(self, limit_s: float = 300.0) -> str:
         """Wait for its end; its state."""
         until(
             lambda: self.state() in ENDS,
@@ -86,12 +86,12 @@ class Job:
             f"the end of job {self.id}: {self.text()[-3000:]}",
         )
         # srun's last lines come after Slurm has told the end
-        until(lambda: "COMPLETING" not in self.info(), 30.0, "the job is over")
+        until(lambda: "COMPLETING" not in self.info(), 300.0, "the job is over")
         return self.state()
 
     def cancel(self) -> None:
         self.cluster.on(LOGIN, f"scancel {self.id}; scancel -s KILL {self.id}")
-        until(lambda: self.state() in (*ENDS, ""), 60.0, f"job {self.id} has ended")
+        until(lambda: self.state() in (*ENDS, ""), 300.0, f"job {self.id} has ended")
 
     def pid(self, rank: int) -> tuple[str, int]:
         """The host of a task, and its process there."""

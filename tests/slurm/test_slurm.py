@@ -9,21 +9,25 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import cluster_page
 import pytest
 from cluster import LOGIN, Cluster, missing, until
 from jobs import CHECKOUT, ON, TRAINING, Job
 
+# These look at the same jobs: with several workers, on one of them.
+at_a_hung_job = pytest.mark.xdist_group("hung")
+PYTHON = "python train.py"  # in the page's commands
 HANGS = f"{TRAINING} fault=sleep@1@20"
-# As docs/on-a-cluster.md has it.
-COLLECT = (
-    "srun --overlap --jobid {job} -N 2 -n 2 --ntasks-per-node=1"
-    " sh -c 'nemo-patches stacks --json > $(hostname).json'"
-)
+COLLECT = cluster_page.command("Slurm", "look while it hangs")
 WAITS = r"WARNING \[rank 0/2 sl-1\] no step for \d+ s\. rank 1 \(sl-2, pid \d+\): read_shard"
 
 
+def collect(job: Job) -> str:
+    return cluster_page.with_words(COLLECT, NODES="2", J=job.id)
+
+
 def diagnosed(cluster: Cluster, what: object, host: str = LOGIN) -> tuple[int, str]:
-    done = cluster.on(host, f"nemo-patches diagnose {what}", limit_s=120)
+    done = cluster.on(host, f"nemo-patches diagnose {what}", limit_s=300)
     return done.returncode, done.stdout
 
 
@@ -31,7 +35,7 @@ def diagnosed(cluster: Cluster, what: object, host: str = LOGIN) -> tuple[int, s
     "lines",
     [
         f"export PYTHONPATH={CHECKOUT}\nsrun {HANGS}",
-        f"srun nemo-patches run -- {HANGS}",
+        cluster_page.command("Slurm", "start with the fix").replace(PYTHON, HANGS),
         f"nemo-patches run -- srun {HANGS}",
     ],
     ids=["PYTHONPATH", "srun run", "run srun"],
@@ -47,12 +51,21 @@ def test_every_way_of_switching_on(
 def test_nemo_under_lightning_names_the_rank_that_its_length_sync_waits_for(
     cluster: Cluster, tmp_folder: Path
 ) -> None:
-    lines = f"srun {TRAINING} kind=nemo fault=STOP@1@5"
-    job = Job(cluster, tmp_folder, lines, env=ON)
+    """In its second attempt, which its trace's header tells from the first one."""
+    lines = (
+        'test -n "$SLURM_RESTART_COUNT" || { scontrol requeue $SLURM_JOB_ID; sleep 600; }\n'
+        f"srun {TRAINING} kind=nemo fault=STOP@1@5"
+    )
+    trace = tmp_folder / "trace"
+    env = {**ON, "NEMO_PATCHES_TRACE": str(trace)}
+    job = Job(cluster, tmp_folder, lines, env=env)
     try:
-        job.said(r"nemo_patches WARNING \[rank 0/2 .*rank 1\b", limit_s=240)
+        job.said(r"nemo_patches WARNING \[rank 0/2 .*rank 1\b", limit_s=400)
         job.signal(1, "CONT")
         job.said(r"task 0: step 20 ")
+        headers = [json.loads(one.open().readline()) for one in trace.iterdir()]
+        assert {one["rank"] for one in headers} == {0, 1}
+        assert {one["job"] for one in headers} == {f"slurm {job.id}.0 restart 1"}
     finally:
         job.cancel()
 
@@ -75,11 +88,12 @@ def healthy(cluster: Cluster, hung: Job, shared: Path) -> Iterator[Job]:
     job.cancel()
 
 
+@at_a_hung_job
 def test_the_documented_command_names_the_rank(
     cluster: Cluster, hung: Job, healthy: Job, tmp_folder: Path
 ) -> None:
     """Its own tasks are no ranks, and neither are those of another job on these nodes."""
-    done = cluster.on(LOGIN, f"cd {tmp_folder} && {COLLECT.format(job=hung.id)}")
+    done = cluster.on(LOGIN, f"cd {tmp_folder} && {collect(hung)}")
     assert done.returncode == 0, done.stdout
     for node in cluster.nodes:
         found = json.loads((tmp_folder / f"{node}.json").read_text())
@@ -91,6 +105,7 @@ def test_the_documented_command_names_the_rank(
     assert text.startswith("Rank 1: it is in read_shard"), text
 
 
+@at_a_hung_job
 def test_a_folder_of_two_jobs_gives_two_verdicts(
     cluster: Cluster, hung: Job, healthy: Job, tmp_folder: Path
 ) -> None:
@@ -103,6 +118,7 @@ def test_a_folder_of_two_jobs_gives_two_verdicts(
     assert "ranks 0-1 went on" in text
 
 
+@at_a_hung_job
 @pytest.mark.parametrize("by", ["name", "folder"])
 def test_one_of_two_jobs_is_chosen(
     cluster: Cluster, hung: Job, healthy: Job, by: str
@@ -121,6 +137,7 @@ def test_a_login_node_is_told_of_srun(cluster: Cluster) -> None:
     assert "--pids" not in text
 
 
+@at_a_hung_job
 def test_a_step_in_which_no_rank_runs_says_so(cluster: Cluster, hung: Job) -> None:
     done = cluster.on(LOGIN, "srun --overlap -w sl-1 -n 1 nemo-patches stacks")
     assert done.returncode != 0
@@ -153,6 +170,13 @@ def _lose_node(job: Job) -> None:
     job.cluster.on(LOGIN, f"{node}resume")
 
 
+def _preempt(job: Job) -> None:
+    job.said("task 1: step 20 ")
+    urgent = "-p urgent -N 2 --exclusive"
+    Job(job.cluster, job.folder / "urgent", "true", urgent).ended()
+    job.said("srun: error: .*Terminated", times=2)
+
+
 def _nothing(job: Job) -> None:
     pass
 
@@ -164,6 +188,7 @@ def _nothing(job: Job) -> None:
         ("", "", _limit, r"^The job reached its time limit", "memory"),
         ("", "", _requeue, r"^Slurm has requeued the job", "memory"),
         ("", "", _lose_node, r"^A node of the job failed \(Slurm", "memory"),
+        ("", "", _preempt, r"^The job was preempted \(Slurm: CANCELLED AT", "memory"),
         ("KILL@1@20", "", _nothing, r"was killed .*task 1 on sl-2: Killed", "xit code"),
         (
             "137@1@20",
@@ -174,7 +199,16 @@ def _nothing(job: Job) -> None:
         ),
         ("raise@1@20", "--label", _nothing, r"^Rank 1 raised RuntimeError", "memory"),
     ],
-    ids=["scancel", "time limit", "requeue", "node", "killed", "exit 137", "labelled"],
+    ids=[
+        "scancel",
+        "time limit",
+        "requeue",
+        "node",
+        "preempted",
+        "killed",
+        "exit 137",
+        "labelled",
+    ],
 )
 def test_how_slurm_says_that_a_job_ended(
     cluster: Cluster,
@@ -190,7 +224,7 @@ def test_how_slurm_says_that_a_job_ended(
     job = Job(cluster, tmp_folder, lines)
     assert callable(act)
     act(job)
-    if act not in (_requeue, _lose_node):
+    if act not in (_requeue, _lose_node, _preempt):
         job.ended()
     code, text = diagnosed(cluster, job.log)
     job.cancel()
@@ -218,18 +252,18 @@ def test_a_requeued_job_that_completes_is_not_judged_by_its_first_attempt(
 def test_a_stall_ends_the_job_with_83_and_the_script_requeues_it_held(
     cluster: Cluster, tmp_folder: Path
 ) -> None:
-    lines = (
-        f"srun --kill-on-bad-exit {TRAINING} fault=STOP@1@20 once=1\n"
-        "code=$?\n"
-        "echo the step ended with $code\n"
-        'case $code in 83|143) scontrol requeuehold "$SLURM_JOB_ID";; esac'
+    """By the page's batch script."""
+    script = cluster_page.with_words(cluster_page.blocks("Slurm")[1], **{"600": "10"})
+    training = f"{TRAINING} fault=STOP@1@20 once=1"
+    assert PYTHON in script
+    lines = script.replace(PYTHON, training).replace(
+        "code=$?\n", "code=$?\necho the step ended with $code\n"
     )
-    stall_exit = {**ON, "NEMO_PATCHES_STALL_EXIT": "10"}
-    job = Job(cluster, tmp_folder, lines, env=stall_exit)
+    job = Job(cluster, tmp_folder, lines)
     job.said("the step ended with")
     assert "task 0: Exited with exit code 83" in job.text(), job.text()
-    until(lambda: "Priority=0 " in job.info(), 60, "the job is held")
-    until(lambda: job.state() == "PENDING", 60, f"it is pending: {job.info()}")
+    until(lambda: "Priority=0 " in job.info(), 300, "the job is held")
+    until(lambda: job.state() == "PENDING", 300, f"it is pending: {job.info()}")
     code, text = diagnosed(cluster, job.log)
     job.cancel()
     assert code == 1, text
@@ -243,8 +277,11 @@ def test_lightnings_requeue_by_a_signal_that_one_rank_handles(
     job = Job(cluster, tmp_folder, lines, env=ON)
     job.said("task 1: step 20 ")
     job.signal(1, "USR1")
-    job.said("nemo_patches WARNING .*no step for")
-    done = cluster.on(LOGIN, f"cd {tmp_folder} && {COLLECT.format(job=job.id)}")
+    job.said(
+        r"nemo_patches WARNING .*no step for .*rank 1 \(sl-2, pid \d+\): .*"
+        r"while in a handler of SIGUSR1 \(Lightning's requeue\)"
+    )
+    done = cluster.on(LOGIN, f"cd {tmp_folder} && {collect(job)}")
     assert done.returncode == 0, done.stdout
     code, text = diagnosed(cluster, tmp_folder)
     job.cancel()
@@ -257,7 +294,7 @@ def test_a_suspended_job_goes_on(cluster: Cluster, tmp_folder: Path) -> None:
     job = Job(cluster, tmp_folder, f"srun {TRAINING} steps=60 pace_s=0.2", env=ON)
     job.said("task 1: step 10 ")
     assert cluster.on(LOGIN, f"scontrol suspend {job.id}").returncode == 0
-    until(lambda: job.state() == "SUSPENDED", 30, "the job is suspended")
+    until(lambda: job.state() == "SUSPENDED", 300, "the job is suspended")
     cluster.on(LOGIN, f"scontrol resume {job.id}")
     assert job.ended() == "COMPLETED"
     assert "no step for" not in job.text()
@@ -265,7 +302,7 @@ def test_a_suspended_job_goes_on(cluster: Cluster, tmp_folder: Path) -> None:
 
 def test_doctor_meets_where_lightning_does(cluster: Cluster, tmp_folder: Path) -> None:
     command = "srun -N 2 -n 2 nemo-patches doctor --ranks"
-    done = cluster.on(LOGIN, f"cd {tmp_folder} && {command}", limit_s=120)
+    done = cluster.on(LOGIN, f"cd {tmp_folder} && {command}", limit_s=300)
     assert "2 of 2 ranks answered, on 2 hosts" in done.stdout, done.stdout
 
 
