@@ -9,8 +9,6 @@ CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 EXCEPTION = "exception"
 OUT_OF_MEMORY = "out-of-memory"
 START_UP = "start-up"
-DIFFERENT_SYNC = "different-sync"
-DIFFERENT_SETTINGS = "different-settings"
 NODE_FAILED = "node-failed"
 KILLED = "killed"
 STOPPED = "stopped"
@@ -48,8 +46,6 @@ NEXT_STEPS = {
         " was not started, one that ended at once, another MASTER_ADDR or MASTER_PORT,"
         " or a firewall."
     ),
-    DIFFERENT_SYNC: "Give every rank the same config and the same settings.",
-    DIFFERENT_SETTINGS: "Give every rank the same environment.",
     NODE_FAILED: (
         "Look at that node (`scontrol show node`, its console, `dmesg`), leave it out"
         " (`--exclude`), and start the job again from its last checkpoint; the code is"
@@ -138,7 +134,6 @@ NEXT_STEPS = {
 }
 ORDER = tuple(NEXT_STEPS)
 _WARNINGS = (
-    DIFFERENT_SETTINGS,
     UNEVEN_CALLS,
     STRAGGLER,
     LATE,
