@@ -19,7 +19,6 @@ from nemo_patches.tools.diagnose.verdicts import (
     ENDING,
     Wait,
     all_absent,
-    doings,
     evidence_of,
     finding,
     has,
@@ -204,24 +203,19 @@ def _nobody_waits(
     ]
     stuck = [one for one in looked_at if (one.still_s or 0.0) >= hearing.stuck_after_s]
     least = _still_s(stuck) or 0.0
-    if stuck and hearing.unseen:
+    if stuck and (hearing.unseen or len(stuck) == len(looked_at)):
         ranks = [one.rank for one in stuck]
         text = (
-            f"{in_no_collective(stuck)}, and {has(ranks)} not moved for {least:.0f} s;"
-            f" nothing is known of {named(hearing.unseen)}."
+            f"{in_no_collective(stuck)}, and {has(ranks)} not moved for {least:.0f} s"
         )
-        step = step_of(ids.NOT_SEEN)
-        found = finding(ids.NOT_ENOUGH, text, evidence=evidence, next_step=step)
-        return Ruling((found,))
-    if stuck and len(stuck) == len(looked_at):
-        text = (
-            f"No rank is in a collective, and none has moved for {least:.0f} s:"
-            f" {doings(stuck)}."
-        )
-        workers = [one.place.worker for one in stuck]
-        is_in_workers = all("(distributed_c10d.py:" in worker for worker in workers)
-        step = _COLLECTIVE_IN_WORKERS if is_in_workers else ""
-        found = finding(ids.NO_RANK_MOVES, text, evidence=evidence, next_step=step)
+        kind, step = ids.NO_RANK_MOVES, ""
+        if all("(distributed_c10d.py:" in one.place.worker for one in stuck):
+            step = _COLLECTIVE_IN_WORKERS
+        if hearing.unseen:
+            kind, step = ids.NOT_ENOUGH, step_of(ids.NOT_SEEN)
+            were = "was" if len(hearing.unseen) == 1 else "were"
+            text += f"; {named(hearing.unseen)} {were} not seen"
+        found = finding(kind, f"{text}.", evidence=evidence, next_step=step)
         return Ruling((found,))
     if looked_at:
         text = f"So far no hang: {in_no_collective(looked_at)}. Look again if it lasts."
