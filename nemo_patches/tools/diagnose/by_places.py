@@ -13,7 +13,6 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
-from nemo_patches.tools.diagnose.facts import NOT_TOLD
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
     ENDING,
@@ -27,6 +26,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     out_of_step,
     parties,
     step_of,
+    who,
 )
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
@@ -131,24 +131,24 @@ def _different(waiting: list[Account], evidence: list[str]) -> Finding:
 def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
     """All wait, in the same collective as far as their stacks show."""
     collectives = {one.place.collective for one in waiting}
-    ways = parting(waiting)
+    is_guessed = any(map(is_guess, collectives))
+    ways = apart(waiting) or ("" if is_guessed else parting(waiting))
     kind, step = ids.SKIPPED, ""
     if collectives == {_START}:
         kind = ids.START_UP
         text = "The job has not started: every rank waits in init_process_group"
-        if unresolved := hearing.told(fates.UNRESOLVED):
-            ranks = {fact.rank for fact in unresolved} - {NOT_TOLD}
+        for fact in hearing.told(fates.UNRESOLVED)[:1]:
             text += (
-                f", and {named(sorted(ranks)) if ranks else 'one of them'} cannot resolve the"
-                f" address at which they meet ({unresolved[0].fate_text})"
-                f" [{unresolved[0].cite}]"
+                f", and {who([fact.rank])} cannot resolve the address at which they meet"
+                f" ({fact.fate_text}) [{fact.cite}]"
             )
-        elif ways:
-            text += f"; {ways}"
         text += "."
-    elif steps := apart(waiting):
-        text = f"Every rank waits, and they are not at the same step: {steps}."
-    elif any(map(is_guess, collectives)):
+    elif ways:
+        text = (
+            f"Every rank waits, and they did not come to the same step by the same way:"
+            f" {ways}. Possibly these are not the same call, and one rank is ahead."
+        )
+    elif is_guessed:
         kind = ids.NOT_ENOUGH
         text = (
             "Every rank waits, at least one of them for the GPU: a stack does not tell"
@@ -158,12 +158,6 @@ def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Fi
             "Numbers tell who is missing: run `ncclras` on a host of the job (NCCL 2.24"
             " or newer; ranks with fewer operations than the others, twice the same,"
             " are behind), or dump the Flight Recorder."
-        )
-    elif ways:
-        text = (
-            f"Every rank waits in {_titles(waiting)}, and they came to it by different"
-            f" ways: {ways}. Possibly these are not the same call, and one rank is"
-            " ahead."
         )
     else:
         kind = ids.ALL_IN

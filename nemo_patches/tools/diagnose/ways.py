@@ -145,19 +145,13 @@ def apart(waiting: Sequence[Account]) -> str:
     none does.
     """
     names = {name for one in waiting for name in one.place.counters}
-    told = (
-        by_party(
-            (
-                (f"{name} = {one.place.counters[name]}", one.rank)
-                for one in waiting
-                if name in one.place.counters
-            ),
-            "{who} at {what}",
-        )
-        for name in sorted(names)
-        if not name.startswith("rank ")
-    )
-    return next(filter(None, told), "")
+    for name in sorted(names):
+        known = [one for one in waiting if name in one.place.counters]
+        values = ((f"{name} = {one.place.counters[name]}", one.rank) for one in known)
+        told = by_party(values, "{who} at {what}")
+        if told and not name.startswith("rank "):
+            return told
+    return ""
 
 
 def parting(waiting: Sequence[Account]) -> str:
