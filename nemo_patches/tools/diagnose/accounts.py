@@ -28,7 +28,7 @@ _Value = TypeVar("_Value", Fate, Place, Motion, Member)
 
 @dataclass
 class Account:
-    """One rank, with the fact of each kind that counts; all fates and seats are kept, to find
+    """One rank, with the fact of each kind that counts; all fates and collectives are kept, to find
     contradictions.
     """
 
@@ -40,7 +40,7 @@ class Account:
     reported: Fact | None = None  # missing, by another rank
     call: Call | None = None
     fates: list[Fact] = field(default_factory=list)
-    seats: list[Fact] = field(default_factory=list)
+    entered: list[Fact] = field(default_factory=list)
 
     @property
     def fate(self) -> Fate:
@@ -81,7 +81,7 @@ class Account:
             self.reported = self.reported or fact
         match fact.value:
             case Seat():
-                self.seats.append(fact)
+                self.entered.append(fact)
             case Fate():
                 self.fates.append(fact)
             case Place():
@@ -120,7 +120,7 @@ class Hearing:
         told = {
             rank
             for rank, one in self.accounts.items()
-            if one.fates or one.place_fact or one.seats or one.call
+            if one.fates or one.place_fact or one.entered or one.call
         }
         return [rank for rank in range(self.world_size) if rank not in told]
 

@@ -99,7 +99,7 @@ def _in_vain(
     waited: list[Account], cut: list[Account], evidence: list[str], hearing: Hearing
 ) -> Finding:
     """Ranks that waited until a time limit, or whose connections were closed."""
-    entered = [fact for one in waited for fact in one.seats if fact.entered.kind]
+    entered = [fact for one in waited for fact in one.entered if fact.entered.kind]
     what, step = _collective_of(waited, entered, hearing)
     ends = [f"{_who(waited)} waited {what} until a time limit"] if waited else []
     if cut:
@@ -163,7 +163,7 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
             "another rank had gone before, or the network failed. Which, this does not"
             " tell"
         )
-    entered = [fact.entered for one in waited for fact in one.seats]
+    entered = [fact.entered for one in waited for fact in one.entered]
     is_one = len({(seat.group, seat.number) for seat in entered}) == 1
     sizes = by_party(
         ((seat.size, seat.rank) for seat in entered if seat.size), "{what} on {who}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging import judge as seats
+from nemo_patches.judging import judge as judging
 from nemo_patches.judging.judge import Judgement
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
@@ -36,13 +36,13 @@ _OF_BUFFERS = (
     " whose size depends on the rank."
 )
 _ORDER = (
-    seats.MISSING,
-    seats.OUT_OF_STEP,
-    seats.SIZES,
-    seats.DRIFTED,
-    seats.CROSSED,
-    seats.ALL_IN,
-    seats.OLDER,
+    judging.MISSING,
+    judging.OUT_OF_STEP,
+    judging.SIZES,
+    judging.DRIFTED,
+    judging.CROSSED,
+    judging.ALL_IN,
+    judging.OLDER,
 )
 
 
@@ -51,15 +51,15 @@ def by_numbers(hearing: Hearing) -> Ruling:
     facts = {
         (fact.entered.group, fact.entered.number, fact.rank): fact
         for one in hearing.accounts.values()
-        for fact in one.seats
+        for fact in one.entered
         if fact.rank in groups.get(fact.entered.group, ())
     }
     known = (fact.entered for fact in facts.values())
-    judged = seats.judge(known, groups, hearing.evidence.begins)
+    judged = judging.judge(known, groups, hearing.evidence.begins)
     found = []
     for one in sorted(judged, key=lambda each: _ORDER.index(each.id)):
         # A rank of which nothing is known may be missing.
-        if one.id == seats.ALL_IN and one.seat.group in hearing.evidence.partly_known:
+        if one.id == judging.ALL_IN and one.seat.group in hearing.evidence.partly_known:
             continue
         there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
         found += _of_judgement(one, hearing, there)
@@ -77,7 +77,7 @@ def _of_judgement(
 ) -> list[Finding]:
     title = title_of(one.seat)
     evidence = [cited(fact, title_of(fact.entered)) for fact in there]
-    if one.id == seats.MISSING:
+    if one.id == judging.MISSING:
         return _missing(one, hearing, there, evidence)
     by_title = parties(
         (
@@ -86,10 +86,10 @@ def _of_judgement(
         )
         for fact in there
     )
-    if one.id == seats.OUT_OF_STEP:
+    if one.id == judging.OUT_OF_STEP:
         return [out_of_step(by_title, evidence)]
     kind, step = one.id, ""
-    if one.id == seats.SIZES:
+    if one.id == judging.SIZES:
         told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())
         text = f"The ranks give the same collective different sizes: {told}."
         if one.seat.group == OF_MODEL:
@@ -102,7 +102,7 @@ def _of_judgement(
             )
         elif all(map(_may_be_buffers, there)):
             step = _OF_BUFFERS
-    elif one.id == seats.DRIFTED:
+    elif one.id == judging.DRIFTED:
         kind = ids.SKIPPED
         earlier = [_last(hearing[rank], one.seat.group) for rank in one.absent]
         titles = [title_of(fact.entered) for fact in earlier if fact]
@@ -112,13 +112,13 @@ def _of_judgement(
             f"All wait, and their collectives have drifted apart: {named(one.absent)} in"
             f" {titles[0]}, {named(one.waiting)} in {title}."
         )
-    elif one.id == seats.CROSSED:
+    elif one.id == judging.CROSSED:
         text = (
             f"Ranks wait in collectives of different groups: {named(one.waiting)} in"
             f" {title}, and {named(one.absent)}, which {has(one.absent)} not entered"
             " that, in one of another group. Which rank is missing, this does not tell."
         )
-    elif one.id == seats.ALL_IN:
+    elif one.id == judging.ALL_IN:
         text = (
             f"All {len(one.waiting)} ranks have entered {title}, and none has"
             " completed it"
@@ -163,7 +163,7 @@ def _missing(
 
 def _last(account: Account, group: str = "") -> Fact | None:
     """The last collective that the rank has entered, of this group or of any."""
-    entered = (fact for fact in account.seats if group in ("", fact.entered.group))
+    entered = (fact for fact in account.entered if group in ("", fact.entered.group))
     return max(entered, key=lambda fact: (fact.at, fact.entered.number), default=None)
 
 
@@ -185,7 +185,7 @@ def _has_come_since(
     if account.moved:
         what = f"it goes on ({account.motion.by})"
     elif account.place.collective:
-        what = f"it waits in {account.place.seat}"
+        what = f"it waits in {account.place.wait}"
     hearing.contradictions.append(
         f"contradiction: by {there.cite} rank {account.rank} had not entered"
         f" {title_of(one.seat)}; by {waits.cite} {what}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_patches.judging import judge as seats
+from nemo_patches.judging import judge as judging
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
@@ -66,9 +66,9 @@ def by_places(hearing: Hearing) -> Ruling:
         return _goes_on(moving)
     unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
     members = set(range(hearing.world_size)) - unseen - {one.rank for one in going}
-    one = seats.judge_places(
+    one = judging.judge_places(
         {
-            each.rank: "" if is_guess(each.place.collective) else each.place.seat
+            each.rank: "" if is_guess(each.place.collective) else each.place.wait
             for each in waiting
         },
         members,
@@ -84,7 +84,7 @@ def by_places(hearing: Hearing) -> Ruling:
     elif unseen:
         text = f"{named(ranks)} {is_(ranks)} in {title}; {not_known}."
         found = [finding(ids.NOT_SEEN, text, evidence=evidence)]
-    elif one is not None and one.id == seats.OUT_OF_STEP:
+    elif one is not None and one.id == judging.OUT_OF_STEP:
         found = [_different(waiting, evidence)]
     else:
         found = [_all_in(waiting, evidence, hearing)]
@@ -121,7 +121,7 @@ def _unreadable(unreadable: list[Account], evidence: list[str]) -> Finding:
 
 
 def _different(waiting: list[Account], evidence: list[str]) -> Finding:
-    by_place = parties((each.place.seat, each) for each in waiting)
+    by_place = parties((each.place.wait, each) for each in waiting)
     first, *_, last = by_place.values()
     why = further_on(first, last)
     by_title = {title: [one.rank for one in ranks] for title, ranks in by_place.items()}
@@ -266,7 +266,7 @@ def _aged(findings: list[Finding], waiting: list[Account], hearing: Hearing) -> 
 def _titles(waiting: Sequence[Account]) -> str:
     """Those that are no guess come first."""
     titles = sorted(
-        {one.place.seat for one in waiting}, key=lambda seat: (is_guess(seat), seat)
+        {one.place.wait for one in waiting}, key=lambda seat: (is_guess(seat), seat)
     )
     others = len(titles) - 1
     more = f" (and {others} other place{'s' if others > 1 else ''})" if others else ""

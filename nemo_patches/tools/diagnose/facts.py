@@ -63,7 +63,7 @@ class Place:
     loops: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def seat(self) -> str:
+    def wait(self) -> str:
         """What makes two ranks' waits the same."""
         return f"{self.collective} of {self.caller}" if self.caller else self.collective
 

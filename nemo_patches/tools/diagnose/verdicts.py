@@ -347,7 +347,7 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
             (
                 one.fate.kind,
                 one.fate.text,
-                one.place.seat or one.place.where,
+                one.place.wait or one.place.where,
                 one.moved,
             ),
             one,
@@ -390,9 +390,9 @@ def _details(group: Sequence[Account]) -> Iterable[str]:
 
 def _where(place: Place, waits: str) -> str:
     if is_guess(place.collective):
-        return f"{waits}, perhaps for {place.seat.removeprefix(PERHAPS)}"
+        return f"{waits}, perhaps for {place.wait.removeprefix(PERHAPS)}"
     if place.collective:
-        return f"{waits} in {place.seat}"
+        return f"{waits} in {place.wait}"
     return f"in {place.where}" if place.where else "where is not known"
 
 
