@@ -140,6 +140,16 @@ _ENDS = (
         "RuntimeError: {how}",
         is_ranks=True,
     ),
+    _End(
+        "Fatal Python",
+        re.compile(
+            r"^Fatal Python error: (?P<how>Segmentation fault|Bus error|"
+            r"Illegal instruction|Floating-point exception)"
+        ),
+        fates.KILLED,
+        "{how}",
+        is_ranks=True,
+    ),
     _End("return", DEEPSPEED, "", "DeepSpeed's launcher"),
     _End(
         " Killed ",
