@@ -134,7 +134,7 @@ def test_every_form_tells_the_same(
     for form, files in in_forms(late_job, tmp_path).items():
         facts = told_by(*files).facts
         for rank in (0, 2):
-            assert of(facts, rank, Place).seat.startswith(LENGTH_SYNC), form
+            assert of(facts, rank, Place).wait.startswith(LENGTH_SYNC), form
         late = of(facts, 1, Place)
         assert not late.collective, form
         assert late.where.startswith("ask_metadata_server (stock_hangs.py:"), form
@@ -255,7 +255,7 @@ Traceback (most recent call first):
 def test_gdb(tmp_path: Path) -> None:
     file = tmp_path / "rank3.txt"
     file.write_text(GDB[GDB.index("Thread 1") :])
-    assert of(told_by(file).facts, 3, Place).seat == "all_reduce of main (train.py:80)"
+    assert of(told_by(file).facts, 3, Place).wait == "all_reduce of main (train.py:80)"
 
 
 SEGFAULT = """\

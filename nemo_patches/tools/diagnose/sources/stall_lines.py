@@ -42,7 +42,7 @@ _REPORT_IN = re.compile(
     r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host"
 )
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
-_GOES_ON = re.compile(r":? (?:go(?:es)? on|computes?, without a step)|.* go on with")
+_GOES_ON = re.compile(r":? (?:go(?:es)? on|computes? but takes? no step)|.* go on with")
 # Words of a group's text, and what has become of these ranks
 _FATES = (
     (
