@@ -285,6 +285,11 @@ def test_slurms_variables_are_a_place() -> None:
     assert not place(
         {**slurm, "SLURM_PROCID": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ).has_server
+    # Without an address the ranks meet where Lightning's do.
+    for nodes in ("node[07-09,12],login1", "node07,node12", "node07"):
+        of_job = {"SLURM_JOB_ID": "1234567", "SLURM_NODELIST": nodes}
+        theirs = {**of_job, "SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
+        assert place(theirs) == RankPlace(3, 8, "node07", 19567, False)
 
 
 def on_hosts(
