@@ -563,10 +563,5 @@ def ends_with_a_collective_pending() -> None:
     assert rank_0s_last is not None
 
 
-def spawned(index: int, folder: Path) -> None:
-    (folder / f"reached{index}").touch()
-    ask_metadata_server()
-
-
 if __name__ == "__main__":
     ends_with_a_collective_pending()

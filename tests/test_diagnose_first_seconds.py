@@ -169,7 +169,7 @@ def test_a_collective_in_forked_loader_workers_is_told_with_what_to_do() -> None
     found = report(*(still(rank, place) for rank in range(3)))
     assert (found.findings[0].id, found.findings[0].ranks) == (ids.NO_RANK_MOVES, ())
     assert (
-        "they wait for their data loader: its worker (pid 7) is in all_reduce"
+        "each waits for its data loader: its worker (pid 7) is in all_reduce"
         in found.verdict
     )
     assert found.next_step.startswith("Take the collective out of")

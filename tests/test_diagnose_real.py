@@ -521,18 +521,3 @@ def test_a_rank_that_was_never_there(tmp_path: Path) -> None:
     run_ranks(never_there, SIZE, str(tmp_path))
     first = report_of(tmp_path / "traces").findings[0]
     assert (first.id, first.ranks) == (ids.MISSING_RANK, (ODD,))
-
-
-def flags_differ(rank: int, size: int, folder: str) -> None:
-    nemo_patches.apply(timeout=TIMEOUT, trace=folder)
-    encoder = encoders.conformer(sync_max_audio_length=rank != ODD)
-    for _ in range(3):
-        encoders.run(encoder, 100)
-    dist.barrier()
-    nemo_patches.revert()
-
-
-def test_a_flag_that_differs(tmp_path: Path) -> None:
-    run_ranks(flags_differ, SIZE, str(tmp_path))
-    first = report_of(tmp_path).findings[0]
-    assert (first.id, first.ranks) == (ids.DIFFERENT_SYNC, (ODD,))

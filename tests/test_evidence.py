@@ -5,6 +5,7 @@ accused.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,6 @@ from nemo_patches.tools.diagnose.facts import (
 )
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.verdicts import _NEXT_STEPS
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -262,7 +262,7 @@ def test_within_an_epoch_its_batches_tell_and_what_to_do_goes_with_the_reason(
     first = found.findings[0]
     assert (first.id, first.ranks) == (id_, ())
     assert words in first.text
-    assert first.next_step == _NEXT_STEPS[id_]
+    assert first.next_step == ids.NEXT_STEPS[id_]
 
 
 def test_an_argument_is_no_loops_counter_and_does_not_tell_of_fewer_batches() -> None:
@@ -345,6 +345,28 @@ def test_of_a_loop_that_one_has_left_with_its_function_both_possibilities_are_to
     [first] = report(still(0, inside), still(1, left), still(2, inside)).findings
     assert first.id == id_
     assert "or left this call out" in first.text
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        ({"counters": {"i of train (a.py)": 7}}, "rank 1 at i of train (a.py) = 7"),
+        ({"way": ("main (a.py:12)",)}, "rank 1 by main (a.py:12)"),
+    ],
+)
+def test_in_one_collective_at_unlike_steps_or_by_unlike_ways_one_is_ahead(
+    differs: dict[str, Any], words: str
+) -> None:
+    place = replace(SYNC, counters={"i of train (a.py)": 6})
+    other = replace(place, **differs)
+    found = report(still(0, place), still(1, other), still(2, place))
+    assert (found.findings[0].id, found.findings[0].ranks) == (ids.SKIPPED, ())
+    assert words in found.verdict
+    # That they wait for the GPU is a guess; where one is behind, its step tells.
+    guess = replace(place, collective=PERHAPS + "the GPU, in item()")
+    other = replace(guess, **differs)
+    first = report(still(0, guess), still(1, other), still(2, guess)).findings[0]
+    assert first.id == (ids.SKIPPED if "counters" in differs else ids.NOT_ENOUGH)
 
 
 def test_a_counter_of_another_loop_does_not_tell_of_fewer_batches() -> None:

@@ -631,7 +631,7 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_is_not_ended(
     assert levels[:3] == [logging.INFO, logging.INFO, logging.WARNING]
     for _, text in results[0].value[:3]:
         assert re.search(
-            r" s\. rank 1 \(.*\): computes, without a step, now in \w+"
+            r" s\. rank 1 \(.*\): computes but takes no step, now in \w+"
             r" \(tests/test_job_stalls",
             text,
         )

@@ -201,7 +201,8 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stal
         for line in job.stalls(0)[:3]:
             assert " s. rank 1 (" in line
             assert (
-                "computes, without a step, now in computes (tests/plain_job.py:" in line
+                "computes but takes no step, now in computes (tests/plain_job.py:"
+                in line
             )
         # Longer than stall_exit.
         assert [process.poll() for process in job.ranks] == [None, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -655,44 +654,6 @@ LOGS = {
         (1,),
         ("no socket interface found",),
         ("connection closed",),
-    ),
-    "a group of exceptions": Report(
-        log(
-            *prefixed(
-                1,
-                "  + Exception Group Traceback (most recent call last):",
-                '  |   File "/job/train.py", line 80, in main',
-                "  |     fit(model)",
-                "  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)",
-                "  +-+---------------- 1 ----------------",
-                *(f"    | {one}" for one in READ_TRACEBACK),
-                "    +---------------- 2 ----------------",
-                "    | Traceback (most recent call last):",
-                '    |   File "/job/other.py", line 9, in write',
-                "    | OSError: [Errno 28] No space left on device",
-                "    +------------------------------------",
-            ),
-            FAILED,
-        ),
-        ids.EXCEPTION,
-        (1,),
-        ("Rank 1 raised ValueError: a.wav is empty", "read (data.py:41) < main"),
-        ("TaskGroup",),
-    ),
-    "a traceback in a line of JSON": Report(
-        log(
-            json.dumps(
-                {
-                    "level": "ERROR",
-                    "rank": 2,
-                    "exc_info": "\n".join(READ_TRACEBACK),
-                }
-            ),
-            *table(1, 1, 1)[8:],
-        ),
-        ids.EXCEPTION,
-        (2,),
-        ("ValueError: a.wav is empty", "read (data.py:41)"),
     ),
     "tracebacks behind the labels of two pods, mixed": Report(
         log(

@@ -257,7 +257,7 @@ def test_who_computes_is_not_accused_but_after_a_while_that_is_a_warning() -> No
         False,
     )
     assert (
-        "rank 1 (node1, pid 101): computes, without a step, now in decode (a.py:1)"
+        "rank 1 (node1, pid 101): computes but takes no step, now in decode (a.py:1)"
         in seen.text()
     )
     late = seen.overdue(60.0)

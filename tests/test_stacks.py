@@ -310,7 +310,7 @@ def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> N
     for rank in range(hang.size):
         assert of(facts, rank, Member) == Member(hang.size, pids[rank])
     for rank, title in hang.waiting.items():
-        assert of(facts, rank, Place).seat.startswith(title), facts
+        assert of(facts, rank, Place).wait.startswith(title), facts
         assert waits(facts, rank)
     for rank, function in hang.elsewhere.items():
         place = of(facts, rank, Place)

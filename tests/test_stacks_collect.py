@@ -379,8 +379,7 @@ def test_the_connection_or_the_pipe_that_a_rank_is_at(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert (
-            details(AT.format(to=port), "wait")
-            == f"its system call is at a connection to 127.0.0.1:{port}"
+            details(AT.format(to=port), "wait") == "its system call is at a connection"
         )
     assert details(AT.format(to=0), "pipe").startswith(
         "its system call is at its standard output (pipe:["

@@ -134,7 +134,7 @@ def test_every_form_tells_the_same(
     for form, files in in_forms(late_job, tmp_path).items():
         facts = told_by(*files).facts
         for rank in (0, 2):
-            assert of(facts, rank, Place).seat.startswith(LENGTH_SYNC), form
+            assert of(facts, rank, Place).wait.startswith(LENGTH_SYNC), form
         late = of(facts, 1, Place)
         assert not late.collective, form
         assert late.where.startswith("ask_metadata_server (stock_hangs.py:"), form
@@ -255,7 +255,7 @@ Traceback (most recent call first):
 def test_gdb(tmp_path: Path) -> None:
     file = tmp_path / "rank3.txt"
     file.write_text(GDB[GDB.index("Thread 1") :])
-    assert of(told_by(file).facts, 3, Place).seat == "all_reduce of main (train.py:80)"
+    assert of(told_by(file).facts, 3, Place).wait == "all_reduce of main (train.py:80)"
 
 
 SEGFAULT = """\
@@ -392,50 +392,3 @@ def test_a_script_that_has_ended_with_a_collective_pending(tmp_path: Path) -> No
     report = judge(Evidence(ending, world_size=2), stuck_after_s=0.1)
     assert report.findings[0].ranks == (1,)
     assert "ask_metadata_server (stock_hangs.py:" in report.verdict
-
-
-SPAWN = """
-import sys
-sys.path.insert(0, {tests!r})
-if __name__ == "__main__":
-    import pathlib, torch.multiprocessing, stock_hangs
-    torch.multiprocessing.spawn(stock_hangs.spawned, (pathlib.Path.cwd(),), nprocs=2)
-"""
-
-
-def test_ranks_that_torch_has_spawned_are_in_its_order(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(SPAWN.format(tests=str(Path(jobs.__file__).parent)))
-    with subprocess.Popen(
-        [sys.executable, str(program)], cwd=tmp_path, start_new_session=True
-    ) as parent:
-        try:
-            real_ranks.wait_until(
-                lambda: all((tmp_path / f"reached{rank}").exists() for rank in (0, 1)),
-                120,
-            )
-            of_parent = (
-                Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-                .read_text()
-                .split()
-            )
-            children = [
-                int(pid)
-                for pid in of_parent
-                if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ]
-            # With their parent, and with multiprocessing's resource tracker: those are no ranks.
-            [ranks] = jobs_here(pids=[parent.pid, *map(int, of_parent[::-1])])
-            job = look(ranks, lambda _: True, between_s=0.1)
-        finally:
-            os.killpg(parent.pid, signal.SIGKILL)
-    assert [(one.rank.rank, one.rank.pid) for one in job.ranks] == list(
-        enumerate(sorted(children))
-    )
-    assert {(one.rank.world_size, one.rank.local_world_size) for one in job.ranks} == {
-        (2, 2)
-    }
-    assert job.ranks[0].rank.found_by == "torch.multiprocessing.spawn"
-    main = job.ranks[0].samples[-1].main
-    assert main is not None
-    assert not main.counters

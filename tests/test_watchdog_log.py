@@ -427,17 +427,14 @@ def test_what_is_not_recognised_is_said_and_is_no_success(
     assert LOOKED_FOR in report.verdict and report.verdict.isprintable()
 
 
-def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
+def test_folders_and_standard_input(tmp_path: Path) -> None:
     """As torchrun --log-dir makes them: a file for each rank."""
     for rank in range(3):
         folder = tmp_path / "run" / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
         (folder / "stdout.log").touch()
         text = "\n".join([*NOISE, line(rank)]).encode()
-        if rank == 1:
-            (folder / "stderr.log.gz").write_bytes(gzip.compress(text))
-        else:
-            (folder / "stderr.log").write_bytes(text)
+        (folder / "stderr.log").write_bytes(text)
     report = diagnose_logs([tmp_path / "run"])
     evidence = "\n".join(report.findings[0].evidence)
     assert all(
@@ -447,9 +444,6 @@ def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
     assert evidence.count("ALLREDUCE of 1, number 4711") == 3, report
     files = sorted((tmp_path / "run").rglob("stderr*"))
     assert diagnose_logs(files) == replace(report, folder=", ".join(map(str, files)))
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(text * 99)[:-20])
-    assert "data are not whole" in diagnose_logs([cut]).problems[0]
     command = [sys.executable, "-m", "nemo_patches", "diagnose", "-"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(
@@ -476,11 +470,10 @@ def test_folders_compressed_files_and_standard_input(tmp_path: Path) -> None:
         and json.loads(done.stdout)["findings"][0]["id"] == WAITED_IN_VAIN
     )
     (tmp_path / "log.xz").write_bytes(lzma.compress(text))
+    (tmp_path / "log.gz").write_bytes(gzip.compress(text))
     (tmp_path / "utf16.log").write_bytes(text.decode().encode("utf-16"))
-    for name in ("log.xz", "utf16.log"):
-        with pytest.raises(
-            UnreadableError, match="compressed, not by gzip, or in UTF-16"
-        ):
+    for name in ("log.xz", "log.gz", "utf16.log"):
+        with pytest.raises(UnreadableError, match="compressed, or in UTF-16"):
             diagnose_logs([tmp_path / name])
     assert (
         len(diagnose_logs([tmp_path]).problems) == 3
@@ -520,17 +513,7 @@ def test_a_damaged_log_is_no_crash(
 
 
 def test_a_log_that_is_cut_accuses_nobody(tmp_path: Path) -> None:
-    """Neither whose lines are lost, nor who waited by a message that ends in the middle."""
-    waiting = "\n".join([START, *(line(rank) for rank in (0, 1, 3))])
-    (tmp_path / "a.log").write_text(waiting)
-    (tmp_path / "b.log.gz").write_bytes(
-        gzip.compress(f"{line(2)}\n{NOISE}".encode())[:-20]
-    )
-    report = diagnose_logs([tmp_path])
-    assert (
-        not any(one.ranks for one in report.findings)
-        and "not whole" in report.problems[0]
-    ), report
+    """Nor who waited by a message that ends in the middle."""
     for error in (OF_GLOO, "KeyboardInterrupt"):
         whole = CLOSED.format(rank=2, error=error).rstrip()
         for end in range(whole.rindex("\n") + len("[rank2]: ") + 1, len(whole)):
@@ -1644,14 +1627,11 @@ def test_what_is_a_log() -> None:
     for name in (
         "train.log",
         "slurm-77.out",
-        "job.err.gz",
         "stderr",
         "a/b/stdout.log.1",
     ):
         assert recognises(name, b"loss 1.0"), name
-    assert recognises("README", b"... [rank3]: KeyError") and recognises(
-        "x", b"\x1f\x8b\x08"
-    )
+    assert recognises("README", b"... [rank3]: KeyError")
     for name, head in (
         ("x.json", b"{}"),
         ("nccl_trace_rank_3", b"\x80\x02"),
@@ -1678,6 +1658,7 @@ EXAMPLES = (
     "[rank5]:[E901 07:00:00 ProcessGroupNCCL.cpp:730] Stack trace of the failed collective: ",
     "[rank0]: socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
     "[/p/gloo/transport/tcp/pair.cc:81] Timed out waiting 600000ms for recv operation",
+    "[/p/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1",
     "Application timeout caused pair closure",
     "ranks [3] are the lagging ranks",
     "[7] finished collective #182, but didn't join collective #183 (count from 1)",

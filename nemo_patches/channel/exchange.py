@@ -170,7 +170,7 @@ class Exchange:
         """
         self.rank = rank
         self.size = size
-        self.watch: Watch | None = None  # who answers questions
+        self.watch: Watch | None = None  # answers questions
         self.over = ""  # why there are no more rounds
         self.is_joined = False
         self.trouble = ""  # the last that was said about a connection or the store
@@ -187,7 +187,7 @@ class Exchange:
         self._parents = [0] * size  # until all have come, all are below rank 0
         self._parents[0] = -1
         self._children: list[int] = []
-        self.whom_to_ask = [0]  # whom this rank asks, in this order, until one is there
+        self.ranks_to_ask = [0]  # in this order, until one is there
         self._rounds: dict[int, Rounds] = {}
         self._links: dict[int, Link] = {}  # by rank: the newest
         self._all_links: set[Link] = set()  # also older ones, and those of strangers
@@ -252,8 +252,8 @@ class Exchange:
         self.post(functools.partial(self._of_questions, step, *arguments))
 
     @property
-    def is_over(self) -> bool:
-        """Whether this rank's part has ended, and nobody can be asked any more."""
+    def is_closed(self) -> bool:
+        """Whether this rank's part has ended, and no rank can be asked any more."""
         return self._is_closing
 
     @property
@@ -266,7 +266,7 @@ class Exchange:
         }
 
     @property
-    def has_died(self) -> bool:
+    def any_died(self) -> bool:
         """Whether a rank has ended without a word: it was killed, or has crashed."""
         return any(silence.how == ENDED for silence in self.ended.values())
 
@@ -493,7 +493,7 @@ class Exchange:
         self._parents = meeting.parents_of(hosts)
         self._children = self.children_of(self.rank)
         above = self._above()
-        self.whom_to_ask = above + [
+        self.ranks_to_ask = above + [
             one for one in meeting.succession_of(hosts) if one not in above
         ]
         self._store = lambda: None
@@ -708,10 +708,11 @@ class Exchange:
             return
         number = rounds.latest.number + 1
         value = max(rounds.arrived.values())
+        parent = self._parents[self.rank]
         if self.rank == 0:
             self._deliver(rounds, number, value)
-        elif self._parents[self.rank] in self._links:
-            self._links[self._parents[self.rank]].send(UP, rounds.key, number, value)
+        elif parent in self._links:
+            self._links[parent].send(UP, rounds.key, number, value)
 
     def _deliver(self, rounds: Rounds, number: int, value: int) -> None:
         if number != rounds.latest.number + 1:
@@ -726,7 +727,7 @@ class Exchange:
     def _repeat(self, link: Link) -> None:
         """What the other end may have missed. It is at most one round of a key behind."""
         for rank, (how, _) in self._ended.items():
-            link.send(OVER, number=rank, value=_HOW.index(how))
+            _say_ended(link, rank, how)
         for rounds in list(self._rounds.values()):
             number, value, _ = rounds.latest
             if link.rank in self._children:
@@ -740,7 +741,7 @@ class Exchange:
             return
         self._ended[rank] = (how, time.monotonic())
         for neighbour in self._neighbours() & self._links.keys():
-            self._links[neighbour].send(OVER, number=rank, value=_HOW.index(how))
+            _say_ended(self._links[neighbour], rank, how)
         self._end(f"rank {rank} {_HOW_TEXTS[how]}")
 
     def _end(self, why: str) -> None:
@@ -751,7 +752,7 @@ class Exchange:
     def _leave(self) -> None:
         for link in self._all_links:
             if link.is_ready and link.rank in self._neighbours():
-                link.send(OVER, number=self.rank, value=_HOW.index(LEFT))
+                _say_ended(link, self.rank, LEFT)
             link.socket.close()
         if self._listener is not None:
             self._listener.close()
@@ -776,7 +777,7 @@ class Exchange:
 
     def why_unreachable(self, rank: int) -> Silence | None:
         """Why a rank cannot be asked; None if it can."""
-        if self.members[rank] is None:  # only rank 0 knows who has registered
+        if self.members[rank] is None:  # only rank 0 knows which ranks have registered
             return Silence(NOT_COME if 0 in (rank, self.rank) else NOT_HEARD)
         if rank in self._ended:
             how, at = self._ended[rank]
@@ -809,6 +810,10 @@ class Exchange:
             self._trouble(f"an error in a question, please report it: {error!r}")
             due = None
         return math.inf if due is None else due
+
+
+def _say_ended(link: Link, rank: int, how: str) -> None:
+    link.send(OVER, number=rank, value=_HOW.index(how))
 
 
 def _at_exit() -> None:

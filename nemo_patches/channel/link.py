@@ -63,7 +63,7 @@ class Link:
         self.socket = own_socket
         self.rank = rank
         self.is_ours = is_ours
-        self.is_ready = False  # both ends have proved who they are
+        self.is_ready = False  # both ends have proved that they know the token
         # The other end has not answered in time: do not rely on it.
         self.is_suspect = False
         self.opened_at = time.monotonic()
@@ -214,7 +214,10 @@ class Link:
         return messages if messages or is_there else None
 
     def welcome(self, own_rank: int, size: int, token: bytes) -> bool:
-        """As the end that has accepted: read who this is, and answer. False: none, or lost."""
+        """As the end that has accepted: read which rank this is, and answer.
+
+        False: none of this job, or the connection is lost.
+        """
         is_there = self._read(_HELLO.size - len(self._received))
         if len(self._received) < _HELLO.size:
             return is_there and _MAGIC.startswith(bytes(self._received[: len(_MAGIC)]))

@@ -66,7 +66,7 @@ class Owner(Protocol):
     rank: int
     size: int
     watch: Watch | None
-    whom_to_ask: list[int]
+    ranks_to_ask: list[int]
 
     def post_question(self, step: Callable[..., None], *arguments: Any) -> None: ...
 
@@ -104,7 +104,7 @@ class Questions:
         self._open: list[Question] = []
         self._told: deque[str] = deque(maxlen=16)  # the questions of the last verdicts
         self._wants = False  # this rank, or one that has asked it, waits for a verdict
-        self._asks = -1  # whom it has asked
+        self._asks = -1  # the rank that it has asked
         self._asks_until = math.inf
         self._suspects: set[int] = set()  # ranks that have not answered lately
         self._next_at = 0.0
@@ -151,7 +151,7 @@ class Questions:
             for question in self._of(id_, link.rank):
                 question.pending[link.rank] = math.inf
         elif message.kind == HERE and link.rank == self._asks:
-            # It may have to find out who is silent.
+            # It may have to find out which ranks are silent.
             self._asks_until = now + 3 * self._here_s
         elif message.kind == QUESTION:
             link.tell(HERE, {"id": id_})
@@ -168,7 +168,7 @@ class Questions:
             self._publish(id_, content)
 
     def lost(self, link: Link) -> None:
-        """A connection has ended: if it was one, try another; it shows whether the rank lives."""
+        """A connection has ended. If it had been made, another one shows if the rank lives."""
         now = time.monotonic()
         if link.rank == self._asks:
             self._asks_until = now
@@ -189,7 +189,7 @@ class Questions:
 
     def _ask_next(self, now: float) -> None:
         """Ask the first of those who can be asked; judge, where that is this rank."""
-        for rank in self._owner.whom_to_ask:
+        for rank in self._owner.ranks_to_ask:
             if rank == self._owner.rank:
                 break
             if rank in self._suspects:

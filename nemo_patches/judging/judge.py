@@ -10,19 +10,21 @@ becomes Seats. What is odd about a source, its reader tells by leaving a rank ou
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 # Ids of verdicts.
 MISSING = "missing-rank"  # others are in a collective that these ranks have not entered
 OUT_OF_STEP = "out-of-step"  # ranks are in different collectives of the same number
 SIZES = "sizes-differ"  # ranks are in the same collective with different sizes
+DRIFTED = "drifted"  # those that have not entered one wait in an earlier one
 # Every rank that has not entered one waits in another group's.
 CROSSED = "crossed-groups"
 ALL_IN = "all-in"  # all are in the same one, and none has come out
 OLDER = "older"  # the records are of different times: some rank has come out of it
 _IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # a rank cannot come out of such a collective
 
+_JOB = "job"  # the group in which all ranks are
 _ANY_SIZE = (
     "coalesced",
     "alltoall",
@@ -103,6 +105,23 @@ def judge(
     return [_spared(one, found, pending) if one.id == MISSING else one for one in found]
 
 
+def judge_places(
+    waits: Mapping[int, str],
+    members: Iterable[int],
+    unreadable: Collection[int] = (),
+) -> Judgement | None:
+    """The same where only the collective is known that each rank waits in now, by rank; empty: not
+    told. Which it is counts only once all are in one: first come ranks in none. unreadable: where
+    they are is not known.
+    """
+    members = set(members)
+    are_out = members - waits.keys() - set(unreadable)
+    seats = (
+        Seat(rank, _JOB, 1, "" if are_out else kind) for rank, kind in waits.items()
+    )
+    return next(iter(judge(seats, {_JOB: members})), None)
+
+
 def _of_group(
     group: str,
     entered: Mapping[int, Mapping[int, Seat]],
@@ -137,13 +156,13 @@ def _of_group(
         if len(sizes) > 1 and not some.may_have_any_size:
             return Judgement(SIZES, (), who, some)
         if absent := tuple(sorted(rank for rank, top in tops.items() if top < number)):
-            is_older = any(seat.completed for seat in there.values())
+            if any(seat.completed for seat in there.values()):
+                return Judgement(OLDER, (), who, some, absent)
+            accused = tuple(
+                rank for rank in absent if not _is_in(entered, rank, tops[rank])
+            )
             return Judgement(
-                OLDER if is_older else MISSING,
-                () if is_older else absent,
-                who,
-                some,
-                absent,
+                MISSING if accused else DRIFTED, accused, who, some, absent
             )
     last = max(tops.values())
     stuck = [
@@ -156,6 +175,14 @@ def _of_group(
         if len(stuck) == len(entered)
         else None
     )
+
+
+def _is_in(entered: Mapping[int, Mapping[int, Seat]], rank: int, number: int) -> bool:
+    """Whether the rank waits in this collective, which nobody has completed."""
+    there = [of_rank[number] for of_rank in entered.values() if number in of_rank]
+    own = entered[rank].get(number)
+    is_over = any(seat.completed for seat in there)
+    return own is not None and own.done is False and not is_over
 
 
 def _spared(

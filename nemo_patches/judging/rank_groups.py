@@ -153,10 +153,8 @@ class RankGroup:
         if self.kind == MOVING:
             return f"{ranks}: {go} on without encoder calls{at}"
         if self.kind == COMPUTING:
-            return (
-                f"{ranks}: {'computes' if self.size == 1 else 'compute'}, without a"
-                f" step{at}{self._workers()}"
-            )
+            what = "computes but takes" if self.size == 1 else "compute but take"
+            return f"{ranks}: {what} no step{at}{self._workers()}"
         if self.kind == UNHEARD:
             return f"{ranks}: not heard: {self.where}"
         if self.kind == SILENT:

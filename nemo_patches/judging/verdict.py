@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..facts import CALLING, COMPUTING, MOVING
 from ..text import named
-from .judge import OUT_OF_STEP, Judgement, Seat, judge
+from .judge import OUT_OF_STEP, Judgement, judge_places
 from .kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
@@ -26,7 +26,6 @@ _ALL_IN = (
     " network has failed"
 )
 _MAY_WAIT = "who waits may wait for a rank that goes on"
-_JOB = "job"  # the group in which all ranks are
 # Collectives in which all ranks wait for what one of them has: so a server's ranks wait for its
 # requests.
 _FROM_ONE = {
@@ -224,24 +223,15 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
 
 
 def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
-    """By the one judge. Which collective a rank is in counts only once all are in one: first come
-    ranks in none.
-    """
+    """By the one judge."""
     known = [group for group in groups if group.kind != UNHEARD]
-    waiting = [group for group in known if group.kind == WAITING]
-    kinds = [
-        "" if len(waiting) < len(known) else " at ".join(group.place)
-        for group in waiting
-    ]
-    seats = [
-        Seat(rank, _JOB, 1, kind)
-        for group, kind in zip(waiting, kinds, strict=True)
+    waits = {
+        rank: " at ".join(group.place)
+        for group in known
+        if group.kind == WAITING
         for rank in group.ranks
-    ]
-    return next(
-        iter(judge(seats, {_JOB: [rank for group in known for rank in group.ranks]})),
-        None,
-    )
+    }
+    return judge_places(waits, [rank for group in known for rank in group.ranks])
 
 
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:

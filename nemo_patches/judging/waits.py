@@ -6,6 +6,7 @@ Needs no torch, so tools use it, too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,34 +17,26 @@ from .kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
 _C10D = "distributed/distributed_c10d.py"
 _WAITS = (
     (
-        "nn/parallel/distributed.py",
-        ("_distributed_broadcast_coalesced", "_sync_"),
+        r"nn/parallel/distributed\.py:(_distributed_broadcast_coalesced|_sync_)",
         "DDP's buffer broadcast",
     ),
     (
-        "nn/parallel/distributed.py",
-        ("__init__", "_ddp_init_helper"),
+        r"nn/parallel/distributed\.py:(__init__|_ddp_init_helper)|"
+        r"distributed/utils\.py:(_sync_module_states|_verify_param_shape)",
         "DDP's construction",
     ),
     (
-        "nn/parallel/distributed.py",
-        ("_pre_forward",),
+        r"nn/parallel/distributed\.py:_pre_forward",
         "DDP's second step, which makes its buckets anew",
     ),
     (
-        "distributed/utils.py",
-        ("_sync_module_states", "_verify_param_shape"),
-        "DDP's construction",
-    ),
-    (
-        "autograd/graph.py",
-        ("_engine_run_backward",),
+        r"autograd/graph\.py:_engine_run_backward",
         "backward, which reduces the gradients",
     ),
-    ("distributed/_functional_collectives.py", ("",), "a functional collective"),
-    ("distributed/fsdp/", ("",), "FSDP"),
-    ("nn/modules/_functions.py", ("",), "SyncBatchNorm"),
-    ("cuda/", ("synchronize",), PERHAPS + "the GPU"),
+    (r"distributed/_functional_collectives\.py", "a functional collective"),
+    (r"distributed/fsdp/", "FSDP"),
+    (r"nn/modules/_functions\.py", "SyncBatchNorm"),
+    (r"cuda/.*:synchronize", PERHAPS + "the GPU"),
 )
 _SET_UP = ("init_process_group", "destroy_process_group")
 _NO_COLLECTIVES = {
@@ -66,22 +59,18 @@ _CHECKPOINT_FILES = ("serialization.py", "distributed/checkpoint/")
 # By torch's file, and by how the names of its functions begin. A function that has been compiled
 # runs without them.
 _ACTIVITIES = (
-    ("_dynamo/convert_frame.py", ("",), COMPILATION),
     (
-        "_inductor/compile_fx.py",
-        ("compile_fx", "_compile_fx", "fx_codegen", "fw_compiler", "bw_compiler"),
+        r"_dynamo/convert_frame\.py|"
+        r"_inductor/compile_fx\.py:(_?compile_fx|fx_codegen|fw_compiler|bw_compiler)|"
+        r"_inductor/runtime/triton_heuristics\.py:"
+        r"(precompile|autotune|benchmark|coordinate)",
         COMPILATION,
     ),
     (
-        "_inductor/runtime/triton_heuristics.py",
-        ("precompile", "autotune", "benchmark", "coordinate"),
-        COMPILATION,
+        r"(onnx|export)/.*:(_?export|draft_export)|jit/_trace\.py:_?trace|"
+        r"jit/_script\.py:_?script|jit/_freeze\.py:(freeze|optimize_for_inference)",
+        EXPORT,
     ),
-    ("onnx/", ("export", "_export"), EXPORT),
-    ("export/", ("export", "_export", "draft_export"), EXPORT),
-    ("jit/_trace.py", ("trace", "_trace"), EXPORT),
-    ("jit/_script.py", ("script", "_script"), EXPORT),
-    ("jit/_freeze.py", ("freeze", "optimize_for_inference"), EXPORT),
 )
 # NeMo 3.0's loader under tensor or context parallelism: only the first rank of a group reads.
 _BROADCASTING = (
@@ -190,9 +179,7 @@ def _torch_activity(call: Call) -> str:
     return _title(call, _ACTIVITIES) if call.in_torch else ""
 
 
-def _title(call: Call, table: Iterable[tuple[str, tuple[str, ...], str]]) -> str:
+def _title(call: Call, table: Iterable[tuple[str, str]]) -> str:
     """What a table of torch's files and functions says of a call; empty if it is not in it."""
-    for path, functions, title in table:
-        if call.in_torch.startswith(path) and call.function.startswith(functions):
-            return title
-    return ""
+    at = f"{call.in_torch}:{call.function}"
+    return next((title for words, title in table if re.match(words, at)), "")

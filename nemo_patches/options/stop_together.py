@@ -31,7 +31,7 @@ class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked i
     def __init__(self, training: bool = True, evaluation: bool = False) -> None:
         self._training = training
         self._evaluation = evaluation
-        # Whose strategy hands its loaders to this callback.
+        # The trainer with a strategy that hands its loaders to this callback.
         self._trainer: Trainer | None = None
         # The trainer's limit and interval, while it sets up its loaders.
         self._given: tuple[Any, Any] | None = None

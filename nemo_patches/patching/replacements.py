@@ -12,7 +12,6 @@ import torch
 import wrapt
 
 from nemo_patches.patching.targets import Target
-from nemo_patches.sync.encoder_methods import make_bounded_update, private_setter
 from nemo_patches.sync.own_syncs import watching
 from nemo_patches.sync.places import place_of
 from nemo_patches.sync.rank_log import report
@@ -67,13 +66,18 @@ class Replacements:
         """
         owner = _owner(target, module)
         original = owner.__dict__[target.method]
-        bounded = make_bounded_update(original, _without_reduce(original), in_force)
+        # Here, for it imports torch._dynamo: 2 s of CPU time that NeMo has spent anyway.
+        from nemo_patches.sync import encoder_methods
+
+        bounded = encoder_methods.make_bounded_update(
+            original, _without_reduce(original), in_force
+        )
         self.put(owner, target.method, bounded)
         if target.setter:
             self.put(
                 owner,
                 target.setter,
-                private_setter(owner.__dict__[target.setter], in_force),
+                encoder_methods.private_setter(owner.__dict__[target.setter], in_force),
             )
         self.put(owner, "__init_subclass__", watching(owner, target.method, in_force))
 

@@ -71,7 +71,7 @@ class WatchedRounds:
         self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
         # The encoder's, and the clock before it.
         self.latest_call: tuple[int, tuple[int, int]] = (0, (0, 0))
-        # Whose wait did at last, to be reported with the missing ranks.
+        # The latest round that a wait gave up, to be reported with the missing ranks.
         self.timed_out: Round | None = None
         # Why the latest call took no part in them: one of protocol.py's APART, or empty.
         self.apart = ""

@@ -176,7 +176,7 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._thread = 0  # whose turn it is
+        self._thread = 0  # the one that has its turn
 
     @contextlib.contextmanager
     def taken(self, limit: timedelta) -> Iterator[bool]:

@@ -115,7 +115,7 @@ class Looks:
         """Begin a look."""
         now = time.monotonic()
         look = Look(now, now + self._limit_s, self._heard_of(Answers()))
-        if self._exchange.is_over:
+        if self._exchange.is_closed:
             look.is_done = True
             return look
         self._looks.append(look)

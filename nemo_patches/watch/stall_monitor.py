@@ -236,7 +236,7 @@ class StallMonitor:
                 and now - first_call_at >= timeout_s / 2
                 and not self.exchange.is_joined
             )
-            or self.exchange.has_died
+            or self.exchange.any_died
             or (self._socket is not None and self._socket.has_visitors())
             or (is_last and hasattr(sys, "last_value"))
         )

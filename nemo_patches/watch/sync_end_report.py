@@ -62,7 +62,7 @@ class SyncEndReport:
     def look(self, now: float, is_last: bool) -> None:
         if is_last and self._answer is None and hasattr(sys, "last_value"):
             self._wait_for_an_end()
-        if self._look is None and self._exchange.has_died:
+        if self._look is None and self._exchange.any_died:
             self._title = _JOB
             self._look = self._begin_look()
         look = self._look
@@ -78,7 +78,7 @@ class SyncEndReport:
         ends_at = time.monotonic() + _AT_EXIT_S
         while (
             self._exchange.is_joined
-            and not self._exchange.has_died
+            and not self._exchange.any_died
             and time.monotonic() < ends_at
         ):
             time.sleep(_PAUSE_S)
@@ -89,7 +89,7 @@ class SyncEndReport:
         """
         silent = {**found.silent, **self._exchange.ended}
         gone = ended(replace(found, states={}, silent=silent))
-        if self._exchange.has_died:
+        if self._exchange.any_died:
             gone = {rank: one for rank, one in gone.items() if silent[rank].how != LEFT}
         return Answer(
             tuple(gone[rank] for rank in sorted(gone)),

@@ -4,264 +4,239 @@ closed connections, time-outs, launchers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing, first_of, is_before
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
 from nemo_patches.tools.diagnose.verdicts import (
+    Wait,
     all_absent,
+    at,
+    by_party,
     capital,
     cited,
     evidence_of,
     finding,
     inner,
     most_told,
-    parties,
     reading_of,
-    step_of,
     title_of,
     who,
 )
 
-_NOT_COME = (fates.GONE, fates.SILENT, fates.UNSEEN, fates.MISSING, fates.ENDED)
+_NOT_COME = (fates.GONE, fates.SILENT, fates.MISSING)
+_UNLIKE = (
+    "Look for what makes these ranks part: more batches on some, a collective that only"
+    " some ranks call."
+)
+# By how the text of what the launcher or the scheduler tells begins.
+_ENDS_OF_JOB = {
+    fates.TIME_LIMIT: (
+        "The job reached its time limit",
+        ": that is no hang by itself",
+        "Ask for more time (`--time`), or go on from the last checkpoint; was it slower"
+        " than planned, a trace (NEMO_PATCHES_TRACE) tells who was late.",
+    ),
+    fates.PREEMPTED: (
+        "The job was preempted",
+        "",
+        "Go on from the last checkpoint; `--requeue` lets Slurm start it again.",
+    ),
+    fates.REQUEUED: (
+        "Slurm has requeued the job",
+        "",
+        "Its next attempt goes on from the last checkpoint.",
+    ),
+}
 
 
 def by_ends(hearing: Hearing) -> Ruling:
     waited = hearing.having(fates.WAITED)
     cut = hearing.having(fates.CUT)
-    evidence = evidence_of(hearing.accounts.values())
     if not waited and not cut:
         stuck = _stuck(hearing)
         return Ruling((*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))))
-    kinds = _NOT_COME if waited else (fates.GONE, fates.SILENT, fates.MISSING)
-    suspects = [one for one in hearing.having(*kinds) if one.waits is None]
-    if suspects:
-        ended = [one.rank for one in waited or cut]
+    evidence = evidence_of(hearing.accounts.values())
+    kinds = (*_NOT_COME, fates.UNSEEN, fates.ENDED) if waited else _NOT_COME
+    if suspects := [one for one in hearing.having(*kinds) if one.waits is None]:
         how = "waited until a time limit" if waited else "had their connections closed"
+        more = f"{capital(_who(waited or cut))} {how}."
         found = all_absent(suspects, None, evidence)
-        return Ruling(
-            tuple(
-                replace(one, text=f"{one.text} {capital(who(ended))} {how}.")
-                for one in found
-            )
-        )
+        return Ruling(tuple(replace(one, text=f"{one.text} {more}") for one in found))
+    if behind := _behind(waited, hearing):
+        return Ruling(tuple(behind))
     if not waited and (first := _left_first(cut, hearing)):
         return Ruling(first)
-    if all(one.fate.text.startswith(fates.AT_START) for one in (*waited, *cut)):
-        return Ruling(
-            (
-                _start_up([*waited, *cut], evidence, hearing),
-                *by_launcher(hearing, of_ranks_that_waited=True),
-            )
-        )
-    what, step = _collective_of(waited, hearing)
-    peers = [one.fate.text.partition("its peer: ")[2] for one in cut]
-    peer = next((f" by {peer}" for peer in peers if peer), "")
-    ends = "; ".join(
-        f"{who(one.rank for one in some)} {how}"
-        for some, how in (
-            (waited, f"waited {what} until a time limit"),
-            (cut, f"had a connection closed{peer}"),
-        )
-        if some
-    )
-    unseen = _unseen_text(hearing)
-    text = f"{ends}: {_why(waited, hearing)}{unseen}."
-    if len(places := _places_of(waited)) > 1:
-        told = "; ".join(
-            f"{named(ranks)} in {place}" for place, ranks in places.items()
-        )
-        text = (
-            f"{ends}, at different places: {told}. One of them may have made a"
-            f" collective more or fewer{unseen}."
-        )
-        step = step or step_of(ids.OUT_OF_STEP)
-    by_title = _by_title(waited)
-    if len(by_title) > 1:
-        told = "; ".join(
-            f"{named(ranks)} in {title}" for title, ranks in by_title.items()
-        )
+    both = [*waited, *cut]
+    if all(one.fate.text.startswith(fates.AT_START) for one in both):
+        first_finding = _start_up(both, evidence, hearing)
+    else:
+        first_finding = _in_vain(waited, cut, evidence, hearing)
+    return Ruling((first_finding, *by_launcher(hearing, of_ranks_that_waited=True)))
+
+
+def _behind(waited: list[Account], hearing: Hearing) -> list[Finding]:
+    """By encoder calls, which traces tell, and which ranks make in step."""
+    known = [(one.call, one.rank) for one in waited if one.call]
+    last, _ = max(known, key=lambda one: one[0].position, default=(None, 0))
+    if last is None:
+        return []
+    behind = [
+        one
+        for one in hearing.accounts.values()
+        if one.waits is None and one.call and one.call.position < last.position
+    ]
+    ranks = tuple(rank for call, rank in known if call.position == last.position)
+    return all_absent(behind, Wait(ranks, last.title, how="went through"))
+
+
+def _in_vain(
+    waited: list[Account], cut: list[Account], evidence: list[str], hearing: Hearing
+) -> Finding:
+    """Ranks that waited until a time limit, or whose connections were closed."""
+    entered = [fact for one in waited for fact in one.entered if fact.entered.kind]
+    what, step = _collective_of(waited, entered, hearing)
+    ends = [f"{_who(waited)} waited {what} until a time limit"] if waited else []
+    if cut:
+        peers = (one.fate.text.partition("its peer: ")[2] for one in cut)
+        peer = next((f" by {peer}" for peer in peers if peer), "")
+        ends.append(f"{_who(cut)} had a connection closed{peer}")
+    groups = {fact.entered.group for fact in entered}
+    places = by_party((inner(o.fate.where), o.rank) for o in waited if o.fate.where)
+    unseen = _unseen(hearing)
+    text = f"{'; '.join(ends)}: {_why(waited, hearing)}{unseen}."
+    if len(groups) > 1:
+        told = by_party((title_of(fact.entered), fact.rank) for fact in entered)
         text = (
             "Ranks waited in collectives of several groups until a time limit, perhaps"
             f" for each other: {told}{unseen}."
         )
-        step = (
-            "Look for what makes these ranks part: more batches on some, a collective"
-            " that only some ranks call."
+        step = _UNLIKE
+    elif places:
+        text = (
+            f"{'; '.join(ends)}, at different places: {places}. One of them may have"
+            f" made a collective more or fewer{unseen}."
         )
-    seats_of = [
-        cited(fact, title_of(fact.seat))
-        for one in waited
-        for fact in one.seats
-        if fact.seat
-    ]
-    lines = [*seats_of[:8], *evidence]
-    found = [finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)]
-    return Ruling((*found, *by_launcher(hearing, of_ranks_that_waited=True)))
+        step = step or _UNLIKE
+    lines = [cited(fact, title_of(fact.entered)) for fact in entered[:8]]
+    return finding(
+        ids.WAITED_IN_VAIN, text, evidence=[*lines, *evidence], next_step=step
+    )
 
 
 def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     """For closed connections without a time-out: the rank that failed first, if only one comes into
     question, or whatever else ended the job.
     """
-    terminated = [
+    lines = evidence_of(cut)
+    ended = [
         fact
         for fact in _terminated(hearing)
         if fact.rank == NOT_TOLD or fact.fate_text == fates.FROM_OUTSIDE
     ]
-    if terminated and not any(
-        is_before(fact, terminated[0]) for one in cut for fact in one.fates
-    ):
-        return tuple(
-            replace(one, evidence=(*one.evidence, *evidence_of(cut)))
-            for one in _ended_by_others(hearing)
-        )
+    of_cut = [fact for one in cut for fact in one.fates]
+    if ended and not any(is_before(fact, ended[0]) for fact in of_cut):
+        found = _ended_by_others(hearing)
+        return tuple(replace(one, evidence=(*one.evidence, *lines)) for one in found)
     found = by_launcher(hearing)
-    if (
-        len(found) != 1
-        or len(found[0].ranks) != 1
-        or hearing[found[0].ranks[0]].waits is not None
-        or hearing.unseen
-    ):
+    if len(found) != 1 or len(found[0].ranks) != 1 or hearing.unseen:
         return ()
-    text = (
-        f"{found[0].text} {capital(who(one.rank for one in cut))} had their connections"
-        " closed."
-    )
-    evidence = (*found[0].evidence, *evidence_of(cut))
-    return (replace(found[0], text=text, severity=CRITICAL, evidence=evidence),)
+    [one] = found
+    if hearing[one.ranks[0]].waits is not None:
+        return ()
+    text = f"{one.text} {capital(_who(cut))} had their connections closed."
+    evidence = (*one.evidence, *lines)
+    return (replace(one, text=text, severity=CRITICAL, evidence=evidence),)
 
 
 def _why(waited: list[Account], hearing: Hearing) -> str:
     """Why they waited in vain, as far as is known: if nobody is missing of those that are heard,
     nobody may be.
     """
-    there = {
-        (fact.seat.group, fact.seat.number)
-        for one in waited
-        for fact in one.seats
-        if fact.seat
-    }
-    heard = {one.rank for one in hearing.having(fates.HEARD)}
-    ended = [
-        one.rank for one in hearing.having(fates.TERMINATED) if one.rank != NOT_TOLD
-    ]
-    sizes = parties(
-        (fact.seat.size, one.rank)
-        for one in waited
-        for fact in one.seats
-        if fact.seat and fact.seat.size
-    )
-    unlike = (
-        "; ".join(f"{size} on {named(ranks)}" for size, ranks in sizes.items())
-        if len(sizes) > 1
-        else ""
-    )
-    more = f". Their sizes differ: {unlike}" if unlike and len(there) == 1 else ""
-    is_whole = hearing.world_size == len(waited) > 1 and not hearing.unseen
-    if is_whole and len(there) == 1:
+    if not waited:
         return (
-            "all ranks had enqueued it, so that the transfer failed, or hangs on one"
-            f" of them{more}"
+            "another rank had gone before, or the network failed. Which, this does not"
+            " tell"
+        )
+    entered = [fact.entered for one in waited for fact in one.entered]
+    is_one = len({(seat.group, seat.number) for seat in entered}) == 1
+    sizes = by_party(
+        ((seat.size, seat.rank) for seat in entered if seat.size), "{what} on {who}"
+    )
+    more = f". Their sizes differ: {sizes}" if sizes and is_one else ""
+    if hearing.world_size == len(waited) > 1 and is_one and not hearing.unseen:
+        return (
+            "all ranks had enqueued it, so that the transfer failed, or hangs on one of"
+            f" them{more}"
         )
     text = (
         "another rank did not come, or had gone before, or the transfer failed. Which,"
         " this does not tell"
     )
-    if not waited:
-        text = (
-            "another rank had gone before, or the network failed. Which, this does not"
-            " tell"
-        )
-    if len(ended) == 1 and len(waited) > 1 and hearing.world_size == len(waited) + 1:
+    ended = [o.rank for o in hearing.having(fates.TERMINATED) if o.rank != NOT_TOLD]
+    if len(ended) == 1 and hearing.world_size == len(waited) + 1 > 2:
         text = (
             f"{named(ended)} alone had no time-out, and somebody else ended it: most"
             " likely it had not come"
         )
-    if heard:
-        is_ = "was" if len(heard) == 1 else "were"
-        text += f"; {named(sorted(heard))} {is_} told of it, and had no time-out"
+    if heard := hearing.having(fates.HEARD):
+        was = "was" if len(heard) == 1 else "were"
+        text += f"; {_who(heard)} {was} told of it, and had no time-out"
     return text + more
 
 
-def _by_title(waited: list[Account]) -> dict[str, list[int]]:
-    """Ranks by the collective in which each timed out, where these are of several groups."""
-    seats_of = [
-        (fact.seat, one.rank)
-        for one in waited
-        for fact in one.seats
-        if fact.seat and fact.seat.kind
-    ]
-    if len({seat.group for seat, _ in seats_of}) < 2:
-        return {}
-    return parties((title_of(seat), rank) for seat, rank in seats_of)
+def _who(accounts: Sequence[Account]) -> str:
+    return who(one.rank for one in accounts)
 
 
-def _unseen_text(hearing: Hearing) -> str:
+def _unseen(hearing: Hearing) -> str:
     logged = [one.rank for one in hearing.having(fates.LOGGED) if one.rank != NOT_TOLD]
     text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
     return text + (f"; of {named(logged)} no end is told" if logged else "")
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
-    ranks, told = (
-        who(one.rank for one in waited),
-        waited[0].fate.text.removeprefix(f"{fates.AT_START}: "),
-    )
+    first = waited[0]
+    told = first.fate.text.removeprefix(f"{fates.AT_START}: ")
+    rank = "It" if len(waited) == 1 else capital(who([first.rank]))
     text = (
-        f"The job did not start: {ranks} waited for the process group in vain, and"
-        " training had not begun. "
+        f"The job did not start: {_who(waited)} waited for the process group in vain,"
+        f" and training had not begun. {rank} says: {told}{_unseen(hearing)}."
     )
-    rank = "It" if len(waited) == 1 else who([waited[0].rank])
-    text += f"{capital(rank)} says: {told}{_unseen_text(hearing)}."
-    if unresolved := hearing.told(fates.UNRESOLVED):
-        text += (
-            f" An address could not be resolved: {unresolved[0].fate_text}"
-            f" [{unresolved[0].cite}]."
-        )
+    for fact in hearing.told(fates.UNRESOLVED)[:1]:
+        text += f" An address could not be resolved: {fact.fate_text} [{fact.cite}]."
     return finding(ids.START_UP, text, evidence=evidence)
 
 
-def _collective_of(waited: list[Account], hearing: Hearing) -> tuple[str, str]:
-    """What they waited in, if all known seats agree, and the next step for that."""
-    facts = [
-        fact for one in waited for fact in one.seats if fact.seat and fact.seat.kind
-    ]
-    if not facts:
-        fate = waited[0].fate if waited else Fate("")
-        if len(_places_of(waited)) > 1:
-            return "for others", ""
-        at = f" in {inner(fate.where)}" if fate.where else ""
-        return f"for others{at}" + (f" ({fate.text})" if fate.text else ""), ""
-    seat = most_told(facts)
-    if len({fact.seat.group for fact in facts if fact.seat}) > 1:
-        return "in collectives of several groups", ""
-    remark, step = reading_of(seat, hearing.evidence.patched)
-    return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
-
-
-def _places_of(waited: list[Account]) -> dict[str, list[int]]:
-    """Ranks by the place where they waited, as their errors say."""
-    return parties(
-        (inner(one.fate.where), one.rank) for one in waited if one.fate.where
-    )
+def _collective_of(
+    waited: list[Account], entered: list[Fact], hearing: Hearing
+) -> tuple[str, str]:
+    """What they waited in, and the next step for that."""
+    if entered:
+        seat = most_told(entered)
+        remark, step = reading_of(seat, hearing.evidence.patched)
+        return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
+    places = {one.fate.where for one in waited}
+    if len(places) != 1:
+        return "for others", ""
+    text = waited[0].fate.text
+    return f"for others{at(places.pop())}{f' ({text})' if text else ''}", ""
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
     stuck = hearing.having(fates.STUCK)
-    if not stuck:
-        return []
-    ranks = [one.rank for one in stuck]
     text = (
-        f"The NCCL watchdog of {who(ranks)} got stuck, and no collective timed out: a"
+        f"The NCCL watchdog of {_who(stuck)} got stuck, and no collective timed out: a"
         " call of CUDA or NCCL does not return, or something holds Python's lock."
         " Perhaps it waits for another rank."
     )
-    return [finding(ids.STUCK_WATCHDOG, text, evidence=evidence_of(stuck))]
+    found = finding(ids.STUCK_WATCHDOG, text, evidence=evidence_of(stuck))
+    return [found] if stuck else []
 
 
 def by_launcher(
@@ -270,51 +245,36 @@ def by_launcher(
     """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that
     of a waiting rank.
     """
-    firsts = [
-        fact
-        for fact in first_of(hearing.told(fates.FAILED, fates.ABORTED))
-        if not fact.own
-    ]
+    failed = hearing.told(fates.FAILED, fates.ABORTED)
+    firsts = [fact for fact in first_of(failed) if not fact.own]
     if not firsts:
         gone = [
             one
             for one in hearing.having(fates.GONE)
             if one.fate_fact and not one.fate_fact.own
         ]
-        return (
-            ()
-            if of_ranks_that_waited
-            else tuple(all_absent(gone, None)) or _ended_by_others(hearing)
-        )
-    ranks = sorted({fact.rank for fact in firsts})
+        found = tuple(all_absent(gone, None)) or _ended_by_others(hearing)
+        return () if of_ranks_that_waited else found
     first = firsts[0]
-    assert isinstance(first.value, Fate)
+    ranks = {fact.rank for fact in firsts}
     lines = [cited(fact, fact.fate_text) for fact in firsts]
-    lines += [
-        cited(fact, f"a traceback, {fact.fate_text}")
-        for fact in hearing.told(fates.LOGGED)
-    ]
+    for fact in hearing.told(fates.LOGGED):
+        lines.append(cited(fact, f"a traceback, {fact.fate_text}"))
+    text = f"{who(ranks)} failed first, {first.fate_text} [{first.cite}]."
     if len(ranks) > 1:
         text = (
-            f"{who(ranks)} failed in the same second, {first.value.text}: which was"
+            f"{who(ranks)} failed in the same second, {first.fate_text}: which was"
             " first, it does not tell."
         )
-        return (finding(ids.FIRST_FAILURE, text, (), lines),)
-    text = f"{who(ranks)} failed first, {first.value.text} [{first.cite}]."
-    if may_have_waited := first.fate_kind == fates.ABORTED or of_ranks_that_waited:
+    elif first.fate_kind == fates.ABORTED or of_ranks_that_waited:
         text += (
             " It may be one that waited: a rank ends so when a collective's time limit"
             " has passed."
         )
-    return (
-        finding(
-            ids.FIRST_FAILURE,
-            text,
-            () if may_have_waited else ranks,
-            lines,
-            hearing[ranks[0]],
-        ),
-    )
+    else:
+        of = hearing[first.rank]
+        return (finding(ids.FIRST_FAILURE, text, ranks, lines, of),)
+    return (finding(ids.FIRST_FAILURE, text, evidence=lines),)
 
 
 def _terminated(hearing: Hearing) -> list[Fact]:
@@ -330,55 +290,28 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     outside = [fact for fact in facts if fact.fate_text == fates.FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
     step = "Look who ended it: the scheduler's log."
-    heard = [one.rank for one in hearing.having(fates.HEARD)]
-    before = "no record tells of a failure before"
-    if heard:
+    before = ", and no record tells of a failure before"
+    if heard := hearing.having(fates.HEARD):
         before = (
-            f"before that {who(heard)} had been told of another rank's time-out: it"
+            f"; before that {_who(heard)} had been told of another rank's time-out: it"
             " hung"
         )
-    if of_job:
-        text = f"The job was ended ({first.fate_text}) [{first.cite}], and {before}."
-        if first.fate_text.startswith(fates.TIME_LIMIT):
-            text = (
-                f"The job reached its time limit ({first.fate_text.partition('; ')[2]})"
-                f" [{first.cite}]"
-            )
-            text += f"; {before}." if heard else ": that is no hang by itself."
-            step = (
-                "Ask for more time (`--time`), or go on from the last checkpoint; was"
-                " it slower than planned, a trace "
-            )
-            step += "(NEMO_PATCHES_TRACE) tells who was late."
-        elif first.fate_text.startswith(fates.PREEMPTED):
-            text = (
-                f"The job was preempted ({first.fate_text.partition('; ')[2]})"
-                f" [{first.cite}]"
-            )
-            text += f"; {before}." if heard else "."
-            step = (
-                "Go on from the last checkpoint; `--requeue` lets Slurm start it again."
-            )
-        elif first.fate_text.startswith(fates.REQUEUED):
-            text = (
-                f"Slurm has requeued the job ({first.fate_text.partition('; ')[2]})"
-                f" [{first.cite}]; {before}."
-            )
-            step = "Its next attempt goes on from the last checkpoint."
-    elif outside:
-        text = (
-            f"{who(fact.rank for fact in outside)} ended first, by a SIGTERM that"
-            " torchrun had not sent "
+    text = f"The job was ended ({first.fate_text}) [{first.cite}]{before}."
+    for begin, (what, why, next_step) in _ENDS_OF_JOB.items():
+        if of_job and first.fate_text.startswith(begin):
+            step = next_step
+            told = first.fate_text.partition("; ")[2]
+            text = f"{what} ({told}) [{first.cite}]{before if heard else why}."
+    if not of_job:
+        ended = who(fact.rank for fact in outside or facts)
+        how = (
+            "first, by a SIGTERM that torchrun had not sent"
+            if outside
+            else "by SIGTERM"
         )
-        text += f"[{first.cite}]: a user, the scheduler, or another program sent it."
-    else:
         text = (
-            f"{who(fact.rank for fact in facts)} ended by SIGTERM or the like"
-            f" [{first.cite}], and no record tells "
-        )
-        text += (
-            "of a failure before: a user, the scheduler, or another host's launcher"
-            " ended the job."
+            f"{ended} ended {how} [{first.cite}]{before}: a user, the scheduler, another"
+            " program or another host's launcher sent it."
         )
     lines = [cited(fact, fact.fate_text) for fact in (*of_job, *outside, *facts)[:8]]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step=step),)

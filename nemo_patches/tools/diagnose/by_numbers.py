@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging import judge as seats
-from nemo_patches.judging.judge import Judgement, Seat
+from nemo_patches.judging import judge as judging
+from nemo_patches.judging.judge import Judgement
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
@@ -20,38 +20,49 @@ from nemo_patches.tools.diagnose.verdicts import (
     all_absent,
     cited,
     finding,
+    has,
     most_told,
     out_of_step,
     parties,
     reading_of,
-    same_kind,
     step_of,
     title_of,
 )
 
 _MOST_OF_BUFFERS = 1 << 26  # elements
+_OF_BUFFERS = (
+    "With sync_max_audio_length=false, DDP's buffer broadcast meets positional encodings"
+    " of different sizes: nemo_patches keeps their shapes equal. Else look for a buffer"
+    " whose size depends on the rank."
+)
+_ORDER = (
+    judging.MISSING,
+    judging.OUT_OF_STEP,
+    judging.SIZES,
+    judging.DRIFTED,
+    judging.CROSSED,
+    judging.ALL_IN,
+    judging.OLDER,
+)
 
 
 def by_numbers(hearing: Hearing) -> Ruling:
     groups = hearing.evidence.groups
     facts = {
-        (seat.group, seat.number, fact.rank): fact
-        for fact in hearing.evidence.facts
-        if (seat := fact.seat) and fact.rank in groups.get(seat.group, ())
+        (fact.entered.group, fact.entered.number, fact.rank): fact
+        for one in hearing.accounts.values()
+        for fact in one.entered
+        if fact.rank in groups.get(fact.entered.group, ())
     }
-    known = (fact.seat for fact in facts.values() if fact.seat)
-    judged = seats.judge(known, groups, hearing.evidence.begins)
-    order = (
-        seats.MISSING,
-        seats.OUT_OF_STEP,
-        seats.SIZES,
-        seats.CROSSED,
-        seats.ALL_IN,
-        seats.OLDER,
-    )
+    known = (fact.entered for fact in facts.values())
+    judged = judging.judge(known, groups, hearing.evidence.begins)
     found = []
-    for one in sorted(judged, key=lambda each: order.index(each.id)):
-        found += _of_judgement(one, hearing, facts)
+    for one in sorted(judged, key=lambda each: _ORDER.index(each.id)):
+        # A rank of which nothing is known may be missing.
+        if one.id == judging.ALL_IN and one.seat.group in hearing.evidence.partly_known:
+            continue
+        there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
+        found += _of_judgement(one, hearing, there)
     if found and hearing.unseen:
         text = (
             f"Nothing is known of {named(hearing.unseen)}: it left no record, or its"
@@ -62,184 +73,121 @@ def by_numbers(hearing: Hearing) -> Ruling:
 
 
 def _of_judgement(
-    one: Judgement, hearing: Hearing, facts: dict[tuple[str, int, int], Fact]
+    one: Judgement, hearing: Hearing, there: Sequence[Fact]
 ) -> list[Finding]:
     title = title_of(one.seat)
-    there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
-    evidence = [cited(fact, title_of(fact.seat)) for fact in there if fact.seat]
-    if one.id == seats.MISSING:
-        step = reading_of(most_told(there), hearing.evidence.patched)[1]
-        how = "gave up" if one.seat.done and one.seat.kind == LENGTH_SYNC else ""
-        wait = Wait(one.waiting, title, how=how)
-        behind = {
-            rank: last
-            for rank in one.accused
-            if (last := _pending(hearing, rank, one.seat, facts))
-        }
-        accused = [
-            hearing[rank]
-            for rank in one.accused
-            if rank not in behind and not _has_come_since(hearing, rank, one, there[0])
-        ]
-        if not accused and behind:
-            return [_behind(behind, wait, evidence)]
-        found = all_absent(
-            accused, wait, [*(_last_entered(account) for account in accused), *evidence]
+    evidence = [cited(fact, title_of(fact.entered)) for fact in there]
+    if one.id == judging.MISSING:
+        return _missing(one, hearing, there, evidence)
+    by_title = parties(
+        (
+            f"{fact.entered.kind or 'a collective'} {fact.entered.size}".strip(),
+            fact.rank,
         )
-        return [
-            replace(each, next_step=f"{each.next_step} {step}".strip())
-            for each in found
-        ]
-    if one.id == seats.OUT_OF_STEP:
-        return [out_of_step(_by_title(there), evidence)]
-    if one.id == seats.SIZES:
-        told = "; ".join(
-            f"{title} on {named(ranks)}" for title, ranks in _by_title(there).items()
-        )
+        for fact in there
+    )
+    if one.id == judging.OUT_OF_STEP:
+        return [out_of_step(by_title, evidence)]
+    kind, step = one.id, ""
+    if one.id == judging.SIZES:
+        told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())
+        text = f"The ranks give the same collective different sizes: {told}."
         if one.seat.group == OF_MODEL:
-            step = (
-                "Make the model the same on all ranks before DDP wraps it: parameters"
-                " that only some ranks add or "
-            )
-            step += "freeze, another config or checkpoint."
             text = (
                 f"The ranks have different models: {told.replace('a collective ', '')}."
             )
-            return [finding(ids.SIZES, text, evidence=evidence, next_step=step)]
-        step = ""
-        if "broadcast" in one.seat.kind.lower() and all(
-            _is_small(fact.seat) for fact in there if fact.seat
-        ):
             step = (
-                "With sync_max_audio_length=false, DDP's buffer broadcast meets"
-                " positional encodings of different "
+                "Make the model the same on all ranks before DDP wraps it: parameters"
+                " that only some ranks add or freeze, another config or checkpoint."
             )
-            step += (
-                "sizes: nemo_patches keeps their shapes equal. Else look for a buffer"
-                " whose size depends on the rank."
-            )
-        text = f"The ranks give the same collective different sizes: {told}."
-        return [finding(ids.SIZES, text, evidence=evidence, next_step=step)]
-    if one.id == seats.CROSSED:
-        have = "has" if len(one.absent) == 1 else "have"
+        elif all(map(_may_be_buffers, there)):
+            step = _OF_BUFFERS
+    elif one.id == judging.DRIFTED:
+        kind = ids.SKIPPED
+        earlier = [_last(hearing[rank], one.seat.group) for rank in one.absent]
+        titles = [title_of(fact.entered) for fact in earlier if fact]
+        lines = [cited(fact, title_of(fact.entered)) for fact in earlier if fact]
+        evidence = [*lines, *evidence]
+        text = (
+            f"All wait, and their collectives have drifted apart: {named(one.absent)} in"
+            f" {titles[0]}, {named(one.waiting)} in {title}."
+        )
+    elif one.id == judging.CROSSED:
         text = (
             f"Ranks wait in collectives of different groups: {named(one.waiting)} in"
-            f" {title}, and {named(one.absent)}, which {have} not entered that, in one"
-            " of another group. Which rank is missing, this does not tell."
+            f" {title}, and {named(one.absent)}, which {has(one.absent)} not entered"
+            " that, in one of another group. Which rank is missing, this does not tell."
         )
-        return [finding(ids.CROSSED, text, evidence=evidence)]
-    if one.id == seats.ALL_IN and one.seat.group in hearing.evidence.partly_known:
-        return []  # a rank of which nothing is known may be missing
-    if one.id == seats.ALL_IN:
+    elif one.id == judging.ALL_IN:
         text = (
             f"All {len(one.waiting)} ranks have entered {title}, and none has"
-            " completed it."
+            " completed it"
         )
-        if not hearing.unseen:
-            return [finding(ids.ALL_IN, text, evidence=evidence)]
+        if hearing.unseen:
+            text += f"; nothing is known of {named(hearing.unseen)}, of which some may be missing"
+            step = step_of(ids.NOT_SEEN)
+        text += "."
+    else:
+        kind = ids.NOT_ENOUGH
         text = (
-            f"{text[:-1]}; nothing is known of {named(hearing.unseen)}, of which some"
-            " may be missing."
+            f"The records were not made at one time: {title} was completed, and"
+            f" {named(one.absent)} came to it after the record."
         )
-        return [
-            finding(
-                ids.ALL_IN, text, evidence=evidence, next_step=step_of(ids.NOT_SEEN)
-            )
-        ]
-    came = (
-        f"{named(one.absent)} came to it after"
-        f" {'its' if len(one.absent) == 1 else 'their'} own"
-    )
-    text = f"The records were not made at one time: {title} was completed, so {came}."
+        step = "Take the dumps of all ranks while the job hangs."
+    return [finding(kind, text, evidence=evidence, next_step=step)]
+
+
+def _may_be_buffers(fact: Fact) -> bool:
+    numbers = re.findall(r"\d{1,18}", fact.entered.size)
+    size = math.prod(map(int, numbers))
+    return "broadcast" in fact.entered.kind.lower() and size <= _MOST_OF_BUFFERS
+
+
+def _missing(
+    one: Judgement, hearing: Hearing, there: Sequence[Fact], evidence: list[str]
+) -> list[Finding]:
+    how = "gave up" if one.seat.done and one.seat.kind == LENGTH_SYNC else ""
+    accused = [
+        hearing[rank]
+        for rank in one.accused
+        if not _has_come_since(hearing[rank], one, there[0], hearing)
+    ]
+    lines = [_last_entered(account) for account in accused]
+    wait = Wait(one.waiting, title_of(one.seat), how=how)
+    step = reading_of(most_told(there), hearing.evidence.patched)[1]
     return [
-        finding(
-            ids.NOT_ENOUGH,
-            text,
-            next_step="Take the dumps of all ranks while the job hangs.",
-        )
+        replace(each, next_step=f"{each.next_step} {step}".strip())
+        for each in all_absent(accused, wait, [*lines, *evidence])
     ]
 
 
-def _is_small(seat: Seat) -> bool:
-    """Whether it may be a model's buffers."""
-    numbers = [int(number[:18]) for number in re.findall(r"\d+", seat.size)]
-    return math.prod(numbers) <= _MOST_OF_BUFFERS
+def _last(account: Account, group: str = "") -> Fact | None:
+    """The last collective that the rank has entered, of this group or of any."""
+    entered = (fact for fact in account.entered if group in ("", fact.entered.group))
+    return max(entered, key=lambda fact: (fact.at, fact.entered.number), default=None)
 
 
 def _last_entered(account: Account) -> str:
-    """The last collective that the rank has entered, of any group."""
-    facts = [(fact.at, fact.seat.number, fact) for fact in account.seats if fact.seat]
-    if not facts:
+    last = _last(account)
+    if last is None:
         return f"rank {account.rank}: no collective of it is known"
-    *_, last = max(facts, key=lambda one: one[:2])
-    return (
-        cited(last, f"its last collective: {title_of(last.seat)}") if last.seat else ""
-    )
+    return cited(last, f"its last collective: {title_of(last.entered)}")
 
 
-def _pending(
-    hearing: Hearing, rank: int, seat: Seat, facts: dict[tuple[str, int, int], Fact]
-) -> Fact | None:
-    """The earlier collective of that group that the rank itself waits in, if any: one that nobody
-    has completed.
-    """
-    own = [
-        fact.seat.number
-        for fact in hearing[rank].seats
-        if fact.seat and fact.seat.group == seat.group
-    ]
-    last = facts.get(
-        (
-            seat.group,
-            max((number for number in own if number < seat.number), default=-1),
-            rank,
-        )
-    )
-    if last is None or not last.seat or last.seat.done is not False:
-        return None
-    there = (
-        facts.get((seat.group, last.seat.number, other))
-        for other in hearing.evidence.groups[seat.group]
-    )
-    has_ended = any(fact and fact.seat and fact.seat.completed for fact in there)
-    return None if has_ended else last
-
-
-def _behind(behind: dict[int, Fact], wait: Wait, evidence: list[str]) -> Finding:
-    titles = {rank: title_of(fact.seat) for rank, fact in behind.items() if fact.seat}
-    text = (
-        f"All wait, and their collectives have drifted apart: {named(behind)} in"
-        f" {next(iter(titles.values()))}, "
-    )
-    text += f"{named(wait.ranks)} in {wait.title}."
-    lines = [cited(fact, titles[rank]) for rank, fact in behind.items()]
-    return finding(ids.SKIPPED, text, evidence=[*lines, *evidence])
-
-
-def _has_come_since(hearing: Hearing, rank: int, one: Judgement, there: Fact) -> bool:
+def _has_come_since(
+    account: Account, one: Judgement, there: Fact, hearing: Hearing
+) -> bool:
     """Whether another fact shows the rank waiting or moving; if so, keep the contradiction."""
-    account = hearing[rank]
     waits = account.motion_fact if account.moved else account.waits
     if waits is None:
         return False
-    place = account.place
-    since = ": it has come since" if same_kind(one.seat.kind, place.collective) else ""
-    what = (
-        f"it waits in {place.seat}{since}"
-        if place.collective
-        else f"it waited ({account.fate.text})"
-    )
-    what = f"it goes on ({account.motion.by})" if account.moved else what
-    entered = f"rank {rank} had not entered {title_of(one.seat)}"
+    what = f"it waited ({account.fate.text})"
+    if account.moved:
+        what = f"it goes on ({account.motion.by})"
+    elif account.place.collective:
+        what = f"it waits in {account.place.wait}"
     hearing.contradictions.append(
-        f"contradiction: by {there.cite} {entered}; by {waits.cite} {what}"
+        f"contradiction: by {there.cite} rank {account.rank} had not entered"
+        f" {title_of(one.seat)}; by {waits.cite} {what}"
     )
     return True
-
-
-def _by_title(facts: Iterable[Fact]) -> dict[str, list[int]]:
-    seats_of = ((fact.seat, fact.rank) for fact in facts if fact.seat)
-    return parties(
-        (f"{seat.kind or 'a collective'} {seat.size}".strip(), rank)
-        for seat, rank in seats_of
-    )

@@ -80,45 +80,34 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
             f"{safe(str(paths[0]))}: no trace here: --plot needs traces"
         )
     _say_size(found)
-    parts = reading.read(found)
-    evidence = reading.joined(parts, found.problems, found.earlier)
-    source = ", ".join(safe(str(path)) for path in paths[:4])
+    evidence = reading.joined(reading.read(found), found.problems, found.earlier)
     # A rank that reports a stall has waited for stall_timeout.
     stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
-    reports = [judge(evidence, source, stuck_after_s)]
+    jobs = {", ".join(safe(str(path)) for path in paths[:4]): evidence}
+    for name, facts in evidence.other_jobs.items():
+        sizes = (f.value.world_size for f in facts if isinstance(f.value, Member))
+        jobs[f"job {name}"] = Evidence(facts, world_size=max(sizes, default=0))
+    reports = [judge(of, name, stuck_after_s) for name, of in jobs.items()]
     if plot is not None:
         _draw(of_traces, reports[0], plot)
-    for name, facts in evidence.other_jobs.items():
-        size = max(
-            (fact.value.world_size for fact in facts if isinstance(fact.value, Member)),
-            default=0,
-        )
-        reports.append(
-            judge(Evidence(facts, world_size=size), f"job {name}", stuck_after_s)
-        )
     return _print_all(reports, json, len(reports))
 
 
 def _say_size(found: reading.Found) -> None:
     """On a terminal, before what takes seconds."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        return
+    files = {file for files in found.by_reader.values() for file in files}
     with contextlib.suppress(OSError):  # the readers say what cannot be read
-        files = {file for files in found.by_reader.values() for file in files}
         size = sum(file.stat().st_size for file in files)
-        if size >= _LONG_BYTES:
-            print(
-                f"reading {size / 1e6:.0f} MB in {counted(len(files), 'file')} ...",
-                file=sys.stderr,
-                flush=True,
-            )
+        if size >= _LONG_BYTES and sys.stderr is not None and sys.stderr.isatty():
+            some = counted(len(files), "file")
+            print(f"reading {size / 1e6:.0f} MB in {some} ...", file=sys.stderr)
 
 
 def _ask(job: str | None, pids: str, json: bool) -> int:
     """Diagnose a running job: through its sockets (--job), or its processes on this host."""
     try:
         if job is not None:
-            return _print(diagnose_job(Path(job)), json)
+            return _print_all([diagnose_job(Path(job))], json, 1)
         jobs = jobs_here(pids=pids_in(pids))
     except NoSocketError as error:
         try:
@@ -131,34 +120,21 @@ def _ask(job: str | None, pids: str, json: bool) -> int:
 def _print_all(reports: Iterable[Diagnosis], json: bool, count: int) -> int:
     """Of several jobs: as JSON one a line. The exit code of a job with a finding counts first."""
     codes = set()
-    for report in reports:
-        if count > 1 and not json:
+    for one in reports:
+        report = _printable(one)
+        codes.add(report.exit_code)
+        if json:
+            content = {"format": JSON_FORMAT, **asdict(report)}
+            content["exit_code"] = report.exit_code
+            print(dumps(content, indent=None if count > 1 else 2))
+            continue
+        if count > 1:
             print(f"--- {report.folder}")
-        codes.add(_print(report, json, one_line=count > 1))
-    return 1 if 1 in codes else max(codes)
-
-
-def _print(report: Diagnosis, json: bool, one_line: bool = False) -> int:
-    """Return the exit code."""
-    report = _printable(report)
-    if json:
-        content = {
-            "format": JSON_FORMAT,
-            **asdict(report),
-            "exit_code": report.exit_code,
-        }
-        print(dumps(content, indent=None if one_line else 2))
-    else:
         # A terminal without a size may have COLUMNS=0, for which rich prints nothing.
-        show(
-            report,
-            Console(
-                width=max(Console().width, _NARROWEST)
-                if sys.stdout.isatty()
-                else _WIDTH
-            ),
-        )
-    return report.exit_code
+        is_terminal = sys.stdout.isatty()
+        width = max(Console().width, _NARROWEST) if is_terminal else _WIDTH
+        show(report, Console(width=width))
+    return 1 if 1 in codes else max(codes)
 
 
 def error_as_json(error: DiagnoseError) -> str:
@@ -175,13 +151,8 @@ def _printable(content: Any) -> Any:
     if isinstance(content, tuple):
         return tuple(map(_printable, content))
     if is_dataclass(content) and not isinstance(content, type):
-        return replace(
-            content,
-            **{
-                field.name: _printable(getattr(content, field.name))
-                for field in fields(content)
-            },
-        )
+        told = {one.name: getattr(content, one.name) for one in fields(content)}
+        return replace(content, **{name: _printable(told[name]) for name in told})
     return content
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from nemo_patches.judging.judge import Seat
+from nemo_patches.tools.diagnose.fates import NOT_HEARD
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 # A summary of logs
@@ -62,7 +63,7 @@ class Place:
     loops: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def seat(self) -> str:
+    def wait(self) -> str:
         """What makes two ranks' waits the same."""
         return f"{self.collective} of {self.caller}" if self.caller else self.collective
 
@@ -121,17 +122,33 @@ class Fact:
     own: bool = True
 
     @property
+    def fate(self) -> Fate:
+        """Empty where it is about something else."""
+        return self.value if isinstance(self.value, Fate) else Fate("")
+
+    @property
     def fate_kind(self) -> str:
-        """Empty where it is no fate."""
-        return self.value.kind if isinstance(self.value, Fate) else ""
+        return self.fate.kind
 
     @property
     def fate_text(self) -> str:
-        return self.value.text if isinstance(self.value, Fate) else ""
+        return self.fate.text
+
+    @property
+    def is_of_absence(self) -> bool:
+        """Whether its rank is said to be in no collective, or not to be heard."""
+        if isinstance(self.value, Place):
+            return not self.value.collective
+        return self.fate_kind in NOT_HEARD
 
     @property
     def seat(self) -> Seat | None:
         return self.value if isinstance(self.value, Seat) else None
+
+    @property
+    def entered(self) -> Seat:
+        """The collective; empty where it is about something else."""
+        return self.seat or Seat(NOT_TOLD, "", NOT_TOLD)
 
 
 @dataclass

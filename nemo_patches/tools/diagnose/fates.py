@@ -47,3 +47,50 @@ PREEMPTED = "preemption"  # likewise
 REQUEUED = "a requeue"  # likewise
 FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
 STALL_EXIT = "stall_exit"  # the text of a TERMINATED that ended itself so
+
+CAUSES = frozenset({RAISED, KILLED, NODE})
+CONSEQUENCES = frozenset({WAITED, CUT, PASSED_ON})
+HELD = frozenset({STOPPED, TRACED})
+OVER = CAUSES | CONSEQUENCES | {TERMINATED, ENDED, FAILED, GONE, ABORTED}
+NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
+# Of several that are told of a rank the first counts: causes before consequences, what is known
+# before what is not.
+RANKED = (
+    *(RAISED, KILLED, NODE, STOPPED, TRACED, WAITED, CUT, PASSED_ON, STUCK, ABORTED),
+    *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, LOGGED),
+    *(UNRESOLVED, HEARD, RUNS),
+)
+
+# What a rank did, in words.
+WORDS = {
+    STOPPED: "it is stopped (state T, SIGSTOP or Ctrl-Z)",
+    TRACED: "a debugger holds it",
+    RAISED: "it raised an exception",
+    KILLED: "it was killed",
+    GONE: "it was killed or crashed: no record tells of its end",
+    ENDED: (
+        "it has ended: fewer batches, or an error that something caught (Hydra does)"
+    ),
+    FAILED: "it failed",
+    SILENT: (
+        "it does not answer: stopped, killed, its host unreachable, or Python's lock"
+        " (GIL) held"
+    ),
+    MISSING: "it had not come",
+    UNSEEN: "there is no sign of it: not started, not patched, or not yet there",
+    TERMINATED: "somebody ended it",
+    ABORTED: "it aborted, as ranks do that waited in vain",
+    STUCK: "its NCCL watchdog got stuck",
+}
+# Of those that have a line of evidence.
+EVIDENCE = {
+    **WORDS,
+    WAITED: "a time-out: a consequence, it waited",
+    CUT: "a connection closed: a consequence, another rank had gone",
+    PASSED_ON: "a consequence: it passed on",
+    UNRESOLVED: "it cannot resolve the address at which the ranks meet",
+    HEARD: "it was told of another rank's time-out, and had none itself",
+    GONE: "no record tells of its end",
+    UNREADABLE: "its stack could not be read",
+    LOGGED: "a traceback, which may have been caught",
+}

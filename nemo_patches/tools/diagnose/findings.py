@@ -6,41 +6,143 @@ from dataclasses import dataclass
 
 CRITICAL, WARNING, NOTE = "critical", "warning", "note"
 
-ORDER: list[str] = []  # all ids, those that explain others first
-
-
-def _id(text: str) -> str:
-    ORDER.append(text)
-    return text
-
-
-EXCEPTION = _id("exception")
-OUT_OF_MEMORY = _id("out-of-memory")
-START_UP = _id("start-up")
-DIFFERENT_SYNC = _id("different-sync")
-DIFFERENT_SETTINGS = _id("different-settings")
-NODE_FAILED = _id("node-failed")
-KILLED = _id("killed")
-STOPPED = _id("stopped")
-TRACED = _id("in-a-debugger")
-ENDED = _id("ended")
-MISSING_RANK = _id("missing-rank")
-FEWER_BATCHES = _id("fewer-batches")
-SKIPPED = _id("skipped-collective")
-UNEVEN_CALLS = _id("uneven-calls")
-SILENT = _id("no-heartbeat")
-OUT_OF_STEP = _id("out-of-step")
-SIZES = _id("sizes-differ")
-CROSSED = _id("crossed-groups")
-ALL_IN = _id("all-in")
-NO_RANK_MOVES = _id("no-rank-moves")
-NOT_SEEN = _id("not-seen")
-WAITED_IN_VAIN = _id("waited-in-vain")
-FIRST_FAILURE = _id("first-failure")
-STUCK_WATCHDOG = _id("watchdog-stuck")
-NOT_ENOUGH = _id("not-enough-records")
-STRAGGLER = _id("straggler")
-LATE = _id("late")
+EXCEPTION = "exception"
+OUT_OF_MEMORY = "out-of-memory"
+START_UP = "start-up"
+NODE_FAILED = "node-failed"
+KILLED = "killed"
+STOPPED = "stopped"
+TRACED = "in-a-debugger"
+ENDED = "ended"
+MISSING_RANK = "missing-rank"
+FEWER_BATCHES = "fewer-batches"
+SKIPPED = "skipped-collective"
+UNEVEN_CALLS = "uneven-calls"
+SILENT = "no-heartbeat"
+OUT_OF_STEP = "out-of-step"
+SIZES = "sizes-differ"
+CROSSED = "crossed-groups"
+ALL_IN = "all-in"
+NO_RANK_MOVES = "no-rank-moves"
+NOT_SEEN = "not-seen"
+WAITED_IN_VAIN = "waited-in-vain"
+FIRST_FAILURE = "first-failure"
+STUCK_WATCHDOG = "watchdog-stuck"
+NOT_ENOUGH = "not-enough-records"
+STRAGGLER = "straggler"
+LATE = "late"
+# By id, those that explain others first: what to do. {pid}, {host}: of the rank in question.
+NEXT_STEPS = {
+    EXCEPTION: (
+        "Fix what the traceback shows; the other ranks only waited for this one."
+    ),
+    OUT_OF_MEMORY: (
+        "Give the job more host memory, or use less: data loader workers, caches,"
+        " pinned memory. Which process was killed, the host's `dmesg` shows; ranks that"
+        " time out after it waited for it."
+    ),
+    START_UP: (
+        "Look at the ranks without any evidence here, and their stderr: a process that"
+        " was not started, one that ended at once, another MASTER_ADDR or MASTER_PORT,"
+        " or a firewall."
+    ),
+    NODE_FAILED: (
+        "Look at that node (`scontrol show node`, its console, `dmesg`), leave it out"
+        " (`--exclude`), and start the job again from its last checkpoint; the code is"
+        " not the reason."
+    ),
+    KILLED: (
+        "Look who killed it on {host}: an out-of-memory kill (`dmesg`), the scheduler,"
+        " or a user; the job cannot go on without it."
+    ),
+    STOPPED: "`kill -CONT {pid}` on {host}, once you know who stopped it.",
+    TRACED: "Detach the debugger from process {pid} on {host}.",
+    ENDED: (
+        "Look at the end of this rank's stderr for an error; if there is none, it had"
+        " fewer batches: make their number equal on all ranks (drop_last,"
+        " DistributedSampler)."
+    ),
+    MISSING_RANK: (
+        "Look at what it does there; on {host}, with C frames: `py-spy dump --native"
+        " --pid {pid}`. Then its data, a checkpoint, the end of its stderr."
+    ),
+    FEWER_BATCHES: (
+        "Make the number of batches equal on all ranks (drop_last, DistributedSampler,"
+        " a limit); nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training,"
+        " NEMO_PATCHES_METRICS=deferred."
+    ),
+    SKIPPED: (
+        "Look for what was skipped between these two: a backward, a swallowed"
+        " exception, one batch fewer in an evaluation, a collective that only some"
+        " ranks call."
+    ),
+    UNEVEN_CALLS: (
+        "Make the number of batches equal on all ranks (drop_last, DistributedSampler)."
+    ),
+    SILENT: (
+        "Look at {host}: is process {pid} stopped (`ps` says T), gone, or the host"
+        " unreachable? `py-spy dump` shows a thread that holds Python's lock."
+    ),
+    OUT_OF_STEP: (
+        "One rank made one collective more or fewer: look for uneven batches, and for"
+        " code that only some ranks run. nemo_patches helps if the extra one is the"
+        " encoder's length sync (uneven evaluation)."
+    ),
+    SIZES: (
+        "Look for a tensor whose size depends on the rank: modules that run in another"
+        " order or only on some ranks, unlike parameters, or unused ones."
+    ),
+    CROSSED: (
+        "Look for the ranks without any evidence here, and for code that runs"
+        " collectives of several groups in an order that depends on the rank."
+    ),
+    ALL_IN: (
+        "No rank is missing: look at the network and the GPUs (NCCL_DEBUG=INFO); Flight"
+        " Recorder dumps (TORCH_FR_BUFFER_SIZE=2000) show which call each rank is in."
+    ),
+    NO_RANK_MOVES: (
+        "They wait for something outside: a server, a file, a lock. Look at the place."
+    ),
+    NOT_SEEN: (
+        "Collect on every host of the job (`nemo-patches stacks --json >"
+        " $(hostname).json`), and give the folder; a rank that was stopped or killed"
+        " leaves nothing: look at its stderr."
+    ),
+    WAITED_IN_VAIN: (
+        "Look for the rank without such an error, and for the first error of any rank;"
+        " `nemo-patches diagnose` on each host while it hangs names the rank, and so"
+        " does a trace (NEMO_PATCHES_TRACE) of a NeMo job."
+    ),
+    FIRST_FAILURE: "Look at the end of that rank's stderr.",
+    STUCK_WATCHDOG: (
+        "Look at the stacks of all ranks (`py-spy dump --native`); with"
+        " NEMO_PATCHES_TRACE the next run tells whether all ranks came out of the"
+        " encoder."
+    ),
+    NOT_ENOUGH: (
+        "Collect this from all ranks, while the job hangs: `nemo-patches stacks"
+        " --json`, traces, stall reports, every rank's stderr."
+    ),
+    STRAGGLER: (
+        "Compare its host with the others: disk, network, processors, the GPU's clock;"
+        " and its share of the data."
+    ),
+    LATE: (
+        "Look at what held it up then: a slow file system, a checkpoint, a log that only"
+        " one rank writes. No number of the model was changed by it."
+    ),
+}
+ORDER = tuple(NEXT_STEPS)
+_WARNINGS = (
+    UNEVEN_CALLS,
+    STRAGGLER,
+    LATE,
+    NOT_SEEN,
+    FIRST_FAILURE,
+)
+SEVERITIES = dict.fromkeys(_WARNINGS, WARNING) | {
+    NOT_ENOUGH: NOTE
+}  # of others: critical
 
 LAYERS = "layers"  # the phase of a call after its length sync
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 from nemo_patches.text import safe
@@ -16,8 +17,23 @@ _FRAMEWORKS = re.compile(
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")
 
 
+# py-spy and others print a file's path within its folder of sys.path.
+_SHORT_PACKAGES = sys.stdlib_module_names | {
+    "torch",
+    "nemo",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "torchmetrics",
+    "lhotse",
+    "wrapt",
+    "hydra",
+}
+
+
 def is_library(file: str) -> bool:
-    return _LIBRARY.search(file) is not None
+    package = file.partition("/")[0].removesuffix(".py")
+    return package in _SHORT_PACKAGES or _LIBRARY.search(file) is not None
 
 
 def where(frames: Sequence[tuple[str, str, str]]) -> str:

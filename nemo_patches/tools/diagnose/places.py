@@ -47,57 +47,8 @@ _LOADER_FUNCTIONS = {
 _WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
 _TORCH = re.compile(r"(?:^|/)torch/(.*)$")
-# py-spy and others print a file's path within its folder of sys.path.
-_SHORT_PACKAGES = (
-    *(
-        "torch/",
-        "nemo/",
-        "lightning/",
-        "pytorch_lightning/",
-        "lightning_fabric/",
-        "torchmetrics/",
-        "lhotse/",
-        "wrapt/",
-    ),
-    *(
-        "multiprocessing/",
-        "concurrent/",
-        "asyncio/",
-        "importlib/",
-        "json/",
-        "logging/",
-        "encodings/",
-        "hydra/",
-    ),
-)
-_SHORT_FILES = {
-    *(
-        "threading.py",
-        "selectors.py",
-        "queue.py",
-        "socket.py",
-        "runpy.py",
-        "contextlib.py",
-        "subprocess.py",
-    ),
-    *(
-        "functools.py",
-        "pickle.py",
-        "shutil.py",
-        "tempfile.py",
-        "ssl.py",
-        "gzip.py",
-        "tarfile.py",
-        "zipfile.py",
-    ),
-}
-_STDLIB_WAITS = (
-    "threading.py",
-    "selectors.py",
-    "queue.py",
-    "multiprocessing/",
-    "concurrent/futures",
-    "asyncio/",
+_STDLIB_WAITS = re.compile(
+    r"threading\.py|selectors\.py|queue\.py|multiprocessing/|concurrent/futures|asyncio/"
 )
 # Wrappers: the caller of a collective is the first frame outside them.
 _PASSES_ON = re.compile(
@@ -107,18 +58,8 @@ _PASSES_ON = re.compile(
 # Of NeMo's, by their functions.
 _CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}
 _OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
-_MOST_PLACES = 3  # of the user's own, that `where` tells
-_SERVICE_THREADS = (
-    *(
-        "QueueFeederThread",
-        "pin_memory",
-        "tqdm",
-        "MsgRouter",
-        "monitor",
-        "Thread-monitor",
-        "asyncio",
-        "pt_",
-    ),
+_SERVICE_THREADS = re.compile(
+    r"QueueFeederThread|pin_memory|tqdm|MsgRouter|monitor|Thread-monitor|asyncio|pt_"
 )
 # Code of threads that are no part of the user's program: this package may be a checkout.
 _SERVICE_FILES = re.compile(r"(^|/)(tqdm|nemo_patches)/")
@@ -176,11 +117,7 @@ def is_native(frame: Frame) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def is_library(frame: Frame) -> bool:
-    is_short = not frame.file.startswith(("/", "<"))
-    is_known = frame.file.startswith(_SHORT_PACKAGES) or frame.file in _SHORT_FILES
-    return (
-        is_native(frame) or frame_text.is_library(frame.file) or (is_short and is_known)
-    )
+    return is_native(frame) or frame_text.is_library(frame.file)
 
 
 def trunk(frames: Sequence[Frame]) -> list[Frame]:
@@ -219,10 +156,9 @@ def _call(frame: Frame) -> Call:
 
 def _where(frames: Sequence[Frame]) -> str:
     """The innermost frame, and the innermost of the user's own."""
-    own = [frame for frame in frames if not is_library(frame)][:_MOST_PLACES] or list(
-        frames[:_MOST_PLACES]
+    return frame_text.where(
+        [(frame.file, str(frame.line), _function(frame)) for frame in frames]
     )
-    return " < ".join(map(shown, own if frames[0] in own else [frames[0], *own]))
 
 
 def _our_sync(frames: Sequence[Frame]) -> str:
@@ -230,11 +166,7 @@ def _our_sync(frames: Sequence[Frame]) -> str:
     library.
     """
     inner = next(
-        (
-            frame
-            for frame in frames
-            if not any(part in frame.file for part in _STDLIB_WAITS)
-        ),
+        (frame for frame in frames if not _STDLIB_WAITS.search(frame.file)),
         None,
     )
     is_wait = inner is not None and (
@@ -286,7 +218,7 @@ def _in_loader(frames: Sequence[Frame]) -> bool:
                 and _function(frame) in _LOADER_FUNCTIONS
             ):
                 return True
-        elif not any(part in frame.file for part in _STDLIB_WAITS):
+        elif not _STDLIB_WAITS.search(frame.file):
             return False
     return False
 
@@ -309,8 +241,7 @@ def _waits_for_lock(
 def waits_for_work(frames: Sequence[Frame]) -> bool:
     """Whether a data loader's worker is idle. frames: up to its loop."""
     return all(
-        _in_torch(frame).startswith(_WORKER_FILES)
-        or any(part in frame.file for part in _STDLIB_WAITS)
+        _in_torch(frame).startswith(_WORKER_FILES) or _STDLIB_WAITS.search(frame.file)
         for frame in frames
     )
 
@@ -353,7 +284,7 @@ def _is_pythons(frame: Frame) -> bool:
 
 def is_users(name: str, frames: Sequence[Frame]) -> bool:
     """Whether a thread stands in the user's code."""
-    if name.startswith(_SERVICE_THREADS):
+    if _SERVICE_THREADS.match(name):
         return False
     return any(
         not is_library(frame) and not _SERVICE_FILES.search(frame.file)

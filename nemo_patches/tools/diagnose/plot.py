@@ -35,7 +35,7 @@ def draw(traces: Sequence[RankTrace], file: Path, title: str) -> None:
             marks = (
                 (one.entered, "|", "#4c78a8"),
                 (one.gave_up, "v", "#d11149"),
-                ([one.raised["t"]] if one.raised else [], "X", "black"),
+                ([one.raised.t] if one.raised else [], "X", "black"),
             )
             for times, marker, colour in marks:
                 at = [begin + t for t in times]

@@ -65,6 +65,8 @@ ENDED_WITH_IT = re.compile(
 _FRAME = re.compile(
     r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE
 )
+# After the last frame, which lines of code and of ^ and ~ may follow.
+_ERROR = re.compile(r"^(?![ ^~])(.+?)(?:: (.*?))?\s*\Z", re.MULTILINE | re.DOTALL)
 # Without torch/distributed/checkpoint, which may read from the network.
 _OF_COLLECTIVES = re.compile(
     r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)"
@@ -149,24 +151,14 @@ def error_of(record: Raised) -> Error:
     """The exception that was raised first: for "Caught ... in DataLoader worker process 0" the
     worker's own.
     """
-    passed_on = _PASSED_ON.match(record.message)
-    for text in (record.message, record.traceback) if passed_on else ():
-        lines = text.splitlines()
-        frames = [index for index, line in enumerate(lines) if _FRAME.match(line)]
-        after = range(frames[-1] + 1, len(lines)) if frames else range(0)
-        if first := next(
-            (
-                index
-                for index in after
-                if lines[index].strip(" ^~") and lines[index][0] != " "
-            ),
-            None,
-        ):
-            kind, _, message = "\n".join(lines[first:]).partition(": ")
-            traceback = "\n".join(lines[: first + 1])
-            return Error(
-                Error(kind.strip(), "").name, message, frames_in(traceback), traceback
-            )
+    is_passed_on = _PASSED_ON.match(record.message) is not None
+    for text in (record.message, record.traceback) if is_passed_on else ():
+        frames = list(_FRAME.finditer(text))
+        if frames and (error := _ERROR.search(text, frames[-1].end())):
+            kind, message = error.groups("")
+            traceback = text[: error.start()] + error[0].partition("\n")[0]
+            name = Error(kind.strip(), "").name
+            return Error(name, message, frames_in(traceback), traceback)
     return Error(
         record.type, record.message, frames_in(record.traceback), record.traceback
     )

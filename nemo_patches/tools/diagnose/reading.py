@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, UnreadableError
+from nemo_patches.tools.diagnose.facts import Evidence, UnreadableError
 from nemo_patches.tools.diagnose.sources import (
     flight_recorder,
     logs,
@@ -21,43 +21,15 @@ from nemo_patches.tools.diagnose.sources import (
     traces,
 )
 
-_ATTEMPT = re.compile(r"attempt_\d{1,6}")  # of torchrun --log-dir
+_ATTEMPT = re.compile(r"(.*/)?attempt_(\d{1,6})(?=/)")  # of torchrun --log-dir
 # Code and data may lie beside a job's logs, and some of it looks like evidence. A file that is
 # named itself is read.
 _FOLDERS_OF_CODE = frozenset(
     {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 )
-_NO_EVIDENCE = (
-    *(
-        ".py",
-        ".pyi",
-        ".ipynb",
-        ".md",
-        ".rst",
-        ".diff",
-        ".patch",
-        ".sh",
-        ".c",
-        ".cc",
-        ".cpp",
-        ".cu",
-        ".h",
-    ),
-    *(
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".cfg",
-        ".wav",
-        ".flac",
-        ".mp3",
-        ".tar",
-        ".nemo",
-        ".ckpt",
-        ".pt",
-        ".png",
-        ".svg",
-    ),
+_NO_EVIDENCE = re.compile(
+    r"\.(pyi?|ipynb|md|rst|diff|patch|sh|c|cc|cpp|cu|h|ya?ml|toml|cfg|wav|flac|mp3|tar|"
+    r"nemo|ckpt|pt|png|svg)$"
 )
 _OF_RAS = (b"Job summary", b"Communicators...")  # lines of what `ncclras` prints
 _MOST_FILES = 10_000
@@ -161,9 +133,7 @@ def _files(path: Path, found: Found) -> list[Path]:
             for name in folders
             if not name.startswith(".") and name not in _FOLDERS_OF_CODE
         ]
-        files += [
-            Path(folder, name) for name in names if not name.endswith(_NO_EVIDENCE)
-        ]
+        files += [Path(folder, name) for name in names if not _NO_EVIDENCE.search(name)]
     files.sort()
     if not files:
         raise UnreadableError(f"{path}: {'; '.join(found.problems) or 'it is empty'}")
@@ -172,34 +142,21 @@ def _files(path: Path, found: Found) -> list[Path]:
 
 def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
     """Leave out the files of earlier attempts, which torchrun --log-dir keeps."""
-    attempts = {
-        file: next(
-            (
-                (up.parent, int(up.name[8:]))
-                for up in file.parents
-                if _ATTEMPT.fullmatch(up.name)
-            ),
-            None,
-        )
-        for file in files
+    attempts = {file: _ATTEMPT.match(str(file)) for file in files}
+    last: dict[str, int] = {}
+    for told in filter(None, attempts.values()):
+        last[told[1]] = max(int(told[2]), last.get(told[1], 0))
+    earlier = {
+        file: Path(told[0])
+        for file, told in attempts.items()
+        if told and int(told[2]) < last[told[1]]
     }
-    last: dict[Path, int] = {}
-    for folder, number in filter(None, attempts.values()):
-        last[folder] = max(number, last.get(folder, 0))
-    for folder, number in sorted(
-        {one for one in attempts.values() if one and one[1] < last[one[0]]}
-    ):
+    for folder in sorted(set(earlier.values())):
+        name = safe(f"{folder.parent.name}/{folder.name}")
         found.earlier.append(
-            safe(
-                f"{folder.name}/attempt_{number}: an earlier attempt, not read; give it"
-                " to read it"
-            )
+            f"{name}: an earlier attempt, not read; give it to read it"
         )
-    return [
-        file
-        for file, attempt in attempts.items()
-        if attempt is None or attempt[1] == last[attempt[0]]
-    ]
+    return [file for file in files if file not in earlier]
 
 
 def _head(file: Path) -> bytes:
@@ -242,51 +199,45 @@ def joined(
                 f"{name}: of a job of {part.world_size} ranks, not of {size}: not taken"
                 " into account"
             )
-            continue
-        taken = {
-            group: f"{group} of {name}"
-            for group in part.groups
-            if group in whole.groups
-        }
-        whole.facts += [_renamed(fact, taken) for fact in part.facts]
-        whole.groups |= {
-            taken.get(group, group): ranks for group, ranks in part.groups.items()
-        }
-        whole.begins |= {
-            (taken.get(group, group), rank): first
-            for (group, rank), first in part.begins.items()
-        }
-        whole.findings += part.findings
-        # Of a rank that several sources have, the last one's: a trace's.
-        whole.ranks = list(
-            {one.rank: one for one in (*whole.ranks, *part.ranks)}.values()
-        )
-        whole.summary += part.summary
-        whole.is_well |= part.is_well
-        whole.partly_known |= {taken.get(group, group) for group in part.partly_known}
-        whole.patched |= part.patched
-        whole.other_jobs |= part.other_jobs
+        else:
+            _add(part, name, whole)
     return whole
+
+
+def _add(part: Evidence, source: str, whole: Evidence) -> None:
+    """Two sources number the collectives of groups with the same name apart: such a group is
+    renamed.
+    """
+    names = {
+        group: f"{group} of {source}" if group in whole.groups else group
+        for group in part.groups
+    }
+    for fact in part.facts:
+        if fact.seat and fact.seat.group in names:
+            seat = fact.seat._replace(group=names[fact.seat.group])
+            fact = replace(fact, value=seat)
+        whole.facts.append(fact)
+    whole.groups |= {names[group]: ranks for group, ranks in part.groups.items()}
+    whole.partly_known |= {names.get(group, group) for group in part.partly_known}
+    for (group, rank), first in part.begins.items():
+        whole.begins[names.get(group, group), rank] = first
+    whole.findings += part.findings
+    # Of a rank that several sources have, the last one's: a trace's.
+    whole.ranks = list({one.rank: one for one in (*whole.ranks, *part.ranks)}.values())
+    whole.summary += part.summary
+    whole.is_well |= part.is_well
+    whole.patched |= part.patched
+    whole.other_jobs |= part.other_jobs
 
 
 def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:
     """The world size of the newest source that has one; of sources without times, the one with the
     most facts.
     """
-    told = [part for _, part in parts if part.world_size]
-    newest = max(
-        told,
-        key=lambda part: (
-            max((fact.at for fact in part.facts), default=0.0),
-            len(part.facts),
-        ),
-        default=None,
-    )
-    return newest.world_size if newest is not None else 0
-
-
-def _renamed(fact: Fact, taken: dict[str, str]) -> Fact:
-    """Rename its group where two sources number the collectives of groups with the same name."""
-    if fact.seat and fact.seat.group in taken:
-        return replace(fact, value=fact.seat._replace(group=taken[fact.seat.group]))
-    return fact
+    told = [
+        (max((fact.at for fact in part.facts), default=0.0), len(part.facts), part)
+        for _, part in parts
+        if part.world_size
+    ]
+    newest = max(told, key=lambda one: one[:2], default=None)
+    return newest[2].world_size if newest else 0

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_patches.text import ranges
+from nemo_patches.text import named
 from nemo_patches.tools.diagnose.findings import (
     CRITICAL,
     NOTE,
@@ -77,45 +77,37 @@ def _show_ranks(report: Diagnosis, console: Console) -> None:
         if len(finding.ranks) < _MOST_RANKS
     }
     concerned_first = sorted(
-        report.ranks, key=lambda summary: (summary.rank not in concerned, summary.rank)
+        report.ranks, key=lambda one: (one.rank not in concerned, one.rank)
     )
-    shown = sorted(concerned_first[:_MOST_RANKS], key=lambda summary: summary.rank)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    has_hosts = len({summary.host for summary in report.ranks}) > 1
-    for name in ("rank", "host", "pid") if has_hosts else ("rank", "pid"):
+    for name in ("rank", "host", "pid"):
         table.add_column(
             name, max_width=_WIDEST_HOST, no_wrap=True, overflow="ellipsis"
         )
     for name in ("calls", "waited", "lag", "last"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("at the end")
-    for summary in shown:
-        table.add_row(
-            *map(Text, _row(summary, has_hosts)),
-            style="bold" if summary.rank in concerned else None,
-        )
+    for one in sorted(concerned_first[:_MOST_RANKS], key=lambda each: each.rank):
+        style = "bold" if one.rank in concerned else None
+        table.add_row(*map(Text, _row(one)), style=style)
     console.print(table)
-    left_out = sorted(
-        {summary.rank for summary in report.ranks} - {summary.rank for summary in shown}
-    )
-    if left_out:
-        runs = ", ".join(
-            f"{first}-{last}" if last > first else str(first)
-            for first, last in ranges(left_out)
-        )
+    if left_out := sorted(one.rank for one in concerned_first[_MOST_RANKS:]):
         console.print(
-            f"and ranks {runs}", markup=False, highlight=False, soft_wrap=True
+            f"and {named(left_out)}", markup=False, highlight=False, soft_wrap=True
         )
 
 
-def _row(summary: RankSummary, has_hosts: bool) -> list[str]:
+def _row(summary: RankSummary) -> list[str]:
+    lag = summary.lag * 1000 if summary.lag is not None else None
     return [
         str(summary.rank),
-        *([summary.host] if has_hosts else []),
+        summary.host,
         str(summary.pid),
-        str(summary.calls) if summary.calls is not None else "-",
-        f"{summary.waited:.1f}" if summary.waited is not None else "-",
-        f"{summary.lag * 1000:.1f}" if summary.lag is not None else "-",
-        f"{summary.ago:.1f}" if summary.ago is not None else "-",
+        "-" if summary.calls is None else str(summary.calls),
+        *map(_seconds, (summary.waited, lag, summary.ago)),
         summary.state,
     ]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

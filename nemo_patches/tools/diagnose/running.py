@@ -10,8 +10,7 @@ from pathlib import Path
 
 from nemo_patches.text import safe
 from nemo_patches.tools import counted
-from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.accounts import GONE_FATES
+from nemo_patches.tools.diagnose import fates, reading
 from nemo_patches.tools.diagnose.collect import gpus
 from nemo_patches.tools.diagnose.collect.belongings import Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import (
@@ -23,7 +22,6 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.facts import (
     Evidence,
-    Fate,
     Motion,
     Place,
     UnreadableError,
@@ -44,15 +42,23 @@ def diagnose(
 
     also: what is known from elsewhere, by source.
     """
-    say = _Progress(len(ranks), stuck_after_s)
+    found = f"{counted(len(ranks), 'rank')} found"
+    _say(found, "looking")
 
     def is_enough(seen: HostJob) -> bool:
         evidence = _seen(seen)
-        say.age(evidence)
+        known = [
+            fact.value.still_s
+            for fact in evidence.facts
+            if isinstance(fact.value, Motion) and fact.value.still_s is not None
+        ]
+        if known:
+            age = f"the wait is {min(known):.0f} s old"
+            _say(found, f"{age}; looking until {stuck_after_s:.0f} s")
         return not rule(evidence, stuck_after_s).is_too_early
 
     job = look(ranks, is_enough, at_most_s=stuck_after_s + LONGER_S)
-    say.end()
+    _say()
     problems: list[str] = []
     seen = _seen(job)
     beside = [
@@ -66,41 +72,11 @@ def diagnose(
     )
 
 
-class _Progress:
-    """One line on a terminal, while a job is looked at."""
-
-    def __init__(self, ranks: int, until_s: float) -> None:
-        self._ranks = ranks
-        self._until_s = until_s
-        self._is_wanted = sys.stderr is not None and sys.stderr.isatty()
-        self._say("looking")
-
-    def age(self, seen: Evidence) -> None:
-        if not self._is_wanted:
-            return
-        ages = [
-            fact.value.still_s for fact in seen.facts if isinstance(fact.value, Motion)
-        ]
-        known = [age for age in ages if age is not None]
-        self._say(
-            f"the wait is {min(known):.0f} s old; looking until {self._until_s:.0f} s"
-            if known
-            else "looking"
-        )
-
-    def _say(self, text: str) -> None:
-        if self._is_wanted:
-            found = f"{counted(self._ranks, 'rank')} found"
-            print(
-                f"\r\x1b[K{found}; {text} (Ctrl-C: judge now)",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def end(self) -> None:
-        if self._is_wanted:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+def _say(found: str = "", text: str = "") -> None:
+    """On a terminal, one line while a job is looked at; without text it goes."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        line = f"{found}; {text} (Ctrl-C: judge now)" if text else ""
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
@@ -122,17 +98,16 @@ def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
     ended = [
         fact
         for fact in part.facts
-        if fact.rank in in_script and fact.fate_kind in GONE_FATES
+        if fact.rank in in_script and fact.fate_kind in fates.OVER
     ]
     if not ended:
         return part
     first = ended[0]
-    assert isinstance(first.value, Fate)
     text = (
-        f"{name}: by {first.cite} rank {first.rank} {first.value.kind}, and it runs:"
-        " told is of an earlier launch, "
+        f"{name}: by {first.cite} rank {first.rank} {first.fate_kind}, and it runs: told"
+        " is of an earlier launch, or of an exception that was caught; not taken into"
+        " account"
     )
-    text += "or of an exception that was caught; not taken into account"
     return Evidence(earlier=[*part.earlier, safe(text)], problems=part.problems)
 
 

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from nemo_patches.tools.diagnose.collect import host_ranks
 from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
@@ -158,7 +157,7 @@ def _job(
     sampled = tuple(
         SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks
     )
-    return HostJob(socket.gethostname(), time.time(), _in_order_of_spawn(sampled))
+    return HostJob(socket.gethostname(), time.time(), sampled)
 
 
 def has_settled(job: HostJob) -> bool:
@@ -177,36 +176,6 @@ def _has_settled(first: Sample, last: Sample) -> bool:
     ):
         return True
     return last.uptime_s - first.uptime_s + (first.slept_s or 0.0) >= STUCK_AFTER_S
-
-
-def _in_order_of_spawn(sampled: tuple[SampledRank, ...]) -> tuple[SampledRank, ...]:
-    """Number processes from --pids by torch.multiprocessing.spawn(), which has the rank in a local
-    variable.
-
-    If only some have it, the others are no ranks: their parent, or multiprocessing's resource
-    tracker.
-    """
-    if not all(one.rank.found_by == host_ranks.ORDER for one in sampled):
-        return sampled
-    mains = [one.samples[-1].main for one in sampled]
-    numbers = [thread.spawned_as if thread is not None else None for thread in mains]
-    by_number = {
-        number: one
-        for number, one in zip(numbers, sampled, strict=True)
-        if number is not None and number >= 0
-    }
-    size = sum(number is not None and number >= 0 for number in numbers)
-    if not by_number or len(by_number) < size or None in numbers:
-        return sampled
-    spawned: dict[str, Any] = {
-        "world_size": size,
-        "local_world_size": size,
-        "found_by": "torch.multiprocessing.spawn",
-    }
-    return tuple(
-        replace(one, rank=replace(one.rank, rank=number, **spawned))
-        for number, one in sorted(by_number.items())
-    )
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 
 # Windows, which has no /proc either.
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -77,25 +76,6 @@ def number_in(text: str, label: str) -> float | None:
     """Of a line such as "se.exec_start   :   1234.5"."""
     found = re.search(rf"^{re.escape(label)}\s*:\s*([\d.]+)", text, re.MULTILINE)
     return float(found[1]) if found else None
-
-
-def peer(pid: int, inode: str) -> str:
-    """Of a process's TCP socket: "a connection to 10.0.0.3:443"; of another one: "a socket"."""
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
-            fields = line.split()
-            if len(fields) > 9 and fields[9] == inode:
-                address, _, port = fields[2].partition(":")
-                # 32-bit words in host byte order; all hosts that NeMo runs on are little-endian.
-                words = (
-                    bytes.fromhex(address[start : start + 8])[::-1]
-                    for start in range(0, len(address), 8)
-                )
-                return (
-                    "a connection to"
-                    f" {socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"
-                )
-    return "a socket"
 
 
 def started_at(pid: int) -> float:

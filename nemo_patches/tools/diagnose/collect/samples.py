@@ -26,7 +26,6 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     children,
     link,
     number_in,
-    peer,
     read,
     stat_fields,
     uptime_s,
@@ -53,7 +52,6 @@ _COUNTERS = {
     ),
     *("current_epoch", "n_batch", "dataloader_idx"),
 }
-SPAWNED_AS = "i of _wrap (spawn.py)"  # torch.multiprocessing's: no loop's counter
 _PY_SPY_S = 20.0
 _NOT_ALLOWED = re.compile(
     r"permission denied|operation not permitted|ptrace", re.IGNORECASE
@@ -110,8 +108,7 @@ class Frame(NamedTuple):
 class Thread:
     """counters: of its loops, by "i of train (train.py)". loops: by the same names, where that loop
     begins (source.py).
-    calls: names of what the innermost line of Python calls, and "with". spawned_as: the index from
-    torch.multiprocessing.spawn(); -1: none.
+    calls: names of what the innermost line of Python calls, and "with".
     """
 
     name: str = ""
@@ -121,7 +118,6 @@ class Thread:
     counters: Mapping[str, int] = field(default_factory=dict)
     loops: Mapping[str, int] = field(default_factory=dict)
     calls: tuple[str, ...] = ()
-    spawned_as: int = -1
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ def _file_of_call(pid: int, call: Sequence[str]) -> str:
         descriptor = int(first, 16)
         path = link(f"/proc/{pid}/fd/{descriptor}")
         if path.startswith("socket:"):
-            return peer(pid, path[8:-1])
+            return "a connection"
         return (
             f"its {_STANDARD[descriptor]} ({path})" if descriptor in _STANDARD else path
         )
@@ -345,7 +341,7 @@ def _threads(pid: int, is_held: bool) -> tuple[tuple[Thread, ...], str]:
         if done.returncode:
             return (), _why_not(pid, done.stderr)
         found = json.loads(done.stdout)
-        return tuple(_thread(pid, thread) for thread in found[:_MOST_THREADS]), ""
+        return tuple(thread_of(pid, thread) for thread in found[:_MOST_THREADS]), ""
     except subprocess.TimeoutExpired:
         return (), f"py-spy had no stack of it within {_PY_SPY_S:.0f} s"
     except OSError as error:
@@ -376,7 +372,7 @@ def _why_not(pid: int, said: str) -> str:
     )
 
 
-def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
+def thread_of(pid: int, told: Mapping[str, Any]) -> Thread:
     frames = told["frames"][:_MOST_FRAMES]
     counters, loops = dict[str, int](), dict[str, int]()
     for frame in reversed(frames):
@@ -398,7 +394,6 @@ def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
                 is not None
             ):
                 loops[next(iter(found))] = line
-    spawned_as = counters.pop(SPAWNED_AS, -1)
     return Thread(
         name=told.get("thread_name") or "",
         tid=told.get("os_thread_id") or 0,
@@ -409,7 +404,6 @@ def _thread(pid: int, told: Mapping[str, Any]) -> Thread:
         counters=counters,
         loops=loops,
         calls=calls(pid, frames[0]["filename"], frames[0]["line"]) if frames else (),
-        spawned_as=spawned_as,
     )
 
 
@@ -417,7 +411,8 @@ def counter(function: str, file: str, variable: str, value: str) -> dict[str, in
     """A local variable, if it is a whole number with a name of _COUNTERS: {"i of train (train.py)":
     7}.
     """
-    if variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
+    is_rank = function == "_wrap"  # torch.multiprocessing.spawn()'s
+    if is_rank or variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
         return {}
     return {
         f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(

@@ -16,14 +16,12 @@ from nemo_patches.tools.diagnose import fates, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, OF_MODEL, Evidence, Fate, Place
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
-    MOST_RANKS,
     LaunchFacts,
     Line,
     shown,
 )
 
 _MOST_FRAMES = 64  # of a failed collective's stack
-_MOST_NUMBERS = 64  # of one rank's time-outs
 _MOST_APART = 200  # collectives between a group's ranks: what is enqueued is bounded
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 # The group of fingerprints, which have numbers of their own
@@ -60,16 +58,18 @@ STUCK_WATCHDOG = re.compile(
     r"watchdog got stuck for \d{1,9} seconds|Heartbeat monitor timed out|"
     r"no heartbeat of its watchdog|watchdog hang"
 )
+_OF_GLOO = r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
 GLOO = re.compile(
-    r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
-    r"(Timed ?out ?waiting ?\d+ ?ms[\w ]{0,60}|Connection ?(?:closed|reset) ?by ?peer)|"
-    r"(Application timeout caused pair closure)"
+    rf"(?:{_OF_GLOO}|(?=Application))(?P<error>Timed ?out ?waiting ?\d+ ?ms[\w ]{{0,60}}|"
+    r"Application timeout caused pair closure)"
 )
-_GONE = re.compile(
-    r"ncclRemoteError|remote process exited or there was a network error|"
-    r"Connection closed by remote peer"
+GLOO_CLOSED = re.compile(
+    rf"{_OF_GLOO}(?P<error>Connection ?(?:closed|reset) ?by ?peer)"
 )
-_PEER = re.compile(r"(?:remote peer|[Pp]eer|from) ([\w.:\-]{1,200}<\d{1,6}>)")
+_GONE = (
+    r"^(?!.*NCCL INFO).*?(?:ncclRemoteError|Connection closed by remote peer|"
+    r"remote process exited or there was a network error)"
+)
 # At start-up: a rank waits for others at the store.
 BARRIER = re.compile(
     r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?"
@@ -88,9 +88,6 @@ UNIQUE_ID = re.compile(
 )
 _DEFAULT_KEY = re.compile(r"keys?: ?/?default_pg/0/(?:/?cuda/)?/?0\b")
 _STORE_GONE = re.compile(r"got error: (?:Connection|Broken pipe|failed to recv)")
-_DUPLICATE = re.compile(
-    r"Duplicate GPU detected : rank (\d{1,7}) and rank (\d{1,7}) both on CUDA device (\w{1,20})"
-)
 _STACK_BEGINS = re.compile(r"Stack trace of the failed collective(?!.*not found)")
 _FRAME_OF_FAILED = re.compile(
     r"(?:\[rank\d{1,7}\]: ?)?#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$"
@@ -170,6 +167,18 @@ _FATES = (
         fates.WAITED,
         f"{fates.AT_START}: {{came}} of {{size}} ranks had joined its store",
     ),
+    ("loo", GLOO, fates.WAITED, "{error}"),
+    ("pair closure", GLOO, fates.WAITED, "{error}"),
+    ("loo", GLOO_CLOSED, fates.CUT, "{error}"),
+    (
+        "Duplicate GPU",
+        re.compile(
+            r"Duplicate GPU detected : rank (?P<first>\d{1,7}) and rank"
+            r" (?P<second>\d{1,7}) both on CUDA device (?P<device>\w{1,20})"
+        ),
+        fates.RAISED,
+        "Duplicate GPU: ranks {first} and {second} both use CUDA device {device}",
+    ),
     (
         "client socket has timed out",
         CONNECTING,
@@ -179,6 +188,20 @@ _FATES = (
 )
 # Likewise, of lines with a rank alone.
 _FATES_OF_RANKS = (
+    (
+        "emote",
+        re.compile(_GONE),
+        fates.CUT,
+        "remote process exited, or a network error",
+    ),
+    (
+        "emote",
+        re.compile(
+            rf"(?={_GONE}).*?(?:remote peer|[Pp]eer|from) (?P<peer>[\w.:\-]{{1,200}}<\d{{1,6}}>)"
+        ),
+        fates.CUT,
+        "remote process exited, or a network error; its peer: {peer}",
+    ),
     (
         "CUDA error: ",
         re.compile(
@@ -285,7 +308,14 @@ class C10dLines:
         rank = int(told.pop("rank", line.rank))
         words = {name: shown(text) for name, text in told.items()}
         text = fate.text.format(**words).removeprefix(": ")
-        self._found.add(rank, Fate(fate.kind, text), line)
+        if "peer" in told:  # lines before did not name it
+            self._found.facts.pop((rank, Fate, fate.kind, ""), None)
+        ranks = [rank]
+        # NCCL's are the communicator's; the job's if the first agrees with the line's
+        if "second" in told and rank in (NOT_TOLD, int(told["first"])):
+            ranks = [int(told["first"]), int(told["second"])]
+        for each in ranks:
+            self._found.add(each, Fate(fate.kind, text), line)
 
     def _take_report(self, told: dict[str, str], title: str, line: Line) -> None:
         missing = ranks_in(told.get("missing", ""))
@@ -296,20 +326,6 @@ class C10dLines:
         for rank in {*ranks_in(told.get("joined", ""))} - self._missing:
             self._joined.setdefault(rank, line)
 
-    def _take_gone(self, _: re.Match[str], line: Line) -> None:
-        if line.rank < 0 or "NCCL INFO" in line.text:
-            return
-        text = "remote process exited, or a network error"
-        if peer := _PEER.search(line.text):  # lines before did not name it
-            self._found.facts.pop((line.rank, Fate, fates.CUT, ""), None)
-            text += f"; its peer: {shown(peer[1])}"
-        self._found.add(line.rank, Fate(fates.CUT, text), line)
-
-    def _take_gloo(self, found: re.Match[str], line: Line) -> None:
-        error = shown(found[1] or found[2])
-        kind = fates.CUT if error.startswith("Connection") else fates.WAITED
-        self._found.add(line.rank, Fate(kind, error), line)
-
     def _take_timeout(self, found: re.Match[str], line: Line) -> None:
         if line.rank < 0:
             return
@@ -317,10 +333,7 @@ class C10dLines:
         size = _size(found[3], found[4])
         one = _TimedOut(line.rank, number, safe(found[2]), size, line)
         self._found.add(line.rank, Fate(fates.WAITED, str(one)), line)
-        if line.rank in self._timeouts or len(self._timeouts) < MOST_KEPT:
-            of_rank = self._timeouts[line.rank]
-            if len(of_rank) < _MOST_NUMBERS:
-                of_rank.setdefault(number, one)
+        self._timeouts[line.rank].setdefault(number, one)
 
     def _take_status(self, found: re.Match[str], line: Line) -> None:
         number, enqueued, completed = map(int, found.groups())
@@ -329,16 +342,15 @@ class C10dLines:
             self._note_number(line, number)
 
     def _note_number(self, line: Line, number: int) -> None:
-        if len(self._groups) < 4 * MOST_KEPT:
-            one = _TimedOut(line.rank, number, "", "", line)
-            self._groups.setdefault((line.rank, number), _group_of(line.text))
-            self._unnamed.setdefault(line.rank, one)
-            self._found.add(line.rank, Fate(fates.WAITED, str(one)), line)
+        one = _TimedOut(line.rank, number, "", "", line)
+        self._groups.setdefault((line.rank, number), _group_of(line.text))
+        self._unnamed.setdefault(line.rank, one)
+        self._found.add(line.rank, Fate(fates.WAITED, str(one)), line)
 
     def _note_enqueued(self, line: Line, enqueued: int, completed: int) -> None:
         key = _group_of(line.text), line.rank
         before = self._enqueued.get(key, (NOT_TOLD, 0, line))
-        if enqueued > before[0] and len(self._enqueued) < 4 * MOST_KEPT:
+        if enqueued > before[0]:
             self._enqueued[key] = (enqueued, completed, line)
 
     def _take_signal(self, signal: re.Match[str], line: Line) -> None:
@@ -398,19 +410,6 @@ class C10dLines:
             waited = Fate(fates.WAITED, "torch found unlike collectives")
             self._found.add(rank, waited, line, own=False)
 
-    def _take_duplicate(self, found: re.Match[str], line: Line) -> None:
-        """NCCL's ranks are the communicator's; they are the job's if the first one agrees with the
-        line's prefix.
-        """
-        first, second = int(found[1]), int(found[2])
-        device = safe(found[3])
-        text = (
-            f"Duplicate GPU: ranks {first} and {second} both use CUDA device {device}"
-        )
-        ranks = (first, second) if line.rank in (NOT_TOLD, first) else (line.rank,)
-        for rank in ranks:
-            self._found.add(rank, Fate(fates.RAISED, text), line)
-
     def _take_unique_id(self, unique: re.Match[str], line: Line) -> None:
         """A rank waits for the first rank of its group to publish the communicator's id: that one
         has not come.
@@ -429,10 +428,8 @@ class C10dLines:
         rank, key, size, came = int(found[2]), found[3], int(found[4]), int(found[5])
         self._found.has_size(size)
         barrier = self._barriers.get(key, _Barrier(size, came, line))
-        if len(self._barriers) < MOST_KEPT or key in self._barriers:
-            self._barriers[key] = _Barrier(size, came, line, barrier.waiting)
-        if len(barrier.waiting) < MOST_KEPT and rank < MOST_RANKS:
-            barrier.waiting.add(rank)
+        self._barriers[key] = _Barrier(size, came, line, barrier.waiting)
+        barrier.waiting.add(rank)
         if found[1].startswith("Timed"):
             text = f"{came} of {size} ranks had come to the store based barrier"
             waited = Fate(fates.WAITED, f"{fates.AT_START}: {text}")
@@ -583,14 +580,10 @@ _READERS: tuple[_Reader, ...] = (
     ("dump", _SIGNAL, C10dLines._take_signal),
     ("FingerPrint", _FINGERPRINT, C10dLines._take_fingerprints),
     ("inconsistent", _PARAMETERS, C10dLines._take_parameters),
-    ("Duplicate GPU", _DUPLICATE, C10dLines._take_duplicate),
     ("store based barrier", BARRIER, C10dLines._take_barrier),
     ("store-based barrier", _BARRIER_PASSED, C10dLines._take_passed),
     ("ncclUniqueId", UNIQUE_ID, C10dLines._take_unique_id),
     ("of the failed", _STACK_BEGINS, C10dLines._begin_stack),
-    ("emote", _GONE, C10dLines._take_gone),
-    ("loo", GLOO, C10dLines._take_gloo),
-    ("pair closure", GLOO, C10dLines._take_gloo),
 )
 
 
@@ -619,17 +612,9 @@ def _group_of(text: str) -> str:
 def ranks_in(text: str) -> list[int]:
     """ "0, 2-4": [0, 2, 3, 4]; at most MOST_KEPT."""
     ranks: list[int] = []
-    for part in text.replace(" ", "").split(","):
-        first, _, last = part.partition("-")
-        if (
-            first.isdigit()
-            and (last or first).isdigit()
-            and int(first[:8]) <= int((last or first)[:8])
-        ):
-            ranks += range(
-                int(first[:8]),
-                min(int((last or first)[:8]) + 1, int(first[:8]) + MOST_KEPT),
-            )
+    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", text.replace(" ", "")):
+        begin = int(first)
+        ranks += range(begin, min(int(last or first), begin + MOST_KEPT) + 1)
     return ranks[:MOST_KEPT]
 
 

@@ -11,16 +11,15 @@ its name is none of theirs.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import fates
-from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, counter
+from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.facts import (
     Evidence,
     Fact,
@@ -214,50 +213,16 @@ def dumps_in(content: bytes, name: str) -> list[Dump]:
     return list(_of_text(content.decode(errors="replace"), name))
 
 
-class _SpyLocal(msgspec.Struct):
-    name: str
-    repr: str | None = None
-
-
-class _SpyFrame(msgspec.Struct):
-    name: str
-    filename: str
-    line: int = 0
-    locals: list[_SpyLocal] | None = None
-
-
-class _SpyThread(msgspec.Struct):
-    frames: list[_SpyFrame]
-    owns_gil: bool
-    pid: int = 0
-    thread_name: str | None = None
-    os_thread_id: int | None = None
-
-
 def _of_json(content: bytes, name: str) -> list[Dump]:
     """py-spy's."""
-    told = msgspec.json.decode(content, type=list[_SpyThread])
-    threads = [_of_spy(thread) for thread in told[:_MOST_THREADS]]
-    if not threads:
-        return []
-    rank, pid = _rank_in_name(name), told[0].pid
-    return [
-        Dump(rank, pid, safe(name, 200), name, _PY_SPY, in_name=True, threads=threads)
-    ]
-
-
-def _of_spy(thread: _SpyThread) -> Thread:
-    frames, counters = thread.frames[:_MOST_FRAMES], dict[str, int]()
-    for frame in reversed(frames):
-        for one in frame.locals or ():
-            counters |= counter(frame.name, frame.filename, one.name, one.repr or "")
-    return Thread(
-        name=thread.thread_name or "",
-        tid=thread.os_thread_id or 0,
-        has_gil=thread.owns_gil,
-        frames=tuple(Frame(one.name, one.filename, one.line) for one in frames),
-        counters=counters,
-    )
+    told = json.loads(content)
+    try:
+        threads = [thread_of(0, thread) for thread in told[:_MOST_THREADS]]
+        pid = int(told[0].get("pid", 0))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"no dump of py-spy's: {error}") from error
+    rank, cite = _rank_in_name(name), safe(name, 200)
+    return [Dump(rank, pid, cite, name, _PY_SPY, in_name=True, threads=threads)]
 
 
 def _rank_in_name(name: str) -> int | None:

@@ -4,7 +4,6 @@ the type, its message and the user's innermost frames.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
-    MOST_RANKS,
     LaunchFacts,
     Line,
     shown,
@@ -35,9 +33,6 @@ _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
 _PASSED_ON = "CheckpointException"
 _OF_RANKS = re.compile(r"CheckpointException ranks: ?dict_keys\(\[([\d, ]{1,2000})\]\)")
-# An ExceptionGroup's: "  + Exception Group Traceback (...)", and "  | " before its other lines.
-_GROUP_BEGINS = "+ Exception Group Traceback"
-_MARGIN = re.compile(r"^ {1,60}[|+](?:-\+)? ?")
 # What kubectl, stern and docker compose put before each line: "trainer-0  | ".
 _LABEL = re.compile(
     r"(?!.{0,200}Original )([\w\[(].{0,200}\s)Traceback \(most recent call last\):$"
@@ -47,8 +42,6 @@ _FRAME = re.compile(
     r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$'
 )
 _RICH_FRAME = re.compile(r"^(\S.{0,999}):(\d{1,9}) in (\S{1,200})$")
-# The process that an exception ended, in a line before its traceback.
-_PROCESS = re.compile(r"Unhandled exception .{0,200}\bproc(?:ess)? ?(\d{1,9})")
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before
 # the last of them.
 _ERROR = re.compile(
@@ -61,10 +54,11 @@ _ERROR_NAME = re.compile(
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
 # Words before the error that ends a program, without a rank's prefix: Hydra and
-# torch.multiprocessing catch all.
+# torch.multiprocessing catch all; another program names the process.
 _FATAL = re.compile(
-    r"Error executing job with overrides|-- Process (\d{1,7}) terminated with the"
-    r" following error"
+    r"Error executing job with overrides|-- Process (?P<spawned>\d{1,7}) terminated"
+    r" with the following error|"
+    r"Unhandled exception .{0,200}\bproc(?:ess)? ?(?P<pid>\d{1,9})"
 )
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
@@ -89,13 +83,6 @@ _CLOSED = re.compile(
     r" refused|ncclSystemError|ncclInternalError|"
     r"connectFullMesh failed"
 )
-_FATAL_PYTHON = re.compile(r"^Fatal Python error: (.{1,80})")
-_FATAL_NAMES = (
-    "Segmentation fault",
-    "Bus error",
-    "Illegal instruction",
-    "Floating-point exception",
-)
 
 
 @dataclass
@@ -113,11 +100,6 @@ class _Error:
         return "\n".join([self.message, *self.lines])
 
     @property
-    def is_group(self) -> bool:
-        """Whether what it holds follows."""
-        return self.type.endswith("ExceptionGroup")
-
-    @property
     def as_error(self) -> Error:
         return Error(self.type, self.words, self.frames)
 
@@ -128,10 +110,6 @@ class _Error:
         if _LAST_ERROR in self.lines[:-1]:
             message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
         return shown(f"{kind}: {message}" if message else kind)
-
-    @property
-    def is_of_a_collective(self) -> bool:
-        return self.as_error.is_of_a_collective
 
     @property
     def where(self) -> str:
@@ -156,7 +134,6 @@ class _Writing:
     was_over: bool = False  # it began after a time-out, or an end, of others
     thread: str = ""  # that it ended, if it is not the main one
     of: int = NOT_TOLD  # the rank that has raised it, where another one passes it on
-    in_group: bool = False  # an ExceptionGroup's, with a margin before each line
 
 
 class ExceptionLines:
@@ -172,8 +149,7 @@ class ExceptionLines:
         # By writer, the rank that what is being written without a prefix ended.
         self._fatal: dict[int, int] = {}
         self._skips = 0  # lines
-        self._labels: dict[str, int] = {}  # before lines, and the key of their writer
-        self._label = ""  # perhaps another one: the next line tells
+        self._labels: list[str] = []  # before lines of containers
         # Which process it was that torch.multiprocessing had started.
         self._spawned = ""
         # By rank, what others say that it has raised.
@@ -185,118 +161,66 @@ class ExceptionLines:
         return any(one.in_traceback for one in self._writing.values())
 
     def take(self, line: Line) -> None:
-        text = line.text
-        prefix = _PREFIX.search(text) if "[rank" in text else None
+        prefix = _PREFIX.search(line.text) if "[rank" in line.text else None
         if prefix is not None:
-            self._take(line.rank, line, text[prefix.end() :])
-        elif text.startswith("{") and "Traceback (most" in text:
-            self._take_json(line)
-        else:
-            key, text = self._without_label(line)
-            self._take_without_prefix(key, line._replace(text=text))
-
-    def _take_json(self, line: Line) -> None:
-        """A line of a program that logs JSON, with a traceback as one of its texts."""
-        try:
-            told = json.loads(line.text)
-        except (ValueError, RecursionError):  # cut, or none
+            self._take(line.rank, line, line.text[prefix.end() :])
             return
-        rank = told.get("rank")
-        if type(rank) is int and 0 <= rank < MOST_RANKS:
-            line = line._replace(rank=rank)
         key = line.rank if line.rank >= 0 else _STRAY
-        for text in told.values():
-            if isinstance(text, str) and "Traceback (most" in text:
-                for part in text.splitlines()[: 4 * _MOST_FRAMES]:
-                    self._take_without_prefix(key, line._replace(text=part))
-
-    def _without_label(self, line: Line) -> tuple[int, str]:
-        """The writer's key, and the text, without what is before each of its lines."""
-        text, label = line.text, self._label
-        key = line.rank if line.rank >= 0 else _STRAY
-        if label and text.startswith(label) and len(self._labels) < _MOST_LABELS:
-            self._labels[label] = _STRAY - 1 - len(self._labels)
-            if (writing := self._writing.pop(key, None)) is not None:
-                self._writing[self._labels[label]] = writing
-        self._label = ""
-        for label, of_label in self._labels.items():
-            if text.startswith(label):
-                return of_label, text[len(label) :]
-        if found := _LABEL.match(text):
-            self._label = found[1]
-        return key, text
-
-    def _take_without_prefix(self, key: int, line: Line) -> None:
-        text = line.text
+        text = self._without_label(line.text)
+        ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
         if fatal := _FATAL.search(text):
             self._end(key)
-            self._fatal[key] = line.rank
+            pid, spawned = int(fatal["pid"] or 0), fatal["spawned"]
+            self._fatal[key] = self._found.rank_of_pid.get(pid, line.rank)
             # Its rank on one host.
-            self._spawned = f", in spawned process {fatal[1]}" if fatal[1] else ""
-            return
-        if process := _PROCESS.search(text):
-            self._end(key)
-            self._fatal[key] = self._found.rank_of_pid.get(int(process[1]), line.rank)
-            return
-        if _IGNORED.search(text):
+            self._spawned = f", in spawned process {spawned}" if spawned else ""
+        elif _IGNORED.search(text):
             self._skips = 60
-            return
-        if (fatal := _FATAL_PYTHON.search(text)) and fatal[1].startswith(_FATAL_NAMES):
-            self._found.add(line.rank, Fate(fates.KILLED, shown(fatal[1])), line)
-            return
-        if self._skips and key not in self._writing:
+        elif self._skips and key not in self._writing:
             self._skips -= 1
             if text and not text[0].isspace() and not _BEGINS.search(text):
                 self._skips = 0
-            return
-        ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
-        if ray is not None:
+        elif ray is not None:
             self._end(key)
             self._fatal[key] = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
-            self._writing[key] = _Writing(
-                in_traceback=True, was_over=self._found.is_over
-            )
-            return
-        self._take(key, line, text)
+            if (writing := self._anew(key)) is not None:
+                writing.in_traceback = True
+        else:
+            self._take(key, line, text)
+
+    def _without_label(self, text: str) -> str:
+        """Without what is before each line of a container's."""
+        for label in self._labels:
+            if text.startswith(label):
+                return text[len(label) :]
+        found = _LABEL.match(text)
+        if found is not None and len(self._labels) < _MOST_LABELS:
+            self._labels.append(found[1])
+        return text
 
     def _take(self, key: int, line: Line, text: str) -> None:
         """One line of a rank, without its prefix."""
         writing = self._writing.get(key)
         if text.startswith(("│", "|")):
             text = text.strip("│| ")
-        in_group = _GROUP_BEGINS in text or (writing is not None and writing.in_group)
-        if in_group and (margin := _MARGIN.match(text)):
-            text = text[margin.end() :]
-            if not text.strip("- 0123456789"):  # "+---- 2 ----"
-                return
-        if thread := _IN_THREAD.search(text):
+        thread, of_rank = _IN_THREAD.search(text), _OF_RANK.search(text)
+        if thread or of_rank:
             self._end(key)
-            if (of_thread := self._anew(key)) is not None:
-                of_thread.thread = shown(thread[1])
-                of_thread.in_traceback = not line.has_prefix
-            return
+            if (begun := self._anew(key)) is not None:
+                begun.thread = shown(thread[1]) if thread else ""
+                begun.of = int(of_rank[1]) if of_rank else NOT_TOLD
+                begun.in_traceback = not line.has_prefix
         # Another thread's line, such as the watchdog's: no part of a message.
-        if _OF_LOGGER.match(text):
+        elif _OF_LOGGER.match(text):
             self._end(key)
-            return
-        if of_rank := _OF_RANK.search(text):
-            self._end(key)
-            if (passed_on := self._anew(key)) is not None:
-                passed_on.of = int(of_rank[1])
-                passed_on.in_traceback = not line.has_prefix
         elif _BEGINS.search(text):
-            self._begin(key, line, text, in_group)
+            self._begin(key, line, text)
         elif writing is not None:
             self._go_on(writing, line, text)
-        elif (
-            key >= 0
-            and line.has_prefix
-            and (error := _ERROR.match(text))
-            and _is_name(error[1])
-        ):
-            writing = self._anew(key)
-            if writing is not None:
-                self._raise(writing, error, line)
+        elif key >= 0 and line.has_prefix and (error := _ERROR.match(text)):
+            is_name = _ERROR_NAME.search(error[1]) is not None
+            if is_name and (begun := self._anew(key)) is not None:
+                self._raise(begun, error, line)
 
     def _anew(self, key: int) -> _Writing | None:
         """None where there are too many already."""
@@ -305,17 +229,15 @@ class ExceptionLines:
         self._writing[key] = _Writing(was_over=self._found.is_over)
         return self._writing[key]
 
-    def _begin(self, key: int, line: Line, text: str, in_group: bool) -> None:
+    def _begin(self, key: int, line: Line, text: str) -> None:
         writing = self._writing.get(key)
-        last = writing.last if writing is not None else None
-        # Of a data loader's worker, or in a group: beneath the frames that waited for it
-        is_inner = "Original" in text or (last is not None and last.is_group)
-        if writing and last and not is_inner and not writing.was_caused:
+        # Of a data loader's worker: beneath the frames that waited for it
+        is_inner = "Original" in text
+        if writing and writing.last and not is_inner and not writing.was_caused:
             self._end(key)  # of another exception
             writing = None
         if (writing := writing or self._anew(key)) is not None:
             writing.in_traceback = not line.has_prefix
-            writing.in_group = in_group
             if not is_inner:
                 writing.frames.clear()
 
@@ -329,12 +251,13 @@ class ExceptionLines:
                 _MEANWHILE in text
                 and (root := writing.root)
                 and root is writing.last
-                and not root.is_of_a_collective
+                and not root.as_error.is_of_a_collective
             ):
                 # Of an exception while handling another one, the later ended the process
                 writing.root = None
         elif (error := _ERROR.match(text)) and (
-            writing.has_frames or (writing.last is None and _is_name(error[1]))
+            writing.has_frames
+            or (writing.last is None and _ERROR_NAME.search(error[1]) is not None)
         ):
             self._raise(writing, error, line)
         elif writing.last is None or text[:1].isspace():
@@ -351,9 +274,9 @@ class ExceptionLines:
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
         last = writing.last
-        is_inner = last is not None and (
-            last.is_group or ("Caught " in last.message and not writing.was_caused)
-        )
+        is_inner = last is not None and "Caught " in last.message
+        if writing.was_caused:
+            is_inner = False
         if writing.root is None or is_inner:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
@@ -397,7 +320,7 @@ class ExceptionLines:
         )
         if is_cut or _BY_OTHERS.search(error.type + error.words):
             fate = Fate(fates.TERMINATED, error.text, error.where)
-        elif error.is_of_a_collective or any(
+        elif error.as_error.is_of_a_collective or any(
             words in error.words for words in _MISMATCHES
         ):
             kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
@@ -426,21 +349,10 @@ class ExceptionLines:
             return
         others = [int(one) for one in raised[1].split(",") if one.strip().isdigit()]
         text = f"what {named(others)} raised, in a checkpoint of all ranks"
-        for other in others[:MOST_KEPT]:
+        for other in others:
             self._raised_elsewhere.setdefault(other, error)
         if rank not in others:
             self._found.add(rank, Fate(fates.PASSED_ON, text), error.line)
-
-    def _finish_passed_on(self) -> None:
-        """Of a rank whose own exception no line shows."""
-        for rank, error in self._raised_elsewhere.items():
-            if not self._found.has(rank, fates.RAISED):
-                fate = Fate(
-                    fates.RAISED,
-                    "an exception in a checkpoint of all ranks",
-                    error.where,
-                )
-                self._found.keep(Fact(rank, fate, error.line.cite, own=False))
 
     def finish(self) -> None:
         """Call after the launcher's: an exception without a prefix ended a rank only if the
@@ -448,7 +360,12 @@ class ExceptionLines:
         """
         for key in list(self._writing):
             self._end(key)
-        self._finish_passed_on()
+        # Of ranks whose own exception no line shows
+        what = "an exception in a checkpoint of all ranks"
+        for rank, error in self._raised_elsewhere.items():
+            if not self._found.has(rank, fates.RAISED):
+                raised = Fate(fates.RAISED, what, error.where)
+                self._found.keep(Fact(rank, raised, error.line.cite, own=False))
         for key, writing in self._stray.items():
             rank = max(key, NOT_TOLD)
             if self._may_have_ended(rank):
@@ -480,7 +397,3 @@ class ExceptionLines:
         return (rank in failed and own == {fates.FAILED}) or (
             failed == {NOT_TOLD} and not own
         )
-
-
-def _is_name(name: str) -> bool:
-    return _ERROR_NAME.search(name) is not None

@@ -26,7 +26,7 @@ LOOKED_FOR = 'Flight Recorder dumps: pickles, or JSON with "entries" or "pg_conf
 _RANK_IN_NAME = re.compile(
     r"rank[-_.]?(\d{1,7})(?!\d)|(\d{1,7})(?:\.\w{1,10})?$", re.IGNORECASE
 )
-_MOST_FILES, _MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 10_000, 1_000_000, 64, 4096
+_MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 1_000_000, 64, 4096
 _OWN_FRAMES = 3
 # How the names of its collectives begin; its recorder never tells that one is completed
 _GLOO = "gloo:"
@@ -91,11 +91,7 @@ def recognises(name: str, head: bytes) -> bool:
 def read(files: list[Path], evidence: Evidence) -> None:
     """Add a seat for each collective, and each rank as a member."""
     dumps: dict[int, _Dump] = {}
-    if len(files) > _MOST_FILES:
-        evidence.problems.append(
-            f"{len(files)} Flight Recorder dumps; only the first {_MOST_FILES} were read"
-        )
-    for file in files[:_MOST_FILES]:
+    for file in files:
         try:
             dump = _read(file)
         except (plain_pickle.NotPlainError, OSError, ValueError) as error:

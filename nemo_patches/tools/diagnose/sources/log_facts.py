@@ -88,10 +88,12 @@ class LaunchFacts:
     # In order, as a set is not.
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
 
-    def add(self, rank: int, value: Value, line: Line, own: bool = True) -> None:
+    def add(
+        self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""
+    ) -> None:
+        at = 0.0 if host else float(line.number)
         self.keep(
-            Fact(rank, value, line.cite, float(line.number), line.file, own),
-            line.local_rank,
+            Fact(rank, value, line.cite, at, host or line.file, own), line.local_rank
         )
 
     def keep(self, fact: Fact, local_rank: int = NOT_TOLD) -> None:

@@ -1,18 +1,16 @@
 """Training logs: facts from the lines of torch, its launchers, Python and nemo_patches.
 
-A log may be of any size, compressed, one of many in a folder, with colours, prefixes, several
+A log may be of any size, one of many in a folder, with colours, prefixes, several
 ranks' lines mixed, and lines that a terminal has wrapped. A fact cites its file and line.
 """
 
 from __future__ import annotations
 
-import gzip
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO
 
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.facts import (
@@ -25,8 +23,8 @@ from nemo_patches.tools.diagnose.sources.c10d_lines import (
     BARRIER,
     CONNECTING,
     GLOO,
+    GLOO_CLOSED,
     STUCK_WATCHDOG,
-    UNIQUE_ID,
     C10dLines,
     rank_in,
 )
@@ -48,11 +46,10 @@ LOOKED_FOR = (
 )
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
-_LEAST_GZIP_BYTES = 18  # of header and trailer
 _LONGEST_LINE = 1 << 14  # characters that are looked at
-_MOST_JOINED = 3  # lines that a terminal may have made of one
-_MOST_JOINED_OF_LONG = 16  # likewise, of one that is known to be long
+_MOST_JOINED = 16  # lines that a terminal may have made of one
 _OTHER_FORMATS = (
+    b"\x1f\x8b",
     b"\xfd7zXZ\0",
     b"BZh",
     b"\x28\xb5\x2f\xfd",
@@ -61,7 +58,7 @@ _OTHER_FORMATS = (
     b"\xfe\xff",
 )
 _NAMES = re.compile(
-    r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?(?:\.gz)?$|^(?:stderr|stdout|slurm)\b",
+    r"\.(?:log|out|err|stderr|stdout|txt)(?:\.\d+)?$|^(?:stderr|stdout|slurm)\b",
     re.IGNORECASE,
 )
 # What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
@@ -111,8 +108,6 @@ def recognises(name: str, head: bytes) -> bool:
     """Whether a file may be a log, by its name or its first bytes: the lines of interest may be at
     its very end.
     """
-    if head[:2] == b"\x1f\x8b":
-        return True
     if b"\0" in head[:4096] or head.startswith(_OTHER_FORMATS):
         return False
     return _NAMES.search(Path(name).name) is not None or any(
@@ -121,8 +116,7 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """Add the facts of logs, also compressed ones, or of "-", standard input; of several launches
-    the last one counts.
+    """Add the facts of logs, or of "-", standard input; of several launches the last one counts.
 
     Raises UnreadableError where there is but one file, and it cannot be read.
     """
@@ -210,16 +204,11 @@ class _Reading:
                 start = file.peek(_BLOCK_BYTES)[:_BLOCK_BYTES]  # type: ignore[union-attr]  # of a buffered reader
                 if start.startswith(_OTHER_FORMATS):
                     raise UnreadableError(
-                        f"{path}: compressed, not by gzip, or in UTF-16: give its plain"
-                        " text"
+                        f"{path}: compressed, or in UTF-16: give its plain text"
                     )
                 labels = _TEE
-                packed: BinaryIO = file
-                if start[:2] == b"\x1f\x8b":
-                    packed = gzip.GzipFile(fileobj=file)  # type: ignore[assignment]
-                for number, message in _messages(
-                    self._lines(iter(lambda: packed.read(_BLOCK_BYTES), b""))
-                ):
+                blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
+                for number, message in _messages(self._lines(blocks)):
                     if alone and self._is_next_attempt(message):
                         self._launches = max(self._launches, 1)
                         self._begin_launch()
@@ -243,13 +232,6 @@ class _Reading:
                     self._launch.take(
                         Line(message, name, number, line_rank, prefixed is not None)
                     )
-        except (EOFError, gzip.BadGzipFile, gzip.zlib.error) as error:  # type: ignore[attr-defined]
-            self._evidence.problems.append(
-                f"{safe(path.name)}: its compressed data are not whole: {error}"
-            )
-            # Its end is lost.
-            if isinstance(error, EOFError) and path.stat().st_size >= _LEAST_GZIP_BYTES:
-                self._launch.found.missing_lines = True
         except OSError as error:
             self._launch.found.missing_lines = True
             raise UnreadableError(f"{path}: {error.strerror}") from error
@@ -374,68 +356,55 @@ def _pieces(line: bytes) -> Iterator[str]:
             yield text
 
 
-# A message that a terminal may have wrapped, and one that is known to be long
+# A message that a terminal may have wrapped
 _BEGINS = re.compile(
     r"ProcessGroupNCCL|Watchdog caught|last enqueued|gloo/|failed \(exitcode|Detected mismatch|"
     r"watchdog thread|store based barrier|client socket has timed|is setting up NCCL|"
     r"sigkill_handler\] \[|with PID|\[Rank$"
 )
-_IS_LONG = re.compile(
-    r"Watchdog caught|Detected mismatch|dump signal|is setting up NCCL|sigkill_handler\] \["
-)
 _WHOLE = re.compile(
     r"timing out$|ng out\.$|before timing out|timed out in blocking wait|"
-    r"last ?completed ?(?:NCCL ?)?work: ?-?\d"
-)
-_WHOLE_MISMATCH = re.compile(
+    r"last ?completed ?(?:NCCL ?)?work: ?-?\d|"
     r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}"
-    r"(?:\)|TensorDtypes)"
+    r"(?:\)|TensorDtypes)|"
+    r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout"
 )
 _WHOLE_ONES = (
     _WHOLE,
     STUCK_WATCHDOG,
     GLOO,
+    GLOO_CLOSED,
     BARRIER,
     CONNECTING,
     FAILED_LINE,
     DEEPSPEED,
     MPIRUN,
 )
-_KEYS = re.compile(
-    r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout"
-)
 
 
 def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """The lines, with those that a terminal has wrapped put together again."""
-    begun, parts = "", 0
-    begun_at = before = 0
+    begun, parts, begun_at, before = "", 0, 0, 0
     for number, line in lines:
-        is_next, before = number <= before + 1, number
-        if begun:
-            most = _MOST_JOINED_OF_LONG if _IS_LONG.search(begun) else _MOST_JOINED
-            if parts < most and line and is_next and not _NEW_MESSAGE.search(line):
-                begun += line.lstrip() if begun.endswith(" ") else line
-                parts += 1
-                if _is_whole(begun):
-                    yield begun_at, begun
-                    begun = ""
-                continue
+        is_next = line and number <= before + 1 and not _NEW_MESSAGE.search(line)
+        before = number
+        if begun and parts < _MOST_JOINED and is_next:
+            begun += line.lstrip() if begun.endswith(" ") else line
+            parts += 1
+        elif begun:
             yield begun_at, begun
             begun = ""
-        is_frame = _CPP_FRAME.search(line) is not None
-        if _BEGINS.search(line) and not is_frame and not _is_whole(line):
-            begun = f"{line} " if line.endswith(("[Rank", ":", ",", "by")) else line
-            begun_at, parts = number, 1
-        else:
-            yield number, line
+        if not begun:
+            begun, begun_at, parts = line, number, 0
+        is_frame = _CPP_FRAME.search(begun) is not None
+        if is_frame or _is_whole(begun) or not _BEGINS.search(begun):
+            yield begun_at, begun
+            begun = ""
+        elif begun.endswith(("[Rank", ":", ",", "by")):
+            begun += " "
     if begun:
         yield begun_at, begun
 
 
 def _is_whole(line: str) -> bool:
-    if "Detected mismatch" in line:
-        return _WHOLE_MISMATCH.search(line) is not None
-    if "is setting up NCCL" in line:
-        return UNIQUE_ID.search(line) is not None and _KEYS.search(line) is not None
     return any(pattern.search(line) for pattern in _WHOLE_ONES)

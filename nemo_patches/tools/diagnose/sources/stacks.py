@@ -77,13 +77,13 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: Sequence[Path], evidence: Evidence) -> None:
-    host_files, found = list[tuple[str, HostFile]](), list[Dump]()
+    host_files, found = list[HostFile](), list[Dump]()
     for file in files:
         name = _name(file)
         try:
             content = _content(file)
             if (host_file := _as_host_file(content)) is not None:
-                host_files.append((name, host_file))
+                host_files.append(host_file)
             else:
                 found += dumps.dumps_in(content, name)
         except OSError as error:
@@ -123,35 +123,22 @@ class _Header(msgspec.Struct):
     format: int
 
 
-def _of_host_files(
-    files: Sequence[tuple[str, HostFile]], evidence: Evidence
-) -> list[Fact]:
+def _of_host_files(files: Sequence[HostFile], evidence: Evidence) -> list[Fact]:
     """The facts of the job with the most ranks here; those of other jobs go to
     evidence.other_jobs.
     """
-    by_job: dict[str, list[tuple[str, HostJob]]] = {}
-    for name, file in files:
-        for job in file.jobs:
-            by_job.setdefault(job.name, []).append((name, job))
-    if not by_job:
-        return []
-    ordered = sorted(
-        by_job.values(), key=lambda jobs: -sum(len(job.ranks) for _, job in jobs)
-    )
-    if len(ordered) > 1:
-        names = ", ".join(
-            safe(jobs[0][1].name or "without a name", 100) for jobs in ordered[:4]
-        )
+    by_job: dict[str, list[Fact]] = {}
+    for job in (job for file in files for job in file.jobs):
+        name = safe(job.name or "without a name", 100)
+        by_job.setdefault(name, []).extend(of_samples(job))
+    by_size = sorted(by_job, key=lambda name: -len({f.rank for f in by_job[name]}))
+    if len(by_size) > 1:
         evidence.problems.append(
-            f"stacks of {len(ordered)} jobs ({names}): each is judged, the first with"
-            " all else that lies there"
+            f"stacks of {len(by_size)} jobs ({', '.join(by_size[:4])}): each is judged,"
+            " the first with all else that lies there"
         )
-    for jobs in ordered[1:]:
-        name = safe(jobs[0][1].name or "without a name", 100)
-        evidence.other_jobs[name] = [
-            fact for _, job in jobs for fact in of_samples(job)
-        ]
-    return [fact for _, job in ordered[0] for fact in of_samples(job)]
+    evidence.other_jobs |= {name: by_job[name] for name in by_size[1:]}
+    return by_job[by_size[0]] if by_size else []
 
 
 def of_samples(job: HostJob) -> list[Fact]:

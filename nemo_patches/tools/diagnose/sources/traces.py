@@ -8,16 +8,16 @@ damaged tells how its process ended, and nothing of its last call.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import os
 import socket
 from array import array
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import median_low
+
+import msgspec
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.judge import Seat
@@ -26,11 +26,6 @@ from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import fates
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.collect.proc_files import (
-    CLOCK_SLACK_S,
-    started_at,
-    stat_fields,
-)
 from nemo_patches.tools.diagnose.facts import (
     Call,
     Evidence,
@@ -48,7 +43,6 @@ from nemo_patches.tools.diagnose.rank_end import (
     ENDED_WITH_IT,
     STALL_EXIT,
     TIMED_OUT,
-    Error,
     error_in,
     error_of,
 )
@@ -57,7 +51,7 @@ from nemo_patches.tools.diagnose.verdicts import finding, parties
 from nemo_patches.tracing import records
 
 KIND = "traces"
-_HEADS = (b'{"k":"header"', b'{"k": "header"')
+_HEAD = b'{"k":"header"'
 _MOST_RANKS = 1 << 20
 _LONGEST_LINE = 1 << 20  # bytes
 _LONGEST_TEXT = 600  # characters of a report
@@ -66,8 +60,20 @@ _LEAST_ROUNDS = 48  # fewer show no habit
 _LEAST_LAG_S = 0.005
 _LEAST_WAITING = 0.05  # share of the time; less does no harm
 _GROUP = "length sync"  # all encoders share the rounds
-_IN_VAIN = (records.TIMEOUT, records.UNWAITED)
-_KINDS = {LEFT: fates.GONE, SILENT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
+_FATES = {LEFT: fates.GONE, SILENT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
+_header = msgspec.json.Decoder(records.Header)
+_Timed = (
+    records.Enter,
+    records.Sync,
+    records.Leave,
+    records.Grow,
+    records.Raised,
+    records.Stalled,
+    records.End,
+)
+_DECODERS: dict[bytes, msgspec.json.Decoder[records.Timed]] = {
+    kind.k.encode(): msgspec.json.Decoder(kind) for kind in _Timed
+}
 
 
 @dataclass
@@ -79,24 +85,21 @@ class RankTrace:
     entered: array[float] = field(default_factory=lambda: array("d"))
     gave_up: array[float] = field(default_factory=lambda: array("d"))
     last: float = 0.0  # when its last record was made
-    numbers: dict[str, int] = field(
-        default_factory=dict
-    )  # of the last call, by encoder
+    # Of the last call, by encoder
+    numbers: dict[str, int] = field(default_factory=dict)
     encoder: str = ""  # of the last call
     training: int = 0  # calls
     evaluation: int = 0  # calls since the last training call
     phase: str = ""  # of the last call; empty: it has left it
     round: int = 0  # the latest that this rank has issued
     outcome: str = ""  # of the last length sync
-    outcomes: Counter[str] = field(default_factory=Counter)
     rounds: dict[int, tuple[float, float]] = field(default_factory=dict)  # end, wait
     vain_rounds: set[int] = field(default_factory=set)
     waited: float = 0.0
-    raised: dict[str, Any] | None = None  # since which no encoder was called
-    stalled: dict[str, Any] | None = None  # the job's report, likewise
-    missing: dict[str, Any] | None = None  # the report on the round that was given up
-    gone: set[int] = field(default_factory=set)  # whose process it saw gone
-    end: dict[str, Any] | None = None
+    raised: records.Raised | None = None  # since which no encoder was called
+    stalled: records.Stalled | None = None  # the job's report, likewise
+    missing: records.Stalled | None = None  # on the round that was given up
+    end: records.End | None = None
     bad: int = 0  # lines that are no records, or do not follow from those before
 
     @property
@@ -126,7 +129,12 @@ class RankTrace:
 
     @property
     def in_vain(self) -> bool:
-        return self.outcome in _IN_VAIN
+        return self.outcome in (records.TIMEOUT, records.UNWAITED)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether only the trace has ended."""
+        return self.end is not None and bool(self.end.reason)
 
     @property
     def went_well(self) -> bool:
@@ -136,95 +144,84 @@ class RankTrace:
 
     @property
     def is_whole(self) -> bool:
-        return not self.bad and not (self.end or {}).get("reason")
+        return not self.bad and not self.goes_on
 
     def take(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
-            self._take(record, record["k"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            record = _DECODERS[line[6 : line.index(b'"', 6)]].decode(line)
+        except (ValueError, KeyError, RecursionError):  # also of a line that is cut
             self.bad += 1
-
-    def _take(self, record: dict[str, Any], kind: str) -> None:
-        t = float(record["t"])  # a second header has none: another process wrote here
-        if kind == records.Enter.k:
-            self._enter(record, t)
-        elif (
-            kind in (records.Sync.k, records.Leave.k, records.Raised.k) and record["e"]
-        ):
-            self._in_call(record, kind, t)
-        elif kind == records.Raised.k:
+            return
+        if isinstance(record, records.Enter):
+            self._enter(record)
+        elif isinstance(record, records.Sync):
+            self._sync(record)
+        elif isinstance(record, records.Leave):
+            self._check(record.e, record.n)
+            self.phase = ""
+        elif isinstance(record, records.Raised):
+            if record.e:
+                self._check(record.e, record.n)
+                self.phase = ""
             self.raised = record
-        elif kind == records.Stalled.k:
-            seen = zip(record["ranks"], record["where"], strict=True)
-            self.gone |= {int(rank) for rank, where in seen if where == GONE}
-            if record["e"]:
+        elif isinstance(record, records.Stalled):
+            if record.e:
                 self.missing = record
             else:  # where nobody waits, ranks decode, or end
-                self.stalled = record if record.get("waited") else None
-        elif kind == records.End.k:
+                self.stalled = record if record.waited else None
+        elif isinstance(record, records.End):
             self.end = record
-        self.last = t
+        self.last = record.t
 
-    def _enter(self, record: dict[str, Any], t: float) -> None:
-        encoder, number = str(record["e"]), int(record["n"])
-        if number != self.numbers.get(encoder, number - 1) + 1 or self.phase:
+    def _check(self, encoder: str, number: int) -> None:
+        """Whether it is in this call."""
+        is_other = encoder != self.encoder or number != self.numbers.get(encoder)
+        if is_other or not self.phase:
             self.bad += 1
-        self.encoder = encoder
-        self.numbers[encoder] = number
-        if record["training"]:
+
+    def _enter(self, record: records.Enter) -> None:
+        if self.phase or record.n != self.numbers.get(record.e, record.n - 1) + 1:
+            self.bad += 1
+        self.encoder = record.e
+        self.numbers[record.e] = record.n
+        if record.training:
             self.training += 1
             self.evaluation = 0
         else:
             self.evaluation += 1
-        self.entered.append(t)
+        self.entered.append(record.t)
         self.phase = LENGTH_SYNC
         self.raised = self.stalled = None
 
-    def _in_call(self, record: dict[str, Any], kind: str, t: float) -> None:
-        encoder, number = str(record["e"]), int(record["n"])
-        if (
-            kind == records.Sync.k
-            and number == self.numbers.get(encoder, number - 1) + 1
-        ):
-            self.numbers[encoder] = (
-                number  # of a compiled encoder nothing else is there
-            )
-            self.entered.append(t)
-            self.encoder = encoder
-        elif encoder != self.encoder or number != self.number or not self.phase:
-            self.bad += 1
-        if kind == records.Sync.k:
-            self._sync(record, t)
-            return
-        self.phase = ""
-        if kind == records.Raised.k:
-            self.raised = record
-
-    def _sync(self, record: dict[str, Any], t: float) -> None:
+    def _sync(self, record: records.Sync) -> None:
+        number = record.round
+        if record.n == self.numbers.get(record.e, record.n - 1) + 1:
+            # Of a compiled encoder's call nothing else is there
+            self.numbers[record.e] = record.n
+            self.entered.append(record.t)
+            self.encoder = record.e
+        else:
+            self._check(record.e, record.n)
         self.phase = ids.LAYERS if self.phase else ""
-        self.outcome = str(record["outcome"])
-        self.outcomes[self.outcome] += 1
-        wait, number = float(record["waited"]), int(record["round"])
-        self.waited += wait
+        self.outcome = record.outcome
+        self.waited += record.waited
         if self.outcome in (records.LOCAL, records.ENDED):
             return
-        self.bad += self.round > 0 and not (
-            0 <= number - self.round <= 1 or number == 1
-        )
+        if self.round and number not in (self.round, self.round + 1, 1):
+            self.bad += 1
         self.round = number
         if self.in_vain:
-            self.gave_up.append(t)
+            self.gave_up.append(record.t)
             self.vain_rounds.add(number)
         elif self.outcome == records.CAME:
             self.missing = None
-            self.rounds[number] = (t, wait)
+            self.rounds[number] = (record.t, record.waited)
             if len(self.rounds) > _KEPT_ROUNDS:
                 del self.rounds[next(iter(self.rounds))]
 
 
 def recognises(name: str, head: bytes) -> bool:
-    return head.startswith(_HEADS)
+    return head.startswith(_HEAD)
 
 
 def load(files: Iterable[Path], evidence: Evidence) -> list[RankTrace]:
@@ -233,7 +230,7 @@ def load(files: Iterable[Path], evidence: Evidence) -> list[RankTrace]:
     for path in files:
         try:
             starts.append(_read(path))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             why = getattr(error, "strerror", "") or str(error)
             evidence.problems.append(safe(f"{path.name}: {why}"))
     latest = _latest(starts)
@@ -251,45 +248,40 @@ def load(files: Iterable[Path], evidence: Evidence) -> list[RankTrace]:
 
 def _read(path: Path) -> RankTrace:
     with path.open("rb") as file:
-        first = json.loads(file.readline(_LONGEST_LINE) or b"{}")
-        number = first.get("format")
+        first = file.readline(_LONGEST_LINE)
+        number = msgspec.json.decode(first, type=_Format).format
         if number != records.FORMAT:
             raise ValueError(
                 f"format {number}; this nemo_patches reads {records.FORMAT}"
             )
-        header = records.Header(**{k: v for k, v in first.items() if k != "k"})
+        header = _header.decode(first)
         if not 0 <= header.rank < header.world_size <= _MOST_RANKS:
             raise ValueError(f"rank {header.rank} of {header.world_size} in its header")
         trace = RankTrace(header, path)
         while line := file.readline(_LONGEST_LINE):
-            if line.endswith(b"\n"):
-                trace.take(line)
-            else:
-                trace.bad += 1
+            trace.take(line)
     return trace
+
+
+class _Format(msgspec.Struct):
+    format: int
 
 
 def _latest(starts: list[RankTrace]) -> list[RankTrace]:
     """Each rank's last start in the newest job. A rank with fewer starts than others may not have
-    been in the last launch: it counts only if it began nearer to that than to the one before.
+    been in the last launch.
     """
     if not starts:
         return []
-    newest = max(starts, key=lambda one: one.header.started).header
-    of_rank: dict[int, list[float]] = defaultdict(list)
-    last: dict[int, RankTrace] = {}
-    for one in sorted(starts, key=lambda one: one.header.started):
-        header = one.header
-        if header.job == newest.job and header.world_size == newest.world_size:
-            last[one.rank] = one
-            of_rank[one.rank].append(header.started)
-    most = max(of_rank.values(), key=len)
-    return [
-        one
-        for rank, one in last.items()
-        if len(of_rank[rank]) == len(most)
-        or abs(one.header.started - most[-1]) < abs(one.header.started - most[-2])
-    ]
+    starts = sorted(starts, key=lambda one: one.header.started)
+    newest = starts[-1].header
+    of_rank: dict[int, list[RankTrace]] = defaultdict(list)
+    for one in starts:
+        same_job = one.header.job == newest.job
+        if same_job and one.header.world_size == newest.world_size:
+            of_rank[one.rank].append(one)
+    launches = max(map(len, of_rank.values()))
+    return [each[-1] for each in of_rank.values() if len(each) == launches]
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
@@ -304,29 +296,23 @@ def read(files: list[Path], evidence: Evidence) -> None:
     ends = {one.rank: _end(one) for one in traces}
     _without_end(traces, ends)
     for one in traces:
-        evidence.facts += _of_rank(one, ends[one.rank])
-        for rank in sorted(one.gone):
-            other = by_rank.get(rank)
-            if other is not None and other.end is None:
-                evidence.facts.append(_fact(one, Fate(fates.GONE), one.last, of=rank))
-    for one in traces:
         end = ends[one.rank]
+        evidence.facts += _of_rank(one, end)
         if end is None or end.kind != fates.ENDED:
             evidence.facts += _of_reports(one, by_rank)
     _add_seats(traces, evidence)
-    outcomes = {outcome for one in traces for outcome in one.outcomes}
-    if records.TIMEOUT in outcomes and records.CAME not in outcomes:
+    if any(one.gave_up for one in traces) and not any(one.rounds for one in traces):
+        unseen = Fate(fates.UNSEEN)
         evidence.facts += [
-            Fact(rank, Fate(fates.UNSEEN), "no trace of it is here", own=False)
-            for rank in absent
+            Fact(rank, unseen, "no trace of it is here", own=False) for rank in absent
         ]
+    lags = _lags(traces)
     evidence.findings += [
-        *_different(traces),
         *_uneven(traces, list(ends.values())),
-        *_straggler(traces),
+        *_straggler(traces, lags),
         *_late(traces),
     ]
-    evidence.ranks += _summaries(traces)
+    evidence.ranks += [_summary(one, lags[one.rank]) for one in traces]
     if not absent and all(one.went_well for one in traces):
         evidence.is_well = True
         evidence.facts = [
@@ -352,7 +338,8 @@ def _of_rank(trace: RankTrace, end: Fate | None) -> Iterator[Fact]:
     member = Member(trace.header.world_size, trace.header.pid)
     yield _fact(trace, member, trace.last)
     if end is not None:
-        yield _fact(trace, end, (trace.raised or trace.end or {"t": trace.last})["t"])
+        ended = trace.raised or trace.end
+        yield _fact(trace, end, ended.t if ended is not None else trace.last)
     if trace.is_whole:
         call = Call(trace.title, trace.position, trace.phase, trace.in_vain)
         yield _fact(trace, call, trace.last)
@@ -360,19 +347,20 @@ def _of_rank(trace: RankTrace, end: Fate | None) -> Iterator[Fact]:
 
 def _end(trace: RankTrace) -> Fate | None:
     """How its process ended, by its own records; None where they do not say."""
-    end = trace.end if trace.end and not trace.end.get("reason") else None
+    end = trace.end if not trace.goes_on else None
     # Not every exit code is known to the interpreter.
-    code = (end.get("exit_code") or 0) if end else None
+    code = (end.exit_code or 0) if end is not None else 0
     if code == STALL_EXIT:
         return Fate(fates.TERMINATED, "stall_exit")
-    said = str(end.get("error") or "") if end else ""
-    raised = trace.raised
-    if raised is None and not said:
-        if end is None:
-            return None
+    if trace.raised is not None:
+        error = error_of(trace.raised)
+    elif end is None:
+        return None
+    elif end.error:
+        error = error_in(end.error)
+    else:
         text = f"after {trace.title}" + (f", exit code {code}" if code else "")
-        return Fate(fates.ENDED, text, exit_code=code or 0)
-    error = _raised(raised) if raised else error_in(said)
+        return Fate(fates.ENDED, text, exit_code=code)
     if error.type in BY_HAND or ENDED_WITH_IT.search(error.message):
         return Fate(fates.TERMINATED, error.line)
     if error.is_of_a_collective:
@@ -386,83 +374,59 @@ def _end(trace: RankTrace) -> Fate | None:
     return Fate(fates.RAISED, error.line, safe(where), lines, code)
 
 
-def _raised(record: dict[str, Any]) -> Error:
-    text = {
-        name: str(record.get(name, "")) for name in ("type", "message", "traceback")
-    }
-    return error_of(records.Raised(t=0.0, e="", n=0, **text))
-
-
 def _without_end(traces: list[RankTrace], ends: dict[int, Fate | None]) -> None:
     """Where connections closed, or a launcher ended the others, the one rank without an end was
-    killed. Of several only all those of a host are told: SIGTERM leaves no end either.
+    killed. Of several none is told: SIGTERM leaves no end either.
     """
     unknown = [one for one in traces if ends[one.rank] is None and not _runs(one)]
     cut = [one for one in unknown if one.outcome == records.ENDED]
     unknown = [one for one in unknown if one not in cut]
     known = {end.kind for end in ends.values() if end is not None}
     others_ended = cut or {fates.CUT, fates.TERMINATED} & known
-    hosts = {one.header.host for one in unknown}
-    is_host = all(one in unknown for one in traces if one.header.host in hosts)
-    if (
-        not others_ended
-        or fates.WAITED in known
-        or not unknown
-        or (len(unknown) > 1 and not is_host)
-    ):
+    if len(unknown) != 1 or not others_ended or fates.WAITED in known:
         return
-    if all(one.is_whole for one in unknown):
-        ends |= {one.rank: Fate(fates.GONE) for one in unknown}
-        ends |= {one.rank: Fate(fates.CUT, fates.SYNC_ENDED) for one in cut}
+    [one] = unknown
+    if one.is_whole:
+        ends[one.rank] = Fate(fates.GONE)
+        ends |= {each.rank: Fate(fates.CUT, fates.SYNC_ENDED) for each in cut}
 
 
 def _runs(trace: RankTrace) -> bool:
-    """Whether its process runs on this host now, or goes on without a trace."""
-    header = trace.header
-    if (trace.end or {}).get("reason"):
-        return True
-    fields = stat_fields(f"/proc/{header.pid}/stat")
-    if header.host != socket.gethostname() or not fields or fields[0] in "ZX":
-        return False
-    return 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S
+    """Whether its process may run on this host now, or goes on without a trace."""
+    is_here = trace.header.host == socket.gethostname()
+    return trace.goes_on or (is_here and os.path.exists(f"/proc/{trace.header.pid}"))
 
 
 def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact]:
     """What its stall reports say of all ranks, if they are about the stall that it is in."""
     if (report := trace.stalled) is not None:
-        t, text = float(report["t"]), safe(str(report.get("text", "")))
-        still_s = t - (trace.entered[-1] if trace.entered else 0.0)
+        text = safe(report.text)
+        still_s = report.t - (trace.entered[-1] if trace.entered else 0.0)
         # It has waited for its stall_timeout, however short: that is a hang.
         age = still_s if still_s >= STUCK_AFTER_S else None
-        yield _fact(trace, Motion(False, text[:_LONGEST_TEXT], age), t)
+        yield _fact(trace, Motion(False, text[:_LONGEST_TEXT], age), report.t)
         for rank, value in told_in(text).items():
             other = traces.get(rank)
             has_no_end = other is not None and other.end is None
             if has_no_end and isinstance(value, Fate) and value.kind == fates.ENDED:
                 value = Fate(fates.GONE)  # it left, and its trace has no end
-            if not _went_on(other, trace, t):
-                yield _fact(trace, value, t, of=rank)
+            if not _went_on(other, trace, report.t):
+                yield _fact(trace, value, report.t, of=rank)
     report = trace.missing
     if report is None or not trace.in_vain:
         return
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        t = float(report["t"])
-        names = ("ranks", "kinds", "where", "collectives")
-        told = list(zip(*(report[name] for name in names), strict=True))
-        came = {rank for rank, one in traces.items() if one.came_to >= trace.round}
-        if told and all(rank in came for rank, *_ in told):
-            return  # who was missing has come by now: it was late
-        yield _fact(trace, Place(collective=LENGTH_SYNC), t, of=trace.rank)
-        for one in traces.values():
-            if one.missing is None and one.in_vain and one.round == trace.round:
-                at = one.gave_up[-1]
-                yield _fact(one, Place(collective=LENGTH_SYNC), at)
-        for rank, kind, where, collective in told:
-            if rank in came:
-                continue
-            fate = fates.GONE if where == GONE else _KINDS.get(kind)
-            place = Place(safe(str(where)), safe(str(collective)))
-            yield _fact(trace, Fate(fate) if fate else place, t, of=int(rank))
+    came = {rank for rank, one in traces.items() if one.came_to >= trace.round}
+    if report.ranks and came.issuperset(report.ranks):
+        return  # who was missing has come by now: it was late
+    yield _fact(trace, Place(collective=LENGTH_SYNC), report.t, of=trace.rank)
+    told = zip(
+        report.ranks, report.kinds, report.where, report.collectives, strict=False
+    )
+    for rank, kind, where, collective in told:
+        if rank not in came:
+            fate = fates.GONE if where == GONE else _FATES.get(kind)
+            value = Fate(fate) if fate else Place(safe(where), safe(collective))
+            yield _fact(trace, value, report.t, of=rank)
 
 
 def _went_on(other: RankTrace | None, by: RankTrace, t: float) -> bool:
@@ -474,8 +438,8 @@ def _went_on(other: RankTrace | None, by: RankTrace, t: float) -> bool:
     last = max(other.rounds.keys() & by.rounds.keys(), default=None)
     if last is None:
         return other.position > by.position
-    moved = max(other.entered[-1], (other.end or {"t": 0.0})["t"])
-    return bool(moved - other.rounds[last][0] > t - by.rounds[last][0])
+    moved = max(other.entered[-1], other.end.t if other.end is not None else 0.0)
+    return moved - other.rounds[last][0] > t - by.rounds[last][0]
 
 
 def _add_seats(traces: list[RankTrace], evidence: Evidence) -> None:
@@ -509,31 +473,6 @@ def _add_seats(traces: list[RankTrace], evidence: Evidence) -> None:
             evidence.facts.append(_fact(one, seat, one.last))
 
 
-def _different(traces: list[RankTrace]) -> Iterator[Finding]:
-    """What differs between ranks: whether they sync their lengths, settings, versions."""
-    syncs = [
-        (set(one.outcomes) != {records.LOCAL}, one.rank)
-        for one in traces
-        if one.outcomes
-    ]
-    if len(by_sync := parties(syncs)) > 1:
-        text = f"The length is synced on {named(by_sync[True])}, and not on"
-        text += (
-            f" {named(by_sync[False])} (sync_max_audio_length is false, or sync=local)."
-        )
-        yield finding(ids.DIFFERENT_SYNC, text, next(iter(by_sync.values())))
-    for name in traces[0].header.settings | traces[0].header.versions:
-        by_value = parties(
-            ((one.header.settings | one.header.versions).get(name, "none"), one.rank)
-            for one in traces
-        )
-        if len(by_value) > 1 and not (name == "sync" and len(by_sync) > 1):
-            told = "; ".join(
-                f"{safe(str(key))} on {named(of)}" for key, of in by_value.items()
-            )
-            yield finding(ids.DIFFERENT_SETTINGS, f"{safe(name)} differs: {told}.")
-
-
 def _uneven(traces: list[RankTrace], ends: list[Fate | None]) -> Iterator[Finding]:
     """Of ranks that have all ended."""
     calls = parties((len(one.entered), one.rank) for one in traces if not one.bad)
@@ -541,10 +480,10 @@ def _uneven(traces: list[RankTrace], ends: list[Fate | None]) -> Iterator[Findin
         one.went_well or (end is not None and end.kind == fates.ENDED)
         for one, end in zip(traces, ends, strict=True)
     )
-    if len(calls) < 2 or not have_ended:
-        return
-    told = "; ".join(f"{named(ranks)} {count}" for count, ranks in calls.items())
-    yield finding(ids.UNEVEN_CALLS, f"The ranks made unlike numbers of calls: {told}.")
+    if len(calls) > 1 and have_ended:
+        told = "; ".join(f"{named(ranks)} {count}" for count, ranks in calls.items())
+        text = f"The ranks made unlike numbers of calls: {told}."
+        yield finding(ids.UNEVEN_CALLS, text)
 
 
 def _lags(traces: list[RankTrace]) -> dict[int, list[float]]:
@@ -557,28 +496,26 @@ def _lags(traces: list[RankTrace]) -> dict[int, list[float]]:
     }
 
 
-def _straggler(traces: list[RankTrace]) -> Iterator[Finding]:
-    """The rank that comes last to most rounds. None where others come nearly as late: each may have
+def _straggler(
+    traces: list[RankTrace], lags: dict[int, list[float]]
+) -> Iterator[Finding]:
+    """The rank that is late to most rounds. None where others come nearly as late: each may have
     waited for the other before the encoder.
     """
-    lags = _lags(traces)
-    count = len(next(iter(lags.values())))
+    count = len(lags[traces[0].rank])
     if len(traces) < 2 or count < _LEAST_ROUNDS:
         return
-    usual = {rank: median(of_rank) for rank, of_rank in lags.items()}
-    rank = max(usual, key=lambda one: usual[one])
-    others = [one for one in lags if one != rank]
-    is_last = [
-        all(lags[rank][n] > lags[one][n] for one in others) for n in range(count)
-    ]
+    usual = {
+        rank: min(median_low(each), median_low(each[-count // 4 :]))
+        for rank, each in lags.items()
+    }
+    *_, next_to_last, most = sorted(usual.values())
     ends = [traces[0].rounds[n][0] for n in sorted(traces[0].rounds)[-count:]]
-    if (
-        all(2 * sum(part) > len(part) for part in (is_last, is_last[-count // 4 :]))
-        and usual[rank] >= max(_LEAST_LAG_S, *(2 * usual[one] for one in others))
-        and usual[rank] * count >= _LEAST_WAITING * (ends[-1] - ends[0])
-    ):
-        text = f"rank {rank} comes last to {sum(is_last)} of the last {count} rounds, "
-        text += f"{usual[rank] * 1000:.0f} ms after the first (median)."
+    waiting = most * count / (ends[-1] - ends[0])
+    if most >= max(_LEAST_LAG_S, 2 * next_to_last) and waiting >= _LEAST_WAITING:
+        rank = max(usual, key=lambda one: usual[one])
+        text = f"rank {rank} comes {most * 1000:.0f} ms after the first (median) to the"
+        text += f" last {count} rounds."
         yield finding(ids.STRAGGLER, text, [rank])
 
 
@@ -587,25 +524,22 @@ def _late(traces: list[RankTrace]) -> Iterator[Finding]:
     for one in traces:
         others = [other for other in traces if other.vain_rounds & one.rounds.keys()]
         if others:
-            count = len(
-                set.union(*(each.vain_rounds for each in others)) & one.rounds.keys()
-            )
-            gave_up = named([each.rank for each in others])
-            text = f"rank {one.rank} came too late to {count} of its last rounds; {gave_up}"
-            yield finding(ids.LATE, f"{text} went on without it.", [one.rank])
+            given_up = set.union(*(other.vain_rounds for other in others))
+            text = f"rank {one.rank} came too late to"
+            text += f" {len(given_up & one.rounds.keys())} of its last rounds;"
+            text += f" {named([each.rank for each in others])} went on without it."
+            yield finding(ids.LATE, text, [one.rank])
 
 
-def _summaries(traces: list[RankTrace]) -> Iterator[RankSummary]:
-    lags = _lags(traces)
-    for one in traces:
-        where = f"in {one.title}, {one.phase}" if one.phase else f"out of {one.title}"
-        yield RankSummary(
-            rank=one.rank,
-            host=safe(one.header.host),
-            pid=one.header.pid,
-            calls=len(one.entered),
-            state=where if one.number else "no call yet",
-            ago=None,
-            waited=one.waited,
-            lag=median(lags[one.rank]) if lags[one.rank] else None,
-        )
+def _summary(trace: RankTrace, lags: list[float]) -> RankSummary:
+    at = f"in {trace.title}, {trace.phase}" if trace.phase else f"out of {trace.title}"
+    return RankSummary(
+        rank=trace.rank,
+        host=safe(trace.header.host),
+        pid=trace.header.pid,
+        calls=len(trace.entered),
+        state=at if trace.number else "no call yet",
+        ago=None,
+        waited=trace.waited,
+        lag=median_low(lags) if lags else None,
+    )
