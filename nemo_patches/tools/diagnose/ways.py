@@ -14,6 +14,8 @@ from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import Place
 from nemo_patches.tools.diagnose.verdicts import by_party, capital, is_
 
+_REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
+
 
 class Reason(NamedTuple):
     """Why ranks are in different collectives. id: a finding's; both empty if not known."""
@@ -31,6 +33,15 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     """By a counter of a loop that both parties are in, else by their lines in the function where
     their stacks part.
     """
+    for party in (few, many):
+        if any(_REQUEUES in step for one in party for step in one.place.way):
+            text = (
+                f"{capital(_names(party))} {is_(party)} in a handler of SIGUSR1"
+                " (Lightning's requeue), which saves a checkpoint together with all ranks,"
+                " and a rank that waits in C++ runs no handler:"
+                " SLURMEnvironment(auto_requeue=False), and requeue in the job's script"
+            )
+            return Reason(ids.OUT_OF_STEP, text)
     one = few[0].place
     other = many[0].place
     pairs = enumerate(zip(one.way, other.way, strict=False))
