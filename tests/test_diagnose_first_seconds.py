@@ -22,7 +22,7 @@ from test_evidence import ELSEWHERE, SYNC, facts, report, still
 
 from nemo_patches.tools import NEEDED
 from nemo_patches.tools.diagnose import command, report_text
-from nemo_patches.tools.diagnose import fates as f
+from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect import gpus, samples
 from nemo_patches.tools.diagnose.collect.host_jobs import (
@@ -34,7 +34,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.samples import Frame, Sample, Thread
-from nemo_patches.tools.diagnose.facts import Fate, Motion, Place
+from nemo_patches.tools.diagnose.facts import Condition, Motion, Place
 from nemo_patches.tools.diagnose.findings import Diagnosis, RankSummary
 from nemo_patches.tools.diagnose.verdicts import LOADER
 
@@ -149,11 +149,11 @@ def test_on_the_culprits_host_alone_it_says_what_it_saw() -> None:
 
 
 def test_nobody_in_a_collective_is_looked_at_until_it_is_a_hang() -> None:
-    young = facts(0, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=3.0))
+    young = facts(0, Condition(f.RUNS), ELSEWHERE, Motion(False, still_s=3.0))
     found = report(
         young,
-        facts(1, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=4.0)),
-        facts(2, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=5.0)),
+        facts(1, Condition(f.RUNS), ELSEWHERE, Motion(False, still_s=4.0)),
+        facts(2, Condition(f.RUNS), ELSEWHERE, Motion(False, still_s=5.0)),
     )
     assert found.verdict.startswith("So far no hang: ranks 0-2 are in no collective"), (
         found
@@ -178,7 +178,7 @@ def test_a_collective_in_forked_loader_workers_is_told_with_what_to_do() -> None
 def test_one_of_those_that_wait_alike_is_not_accused_for_having_waited_longer() -> None:
     """Ranks poll their loader's workers, each at another moment."""
     alike = [
-        facts(rank, Fate(f.RUNS), ELSEWHERE, Motion(False, still_s=seconds))
+        facts(rank, Condition(f.RUNS), ELSEWHERE, Motion(False, still_s=seconds))
         for rank, seconds in ((0, 33.0), (1, 4.0), (2, 33.0))
     ]
     found = report(*alike)
@@ -195,8 +195,8 @@ def test_a_start_up_that_hangs_is_no_skipped_backward() -> None:
 
     lost = facts(
         1,
-        Fate(f.UNRESOLVED, "node0: -3"),
-        Fate(f.RUNS),
+        Condition(f.UNRESOLVED, "node0: -3"),
+        Condition(f.RUNS),
         starting(7),
         Motion(False, still_s=60.0),
     )
@@ -212,7 +212,7 @@ def test_an_unreadable_rank_that_others_report_missing_is_named() -> None:
     unreadable = [
         one
         for rank in range(3)
-        for one in facts(rank, Fate(f.UNREADABLE, "py-spy is not installed"))
+        for one in facts(rank, Condition(f.UNREADABLE, "py-spy is not installed"))
     ]
     waits = [Fact(rank, SYNC, "train.log:9", own=False) for rank in (0, 2)]
     found = report(unreadable, waits, [Fact(1, ELSEWHERE, "train.log:9", own=False)])

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import CHECKPOINT, PERHAPS
-from nemo_patches.tools.diagnose import fates as f
+from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -49,12 +49,12 @@ def facts(
 
 
 def report(
-    *groups: list[Fact], world: int = 3, seats: dict[str, set[int]] | None = None
+    *groups: list[Fact], world: int = 3, entries: dict[str, set[int]] | None = None
 ) -> Diagnosis:
     return judge(
         Evidence(
             [fact for group in groups for fact in group],
-            groups=seats or {},
+            groups=entries or {},
             world_size=world,
         )
     )
@@ -66,7 +66,7 @@ def still(
     return facts(
         rank,
         Member(3, 100 + rank),
-        Fate(f.RUNS),
+        Condition(f.RUNS),
         place,
         Motion(False, still_s=seconds),
         at=at,
@@ -91,7 +91,7 @@ def test_young_waits_are_no_hang_and_what_moves_is_not_stuck() -> None:
         and young.exit_code == 0
     )
     moves = [
-        *facts(1, Fate(f.RUNS), SYNC, Motion(True, "i of train went from 5 to 9")),
+        *facts(1, Condition(f.RUNS), SYNC, Motion(True, "i of train went from 5 to 9")),
     ]
     goes_on = report(still(0, SYNC), moves, still(2, ELSEWHERE))
     assert not goes_on.findings or goes_on.findings[0].ranks != (1,)
@@ -109,20 +109,22 @@ def test_one_look_at_each_is_said_to_be_one() -> None:
     [(f.STOPPED, ids.STOPPED), (f.TRACED, ids.TRACED), (f.GONE, ids.KILLED)],
 )
 def test_who_is_held_up_or_gone_is_told_as_that(kind: str, id_: str) -> None:
-    found = report(still(0, SYNC), facts(1, Member(3, 101), Fate(kind)), still(2, SYNC))
+    found = report(
+        still(0, SYNC), facts(1, Member(3, 101), Condition(kind)), still(2, SYNC)
+    )
     assert (found.findings[0].id, found.findings[0].ranks) == (id_, (1,))
     assert kind != f.STOPPED or "kill -CONT 101" in found.next_step
 
 
 def test_a_cause_comes_before_all_that_follows_from_it() -> None:
     found = report(
-        facts(0, Fate(f.CUT, "Connection closed by peer"), cite="train.log:9"),
+        facts(0, Condition(f.CUT, "Connection closed by peer"), cite="train.log:9"),
         facts(
             1,
-            Fate(f.RAISED, "ValueError: bad audio", "read (data.py:41)"),
+            Condition(f.RAISED, "ValueError: bad audio", "read (data.py:41)"),
             cite="train.log:5",
         ),
-        facts(2, Fate(f.TERMINATED, "SIGTERM"), ELSEWHERE),
+        facts(2, Condition(f.TERMINATED, "SIGTERM"), ELSEWHERE),
     )
     first = found.findings[0]
     assert (first.id, first.ranks) == (ids.EXCEPTION, (1,))
@@ -132,19 +134,27 @@ def test_a_cause_comes_before_all_that_follows_from_it() -> None:
 
 def test_what_was_raised_after_waiting_in_vain_is_no_cause() -> None:
     waited = Fact(
-        0, Fate(f.WAITED, "Timed out waiting 1800000 ms"), "train.log:5", 5, "train.log"
+        0,
+        Condition(f.WAITED, "Timed out waiting 1800000 ms"),
+        "train.log:5",
+        5,
+        "train.log",
     )
-    after = Fact(0, Fate(f.RAISED, "KeyError: 'loss'"), "train.log:9", 9, "train.log")
-    other = Fact(2, Fate(f.RAISED, "KeyError: 'loss'"), "train.log:9", 9, "train.log")
+    after = Fact(
+        0, Condition(f.RAISED, "KeyError: 'loss'"), "train.log:9", 9, "train.log"
+    )
+    other = Fact(
+        2, Condition(f.RAISED, "KeyError: 'loss'"), "train.log:9", 9, "train.log"
+    )
     found = report([waited, after, other])
     assert found.findings[0].id == ids.WAITED_IN_VAIN and not found.findings[0].ranks
 
 
 def test_alike_errors_are_told_by_type_and_frame_not_by_words() -> None:
     found = report(
-        facts(0, Fate(f.RAISED, "ValueError: row 7", "read (data.py:41)"), at=5.0),
-        facts(1, Fate(f.RAISED, "ValueError: row 9", "read (data.py:41)"), at=5.0),
-        facts(2, Fate(f.RAISED, "ValueError: row 9", "step (train.py:4)"), at=9.0),
+        facts(0, Condition(f.RAISED, "ValueError: row 7", "read (data.py:41)"), at=5.0),
+        facts(1, Condition(f.RAISED, "ValueError: row 9", "read (data.py:41)"), at=5.0),
+        facts(2, Condition(f.RAISED, "ValueError: row 9", "step (train.py:4)"), at=9.0),
     )
     assert found.findings[0].ranks == (0, 1)
 
@@ -153,7 +163,7 @@ def numbered(rank: int, number: int, done: bool, cite: str) -> list[Fact]:
     return facts(
         rank,
         *(
-            Seat(rank, "0", n, "gloo:all_reduce", "[1]", n < number or done)
+            Entry(rank, "0", n, "gloo:all_reduce", "[1]", n < number or done)
             for n in (1, number)
         ),
         cite=cite,
@@ -173,8 +183,10 @@ def test_numbers_name_who_is_missing_and_stacks_say_why() -> None:
     found = report(
         *dumps,
         facts(2, worker),
-        facts(0, Fate(f.WAITED, "Timed out waiting 10000 ms"), cite="train.log:108"),
-        seats={"0": {0, 1, 2}},
+        facts(
+            0, Condition(f.WAITED, "Timed out waiting 10000 ms"), cite="train.log:108"
+        ),
+        entries={"0": {0, 1, 2}},
     )
     first = found.findings[0]
     assert (first.id, first.ranks) == (ids.MISSING_RANK, (2,))
@@ -189,21 +201,21 @@ def test_a_contradiction_is_printed_with_both_citations_and_accuses_nobody() -> 
         for rank in range(3)
     ]
     later = facts(2, SYNC, cite="later.json, pid 102", at=99.0)
-    found = report(*dumps, later, seats={"0": {0, 1, 2}})
+    found = report(*dumps, later, entries={"0": {0, 1, 2}})
     assert not any(2 in one.ranks for one in found.findings)
 
 
 def test_who_has_no_ending_where_connections_closed_is_the_suspect() -> None:
     found = report(
-        facts(0, Fate(f.CUT, "Connection closed by peer")),
-        facts(1, Fate(f.GONE)),
-        facts(2, Fate(f.TERMINATED, "SIGTERM"), ELSEWHERE),
+        facts(0, Condition(f.CUT, "Connection closed by peer")),
+        facts(1, Condition(f.GONE)),
+        facts(2, Condition(f.TERMINATED, "SIGTERM"), ELSEWHERE),
     )
     assert (found.findings[0].id, found.findings[0].ranks) == (ids.KILLED, (1,))
 
 
 def test_all_that_ended_in_good_order_is_no_finding() -> None:
-    found = report(*(facts(rank, Fate(f.ENDED)) for rank in range(3)))
+    found = report(*(facts(rank, Condition(f.ENDED)) for rank in range(3)))
     assert not found.findings and found.exit_code == 0
 
 
@@ -383,7 +395,9 @@ def test_a_counter_of_another_loop_does_not_tell_of_fewer_batches() -> None:
 def test_who_is_held_where_the_others_wait_is_not_accused_while_one_is_elsewhere() -> (
     None
 ):
-    held = facts(0, Member(3, 100), Fate(f.TRACED), SYNC, Motion(False, still_s=60.0))
+    held = facts(
+        0, Member(3, 100), Condition(f.TRACED), SYNC, Motion(False, still_s=60.0)
+    )
     found = report(held, still(1, ELSEWHERE), still(2, SYNC))
     assert [(one.id, one.ranks) for one in found.findings] == [(ids.MISSING_RANK, (1,))]
     assert "a debugger holds it" in "".join(found.findings[0].evidence)
@@ -395,7 +409,7 @@ def test_a_checkpoint_that_is_being_written_is_no_hang() -> None:
     writes = replace(ELSEWHERE, activity=CHECKPOINT)
     found = report(
         still(0, SYNC),
-        facts(1, Fate(f.RUNS), writes, Motion(True, "it wrote 3.1 MB")),
+        facts(1, Condition(f.RUNS), writes, Motion(True, "it wrote 3.1 MB")),
         still(2, SYNC),
     )
     assert found.verdict.startswith("So far no hang: rank 1: it writes a checkpoint")

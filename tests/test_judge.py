@@ -1,4 +1,4 @@
-"""The judge over seats, on the records of jobs that are played through: who stopped is known there,
+"""The judge over entries, on the records of jobs that are played through: who stopped is known there,
 and who waits.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from simulated_job import Collective, Event, Job, Listener, Rank, run
 
 from nemo_patches.judging import judge as j
-from nemo_patches.judging.judge import Judgement, Seat, judge
+from nemo_patches.judging.judge import Entry, Judgement, judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -27,19 +27,19 @@ class Hang:
     """What a job left that came to where nobody can go on."""
 
     groups: dict[str, list[int]]
-    seats: list[Seat]
+    entries: list[Entry]
     stopped: set[int]  # ranks that are in no collective, and never come to their next
-    waits: dict[int, Seat]  # by rank that is in one
+    waits: dict[int, Entry]  # by rank that is in one
 
     def absent(self, rank: int) -> set[int]:
         """Whom a rank that waits waits for."""
-        seat = self.waits[rank]
+        entry = self.waits[rank]
         entered = {
             one.rank
-            for one in self.seats
-            if (one.group, one.number) == (seat.group, seat.number)
+            for one in self.entries
+            if (one.group, one.number) == (entry.group, entry.number)
         }
-        return set(self.groups[seat.group]) - entered
+        return set(self.groups[entry.group]) - entered
 
 
 def hang_of(
@@ -58,15 +58,15 @@ def hang_of(
         for number, program in enumerate(programs)
     ]
     run(ranks)
-    seats, waits = [], {}
+    entries, waits = [], {}
     stopped = {number for number in stop if ranks[number].finished}
     for rank in ranks:
         for event, number, round_ in rank.joined:
             done, completed = (
                 (round_.came, round_.came) if tells_completion else (None, False)
             )
-            seats.append(
-                Seat(
+            entries.append(
+                Entry(
                     rank.number,
                     event.group,
                     number,
@@ -76,8 +76,8 @@ def hang_of(
                 )
             )
             if not round_.came and rank.number not in stopped:
-                waits[rank.number] = seats[-1]
-    return Hang(groups, seats, stopped, waits)
+                waits[rank.number] = entries[-1]
+    return Hang(groups, entries, stopped, waits)
 
 
 def played(
@@ -116,8 +116,8 @@ def accused(found: list[Judgement]) -> set[int]:
 
 
 def of(job: Hang, chance: random.Random) -> list[Judgement]:
-    """The judgement on its seats in any order."""
-    return judge(chance.sample(job.seats, len(job.seats)), job.groups)
+    """The judgement on its entries in any order."""
+    return judge(chance.sample(job.entries, len(job.entries)), job.groups)
 
 
 @pytest.mark.parametrize("tells_completion", [True, False])
@@ -166,12 +166,13 @@ def test_where_all_made_as_many_nobody_made_fewer(tells_completion: bool) -> Non
         assert not accused(found), (seed, found)
         counts = {
             group: {
-                sum(s.rank == r and s.group == group for s in job.seats) for r in ranks
+                sum(s.rank == r and s.group == group for s in job.entries)
+                for r in ranks
             }
             for group, ranks in job.groups.items()
         }
         assert all(
-            one.id != j.MISSING or len(counts[one.seat.group]) > 1 for one in found
+            one.id != j.MISSING or len(counts[one.entry.group]) > 1 for one in found
         ), (seed, found)
 
 
@@ -188,9 +189,11 @@ def test_records_that_are_not_there_or_lost_their_beginning_accuse_nobody_who_wa
         )
         keeps = {rank: chance.choice((1, 2, 5, 100)) for rank in here}
         kept = [
-            seat
+            entry
             for rank in here
-            for seat in [one for one in job.seats if one.rank == rank][-keeps[rank] :]
+            for entry in [one for one in job.entries if one.rank == rank][
+                -keeps[rank] :
+            ]
         ]
         whole = {rank for rank in here if keeps[rank] == 100}
         members = {
@@ -208,10 +211,10 @@ def test_records_that_are_not_there_or_lost_their_beginning_accuse_nobody_who_wa
 
 def test_records_of_different_moments_accuse_nobody() -> None:
     """A collective that is completed had every rank in it."""
-    late = [Seat(0, "0", number, done=True, completed=True) for number in range(1, 9)]
-    early = [Seat(1, "0", number, done=True, completed=True) for number in range(1, 6)]
+    late = [Entry(0, "0", number, done=True, completed=True) for number in range(1, 9)]
+    early = [Entry(1, "0", number, done=True, completed=True) for number in range(1, 6)]
     (found,) = judge([*late, *early], {"0": [0, 1]})
-    assert (found.id, found.accused, found.absent, found.seat.number) == (
+    assert (found.id, found.accused, found.absent, found.entry.number) == (
         j.OLDER,
         (),
         (1,),
@@ -219,17 +222,17 @@ def test_records_of_different_moments_accuse_nobody() -> None:
     )
 
 
-def test_of_records_with_one_seat_each_the_last_is_named_where_it_is_told_where_they_begin() -> (
+def test_of_records_with_one_entry_each_the_last_is_named_where_it_is_told_where_they_begin() -> (
     None
 ):
     """As RAS tells: rank 2 has launched 60 operations, rank 1 62, rank 0 64."""
-    seats = [
-        Seat(0, "0", 64, done=None),
-        Seat(1, "0", 62, done=None),
-        Seat(2, "0", 60, done=None),
+    entries = [
+        Entry(0, "0", 64, done=None),
+        Entry(1, "0", 62, done=None),
+        Entry(2, "0", 60, done=None),
     ]
-    (found,) = judge(seats, {"0": [0, 1, 2]}, {("0", rank): 60 for rank in range(3)})
-    assert (found.id, found.accused, found.seat.number) == (j.MISSING, (2,), 62)
+    (found,) = judge(entries, {"0": [0, 1, 2]}, {("0", rank): 60 for rank in range(3)})
+    assert (found.id, found.accused, found.entry.number) == (j.MISSING, (2,), 62)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +251,11 @@ def test_of_records_with_one_seat_each_the_last_is_named_where_it_is_told_where_
 def test_in_some_collectives_ranks_may_give_unlike_sizes(
     kind: str, may_differ: bool
 ) -> None:
-    found = judge([Seat(rank, "0", 1, kind, f"[{rank}]") for rank in range(2)], {})
+    found = judge([Entry(rank, "0", 1, kind, f"[{rank}]") for rank in range(2)], {})
     assert [one.id for one in found] == [j.ALL_IN if may_differ else j.SIZES]
 
 
 def test_who_waits_in_a_group_of_which_nobody_else_is_known_is_not_missing() -> None:
-    seats = [Seat(0, "tp", 1), Seat(1, "0", 1)]
-    (found,) = judge(seats, {"0": [0, 1]})
+    entries = [Entry(0, "tp", 1), Entry(1, "0", 1)]
+    (found,) = judge(entries, {"0": [0, 1]})
     assert (found.id, found.accused, found.absent) == (j.CROSSED, (), (0,))

@@ -12,13 +12,13 @@ import pytest
 from simulated_job import Collective, Event
 from test_judge import Hang, hang_of, played
 
-from nemo_patches.judging.judge import Seat
-from nemo_patches.tools.diagnose import fates as f
+from nemo_patches.judging.judge import Entry
+from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 # 100,000 take some minutes.
 JOBS = int(os.environ.get("NEMO_PATCHES_TEST_JOBS", "3000"))
 STUCK = Place(where="read (data.py:41) < main (train.py:80)")
-WAITED = Fate(f.WAITED, "Timed out waiting 1800000 ms")
+WAITED = Condition(f.WAITED, "Timed out waiting 1800000 ms")
 
 
 def evidence(job: Hang) -> Evidence:
@@ -44,19 +44,20 @@ def evidence(job: Hang) -> Evidence:
 def records(job: Hang, ranks: set[int]) -> list[Fact]:
     """As Flight Recorder dumps tell."""
     return [
-        Fact(seat.rank, seat, f"trace_{seat.rank}", at=100.0)
-        for seat in job.seats
-        if seat.rank in ranks
+        Fact(entry.rank, entry, f"trace_{entry.rank}", at=100.0)
+        for entry in job.entries
+        if entry.rank in ranks
     ]
 
 
 def place_of(job: Hang, rank: int) -> Place:
-    seat = job.waits.get(rank)
+    entry = job.waits.get(rank)
     return (
         Place(
-            collective=seat.kind, caller=f"group {seat.group} (train.py:{seat.number})"
+            collective=entry.kind,
+            caller=f"group {entry.group} (train.py:{entry.number})",
         )
-        if seat
+        if entry
         else STUCK
     )
 
@@ -67,7 +68,7 @@ def stacks(job: Hang, ranks: set[int], looked_twice: bool) -> list[Fact]:
         cite = f"node1, pid {100 + rank}"
         values = [
             Member(len(job.groups["0"]), 100 + rank),
-            Fate(f.RUNS),
+            Condition(f.RUNS),
             place_of(job, rank),
         ]
         values += [Motion(False, still_s=60.0)] if looked_twice else []
@@ -107,7 +108,7 @@ def hung(chance: random.Random) -> tuple[Hang, Evidence]:
             told.facts.append(
                 Fact(
                     rank,
-                    Fate(chance.choice((f.KILLED, f.RAISED, f.GONE, f.SILENT))),
+                    Condition(chance.choice((f.KILLED, f.RAISED, f.GONE, f.SILENT))),
                     f"log:{rank}",
                 )
             )
@@ -128,7 +129,7 @@ def test_nobody_whom_any_fact_shows_waiting_is_accused() -> None:
         waits |= {
             fact.rank
             for fact in told.facts
-            if isinstance(fact.value, Seat) and fact.value in job.waits.values()
+            if isinstance(fact.value, Entry) and fact.value in job.waits.values()
         }
         report = judge(told)
         assert not accused(report) & waits, (seed, report.findings)
@@ -206,7 +207,7 @@ def test_nothing_is_critical_where_all_ended_in_good_order() -> None:
         everybody = set(range(len(job.groups["0"])))
         told.facts = records(job, everybody) if chance.random() < 0.7 else []
         told.facts += [
-            Fact(rank, Fate(f.ENDED), f"rank {rank}'s trace", 300.0 + rank)
+            Fact(rank, Condition(f.ENDED), f"rank {rank}'s trace", 300.0 + rank)
             for rank in everybody
         ]
         chance.shuffle(told.facts)
@@ -260,7 +261,7 @@ def test_whatever_the_facts_are_there_is_a_report() -> None:
         for _ in range(chance.randint(0, 20)):
             value = chance.choice(
                 (
-                    Fate(chance.choice(kinds)),
+                    Condition(chance.choice(kinds)),
                     Place(
                         collective=chance.choice(
                             ("all_reduce", "barrier", "perhaps the GPU, in item()")
@@ -271,7 +272,7 @@ def test_whatever_the_facts_are_there_is_a_report() -> None:
                         chance.random() < 0.5, still_s=chance.choice((None, 5.0, 60.0))
                     ),
                     Member(size, chance.randint(0, 99)),
-                    Seat(
+                    Entry(
                         0,
                         chance.choice("01"),
                         chance.randint(1, 4),
@@ -280,7 +281,7 @@ def test_whatever_the_facts_are_there_is_a_report() -> None:
                 )
             )
             rank = chance.randrange(size)
-            value = value._replace(rank=rank) if isinstance(value, Seat) else value
+            value = value._replace(rank=rank) if isinstance(value, Entry) else value
             told.facts.append(
                 Fact(
                     rank,

@@ -9,7 +9,7 @@ import pytest
 from test_watchdog_log import diagnose_logs
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.facts import Evidence, Fate
+from nemo_patches.tools.diagnose.facts import Condition, Evidence
 from nemo_patches.tools.diagnose.sources import logs
 from nemo_patches.tools.diagnose.sources.stall_reports import Group
 
@@ -934,7 +934,9 @@ def test_the_recorders_stack_with_a_prefix_is_read(tmp_path: Path) -> None:
     )
     evidence = Evidence()
     logs.read([tmp_path / "train.log"], evidence)
-    places = [one.value.where for one in evidence.facts if isinstance(one.value, Fate)]
+    places = [
+        one.value.where for one in evidence.facts if isinstance(one.value, Condition)
+    ]
     assert "all_reduce (distributed_c10d.py:2810) < step (train.py:50)" in places
 
 

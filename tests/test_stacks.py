@@ -12,13 +12,13 @@ import pytest
 import stock_hangs as jobs
 
 from nemo_patches.judging.kinds import CHECKPOINT
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, look
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -48,7 +48,7 @@ class Hang:
     waiting: dict[int, str]
     elsewhere: dict[int, str] = field(default_factory=dict)
     activity: str = ""
-    fate: str = fates.RUNS
+    condition: str = conditions.RUNS
     details: str = ""
     verdict: tuple[str, ...] = (ids.MISSING_RANK,)
     words: tuple[str, ...] = ()
@@ -116,7 +116,11 @@ HANGS = [
         words=("decode_with_c_extension", "GIL"),
     ),
     Hang(
-        jobs.stopped, LATE, {1: "<lambda>"}, fate=fates.STOPPED, verdict=(ids.STOPPED,)
+        jobs.stopped,
+        LATE,
+        {1: "<lambda>"},
+        condition=conditions.STOPPED,
+        verdict=(ids.STOPPED,),
     ),
     Hang(
         jobs.deadlock,
@@ -318,7 +322,7 @@ def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> N
         assert f"{function} (stock_hangs.py:" in place.where
         assert hang.activity in (place.activity, "")
         assert hang.details in "\n".join(place.details)
-        assert of(facts, rank, Fate).kind == hang.fate
+        assert of(facts, rank, Condition).kind == hang.condition
     assert all(fact.cite.endswith(f", pid {pids[fact.rank]}") for fact in facts)
     report = judge(Evidence(facts, world_size=hang.size), stuck_after_s=STUCK_AFTER_S)
     first = report.findings[0]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect import belongings as lying
 from nemo_patches.tools.diagnose.collect import host_ranks, samples
 from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
@@ -36,7 +36,7 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import Evidence, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose.facts import Condition, Evidence, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources import stacks as reader
 from nemo_patches.tools.diagnose.verdicts import LOADER
 
@@ -186,7 +186,7 @@ def test_a_rank_that_is_not_there_has_ended(tmp_path: Path) -> None:
         assert [
             fact.rank
             for fact in facts
-            if isinstance(fact.value, Fate) and fact.value.kind == fates.GONE
+            if isinstance(fact.value, Condition) and fact.value.kind == conditions.GONE
         ] == [4]
         [ranks] = jobs_here(pids=[pid])  # who is given alone has others beside it
         facts = reader.of_samples(look(ranks, lambda _: True, between_s=0.1))
@@ -399,7 +399,7 @@ def test_a_stopped_rank_is_read_without_stopping_it_once_more(tmp_path: Path) ->
         os.kill(pid, signal.SIGSTOP)
         [ranks] = jobs_here(str(tmp_path))
         job = look(ranks, lambda _: True, between_s=0.1)
-        assert of(job, Fate).kind == fates.STOPPED
+        assert of(job, Condition).kind == conditions.STOPPED
         assert "program.py" in of(job, Place).where
         assert not of(job, Motion).moved
         os.kill(pid, signal.SIGCONT)
@@ -419,8 +419,8 @@ def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
             time.sleep(0.05)
         [ranks] = jobs_here(str(tmp_path))
         job = look(ranks, lambda _: True, between_s=0.1)
-        assert of(job, Fate) == Fate(
-            fates.TRACED, f"traced by pid {debugger.pid} (gdb, strace)"
+        assert of(job, Condition) == Condition(
+            conditions.TRACED, f"traced by pid {debugger.pid} (gdb, strace)"
         )
         debugger.kill()
 
@@ -441,7 +441,7 @@ def test_strace_holds_nobody(tmp_path: Path) -> None:
         [ranks] = jobs_here(str(tmp_path))
         job = look(ranks, lambda _: True, between_s=0.1)
         tracer.kill()
-    assert of(job, Fate) == Fate(fates.RUNS)
+    assert of(job, Condition) == Condition(conditions.RUNS)
     assert "program.py" in of(job, Place).where
     assert f"pid {tracer.pid} traces it (strace, gdb)" in of(job, Place).details
 
@@ -505,7 +505,7 @@ def test_the_one_file_for_containers_tells_the_same(
     assert not evidence.problems
     assert evidence.world_size == 8
     told = [fact.value for fact in evidence.facts]
-    assert told[:2] == [Member(8, pid), Fate(fates.RUNS)]
+    assert told[:2] == [Member(8, pid), Condition(conditions.RUNS)]
     assert "program.py" in told[2].where  # type: ignore[union-attr]
     assert isinstance(told[3], Motion)
     assert told[3].by.startswith("i of train (program.py) went from ")
@@ -521,9 +521,11 @@ def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(
         pytest.skip("py-spy is beside it")
     with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
         evidence = run_alone(alone, pid, python="/usr/bin/python3")
-    fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
-    assert fate.kind == fates.UNREADABLE
-    assert "pip install py-spy" in fate.text
+    condition = next(
+        fact.value for fact in evidence.facts if isinstance(fact.value, Condition)
+    )
+    assert condition.kind == conditions.UNREADABLE
+    assert "pip install py-spy" in condition.text
     motion = next(
         fact.value for fact in evidence.facts if isinstance(fact.value, Motion)
     )
@@ -550,12 +552,14 @@ def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(
             user=65534,
             group=65534,
         )
-    fate = next(fact.value for fact in evidence.facts if isinstance(fact.value, Fate))
-    assert (fate.kind, fate.text) == (
-        fates.UNREADABLE,
+    condition = next(
+        fact.value for fact in evidence.facts if isinstance(fact.value, Condition)
+    )
+    assert (condition.kind, condition.text) == (
+        conditions.UNREADABLE,
         "it is user 0's: run this as that user, or as root",
     )
-    assert fate.details[0].startswith("state ") and fate.details[0].endswith(
+    assert condition.details[0].startswith("state ") and condition.details[0].endswith(
         " s of CPU time"
     )
     assert any(

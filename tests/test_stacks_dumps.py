@@ -19,7 +19,7 @@ import ranks as real_ranks
 import stock_hangs as jobs
 from test_stacks import LENGTH_SYNC, STUCK_AFTER_S, looked_at, of, waits
 
-from nemo_patches.tools.diagnose import fates, places
+from nemo_patches.tools.diagnose import conditions, places
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
@@ -30,9 +30,9 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 )
 from nemo_patches.tools.diagnose.collect.samples import Frame, py_spy
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -169,9 +169,9 @@ def test_faulthandlers_stack_does_not_say_that_a_process_runs(
     late_job: tuple[Path, list[int], HostFile], tmp_path: Path
 ) -> None:
     forms = in_forms(late_job, tmp_path)
-    assert of(told_by(*forms["faulthandler"]).facts, 1, Fate) is None
+    assert of(told_by(*forms["faulthandler"]).facts, 1, Condition) is None
     facts = told_by(*forms["py-spy"]).facts
-    assert of(facts, 1, Fate) == Fate(fates.RUNS)
+    assert of(facts, 1, Condition) == Condition(conditions.RUNS)
     assert of(facts, 1, Member).pid == late_job[1][1]
 
 

@@ -27,8 +27,8 @@ from nemo_patches.judging.rank_groups import RankGroup
 from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Fate, UnreadableError
-from nemo_patches.tools.diagnose.fates import WAITED
+from nemo_patches.tools.diagnose.conditions import WAITED
+from nemo_patches.tools.diagnose.facts import Condition, Evidence, Fact, UnreadableError
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
     FIRST_FAILURE,
@@ -1558,12 +1558,12 @@ def test_the_rank_that_a_dump_signal_comes_from_waited(tmp_path: Path) -> None:
         tmp_path, signal(0, " rank 3", 21, 21), signal(1, " rank 3", 21, 21), START
     )
     assert not any(3 in one.ranks for one in report.findings), report
-    fates = [
+    conditions = [
         fact
         for fact in facts_of(tmp_path, signal(0, " rank 3", 21, 21))
-        if isinstance(fact.value, Fate)
+        if isinstance(fact.value, Condition)
     ]
-    told = [(fact.rank, fact.value.kind, fact.own) for fact in fates]
+    told = [(fact.rank, fact.value.kind, fact.own) for fact in conditions]
     assert told == [(3, "waited", False), (0, "heard", True)]
 
 
@@ -1616,7 +1616,7 @@ def test_citations_hold_over_blocks_of_a_large_file(tmp_path: Path) -> None:
     raised = next(
         fact
         for fact in evidence.facts
-        if isinstance(fact.value, Fate) and fact.value.kind == "raised"
+        if isinstance(fact.value, Condition) and fact.value.kind == "raised"
     )
     lines = file.read_text().splitlines()
     number = int(raised.cite.rpartition(":")[2])
@@ -1683,7 +1683,7 @@ EXAMPLES = (
 ROWS = (
     *c10d_lines._READERS,
     *c10d_lines._REPORTS,
-    *c10d_lines._FATES,
+    *c10d_lines._CONDITIONS,
     *c10d_lines._FATES_OF_RANKS,
 )
 
@@ -1796,7 +1796,7 @@ def test_what_is_told_of_local_ranks_of_several_hosts_stays_in_the_lines_order()
     for number in range(8):
         found.add(
             number,
-            Fate(WAITED, f"timed out {number}"),
+            Condition(WAITED, f"timed out {number}"),
             Line("", "train.log", number, rank=number),
         )
     found.without_local_ranks()

@@ -3,7 +3,7 @@
 Needs no torch.
 
 Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces)
-becomes Seats. What is odd about a source, its reader tells by leaving a rank out.
+becomes Entries. What is odd about a source, its reader tells by leaving a rank out.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -35,7 +35,7 @@ _ANY_SIZE = (
 )  # as kinds begin of unlike sizes
 
 
-class Seat(NamedTuple):
+class Entry(NamedTuple):
     """One collective that a rank has entered.
 
     number: of its group, rising by one. kind, size: empty where not known; both are compared as
@@ -63,40 +63,41 @@ class Seat(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """accused: empty if the seats do not decide. waiting: ranks in `seat`; absent: ranks that have
-    not entered it.
+    """accused: empty if the entries do not decide. waiting: ranks in `entry`; absent: ranks that
+    have not entered it.
     """
 
     id: str
     accused: tuple[int, ...]
     waiting: tuple[int, ...]
-    seat: Seat
+    entry: Entry
     absent: tuple[int, ...] = ()
 
 
 def judge(
-    seats: Iterable[Seat],
+    entries: Iterable[Entry],
     members: Mapping[str, Iterable[int]],
     begins: Mapping[tuple[str, int], int] | None = None,
 ) -> list[Judgement]:
     """For each group, the first collective in which its ranks differ; groups in the order of their
     names.
 
-    members: by group the ranks of which anything is known; who has a seat is one anyway. begins: by
+    members: by group the ranks of which anything is known; who has an entry is one anyway.
+    begins: by
     group and rank the
     number from which on its record is whole, where that is not the first one in it.
     """
-    of_group: dict[str, dict[int, dict[int, Seat]]] = {
+    of_group: dict[str, dict[int, dict[int, Entry]]] = {
         group: {rank: {} for rank in sorted(ranks)} for group, ranks in members.items()
     }
     # By rank the groups in whose collectives it is.
     pending: dict[int, set[str]] = defaultdict(set)
-    for seat in seats:
-        of_group.setdefault(seat.group, {}).setdefault(seat.rank, {})[seat.number] = (
-            seat
-        )
-        if seat.done is False:
-            pending[seat.rank].add(seat.group)
+    for entry in entries:
+        of_group.setdefault(entry.group, {}).setdefault(entry.rank, {})[
+            entry.number
+        ] = entry
+        if entry.done is False:
+            pending[entry.rank].add(entry.group)
     found = [
         one
         for group, ranks in sorted(of_group.items())
@@ -116,15 +117,15 @@ def judge_places(
     """
     members = set(members)
     are_out = members - waits.keys() - set(unreadable)
-    seats = (
-        Seat(rank, _JOB, 1, "" if are_out else kind) for rank, kind in waits.items()
+    entries = (
+        Entry(rank, _JOB, 1, "" if are_out else kind) for rank, kind in waits.items()
     )
-    return next(iter(judge(seats, {_JOB: members})), None)
+    return next(iter(judge(entries, {_JOB: members})), None)
 
 
 def _of_group(
     group: str,
-    entered: Mapping[int, Mapping[int, Seat]],
+    entered: Mapping[int, Mapping[int, Entry]],
     begins: Mapping[tuple[str, int], int],
 ) -> Judgement | None:
     if len(entered) < 2:
@@ -150,13 +151,13 @@ def _of_group(
             if number in of_rank
         }
         some, who = next(iter(there.values())), tuple(sorted(there))
-        if len({seat.kind for seat in there.values()} - {""}) > 1:
+        if len({entry.kind for entry in there.values()} - {""}) > 1:
             return Judgement(OUT_OF_STEP, (), who, some)
-        sizes = {seat.size for seat in there.values()} - {""}
+        sizes = {entry.size for entry in there.values()} - {""}
         if len(sizes) > 1 and not some.may_have_any_size:
             return Judgement(SIZES, (), who, some)
         if absent := tuple(sorted(rank for rank, top in tops.items() if top < number)):
-            if any(seat.completed for seat in there.values()):
+            if any(entry.completed for entry in there.values()):
                 return Judgement(OLDER, (), who, some, absent)
             accused = tuple(
                 rank for rank in absent if not _is_in(entered, rank, tops[rank])
@@ -177,11 +178,11 @@ def _of_group(
     )
 
 
-def _is_in(entered: Mapping[int, Mapping[int, Seat]], rank: int, number: int) -> bool:
+def _is_in(entered: Mapping[int, Mapping[int, Entry]], rank: int, number: int) -> bool:
     """Whether the rank waits in this collective, which nobody has completed."""
     there = [of_rank[number] for of_rank in entered.values() if number in of_rank]
     own = entered[rank].get(number)
-    is_over = any(seat.completed for seat in there)
+    is_over = any(entry.completed for entry in there)
     return own is not None and own.done is False and not is_over
 
 
@@ -198,6 +199,6 @@ def _spared(
     accused = tuple(
         rank
         for rank in one.accused
-        if rank not in waits and not pending[rank] - {one.seat.group}
+        if rank not in waits and not pending[rank] - {one.entry.group}
     )
     return one._replace(id=MISSING if accused else CROSSED, accused=accused)

@@ -6,45 +6,45 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from nemo_patches.judging.judge import Seat
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.judging.judge import Entry
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import (
     NOT_TOLD,
     Call,
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
 )
 
-_NO_FATE = Fate("")
+_NO_CONDITION = Condition("")
 _NO_PLACE = Place()
 _NO_MOTION = Motion(False)
 _NO_MEMBER = Member()
-_Value = TypeVar("_Value", Fate, Place, Motion, Member)
+_Value = TypeVar("_Value", Condition, Place, Motion, Member)
 
 
 @dataclass
 class Account:
-    """One rank, with the fact of each kind that counts; all fates and collectives are kept, to find
-    contradictions.
+    """One rank, with the fact of each kind that counts; all conditions and collectives are kept,
+    to find contradictions.
     """
 
     rank: int
-    fate_fact: Fact | None = None
+    condition_fact: Fact | None = None
     place_fact: Fact | None = None
     motion_fact: Fact | None = None
     member_fact: Fact | None = None
     reported: Fact | None = None  # missing, by another rank
     call: Call | None = None
-    fates: list[Fact] = field(default_factory=list)
+    conditions: list[Fact] = field(default_factory=list)
     entered: list[Fact] = field(default_factory=list)
 
     @property
-    def fate(self) -> Fate:
-        return _value_of(self.fate_fact, _NO_FATE)
+    def condition(self) -> Condition:
+        return _value_of(self.condition_fact, _NO_CONDITION)
 
     @property
     def place(self) -> Place:
@@ -73,17 +73,21 @@ class Account:
         """
         if self.place.collective and not self.moved:
             return self.place_fact
-        ends = (fact for fact in self.fates if fact.fate_kind in fates.CONSEQUENCES)
+        ends = (
+            fact
+            for fact in self.conditions
+            if fact.condition_kind in conditions.CONSEQUENCES
+        )
         return next(ends, None)
 
     def take(self, fact: Fact) -> None:
         if not fact.own and fact.is_of_absence:
             self.reported = self.reported or fact
         match fact.value:
-            case Seat():
+            case Entry():
                 self.entered.append(fact)
-            case Fate():
-                self.fates.append(fact)
+            case Condition():
+                self.conditions.append(fact)
             case Place():
                 self.place_fact = _counts(self.place_fact, fact)
             case Motion():
@@ -120,20 +124,20 @@ class Hearing:
         told = {
             rank
             for rank, one in self.accounts.items()
-            if one.fates or one.place_fact or one.entered or one.call
+            if one.conditions or one.place_fact or one.entered or one.call
         }
         return [rank for rank in range(self.world_size) if rank not in told]
 
     def having(self, *kinds: str) -> list[Account]:
-        return [one for one in self.accounts.values() if one.fate.kind in kinds]
+        return [one for one in self.accounts.values() if one.condition.kind in kinds]
 
     def told(self, *kinds: str) -> list[Fact]:
-        """All facts of these kinds of fate, of any rank, also those that do not count."""
+        """All facts of these kinds of condition, of any rank, also those that do not count."""
         return [
             fact
             for one in self.accounts.values()
-            for fact in one.fates
-            if fact.fate_kind in kinds
+            for fact in one.conditions
+            if fact.condition_kind in kinds
         ]
 
 
@@ -144,11 +148,11 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
         accounts.setdefault(fact.rank, Account(fact.rank)).take(fact)
     for account in accounts.values():
         if account.rank != NOT_TOLD:  # facts without a rank may be about several ranks
-            account.fates = _that_count(account.fates)
-        account.fate_fact = min(
-            account.fates,
+            account.conditions = _that_count(account.conditions)
+        account.condition_fact = min(
+            account.conditions,
             key=lambda fact: (
-                fates.RANKED.index(fact.fate_kind),
+                conditions.RANKED.index(fact.condition_kind),
                 not fact.own,
                 fact.at,
             ),
@@ -170,17 +174,19 @@ def _that_count(told: list[Fact]) -> list[Fact]:
     """Leave out exceptions that a rank raised after it had waited in vain, which are consequences,
     and hearsay about a rank that is known to be there.
     """
-    waited = [fact for fact in told if fact.fate_kind in fates.CONSEQUENCES]
-    there = (fates.RUNS, *fates.HELD)
-    is_there = any(fact.own and fact.fate_kind in there for fact in told)
+    waited = [fact for fact in told if fact.condition_kind in conditions.CONSEQUENCES]
+    there = (conditions.RUNS, *conditions.HELD)
+    is_there = any(fact.own and fact.condition_kind in there for fact in told)
     return [
         fact
         for fact in told
         if not (
-            fact.fate_kind == fates.RAISED
+            fact.condition_kind == conditions.RAISED
             and any(is_before(one, fact) for one in waited)
         )
-        and not (is_there and not fact.own and fact.fate_kind in fates.NOT_HEARD)
+        and not (
+            is_there and not fact.own and fact.condition_kind in conditions.NOT_HEARD
+        )
     ]
 
 

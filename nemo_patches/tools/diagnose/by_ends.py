@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_patches.text import named
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing, first_of, is_before
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact
@@ -29,25 +29,25 @@ from nemo_patches.tools.diagnose.verdicts import (
     who,
 )
 
-_NOT_COME = (fates.GONE, fates.SILENT, fates.MISSING)
+_NOT_COME = (conditions.GONE, conditions.SILENT, conditions.MISSING)
 _UNLIKE = (
     "Look for what makes these ranks part: more batches on some, a collective that only"
     " some ranks call."
 )
 # By how the text of what the launcher or the scheduler tells begins.
 _ENDS_OF_JOB = {
-    fates.TIME_LIMIT: (
+    conditions.TIME_LIMIT: (
         "The job reached its time limit",
         ": that is no hang by itself",
         "Ask for more time (`--time`), or go on from the last checkpoint; was it slower"
         " than planned, a trace (NEMO_PATCHES_TRACE) tells who was late.",
     ),
-    fates.PREEMPTED: (
+    conditions.PREEMPTED: (
         "The job was preempted",
         "",
         "Go on from the last checkpoint; `--requeue` lets Slurm start it again.",
     ),
-    fates.REQUEUED: (
+    conditions.REQUEUED: (
         "Slurm has requeued the job",
         "",
         "Its next attempt goes on from the last checkpoint.",
@@ -56,13 +56,13 @@ _ENDS_OF_JOB = {
 
 
 def by_ends(hearing: Hearing) -> Ruling:
-    waited = hearing.having(fates.WAITED)
-    cut = hearing.having(fates.CUT)
+    waited = hearing.having(conditions.WAITED)
+    cut = hearing.having(conditions.CUT)
     if not waited and not cut:
         stuck = _stuck(hearing)
         return Ruling((*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))))
     evidence = evidence_of(hearing.accounts.values())
-    kinds = (*_NOT_COME, fates.UNSEEN, fates.ENDED) if waited else _NOT_COME
+    kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
     if suspects := [one for one in hearing.having(*kinds) if one.waits is None]:
         how = "waited until a time limit" if waited else "had their connections closed"
         more = f"{capital(_who(waited or cut))} {how}."
@@ -73,7 +73,7 @@ def by_ends(hearing: Hearing) -> Ruling:
     if not waited and (first := _left_first(cut, hearing)):
         return Ruling(first)
     both = [*waited, *cut]
-    if all(one.fate.text.startswith(fates.AT_START) for one in both):
+    if all(one.condition.text.startswith(conditions.AT_START) for one in both):
         first_finding = _start_up(both, evidence, hearing)
     else:
         first_finding = _in_vain(waited, cut, evidence, hearing)
@@ -103,11 +103,13 @@ def _in_vain(
     what, step = _collective_of(waited, entered, hearing)
     ends = [f"{_who(waited)} waited {what} until a time limit"] if waited else []
     if cut:
-        peers = (one.fate.text.partition("its peer: ")[2] for one in cut)
+        peers = (one.condition.text.partition("its peer: ")[2] for one in cut)
         peer = next((f" by {peer}" for peer in peers if peer), "")
         ends.append(f"{_who(cut)} had a connection closed{peer}")
     groups = {fact.entered.group for fact in entered}
-    places = by_party((inner(o.fate.where), o.rank) for o in waited if o.fate.where)
+    places = by_party(
+        (inner(o.condition.where), o.rank) for o in waited if o.condition.where
+    )
     unseen = _unseen(hearing)
     text = f"{'; '.join(ends)}: {_why(waited, hearing)}{unseen}."
     if len(groups) > 1:
@@ -137,9 +139,9 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     ended = [
         fact
         for fact in _terminated(hearing)
-        if fact.rank == NOT_TOLD or fact.fate_text == fates.FROM_OUTSIDE
+        if fact.rank == NOT_TOLD or fact.condition_text == conditions.FROM_OUTSIDE
     ]
-    of_cut = [fact for one in cut for fact in one.fates]
+    of_cut = [fact for one in cut for fact in one.conditions]
     if ended and not any(is_before(fact, ended[0]) for fact in of_cut):
         found = _ended_by_others(hearing)
         return tuple(replace(one, evidence=(*one.evidence, *lines)) for one in found)
@@ -164,9 +166,9 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
             " tell"
         )
     entered = [fact.entered for one in waited for fact in one.entered]
-    is_one = len({(seat.group, seat.number) for seat in entered}) == 1
+    is_one = len({(entry.group, entry.number) for entry in entered}) == 1
     sizes = by_party(
-        ((seat.size, seat.rank) for seat in entered if seat.size), "{what} on {who}"
+        ((entry.size, entry.rank) for entry in entered if entry.size), "{what} on {who}"
     )
     more = f". Their sizes differ: {sizes}" if sizes and is_one else ""
     if hearing.world_size == len(waited) > 1 and is_one and not hearing.unseen:
@@ -178,13 +180,15 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         "another rank did not come, or had gone before, or the transfer failed. Which,"
         " this does not tell"
     )
-    ended = [o.rank for o in hearing.having(fates.TERMINATED) if o.rank != NOT_TOLD]
+    ended = [
+        o.rank for o in hearing.having(conditions.TERMINATED) if o.rank != NOT_TOLD
+    ]
     if len(ended) == 1 and hearing.world_size == len(waited) + 1 > 2:
         text = (
             f"{named(ended)} alone had no time-out, and somebody else ended it: most"
             " likely it had not come"
         )
-    if heard := hearing.having(fates.HEARD):
+    if heard := hearing.having(conditions.HEARD):
         was = "was" if len(heard) == 1 else "were"
         text += f"; {_who(heard)} {was} told of it, and had no time-out"
     return text + more
@@ -195,21 +199,25 @@ def _who(accounts: Sequence[Account]) -> str:
 
 
 def _unseen(hearing: Hearing) -> str:
-    logged = [one.rank for one in hearing.having(fates.LOGGED) if one.rank != NOT_TOLD]
+    logged = [
+        one.rank for one in hearing.having(conditions.LOGGED) if one.rank != NOT_TOLD
+    ]
     text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
     return text + (f"; of {named(logged)} no end is told" if logged else "")
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
     first = waited[0]
-    told = first.fate.text.removeprefix(f"{fates.AT_START}: ")
+    told = first.condition.text.removeprefix(f"{conditions.AT_START}: ")
     rank = "It" if len(waited) == 1 else capital(who([first.rank]))
     text = (
         f"The job did not start: {_who(waited)} waited for the process group in vain,"
         f" and training had not begun. {rank} says: {told}{_unseen(hearing)}."
     )
-    for fact in hearing.told(fates.UNRESOLVED)[:1]:
-        text += f" An address could not be resolved: {fact.fate_text} [{fact.cite}]."
+    for fact in hearing.told(conditions.UNRESOLVED)[:1]:
+        text += (
+            f" An address could not be resolved: {fact.condition_text} [{fact.cite}]."
+        )
     return finding(ids.START_UP, text, evidence=evidence)
 
 
@@ -218,18 +226,18 @@ def _collective_of(
 ) -> tuple[str, str]:
     """What they waited in, and the next step for that."""
     if entered:
-        seat = most_told(entered)
-        remark, step = reading_of(seat, hearing.evidence.patched)
-        return f"in {title_of(seat)}{f', {remark},' if remark else ''}", step
-    places = {one.fate.where for one in waited}
+        entry = most_told(entered)
+        remark, step = reading_of(entry, hearing.evidence.patched)
+        return f"in {title_of(entry)}{f', {remark},' if remark else ''}", step
+    places = {one.condition.where for one in waited}
     if len(places) != 1:
         return "for others", ""
-    text = waited[0].fate.text
+    text = waited[0].condition.text
     return f"for others{at(places.pop())}{f' ({text})' if text else ''}", ""
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
-    stuck = hearing.having(fates.STUCK)
+    stuck = hearing.having(conditions.STUCK)
     text = (
         f"The NCCL watchdog of {_who(stuck)} got stuck, and no collective timed out: a"
         " call of CUDA or NCCL does not return, or something holds Python's lock."
@@ -245,28 +253,28 @@ def by_launcher(
     """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that
     of a waiting rank.
     """
-    failed = hearing.told(fates.FAILED, fates.ABORTED)
+    failed = hearing.told(conditions.FAILED, conditions.ABORTED)
     firsts = [fact for fact in first_of(failed) if not fact.own]
     if not firsts:
         gone = [
             one
-            for one in hearing.having(fates.GONE)
-            if one.fate_fact and not one.fate_fact.own
+            for one in hearing.having(conditions.GONE)
+            if one.condition_fact and not one.condition_fact.own
         ]
         found = tuple(all_absent(gone, None)) or _ended_by_others(hearing)
         return () if of_ranks_that_waited else found
     first = firsts[0]
     ranks = {fact.rank for fact in firsts}
-    lines = [cited(fact, fact.fate_text) for fact in firsts]
-    for fact in hearing.told(fates.LOGGED):
-        lines.append(cited(fact, f"a traceback, {fact.fate_text}"))
-    text = f"{who(ranks)} failed first, {first.fate_text} [{first.cite}]."
+    lines = [cited(fact, fact.condition_text) for fact in firsts]
+    for fact in hearing.told(conditions.LOGGED):
+        lines.append(cited(fact, f"a traceback, {fact.condition_text}"))
+    text = f"{who(ranks)} failed first, {first.condition_text} [{first.cite}]."
     if len(ranks) > 1:
         text = (
-            f"{who(ranks)} failed in the same second, {first.fate_text}: which was"
+            f"{who(ranks)} failed in the same second, {first.condition_text}: which was"
             " first, it does not tell."
         )
-    elif first.fate_kind == fates.ABORTED or of_ranks_that_waited:
+    elif first.condition_kind == conditions.ABORTED or of_ranks_that_waited:
         text += (
             " It may be one that waited: a rank ends so when a collective's time limit"
             " has passed."
@@ -279,7 +287,7 @@ def by_launcher(
 
 def _terminated(hearing: Hearing) -> list[Fact]:
     """What launchers and schedulers say about ranks, or a job, that somebody else ended."""
-    return [fact for fact in hearing.told(fates.TERMINATED) if not fact.own]
+    return [fact for fact in hearing.told(conditions.TERMINATED) if not fact.own]
 
 
 def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
@@ -287,20 +295,20 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     if not facts:
         return ()
     of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
-    outside = [fact for fact in facts if fact.fate_text == fates.FROM_OUTSIDE]
+    outside = [fact for fact in facts if fact.condition_text == conditions.FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
     step = "Look who ended it: the scheduler's log."
     before = ", and no record tells of a failure before"
-    if heard := hearing.having(fates.HEARD):
+    if heard := hearing.having(conditions.HEARD):
         before = (
             f"; before that {_who(heard)} had been told of another rank's time-out: it"
             " hung"
         )
-    text = f"The job was ended ({first.fate_text}) [{first.cite}]{before}."
+    text = f"The job was ended ({first.condition_text}) [{first.cite}]{before}."
     for begin, (what, why, next_step) in _ENDS_OF_JOB.items():
-        if of_job and first.fate_text.startswith(begin):
+        if of_job and first.condition_text.startswith(begin):
             step = next_step
-            told = first.fate_text.partition("; ")[2]
+            told = first.condition_text.partition("; ")[2]
             text = f"{what} ({told}) [{first.cite}]{before if heard else why}."
     if not of_job:
         ended = who(fact.rank for fact in outside or facts)
@@ -313,5 +321,7 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
             f"{ended} ended {how} [{first.cite}]{before}: a user, the scheduler, another"
             " program or another host's launcher sent it."
         )
-    lines = [cited(fact, fact.fate_text) for fact in (*of_job, *outside, *facts)[:8]]
+    lines = [
+        cited(fact, fact.condition_text) for fact in (*of_job, *outside, *facts)[:8]
+    ]
     return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step=step),)

@@ -59,9 +59,12 @@ def by_numbers(hearing: Hearing) -> Ruling:
     found = []
     for one in sorted(judged, key=lambda each: _ORDER.index(each.id)):
         # A rank of which nothing is known may be missing.
-        if one.id == judging.ALL_IN and one.seat.group in hearing.evidence.partly_known:
+        if (
+            one.id == judging.ALL_IN
+            and one.entry.group in hearing.evidence.partly_known
+        ):
             continue
-        there = [facts[one.seat.group, one.seat.number, rank] for rank in one.waiting]
+        there = [facts[one.entry.group, one.entry.number, rank] for rank in one.waiting]
         found += _of_judgement(one, hearing, there)
     if found and hearing.unseen:
         text = (
@@ -75,7 +78,7 @@ def by_numbers(hearing: Hearing) -> Ruling:
 def _of_judgement(
     one: Judgement, hearing: Hearing, there: Sequence[Fact]
 ) -> list[Finding]:
-    title = title_of(one.seat)
+    title = title_of(one.entry)
     evidence = [cited(fact, title_of(fact.entered)) for fact in there]
     if one.id == judging.MISSING:
         return _missing(one, hearing, there, evidence)
@@ -92,7 +95,7 @@ def _of_judgement(
     if one.id == judging.SIZES:
         told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())
         text = f"The ranks give the same collective different sizes: {told}."
-        if one.seat.group == OF_MODEL:
+        if one.entry.group == OF_MODEL:
             text = (
                 f"The ranks have different models: {told.replace('a collective ', '')}."
             )
@@ -104,7 +107,7 @@ def _of_judgement(
             step = _OF_BUFFERS
     elif one.id == judging.DRIFTED:
         kind = ids.SKIPPED
-        earlier = [_last(hearing[rank], one.seat.group) for rank in one.absent]
+        earlier = [_last(hearing[rank], one.entry.group) for rank in one.absent]
         titles = [title_of(fact.entered) for fact in earlier if fact]
         lines = [cited(fact, title_of(fact.entered)) for fact in earlier if fact]
         evidence = [*lines, *evidence]
@@ -146,14 +149,14 @@ def _may_be_buffers(fact: Fact) -> bool:
 def _missing(
     one: Judgement, hearing: Hearing, there: Sequence[Fact], evidence: list[str]
 ) -> list[Finding]:
-    how = "gave up" if one.seat.done and one.seat.kind == LENGTH_SYNC else ""
+    how = "gave up" if one.entry.done and one.entry.kind == LENGTH_SYNC else ""
     accused = [
         hearing[rank]
         for rank in one.accused
         if not _has_come_since(hearing[rank], one, there[0], hearing)
     ]
     lines = [_last_entered(account) for account in accused]
-    wait = Wait(one.waiting, title_of(one.seat), how=how)
+    wait = Wait(one.waiting, title_of(one.entry), how=how)
     step = reading_of(most_told(there), hearing.evidence.patched)[1]
     return [
         replace(each, next_step=f"{each.next_step} {step}".strip())
@@ -181,13 +184,13 @@ def _has_come_since(
     waits = account.motion_fact if account.moved else account.waits
     if waits is None:
         return False
-    what = f"it waited ({account.fate.text})"
+    what = f"it waited ({account.condition.text})"
     if account.moved:
         what = f"it goes on ({account.motion.by})"
     elif account.place.collective:
         what = f"it waits in {account.place.wait}"
     hearing.contradictions.append(
         f"contradiction: by {there.cite} rank {account.rank} had not entered"
-        f" {title_of(one.seat)}; by {waits.cite} {what}"
+        f" {title_of(one.entry)}; by {waits.cite} {what}"
     )
     return True

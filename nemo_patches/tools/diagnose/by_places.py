@@ -10,7 +10,7 @@ from dataclasses import replace
 from nemo_patches.judging import judge as judging
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import named
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
 from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
@@ -30,7 +30,13 @@ from nemo_patches.tools.diagnose.verdicts import (
 )
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
-_OUT = (*fates.HELD, *fates.NOT_HEARD, fates.ENDED, fates.KILLED, fates.RAISED)
+_OUT = (
+    *conditions.HELD,
+    *conditions.NOT_HEARD,
+    conditions.ENDED,
+    conditions.KILLED,
+    conditions.RAISED,
+)
 _START = "init_process_group"
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend")
 _COLLECTIVE_IN_WORKERS = (
@@ -44,14 +50,14 @@ def by_places(hearing: Hearing) -> Ruling:
     seen = [
         one
         for one in accounts.values()
-        if one.place_fact or one.fate.kind in (*_OUT, fates.UNREADABLE)
+        if one.place_fact or one.condition.kind in (*_OUT, conditions.UNREADABLE)
     ]
     waiting = [
         one
         for one in seen
         if one.place.collective
         and not one.moved
-        and one.fate.kind not in fates.HELD | fates.CAUSES
+        and one.condition.kind not in conditions.HELD | conditions.CAUSES
     ]
     # A rank at the end of its script is missing where others wait; else it waits itself, with a
     # collective pending.
@@ -72,7 +78,7 @@ def by_places(hearing: Hearing) -> Ruling:
             for each in waiting
         },
         members,
-        {each.rank for each in seen if each.fate.kind == fates.UNREADABLE},
+        {each.rank for each in seen if each.condition.kind == conditions.UNREADABLE},
     )
     evidence = evidence_of(accounts.values())
     accused = [hearing[rank] for rank in one.accused] if one is not None else []
@@ -97,12 +103,14 @@ def _missing(
     unreadable = [
         one
         for one in accused
-        if one.fate.kind == fates.UNREADABLE and one.reported is None
+        if one.condition.kind == conditions.UNREADABLE and one.reported is None
     ]
     if unreadable:
         return [_unreadable(unreadable, evidence)]
     # Not those whose end shows that they waited as well.
-    accused = [one for one in accused if one.fate.kind not in fates.CONSEQUENCES]
+    accused = [
+        one for one in accused if one.condition.kind not in conditions.CONSEQUENCES
+    ]
     # A rank held up in a collective is accused only if no rank is elsewhere.
     elsewhere = [one for one in accused if not one.place.collective]
     wait = Wait(tuple(one.rank for one in waiting), _titles(waiting), _still_s(waiting))
@@ -112,7 +120,7 @@ def _missing(
 def _unreadable(unreadable: list[Account], evidence: list[str]) -> Finding:
     text = (
         f"{named([one.rank for one in unreadable])} could not be read:"
-        f" {unreadable[0].fate.text}"
+        f" {unreadable[0].condition.text}"
     )
     step = (
         "Then run this again; what is known of each process without its stack is below."
@@ -137,10 +145,10 @@ def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Fi
     if collectives == {_START}:
         kind = ids.START_UP
         text = "The job has not started: every rank waits in init_process_group"
-        for fact in hearing.told(fates.UNRESOLVED)[:1]:
+        for fact in hearing.told(conditions.UNRESOLVED)[:1]:
             text += (
                 f", and {who([fact.rank])} cannot resolve the address at which they meet"
-                f" ({fact.fate_text}) [{fact.cite}]"
+                f" ({fact.condition_text}) [{fact.cite}]"
             )
         text += "."
     elif ways:
@@ -182,18 +190,22 @@ def _nobody_waits(
 ) -> Ruling:
     evidence = evidence_of(seen)
     placed = [one for one in seen if one.place_fact]
-    silent = (fates.GONE, fates.SILENT)
-    bad = [one for one in seen if one.fate.kind in (*fates.HELD, *silent)]
-    if bad and (moving or placed or any(one.fate.kind not in silent for one in bad)):
+    silent = (conditions.GONE, conditions.SILENT)
+    bad = [one for one in seen if one.condition.kind in (*conditions.HELD, *silent)]
+    if bad and (
+        moving or placed or any(one.condition.kind not in silent for one in bad)
+    ):
         return Ruling(tuple(all_absent(bad, None, evidence)))
     if bad or not seen:
         return Ruling()  # by_ends.py has the better answer, if their ends are known
-    if all(one.fate.kind == fates.UNREADABLE for one in seen):
+    if all(one.condition.kind == conditions.UNREADABLE for one in seen):
         return Ruling((_unreadable(seen, evidence),))
     if moving:
         return _goes_on(moving)
     looked_at = [
-        one for one in placed if one.motion_fact and one.fate.kind not in fates.OVER
+        one
+        for one in placed
+        if one.motion_fact and one.condition.kind not in conditions.OVER
     ]
     stuck = [one for one in looked_at if (one.still_s or 0.0) >= hearing.stuck_after_s]
     least = _still_s(stuck) or 0.0
@@ -250,11 +262,11 @@ def _aged(findings: list[Finding], waiting: list[Account], hearing: Hearing) -> 
             return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
         text = f"{first.text[:-1]}; it works{_by(moved)}, and may come."
         first = replace(first, text=text, severity=WARNING)
-    ended = fates.HELD | fates.CAUSES | {fates.GONE}
+    ended = conditions.HELD | conditions.CAUSES | {conditions.GONE}
     is_moment = all(
         one.place_fact and one.place_fact.own and not one.motion_fact for one in waiting
     )
-    if is_moment and not any(one.fate.kind in ended for one in accused):
+    if is_moment and not any(one.condition.kind in ended for one in accused):
         text = (
             f"At the moment of these stacks: {lower} One look at each rank cannot tell a"
             " hang from a slow step; look again: who has moved is not stuck."
@@ -266,7 +278,7 @@ def _aged(findings: list[Finding], waiting: list[Account], hearing: Hearing) -> 
 def _titles(waiting: Sequence[Account]) -> str:
     """Those that are no guess come first."""
     titles = sorted(
-        {one.place.wait for one in waiting}, key=lambda seat: (is_guess(seat), seat)
+        {one.place.wait for one in waiting}, key=lambda entry: (is_guess(entry), entry)
     )
     others = len(titles) - 1
     more = f" (and {others} other place{'s' if others > 1 else ''})" if others else ""

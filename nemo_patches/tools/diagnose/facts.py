@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nemo_patches.judging.judge import Seat
-from nemo_patches.tools.diagnose.fates import NOT_HEARD
+from nemo_patches.judging.judge import Entry
+from nemo_patches.tools.diagnose.conditions import NOT_HEARD
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 # A summary of logs
 ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end."
-OF_MODEL = "the model"  # in place of a Seat's group: what DDP's construction compares
-# The rank of a Fact, or the number of a Seat, that its source does not name
+OF_MODEL = "the model"  # in place of a Entry's group: what DDP's construction compares
+# The rank of a Fact, or the number of a Entry, that its source does not name
 NOT_TOLD = -1
 
 
@@ -25,7 +25,7 @@ class UnreadableError(Exception):
 
 
 @dataclass(frozen=True)
-class Fate:
+class Condition:
     """text: "ValueError: stack expects each tensor...", "SIGKILL", "Timed out waiting 1800000 ms".
     where: the innermost frames of the user's own code, as in a Place. details: lines that show it,
     such as a traceback's last. exit_code: None where it is not told.
@@ -102,7 +102,7 @@ class Member:
     pid: int = 0
 
 
-Value: TypeAlias = Seat | Fate | Place | Call | Motion | Member
+Value: TypeAlias = Entry | Condition | Place | Call | Motion | Member
 
 
 @dataclass(frozen=True)
@@ -122,40 +122,40 @@ class Fact:
     own: bool = True
 
     @property
-    def fate(self) -> Fate:
+    def condition(self) -> Condition:
         """Empty where it is about something else."""
-        return self.value if isinstance(self.value, Fate) else Fate("")
+        return self.value if isinstance(self.value, Condition) else Condition("")
 
     @property
-    def fate_kind(self) -> str:
-        return self.fate.kind
+    def condition_kind(self) -> str:
+        return self.condition.kind
 
     @property
-    def fate_text(self) -> str:
-        return self.fate.text
+    def condition_text(self) -> str:
+        return self.condition.text
 
     @property
     def is_of_absence(self) -> bool:
         """Whether its rank is said to be in no collective, or not to be heard."""
         if isinstance(self.value, Place):
             return not self.value.collective
-        return self.fate_kind in NOT_HEARD
+        return self.condition_kind in NOT_HEARD
 
     @property
-    def seat(self) -> Seat | None:
-        return self.value if isinstance(self.value, Seat) else None
+    def entry(self) -> Entry | None:
+        return self.value if isinstance(self.value, Entry) else None
 
     @property
-    def entered(self) -> Seat:
+    def entered(self) -> Entry:
         """The collective; empty where it is about something else."""
-        return self.seat or Seat(NOT_TOLD, "", NOT_TOLD)
+        return self.entry or Entry(NOT_TOLD, "", NOT_TOLD)
 
 
 @dataclass
 class Evidence:
     """All facts of a job, and what else its sources say.
 
-    groups: by process group, as Seats name it, the ranks of which anything is known; begins: by
+    groups: by process group, as Entries name it, the ranks of which anything is known; begins: by
     group and rank, the
     number from which its record is complete. partly_known: groups that may have ranks of which
     nothing is known.

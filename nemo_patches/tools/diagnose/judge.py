@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_patches.text import named
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import (
     Hearing,
@@ -123,11 +123,11 @@ def _with_the_log(ruling: Ruling, hearing: Hearing) -> Ruling:
     if not ruling.findings:
         return ruling
     first, *rest = ruling.findings
-    for fact in hearing.told(fates.LOGGED):
+    for fact in hearing.told(conditions.LOGGED):
         if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
             continue
-        told = f"{fact.fate_text}{at(fact.fate.where)} [{fact.cite}]"
-        if ", in its thread " in fact.fate_text:
+        told = f"{fact.condition_text}{at(fact.condition.where)} [{fact.cite}]"
+        if ", in its thread " in fact.condition_text:
             log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
             first = replace(first, text=f"{first.text} {log} has {told}.")
             break
@@ -146,8 +146,8 @@ def _is_healthy(hearing: Hearing) -> bool:
     evidence = hearing.evidence
     if all(isinstance(fact.value, Member) for fact in evidence.facts):
         return evidence.is_well or ALL_WELL in evidence.summary
-    kinds = {fact.fate_kind for fact in evidence.facts} - {""}
-    return kinds == {fates.ENDED}
+    kinds = {fact.condition_kind for fact in evidence.facts} - {""}
+    return kinds == {conditions.ENDED}
 
 
 def _not_enough(hearing: Hearing) -> Finding:
@@ -177,10 +177,10 @@ def _not_enough(hearing: Hearing) -> Finding:
                 f"{who([one.rank])} went on ({one.motion.by}) [{one.motion_fact.cite}],"
                 " and nothing is told after that."
             )
-    for fact in hearing.told(fates.LOGGED):
+    for fact in hearing.told(conditions.LOGGED):
         text = (
-            f"The log of {who([fact.rank])} has a traceback, {fact.fate_text}"
-            f"{at(fact.fate.where)} [{fact.cite}], and nothing tells whether it ended"
+            f"The log of {who([fact.rank])} has a traceback, {fact.condition_text}"
+            f"{at(fact.condition.where)} [{fact.cite}], and nothing tells whether it ended"
             " the rank or was caught."
         )
     return finding(ids.NOT_ENOUGH, text, evidence=lines)

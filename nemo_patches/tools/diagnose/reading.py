@@ -213,9 +213,9 @@ def _add(part: Evidence, source: str, whole: Evidence) -> None:
         for group in part.groups
     }
     for fact in part.facts:
-        if fact.seat and fact.seat.group in names:
-            seat = fact.seat._replace(group=names[fact.seat.group])
-            fact = replace(fact, value=seat)
+        if fact.entry and fact.entry.group in names:
+            entry = fact.entry._replace(group=names[fact.entry.group])
+            fact = replace(fact, value=entry)
         whole.facts.append(fact)
     whole.groups |= {names[group]: ranks for group, ranks in part.groups.items()}
     whole.partly_known |= {names.get(group, group) for group in part.partly_known}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_patches.text import safe
 from nemo_patches.tools import counted
-from nemo_patches.tools.diagnose import fates, reading
+from nemo_patches.tools.diagnose import conditions, reading
 from nemo_patches.tools.diagnose.collect import gpus
 from nemo_patches.tools.diagnose.collect.belongings import Belonging
 from nemo_patches.tools.diagnose.collect.host_jobs import (
@@ -98,13 +98,13 @@ def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:
     ended = [
         fact
         for fact in part.facts
-        if fact.rank in in_script and fact.fate_kind in fates.OVER
+        if fact.rank in in_script and fact.condition_kind in conditions.OVER
     ]
     if not ended:
         return part
     first = ended[0]
     text = (
-        f"{name}: by {first.cite} rank {first.rank} {first.fate_kind}, and it runs: told"
+        f"{name}: by {first.cite} rank {first.rank} {first.condition_kind}, and it runs: told"
         " is of an earlier launch, or of an exception that was caught; not taken into"
         " account"
     )

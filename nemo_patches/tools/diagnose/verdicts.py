@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import (
     CHECKPOINT,
     COMPILATION,
@@ -19,7 +19,7 @@ from nemo_patches.judging.kinds import (
     is_guess,
 )
 from nemo_patches.text import named
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Place
@@ -138,15 +138,15 @@ def who(ranks: Iterable[int]) -> str:
     return named(told) + (" and one that is not told" if NOT_TOLD in ranks else "")
 
 
-def reading_of(seat: Seat, patched: bool) -> tuple[str, str]:
+def reading_of(entry: Entry, patched: bool) -> tuple[str, str]:
     """What NeMo uses such a collective for, by its kind and size, and the next step for that; both
     may be empty.
 
     patched: nemo_patches is on, so it is not the length sync.
     """
-    kind = re.sub("[^a-z]", "", seat.kind.lower().rpartition(":")[2])
-    size = seat.size.strip("[]")
-    if seat.group not in ("", "0"):
+    kind = re.sub("[^a-z]", "", entry.kind.lower().rpartition(":")[2])
+    size = entry.size.strip("[]")
+    if entry.group not in ("", "0"):
         return "", ""
     if kind == "allreduce" and size == "1":
         return _OF_ANOTHER if patched else _OF_THE_SYNC
@@ -179,14 +179,14 @@ _OF_BUFFERS = (
     " nemo_patches does not bound DDP's broadcast; a trace (NEMO_PATCHES_TRACE) and its"
     " stall reports name the rank.",
 )
-_KINDS_OF_ABSENT = {  # by fate; of any other fate a rank is missing
-    fates.STOPPED: ids.STOPPED,
-    fates.TRACED: ids.TRACED,
-    fates.RAISED: ids.EXCEPTION,
-    fates.KILLED: ids.KILLED,
-    fates.GONE: ids.KILLED,
-    fates.ENDED: ids.ENDED,
-    fates.SILENT: ids.SILENT,
+_KINDS_OF_ABSENT = {  # by condition; of any other condition a rank is missing
+    conditions.STOPPED: ids.STOPPED,
+    conditions.TRACED: ids.TRACED,
+    conditions.RAISED: ids.EXCEPTION,
+    conditions.KILLED: ids.KILLED,
+    conditions.GONE: ids.KILLED,
+    conditions.ENDED: ids.ENDED,
+    conditions.SILENT: ids.SILENT,
 }
 
 
@@ -196,7 +196,7 @@ def all_absent(
     """A finding for each kind of absent rank."""
     by_kind: dict[str, list[Account]] = defaultdict(list)
     for one in accused:
-        by_kind[_KINDS_OF_ABSENT.get(one.fate.kind, ids.MISSING_RANK)].append(one)
+        by_kind[_KINDS_OF_ABSENT.get(one.condition.kind, ids.MISSING_RANK)].append(one)
     return [_absent(kind, some, wait, evidence) for kind, some in by_kind.items()]
 
 
@@ -254,15 +254,15 @@ def in_no_collective(accounts: Sequence[Account]) -> str:
 
 def doing(account: Account) -> str:
     """How a rank that others wait for ended, or where it is."""
-    fate, place = account.fate, account.place
-    if fate.kind == fates.UNSEEN and fate.text:
-        return f"there is no sign of it: {fate.text}"
-    if fate.kind in fates.WORDS:
-        text = fates.WORDS[fate.kind]
-        if fate.text:
-            text += f"{' ' if fate.kind == fates.MISSING else ', '}{fate.text}"
+    condition, place = account.condition, account.place
+    if condition.kind == conditions.UNSEEN and condition.text:
+        return f"there is no sign of it: {condition.text}"
+    if condition.kind in conditions.WORDS:
+        text = conditions.WORDS[condition.kind]
+        if condition.text:
+            text += f"{' ' if condition.kind == conditions.MISSING else ', '}{condition.text}"
         # Which came after it had held the others up.
-        if fate.kind in (fates.TERMINATED, fates.ABORTED) and (
+        if condition.kind in (conditions.TERMINATED, conditions.ABORTED) and (
             place.worker or place.where
         ):
             spot = place.worker or f"it was{at(place.where)}"
@@ -294,23 +294,23 @@ def out_of_step(
     return finding(kind, text.strip(), evidence=evidence)
 
 
-def most_told(facts: Iterable[Fact]) -> Seat:
-    """Of one collective's seats, the one with the most details."""
+def most_told(facts: Iterable[Fact]) -> Entry:
+    """Of one collective's entries, the one with the most details."""
     known = (fact.entered for fact in facts)
-    return max(known, key=lambda seat: (bool(seat.kind), bool(seat.size)))
+    return max(known, key=lambda entry: (bool(entry.kind), bool(entry.size)))
 
 
-def title_of(seat: Seat) -> str:
+def title_of(entry: Entry) -> str:
     """A collective in words, and where it was called; without a number where that is below 0."""
-    if seat.kind == LENGTH_SYNC and seat.caller:
-        return f"the length sync of {seat.caller}"
-    text = seat.kind or "a collective"
-    if seat.size:
-        text += f" {seat.size}" if seat.size.startswith("[") else f" of {seat.size}"
-    if seat.number >= 0:
-        text += f", number {seat.number}"
-        text += f" of group {seat.group}" if seat.group else ""
-    return f"{text}, from {seat.caller}" if seat.caller else text
+    if entry.kind == LENGTH_SYNC and entry.caller:
+        return f"the length sync of {entry.caller}"
+    text = entry.kind or "a collective"
+    if entry.size:
+        text += f" {entry.size}" if entry.size.startswith("[") else f" of {entry.size}"
+    if entry.number >= 0:
+        text += f", number {entry.number}"
+        text += f" of group {entry.group}" if entry.group else ""
+    return f"{text}, from {entry.caller}" if entry.caller else text
 
 
 def inner(where: str) -> str:
@@ -345,8 +345,8 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
     groups = parties(
         (
             (
-                one.fate.kind,
-                one.fate.text,
+                one.condition.kind,
+                one.condition.text,
                 one.place.wait or one.place.where,
                 one.moved,
             ),
@@ -362,13 +362,14 @@ def _of_group(group: list[Account]) -> Iterable[str]:
     first = group[0]
     ranks = who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.fate_fact is not None and first.fate.kind in fates.EVIDENCE:
-        text = f" ({first.fate.text})" if first.fate.text else ""
-        if first.fate.kind == fates.UNREADABLE:
-            text = "".join(f"; {detail}" for detail in first.fate.details)
+    if first.condition_fact is not None and first.condition.kind in conditions.EVIDENCE:
+        text = f" ({first.condition.text})" if first.condition.text else ""
+        if first.condition.kind == conditions.UNREADABLE:
+            text = "".join(f"; {detail}" for detail in first.condition.details)
             text += _when(first)
         yield (
-            f"{ranks} [{first.fate_fact.cite}{others}]: {fates.EVIDENCE[first.fate.kind]}{text}"
+            f"{ranks} [{first.condition_fact.cite}{others}]:"
+            f" {conditions.EVIDENCE[first.condition.kind]}{text}"
         )
     if first.place_fact is not None:
         told = _where(first.place, "waits" if len(group) == 1 else "wait")

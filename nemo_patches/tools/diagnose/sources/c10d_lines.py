@@ -10,10 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.judge import Entry
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose import fates, frame_text
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, OF_MODEL, Evidence, Fate, Place
+from nemo_patches.tools.diagnose import conditions, frame_text
+from nemo_patches.tools.diagnose.facts import (
+    NOT_TOLD,
+    OF_MODEL,
+    Condition,
+    Evidence,
+    Place,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
     LaunchFacts,
@@ -138,15 +144,16 @@ _REPORTS = (
         "",
     ),
 )
-# Words, pattern, and the fate that it tells: of the rank in its group "rank", else of the line's.
-_FATES = (
+# Words, pattern, and the condition that it tells: of the rank in its group "rank", else of the
+# line's.
+_CONDITIONS = (
     (
         "gai error",
         re.compile(
             r"(?:network addresses of \(?(?P<at>[^,)]{1,200})[^)]{0,40}\)? cannot be retrieved )?"
             r"\(gai error: (?P<why>-?\d{1,4}[^)]{0,80})"
         ),
-        fates.UNRESOLVED,
+        conditions.UNRESOLVED,
         "{at}: {why}",
     ),
     (
@@ -155,7 +162,7 @@ _FATES = (
             r"\[rank=(?P<rank>\d{1,7})\](?:\[name=(?P<name>[^\]]{1,40})\])? ?Aborting process on"
             r" rank \d{1,7} due to timeout"
         ),
-        fates.WAITED,
+        conditions.WAITED,
         "a collective of group {name} timed out",
     ),
     (
@@ -164,26 +171,26 @@ _FATES = (
             r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\."
             r" (?P<came>\d{1,7})/(?P<size>\d{1,7}) "
         ),
-        fates.WAITED,
-        f"{fates.AT_START}: {{came}} of {{size}} ranks had joined its store",
+        conditions.WAITED,
+        f"{conditions.AT_START}: {{came}} of {{size}} ranks had joined its store",
     ),
-    ("loo", GLOO, fates.WAITED, "{error}"),
-    ("pair closure", GLOO, fates.WAITED, "{error}"),
-    ("loo", GLOO_CLOSED, fates.CUT, "{error}"),
+    ("loo", GLOO, conditions.WAITED, "{error}"),
+    ("pair closure", GLOO, conditions.WAITED, "{error}"),
+    ("loo", GLOO_CLOSED, conditions.CUT, "{error}"),
     (
         "Duplicate GPU",
         re.compile(
             r"Duplicate GPU detected : rank (?P<first>\d{1,7}) and rank"
             r" (?P<second>\d{1,7}) both on CUDA device (?P<device>\w{1,20})"
         ),
-        fates.RAISED,
+        conditions.RAISED,
         "Duplicate GPU: ranks {first} and {second} both use CUDA device {device}",
     ),
     (
         "client socket has timed out",
         CONNECTING,
-        fates.WAITED,
-        f"{fates.AT_START}: it could not connect to the store at {{at}}",
+        conditions.WAITED,
+        f"{conditions.AT_START}: it could not connect to the store at {{at}}",
     ),
 )
 # Likewise, of lines with a rank alone.
@@ -191,7 +198,7 @@ _FATES_OF_RANKS = (
     (
         "emote",
         re.compile(_GONE),
-        fates.CUT,
+        conditions.CUT,
         "remote process exited, or a network error",
     ),
     (
@@ -199,7 +206,7 @@ _FATES_OF_RANKS = (
         re.compile(
             rf"(?={_GONE}).*?(?:remote peer|[Pp]eer|from) (?P<peer>[\w.:\-]{{1,200}}<\d{{1,6}}>)"
         ),
-        fates.CUT,
+        conditions.CUT,
         "remote process exited, or a network error; its peer: {peer}",
     ),
     (
@@ -207,14 +214,14 @@ _FATES_OF_RANKS = (
         re.compile(
             r"thread terminated with exception: (?P<error>CUDA error: .{1,200}?)(?:CUDA kernel|$)"
         ),
-        fates.RAISED,
+        conditions.RAISED,
         "{error}",
     ),
     *(
         (
             words,
             re.compile(re.escape(words)),
-            fates.WAITED,
+            conditions.WAITED,
             "its NCCL operations failed, or timed out",
         )
         for words in (
@@ -224,13 +231,13 @@ _FATES_OF_RANKS = (
         )
     ),
     *(
-        (words, STUCK_WATCHDOG, fates.STUCK, "its NCCL watchdog got stuck")
+        (words, STUCK_WATCHDOG, conditions.STUCK, "its NCCL watchdog got stuck")
         for words in ("got stuck", "eartbeat", "watchdog hang")
     ),
     (
         "dump signal from",
         re.compile("Observed flight recorder dump signal from"),
-        fates.HEARD,
+        conditions.HEARD,
         "",
     ),
 )
@@ -296,26 +303,28 @@ class C10dLines:
             if words in text and (found := pattern.search(text)):
                 self._take_report(found.groupdict(""), title, line)
         of_rank = _FATES_OF_RANKS if line.rank >= 0 else ()
-        for words, pattern, kind, told in (*_FATES, *of_rank):
+        for words, pattern, kind, told in (*_CONDITIONS, *of_rank):
             if words in text and (found := pattern.search(text)):
-                self._take_fate(found.groupdict(""), Fate(kind, told), line)
+                self._take_condition(found.groupdict(""), Condition(kind, told), line)
 
-    def _take_fate(self, told: dict[str, str], fate: Fate, line: Line) -> None:
-        if fate.kind == fates.RAISED and self._found.is_over:
+    def _take_condition(
+        self, told: dict[str, str], condition: Condition, line: Line
+    ) -> None:
+        if condition.kind == conditions.RAISED and self._found.is_over:
             return
         if "size" in told:
             self._found.has_size(told["size"])
         rank = int(told.pop("rank", line.rank))
         words = {name: shown(text) for name, text in told.items()}
-        text = fate.text.format(**words).removeprefix(": ")
+        text = condition.text.format(**words).removeprefix(": ")
         if "peer" in told:  # lines before did not name it
-            self._found.facts.pop((rank, Fate, fate.kind, ""), None)
+            self._found.facts.pop((rank, Condition, condition.kind, ""), None)
         ranks = [rank]
         # NCCL's are the communicator's; the job's if the first agrees with the line's
         if "second" in told and rank in (NOT_TOLD, int(told["first"])):
             ranks = [int(told["first"]), int(told["second"])]
         for each in ranks:
-            self._found.add(each, Fate(fate.kind, text), line)
+            self._found.add(each, Condition(condition.kind, text), line)
 
     def _take_report(self, told: dict[str, str], title: str, line: Line) -> None:
         missing = ranks_in(told.get("missing", ""))
@@ -332,7 +341,7 @@ class C10dLines:
         number = int(found[1]) if found[1] else NOT_TOLD
         size = _size(found[3], found[4])
         one = _TimedOut(line.rank, number, safe(found[2]), size, line)
-        self._found.add(line.rank, Fate(fates.WAITED, str(one)), line)
+        self._found.add(line.rank, Condition(conditions.WAITED, str(one)), line)
         self._timeouts[line.rank].setdefault(number, one)
 
     def _take_status(self, found: re.Match[str], line: Line) -> None:
@@ -345,7 +354,7 @@ class C10dLines:
         one = _TimedOut(line.rank, number, "", "", line)
         self._groups.setdefault((line.rank, number), _group_of(line.text))
         self._unnamed.setdefault(line.rank, one)
-        self._found.add(line.rank, Fate(fates.WAITED, str(one)), line)
+        self._found.add(line.rank, Condition(conditions.WAITED, str(one)), line)
 
     def _note_enqueued(self, line: Line, enqueued: int, completed: int) -> None:
         key = _group_of(line.text), line.rank
@@ -361,7 +370,9 @@ class C10dLines:
         enqueued, completed = map(int, numbers)
         if other:
             text = "a collective timed out, which it told others"
-            self._found.add(int(other), Fate(fates.WAITED, text), line, own=False)
+            self._found.add(
+                int(other), Condition(conditions.WAITED, text), line, own=False
+            )
         if line.rank < 0:
             return
         self._note_enqueued(line, enqueued, completed)
@@ -369,24 +380,24 @@ class C10dLines:
             if enqueued > completed >= 0:
                 self._note_number(line, completed + 1)
             self._found.add(
-                line.rank, Fate(fates.WAITED, "a collective timed out"), line
+                line.rank, Condition(conditions.WAITED, "a collective timed out"), line
             )
         elif enqueued <= completed:
-            self._found.add(line.rank, Fate(fates.HEARD), line)
+            self._found.add(line.rank, Condition(conditions.HEARD), line)
         elif completed >= 0:
             text = (
                 f"in number {completed + 1}, when another rank's collective timed out"
             )
-            self._found.add(line.rank, Fate(fates.WAITED, text), line)
+            self._found.add(line.rank, Condition(conditions.WAITED, text), line)
 
     def _take_parameters(self, found: re.Match[str], line: Line) -> None:
         """Which rank is the odd one, only all ranks' messages tell: each compares itself with one
         other.
         """
         for rank, count in ((int(found[1]), found[2]), (int(found[3]), found[4])):
-            seat = Seat(rank, OF_MODEL, 0, "", f"{count} parameters")
-            self._found.add(rank, seat, line, own=rank == int(found[1]))
-            waited = Fate(fates.WAITED, "DDP found unlike models")
+            entry = Entry(rank, OF_MODEL, 0, "", f"{count} parameters")
+            self._found.add(rank, entry, line, own=rank == int(found[1]))
+            waited = Condition(conditions.WAITED, "DDP found unlike models")
             self._found.add(rank, waited, line, own=False)
 
     def _take_fingerprints(self, first: re.Match[str], line: Line) -> None:
@@ -405,9 +416,9 @@ class C10dLines:
             # judging/judge.py allows any size here, torch's check does not
             if any_size:
                 kind, size = f"{kind} of {size}", ""
-            seat = Seat(rank, _CHECKED, number, kind, size)
-            self._found.add(rank, seat, line, own=False)
-            waited = Fate(fates.WAITED, "torch found unlike collectives")
+            entry = Entry(rank, _CHECKED, number, kind, size)
+            self._found.add(rank, entry, line, own=False)
+            waited = Condition(conditions.WAITED, "torch found unlike collectives")
             self._found.add(rank, waited, line, own=False)
 
     def _take_unique_id(self, unique: re.Match[str], line: Line) -> None:
@@ -417,9 +428,9 @@ class C10dLines:
         of_default = _DEFAULT_KEY.search(line.text) is not None
         own, first = int(unique[1]), int(unique[2])
         rank = line.rank if line.has_prefix else own if of_default else NOT_TOLD
-        kind = fates.CUT if _STORE_GONE.search(line.text) else fates.WAITED
+        kind = conditions.CUT if _STORE_GONE.search(line.text) else conditions.WAITED
         text = f"for rank {first} of its group to set up an NCCL communicator"
-        self._found.add(rank, Fate(kind, text), line)
+        self._found.add(rank, Condition(kind, text), line)
         if of_default and rank == own:
             title = "the set-up of the first NCCL communicator"
             self._lagging.setdefault(first, (title, line))
@@ -432,7 +443,7 @@ class C10dLines:
         barrier.waiting.add(rank)
         if found[1].startswith("Timed"):
             text = f"{came} of {size} ranks had come to the store based barrier"
-            waited = Fate(fates.WAITED, f"{fates.AT_START}: {text}")
+            waited = Condition(conditions.WAITED, f"{conditions.AT_START}: {text}")
             self._found.add(rank, waited, line)
 
     def _take_passed(self, passed: re.Match[str], line: Line) -> None:
@@ -456,7 +467,7 @@ class C10dLines:
         self._stack_of, self._stack = None, []
         if line is not None and stack and line.rank >= 0:
             where = frame_text.where(stack)
-            waited = Fate(fates.WAITED, "a collective timed out", where)
+            waited = Condition(conditions.WAITED, "a collective timed out", where)
             self._found.add(line.rank, waited, line)
 
     # At the end of a launch.
@@ -475,11 +486,11 @@ class C10dLines:
             by_group[self._groups.get((one.rank, one.number), "") or only].append(one)
         for group, ones in by_group.items():
             if group or len(by_group) == 1:
-                self._seat(group, ones, evidence)
+                self._entry(group, ones, evidence)
         for fact in self._found.facts.values():
-            if fact.seat:
-                evidence.groups.setdefault(fact.seat.group, set()).add(fact.rank)
-                evidence.partly_known.add(fact.seat.group)
+            if fact.entry:
+                evidence.groups.setdefault(fact.entry.group, set()).add(fact.rank)
+                evidence.partly_known.add(fact.entry.group)
         if len(by_group) == 1:
             self._find_silent(next(iter(by_group)), timeouts[0], evidence, by_file)
 
@@ -499,8 +510,8 @@ class C10dLines:
                     return []  # a rank's numbers rise in one launch
         return timeouts or [*self._unnamed.values()]
 
-    def _seat(self, group: str, timeouts: list[_TimedOut], evidence: Evidence) -> None:
-        """Seats of one group, whose numbers can be compared. A rank has entered all that it has
+    def _entry(self, group: str, timeouts: list[_TimedOut], evidence: Evidence) -> None:
+        """Entries of one group, whose numbers can be compared. A rank has entered all that it has
         enqueued.
         """
         timeouts = [one for one in timeouts if one.number >= 0] or timeouts
@@ -509,18 +520,18 @@ class C10dLines:
         if highest - lowest > _MOST_APART:
             return
         for one in timeouts:
-            seat = Seat(one.rank, group, one.number, one.kind, one.size)
-            self._found.add(one.rank, seat, one.line)
+            entry = Entry(one.rank, group, one.number, one.kind, one.size)
+            self._found.add(one.rank, entry, one.line)
         timed_out = {one.rank for one in timeouts}
         for (name, rank), (enqueued, completed, line) in self._enqueued.items():
             is_near = enqueued >= 0 and highest - enqueued <= _MOST_APART
             if name == group and rank not in timed_out and is_near:
                 number = min(enqueued, highest)
                 lowest = min(lowest, number)
-                seat = Seat(rank, group, number, done=completed >= number)
-                self._found.add(rank, seat, line)
+                entry = Entry(rank, group, number, done=completed >= number)
+                self._found.add(rank, entry, line)
         for fact in self._found.facts.values():
-            if fact.seat and fact.seat.group == group:
+            if fact.entry and fact.entry.group == group:
                 evidence.begins[group, fact.rank] = lowest
 
     def _find_silent(
@@ -537,19 +548,24 @@ class C10dLines:
             return
         text = "the log has no line of it, and time-outs of the others"
         for rank in sorted(silent)[:64]:
-            self._found.add(rank, Fate(fates.UNSEEN, text), first.line, own=False)
+            self._found.add(
+                rank, Condition(conditions.UNSEEN, text), first.line, own=False
+            )
             evidence.groups.setdefault(group, set()).add(rank)
 
     def _finish_reports(self) -> None:
-        came = Fate(fates.WAITED, "it had come, by torch's report")
+        came = Condition(conditions.WAITED, "it had come, by torch's report")
         for rank, line in self._joined.items():
             self._found.add(rank, came, line, own=False)
-        waits = any(one.fate_kind == fates.WAITED for one in self._found.facts.values())
+        waits = any(
+            one.condition_kind == conditions.WAITED
+            for one in self._found.facts.values()
+        )
         for rank, (title, line) in self._lagging.items():
             if not waits:  # who does, the report does not say
                 self._found.add(NOT_TOLD, came, line, own=False)
             if rank not in self._joined:
-                missing = Fate(fates.MISSING, f"to {title}")
+                missing = Condition(conditions.MISSING, f"to {title}")
                 self._found.add(rank, missing, line, own=False)
 
     def _finish_barriers(self) -> None:
@@ -558,7 +574,7 @@ class C10dLines:
             size, came, line = barrier.size, barrier.came, barrier.line
             for rank in barrier.waiting:
                 if not self._found.has(
-                    rank, fates.WAITED
+                    rank, conditions.WAITED
                 ):  # it still waits at the log's end
                     self._found.add(rank, waits, line, own=False)
             # Other groups' ranks are not known; if more have come than wait, some are of an earlier
@@ -567,7 +583,9 @@ class C10dLines:
             if key.endswith(_DEFAULT_BARRIERS) and is_whole:
                 text = f"to the store based barrier of the start: {came} of {size} had"
                 for rank in set(range(size)) - barrier.waiting:
-                    self._found.add(rank, Fate(fates.MISSING, text), line, own=False)
+                    self._found.add(
+                        rank, Condition(conditions.MISSING, text), line, own=False
+                    )
 
 
 _Reader: TypeAlias = tuple[

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -437,7 +437,7 @@ def _of_dumped(
     if last.pid:
         yield Fact(rank, Member(pid=last.pid), last.cite)
     if last.form != _FAULTHANDLER:  # faulthandler writes when a process ends, too
-        yield Fact(rank, Fate(fates.RUNS), last.cite)
+        yield Fact(rank, Condition(conditions.RUNS), last.cite)
     yield Fact(rank, _place(last, main, workers), last.cite)
     for before in dumps[:-1]:
         if before.pid == last.pid and before.form == last.form:

@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from nemo_patches.text import named
-from nemo_patches.tools.diagnose import fates, frame_text
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate
+from nemo_patches.tools.diagnose import conditions, frame_text
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
@@ -290,7 +290,7 @@ class ExceptionLines:
             text = f"{writing.root.text}, in its thread {writing.thread}"
             self._found.add(
                 max(key, NOT_TOLD),
-                Fate(fates.LOGGED, text, writing.root.where),
+                Condition(conditions.LOGGED, text, writing.root.where),
                 writing.root.line,
             )
             return
@@ -310,7 +310,9 @@ class ExceptionLines:
             return
         if error is None or _OF_LAUNCHERS.search(error.type):
             if error is not None and _BY_OTHERS.search(error.type) and rank >= 0:
-                self._found.add(rank, Fate(fates.TERMINATED, error.text), error.line)
+                self._found.add(
+                    rank, Condition(conditions.TERMINATED, error.text), error.line
+                )
             return
         details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
         kind = error.type.rpartition(".")[2]
@@ -319,29 +321,31 @@ class ExceptionLines:
             name.startswith(kind) for name in BY_HAND
         )
         if is_cut or _BY_OTHERS.search(error.type + error.words):
-            fate = Fate(fates.TERMINATED, error.text, error.where)
+            condition = Condition(conditions.TERMINATED, error.text, error.where)
         elif error.as_error.is_of_a_collective or any(
             words in error.words for words in _MISMATCHES
         ):
-            kind = fates.CUT if _CLOSED.search(error.words) else fates.WAITED
-            start = f"{fates.AT_START}: " if error.as_error.is_of_the_start else ""
-            fate = Fate(kind, f"{start}{error.text}", error.where, details)
+            kind = conditions.CUT if _CLOSED.search(error.words) else conditions.WAITED
+            start = f"{conditions.AT_START}: " if error.as_error.is_of_the_start else ""
+            condition = Condition(kind, f"{start}{error.text}", error.where, details)
         elif writing.was_over:
-            fate = Fate(
-                fates.FAILED,
+            condition = Condition(
+                conditions.FAILED,
                 f"{error.text}, after a time-out or an end of others",
                 error.where,
                 details,
             )
         else:
-            fate = Fate(fates.RAISED, error.text + self._spawned, error.where, details)
+            condition = Condition(
+                conditions.RAISED, error.text + self._spawned, error.where, details
+            )
         self._spawned = ""
         if writing.of != NOT_TOLD:
             self._found.keep(
-                Fact(writing.of, fate, error.line.cite, own=writing.of == rank)
+                Fact(writing.of, condition, error.line.cite, own=writing.of == rank)
             )
         else:
-            self._found.add(rank, fate, error.line)
+            self._found.add(rank, condition, error.line)
 
     def _pass_on(self, rank: int, error: _Error) -> None:
         """A rank reports what others have raised in a checkpoint that all ranks write."""
@@ -352,7 +356,7 @@ class ExceptionLines:
         for other in others:
             self._raised_elsewhere.setdefault(other, error)
         if rank not in others:
-            self._found.add(rank, Fate(fates.PASSED_ON, text), error.line)
+            self._found.add(rank, Condition(conditions.PASSED_ON, text), error.line)
 
     def finish(self) -> None:
         """Call after the launcher's: an exception without a prefix ended a rank only if the
@@ -363,8 +367,8 @@ class ExceptionLines:
         # Of ranks whose own exception no line shows
         what = "an exception in a checkpoint of all ranks"
         for rank, error in self._raised_elsewhere.items():
-            if not self._found.has(rank, fates.RAISED):
-                raised = Fate(fates.RAISED, what, error.where)
+            if not self._found.has(rank, conditions.RAISED):
+                raised = Condition(conditions.RAISED, what, error.where)
                 self._found.keep(Fact(rank, raised, error.line.cite, own=False))
         for key, writing in self._stray.items():
             rank = max(key, NOT_TOLD)
@@ -373,7 +377,7 @@ class ExceptionLines:
             elif writing.root is not None:
                 self._found.add(
                     rank,
-                    Fate(fates.LOGGED, writing.root.text, writing.root.where),
+                    Condition(conditions.LOGGED, writing.root.text, writing.root.where),
                     writing.root.line,
                 )
 
@@ -384,16 +388,18 @@ class ExceptionLines:
         facts = [
             (fact, fact.value.kind)
             for fact in self._found.facts.values()
-            if isinstance(fact.value, Fate)
+            if isinstance(fact.value, Condition)
         ]
         failed = {
-            fact.rank for fact, kind in facts if kind == fates.FAILED and not fact.own
+            fact.rank
+            for fact, kind in facts
+            if kind == conditions.FAILED and not fact.own
         }
         if rank == NOT_TOLD:
             return failed == {NOT_TOLD} and not any(
-                kind in (fates.KILLED, fates.RAISED) for _, kind in facts
+                kind in (conditions.KILLED, conditions.RAISED) for _, kind in facts
             )
         own = {kind for fact, kind in facts if fact.rank == rank}
-        return (rank in failed and own == {fates.FAILED}) or (
+        return (rank in failed and own == {conditions.FAILED}) or (
             failed == {NOT_TOLD} and not own
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.judge import Entry
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
@@ -40,7 +40,7 @@ class _Frame(msgspec.Struct):
     line: int
 
 
-class _Entry(msgspec.Struct):
+class _Recorded(msgspec.Struct):
     """What of one collective's record is read; of none that is malformed."""
 
     collective_seq_id: int
@@ -69,14 +69,14 @@ class _Content(msgspec.Struct):
 class _Dump:
     """One rank's records. groups: the ranks of each process group in the dump.
 
-    seats: by group, each with its time, in seconds since 1970. has_lost: the ring has lost older
+    entries: by group, each with its time, in seconds since 1970. has_lost: the ring has lost older
     entries.
     """
 
     rank: int
     cite: str
     host: str
-    seats: dict[str, list[tuple[Seat, float]]]
+    entries: dict[str, list[tuple[Entry, float]]]
     groups: dict[str, frozenset[int]]
     has_lost: bool
 
@@ -89,7 +89,7 @@ def recognises(name: str, head: bytes) -> bool:
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
-    """Add a seat for each collective, and each rank as a member."""
+    """Add an entry for each collective, and each rank as a member."""
     dumps: dict[int, _Dump] = {}
     for file in files:
         try:
@@ -121,13 +121,13 @@ def read(files: list[Path], evidence: Evidence) -> None:
         told = [
             rank
             for rank in ranks
-            if name in dumps[rank].seats or not dumps[rank].has_lost
+            if name in dumps[rank].entries or not dumps[rank].has_lost
         ]
         evidence.groups.setdefault(title, set()).update(told)
         for dump in map(dumps.__getitem__, told):
             evidence.facts += (
-                Fact(dump.rank, seat._replace(group=title), dump.cite, at, dump.host)
-                for seat, at in dump.seats.get(name, ())
+                Fact(dump.rank, entry._replace(group=title), dump.cite, at, dump.host)
+                for entry, at in dump.entries.get(name, ())
             )
 
 
@@ -136,13 +136,13 @@ def _groups(dumps: dict[int, _Dump]) -> list[tuple[str, list[int]]]:
     with entries.
     """
     groups = []
-    for name in sorted({name for dump in dumps.values() for name in dump.seats}):
+    for name in sorted({name for dump in dumps.values() for name in dump.entries}):
         told = {ranks for dump in dumps.values() if (ranks := dump.groups.get(name))}
         unknown = [
             rank
             for rank, dump in dumps.items()
             if not any(rank in ranks for ranks in told)
-            and (name == _DEFAULT_GROUPS[0] or name in dump.seats)
+            and (name == _DEFAULT_GROUPS[0] or name in dump.entries)
         ]
         groups += [
             (name, sorted(ranks & dumps.keys())) for ranks in sorted(told, key=sorted)
@@ -170,15 +170,15 @@ def _read(file: Path) -> _Dump:
     except msgspec.ValidationError as error:
         raise ValueError(f"no Flight Recorder dump: {error}") from error
     rank = int(in_name[1] or in_name[2])
-    seats: dict[str, list[tuple[Seat, float]]] = defaultdict(list)
+    entries: dict[str, list[tuple[Entry, float]]] = defaultdict(list)
     for told in content.entries[-_MOST_ENTRIES:]:
         try:
-            entry = msgspec.convert(told, _Entry)
+            recorded = msgspec.convert(told, _Recorded)
         except (ValueError, RecursionError):
             continue
-        if entry.process_group and not entry.is_p2p:
-            seat = _seat(rank, entry)
-            seats[seat.group].append((seat, max(0, entry.time_created_ns) / 1e9))
+        if recorded.process_group and not recorded.is_p2p:
+            entry = _entry(rank, recorded)
+            entries[entry.group].append((entry, max(0, recorded.time_created_ns) / 1e9))
     first = content.entries[0] if content.entries else None
     record_id = first.get("record_id") if isinstance(first, dict) else None
     has_lost = isinstance(record_id, int) and record_id > 1
@@ -186,7 +186,7 @@ def _read(file: Path) -> _Dump:
         rank=rank,
         cite=safe(file.name),
         host=safe(content.host_name, 80),
-        seats=dict(seats),
+        entries=dict(entries),
         groups={
             safe(str(name), 80): _ranks(group.ranks)
             for name, group in list(content.pg_config.items())[:_MOST_GROUPS]
@@ -201,21 +201,21 @@ def _ranks(told: str | list[int]) -> frozenset[int]:
     return frozenset(map(int, re.findall(r"\b\d{1,7}\b", text[:1_000_000])))
 
 
-def _seat(rank: int, entry: _Entry) -> Seat:
-    kind = safe(entry.profiling_name, 80)
-    is_completed = entry.state == "completed" or bool(
-        entry.time_discovered_completed_ns
+def _entry(rank: int, recorded: _Recorded) -> Entry:
+    kind = safe(recorded.profiling_name, 80)
+    is_completed = recorded.state == "completed" or bool(
+        recorded.time_discovered_completed_ns
     )
-    is_done = is_completed or entry.retired
-    return Seat(
+    is_done = is_completed or recorded.retired
+    return Entry(
         rank=rank,
-        group=safe(str(entry.process_group[0]), 80),
-        number=entry.collective_seq_id,
+        group=safe(str(recorded.process_group[0]), 80),
+        number=recorded.collective_seq_id,
         kind=kind,
-        size=safe(", ".join(str(shape[:8]) for shape in entry.input_sizes[:4]), 200),
+        size=safe(", ".join(str(shape[:8]) for shape in recorded.input_sizes[:4]), 200),
         done=is_done or (None if kind.startswith(_GLOO) else False),
         completed=is_completed,
-        caller=_caller(entry.frames),
+        caller=_caller(recorded.frames),
     )
 
 

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nemo_patches.tools.diagnose import fates
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Fate, Member
+from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact, Member
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
@@ -64,11 +64,11 @@ _CANCELLED = re.compile(
 )
 # Of what it gives as its reason: how the job ended.
 _REASONS = (
-    ("TIME LIMIT", fates.TIME_LIMIT),
-    ("RUNLIMIT", fates.TIME_LIMIT),
-    ("walltime", fates.TIME_LIMIT),
-    ("PREEMPT", fates.PREEMPTED),
-    ("JOB REQUEUE", fates.REQUEUED),
+    ("TIME LIMIT", conditions.TIME_LIMIT),
+    ("RUNLIMIT", conditions.TIME_LIMIT),
+    ("walltime", conditions.TIME_LIMIT),
+    ("PREEMPT", conditions.PREEMPTED),
+    ("JOB REQUEUE", conditions.REQUEUED),
 )
 MPIRUN = re.compile(
     r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<node>\S{1,80})"
@@ -110,7 +110,12 @@ class _End(NamedTuple):
 # The first pattern that matches counts.
 _ENDS = (
     *(
-        _End(words, re.compile(pattern), fates.KILLED, fates.FOR_MEMORY + ": {line}")
+        _End(
+            words,
+            re.compile(pattern),
+            conditions.KILLED,
+            conditions.FOR_MEMORY + ": {line}",
+        )
         for words, pattern in (
             ("oom", r"oom[_-]kill event"),
             ("Out Of Memory", r"srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out"),
@@ -126,7 +131,7 @@ _ENDS = (
     _End(
         "bus error",
         re.compile(r"Unexpected bus error encountered in worker\. This might be"),
-        fates.KILLED,
+        conditions.KILLED,
         "a data loader's worker: bus error, as for want of shared memory (/dev/shm)",
         is_ranks=True,
     ),
@@ -136,7 +141,7 @@ _ENDS = (
             r"(?P<how>DataLoader worker \(pid[^)]{1,80}\) is killed by signal:"
             r" (?!Terminated).{0,200})"
         ),
-        fates.RAISED,
+        conditions.RAISED,
         "RuntimeError: {how}",
         is_ranks=True,
     ),
@@ -146,7 +151,7 @@ _ENDS = (
             r"^Fatal Python error: (?P<how>Segmentation fault|Bus error|"
             r"Illegal instruction|Floating-point exception)"
         ),
-        fates.KILLED,
+        conditions.KILLED,
         "{how}",
         is_ranks=True,
     ),
@@ -154,26 +159,26 @@ _ENDS = (
     _End(
         " Killed ",
         re.compile(r": line \d{1,9}: {1,8}(?P<process>\d{1,9}) Killed {2,40}\S"),
-        fates.KILLED,
+        conditions.KILLED,
         "SIGKILL of process {process}, says the shell",
     ),
     _End(
         "exiting",
         MPIRUN,
-        fates.FAILED,
+        conditions.FAILED,
         "it exited improperly, says mpirun, of node {node}",
     ),
     _End("with PID", MPIRUN, "", "mpirun, of node {node}"),
     _End(
         "Remote daemon",
         re.compile(r"Remote daemon: .{1,200} on node (?P<node>\S{1,200})"),
-        fates.NODE,
+        conditions.NODE,
         "mpirun lost the connection to node {node}",
     ),
     _End(
         "Node failure",
         re.compile(r"srun: error: Node failure on (?P<node>\S{1,200})"),
-        fates.NODE,
+        conditions.NODE,
         "Slurm: node failure on {node}",
     ),
     _End(
@@ -195,15 +200,15 @@ _ENDS = (
             "torch.multiprocessing: {how}",
         )
         for how, kind in (
-            ("signal SIG(?:KILL|BUS|SEGV)", fates.KILLED),
-            (r"exit code \d{1,3}", fates.FAILED),
+            ("signal SIG(?:KILL|BUS|SEGV)", conditions.KILLED),
+            (r"exit code \d{1,3}", conditions.FAILED),
         )
     ),
     *(
         _End(
             "death signal",
             re.compile(rf"Received (?:Signals\.)?{signal} death signal, shutting"),
-            fates.TERMINATED,
+            conditions.TERMINATED,
             f"torchrun got {name}",
         )
         for signal, name in (
@@ -246,7 +251,7 @@ class LauncherLines:
         self._ray_lines = 0
         self._mpi_rank = NOT_TOLD  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
-        self._terminated: list[tuple[Fate, Line]] = []
+        self._terminated: list[tuple[Condition, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
         # The last that tells of an end in good order.
@@ -274,7 +279,7 @@ class LauncherLines:
         elif process := _MPI_PROCESS.search(text):
             if process["code"] and self._mpi_rank != NOT_TOLD:
                 code = _signed(process["code"])
-                self._tell(_fate_of(code, "mpirun"), line, self._mpi_rank)
+                self._tell(_condition_of(code, "mpirun"), line, self._mpi_rank)
             self._mpi_rank = int(process["rank"] or NOT_TOLD)
         elif cancelled := _CANCELLED.search(text):
             self._take_cancelled(cancelled, line)
@@ -287,10 +292,10 @@ class LauncherLines:
             if end.words in line.text and (found := end.pattern.search(line.text)):
                 # Where the rank has a prefix its traceback tells it
                 if not (end.is_ranks and line.has_prefix):
-                    self._take_fate(end, found.groupdict(""), line)
+                    self._take_condition(end, found.groupdict(""), line)
                 return
 
-    def _take_fate(self, end: _End, told: dict[str, str], line: Line) -> None:
+    def _take_condition(self, end: _End, told: dict[str, str], line: Line) -> None:
         words = {name: shown(text) for name, text in told.items()}
         text = end.text.format(**words, line=shown(line.text))
         rank = line.rank if end.is_ranks else NOT_TOLD
@@ -299,13 +304,16 @@ class LauncherLines:
         elif told.get("pid"):
             rank = self._rank_of(told["pid"])
         if told.get("code"):
-            self._tell(_fate_of(_signed(told["code"]), text), line, rank)
+            self._tell(_condition_of(_signed(told["code"]), text), line, rank)
         elif told.get("signal"):
-            self._tell(_fate_of(-int(told["signal"]), text), line, rank)
-        elif end.kind in (fates.TERMINATED, fates.NODE):  # told at once, so with a time
-            self._found.add(NOT_TOLD, Fate(end.kind, text), line, own=False)
+            self._tell(_condition_of(-int(told["signal"]), text), line, rank)
+        elif end.kind in (
+            conditions.TERMINATED,
+            conditions.NODE,
+        ):  # told at once, so with a time
+            self._found.add(NOT_TOLD, Condition(end.kind, text), line, own=False)
         else:
-            self._tell(Fate(end.kind, text), line, rank)
+            self._tell(Condition(end.kind, text), line, rank)
 
     def _take_cancelled(self, found: re.Match[str], line: Line) -> None:
         self._cancelled.add(line.file)
@@ -313,12 +321,14 @@ class LauncherLines:
         why = found[scheduler].removeprefix("PBS: ")
         text = f"{scheduler}: {shown(why)}"
         if "NODE FAIL" in why:
-            self._found.add(NOT_TOLD, Fate(fates.NODE, text), line, own=False)
+            self._found.add(NOT_TOLD, Condition(conditions.NODE, text), line, own=False)
             return
         reason = next((reason for words, reason in _REASONS if words in why), "")
-        self._is_requeued |= reason == fates.REQUEUED
+        self._is_requeued |= reason == conditions.REQUEUED
         text = f"{reason}; {text}" if reason else text
-        self._found.add(NOT_TOLD, Fate(fates.TERMINATED, text), line, own=False)
+        self._found.add(
+            NOT_TOLD, Condition(conditions.TERMINATED, text), line, own=False
+        )
 
     def _take_srun(self, found: re.Match[str], line: Line) -> None:
         self._saw_srun = True
@@ -326,17 +336,21 @@ class LauncherLines:
         if line.file in self._cancelled:
             return
         if found[3]:
-            self._tell(Fate(fates.KILLED, f"Slurm's {task}: {found[3]}"), line)
+            self._tell(
+                Condition(conditions.KILLED, f"Slurm's {task}: {found[3]}"), line
+            )
         elif found[5] == "Terminated":
-            fate = Fate(fates.TERMINATED, f"SIGTERM, says Slurm, of {task}")
-            self._terminated.append((fate, line))
+            condition = Condition(
+                conditions.TERMINATED, f"SIGTERM, says Slurm, of {task}"
+            )
+            self._terminated.append((condition, line))
         else:
             code = -6 if found[5] else _signed(found[4])
-            told = _fate_of(code, f"Slurm, of {task}")
+            told = _condition_of(code, f"Slurm, of {task}")
             if told is not None and found[4] and code < 0:
                 # A program, or a shell, ended by such a code: srun names real signals
                 how = f"exit code {found[4]} ({_SIGNALS[-code]})"
-                told = Fate(told.kind, f"{how}, says Slurm, of {task}")
+                told = Condition(told.kind, f"{how}, says Slurm, of {task}")
             self._tell(told, line)
 
     def _rank_of(self, pid: str) -> int:
@@ -370,18 +384,22 @@ class LauncherLines:
             self._at, self._host, self._rank = 0.0, "", NOT_TOLD
 
     def _tell(
-        self, fate: Fate | None, line: Line, rank: int = NOT_TOLD, at: float = 0.0
+        self,
+        condition: Condition | None,
+        line: Line,
+        rank: int = NOT_TOLD,
+        at: float = 0.0,
     ) -> None:
         """Of a process that ended after training had, an end is no cause."""
-        if fate is None:
+        if condition is None:
             return
         finished = self._finished
         is_after = finished is not None and finished.file == line.file
         if finished is not None and is_after and not self._found.is_over:
-            text = f"{fate.text}, after training had come to its end [{finished.cite}]"
-            fate = Fate(fates.FAILED, text)
+            text = f"{condition.text}, after training had come to its end [{finished.cite}]"
+            condition = Condition(conditions.FAILED, text)
         clock = CLOCK if at else ""
-        fact = Fact(rank, fate, line.cite, at, clock, own=False)
+        fact = Fact(rank, condition, line.cite, at, clock, own=False)
         self._found.keep(fact, line.local_rank)
 
     def _take_ray(self, line: Line) -> None:
@@ -405,13 +423,15 @@ class LauncherLines:
         if line is not None:
             process = f" (pid {pid})" if pid else ""
             text = f"Ray: a worker{process} died: killed, out of memory, or crashed"
-            self._tell(Fate(fates.KILLED, text), line, self._rank_of(pid or "0"))
+            self._tell(
+                Condition(conditions.KILLED, text), line, self._rank_of(pid or "0")
+            )
 
     def finish(self) -> None:
         self._end_ray("")
-        for fate, line in self._terminated:
+        for condition, line in self._terminated:
             if line.file not in self._cancelled:
-                self._tell(fate, line)
+                self._tell(condition, line)
         first = min(
             (one.at for one in self._table if one.at and one.code != -15), default=0.0
         )
@@ -425,7 +445,7 @@ class LauncherLines:
         for failed, line in self._in_lines:
             if int(failed["pid"]) not in known:
                 who = f"torchrun, of local rank {failed['local']} (pid {failed['pid']})"
-                told = _fate_of(_signed(failed["code"]), who)
+                told = _condition_of(_signed(failed["code"]), who)
                 self._tell(told, line, self._rank_of(failed["pid"]))
 
     def leave_out_woken(self) -> None:
@@ -434,38 +454,44 @@ class LauncherLines:
         """
         facts = self._found.facts
         exits = {
-            fact.rank for fact in facts.values() if fact.fate_text == fates.STALL_EXIT
+            fact.rank
+            for fact in facts.values()
+            if fact.condition_text == conditions.STALL_EXIT
         }
         silent = {
-            fact.rank for fact in facts.values() if fact.fate_kind == fates.SILENT
+            fact.rank
+            for fact in facts.values()
+            if fact.condition_kind == conditions.SILENT
         }
         for rank in silent - exits if exits else ():
-            facts.pop((rank, Fate, fates.CUT, ""), None)
+            facts.pop((rank, Condition, conditions.CUT, ""), None)
 
-    def _of_table(self, one: _Failure, first: float) -> Fate | None:
+    def _of_table(self, one: _Failure, first: float) -> Condition | None:
         later = one.at > first + _PATIENCE_S
         of_others = {pid for file, pid in self._sent if file == one.line.file}
         was_sent = str(one.pid) in of_others
         if one.code == -9 and (was_sent or later):
-            return Fate(
-                fates.TERMINATED, "SIGKILL by its launcher, as others had failed"
+            return Condition(
+                conditions.TERMINATED, "SIGKILL by its launcher, as others had failed"
             )
         if one.code == -15 and of_others and not was_sent:
-            return Fate(fates.TERMINATED, fates.FROM_OUTSIDE)
-        return _fate_of(one.code, "torchrun")
+            return Condition(conditions.TERMINATED, conditions.FROM_OUTSIDE)
+        return _condition_of(one.code, "torchrun")
 
 
-def _fate_of(code: int, who: str) -> Fate | None:
+def _condition_of(code: int, who: str) -> Condition | None:
     """By the exit code. A crash (SIGSEGV) may also be how a rank ends that others have left."""
     if code == 0:
         return None
     name = _SIGNALS.get(-code, "")
     text = f"{name or f'exit code {code}'}, says {who}"
     if -code in _BY_OTHERS:
-        return Fate(fates.TERMINATED, text)
+        return Condition(conditions.TERMINATED, text)
     if -code in _BY_NOBODY_ELSE:
-        return Fate(fates.KILLED, text)
-    return Fate(fates.ABORTED if code in (-6, STALL_EXIT) else fates.FAILED, text)
+        return Condition(conditions.KILLED, text)
+    return Condition(
+        conditions.ABORTED if code in (-6, STALL_EXIT) else conditions.FAILED, text
+    )
 
 
 def _signed(code: str) -> int:

@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.judge import Entry
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.facts import (
     NOT_TOLD,
+    Condition,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -21,7 +21,7 @@ from nemo_patches.tools.diagnose.facts import (
 MOST_RANKS = 1 << 20
 MOST_KEPT = 4096  # ranks, and the like, of one launch
 _MOST_FACTS = 8 * MOST_KEPT
-_MOST_NOT_TOLD = 8  # fates of which the log does not tell the rank
+_MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
 _LONGEST_TEXT = 300
 _PID_AND_RANK = re.compile(
@@ -61,17 +61,17 @@ def shown(text: str) -> str:
 class LaunchFacts:
     """The facts of one launch, bounded whatever the log holds.
 
-    Of a rank's fates of one kind the first is kept; of its places, and of whether it moved, the
-    last. A fact's `at` is its line's number, by the clock of its file: lines of one file stand in
-    the order in which they were written. What launchers tell has none: it comes at the end,
-    whenever it happened.
+    Of a rank's conditions of one kind the first is kept; of its places, and of whether it moved,
+    the last. A fact's `at` is its line's number, by the clock of its file: lines of one file
+    stand in the order in which they were written. What launchers tell has none: it comes at the
+    end, whenever it happened.
 
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out,
     or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves
-    out lines of some
-    ranks that are like others', or a file was not read to its end. not_told: fates so far of which
-    the log does not tell the rank. reports: folders with stall reports that lines name.
+    out lines of some ranks that are like others', or a file was not read to its end. not_told:
+    conditions so far of which the log does not tell the rank. reports: folders with stall
+    reports that lines name.
     several_hosts: local ranks are not the job's.
     by_local_rank: keys of the facts whose rank is one.
     """
@@ -130,7 +130,7 @@ class LaunchFacts:
             self.facts.pop(key) for key in self.by_local_rank if key in self.facts
         ]
         for fact in of_local:
-            if isinstance(fact.value, Fate):
+            if isinstance(fact.value, Condition):
                 self.keep(replace(fact, rank=NOT_TOLD))
         return {fact.rank for fact in of_local} - {
             fact.rank for fact in self.facts.values()
@@ -144,7 +144,7 @@ class LaunchFacts:
         told = {
             fact.cite
             for fact in self.facts.values()
-            if fact.rank != NOT_TOLD and isinstance(fact.value, Fate)
+            if fact.rank != NOT_TOLD and isinstance(fact.value, Condition)
         }
         self.facts = {
             key: fact
@@ -171,8 +171,8 @@ class LaunchFacts:
         if len(self.reports) < _MOST_REPORTS:
             self.reports[folder] = None
 
-    def has(self, rank: int, fate: str) -> bool:
-        return (rank, Fate, fate, "") in self.facts
+    def has(self, rank: int, condition: str) -> bool:
+        return (rank, Condition, condition, "") in self.facts
 
     def ranks(self) -> set[int]:
         """Ranks of which more is known than that they belong to the job."""
@@ -188,9 +188,9 @@ class LaunchFacts:
 
 
 def _with_place(before: Fact, fact: Fact) -> Fact:
-    """The earlier fate, with the place of the later one of its kind."""
+    """The earlier condition, with the place of the later one of its kind."""
     if (
-        not (isinstance(before.value, Fate) and isinstance(fact.value, Fate))
+        not (isinstance(before.value, Condition) and isinstance(fact.value, Condition))
         or before.value.where
     ):
         return before
@@ -201,8 +201,8 @@ def _with_place(before: Fact, fact: Fact) -> Fact:
 
 
 def _key(rank: int, value: Value) -> tuple[object, ...]:
-    if isinstance(value, Fate):
-        return (rank, Fate, value.kind, value.text if rank == NOT_TOLD else "")
-    if isinstance(value, Seat):
-        return (rank, Seat, value.group, value.number)
+    if isinstance(value, Condition):
+        return (rank, Condition, value.kind, value.text if rank == NOT_TOLD else "")
+    if isinstance(value, Entry):
+        return (rank, Entry, value.group, value.number)
     return (rank, type(value))

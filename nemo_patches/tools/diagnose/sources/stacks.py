@@ -14,7 +14,7 @@ import msgspec
 
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
     WHAT,
@@ -31,9 +31,9 @@ from nemo_patches.tools.diagnose.collect.samples import (
     Thread,
 )
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -149,7 +149,7 @@ def of_samples(job: HostJob) -> list[Fact]:
         for fact in _of_rank(one, job)
     ]
     here, host = {one.rank.rank for one in job.ranks}, safe(job.host, 100)
-    gone = Fate(fates.GONE, f"no process of it runs on {host}")
+    gone = Condition(conditions.GONE, f"no process of it runs on {host}")
     return facts + [
         Fact(rank, gone, host, job.at, job.host)
         for rank in _ranks_of_host(job)
@@ -178,10 +178,12 @@ def _ranks_of_host(job: HostJob) -> range:
 
 def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
     rank, samples = sampled.rank, sampled.samples
-    values: list[Fate | Place | Motion | Member] = [Member(rank.world_size, rank.pid)]
+    values: list[Condition | Place | Motion | Member] = [
+        Member(rank.world_size, rank.pid)
+    ]
     if samples:
         last, motion = samples[-1], _motion(samples)
-        values.append(_fate(samples))
+        values.append(_condition(samples))
         if last.main is not None:
             values.append(_place(samples, motion))
         if motion is not None:
@@ -190,18 +192,20 @@ def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
     return [Fact(rank.rank, value, cite, job.at, job.host) for value in values]
 
 
-def _fate(samples: Sequence[Sample]) -> Fate:
+def _condition(samples: Sequence[Sample]) -> Condition:
     last = samples[-1]
     if last.state in (NO_PROCESS, ZOMBIE):
-        return Fate(fates.GONE, "its process has ended")
+        return Condition(conditions.GONE, "its process has ended")
     if _is_held_by_tracer(samples):
-        return Fate(fates.TRACED, f"traced by pid {last.tracer} (gdb, strace)")
+        return Condition(
+            conditions.TRACED, f"traced by pid {last.tracer} (gdb, strace)"
+        )
     if last.state == "T":
-        return Fate(fates.STOPPED)
+        return Condition(conditions.STOPPED)
     if last.main is not None:
-        return Fate(fates.RUNS)
-    return Fate(
-        fates.UNREADABLE,
+        return Condition(conditions.RUNS)
+    return Condition(
+        conditions.UNREADABLE,
         safe(last.error, 300),
         details=(f"state {last.state}, {last.cpu_s:.0f} s of CPU time",),
     )

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.kinds import ALL_RANKS_OF, GONE
 from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
-from nemo_patches.tools.diagnose import fates
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fate, Member, Motion, Place
+from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line, shown
 
@@ -44,16 +44,18 @@ _REPORT_IN = re.compile(
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
 _GOES_ON = re.compile(r":? (?:go(?:es)? on|computes? but takes? no step)|.* go on with")
 # Words of a group's text, and what has become of these ranks
-_FATES = (
+_CONDITIONS = (
     (
         "ha(?:s|ve) left",
-        Fate(fates.ENDED, "it left: it ended, or destroyed its process group"),
+        Condition(
+            conditions.ENDED, "it left: it ended, or destroyed its process group"
+        ),
     ),
-    ("not announced", Fate(fates.UNSEEN, "not patched, or not started")),
-    (f"{GONE}|their processes have gone", Fate(fates.GONE, GONE)),
+    ("not announced", Condition(conditions.UNSEEN, "not patched, or not started")),
+    (f"{GONE}|their processes have gone", Condition(conditions.GONE, GONE)),
     (
         "answers? nothing|connections? (?:was|were) lost",
-        Fate(fates.SILENT, NO_HEARTBEAT),
+        Condition(conditions.SILENT, NO_HEARTBEAT),
     ),
 )
 # A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
@@ -87,12 +89,12 @@ class StallLines:
         elif stall:
             if stall["call"]:
                 self._tell(reporter, Place(collective=LENGTH_SYNC), line)
-            waited_for = Fate(fates.UNSEEN, "others waited for it")
+            waited_for = Condition(conditions.UNSEEN, "others waited for it")
             for missing in ranks_in(stall["missing"] or ""):
                 self._tell(missing, waited_for, line)
             self._take_groups(text, line, goes_on=level == "INFO")
         elif _STALL_EXIT.search(text):
-            ended = Fate(fates.TERMINATED, fates.STALL_EXIT)
+            ended = Condition(conditions.TERMINATED, conditions.STALL_EXIT)
             self._found.add(reporter, ended, line)
         elif report_in := _REPORT_IN.search(text):
             self._found.note_reports(shown(report_in[1]))
@@ -108,12 +110,12 @@ class StallLines:
                 elif value is not None:
                     self._tell(rank, value, line)
 
-    def _tell(self, rank: int, value: Fate | Place | Motion, line: Line) -> None:
+    def _tell(self, rank: int, value: Condition | Place | Motion, line: Line) -> None:
         if isinstance(value, Motion):
             self._found.facts.pop((rank, Place), None)
         elif isinstance(value, Place):
             self._found.facts.pop((rank, Motion), None)
-            self._found.facts.pop((rank, Fate, fates.UNSEEN, ""), None)
+            self._found.facts.pop((rank, Condition, conditions.UNSEEN, ""), None)
         self._found.add(rank, value, line, own=False)
 
     def _process(self, rank: int, pid: int, host: str, line: Line) -> None:
@@ -123,7 +125,7 @@ class StallLines:
         self._found.add(rank, member, line, own=False, host=shown(host))
 
 
-def told_in(text: str) -> dict[int, Place | Motion | Fate]:
+def told_in(text: str) -> dict[int, Place | Motion | Condition]:
     """By rank, what the text of a stall report tells."""
     return {
         rank: value
@@ -135,7 +137,7 @@ def told_in(text: str) -> dict[int, Place | Motion | Fate]:
 
 def _groups_in(
     text: str,
-) -> Iterator[tuple[re.Match[str], Place | Motion | Fate | None]]:
+) -> Iterator[tuple[re.Match[str], Place | Motion | Condition | None]]:
     stall = _STALL.search(text)
     groups = (stall["groups"] or stall["details"] or "") if stall else ""
     for part in groups.split(" | "):
@@ -143,15 +145,15 @@ def _groups_in(
             yield group, _value_of(_LAST_CALL.sub("", group["text"]))
 
 
-def _value_of(text: str) -> Place | Motion | Fate | None:
+def _value_of(text: str) -> Place | Motion | Condition | None:
     """The fact about ranks in the text after their names."""
     if _GOES_ON.match(text):
         return Motion(True, shown(text.lstrip(": ")))
     if "not heard" in text:
         return None
-    for words, fate in _FATES:
+    for words, condition in _CONDITIONS:
         if re.search(words, text.lower()):
-            return fate
+            return condition
     if waits := _WAITS.match(text):
         return Place(where=shown(waits[2] or ""), collective=shown(waits[1]))
     # " is elsewhere: read (data.py:41)", " writes a checkpoint: save (nemo.py:7)"

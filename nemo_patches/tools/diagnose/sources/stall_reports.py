@@ -20,12 +20,12 @@ from nemo_patches.judging.kinds import ELSEWHERE, LEFT, SILENT, UNANNOUNCED, is_
 from nemo_patches.judging.kinds import GONE as PROCESS_GONE
 from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.facts import (
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -43,7 +43,11 @@ from nemo_patches.tools.diagnose.verdicts import finding
 KIND = "stall reports"
 LONGEST = 1 << 20  # bytes
 _NAME = re.compile(r"stall_rank_\d{1,7}\.json")
-_FATES = {SILENT: fates.SILENT, LEFT: fates.ENDED, UNANNOUNCED: fates.UNSEEN}
+_CONDITIONS = {
+    SILENT: conditions.SILENT,
+    LEFT: conditions.ENDED,
+    UNANNOUNCED: conditions.UNSEEN,
+}
 _GOES_ON = (CALLING, MOVING, COMPUTING)
 
 
@@ -267,7 +271,7 @@ def _facts(answer: Answer) -> Iterator[Fact]:
             else f"rank {rank}'s answer"
         )
         host, pid = (safe(group.host), group.pid) if is_first else ("", 0)
-        own = rank == answer.rank and group.kind not in _FATES
+        own = rank == answer.rank and group.kind not in _CONDITIONS
         yield Fact(
             rank,
             Member(answer.world_size, pid),
@@ -279,16 +283,16 @@ def _facts(answer: Answer) -> Iterator[Fact]:
             yield Fact(rank, value, cite, answer.time, clock, own)
 
 
-def _values(group: Group) -> Iterator[Fate | Place | Motion]:
-    if group.kind in _FATES:
+def _values(group: Group) -> Iterator[Condition | Place | Motion]:
+    if group.kind in _CONDITIONS:
         is_gone = group.kind == SILENT and group.where == PROCESS_GONE
-        yield Fate(fates.GONE if is_gone else _FATES[group.kind])
+        yield Condition(conditions.GONE if is_gone else _CONDITIONS[group.kind])
     elif group.kind in _GOES_ON:  # from one collective to the next
         in_sync = "" if group.kind == COMPUTING else LENGTH_SYNC
         yield replace(group.place, collective=group.collective or in_sync)
         yield Motion(True, f"it was {group.kind}")
     elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
-        yield Fate(fates.RUNS)
+        yield Condition(conditions.RUNS)
         yield group.place
         yield Motion(False, still_s=group.still if group.still >= 0 else None)
 
@@ -302,6 +306,6 @@ def _summary(rank: int, group: Group) -> RankSummary:
     state = f"{group.kind}: {group.text}" if group.text else group.kind
     ago = group.idle if group.idle >= 0 else None
     # Such a rank has not told.
-    is_unknown = group.kind in (*_FATES, UNHEARD) and not group.calls
+    is_unknown = group.kind in (*_CONDITIONS, UNHEARD) and not group.calls
     calls = None if is_unknown else group.calls
     return RankSummary(rank, *process, calls, state, ago)

@@ -20,17 +20,17 @@ from statistics import median_low
 import msgspec
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.judge import Seat
+from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import GONE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.text import named, safe
-from nemo_patches.tools.diagnose import fates
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.facts import (
     Call,
+    Condition,
     Evidence,
     Fact,
-    Fate,
     Member,
     Motion,
     Place,
@@ -60,7 +60,11 @@ _LEAST_ROUNDS = 48  # fewer show no habit
 _LEAST_LAG_S = 0.005
 _LEAST_WAITING = 0.05  # share of the time; less does no harm
 _GROUP = "length sync"  # all encoders share the rounds
-_FATES = {LEFT: fates.GONE, SILENT: fates.SILENT, UNANNOUNCED: fates.UNSEEN}
+_CONDITIONS = {
+    LEFT: conditions.GONE,
+    SILENT: conditions.SILENT,
+    UNANNOUNCED: conditions.UNSEEN,
+}
 _header = msgspec.json.Decoder(records.Header)
 _Timed = (
     records.Enter,
@@ -298,11 +302,11 @@ def read(files: list[Path], evidence: Evidence) -> None:
     for one in traces:
         end = ends[one.rank]
         evidence.facts += _of_rank(one, end)
-        if end is None or end.kind != fates.ENDED:
+        if end is None or end.kind != conditions.ENDED:
             evidence.facts += _of_reports(one, by_rank)
-    _add_seats(traces, evidence)
+    _add_entries(traces, evidence)
     if any(one.gave_up for one in traces) and not any(one.rounds for one in traces):
-        unseen = Fate(fates.UNSEEN)
+        unseen = Condition(conditions.UNSEEN)
         evidence.facts += [
             Fact(rank, unseen, "no trace of it is here", own=False) for rank in absent
         ]
@@ -334,7 +338,7 @@ def _fact(trace: RankTrace, value: Value, t: float, of: int | None = None) -> Fa
     return Fact(rank, value, cite, at, safe(header.host), own=of is None)
 
 
-def _of_rank(trace: RankTrace, end: Fate | None) -> Iterator[Fact]:
+def _of_rank(trace: RankTrace, end: Condition | None) -> Iterator[Fact]:
     member = Member(trace.header.world_size, trace.header.pid)
     yield _fact(trace, member, trace.last)
     if end is not None:
@@ -345,13 +349,13 @@ def _of_rank(trace: RankTrace, end: Fate | None) -> Iterator[Fact]:
         yield _fact(trace, call, trace.last)
 
 
-def _end(trace: RankTrace) -> Fate | None:
+def _end(trace: RankTrace) -> Condition | None:
     """How its process ended, by its own records; None where they do not say."""
     end = trace.end if not trace.goes_on else None
     # Not every exit code is known to the interpreter.
     code = (end.exit_code or 0) if end is not None else 0
     if code == STALL_EXIT:
-        return Fate(fates.TERMINATED, "stall_exit")
+        return Condition(conditions.TERMINATED, "stall_exit")
     if trace.raised is not None:
         error = error_of(trace.raised)
     elif end is None:
@@ -360,21 +364,21 @@ def _end(trace: RankTrace) -> Fate | None:
         error = error_in(end.error)
     else:
         text = f"after {trace.title}" + (f", exit code {code}" if code else "")
-        return Fate(fates.ENDED, text, exit_code=code)
+        return Condition(conditions.ENDED, text, exit_code=code)
     if error.type in BY_HAND or ENDED_WITH_IT.search(error.message):
-        return Fate(fates.TERMINATED, error.line)
+        return Condition(conditions.TERMINATED, error.line)
     if error.is_of_a_collective:
-        kind = fates.WAITED if TIMED_OUT.search(error.line) else fates.CUT
-        start = f"{fates.AT_START}: " if error.is_of_the_start else ""
-        return Fate(kind, start + error.line)
+        kind = conditions.WAITED if TIMED_OUT.search(error.line) else conditions.CUT
+        start = f"{conditions.AT_START}: " if error.is_of_the_start else ""
+        return Condition(kind, start + error.line)
     where = " < ".join(
         shown(function, file, line) for file, line, function in error.frames[:3]
     )
     lines = tuple(map(safe, error.traceback.strip().splitlines()[-4:]))
-    return Fate(fates.RAISED, error.line, safe(where), lines, code)
+    return Condition(conditions.RAISED, error.line, safe(where), lines, code)
 
 
-def _without_end(traces: list[RankTrace], ends: dict[int, Fate | None]) -> None:
+def _without_end(traces: list[RankTrace], ends: dict[int, Condition | None]) -> None:
     """Where connections closed, or a launcher ended the others, the one rank without an end was
     killed. Of several none is told: SIGTERM leaves no end either.
     """
@@ -382,13 +386,15 @@ def _without_end(traces: list[RankTrace], ends: dict[int, Fate | None]) -> None:
     cut = [one for one in unknown if one.outcome == records.ENDED]
     unknown = [one for one in unknown if one not in cut]
     known = {end.kind for end in ends.values() if end is not None}
-    others_ended = cut or {fates.CUT, fates.TERMINATED} & known
-    if len(unknown) != 1 or not others_ended or fates.WAITED in known:
+    others_ended = cut or {conditions.CUT, conditions.TERMINATED} & known
+    if len(unknown) != 1 or not others_ended or conditions.WAITED in known:
         return
     [one] = unknown
     if one.is_whole:
-        ends[one.rank] = Fate(fates.GONE)
-        ends |= {each.rank: Fate(fates.CUT, fates.SYNC_ENDED) for each in cut}
+        ends[one.rank] = Condition(conditions.GONE)
+        ends |= {
+            each.rank: Condition(conditions.CUT, conditions.SYNC_ENDED) for each in cut
+        }
 
 
 def _runs(trace: RankTrace) -> bool:
@@ -408,8 +414,12 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
         for rank, value in told_in(text).items():
             other = traces.get(rank)
             has_no_end = other is not None and other.end is None
-            if has_no_end and isinstance(value, Fate) and value.kind == fates.ENDED:
-                value = Fate(fates.GONE)  # it left, and its trace has no end
+            if (
+                has_no_end
+                and isinstance(value, Condition)
+                and value.kind == conditions.ENDED
+            ):
+                value = Condition(conditions.GONE)  # it left, and its trace has no end
             if not _went_on(other, trace, report.t):
                 yield _fact(trace, value, report.t, of=rank)
     report = trace.missing
@@ -424,8 +434,12 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
     )
     for rank, kind, where, collective in told:
         if rank not in came:
-            fate = fates.GONE if where == GONE else _FATES.get(kind)
-            value = Fate(fate) if fate else Place(safe(where), safe(collective))
+            condition = conditions.GONE if where == GONE else _CONDITIONS.get(kind)
+            value = (
+                Condition(condition)
+                if condition
+                else Place(safe(where), safe(collective))
+            )
             yield _fact(trace, value, report.t, of=rank)
 
 
@@ -442,7 +456,7 @@ def _went_on(other: RankTrace | None, by: RankTrace, t: float) -> bool:
     return moved - other.rounds[last][0] > t - by.rounds[last][0]
 
 
-def _add_seats(traces: list[RankTrace], evidence: Evidence) -> None:
+def _add_entries(traces: list[RankTrace], evidence: Evidence) -> None:
     """The last rounds, if a rank has given up the latest one, or reports a stall in it. Rounds pair
     by number. A trace that lacks one which came on another rank is not whole.
     """
@@ -467,17 +481,17 @@ def _add_seats(traces: list[RankTrace], evidence: Evidence) -> None:
         if one.phase == LENGTH_SYNC:
             done[one.round + 1] = False
         for number, is_done in done.items():
-            seat = Seat(
+            entry = Entry(
                 one.rank, _GROUP, number, LENGTH_SYNC, done=is_done, caller=one.title
             )
-            evidence.facts.append(_fact(one, seat, one.last))
+            evidence.facts.append(_fact(one, entry, one.last))
 
 
-def _uneven(traces: list[RankTrace], ends: list[Fate | None]) -> Iterator[Finding]:
+def _uneven(traces: list[RankTrace], ends: list[Condition | None]) -> Iterator[Finding]:
     """Of ranks that have all ended."""
     calls = parties((len(one.entered), one.rank) for one in traces if not one.bad)
     have_ended = all(
-        one.went_well or (end is not None and end.kind == fates.ENDED)
+        one.went_well or (end is not None and end.kind == conditions.ENDED)
         for one, end in zip(traces, ends, strict=True)
     )
     if len(calls) > 1 and have_ended:

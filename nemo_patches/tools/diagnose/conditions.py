@@ -1,5 +1,5 @@
 """How a rank's process ended, or is held up:
-the kinds of facts.Fate, and how some of its texts begin.
+the kinds of facts.Condition, and how some of its texts begin.
 """
 
 from __future__ import annotations
