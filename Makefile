@@ -116,7 +116,7 @@ test-python-%:
 	@echo "== the wheel, its tests on Python $*, where neither NeMo nor torch is"
 	$(call test_the_wheel,python$*,.venv/wheel/python-$*)
 	.venv/wheel/python-$*/bin/python -m pytest -q -n 2 -m "not wheel" \
-		tests/test_start_up.py tests/test_settings.py tests/test_diagnose.py
+		tests/test_start_up.py tests/test_settings.py tests/test_one_folder.py
 
 # NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: not in CI. docs/vendors.md has the results.
 test-nemo-pythons: $(PYTHONS:%=test-nemo-python-%)

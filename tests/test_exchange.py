@@ -139,10 +139,10 @@ def test_a_stopped_rank_hides_nobody(size: int, stopped: list[int]) -> None:
         expected = dict.fromkeys(stopped, NO_ANSWER)
 
         def all_are_right() -> bool:
-            """Of a question of all, and then of one. A busy machine keeps a rank from answering
-            within 0.8 s.
+            """Of a question of one, and then of all: these wait for a moment, and meanwhile suspect.
+            A busy machine keeps a rank from answering within 0.8 s.
             """
-            answers = [*job.do(living, Rank.ask), *job.do(living[-1:], Rank.ask)]
+            answers = [*job.do(living[-1:], Rank.ask), *job.do(living, Rank.ask)]
             assert all(took_s < SOON_S for took_s, _ in answers)
             return all(
                 heard(one) == set(living) and silences(one) == expected

@@ -1,5 +1,5 @@
-"""Write what docs/reference.md and docs/doctor-rules.md take from the code: settings, commands, the
-Python API and the doctor's rules. `make reference` runs it.
+"""Write what docs/reference.md and docs/doctor-rules.md take from the code: settings, the Python
+API and the doctor's rules. `make reference` runs it.
 
 A block begins with a comment that names it, and ends with `<!-- end -->`; what stands between is
 replaced. Neither torch nor NeMo is imported, so that the test which compares is fast: classes and
@@ -12,23 +12,19 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import typer.main
 
 import nemo_patches
-from nemo_patches.cli import app
 from nemo_patches.sync.settings import ALL_SETTINGS
 from nemo_patches.tools.doctor.rules import all_rules
 
 DOCS = Path(__file__).parents[1]
 PACKAGE = Path(nemo_patches.__file__).parent
 FUNCTIONS = ("apply", "revert", "status")
-# What the public classes give, and what is imported from elsewhere than the package itself.
+# What status() gives, and what is imported from elsewhere than the package itself.
 ALSO = {
-    "Stall": "nemo_patches.judging.missing_rank",
-    "EncoderCounters": "nemo_patches.sync.length_sync",
-    "lightning.StopTogether": "nemo_patches.options.stop_together",
+    "status().stalls": ("nemo_patches.judging.missing_rank", "Stall"),
+    "status().encoders": ("nemo_patches.sync.length_sync", "EncoderCounters"),
+    "lightning.StopTogether": ("nemo_patches.options.stop_together", "StopTogether"),
 }
 
 
@@ -47,30 +43,18 @@ def settings() -> Iterator[str]:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def commands() -> Iterator[str]:
-    group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        yield from ("", f"### nemo-patches {name}", "", _paragraphs(command.help))
-
-
 def api() -> Iterator[str]:
-    names = dict.fromkeys(FUNCTIONS, "nemo_patches")
+    names = {name: ("nemo_patches", name) for name in FUNCTIONS}
     names |= {
-        name: nemo_patches._MODULE_OF[name]
+        name: (nemo_patches._MODULE_OF[name], name)
         for name in nemo_patches.__all__
         if name not in FUNCTIONS
     }
-    for name, module in (names | ALSO).items():
-        yield from (
-            "",
-            f"### nemo_patches.{name}"
-            if name not in ALSO or "." in name
-            else f"### {name}",
-            "",
-            "```text",
-        )
-        yield from _described(*_definition(module, name.rpartition(".")[2]))
-        yield "```"
+    yield "| name | what |"
+    yield "|---|---|"
+    for name, (module, in_module) in (names | ALSO).items():
+        node = _definition(module, in_module)
+        yield f"| `{_called(name, node)}` | {_described(node)} |"
 
 
 def rules() -> Iterator[str]:
@@ -80,73 +64,36 @@ def rules() -> Iterator[str]:
         yield f"| {rule.identifier} | {rule.worst} | {rule.finds} |"
 
 
-def _paragraphs(text: str | None) -> str:
-    return "\n\n".join(
-        re.sub(r"\s*\n\s*", " ", part) for part in (text or "").strip().split("\n\n")
-    )
-
-
-def _definition(
-    module: str, name: str
-) -> tuple[ast.FunctionDef | ast.ClassDef, list[str]]:
-    """And the lines of the file that it stands in."""
+def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
     path = PACKAGE.parent.joinpath(*module.split("."))
-    text = (
-        path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    ).read_text(encoding="utf-8")
-    for node in ast.parse(text).body:
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            return node, text.splitlines()
+            return node
     raise LookupError(f"{module} has no {name}")
 
 
-def _described(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> Iterator[str]:
-    """The signature, the docstring, and a class's fields with their comments."""
+def _called(name: str, node: ast.FunctionDef | ast.ClassDef) -> str:
+    """A function with its arguments, of which settings are many."""
     if isinstance(node, ast.ClassDef):
-        bases = ", ".join(map(ast.unparse, node.bases))
-        yield f"class {node.name}({bases})" if bases else f"class {node.name}"
-    else:
-        arguments = [
-            f"{argument.arg}: {_annotation(argument.annotation)}"
-            for argument in node.args.args
-        ]
-        defaults = [f" = {ast.unparse(default)}" for default in node.args.defaults]
-        given = [
-            a + b
-            for a, b in zip(
-                arguments,
-                [""] * (len(arguments) - len(defaults)) + defaults,
-                strict=True,
-            )
-        ]
-        inside = (
-            "".join(f"\n    {one}," for one in given) + "\n"
-            if len(given) > 2
-            else ", ".join(given)
-        )
-        yield f"{node.name}({inside}) -> {_annotation(node.returns)}"
-    yield from ("", ast.get_docstring(node) or "")
+        return name
+    arguments = [argument.arg for argument in node.args.args]
+    return f"{name}({', '.join(arguments) if len(arguments) < 3 else '...'})"
+
+
+def _described(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The docstring's first paragraph, and the names of a class's fields."""
+    what = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
     fields = [
-        lines[line.lineno - 1].strip()
+        f"`{line.target.id}`"
         for line in node.body
-        if isinstance(line, ast.AnnAssign)
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
     ]
-    yield from ("", *fields) if fields else ()
-
-
-def _annotation(node: ast.expr | None) -> str:
-    """Without the quotes of those that are evaluated late."""
-    return (
-        str(node.value)
-        if isinstance(node, ast.Constant)
-        else ast.unparse(node)
-        if node
-        else "None"
-    )
+    return f"{what} Fields: {', '.join(fields)}" if fields else what
 
 
 PAGES = {
-    DOCS / "reference.md": (settings, commands, api),
+    DOCS / "reference.md": (settings, api),
     DOCS / "doctor-rules.md": (rules,),
 }
 

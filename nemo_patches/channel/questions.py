@@ -91,6 +91,7 @@ class Question:
     pending: dict[int, float] = field(default_factory=dict)
     # Ranks that get the verdict, and the connection over which each was asked.
     asked: dict[int, Link] = field(default_factory=dict)
+    passed_over: set[int] = field(default_factory=set)  # those below them are asked too
     found: Answers = field(default_factory=Answers)
     is_done: bool = False  # answered, or given to the judge
 
@@ -260,6 +261,9 @@ class Questions:
         self._ask_below(question, rank, now)
 
     def _ask_below(self, question: Question, rank: int, now: float) -> None:
+        if rank in question.passed_over:
+            return
+        question.passed_over.add(rank)
         for child in self._owner.children_of(rank):
             self._ask(question, child, now)
 
@@ -284,14 +288,12 @@ class Questions:
                 continue
             link = question.asked[rank]
             link.is_suspect = True
-            is_there = until == math.inf
-            question.found.add_silent(
-                [rank],
-                Silence(NOT_THROUGH)
-                if is_there
-                else self._owner.silence_of(rank, link),
-            )
-            if rank not in self._suspects and not is_late:
+            if until == math.inf:  # it has said that it is there
+                silence = Silence(NOT_THROUGH)
+            else:
+                silence = self._owner.silence_of(rank, link)
+            question.found.add_silent([rank], silence)
+            if not is_late:
                 self._suspects.add(rank)
                 self._ask_below(question, rank, now)
         if not question.pending:

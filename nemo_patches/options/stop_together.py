@@ -17,7 +17,9 @@ _KINDS = {"train": "training", "val": "validation", "test": "test"}
 
 
 class StopTogether(Callback):  # type: ignore[misc]  # Lightning is not looked into
-    """Opt-in, because it drops batches: those that a rank still has when another rank has no more.
+    """A Lightning callback: passes end on all ranks after the same number of batches.
+
+    Opt-in, because it drops batches: those that a rank still has when another rank has no more.
 
     training, evaluation: the stages whose loaders end together. Loaders with a length agree once on
     the smallest; for others, the ranks tell each other one batch ahead. They wait for a late rank
