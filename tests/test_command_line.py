@@ -258,18 +258,17 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
         " shard_seed: 0}\n"
     )
     config += "trainer:\n  devices: 4\n"
-    (tmp_path / "conf" / "closed").mkdir(parents=True)
-    (tmp_path / "conf" / "a.yaml").write_text(config)
-    (tmp_path / "kept.yaml").write_text(config)
+    for name in ("closed.yaml", "kept.yaml"):
+        (tmp_path / name).write_text(config)
     (tmp_path / "logs" / "closed").mkdir(parents=True)
     (tmp_path / "logs" / "rank-0.log").write_text("[rank0]: KeyError: 'audio'\n")
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "rank-00000.1T0.7.jsonl").write_text("{}\n")
-    modes = {"conf/closed": 0, "kept.yaml": 0o444, "logs/closed": 0, "traces": 0o444}
+    modes = {"closed.yaml": 0, "kept.yaml": 0o444, "logs/closed": 0, "traces": 0o444}
     for name, mode in modes.items():
         (tmp_path / name).chmod(mode)
     for line, code, said in (
-        ("doctor conf/closed", 2, "conf/closed: Permission denied"),
+        ("doctor closed.yaml", 2, "closed.yaml: Permission denied"),
         ("diagnose logs", 1, "not read, or in part: logs/closed: Permission denied"),
         (
             "diagnose traces",

@@ -75,7 +75,7 @@ def test_the_doctor_reads_configs_and_code(tmp_path: Path, lacking: Path) -> Non
         path=(lacking, CHECKOUT),
     )
     assert done.returncode == 1, done
-    assert "NP123 warning: there is no strategy 'ddpp'" in done.stdout
+    assert "NP123 warning: trainer.strategy is 'ddpp'" in done.stdout
     # All rules, those on machines too.
     for options in ((str(code),), ("--list-rules",), ("--explain", "NP210")):
         done = python(

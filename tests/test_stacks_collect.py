@@ -609,12 +609,13 @@ def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
         done = command("--job", str(tmp_path))
         as_json = command("--pids", str(pid), "--json")
     assert done.returncode == 0, done.stderr
-    first, second, *_ = done.stdout.splitlines()
+    first, *others = done.stdout.splitlines()
     assert (
         first == f"job node1:29500 on {socket.gethostname()}: 1 rank, found by torchrun"
     )
-    assert second.startswith(f"  rank 3 (pid {pid}): in train (program.py:")
-    assert "moved: i of train (program.py) went from " in second
+    name = f"  rank 3 [{socket.gethostname()}, pid {pid}]: in train (program.py:"
+    (told,) = (line for line in others if line.startswith(name))
+    assert "moved: i of train (program.py) went from " in told
     file = tmp_path / "node1.json"
     file.write_text(as_json.stdout)
     evidence = Evidence()

@@ -61,8 +61,9 @@ def test_what_another_one_could_not_read_has_another_number() -> None:
 def of_format(number: int, file: Path) -> None:
     """Its header is another one but for its kind and its format's number; so are its records."""
     header = {"k": "header", "format": number, "who": {"rank": [2]}}
+    lines = [header, {"k": "began", "at": "1 s"}]
     file.write_text(
-        f"{json.dumps(header)}\n{json.dumps({'k': 'began', 'at': '1 s'})}\n" * 3
+        "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     )
 
 

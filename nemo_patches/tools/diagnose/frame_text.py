@@ -41,12 +41,12 @@ def where(frames: Sequence[tuple[str, str, str]]) -> str:
     that led to it.
 
     Code may be installed as a package: where no frame is of a file outside of packages, those count
-    that are of no framework.
+    that are of no framework; where there is none either, the next ones.
     """
     others = frames[1:]
     own = [frame for frame in others if not is_library(frame[0])]
     own = own or [frame for frame in others if not _FRAMEWORKS.search(frame[0])]
-    chosen = [*frames[:1], *own[: _SHOWN_FRAMES - 1]]
+    chosen = [*frames[:1], *(own or others)[: _SHOWN_FRAMES - 1]]
     return " < ".join(
         safe(shown(function, file, line), _LONGEST) for file, line, function in chosen
     )
