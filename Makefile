@@ -99,7 +99,7 @@ test-alone-%: .venv/nemo-%/ready
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
 	@echo "== hosts made of namespaces, with NeMo $(FIRST)"
-	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 5 --dist loadgroup tests/hosts
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 5 tests/hosts
 
 # Built as a user would, in clean environments; tested with the sdist's own tests, beside which there is no nemo_patches
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
@@ -184,7 +184,7 @@ endef
 .PHONY: test-slurm
 test-slurm: .venv/nemo-$(FIRST)/ready
 	@echo "== tests on a real Slurm"
-	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 4 --dist loadgroup tests/slurm
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 3 --dist loadfile tests/slurm
 
 test-matrix: $(MATRIX:%=matrix-%)
 

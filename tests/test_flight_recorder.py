@@ -542,3 +542,9 @@ def test_torchs_own_analyser_names_the_same_ranks(tmp_path: Path) -> None:
     ]
     ours = [diagnose_dumps(tmp_path / name).findings[0].ranks for name in cases]
     assert ours == named_by_torch == list(cases.values())
+
+
+def test_a_stall_report_with_a_dump_within_is_no_dump() -> None:
+    within = b'{"rank": 0, "flight_recorder": {"comm_lib_version": "", "entries": ['
+    assert not fr.recognises("stall_rank_0.json", within)
+    assert fr.recognises("rank_0.json", b'{"comm_lib_version": "", "en')

@@ -1,21 +1,25 @@
 """A job that hangs on made hosts, beside a healthy one, looked at from outside: `stacks` on each host
 and all together, `diagnose` there, and what a look must not claim that may see too little.
 
-All looks are at the same two jobs. No kernel can set one host's clock: where the clocks differ, what
+All looks are at the same two jobs, at once, in one test: they cost little, the jobs much. No kernel can set one host's clock: where the clocks differ, what
 that host has written is dated an hour later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,12 @@ import cluster_page
 import pytest
 
 from hosts.cluster import CARD, SHARED, Host, made_hosts
-from hosts.running_job import SETTINGS, START_S, Job
+from hosts.running_job import FIRST_STEPS, SETTINGS, START_S, Job
 
 pytestmark = [
     pytest.mark.one_nemo,
     pytest.mark.alone,
     pytest.mark.hosts,
-    pytest.mark.xdist_group("looks"),
 ]
 
 BIN = Path(sys.executable).parent
@@ -70,26 +73,23 @@ class Verdict:
     text: str
 
 
-@pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """Two hosts, a rank of each job on each, by `nemo-patches run -- torchrun`; the second rank of one
-    job sleeps.
-    """
-    shared = tmp_path_factory.mktemp("looks")
+@contextlib.contextmanager
+def jobs(
+    shared: Path, *names: str, how: str = "start with the fix", **words: str
+) -> Iterator[list[Job]]:
+    """On two hosts, a rank of each job on each, as the page "On a cluster" says."""
     shared.chmod(0o777)
     with made_hosts("ab", shared) as hosts:
         agents = [
-            torchrun(host, name, port)
-            for name, port in ((HUNG, 29400), (HEALTHY, 29500))
+            torchrun(host, name, 29400 + 100 * number, how, **words)
+            for number, name in enumerate(names)
             for host in hosts
         ]
-        job = Job(hosts, shared / HUNG)
         try:
-            for name in (HUNG, HEALTHY):
-                Job(hosts, shared / name).until_it_trains()
-            (shared / HUNG / f"fault.{SLEEPS}").touch()
-            job.until_told(WAITS, rf"WARNING .*rank {SLEEPS} \(nemo-b.*tokenize_on")
-            yield job
+            running = [Job(hosts, shared / name) for name in names]
+            for job in running:
+                job.until_it_trains()
+            yield running
         finally:
             for agent in agents:
                 agent.kill()
@@ -97,9 +97,8 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def torchrun(
-    host: Host, name: str, port: int, how: str = "start with the fix", **words: str
+    host: Host, name: str, port: int, how: str, **words: str
 ) -> subprocess.Popen[bytes]:
-    """As the page "On a cluster" says."""
     folder = Path(f"/proc/{host.pid}/root") / SHARED.relative_to("/") / name
     folder.mkdir(exist_ok=True)
     here = {"HOST0": "nemo-a", "29400": str(port), "RUN": name, "8": "1"}
@@ -123,10 +122,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def shared(job: Job) -> Path:
-    return job.shared.parent
-
-
 def diagnosed(host: Host, *arguments: str, prefix: tuple[str, ...] = ()) -> Verdict:
     command = (COMMAND, "diagnose", "--json", *arguments)
     done = host.run(*command, environment=environment(), prefix=prefix)
@@ -137,7 +132,7 @@ def diagnosed(host: Host, *arguments: str, prefix: tuple[str, ...] = ()) -> Verd
         if finding["severity"] != "note"
         for rank in finding["ranks"]
     }
-    return Verdict(done.returncode, accused, f"{done.stdout}\n{done.stderr}")
+    return Verdict(done.returncode, accused, done.stdout or done.stderr)
 
 
 def objects(text: str) -> Iterator[dict[str, Any]]:
@@ -150,7 +145,7 @@ def objects(text: str) -> Iterator[dict[str, Any]]:
 
 def stacks(job: Job, name: str, *arguments: str) -> Path:
     """Of each host, in a folder of this name."""
-    folder = shared(job) / name
+    folder = job.shared.parent / name
     folder.mkdir()
     command = (COMMAND, "stacks", "--json", *arguments)
     for host in job.hosts:
@@ -165,59 +160,46 @@ def is_the_sleeping_rank(verdict: Verdict) -> bool:
     return "tokenize_on_the_fly" in verdict.text
 
 
-def test_stacks_of_all_hosts_name_the_rank_that_sleeps(hung: Job) -> None:
+def stacks_of_all_hosts(job: Job) -> None:
     """Of the one job that is asked for; and of both, each by itself."""
-    stacks(hung, "stacks", "--job", HUNG)
-    assert is_the_sleeping_rank(diagnosed(hung.hosts[0], str(SHARED / "stacks")))
-    stacks(hung, "both")
-    verdict = diagnosed(hung.hosts[0], str(SHARED / "both"))
-    assert is_the_sleeping_rank(verdict)
+    stacks(job, "stacks", "--job", HUNG)
+    assert is_the_sleeping_rank(diagnosed(job.hosts[0], str(SHARED / "stacks")))
+    stacks(job, "both")
+    assert is_the_sleeping_rank(diagnosed(job.hosts[0], str(SHARED / "both")))
 
 
-def test_so_they_do_where_the_hosts_clocks_differ_by_an_hour(hung: Job) -> None:
-    later = stacks(hung, "skewed", "--job", HUNG) / "nemo-b.json"
+def stacks_dated_by_clocks_that_differ(job: Job) -> None:
+    later = stacks(job, "skewed", "--job", HUNG) / "nemo-b.json"
     content = json.loads(later.read_text())
-    content["time"] += HOUR.total_seconds()
+    for of_host in content["jobs"]:
+        of_host["at"] += HOUR.total_seconds()
     later.write_text(json.dumps(content))
-    assert is_the_sleeping_rank(diagnosed(hung.hosts[0], str(SHARED / "skewed")))
+    assert is_the_sleeping_rank(diagnosed(job.hosts[0], str(SHARED / "skewed")))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_jobs_own_answer_is_of_all_ranks(number: int, hung: Job) -> None:
-    """Of a job that is chosen; without its answer a host knows its own ranks only."""
-    host = hung.hosts[number]
+def on_one_host(job: Job, number: int) -> None:
+    """The job's own answer is of all ranks; without it a host knows its own ranks only."""
+    host = job.hosts[number]
     assert is_the_sleeping_rank(diagnosed(host, "--job", HUNG))
-    of_both = diagnosed(host)
-    assert of_both.code in (FOUND, UNKNOWN), of_both.text
+    of_both = diagnosed(host)  # a hang of some seconds is none yet
     assert of_both.accused <= {SLEEPS}, of_both.text
+    assert "tokenize_on_the_fly" in of_both.text
+    assert not any(one["problems"] for one in objects(of_both.text)), of_both.text
     verdict = diagnosed(host, "--job", HEALTHY)
     assert (verdict.code != FOUND, verdict.accused) == (True, set()), verdict.text
 
 
-LOOKS = {
-    "no py-spy": WITHOUT_PY_SPY,
-    "no ptrace": WITHOUT_PTRACE,
-    "another user": AS_OTHER_USER,
-    "hidepid": HIDEPID,
-}
-
-
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("prefix", LOOKS.values(), ids=LOOKS)
-def test_a_look_that_may_see_too_little_accuses_nobody_who_waits(
-    prefix: tuple[str, ...], number: int, hung: Job
-) -> None:
-    verdict = diagnosed(hung.hosts[number], "--job", HUNG, prefix=prefix)
+def that_may_see_too_little(job: Job, number: int, prefix: tuple[str, ...]) -> None:
+    verdict = diagnosed(job.hosts[number], "--job", HUNG, prefix=prefix)
     assert verdict.code != NOTHING, verdict.text
     assert verdict.accused <= {SLEEPS}, verdict.text
 
 
-@pytest.mark.parametrize("skew", [timedelta(0), HOUR], ids=["", "skewed"])
-def test_the_ranks_logs_and_reports_name_it_too(hung: Job, skew: timedelta) -> None:
-    logs = shared(hung) / f"logs{skew.seconds}"
+def logs_and_reports(job: Job, skew: timedelta) -> None:
+    logs = job.shared.parent / f"logs{skew.seconds}"
     logs.mkdir()
-    for rank, host in enumerate(hung.hosts):
-        text = hung.log(rank)
+    for rank, host in enumerate(job.hosts):
+        text = job.log(rank)
         reports = Path(f"/proc/{host.pid}/root/tmp")
         for report in reports.glob(f"nemo_patches-*/{HUNG}*/stall_rank_*.json"):
             shutil.copy(report, logs)
@@ -229,8 +211,7 @@ def test_the_ranks_logs_and_reports_name_it_too(hung: Job, skew: timedelta) -> N
                 report.write_text(json.dumps(content))
         (logs / f"rank{rank}.log").write_text(text)
     assert list(logs.glob("stall_rank_*.json"))
-    verdict = diagnosed(hung.hosts[0], str(SHARED / logs.name))
-    assert is_the_sleeping_rank(verdict)
+    assert is_the_sleeping_rank(diagnosed(job.hosts[0], str(SHARED / logs.name)))
 
 
 def dated(found: re.Match[str], skew: timedelta) -> str:
@@ -238,23 +219,63 @@ def dated(found: re.Match[str], skew: timedelta) -> str:
     return (datetime.strptime(found[0], form) + skew).strftime(form)[:-3]
 
 
-def test_the_pages_job_begins_again_by_itself_after_a_stall(hung: Job) -> None:
-    job = Job(hung.hosts, shared(hung) / "again")
-    how = "restart by itself"
-    agents = [
-        torchrun(host, "again", 29600, how, **{"600": "8"}) for host in hung.hosts
-    ]
-    try:
-        job.until_it_trains()
+MAY_NOT = {
+    "no py-spy": WITHOUT_PY_SPY,
+    "no ptrace": WITHOUT_PTRACE,
+    "another user": AS_OTHER_USER,
+    "hidepid": HIDEPID,
+}
+# Those of one row one after the other: a process that is traced cannot be traced once more.
+ROWS: list[dict[str, Callable[[Job], None]]] = [
+    {
+        f"on host {number}": partial(on_one_host, number=number),
+        **{
+            f"{name}, host {number}": partial(
+                that_may_see_too_little, number=number, prefix=prefix
+            )
+            for name, prefix in MAY_NOT.items()
+        },
+    }
+    for number in (0, 1)
+]
+ON_BOTH: dict[str, Callable[[Job], None]] = {
+    "stacks of all hosts": stacks_of_all_hosts,
+    "clocks that differ by an hour": stacks_dated_by_clocks_that_differ,
+    "logs and reports": partial(logs_and_reports, skew=timedelta(0)),
+    "logs and reports, clocks that differ": partial(logs_and_reports, skew=HOUR),
+}
+
+
+def failures(looks: dict[str, Callable[[Job], None]], job: Job) -> str:
+    found = ""
+    for name, look in looks.items():
+        try:
+            look(job)
+        except Exception:
+            found += f"=== {name}\n{traceback.format_exc()}"
+    return found
+
+
+def test_no_look_accuses_a_rank_that_waits_and_whole_ones_name_the_one_that_sleeps(
+    tmp_path: Path,
+) -> None:
+    with jobs(tmp_path, HUNG, HEALTHY) as (hung, _):
+        (hung.shared / f"fault.{SLEEPS}").touch()
+        hung.until_told(WAITS, rf"WARNING .*rank {SLEEPS} \(nemo-b.*tokenize_on")
+        with ThreadPoolExecutor(len(ROWS)) as pool:
+            failed = "".join(pool.map(partial(failures, job=hung), ROWS))
+        failed += failures(ON_BOTH, hung)
+    assert not failed, failed
+
+
+def test_the_pages_job_begins_again_by_itself_after_a_stall(tmp_path: Path) -> None:
+    words = {"600": "8"}
+    with jobs(tmp_path, "again", how="restart by itself", **words) as (job,):
         (job.shared / f"fault.{SLEEPS}").touch()
         job.until(
             lambda: [job.starts(rank) for rank in (0, 1)] == [2, 2],
             START_S,
             "restarted",
         )
-        job.until_it_trains(2 * len(job.losses(WAITS)))
+        job.until_it_trains(len(job.losses(WAITS)) + FIRST_STEPS)
         job.until_told(WAITS, "this process ends with exit code 83")
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()

@@ -68,14 +68,21 @@ def missing() -> str:
 
 class Cluster:
     """shared: a folder that all hosts see. job_tmp: each job has a /tmp of its own
-    (job_container/tmpfs).
+    (job_container/tmpfs). preempts: a job in the partition "urgent" takes the nodes of others.
     """
 
-    def __init__(self, shared: Path, nodes: int = 2, job_tmp: bool = False) -> None:
+    def __init__(
+        self,
+        shared: Path,
+        nodes: int = 2,
+        job_tmp: bool = False,
+        preempts: bool = False,
+    ) -> None:
         self.nodes = [f"sl-{number}" for number in range(1, nodes + 1)]
         self.shared = shared
         self._folder = shared / "cluster"
         self._job_tmp = job_tmp
+        self._preempts = preempts
         self._hosts: dict[str, subprocess.Popen[bytes]] = {}
         self._pids: dict[str, int] = {}
 
@@ -194,6 +201,8 @@ class Cluster:
     def _write_files(self) -> None:
         self._folder.mkdir()
         settings = _SETTINGS.format(folder=self._folder, last=len(self.nodes))
+        if self._preempts:
+            settings += _PREEMPTS
         if self._job_tmp:
             settings += "JobContainerType=job_container/tmpfs\nPrologFlags=contain\n"
             (self._folder / "job_container.conf").write_text(
@@ -241,10 +250,12 @@ TCPTimeout=30
 MinJobAge=300
 RebootProgram=/bin/true
 NodeName=sl-[1-{last}] CPUs=4 RealMemory=8000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+"""
+_PREEMPTS = """\
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4 PriorityTier=1
-PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2
+PartitionName=urgent Nodes=ALL OverSubscribe=NO PriorityTier=2
 """
 
 

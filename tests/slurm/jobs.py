@@ -8,10 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import cluster_page
 from cluster import LOGIN, Cluster, until
 
 CHECKOUT = Path(__file__).parents[2]
 TRAINING = f"{sys.executable} {Path(__file__).with_name('training.py')}"
+HANGS = f"{TRAINING} fault=sleep@1@20"
+PYTHON = "python train.py"  # in the page's commands
+COLLECT = cluster_page.command("Slurm", "look while it hangs")
 ON = {
     "PYTHONPATH": str(CHECKOUT)
 }  # what switches nemo_patches on in all that a job starts
@@ -104,3 +108,13 @@ class Job:
         host, pid = self.pid(rank)
         done = self.cluster.on(host, f"kill -{name} {pid}")
         assert done.returncode == 0, done.stdout
+
+
+def collect(job: Job) -> str:
+    """The page's command."""
+    return cluster_page.with_words(COLLECT, NODES="2", J=job.id)
+
+
+def diagnosed(cluster: Cluster, what: object, host: str = LOGIN) -> tuple[int, str]:
+    done = cluster.on(host, f"nemo-patches diagnose {what}")
+    return done.returncode, done.stdout

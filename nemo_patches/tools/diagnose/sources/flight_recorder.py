@@ -32,6 +32,7 @@ _OWN_FRAMES = 3
 _GLOO = "gloo:"
 _DEFAULT_GROUPS = ("0", "")
 _KEYS = (b'"entries"', b'"pg_config"', b'"comm_lib_version"')
+_WITHIN = b'"flight_recorder"'  # in a stall report, which has one within
 
 
 class _Frame(msgspec.Struct):
@@ -84,7 +85,7 @@ class _Dump:
 def recognises(name: str, head: bytes) -> bool:
     """Whether a file that begins so may be a dump: a pickle, or JSON that begins as a dump does."""
     return head[:1] == b"\x80" or (
-        head[:1] == b"{" and any(key in head for key in _KEYS)
+        head[:1] == b"{" and _WITHIN not in head and any(key in head for key in _KEYS)
     )
 
 
