@@ -44,6 +44,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 # with tests that wait.
 LONGEST = (
     *(
+        "looks",
         "stragglers",
         "gallery",
         "diagnose_real",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Mapping
@@ -64,15 +65,18 @@ class Job:
 
     def said(self, pattern: str, times: int = 1, limit_s: float = 300.0) -> str:
         """Wait until its log has the pattern so often; the last line with it."""
-        until(
-            lambda: (
-                len(re.findall(pattern, self.text())) >= times or self.state() in ENDS
-            ),
-            limit_s,
-            f"{pattern!r}, {times} times, in {self.text()[-3000:]}",
-        )
+        with contextlib.suppress(AssertionError):  # below it is said with the log
+            until(
+                lambda: (
+                    len(re.findall(pattern, self.text())) >= times
+                    or self.state() in ENDS
+                ),
+                limit_s,
+                pattern,
+            )
         lines = [line for line in self.text().splitlines() if re.search(pattern, line)]
-        assert len(lines) >= times, f"no {pattern!r}: {self.text()[-3000:]}"
+        told = f"{self.text()[-3000:]}\n{self.info()}"
+        assert len(lines) >= times, f"no {pattern!r}: {told}"
         return lines[-1]
 
     def info(self) -> str:

@@ -62,7 +62,6 @@ def _nothing(job: Job) -> None:
         "time limit",
         "requeue",
         "node",
-        "preempted",
         "killed",
         "exit 137",
         "labelled",
@@ -128,6 +127,6 @@ def test_how_slurm_says_that_a_job_was_preempted(
 
 
 def test_doctor_meets_where_lightning_does(cluster: Cluster, tmp_folder: Path) -> None:
-    command = "srun -N 2 -n 2 nemo-patches doctor --ranks"
+    command = "NEMO_PATCHES_TIMEOUT=120 srun -N 2 -n 2 nemo-patches doctor --ranks"
     done = cluster.on(LOGIN, f"cd {tmp_folder} && {command}", limit_s=300)
     assert "2 of 2 ranks answered, on 2 hosts" in done.stdout, done.stdout
