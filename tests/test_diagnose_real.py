@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -321,9 +322,13 @@ def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(
 
 
 def test_uneven_evaluation(folder: Path) -> None:
-    report = report_of(folder / "uneven")
-    assert report.findings[0].id == ids.UNEVEN_CALLS
-    assert "rank 1 " in report.findings[0].text
+    first = report_of(folder / "uneven").findings[0]
+    if first.id == ids.OUT_OF_STEP:  # by a stall report, if one came before the end
+        odd = "rank 1 in length sync; ranks 0, 2 in barrier. Rank 1 is the odd one out."
+        assert odd in first.text
+    else:
+        assert first.id == ids.UNEVEN_CALLS
+        assert "rank 1 " in first.text
 
 
 def test_a_chronic_straggler(folder: Path) -> None:
@@ -336,8 +341,8 @@ def test_a_skipped_training_call(folder: Path) -> None:
     report = report_of(folder / "skip")
     first = report.findings[0]
     if first.id == ids.OUT_OF_STEP:  # by a stall report, if one came before the end
-        odd = "rank 1 in barrier; ranks 0, 2 in length sync. Rank 1 is the odd one out."
-        assert odd in first.text
+        odd = r"rank 1 in (barrier|all_reduce); ranks 0, 2 in length sync\. Rank 1 is the odd one"
+        assert re.search(odd, first.text), first.text
     else:
         assert first.id == ids.UNEVEN_CALLS
         assert "rank 1 5; ranks 0, 2 6" in first.text

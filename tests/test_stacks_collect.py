@@ -636,6 +636,15 @@ def test_the_command_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
     assert "no rank of a job works there" in done.stderr
 
 
+def test_the_main_thread_of_another_namespaces_process() -> None:
+    """As of a container that is looked at from its host: py-spy tells the ids within."""
+    main = samples.Thread("MainThread", tid=53)
+    others = (samples.Thread("exchange", tid=54), samples.Thread("", tid=55))
+    assert samples.Sample(4711, "S", threads=(*others, main)).main is main
+    assert samples.Sample(4711, "S", threads=others[1:]).main is others[1]
+    assert samples.Sample(4711, "S", threads=others).main is None
+
+
 IN_LOADER = (
     samples.Frame("select", "/usr/lib/python3.11/selectors.py", 415),
     samples.Frame("poll", "/usr/lib/python3.11/multiprocessing/connection.py", 257),

@@ -200,7 +200,7 @@ def test_nothing_is_said_of_what_the_config_leaves_open(tmp_path: Path) -> None:
         (("model.encoder.pos_emb_max_len='???'",), False),
     ],
 )
-def test_a_room_that_is_no_number_of_frames(
+def test_a_length_that_is_no_number_of_frames(
     tmp_path: Path, overrides: tuple[str, ...], stops: bool
 ) -> None:
     said = [finding.what for finding in found(tmp_path, "NP102", NEST, *overrides)]

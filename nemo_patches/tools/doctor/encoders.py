@@ -106,7 +106,7 @@ class Encoder(Section):
         return self.cls.positional and attention not in _WITHOUT_GROWTH
 
     @property
-    def room(self) -> Value:
+    def max_len(self) -> Value:
         """For how many frames there are positional encodings at the start."""
         return self.get("pos_emb_max_len", 5000)
 

@@ -158,8 +158,11 @@ class Sample:
 
     @property
     def main(self) -> Thread | None:
-        """The main thread: its id is the process's."""
-        return next((thread for thread in self.threads if thread.tid == self.pid), None)
+        """The main thread: its id is the process's. In a container's namespace ids are others."""
+        by_id = [thread for thread in self.threads if thread.tid == self.pid]
+        by_name = [thread for thread in self.threads if thread.name == "MainThread"]
+        only = self.threads if len(self.threads) == 1 else ()
+        return next(iter((*by_id, *by_name, *only)), None)
 
 
 def take(

@@ -8,7 +8,6 @@ damaged tells how its process ended, and nothing of its last call.
 
 from __future__ import annotations
 
-import os
 import socket
 from array import array
 from collections import defaultdict
@@ -26,6 +25,11 @@ from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    CLOCK_SLACK_S,
+    started_at,
+    stat_fields,
+)
 from nemo_patches.tools.diagnose.facts import (
     Call,
     Condition,
@@ -104,6 +108,7 @@ class RankTrace:
     stalled: records.Stalled | None = None  # the job's report, likewise
     missing: records.Stalled | None = None  # on the round that was given up
     end: records.End | None = None
+    gone: set[int] = field(default_factory=set)  # whose process it saw gone
     bad: int = 0  # lines that are no records, or do not follow from those before
 
     @property
@@ -169,6 +174,8 @@ class RankTrace:
                 self.phase = ""
             self.raised = record
         elif isinstance(record, records.Stalled):
+            seen = zip(record.ranks, record.where, strict=False)
+            self.gone |= {rank for rank, where in seen if where == GONE}
             if record.e:
                 self.missing = record
             else:  # where nobody waits, ranks decode, or end
@@ -302,6 +309,10 @@ def read(files: list[Path], evidence: Evidence) -> None:
     for one in traces:
         end = ends[one.rank]
         evidence.facts += _of_rank(one, end)
+        for rank in sorted(one.gone & by_rank.keys()):
+            if by_rank[rank].end is None:
+                gone = Condition(conditions.GONE)
+                evidence.facts.append(_fact(one, gone, one.last, of=rank))
         if end is None or end.kind != conditions.ENDED:
             evidence.facts += _of_reports(one, by_rank)
     _add_entries(traces, evidence)
@@ -398,9 +409,14 @@ def _without_end(traces: list[RankTrace], ends: dict[int, Condition | None]) -> 
 
 
 def _runs(trace: RankTrace) -> bool:
-    """Whether its process may run on this host now, or goes on without a trace."""
-    is_here = trace.header.host == socket.gethostname()
-    return trace.goes_on or (is_here and os.path.exists(f"/proc/{trace.header.pid}"))
+    """Whether its process runs on this host now, or goes on without a trace."""
+    header = trace.header
+    if trace.goes_on or header.host != socket.gethostname():
+        return trace.goes_on
+    fields = stat_fields(f"/proc/{header.pid}/stat")
+    if not fields or fields[0] in "ZX":
+        return False
+    return 0 < started_at(header.pid) < header.started + CLOCK_SLACK_S
 
 
 def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact]:
@@ -429,6 +445,9 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
     if report.ranks and came.issuperset(report.ranks):
         return  # who was missing has come by now: it was late
     yield _fact(trace, Place(collective=LENGTH_SYNC), report.t, of=trace.rank)
+    for one in traces.values():  # these gave it up as well
+        if one.missing is None and one.in_vain and one.round == trace.round:
+            yield _fact(one, Place(collective=LENGTH_SYNC), one.gave_up[-1])
     told = zip(
         report.ranks, report.kinds, report.where, report.collectives, strict=False
     )

@@ -37,37 +37,42 @@ _POSITIONAL = ("rel_pos", "abs_pos", "rel_pos_local_attn")
 
 
 def check(job: Job) -> Findings:
-    """For each encoder that can grow, where several ranks' buffers are broadcast; a room that is
+    """For each encoder that can grow, where several ranks' buffers are broadcast; a length that is
     none, on any rank.
     """
     for encoder in job.encoders:
-        yield from _no_room(encoder)
-        room = encoder.room.number
-        if job.overwrites_buffers and encoder.grows and room is not None and room > 0:
-            yield from _of(job, encoder, int(room))
+        yield from _no_number(encoder)
+        max_len = encoder.max_len.number
+        if (
+            job.overwrites_buffers
+            and encoder.grows
+            and max_len is not None
+            and max_len > 0
+        ):
+            yield from _of(job, encoder, int(max_len))
 
 
-def _no_room(encoder: Encoder) -> Findings:
+def _no_number(encoder: Encoder) -> Findings:
     """What the encoder cannot make positional encodings of."""
     attention = encoder.get("self_attention_model", "rel_pos").value
-    if not encoder.room.known or not encoder.cls.positional:
+    if not encoder.max_len.known or not encoder.cls.positional:
         return
     if attention not in _POSITIONAL:
         return
-    room = 1.0 if encoder.room.on else encoder.room.number
-    if room is None or room < 0 or (not room and attention == "rel_pos"):
+    max_len = 1.0 if encoder.max_len.on else encoder.max_len.number
+    if max_len is None or max_len < 0 or (not max_len and attention == "rel_pos"):
         yield stops(
-            f"{encoder.room.key} is {encoder.room.value!r}, which is no number of"
+            f"{encoder.max_len.key} is {encoder.max_len.value!r}, which is no number of"
             " frames",
-            encoder.room,
+            encoder.max_len,
             "pos_emb_max_len: as many frames as the longest input has",
         )
 
 
-def _of(job: Job, encoder: Encoder, room: int) -> Findings:
+def _of(job: Job, encoder: Encoder, max_len: int) -> Findings:
     frames = encoder.frames()
     longest = {dataset.where: dataset.longest() for dataset in job.datasets}
-    read = [encoder.flag, encoder.room, *(frames.read if frames else ())]
+    read = [encoder.flag, encoder.max_len, *(frames.read if frames else ())]
     read += [value for each in longest.values() for value in each.read]
     read += [job.strategy, job.broadcast_buffers]
     counts = {
@@ -75,7 +80,7 @@ def _of(job: Job, encoder: Encoder, room: int) -> Findings:
         for where, each in longest.items()
         if frames and each.seconds is not None and math.isfinite(each.seconds)
     }
-    beyond = {where: count for where, count in counts.items() if count > room}
+    beyond = {where: count for where, count in counts.items() if count > max_len}
     open_sets = " and ".join(where for where in longest if where not in counts)
     name = f"{encoder.where} ({encoder.name})"
     if frames and beyond:
@@ -83,7 +88,7 @@ def _of(job: Job, encoder: Encoder, room: int) -> Findings:
         sets = ", ".join(f"{where} {longest[where].seconds:g} s" for where in beyond)
         what = (
             f"{name}: an input may have {most} frames ({sets}), and its positional"
-            f" encodings start with {room} ({room * frames.hop / frames.rate:g} s, as"
+            f" encodings start with {max_len} ({max_len * frames.hop / frames.rate:g} s, as"
             " frames count before subsampling). "
         )
         instead = f"pos_emb_max_len: {most}, which changes no number that is computed"
@@ -107,7 +112,7 @@ def _of(job: Job, encoder: Encoder, room: int) -> Findings:
     elif open_sets and not encoder.syncs:
         yield warning(
             f"{name}: nothing tells how long {open_sets} may be, in frames of this"
-            f" encoder, and its positional encodings start with {room}; with {FLAG}"
+            f" encoder, and its positional encodings start with {max_len}; with {FLAG}"
             " off a longer input on one rank makes DDP overwrite rows or abort the job",
             tuple(read),
             f"a max_duration that fits; or {FLAG}: true; or nemo_patches",
