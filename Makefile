@@ -184,7 +184,7 @@ endef
 .PHONY: test-slurm
 test-slurm: .venv/nemo-$(FIRST)/ready
 	@echo "== tests on a real Slurm"
-	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 3 --dist loadfile tests/slurm
+	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile tests/slurm
 
 test-matrix: $(MATRIX:%=matrix-%)
 
