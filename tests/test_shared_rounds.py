@@ -219,6 +219,23 @@ def test_a_second_thread_and_a_signal_handler_never_wait_without_limit_behind_th
     assert found["second"][1] < 2.0 + SOON_S
 
 
+def a_handler_runs_beyond_the_wait(rank: Rank) -> float:
+    """As Lightning's of SIGUSR1, which saves a checkpoint; no other rank comes meanwhile."""
+    begin(rank, timeout_s=0.4)
+    seconds = 0.0
+    if rank.number == 0:
+        signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.5))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        seconds = call(Router(1, 1), 100)[1]
+    rank.meet("done")
+    return seconds
+
+
+def test_a_wait_ends_also_where_a_signal_handler_runs_beyond_its_end() -> None:
+    found = light_ranks.run(a_handler_runs_beyond_the_wait, 2)[0].value
+    assert 0.4 <= found < SOON_S
+
+
 def a_turn_that_nobody_gives_back(rank: Rank) -> list[float]:
     """As where a signal handler raises in the moment in which a call begins."""
     begin(rank, timeout_s=1.0)

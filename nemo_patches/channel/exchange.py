@@ -18,7 +18,6 @@ import json
 import math
 import multiprocessing
 import os
-import queue
 import random
 import selectors
 import socket
@@ -99,8 +98,8 @@ class Latest(NamedTuple):
 class Rounds:
     """The rounds of one name, at most one outstanding: `issue`, then `wait` or `poll`.
 
-    For the training thread. It takes no lock that the exchange's thread takes: a signal handler may
-    raise anywhere.
+    For the training thread. It has no lock that the exchange's thread waits for: a signal handler
+    may raise anywhere.
     """
 
     def __init__(self, exchange: Exchange, key: int) -> None:
@@ -112,7 +111,10 @@ class Rounds:
         self.arrived: dict[int, int] = {}
         self.key = key
         self.exchange = exchange
-        self._came = queue.SimpleQueue[None]()
+        # Released when a result has come. No SimpleQueue: before Python 3.13 its get(timeout=)
+        # waits without limit once a signal handler has run beyond the time-out.
+        self._came = threading.Lock()
+        self._came.acquire()
 
     def issue(self, value: int) -> None:
         """Send an int64 for the next round, if none is outstanding. Raises RoundFailed."""
@@ -132,8 +134,7 @@ class Rounds:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 return None
-            with contextlib.suppress(queue.Empty):
-                self._came.get(timeout=min(left_s, _SIGNAL_S))
+            self._came.acquire(timeout=min(left_s, _SIGNAL_S))
         return result
 
     def poll(self) -> int | None:
@@ -154,8 +155,8 @@ class Rounds:
 
     def wake(self) -> None:
         """The exchange's thread: a result has come, or there are no more."""
-        if self._came.empty():
-            self._came.put(None)
+        if self._came.locked():
+            self._came.release()
 
 
 class Exchange:
@@ -219,7 +220,9 @@ class Exchange:
 
     def start(self) -> None:
         """Have the thread, if there is none; why there can be none is `over`."""
-        with self._starting:
+        if not self._starting.acquire(blocking=False):
+            return  # another thread is at it, or this one, which a signal handler has interrupted
+        try:
             if self._thread is not None or self._is_closing:
                 return
             # Its child may end without atexit.
@@ -227,6 +230,8 @@ class Exchange:
                 process_hooks.at_last(_at_exit)
             self._thread = Daemon("exchange", self._run)
             why = self._thread.begin()
+        finally:
+            self._starting.release()
         if why:
             self._is_closing = True
             self.over = f"this rank cannot take part: {why}"
