@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _NO_NAME = "[c10d] The hostname of the client socket cannot be retrieved"
 SOON_S = 10.0  # what a busy machine may take for what happens at once
 LONG = timedelta(seconds=60)  # for what must come
+_PR_SET_PDEATHSIG = 1
 
 
 class Rank:
@@ -161,8 +162,14 @@ def _nest() -> Any:
     return nest
 
 
+def _end_with_parent() -> None:
+    """Where pytest is killed, nothing is left behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve() -> None:
     """The nest: one run after the other."""
+    _end_with_parent()
     import torch.distributed  # noqa: F401
 
     import nemo_patches.channel.exchange  # noqa: F401
@@ -177,6 +184,7 @@ def serve() -> None:
         gc.collect()
         gc.freeze()  # a rank's garbage collector leaves alone, and shared, what it was forked with
         if (mother := os.fork()) == 0:
+            _end_with_parent()
             os.setsid()
             answers.close()
             _conduct(run)
@@ -235,6 +243,7 @@ def _conduct(run: _Run) -> NoReturn:
 def _serve_store(run: _Run, pipe: int) -> NoReturn:
     import torch.distributed as dist
 
+    _end_with_parent()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = dist.TCPStore(run.host, 0, is_master=True, wait_for_workers=False)
@@ -244,6 +253,7 @@ def _serve_store(run: _Run, pipe: int) -> NoReturn:
 
 
 def _rank(run: _Run, number: int, port: int) -> NoReturn:
+    _end_with_parent()
     log = os.open(
         run.folder / f"{number}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND
     )
