@@ -82,14 +82,14 @@ test-others:
 test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
 
-# On another NeMo all that depends on it in one run, also what waits: each worker imports NeMo, twice.
+# On another NeMo all that depends on it in one run, also what waits, but for what `make test-matrix` has of that.
 # What judges files alone, whatever is installed beside it, is run once: by test-wheel.
 FROM_THE_WHEEL = diagnose_fault_free evidence judge one_folder one_judge public_reports told_apart watchdog_log
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo)" \
+	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo and not (alone and matrix))" \
 		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
 
 test-alone-%: .venv/nemo-%/ready
