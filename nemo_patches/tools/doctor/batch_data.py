@@ -248,12 +248,8 @@ class DataFlow:
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
-            same = isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(
-                target.elts
-            )
-            values = value.elts if same else [value] * len(target.elts)  # type: ignore[attr-defined]
-            for inner, its in zip(target.elts, values, strict=True):
-                self._assign(inner, its)
+            for inner in target.elts:
+                self._assign(inner, value)
             return
         level = self.level(value)
         if isinstance(target, ast.Name):
@@ -295,6 +291,14 @@ class DataFlow:
             ):
                 self._set(target.elts[0], Level.SHARED)
                 return self._draw(target.elts[1], iterated.args[0])
+            if (
+                name == "zip"
+                and isinstance(target, ast.Tuple)
+                and len(target.elts) == len(iterated.args)
+            ):
+                for inner, its in zip(target.elts, iterated.args, strict=True):
+                    self._draw(inner, its)
+                return None
             if name in _PASSED_ON:
                 return self._draw(target, iterated.args[0])
         if isinstance(iterated, ast.Call) and dotted(iterated.func).endswith(
@@ -304,6 +308,8 @@ class DataFlow:
             self._set(key, Level.SHARED)  # which keys there are is the data set's
             for value in values:
                 self._set(value, self.level(iterated))
+                if self._is_gradient(iterated):
+                    self._gradients.add(dotted(value))
             return None
         level = self.level(iterated)
         text = _words(text_of(iterated))
@@ -315,6 +321,8 @@ class DataFlow:
             level = Level.SHARED
         for each in nodes(target, ast.Name):
             self._set(each, level)
+            if self._is_gradient(iterated):
+                self._gradients.add(each.id)
         return None
 
     def _turns(self, iterated: ast.expr) -> Level:
@@ -331,6 +339,8 @@ class DataFlow:
             return max(self._turns(each.iter) for each in iterated.generators)
         if isinstance(iterated, ast.Call):
             name = last_part(dotted(iterated.func))
+            if self.decides(iterated):
+                return Level.READ_OFF
             if name in _SAME_COUNT:
                 chosen = name in _OF_MAPPING and self.level(iterated) == Level.READ_OFF
                 return Level.READ_OFF if chosen else Level.SHARED
@@ -353,6 +363,7 @@ class DataFlow:
             elif isinstance(inner, COMPREHENSIONS):
                 for each in inner.generators:
                     self._loop(each, each.target, each.iter)
+                    self.tests += [(test, each) for test in each.ifs if self.is_data(test)]
             elif (
                 isinstance(inner, ast.Call)
                 and inner.args
@@ -458,11 +469,15 @@ class DataFlow:
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
-        if name == "filter" and isinstance(node.args[0], ast.Lambda):
-            if self._is_gradient(getattr(node.args[-1], "elt", node.args[-1])):
-                given = node.args[0].args.args
-                self._gradients |= {argument.arg for argument in given}
-            if self.is_data(node.args[0].body):
+        if name == "filter":
+            test = node.args[0]
+            of_gradients = self._is_gradient(node.args[-1])
+            if isinstance(test, ast.Lambda):
+                if of_gradients:
+                    self._gradients |= {argument.arg for argument in test.args.args}
+                if self.is_data(test.body):
+                    return Level.READ_OFF
+            elif of_gradients:  # filter(None, ...)
                 return Level.READ_OFF
         if last == "len" and node.args and last_part(dotted(node.args[0])) == "shape":
             return Level.SHARED  # the number of dimensions
@@ -524,13 +539,23 @@ class DataFlow:
         return batch and _with_none(test) and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
-        if isinstance(node, ast.NamedExpr):
+        """Whether it is what a parameter has for a gradient, or a list of such."""
+        if isinstance(node, (ast.NamedExpr, ast.DictComp)):
             return self._is_gradient(node.value)
+        if isinstance(node, COMPREHENSIONS):
+            return self._is_gradient(node.elt)
         if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
             return any(
                 isinstance(each, ast.Constant) and each.value == "grad"
                 for each in node.args
             )
+        if isinstance(node, ast.Call) and dotted(node.func) == "map":
+            mapped = node.args[0]
+            return isinstance(mapped, ast.Lambda) and self._is_gradient(mapped.body)
+        if isinstance(node, ast.Call) and dotted(node.func).endswith(
+            (".items", ".values")
+        ):
+            return self._is_gradient(node.func.value)
         return dotted(node).endswith(".grad") or (
             isinstance(node, ast.Name) and node.id in self._gradients
         )

@@ -34,8 +34,9 @@ _OF_CHECKPOINT = words("""
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OF_SHARDS = words("""
-    GatheredParameters full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load
-    redistribute scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params
+    GatheredParameters consolidate_state_dict distribute_module distribute_tensor
+    full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load redistribute
+    scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params unshard
     """)
 _SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 _WRAPPING = {
@@ -530,6 +531,8 @@ def _returned(body: Sequence[ast.stmt]) -> ast.expr | None:
     first, *rest = body
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
         return _returned(rest)
+    if isinstance(first, ast.Try):
+        return _returned(first.body)
     if isinstance(first, ast.If):
         yes = _returned(first.body)
         no = _returned(first.orelse or rest)

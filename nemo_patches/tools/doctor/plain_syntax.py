@@ -82,6 +82,27 @@ class _Plain(ast.NodeTransformer):
         )
         return ast.copy_location(ast.If(node.value.test, [body], [orelse]), node)
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.stmt]:
+        """`a, b = x, y` and `a, b = divmod(x, y)`"""
+        self.generic_visit(node)
+        target = node.targets[-1]
+        value = node.value
+        if isinstance(value, ast.Call) and dotted(value.func) == "divmod":
+            parts = [
+                ast.BinOp(value.args[0], operation, value.args[-1])
+                for operation in (ast.FloorDiv(), ast.Mod())
+            ]
+            value = ast.Tuple(parts, ast.Load())
+        kinds = (ast.Tuple, ast.List)
+        if not isinstance(target, kinds) or not isinstance(value, kinds):
+            return node
+        if len(target.elts) != len(value.elts) or len(node.targets) > 1:
+            return node
+        return [
+            ast.copy_location(ast.Assign([each], its), node)
+            for each, its in zip(target.elts, value.elts, strict=True)
+        ]
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
         return (

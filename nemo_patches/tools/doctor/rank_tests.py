@@ -37,9 +37,9 @@ _FIRST = words(
 )
 _SIZES = words(
     """
-    data_parallel_size data_parallel_world_size ddp_world_size dp_size dp_world_size
-    get_data_parallel_world_size get_num_processes get_world_size n_procs nprocs num_processes
-    num_replicas world_size
+    data_parallel_size data_parallel_world_size ddp_world_size distributed_world_size dp_size
+    dp_world_size get_data_parallel_world_size get_num_processes get_world_size n_procs nprocs
+    num_gpus num_processes num_replicas world_size
     """
 )
 _SEVERAL = words(
@@ -56,7 +56,8 @@ _VARIABLES = words(
 )
 _SIZE_VARIABLES = words("WORLD_SIZE SLURM_NTASKS OMPI_COMM_WORLD_SIZE")
 UNKNOWN: Any = object()
-_OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+# By the kind of an operator, and the names of functions.
+_OPERATIONS: dict[type[ast.AST] | str, Callable[..., Any]] = {
     ast.Not: operator.not_,
     ast.USub: operator.neg,
     ast.Mod: lambda left, right: left % right if isinstance(left, int) else UNKNOWN,
@@ -66,7 +67,12 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
     ast.Sub: operator.sub,
+    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.RShift: operator.rshift,
+    ast.LShift: lambda left, right: left * 2 ** min(right, 64),
+    ast.BitXor: operator.xor,
+    ast.BitOr: operator.or_,
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.In: lambda left, right: left in right,
@@ -78,6 +84,13 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.List: lambda *parts: parts,
     ast.Tuple: lambda *parts: parts,
     ast.Set: lambda *parts: parts,
+    "abs": abs,
+    "bool": bool,
+    "int": int,
+    "max": max,
+    "min": min,
+    "range": range,
+    "str": str,
 }
 _SOUNDS_LIKE_RANK = re.compile("rank|proc|ordinal", re.IGNORECASE)
 _MOST_STEPS = 8
@@ -176,8 +189,10 @@ class RankTests:
         return list(found.values())[:_MOST_MEMBERS]
 
     def _tried(self, tests: Sequence[ast.expr]) -> list[int]:
-        ranks = {*range(_TRIED), *self._numbers(tests), _MANY - 1}
-        return sorted(rank for rank in ranks if rank < _MANY)
+        numbers = self._numbers(tests)
+        ends = {_MANY - each for each in numbers} | {_MANY // each for each in numbers - {0}}
+        ranks = {*range(_TRIED), *numbers, *ends, _MANY - 1}
+        return sorted(rank for rank in ranks if 0 <= rank < _MANY)
 
     def _numbers(self, tests: Iterable[ast.expr]) -> set[int]:
         """The numbers in some tests, and in what their variables are assigned, each with the next
@@ -301,13 +316,8 @@ class RankTests:
         if not isinstance(node, ast.Call):
             return self._by_name(node, member)
         name = dotted(node.func)
-        if name in ("bool", "int") and node.args:
-            value = self._value(node.args[0], member, steps + 1)
-            return (
-                int(value)
-                if isinstance(value, (int, str)) and str(value).isdigit()
-                else value
-            )
+        if name in _OPERATIONS:
+            return applied(node, lambda each: self._value(each, member, steps + 1))
         if name in ("os.environ.get", "os.getenv") and node.args:
             return _of_environment("os.environ", node.args[0], member)
         of_a_group = node.args or node.keywords
@@ -346,13 +356,13 @@ def applied(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
     try:
         if isinstance(node, ast.Compare):
             return all(map(_compared, operations, values, values[1:]))
-        return _OPERATIONS[type(operations[0])](*values)
-    except (KeyError, TypeError, ZeroDivisionError):  # `is`; a text with a number
+        return _OPERATIONS[operations[0]](*values)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):  # a text as a number
         return UNKNOWN
 
 
-def _compared(operation: ast.cmpop, left: Any, right: Any) -> bool:
-    return bool(_OPERATIONS[type(operation)](left, right))
+def _compared(operation: type[ast.cmpop], left: Any, right: Any) -> bool:
+    return bool(_OPERATIONS[operation](left, right))
 
 
 def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
@@ -366,11 +376,13 @@ def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
 def _parts(node: ast.expr) -> tuple[list[Any], list[ast.expr]]:
     """What an expression does, and with which others."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        return [node], node.elts
+        return [type(node)], node.elts
     if isinstance(node, ast.UnaryOp):
-        return [node.op], [node.operand]
+        return [type(node.op)], [node.operand]
     if isinstance(node, ast.BinOp):
-        return [node.op], [node.left, node.right]
+        return [type(node.op)], [node.left, node.right]
     if isinstance(node, ast.Compare):
-        return list(node.ops), [node.left, *node.comparators]
-    return [node], []
+        return list(map(type, node.ops)), [node.left, *node.comparators]
+    if isinstance(node, ast.Call) and not node.keywords:
+        return [dotted(node.func)], node.args
+    return [type(node)], []
