@@ -23,6 +23,7 @@ from nemo_patches.tools.doctor.syntax import (
 
 Branching = ast.If | ast.While | ast.IfExp | ast.For | ast.comprehension | ast.BoolOp
 Test = tuple[ast.expr, Branching]  # what decides, and the branch or the loop
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _PRESENCE = (*IDENTITIES, ast.In, ast.NotIn)
 
 
@@ -94,7 +95,8 @@ _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split v
 class DataFlow:
     """One walk over a function. agrees: whether a call gives all ranks the same; decides: whether
     it is one of a helper that decides by its arguments; accumulated: attributes that batches are
-    added to; on_several: the tests that are decided where there are several ranks.
+    added to; on_several: the tests that are decided where there are several ranks; of_rank: those
+    on the rank.
 
     tests: those that depend on this rank's data, and the branch or the loop of each.
     """
@@ -103,6 +105,7 @@ class DataFlow:
     decides: Callable[[ast.Call], bool] = lambda call: False
     accumulated: frozenset[str] = frozenset()
     on_several: Mapping[int, bool | str] = field(default_factory=dict)
+    of_rank: frozenset[int] = frozenset()
     tests: list[Test] = field(default_factory=list)
     # Calls, with what of the batch is in the name.
     named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)
@@ -170,12 +173,6 @@ class DataFlow:
             self._expression(statement.value)
             for target in statement.targets:
                 self._assign(target, statement.value)
-        elif isinstance(statement, ast.AugAssign):
-            self._expression(statement.value)
-            self._set(
-                statement.target,
-                max(self.level(statement.target), self.level(statement.value)),
-            )
         elif isinstance(statement, ast.If):
             self._if(statement)
         elif isinstance(statement, (ast.While, ast.For)):
@@ -209,7 +206,8 @@ class DataFlow:
             return self._block(statement.body if decided else statement.orelse)
         self._test(statement, statement.test)
         outer = self._chosen
-        self._chosen = outer or self.is_data(statement.test)
+        of_data = self.is_data(statement.test)
+        self._chosen = outer or of_data
         # Every n steps: then they have not agreed on the others.
         at_times = any(nodes(statement.test, ast.Mod))
         self._branches([statement.body, statement.orelse], agreeing=not at_times)
@@ -218,7 +216,23 @@ class DataFlow:
         )
         if not left:  # or else what follows in this turn is chosen, too
             self._chosen = outer
+        of_rank = id(statement) in self.of_rank
+        for block in (statement.body, statement.orelse) if of_data or of_rank else ():
+            if block and not isinstance(block[-1], _LEAVING):
+                self._differ(block, any_value=of_rank)
         return None
+
+    def _differ(self, block: Iterable[ast.stmt], *, any_value: bool) -> None:
+        """What a block sets that not all ranks run."""
+        for statement in block:
+            for each in nodes(statement, ast.Assign):
+                value = getattr(each.value, "right", each.value)  # of n = n + 1
+                constant = isinstance(value, ast.Constant) and value.value is not None
+                if any_value or constant:
+                    names = {*map(dotted, each.targets)} - self._agreed
+                    for name in names:
+                        self._levels[name] = Level.READ_OFF
+                        self._turns_of.setdefault(name, Level.SHARED)
 
     def _branches(
         self, blocks: Iterable[Iterable[ast.stmt]], *, agreeing: bool = True

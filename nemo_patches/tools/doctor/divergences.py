@@ -365,6 +365,7 @@ class _Function:
             self.scope.decides,
             self.scope.surroundings.accumulated,
             self._on_several,
+            frozenset(map(id, self.rank_tests)),
         )
         flow.walk(self.node)
         return flow

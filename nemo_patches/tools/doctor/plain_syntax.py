@@ -71,6 +71,18 @@ class _Plain(ast.NodeTransformer):
             chain = [branch]
         return chain[0]
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """A context manager, which does at its end what follows its beginning."""
+        self.generic_visit(node)
+        methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+        begin = methods.get("__enter__")
+        end = methods.get("__exit__")
+        if begin and end:
+            begin.body = [each for each in begin.body if not isinstance(each, ast.Return)]
+            begin.body += end.body
+            node.body.remove(end)
+        return node
+
     def visit_Return(self, node: ast.Return) -> ast.AST:
         """`return x if test else y`"""
         self.generic_visit(node)
@@ -102,6 +114,14 @@ class _Plain(ast.NodeTransformer):
             ast.copy_location(ast.Assign([each], its), node)
             for each, its in zip(target.elts, value.elts, strict=True)
         ]
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        read = node.target
+        if isinstance(read, ast.Name):
+            read = ast.Name(read.id, ast.Load())
+        changed = ast.BinOp(read, node.op, node.value)
+        return ast.copy_location(ast.Assign([node.target], changed), node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
