@@ -377,7 +377,9 @@ class DataFlow:
             elif isinstance(inner, COMPREHENSIONS):
                 for each in inner.generators:
                     self._loop(each, each.target, each.iter)
-                    self.tests += [(test, each) for test in each.ifs if self.is_data(test)]
+                    self.tests += [
+                        (test, each) for test in each.ifs if self.is_data(test)
+                    ]
             elif (
                 isinstance(inner, ast.Call)
                 and inner.args

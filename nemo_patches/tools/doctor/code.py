@@ -6,7 +6,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,39 +27,26 @@ _ENCODERS = [
 ]
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method of a class."""
-
-    name: str
-    node: ast.FunctionDef
-
-    @cached_property
-    def calls(self) -> list[str]:
-        """The name of every call in it, as written."""
-        return [ast.unparse(call.func) for call in nodes(self.node, ast.Call)]
+Methods = Mapping[str, ast.FunctionDef]
 
 
-@dataclass(frozen=True)
-class Copy:
-    of: str
-    methods: Mapping[str, Method]
+def calls(method: ast.FunctionDef) -> list[str]:
+    """The name of every call in it, as written."""
+    return [ast.unparse(call.func) for call in nodes(method, ast.Call)]
 
 
 @dataclass(frozen=True)
 class Class:
-    """One class with the methods that its body has, and NeMo's method of that name, where a base is
-    NeMo's.
-
-    copy: where it is none of NeMo's, the class that it has the methods of.
+    """One class with the methods that its body has, and those of NeMo's class that is its base, or
+    that it has the methods of (is_copy).
     """
 
     name: str
     line: int
-    methods: Mapping[str, Method]
-    of_nemo: Mapping[str, Method]
+    methods: Methods
+    of_nemo: Methods
     base: str
-    copy: Copy | None
+    is_copy: bool
 
 
 @dataclass(frozen=True)
@@ -74,15 +61,10 @@ class Code:
 
     @property
     def headline(self) -> str:
-        bases = sorted(
-            {each.base or (each.copy.of if each.copy else "") for each in self.classes}
-            - {""}
-        )
-        compared = (
-            f"compared with the installed NeMo's {', '.join(bases)}"
-            if bases
-            else "no class of NeMo's in it"
-        )
+        bases = sorted({each.base for each in self.classes} - {""})
+        compared = "no class of NeMo's in it"
+        if bases:
+            compared = f"compared with the installed NeMo's {', '.join(bases)}"
         if not self.nemo:
             compared = "NeMo is not installed here, so it is compared with nothing"
         return f"{counted(len(self.classes), 'class', 'es')}; {compared}"
@@ -150,41 +132,39 @@ def _class(
     node: ast.ClassDef, tree: ast.Module, nemo: Path | None, *, in_nemo: bool
 ) -> Class:
     bases = list(_bases_in_nemo(node, tree, nemo)) if nemo else []
-    of_nemo: dict[str, Method] = {}
+    of_nemo: dict[str, ast.FunctionDef] = {}
     for _, base in bases:
         of_nemo = {**_methods(base), **of_nemo}
     methods = _methods(node)
     is_encoder = any(target.owner == name for target in _ENCODERS for name, _ in bases)
-    copy = _copied(methods, nemo) if nemo and not is_encoder and not in_nemo else None
+    copied = _copied(methods, nemo) if nemo and not is_encoder and not in_nemo else None
     return Class(
         name=node.name,
         line=node.lineno,
         methods=methods,
-        of_nemo=of_nemo,
-        base=bases[0][0] if bases else "",
-        copy=copy,
+        of_nemo=_methods(copied) if copied else of_nemo,
+        base=copied.name if copied else bases[0][0] if bases else "",
+        is_copy=copied is not None,
     )
 
 
-def _methods(node: ast.ClassDef) -> dict[str, Method]:
-    return {
-        each.name: Method(each.name, each)
-        for each in node.body
-        if isinstance(each, ast.FunctionDef)
-    }
+def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
-def _copied(methods: Mapping[str, Method], nemo: Path) -> Copy | None:
+def _copied(methods: Methods, nemo: Path) -> ast.ClassDef | None:
     """The encoder of NeMo's whose length sync a class has as its own, by the methods' names."""
-    found: list[Copy] = []
+    found: list[ast.ClassDef] = []
     for target in _ENCODERS if "forward" in methods else ():
         path = nemo.joinpath(*target.module.split(".")[1:]).with_suffix(".py")
         if target.method in methods and path.is_file():
             theirs = _defined(target.owner, _module(path), nemo)
-            if theirs:
-                found.append(Copy(target.owner, _methods(theirs[0])))
-    shared = [len(methods.keys() & each.methods.keys()) for each in found]
-    return found[shared.index(max(shared))] if found else None
+            found += theirs[:1] if theirs else ()
+    return max(
+        found,
+        key=lambda each: len(methods.keys() & _methods(each).keys()),
+        default=None,
+    )
 
 
 def _bases_in_nemo(
@@ -217,18 +197,9 @@ def _defined(
     for node in nodes(tree, ast.ImportFrom):
         if not (node.module or "").startswith("nemo.") or steps > _MOST_BASES:
             continue
-        original = next(
-            (
-                alias.name
-                for alias in node.names
-                if (alias.asname or alias.name) == name
-            ),
-            None,
-        )
         inner = nemo.joinpath(*str(node.module).split(".")[1:])
-        for path in (
-            (inner.with_suffix(".py"), inner / "__init__.py") if original else ()
-        ):
-            if path.is_file():
-                return _defined(str(original), _module(path), nemo, steps=steps + 1)
+        for alias in node.names:
+            for path in (inner.with_suffix(".py"), inner / "__init__.py"):
+                if (alias.asname or alias.name) == name and path.is_file():
+                    return _defined(alias.name, _module(path), nemo, steps=steps + 1)
     return None

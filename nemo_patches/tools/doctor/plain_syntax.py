@@ -74,11 +74,15 @@ class _Plain(ast.NodeTransformer):
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """A context manager, which does at its end what follows its beginning."""
         self.generic_visit(node)
-        methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+        methods = {
+            each.name: each for each in node.body if isinstance(each, ast.FunctionDef)
+        }
         begin = methods.get("__enter__")
         end = methods.get("__exit__")
         if begin and end:
-            begin.body = [each for each in begin.body if not isinstance(each, ast.Return)]
+            begin.body = [
+                each for each in begin.body if not isinstance(each, ast.Return)
+            ]
             begin.body += end.body
             node.body.remove(end)
         return node

@@ -190,7 +190,9 @@ class RankTests:
 
     def _tried(self, tests: Sequence[ast.expr]) -> list[int]:
         numbers = self._numbers(tests)
-        ends = {_MANY - each for each in numbers} | {_MANY // each for each in numbers - {0}}
+        ends = {_MANY - each for each in numbers} | {
+            _MANY // each for each in numbers - {0}
+        }
         ranks = {*range(_TRIED), *numbers, *ends, _MANY - 1}
         return sorted(rank for rank in ranks if 0 <= rank < _MANY)
 

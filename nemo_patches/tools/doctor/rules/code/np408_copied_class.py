@@ -7,7 +7,7 @@ Link: docs/auto-apply.md#my-encoder-is-a-class-of-my-own
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.code import Class, Code, Copy
+from nemo_patches.tools.doctor.code import Class, Code, calls
 from nemo_patches.tools.doctor.finding import (
     WARNING,
     Finding,
@@ -46,28 +46,28 @@ class Mine(ConformerEncoder):
 def check(code: Code) -> Findings:
     """Of classes outside of NeMo that have most of an encoder's methods."""
     for each in code.classes:
-        if each.copy is not None:
-            yield _of_class(each, each.copy)
+        if each.is_copy:
+            yield _of_class(each)
 
 
-def _of_class(each: Class, copy: Copy) -> Finding:
-    shared = [name for name in each.methods if name in copy.methods]
+def _of_class(each: Class) -> Finding:
+    shared = [name for name in each.methods if name in each.of_nemo]
     reduces = [
         name
         for name in shared
-        if "all_reduce" in map(last_part, each.methods[name].calls)
+        if "all_reduce" in map(last_part, calls(each.methods[name]))
     ]
     what = (
-        f"{each.name} is a copy of NeMo's {copy.of}, by {len(shared)} of its"
-        f" {len(copy.methods)} methods"
+        f"{each.name} is a copy of NeMo's {each.base}, by {len(shared)} of its"
+        f" {len(each.of_nemo)} methods"
     )
     what += ", and no subclass: nemo_patches does not patch it"
     if reduces:
         what += f", and its {reduces[0]} waits without limit for a missing rank"
     instead = (
-        f"class {each.name}({copy.of}), without the methods that it does not change; or"
+        f"class {each.name}({each.base}), without the methods that it does not change; or"
         " by hand what "
     )
-    instead += f"`nemo-patches diff --nemo DIR` changes in NeMo's {copy.of}"
+    instead += f"`nemo-patches diff --nemo DIR` changes in NeMo's {each.base}"
     make = warning if reduces else note
     return make(what, at(each.name, each.line), instead)
