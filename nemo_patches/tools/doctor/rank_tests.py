@@ -227,8 +227,6 @@ class RankTests:
         """
         if steps > _MOST_STEPS:
             return UNKNOWN
-        if isinstance(node, ast.Constant):
-            return node.value
         if isinstance(node, ast.Name) and node.id in self.assigned:
             value = self._assigned(node.id, member, steps)
             unknown_size = (
@@ -246,9 +244,6 @@ class RankTests:
                     node.body if decided else node.orelse, member, steps + 1
                 )
             return self._of_rank((node.body, node.orelse), member, steps)
-        if isinstance(node, ast.BoolOp):
-            decided = self.decided(node, member)
-            return UNKNOWN if isinstance(decided, str) else decided
         if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith(
             "os.environ"
         ):
@@ -351,8 +346,15 @@ class RankTests:
 
 def applied(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
     """The value of an operation, by those of its operands."""
+    if isinstance(node, ast.Constant):
+        return node.value
     operations, operands = _parts(node)
     values = [value(each) for each in operands]
+    if isinstance(node, ast.BoolOp):
+        ends = isinstance(node.op, ast.Or)
+        if any(bool(each) is ends for each in values if each is not UNKNOWN):
+            return ends
+        return UNKNOWN if UNKNOWN in values else not ends
     if UNKNOWN in values:
         return UNKNOWN
     try:
@@ -379,6 +381,8 @@ def _parts(node: ast.expr) -> tuple[list[Any], list[ast.expr]]:
     """What an expression does, and with which others."""
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
         return [type(node)], node.elts
+    if isinstance(node, ast.BoolOp):
+        return [], node.values
     if isinstance(node, ast.UnaryOp):
         return [type(node.op)], [node.operand]
     if isinstance(node, ast.BinOp):

@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.code import Code
-from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
+from nemo_patches.tools.doctor.finding import (
+    WARNING,
+    Finding,
+    Findings,
+    at,
+    warning,
+)
 from nemo_patches.tools.doctor.rank_tests import UNKNOWN, applied
 from nemo_patches.tools.doctor.syntax import (
     dotted,
@@ -40,14 +46,6 @@ _PERIODS = (2, 3, 4)  # batches of a step
 _BATCHES = range(12)  # that are tried
 
 
-@dataclass(frozen=True)
-class _Condition:
-    """Under which gradients are not reduced: where `test` is `holds`."""
-
-    test: ast.expr
-    holds: bool
-
-
 def check(code: Code) -> Findings:
     """By trying both tests for the first batches; not where they count by other names."""
     for function in nodes(code.tree, ast.FunctionDef, ast.Module):
@@ -61,36 +59,24 @@ def check(code: Code) -> Findings:
             for each in own_nodes(function)
             if isinstance(each, ast.If) and _steps(each)
         ]
-        for condition in _conditions(function) if steps else ():
+        for test, holds in _conditions(function) if steps else ():
             for step in steps:
-                if _meet(
-                    _resolved(condition.test, names),
-                    condition.holds,
-                    _resolved(step.test, names),
-                ):
-                    unsynced = (
-                        text_of(condition.test)
-                        if condition.holds
-                        else f"not ({text_of(condition.test)})"
-                    )
-                    where = (
-                        f"{function.name}: "
-                        if isinstance(function, ast.FunctionDef)
-                        else ""
-                    )
-                    what = (
-                        f"{where}the step at `{text_of(step.test)}` comes after a batch"
-                        " whose gradients were not "
-                    )
-                    what += f"reduced, by `{unsynced}`: the ranks' parameters part"
-                    read = (
-                        at(text_of(condition.test), condition.test.lineno),
-                        at("step", step.lineno),
-                    )
-                    yield warning(
-                        what, read, "no_sync for all batches but the last before a step"
-                    )
+                if _meet(_resolved(test, names), holds, _resolved(step.test, names)):
+                    yield _finding(function, test, holds, step)
                     return
+
+
+def _finding(
+    function: ast.FunctionDef | ast.Module, test: ast.expr, holds: bool, step: ast.If
+) -> Finding:
+    unsynced = text_of(test) if holds else f"not ({text_of(test)})"
+    where = f"{function.name}: " if isinstance(function, ast.FunctionDef) else ""
+    what = (
+        f"{where}the step at `{text_of(step.test)}` comes after a batch whose gradients"
+        f" were not reduced, by `{unsynced}`: the ranks' parameters part"
+    )
+    read = (at(text_of(test), test.lineno), at("step", step.lineno))
+    return warning(what, read, "no_sync for all batches but the last before a step")
 
 
 def _steps(node: ast.If) -> bool:
@@ -105,47 +91,35 @@ def _steps(node: ast.If) -> bool:
     )
 
 
-def _conditions(function: ast.AST) -> Iterator[_Condition]:
+def _conditions(function: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
+    """Tests, each with what it says where gradients are not reduced."""
     for node in own_nodes(function):
-        if isinstance(node, ast.IfExp):
+        if isinstance(node, (ast.If, ast.IfExp)):
             for part, holds in ((node.body, True), (node.orelse, False)):
-                if _is_no_sync(part):
-                    yield _Condition(node.test, holds)
-        elif isinstance(node, ast.If):
-            for body, holds in ((node.body, True), (node.orelse, False)):
-                if any(_is_no_sync(item.context_expr) for item in _items(body)):
-                    yield _Condition(node.test, holds)
-        elif (
-            isinstance(node, ast.Assign)
-            and last_part(dotted(node.targets[0])) in _SYNC_FLAGS
-        ):
-            yield _Condition(node.value, False)
-        elif (
-            isinstance(node, ast.Call)
-            and last_part(dotted(node.func)) in _SYNC_FLAGS
-            and node.args
-        ):
-            yield _Condition(node.args[0], False)
-        elif (
-            isinstance(node, ast.Call)
-            and last_part(dotted(node.func)) == "no_backward_sync"
-        ):
-            yield from (
-                _Condition(each.value, True)
-                for each in node.keywords
-                if each.arg == "enabled"
-            )
+                if any(map(_is_no_sync, _contexts(part))):
+                    yield node.test, holds
+        elif isinstance(node, ast.Assign):
+            if last_part(dotted(node.targets[0])) in _SYNC_FLAGS:
+                yield node.value, False
+        elif isinstance(node, ast.Call):
+            name = last_part(dotted(node.func))
+            if name in _SYNC_FLAGS and node.args:
+                yield node.args[0], False
+            for each in node.keywords if name == "no_backward_sync" else ():
+                if each.arg == "enabled":
+                    yield each.value, True
 
 
-def _items(body: list[ast.stmt]) -> list[ast.withitem]:
-    return [item for each in body if isinstance(each, ast.With) for item in each.items]
+def _contexts(part: ast.expr | list[ast.stmt]) -> list[ast.expr]:
+    if isinstance(part, ast.expr):
+        return [part]
+    blocks = (each for each in part if isinstance(each, ast.With))
+    return [item.context_expr for each in blocks for item in each.items]
 
 
 def _is_no_sync(node: ast.expr) -> bool:
-    return (
-        last_part(dotted(node.func if isinstance(node, ast.Call) else node))
-        == "no_sync"
-    )
+    made = node.func if isinstance(node, ast.Call) else node
+    return last_part(dotted(made)) == "no_sync"
 
 
 def _resolved(test: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
@@ -172,14 +146,12 @@ def _meet(condition: ast.expr, holds: bool, step: ast.expr) -> bool:
         return False
     period = periods.pop()
     counter = counters.pop()
-    tries = [
-        {period: every, counter: batch} for every in _PERIODS for batch in _BATCHES
-    ]
-    answers = [(_holds(condition, each), _holds(step, each)) for each in tries]
+    answers = []
+    for every, batch in product(_PERIODS, _BATCHES):
+        known = {period: every, counter: batch}
+        answers.append((_holds(condition, known), _holds(step, known)))
     reduced = any(unsynced is (not holds) for unsynced, _ in answers)
-    return reduced and any(
-        unsynced is holds and steps is True for unsynced, steps in answers
-    )
+    return reduced and (holds, True) in answers
 
 
 def _holds(test: ast.expr, known: Mapping[str, int]) -> bool | None:
@@ -192,12 +164,4 @@ def _value(node: ast.expr, known: Mapping[str, int]) -> Any:
     text = text_of(node)
     if text in known:
         return known[text]
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.BoolOp):
-        ends = isinstance(node.op, ast.Or)
-        answers = [_holds(each, known) for each in node.values]
-        if ends in answers:
-            return ends
-        return UNKNOWN if None in answers else not ends
     return applied(node, lambda each: _value(each, known))
