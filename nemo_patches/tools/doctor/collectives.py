@@ -5,13 +5,12 @@ torch's, Lightning's, a metric's, the backward pass, an encoder's call.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.syntax import (
-    COMPREHENSIONS,
     LOOPS,
     dotted,
     last_part,
@@ -32,19 +31,30 @@ _OF_CHECKPOINT = words("""
     save save_state_dict set_model_state_dict set_optimizer_state_dict set_state_dict
     """)
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
-_CHECKPOINT = "torch.distributed.checkpoint"
 _OF_SHARDS = words("""
     GatheredParameters consolidate_state_dict distribute_module distribute_tensor
     full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load redistribute
     scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params unshard
     """)
-_SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
-_WRAPPING = {
-    **dict.fromkeys(_SHARDING, True),
-    **dict.fromkeys(("DistributedDataParallel", "DDP", "initialize"), False),
-}
-_CONTAINERS = words("ModuleDict ModuleList Sequential dict list tuple")
+_OF_MEGATRON = words("load_checkpoint save_checkpoint")
 _MODULES = ("torch.distributed", "deepspeed.comm")
+_TAKE_PART = "in which all ranks take part"
+_GATHERS = "which gathers sharded parameters"
+# Functions by the beginning of where they are from, and why they are collectives.
+_BY_ORIGIN = (
+    (_MODULES, _OF_TORCH, ""),
+    ("torch.distributed.checkpoint", _OF_CHECKPOINT, _TAKE_PART),
+    ("megatron.", _OF_MEGATRON, _TAKE_PART),
+    ("", _OF_SHARDS, _GATHERS),
+)
+_SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
+# What wraps modules for several ranks: whether it shards them, and a part of where it is from.
+_WRAPPING = {
+    **dict.fromkeys(_SHARDING, (True, "")),
+    **dict.fromkeys(("auto_wrap", "wrap"), (True, "fsdp")),
+    **dict.fromkeys(("DistributedDataParallel", "DDP"), (False, "")),
+    "initialize": (False, "deepspeed"),
+}
 # For code that imports them elsewhere.
 _USUAL_NAMES = ("dist", "distributed", "torch.distributed")
 _STRATEGIES = ("strategy", "training_type_plugin")
@@ -54,9 +64,22 @@ _OF_HOLDER = {  # by the last part of what the method is of
     "fabric": words("all_gather all_reduce backward barrier broadcast save"),
     "accelerator": words("backward gather gather_for_metrics reduce wait_for_everyone"),
 }
+_OF_ACCELERATOR = words("get_state_dict save_model save_state")
+_TRAINERS = ("trainer", "self.trainer")
 _OF_TRAINER = words("fit predict save_checkpoint test validate")
+# By the name: what it pairs with, why, and what must hold.
+_PROPERTIES_OF_TRAINER = {
+    "log_dir": ("broadcast", "which broadcasts rank 0's folder", ""),
+    **dict.fromkeys(
+        ("callback_metrics", "logged_metrics"),
+        (
+            "metrics",
+            "which reduces what was logged",
+            "a metric in it was logged with sync_dist, and has not been reduced yet",
+        ),
+    ),
+}
 _OF_ENGINE = words("save_16bit_model save_checkpoint save_fp16_model")
-_OF_MEGATRON = words("load_checkpoint save_checkpoint")
 _ENCODERS = words("encoder perception pre_encoder")
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _ADDING = ("append", "extend", "update")
@@ -106,26 +129,13 @@ class Names:
         origins: dict[str, str] = {}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                origins.update(
-                    {alias.asname: alias.name for alias in node.names if alias.asname}
-                )
+                renamed = (each for each in node.names if each.asname)
+                origins |= {str(each.asname): each.name for each in renamed}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                origins.update(
-                    {
-                        alias.asname or alias.name: f"{node.module}.{alias.name}"
-                        for alias in node.names
-                    }
-                )
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-                value = ast.unparse(node.value)
-                if value in _MODULES:
-                    origins.update(
-                        {
-                            each.id: value
-                            for each in node.targets
-                            if isinstance(each, ast.Name)
-                        }
-                    )
+                for alias in node.names:
+                    origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif isinstance(node, ast.Assign) and dotted(node.value) in _MODULES:
+                origins |= dict.fromkeys(map(dotted, node.targets), dotted(node.value))
         return origins
 
     def origin(self, node: ast.expr) -> str:
@@ -135,11 +145,6 @@ class Names:
         written = dotted(node)
         first, _, rest = written.partition(".")
         return ".".join(filter(None, (self._origins.get(first, first), rest)))
-
-    def imports(self, package: str) -> bool:
-        return any(
-            origin.startswith(f"{package}.") for origin in self._origins.values()
-        )
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
@@ -160,48 +165,44 @@ class Names:
         for node in nodes(self.tree, ast.FunctionDef):
             value = _returned(node.body)
             if value is not None:
-                found.setdefault(
-                    f"self.{node.name}" if node in methods else node.name, []
-                ).append(value)
+                name = f"self.{node.name}" if node in methods else node.name
+                found.setdefault(name, []).append(value)
         for assign in nodes(self.tree, ast.Assign):
-            for target in assign.targets:
-                if (
-                    isinstance(target, ast.Attribute)
-                    and dotted(target) == f"self.{target.attr}"
-                ):
-                    found.setdefault(dotted(target), []).append(assign.value)
+            for name in map(dotted, assign.targets):
+                if name.startswith("self.") and name.count(".") == 1:
+                    found.setdefault(name, []).append(assign.value)
         return {name: values[0] for name, values in found.items() if len(values) == 1}
 
     @cached_property
     def groups(self) -> frozenset[str]:
         """The names of groups that the file makes."""
-        made = (
-            each
-            for each in nodes(self.tree, ast.Assign)
-            if isinstance(each.value, ast.Call)
-        )
-        named = (each for each in made if dotted(each.value.func).endswith(_GROUPS))  # type: ignore[attr-defined]
         return frozenset(
             dotted(name)
-            for each in named
+            for each in nodes(self.tree, ast.Assign)
+            if any(
+                dotted(call.func).endswith(_GROUPS)
+                for call in nodes(each.value, ast.Call)
+            )
             for target in each.targets
             for name in ast.walk(target)
         )
+
+    @cached_property
+    def mentioned(self) -> set[str]:
+        """The parts of all names in it."""
+        return {
+            part
+            for node in ast.walk(self.tree)
+            for kind in ("id", "attr", "name", "module")
+            for part in str(getattr(node, kind, "")).split(".")
+        }
 
     @cached_property
     def in_parallel(self) -> bool:
         """Whether the file wraps a model for several ranks, so that its backward pass is a
         collective.
         """
-        mentioned = {node.attr for node in nodes(self.tree, ast.Attribute)}
-        mentioned |= {
-            part for origin in self._origins.values() for part in origin.split(".")
-        }
-        imported = (
-            alias for node in nodes(self.tree, ast.Import) for alias in node.names
-        )
-        mentioned |= {alias.name.partition(".")[0] for alias in imported}
-        return not _IN_PARALLEL.isdisjoint(mentioned | self.mentioned)
+        return not self.mentioned.isdisjoint(_IN_PARALLEL)
 
     @cached_property
     def sharded(self) -> bool:
@@ -216,23 +217,16 @@ class Names:
         found: dict[str, bool] = {}
         inner = list(ast.walk(self.tree))
         for node in inner:
-            if (
-                isinstance(node, ast.Assign)
-                and (kind := self._wraps(node.value)) is not None
-            ):
-                found.update(
-                    {
-                        name: kind
-                        for target in node.targets
-                        for name in _names_in(target)[:1]
-                    }
-                )
+            if isinstance(node, ast.Assign):
+                kinds = list(self._wraps(node.value))
+                for target in node.targets if kinds else ():
+                    found |= dict.fromkeys(_names_in(target)[:1], kinds[0])
             elif (argument := _sharded(node)) is not None:
                 found[last_part(dotted(argument))] = True
-            elif isinstance(node, ast.Call) and dotted(node.func).endswith(
-                "engine.backward"
-            ):
-                found.setdefault(dotted(node.func).split(".")[-2], False)
+            elif isinstance(node, ast.Call):
+                owner, _, last = dotted(node.func).rpartition(".")
+                if owner.endswith("engine") and last == "backward":
+                    found.setdefault(last_part(owner), False)
         loops = [node for node in inner if isinstance(node, LOOPS)]
         for loop in loops:  # for layer in layers: fully_shard(layer)
             if any(found.get(name) for name in _names_in(loop.target)):
@@ -260,36 +254,13 @@ class Names:
             name for node in (*assigned, *given) for name in _names_in(node)[-1:]
         )
 
-    def _wraps(self, node: ast.expr) -> bool | None:
-        """Whether an expression makes sharded modules, or (False) others that reduce gradients;
-        None for any other.
-        """
-        if isinstance(node, ast.Call):
-            name = last_part(self.origin(node.func))
-            if name in _WRAPPING:
-                return (
-                    _WRAPPING[name]
-                    if name != "initialize" or "deepspeed" in self.origin(node.func)
-                    else None
-                )
-            if name in ("auto_wrap", "wrap") and "fsdp" in self.origin(node.func):
-                return True
-            if name not in _CONTAINERS:
-                return None
-        elif not isinstance(
-            node, (ast.List, ast.Tuple, ast.Dict, ast.IfExp, *COMPREHENSIONS)
-        ):
-            return None
-        parts = (
-            each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)
-        )
-        return next(
-            (kind for kind in map(self._wraps, parts) if kind is not None), None
-        )
-
-    @cached_property
-    def mentioned(self) -> set[str]:
-        return {node.id for node in nodes(self.tree, ast.Name)}
+    def _wraps(self, node: ast.expr) -> Iterator[bool]:
+        """Whether it shards modules, for each call in an expression that wraps some."""
+        for call in nodes(node, ast.Call):
+            origin = self.origin(call.func)
+            kind, package = _WRAPPING.get(last_part(origin), (None, ""))
+            if kind is not None and package in origin:
+                yield kind
 
 
 @dataclass(frozen=True)
@@ -305,43 +276,34 @@ class Surroundings:
     @cached_property
     def lightning(self) -> bool:
         """Whether it is a module of Lightning's, by its bases or by the methods it has."""
-        if self.node is None:
-            return False
-        bases = {last_part(dotted(base)) for base in self.node.bases}
-        own = {
-            each.name for each in self.node.body if isinstance(each, ast.FunctionDef)
-        }
-        return bool(bases & _LIGHTNING_BASES or own & _LIGHTNING_METHODS)
+        bases = self.node.bases if self.node else []
+        names = {last_part(dotted(base)) for base in bases}
+        return bool(names & _LIGHTNING_BASES or self._methods & _LIGHTNING_METHODS)
 
     @cached_property
     def manual(self) -> bool:
         """Whether it says that it runs the backward pass by itself."""
         return any(
-            isinstance(each, ast.Assign)
-            and isinstance(each.value, ast.Constant)
-            and each.value.value is False
-            and any(
-                dotted(target).endswith(".automatic_optimization")
-                for target in each.targets
-            )
+            dotted(target).endswith(".automatic_optimization")
             for each in self._inner
+            if isinstance(each, ast.Assign) and _is(each.value, False)
+            for target in each.targets
         )
 
     @cached_property
     def accumulated(self) -> frozenset[str]:
         """Attributes that it adds to in its steps: `self.outputs.append(...)`."""
-        steps = (
-            each
+        called = (
+            dotted(call.func).rpartition(".")
             for each in self._inner
             if isinstance(each, ast.FunctionDef) and _is_step(each.name)
+            for call in nodes(each, ast.Call)
         )
-        owners = (
-            dotted(each.func.value)
-            for step in steps
-            for each in nodes(step, ast.Call)
-            if isinstance(each.func, ast.Attribute) and each.func.attr in _ADDING
+        return frozenset(
+            owner
+            for owner, _, last in called
+            if last in _ADDING and owner.startswith("self.")
         )
-        return frozenset(owner for owner in owners if owner.startswith("self."))
 
     @cached_property
     def metrics(self) -> frozenset[str]:
@@ -366,41 +328,28 @@ class Surroundings:
         owner, _, last = name.rpartition(".")
         holder = last_part(owner)
         made = Collective(name, pairs_with=last, line=call.lineno)
-        of_torch = origin.startswith(_MODULES) or owner in _USUAL_NAMES
-        if of_torch and last_part(origin) in _OF_TORCH:
-            return (
-                None
-                if self._of_a_group(call)
-                else replace(made, pairs_with=last_part(origin))
-            )
-        if origin.startswith(_CHECKPOINT) and last_part(origin) in _OF_CHECKPOINT:
-            alone = any(keyword.arg == "no_dist" for keyword in call.keywords)
-            return (
-                None
-                if alone or self._of_a_group(call)
-                else replace(made, why="in which all ranks take part")
-            )
-        if last_part(origin) in _OF_SHARDS and "." in origin:
-            return replace(made, why="which gathers sharded parameters")
-        if holder == "accelerator" and last in (
-            "get_state_dict",
-            "save_model",
-            "save_state",
-        ):
+        if owner in _USUAL_NAMES:
+            origin = f"torch.distributed.{last}"
+        kind = last_part(origin)
+        for modules, names, why in _BY_ORIGIN:
+            if origin.startswith(modules) and kind in names and kind != origin:
+                if names is not _OF_SHARDS and self._of_a_group(call):
+                    return None
+                return replace(made, pairs_with=kind, why=why)
+        if holder == "accelerator" and last in _OF_ACCELERATOR:
             return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
-        if last in _OF_HOLDER.get(holder, ()):
-            return None if holder in _STRATEGIES and self._of_a_group(call) else made
+        gathers = name == "self.all_gather" and self.lightning
         if (
-            name == "self.all_gather" and self.lightning
-        ) or name == "pl_module.all_gather":
+            gathers
+            or name == "pl_module.all_gather"
+            or last in _OF_HOLDER.get(holder, ())
+        ):
             return None if self._of_a_group(call) else made
-        evaluates = last == "evaluate" and self.names.imports("transformers")
-        if (last in _OF_TRAINER or evaluates) and owner in ("trainer", "self.trainer"):
+        evaluates = last == "evaluate" and "transformers" in self.names.mentioned
+        if owner in _TRAINERS and (last in _OF_TRAINER or evaluates):
             return replace(made, why="which waits for all ranks")
         if last in _OF_ENGINE and "engine" in holder and self.names.in_parallel:
             return replace(made, why="which all ranks of DeepSpeed save in")
-        if last_part(origin) in _OF_MEGATRON and origin.startswith("megatron."):
-            return replace(made, why="in which all ranks take part")
         if last == "clip_grad_norm_" and self.names.wrapped.get(holder):
             return replace(made, why="which reduces the norm of sharded gradients")
         return self._log(made, call) if name in _LOGS else self._of_model(made, call)
@@ -434,47 +383,36 @@ class Surroundings:
     def _forward(self, call: ast.Call) -> Collective | None:
         """The call of a module that is wrapped for several ranks."""
         module = call.func.value if isinstance(call.func, ast.Subscript) else call.func
-        sharded = self.names.wrapped.get(last_part(dotted(module)))
+        name = last_part(dotted(module))
+        sharded = self.names.wrapped.get(name)
         if sharded is None:
             return None
         made = Collective(text_of(call.func), pairs_with=FORWARD, line=call.lineno)
         if sharded:
-            perhaps = last_part(dotted(module)) in self.names.perhaps_sharded
+            perhaps = name in self.names.perhaps_sharded
             guess = "the module is sharded, which a test decides" if perhaps else ""
-            return replace(made, why="which gathers sharded parameters", guess=guess)
-        part = (
-            self.node is not None
-            and dotted(module).startswith("self.")
-            and "forward" in self._methods
-        )
+            return replace(made, why=_GATHERS, guess=guess)
+        part = dotted(module).startswith("self.") and "forward" in self._methods
         guess = (
             "" if part else "the model has buffers, which are broadcast at each call"
         )
         return replace(made, why="whose gradients are reduced", guess=guess)
 
     def _of_a_group(self, call: ast.Call) -> bool:
-        """Whether it is given another group than that of all ranks."""
-        given = [
-            *call.args,
-            *(
-                keyword.value
-                for keyword in call.keywords
-                if keyword.arg not in ("src", "dst")
-            ),
-        ]
-        texts = [
+        """Whether it is given another group than that of all ranks, or to be made alone."""
+        given = [each for each in call.keywords if each.arg not in ("src", "dst")]
+        texts = {
             dotted(name)
-            for each in given
+            for each in (*call.args, *given)
             for name in nodes(each, ast.Name, ast.Attribute)
-        ]
-        texts = [text for text in texts if not text.endswith("WORLD")]
-        groups = [
-            text for text in texts if "group" in text.lower() or "mesh" in text.lower()
-        ]
-        by_name = any(
-            text not in ("dist.group", "torch.distributed.group") for text in groups
+        }
+        texts -= {"dist.group", "torch.distributed.group"}  # of group.WORLD
+        named = (text.lower() for text in texts if not text.endswith("WORLD"))
+        return (
+            any("group" in text or "mesh" in text for text in named)
+            or any(each.arg == "no_dist" for each in given)
+            or not self.names.groups.isdisjoint(texts)
         )
-        return by_name or not self.names.groups.isdisjoint(texts)
 
     @cached_property
     def _methods(self) -> frozenset[str]:
@@ -484,23 +422,13 @@ class Surroundings:
 
     def property_read(self, node: ast.Attribute) -> Collective | None:
         """Which collective it is to read a property of Lightning's; None if it is none."""
-        name = dotted(node)
-        owner, _, last = name.rpartition(".")
-        if owner not in ("trainer", "self.trainer") or not isinstance(
-            node.ctx, ast.Load
-        ):
+        owner, _, last = dotted(node).rpartition(".")
+        known = _PROPERTIES_OF_TRAINER.get(last)
+        if known is None or owner not in _TRAINERS or isinstance(node.ctx, ast.Store):
             return None
-        made = Collective(name, pairs_with=last, line=node.lineno)
-        if last == "log_dir":
-            return replace(
-                made, pairs_with="broadcast", why="which broadcasts rank 0's folder"
-            )
-        if last in ("callback_metrics", "logged_metrics"):
-            guess = (
-                "a metric in it was logged with sync_dist, and has not been reduced yet"
-            )
-            return replace(made, why="which reduces what was logged", guess=guess)
-        return None
+        pairs_with, why, guess = known
+        made = Collective(dotted(node), pairs_with, node.lineno)
+        return replace(made, why=why, guess=guess)
 
     def _log(self, made: Collective, call: ast.Call) -> Collective | None:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -556,16 +484,13 @@ def _sharded(node: ast.AST) -> ast.expr | None:
 
 def _names_in(node: ast.AST) -> list[str]:
     """The last parts of the names in an expression, without those of what is called."""
-    if isinstance(node, ast.Call):
-        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-        return [
-            name
-            for each in (*([owner] if owner else []), *node.args)
-            for name in _names_in(each)
-        ]
     if isinstance(node, (ast.Name, ast.Attribute)):
         return [last_part(dotted(node))]
-    return [name for child in ast.iter_child_nodes(node) for name in _names_in(child)]
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        parts = [*owner, *node.args]
+    return [name for each in parts for name in _names_in(each)]
 
 
 def _sounds_like_metric(name: str) -> bool:
