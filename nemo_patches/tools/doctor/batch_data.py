@@ -83,6 +83,7 @@ _OF_MODEL = words("""
     parameters params state weights
     """)
 _OF_GRADIENTS = words("grad grads gradient gradients")
+_OF_GROUPS = words("group groups mesh pg")
 _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
 _ADDING = (".append", ".extend", ".add")
@@ -481,6 +482,7 @@ class DataFlow:
             or last in _STRUCTURE
             or _sounds_agreed(node)
             or _words(last) & _OF_GRADIENTS
+            or _words(name) & _OF_GROUPS
         ):
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):

@@ -187,22 +187,29 @@ class Names:
             for name in ast.walk(target)
         )
 
-    @cached_property
-    def mentioned(self) -> set[str]:
-        """The parts of all names in it."""
+    def _parts(self, *kinds: str) -> set[str]:
         return {
             part
             for node in ast.walk(self.tree)
-            for kind in ("id", "attr", "name", "module")
+            for kind in kinds
             for part in str(getattr(node, kind, "")).split(".")
         }
+
+    @cached_property
+    def mentioned(self) -> set[str]:
+        """The parts of the names that it uses."""
+        return self._parts("id", "attr")
+
+    @cached_property
+    def imported(self) -> set[str]:
+        return self._parts("module", "name")
 
     @cached_property
     def in_parallel(self) -> bool:
         """Whether the file wraps a model for several ranks, so that its backward pass is a
         collective.
         """
-        return not self.mentioned.isdisjoint(_IN_PARALLEL)
+        return not _IN_PARALLEL.isdisjoint(self.mentioned | self.imported)
 
     @cached_property
     def sharded(self) -> bool:
@@ -345,7 +352,7 @@ class Surroundings:
             or last in _OF_HOLDER.get(holder, ())
         ):
             return None if self._of_a_group(call) else made
-        evaluates = last == "evaluate" and "transformers" in self.names.mentioned
+        evaluates = last == "evaluate" and "transformers" in self.names.imported
         if owner in _TRAINERS and (last in _OF_TRAINER or evaluates):
             return replace(made, why="which waits for all ranks")
         if last in _OF_ENGINE and "engine" in holder and self.names.in_parallel:

@@ -49,6 +49,7 @@ from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
 _NO_BATCH = re.compile(r"\bis (not )?None\b")
+_FILES = re.compile(r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(")
 _NO_GRADIENT = re.compile(r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None")
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 _GUESSES = {
@@ -57,15 +58,15 @@ _GUESSES = {
         "the ranks draw other random numbers, as they do without a seed"
     ),
     _NO_BATCH.pattern: "the loader gives some ranks None for a batch",
-    r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
-        "the ranks' hosts, or moments, see other files"
-    ),
+    _FILES.pattern: "the ranks' hosts, or moments, see other files",
 }
 _OF_ONE_RANK = words(
     "main_process_only master_only on_last_process on_local_main_process"
     " on_main_process rank_zero_only"
 )
-_OF_A_MESH = ("full_tensor", "redistribute")  # whose ranks may have the same batch
+_OF_A_MESH = words(
+    "distribute_module distribute_tensor full_tensor redistribute"
+)  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # After which ranks may know each other's lengths.
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
@@ -478,9 +479,19 @@ class _Function:
                 )
 
     def _origin(self, each: Divergence) -> str:
-        named = re.findall(r"\w+", each.cause) if not each.by_rank else []
+        """What the names in its cause are assigned, and of what these are made the files."""
+        if each.by_rank:
+            return ""
+        texts = dict[str, bool]()
+        waiting = [(each.cause, False)]
+        for text, later in waiting:
+            for name in re.findall(r"\w+", text):
+                for made in map(text_of, self._assigned.get(name, ())):
+                    if made not in texts:
+                        texts[made] = later
+                        waiting.append((made, True))
         return " ".join(
-            text_of(value) for name in named for value in self._assigned.get(name, ())
+            made for made, later in texts.items() if not later or _FILES.search(made)
         )
 
     @cached_property
