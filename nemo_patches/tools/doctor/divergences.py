@@ -70,7 +70,7 @@ _OF_A_MESH = words(
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # After which ranks may know each other's lengths.
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
-_MOST_NAMED = 2  # collectives of a finding, beside the first
+_MOST_NAMED = 3  # collectives of a finding
 # Of one function on the rank, and as many on its data; NeMo's largest has 20.
 _MOST_TESTS = 100
 
@@ -112,16 +112,13 @@ class Divergence:
         """For sentences: the collectives, and what makes the first one, where its name does not say
         so.
         """
-        first, *others = dict.fromkeys(each.name for each in self.collectives)
+        names = list(dict.fromkeys(each.name for each in self.collectives))
         why = self.collectives[0].why
-        more = (
-            others
-            if len(others) <= _MOST_NAMED
-            else [*others[:_MOST_NAMED], f"{len(others) - _MOST_NAMED} more"]
-        )
-        if not more:
-            return first + (f" ({why})" if why else "")
-        return ", ".join([first, *more[:-1]]) + f" and {more[-1]}"
+        if len(names) == 1:
+            return f"{names[0]} ({why})" if why else names[0]
+        if len(names) > _MOST_NAMED:
+            names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"]
+        return f"{', '.join(names[:-1])} and {names[-1]}"
 
     @property
     def places(self) -> tuple[Value, ...]:
@@ -172,16 +169,18 @@ class Divergence:
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """The divergences of all functions of a file, and of its module-level code."""
-    names = Names(tree)
-    found: list[Divergence] = []
     module = _Scope(
-        Surroundings(names),
+        Surroundings(Names(tree)),
         {each.name: each for each in tree.body if isinstance(each, Function)},
     )
-    found += _Function(module, tree, "the module").divergences()
-    for name, node, scope in _functions(tree, "", module):
-        found += _Function(scope, node, name).divergences()
-    return tuple(found)
+    functions = [
+        _Function(module, tree, "the module"),
+        *(
+            _Function(scope, node, name)
+            for name, node, scope in _functions(tree, "", module)
+        ),
+    ]
+    return tuple(found for each in functions for found in each.divergences())
 
 
 def _functions(
@@ -224,18 +223,13 @@ def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
     }
     found: dict[str, Function] = {}
     waiting = [node]
-    seen = {node.name}
-    while waiting:
-        for base in map(dotted, waiting.pop(0).bases):
-            if base in classes and base not in seen:
-                seen.add(base)
-                waiting.append(classes[base])
-                methods = {
-                    f"self.{each.name}": each
-                    for each in classes[base].body
-                    if isinstance(each, Function)
-                }
-                found = {**methods, **found}
+    for inner in waiting:
+        for base in (classes.get(dotted(each)) for each in inner.bases):
+            if base is not None and base not in waiting:
+                waiting.append(base)
+                for each in base.body:
+                    if isinstance(each, Function):
+                        found.setdefault(f"self.{each.name}", each)
     return found
 
 
@@ -330,20 +324,16 @@ def _calls_on_some_ranks(name: str, names: Names) -> bool:
             and decorator.args.args
         ):
             given = decorator.args.args[0].arg
+            tests = RankTests(names, names.assigned)
             calls = {
                 call
                 for call in nodes(decorator, ast.Call)
                 if dotted(call.func) == given
             }
-            tests = RankTests(names, names.assigned)
-            branches = [
-                branch
-                for branch in nodes(decorator, ast.If)
-                if tests.about_rank(branch.test)
-            ]
             inside = {
                 call
-                for branch in branches
+                for branch in nodes(decorator, ast.If)
+                if tests.about_rank(branch.test)
                 for each in branch.body
                 for call in nodes(each, ast.Call)
             }
@@ -458,18 +448,14 @@ class _Function:
             return
         said: set[tuple[object, ...]] = set()
         for each in self._all():
+            loop = each.kind is Kind.LOOP
+            places: dict[Collective, tuple[object, ...]] = {
+                one: (loop, one.name, one.line) for one in each.collectives
+            }
             if each.kind in (Kind.EXIT, Kind.ERROR):
-                place = (each.kind, each.exit_line or each.line)
-                left = () if place in said else each.collectives
-                said.add(place)
-            else:
-                loop = each.kind is Kind.LOOP
-                left = tuple(
-                    one
-                    for one in each.collectives
-                    if (loop, one.name, one.line) not in said
-                )
-                said |= {(loop, one.name, one.line) for one in left}
+                places = dict.fromkeys(places, (each.kind, each.exit_line or each.line))
+            left = tuple(one for one, place in places.items() if place not in said)
+            said |= {*places.values()}
             if left:
                 yield replace(
                     each,
@@ -509,7 +495,11 @@ class _Function:
 
     @cached_property
     def _interesting(self) -> bool:
-        return bool(self.follow({}).events)
+        return bool(self._usual.events)
+
+    @cached_property
+    def _usual(self) -> Way:
+        return self.follow({})
 
     def _all(self) -> Iterator[Divergence]:
         yield from self._on_first_rank()
@@ -657,7 +647,7 @@ class _Function:
     def _agreements(self) -> list[Collective]:
         return [
             each
-            for each in _of(self.follow({}).events)
+            for each in _of(self._usual.events)
             if each.pairs_with.startswith(_AGREEMENTS)
         ]
 
@@ -729,12 +719,11 @@ class _Function:
             for handler in node.handlers:
                 if not _of_one_rank(handler):
                     continue
-                usual = self.follow({})
                 for early in (False, True):
                     caught = self.follow({}, (node, handler, early))
                     if caught.raised:
                         break
-                    missing = _difference(usual.events, caught.events)
+                    missing = _difference(self._usual.events, caught.events)
                     if missing:
                         yield Divergence(
                             function=self.name,
