@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.syntax import (
     IDENTITIES,
     LOOPS,
     dotted,
+    expressions,
     last_part,
     nodes,
     own_nodes,
@@ -86,7 +87,7 @@ _OF_GRADIENTS = words("grad grads gradient gradients")
 _OF_GROUPS = words("group groups mesh pg")
 _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
-_ADDING = (".append", ".extend", ".add")
+_ADDING = ("append", "extend", "add")
 _PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
 _OF_MAPPING = words("items keys values")
 _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
@@ -128,38 +129,35 @@ class DataFlow:
 
     def _arguments(self, arguments: ast.arguments) -> None:
         plain = [*arguments.posonlyargs, *arguments.args]
-        missing: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults))
-        defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
-        for argument, default in zip(
-            (*plain, *arguments.kwonlyargs), defaults, strict=True
-        ):
-            types = (
-                {dotted(each) for each in ast.walk(argument.annotation)}
-                if argument.annotation
-                else set[str]()
+        defaults = dict(
+            zip(reversed(plain), reversed(arguments.defaults), strict=False)
+        )
+        defaults |= {
+            argument: default
+            for argument, default in zip(
+                arguments.kwonlyargs, arguments.kw_defaults, strict=True
             )
+            if default
+        }
+        for argument in (*plain, *arguments.kwonlyargs):
+            name = argument.arg
+            default = defaults.get(argument)
             constant = isinstance(default, ast.Constant) and default.value is not None
+            types = {dotted(each) for each in ast.walk(argument)}
+            level = Level.DATA if _sounds_like_data(name) else Level.UNKNOWN
             # Gradients are the same on all ranks after backward.
-            of_model = _words(argument.arg) & _OF_MODEL
             if (
-                argument.arg in ("self", "cls")
-                or constant
+                constant
                 or types & _PLAIN_TYPES
-                or of_model
+                or _words(name) & _OF_MODEL
+                or name in ("self", "cls")
             ):
-                self._levels[argument.arg] = Level.SHARED
-            else:
-                self._levels[argument.arg] = (
-                    Level.DATA if _sounds_like_data(argument.arg) else Level.UNKNOWN
-                )
-            if len(argument.arg) == 1:
-                self._lettered.add(argument.arg)
-            if (
-                isinstance(default, ast.Constant)
-                and default.value is None
-                and self._levels[argument.arg] == Level.DATA
-            ):
-                self._optional.add(argument.arg)
+                level = Level.SHARED
+            self._levels[name] = level
+            if len(name) == 1:
+                self._lettered.add(name)
+            if isinstance(default, ast.Constant) and level == Level.DATA:
+                self._optional.add(name)
 
     # --- statements
 
@@ -196,9 +194,8 @@ class DataFlow:
                 self._expression(item.context_expr)
             self._block(statement.body)
         else:
-            for child in ast.iter_child_nodes(statement):
-                if isinstance(child, ast.expr):
-                    self._expression(child, alone=isinstance(statement, ast.Expr))
+            for child in expressions(statement):
+                self._expression(child, alone=isinstance(statement, ast.Expr))
 
     def _if(self, statement: ast.If) -> None:
         decided = self.on_several.get(id(statement))
@@ -297,56 +294,46 @@ class DataFlow:
 
     def _draw(self, target: ast.expr, iterated: ast.expr) -> None:
         """Set the levels of a loop's variables."""
-        if isinstance(iterated, ast.Call) and iterated.args:
+        name = ""
+        given: list[ast.expr] = []
+        if isinstance(iterated, ast.Call):
             name = last_part(dotted(iterated.func))
-            if (
-                name == "enumerate"
-                and isinstance(target, ast.Tuple)
-                and len(target.elts) == 2
-            ):
-                self._set(target.elts[0], Level.SHARED)
-                return self._draw(target.elts[1], iterated.args[0])
-            if (
-                name == "zip"
-                and isinstance(target, ast.Tuple)
-                and len(target.elts) == len(iterated.args)
-            ):
-                for inner, its in zip(target.elts, iterated.args, strict=True):
-                    self._draw(inner, its)
-                return None
-            if name in _PASSED_ON:
-                return self._draw(target, iterated.args[0])
-        if isinstance(iterated, ast.Call) and dotted(iterated.func).endswith(
-            (".items", ".keys")
-        ):
-            key, *values = (isinstance(target, ast.Tuple) and target.elts) or [target]
-            self._set(key, Level.SHARED)  # which keys there are is the data set's
-            for value in values:
-                self._set(value, self.level(iterated))
-                if self._is_gradient(iterated):
-                    self._gradients.add(dotted(value))
-            return None
+            given = iterated.args
+        parts = getattr(target, "elts", [target])
+        if name == "zip" and len(parts) == len(given):
+            for inner, its in zip(parts, given, strict=True):
+                self._draw(inner, its)
+            return
+        if name in _PASSED_ON and given:
+            if name == "enumerate" and len(parts) > 1:
+                self._set(parts[0], Level.SHARED)
+                target = parts[1]
+            self._draw(target, given[0])
+            return
         level = self.level(iterated)
-        text = _words(text_of(iterated))
-        if level < Level.DATA and is_loader(iterated):
+        if name in ("items", "keys"):  # which keys there are is the data set's
+            self._set(parts[0], Level.SHARED)
+            parts = parts[1:]
+        elif level < Level.DATA and is_loader(iterated):
             level = Level.DATA
-        elif level == Level.UNKNOWN and text & {*_OF_MODEL, "tensors"}:
+        elif name == "range" or (
+            level == Level.UNKNOWN
+            and _words(text_of(iterated)) & {*_OF_MODEL, "tensors"}
+        ):
             level = Level.SHARED
-        if isinstance(iterated, ast.Call) and dotted(iterated.func) == "range":
-            level = Level.SHARED
-        for each in nodes(target, ast.Name):
+        for each in (each for part in parts for each in nodes(part, ast.Name)):
             self._set(each, level)
             if self._is_gradient(iterated):
                 self._gradients.add(each.id)
-        return None
 
     def _turns(self, iterated: ast.expr) -> Level:
         """How surely ranks differ in how often they go round."""
         if isinstance(iterated, (ast.Tuple, ast.List, ast.Constant, ast.Dict)):
             return Level.SHARED
-        if isinstance(iterated, ast.Name) and iterated.id in self._turns_of:
-            return self._turns_of[iterated.id]
-        if isinstance(iterated, ast.Name) and iterated.id in self._lettered:
+        name = dotted(iterated)
+        if name in self._turns_of:
+            return self._turns_of[name]
+        if name in self._lettered:
             return Level.UNKNOWN  # x may be a list of parameters
         if isinstance(iterated, ast.ListComp) and not any(
             each.ifs for each in iterated.generators
@@ -381,32 +368,20 @@ class DataFlow:
                     self.tests += [
                         (test, each) for test in each.ifs if self.is_data(test)
                     ]
-            elif (
-                isinstance(inner, ast.Call)
-                and inner.args
-                and isinstance(inner.args[0], ast.JoinedStr)
-            ):
-                parts = [
-                    each.value
-                    for each in inner.args[0].values
-                    if isinstance(each, ast.FormattedValue)
-                ]
-                self.named += [(inner, part) for part in parts if self._of_batch(part)][
-                    :1
-                ]
-            elif isinstance(inner, ast.Call) and (
-                self.agrees(inner) or (alone and _sounds_agreed(inner))
-            ):
-                for argument in inner.args:
-                    self._agree(argument)
-            elif (
-                self._chosen
-                and isinstance(inner, ast.Call)
-                and dotted(inner.func).endswith(_ADDING)
-            ):
-                owner = dotted(inner.func).rpartition(".")[0]
-                self._levels[owner] = Level.READ_OFF
-                self._turns_of.pop(owner, None)
+            elif isinstance(inner, ast.Call):
+                self._made(inner, alone)
+
+    def _made(self, call: ast.Call, alone: bool) -> None:
+        owner, _, last = dotted(call.func).rpartition(".")
+        if call.args and isinstance(call.args[0], ast.JoinedStr):
+            parts = (each.value for each in nodes(call.args[0], ast.FormattedValue))
+            self.named += [(call, part) for part in parts if self._of_batch(part)][:1]
+        elif self.agrees(call) or (alone and _sounds_agreed(call)):
+            for argument in call.args:
+                self._agree(argument)
+        elif self._chosen and last in _ADDING:
+            self._levels[owner] = Level.READ_OFF
+            self._turns_of.pop(owner, None)
 
     def _agree(self, node: ast.expr) -> None:
         for name in map(dotted, nodes(node, ast.Name, ast.Attribute)):
@@ -429,50 +404,31 @@ class DataFlow:
             return Level.SHARED
         if isinstance(node, ast.Call):
             return self._call(node)
-        if isinstance(node, ast.DictComp) and any(
-            self.is_data(test) for each in node.generators for test in each.ifs
-        ):
-            return Level.READ_OFF
-        # Which keys a batch has is the data set's.
-        if isinstance(node, (ast.Constant, ast.Lambda, ast.DictComp)):
+        if isinstance(node, (ast.Constant, ast.Lambda)):
             return Level.SHARED
-        if isinstance(node, ast.Compare):
-            presence = all(isinstance(each, _PRESENCE) for each in node.ops)
-            if (
-                presence
-                and not self._asks_for_batch(node)
-                and not self._asks_for_gradient(node)
-            ):
-                return Level.SHARED
-            return (
-                Level.READ_OFF
-                if self.is_data(node)
-                else max(map(self.level, (node.left, *node.comparators)))
-            )
+        if isinstance(node, ast.Compare) and self.is_data(node):
+            return Level.READ_OFF
+        if isinstance(node, ast.Compare) and _is_presence(node):
+            return Level.SHARED
         if isinstance(node, ast.Subscript):
-            of_model = (
-                isinstance(node.slice, ast.Constant)
-                and _words(str(node.slice.value)) & _OF_MODEL
-            )
+            named = isinstance(node.slice, ast.Constant)
+            of_model = named and _words(text_of(node.slice)) & _OF_MODEL
             return Level.SHARED if of_model else self.level(node.value)
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+        if isinstance(node, COMPREHENSIONS):
             levels = [self.level(each.iter) for each in node.generators]
             for each in node.generators:
                 self._draw(each.target, each.iter)
             tests = [test for each in node.generators for test in each.ifs]
-            chosen = (tests and max(levels) >= Level.DATA) or any(
-                map(self.is_data, tests)
-            )
+            if any(map(self.is_data, tests)):
+                return Level.READ_OFF
+            if isinstance(node, ast.DictComp):  # which keys there are is the data set's
+                return Level.SHARED
+            chosen = tests and max(levels) >= Level.DATA
             return Level.READ_OFF if chosen else max(*levels, self.level(node.elt))
-        if isinstance(node, ast.IfExp):
-            decided = self.on_several.get(id(node))
-            if isinstance(decided, bool):
-                return self.level(node.body if decided else node.orelse)
-            return max(self.level(node.body), self.level(node.orelse))
-        children = (
-            child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)
-        )
-        return max(map(self.level, children), default=Level.SHARED)
+        decided = self.on_several.get(id(node))
+        if isinstance(node, ast.IfExp) and isinstance(decided, bool):
+            return self.level(node.body if decided else node.orelse)
+        return max(map(self.level, expressions(node)), default=Level.SHARED)
 
     def _call(self, node: ast.Call) -> Level:
         name = dotted(node.func)
@@ -516,29 +472,21 @@ class DataFlow:
         """Whether what a test says depends on what is in the batch, and not only on whether it has
         something.
         """
-        if isinstance(test, ast.BoolOp):
-            return any(map(self.is_data, test.values))
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self.is_data(test.operand)
-        if isinstance(test, ast.NamedExpr):
-            return self.is_data(test.value)
+        if isinstance(test, (ast.BoolOp, ast.UnaryOp, ast.NamedExpr)):
+            return any(map(self.is_data, expressions(test)))
         if isinstance(test, ast.Compare):
             return self._compares_data(test)
         level = self.level(test)
         if level == Level.READ_OFF:
             return True
         if isinstance(test, ast.Call):
-            plausible = _words(dotted(test.func)) & _PLAUSIBLE_TEST
-            if _words(dotted(test.func)) & _OF_GRADIENTS and self.decides(test):
-                return True
-            return level == Level.DATA and (bool(plausible) or self.decides(test))
-        if isinstance(test, ast.Name) and test.id in self._optional:
-            return False  # whether it was given
-        return (
-            level == Level.DATA
-            and isinstance(test, (ast.Name, ast.Attribute))
-            and _sounds_like_data(dotted(test))
-        )
+            named = _words(dotted(test.func))
+            if named & _OF_GRADIENTS or level == Level.DATA:
+                plausible = level == Level.DATA and bool(named & _PLAUSIBLE_TEST)
+                return plausible or self.decides(test)
+        name = dotted(test)  # not one of which is asked if it was given
+        known = level == Level.DATA and name not in self._optional
+        return known and _sounds_like_data(name)
 
     def _of_batch(self, node: ast.expr) -> bool:
         """Whether a text is taken from the batch itself."""
@@ -557,26 +505,12 @@ class DataFlow:
         return batch and _with_none(test) and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
-        """Whether it is what a parameter has for a gradient, or a list of such."""
-        if isinstance(node, (ast.NamedExpr, ast.DictComp)):
-            return self._is_gradient(node.value)
-        if isinstance(node, COMPREHENSIONS):
-            return self._is_gradient(node.elt)
-        if isinstance(node, ast.Call) and dotted(node.func) == "getattr":
-            return any(
-                isinstance(each, ast.Constant) and each.value == "grad"
-                for each in node.args
-            )
-        if isinstance(node, ast.Call) and dotted(node.func) == "map":
-            mapped = node.args[0]
-            return isinstance(mapped, ast.Lambda) and self._is_gradient(mapped.body)
-        if isinstance(node, ast.Call) and dotted(node.func).endswith(
-            (".items", ".values")
-        ):
-            return self._is_gradient(node.func.value)
-        return dotted(node).endswith(".grad") or (
-            isinstance(node, ast.Name) and node.id in self._gradients
-        )
+        """Whether it is what a parameter has for a gradient, or made of such."""
+        name = dotted(node)
+        literal = isinstance(node, ast.Constant) and node.value == "grad"
+        if name.endswith(".grad") or name in self._gradients or literal:
+            return True
+        return any(map(self._is_gradient, expressions(node)))
 
     def _asks_for_gradient(self, test: ast.Compare) -> bool:
         """Whether it asks if a parameter has a gradient: without one is what a rank's batch does
@@ -587,7 +521,7 @@ class DataFlow:
     def _compares_data(self, test: ast.Compare) -> bool:
         if self._asks_for_batch(test) or self._asks_for_gradient(test):
             return True
-        if any(isinstance(each, _PRESENCE) for each in test.ops):
+        if _is_presence(test):
             return False
         sides = (test.left, *test.comparators)
         if any(
@@ -623,6 +557,10 @@ def _sounds_like_data(name: str) -> bool:
 
 def _sounds_agreed(call: ast.Call) -> bool:
     return bool(_words(last_part(dotted(call.func))) & _AGREED)
+
+
+def _is_presence(test: ast.Compare) -> bool:
+    return any(isinstance(each, _PRESENCE) for each in test.ops)
 
 
 def _with_none(test: ast.Compare) -> bool:

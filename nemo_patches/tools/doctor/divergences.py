@@ -241,7 +241,7 @@ class _Scope:
 
     surroundings: Surroundings
     helpers: Mapping[str, Function]
-    _summaries: dict[str, tuple[Collective, ...]] = field(default_factory=dict)
+    _functions: dict[str, _Function] = field(default_factory=dict)
     _open: list[str] = field(default_factory=list)
 
     def made_by(self, call: ast.Call) -> tuple[Collective, ...]:
@@ -277,11 +277,7 @@ class _Scope:
 
     def _of_helper(self, name: str) -> tuple[Collective, ...]:
         with self._opened(name) as helper:
-            if helper is None:
-                return ()
-            if name not in self._summaries:
-                self._summaries[name] = helper.summary()
-            return self._summaries[name]
+            return helper.summary if helper is not None else ()
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[_Function | None]:
@@ -294,7 +290,7 @@ class _Scope:
             return
         self._open.append(name)
         try:
-            yield _Function(self, function, "")
+            yield self._functions.setdefault(name, _Function(self, function, ""))
         finally:
             self._open.pop()
 
@@ -361,7 +357,7 @@ class _Function:
         flow.walk(self.node)
         return flow
 
-    @property
+    @cached_property
     def decides(self) -> bool:
         """Whether what it returns is read off its arguments."""
         returned = [
@@ -371,6 +367,7 @@ class _Function:
         ]
         return bool(self._flow.tests) or any(map(self._flow.is_data, returned))
 
+    @cached_property
     def summary(self) -> tuple[Collective, ...]:
         """Those that it makes as a helper, on the first rank where ranks differ."""
         if _first_rank_only(self.node, self.scope.surroundings) or any(

@@ -5,6 +5,7 @@ async as plain, match as if, suppress as try.
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from nemo_patches.tools.doctor.syntax import dotted
 
@@ -63,10 +64,11 @@ class _Plain(ast.NodeTransformer):
             test = _as_test(node.subject, case.pattern)
             if case.guard is not None:
                 test = ast.BoolOp(ast.And(), [test, case.guard])
-            branch = ast.copy_location(
-                ast.If(test, [*_named(node.subject, case.pattern), *case.body], chain),
-                case.pattern,
-            )
+            name = getattr(case.pattern, "name", None)  # of `case name`
+            if name:
+                named = ast.Assign([ast.Name(name, ast.Store())], node.subject)
+                case.body.insert(0, ast.copy_location(named, case.pattern))
+            branch = ast.copy_location(ast.If(test, case.body, chain), case.pattern)
             branch.end_lineno = node.end_lineno
             chain = [branch]
         return chain[0]
@@ -98,25 +100,16 @@ class _Plain(ast.NodeTransformer):
         )
         return ast.copy_location(ast.If(node.value.test, [body], [orelse]), node)
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.stmt]:
-        """`a, b = x, y` and `a, b = divmod(x, y)`"""
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | Sequence[ast.AST]:
+        """`a, b = x, y`"""
         self.generic_visit(node)
-        target = node.targets[-1]
-        value = node.value
-        if isinstance(value, ast.Call) and dotted(value.func) == "divmod":
-            parts = [
-                ast.BinOp(value.args[0], operation, value.args[-1])
-                for operation in (ast.FloorDiv(), ast.Mod())
-            ]
-            value = ast.Tuple(parts, ast.Load())
-        kinds = (ast.Tuple, ast.List)
-        if not isinstance(target, kinds) or not isinstance(value, kinds):
-            return node
-        if len(target.elts) != len(value.elts) or len(node.targets) > 1:
+        targets = getattr(node.targets[-1], "elts", [])
+        values = getattr(node.value, "elts", [])
+        if not targets or len(targets) != len(values) or len(node.targets) > 1:
             return node
         return [
-            ast.copy_location(ast.Assign([each], its), node)
-            for each, its in zip(target.elts, value.elts, strict=True)
+            ast.copy_location(ast.Assign([target], value), node)
+            for target, value in zip(targets, values, strict=True)
         ]
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
@@ -138,34 +131,16 @@ class _Plain(ast.NodeTransformer):
 
 def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
     """`subject == value` of `case value`; a pattern that is more than values as a name."""
+    if isinstance(pattern, ast.MatchOr):
+        tests = [_as_test(subject, each) for each in pattern.patterns]
+        return ast.BoolOp(ast.Or(), tests)
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
         return ast.Constant(True)
     if isinstance(pattern, ast.MatchValue):
         return ast.Compare(subject, [ast.Eq()], [pattern.value])
-    if isinstance(pattern, ast.MatchOr) and all(
-        isinstance(each, ast.MatchValue) for each in pattern.patterns
-    ):
-        values = [
-            each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)
-        ]
-        return ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
     kind = (
         ast.Constant(pattern.value)
         if isinstance(pattern, ast.MatchSingleton)
         else ast.Name(ast.unparse(pattern), ast.Load())
     )
     return ast.Compare(subject, [ast.Is()], [kind])
-
-
-def _named(subject: ast.expr, pattern: ast.pattern) -> list[ast.stmt]:
-    """`name = subject` of `case name`"""
-    name = (
-        pattern.name
-        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None
-        else None
-    )
-    return (
-        [ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], subject), pattern)]
-        if name
-        else []
-    )

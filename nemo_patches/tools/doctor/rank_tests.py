@@ -16,6 +16,7 @@ from nemo_patches.tools.doctor.collectives import Names
 from nemo_patches.tools.doctor.syntax import (
     IDENTITIES,
     dotted,
+    expressions,
     last_part,
     nodes,
     text_of,
@@ -123,7 +124,10 @@ class RankTests:
     names: Names
     assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
     _on_several: dict[int, bool | str] = field(default_factory=dict)
-    _without: dict[str, RankTests] = field(default_factory=dict)
+    # By a variable's name: the tests without it, and what of it depends on the rank.
+    _alternatives: dict[tuple[str, int], tuple[RankTests, ast.expr | None]] = field(
+        default_factory=dict
+    )
 
     def decided(self, test: ast.expr, member: Member) -> bool | str:
         """Whether a test holds on a rank, or the text of what else it depends on."""
@@ -243,7 +247,8 @@ class RankTests:
                 return self._value(
                     node.body if decided else node.orelse, member, steps + 1
                 )
-            return self._of_rank((node.body, node.orelse), member, steps)
+            chosen = self._of_rank((node.body, node.orelse), steps + 1)
+            return self._value(chosen, member, steps + 1) if chosen else UNKNOWN
         if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith(
             "os.environ"
         ):
@@ -254,35 +259,27 @@ class RankTests:
             return isinstance(node.ops[0], ast.In) if known else UNKNOWN
         return applied(node, lambda each: self._value(each, member, steps + 1))
 
-    def _of_rank(
-        self,
-        given: Sequence[ast.expr],
-        member: Member,
-        steps: int,
-        only: ast.expr | None = None,
-    ) -> Any:
-        """The value of that alternative which depends on the rank, or on their number; otherwise of
-        `only`.
-        """
+    def _of_rank(self, given: Sequence[ast.expr], steps: int) -> ast.expr | None:
+        """That alternative which depends on the rank, or on their number."""
         members = (*_PROBES, Member(0, _FEW))
-        own = next(
-            (each for each in given if self._differs(each, members, steps + 1)), only
+        return next(
+            (each for each in given if self._differs(each, members, steps)), None
         )
-        return UNKNOWN if own is None else self._value(own, member, steps + 1)
 
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
-        given = self.assigned[name]
-        if name not in self._without:
+        if (name, steps) not in self._alternatives:
+            given = self.assigned[name]
             others = {
                 other: values
                 for other, values in self.assigned.items()
                 if other != name
             }
-            self._without[name] = RankTests(self.names, others)
-        return self._without[name]._of_rank(
-            given, member, steps, only=given[0] if len(given) == 1 else None
-        )
+            without = RankTests(self.names, others)
+            chosen = given[0] if len(given) == 1 else without._of_rank(given, steps + 1)
+            self._alternatives[name, steps] = without, chosen
+        without, chosen = self._alternatives[name, steps]
+        return without._value(chosen, member, steps + 1) if chosen else UNKNOWN
 
     def _own(self, node: ast.expr, member: Member, steps: int) -> Any:
         """Of a function of this file, or an attribute that it sets, which stands for one
@@ -348,8 +345,8 @@ def applied(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
     """The value of an operation, by those of its operands."""
     if isinstance(node, ast.Constant):
         return node.value
-    operations, operands = _parts(node)
-    values = [value(each) for each in operands]
+    operands = node.args if isinstance(node, ast.Call) else expressions(node)
+    values = list(map(value, operands))
     if isinstance(node, ast.BoolOp):
         ends = isinstance(node.op, ast.Or)
         if any(bool(each) is ends for each in values if each is not UNKNOWN):
@@ -359,14 +356,17 @@ def applied(node: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
         return UNKNOWN
     try:
         if isinstance(node, ast.Compare):
-            return all(map(_compared, operations, values, values[1:]))
-        return _OPERATIONS[operations[0]](*values)
+            return all(map(_compared, node.ops, values, values[1:]))
+        if isinstance(node, ast.Call):
+            return _OPERATIONS[dotted(node.func)](*values)
+        kind: Any = type(getattr(node, "op", node))
+        return _OPERATIONS[kind](*values)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):  # a text as a number
         return UNKNOWN
 
 
-def _compared(operation: type[ast.cmpop], left: Any, right: Any) -> bool:
-    return bool(_OPERATIONS[operation](left, right))
+def _compared(operation: ast.cmpop, left: Any, right: Any) -> bool:
+    return bool(_OPERATIONS[type(operation)](left, right))
 
 
 def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
@@ -375,20 +375,3 @@ def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
     if key.value in _SIZE_VARIABLES:
         return str(member.ranks)
     return str(member.rank) if key.value in _VARIABLES else UNKNOWN
-
-
-def _parts(node: ast.expr) -> tuple[list[Any], list[ast.expr]]:
-    """What an expression does, and with which others."""
-    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        return [type(node)], node.elts
-    if isinstance(node, ast.BoolOp):
-        return [], node.values
-    if isinstance(node, ast.UnaryOp):
-        return [type(node.op)], [node.operand]
-    if isinstance(node, ast.BinOp):
-        return [type(node.op)], [node.left, node.right]
-    if isinstance(node, ast.Compare):
-        return list(map(type, node.ops)), [node.left, *node.comparators]
-    if isinstance(node, ast.Call) and not node.keywords:
-        return [dotted(node.func)], node.args
-    return [type(node)], []

@@ -47,6 +47,11 @@ def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
     return (each for each in ast.walk(node) if isinstance(each, kinds))
 
 
+def expressions(node: ast.AST) -> list[ast.expr]:
+    """Those that a node is made of."""
+    return [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+
+
 def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a function without those of functions in it."""
     waiting = list(ast.iter_child_nodes(function))

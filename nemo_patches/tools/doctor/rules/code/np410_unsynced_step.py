@@ -66,9 +66,7 @@ def check(code: Code) -> Findings:
                     return
 
 
-def _finding(
-    function: ast.FunctionDef | ast.Module, test: ast.expr, holds: bool, step: ast.If
-) -> Finding:
+def _finding(function: ast.AST, test: ast.expr, holds: bool, step: ast.If) -> Finding:
     unsynced = text_of(test) if holds else f"not ({text_of(test)})"
     where = f"{function.name}: " if isinstance(function, ast.FunctionDef) else ""
     what = (
