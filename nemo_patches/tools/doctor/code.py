@@ -15,7 +15,7 @@ from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.plain_syntax import plain
-from nemo_patches.tools.doctor.syntax import last_part, nodes
+from nemo_patches.tools.doctor.syntax import functions, last_part, nodes
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
@@ -134,22 +134,18 @@ def _class(
     bases = list(_bases_in_nemo(node, tree, nemo)) if nemo else []
     of_nemo: dict[str, ast.FunctionDef] = {}
     for _, base in bases:
-        of_nemo = {**_methods(base), **of_nemo}
-    methods = _methods(node)
+        of_nemo = {**functions(base), **of_nemo}
+    methods = functions(node)
     is_encoder = any(target.owner == name for target in _ENCODERS for name, _ in bases)
     copied = _copied(methods, nemo) if nemo and not is_encoder and not in_nemo else None
     return Class(
         name=node.name,
         line=node.lineno,
         methods=methods,
-        of_nemo=_methods(copied) if copied else of_nemo,
+        of_nemo=functions(copied) if copied else of_nemo,
         base=copied.name if copied else bases[0][0] if bases else "",
         is_copy=copied is not None,
     )
-
-
-def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
-    return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
 
 
 def _copied(methods: Methods, nemo: Path) -> ast.ClassDef | None:
@@ -162,7 +158,7 @@ def _copied(methods: Methods, nemo: Path) -> ast.ClassDef | None:
             found += theirs[:1] if theirs else ()
     return max(
         found,
-        key=lambda each: len(methods.keys() & _methods(each).keys()),
+        key=lambda each: len(methods.keys() & functions(each).keys()),
         default=None,
     )
 

@@ -5,6 +5,7 @@ torch's, Lightning's, a metric's, the backward pass, an encoder's call.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ _OF_CHECKPOINT = words("""
     save save_state_dict set_model_state_dict set_optimizer_state_dict set_state_dict
     """)
 _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
+_GROUP = re.compile(r"group|mesh|\bpg\b|_pg\b")
 _OF_SHARDS = words("""
     GatheredParameters consolidate_state_dict distribute_module distribute_tensor
     full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load redistribute
@@ -416,7 +418,7 @@ class Surroundings:
         texts -= {"dist.group", "torch.distributed.group"}  # of group.WORLD
         named = (text.lower() for text in texts if not text.endswith("WORLD"))
         return (
-            any("group" in text or "mesh" in text for text in named)
+            any(map(_GROUP.search, named))
             or any(each.arg == "no_dist" for each in given)
             or not self.names.groups.isdisjoint(texts)
         )

@@ -38,6 +38,7 @@ from nemo_patches.tools.doctor.syntax import (
     TESTED,
     Function,
     dotted,
+    functions,
     last_part,
     nodes,
     own_nodes,
@@ -171,16 +172,16 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """The divergences of all functions of a file, and of its module-level code."""
     module = _Scope(
         Surroundings(Names(tree)),
-        {each.name: each for each in tree.body if isinstance(each, Function)},
+        functions(tree),
     )
-    functions = [
+    found = [
         _Function(module, tree, "the module"),
         *(
             _Function(scope, node, name)
             for name, node, scope in _functions(tree, "", module)
         ),
     ]
-    return tuple(found for each in functions for found in each.divergences())
+    return tuple(one for each in found for one in each.divergences())
 
 
 def _functions(
@@ -188,11 +189,10 @@ def _functions(
 ) -> Iterator[tuple[str, Function, _Scope]]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.ClassDef):
-            own_methods = [each for each in node.body if isinstance(each, Function)]
             methods = {
-                f"{owner}.{each.name}": each
+                f"{owner}.{name}": each
                 for owner in ("self", "cls", node.name)
-                for each in own_methods
+                for name, each in functions(node).items()
             }
             surroundings = Surroundings(scope.surroundings.names, node)
             inner = _Scope(
@@ -200,11 +200,8 @@ def _functions(
             )
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif isinstance(node, Function):
-            own = {
-                each.name: each
-                for each in ast.walk(node)
-                if isinstance(each, Function) and each is not node
-            }
+            inside = (each for each in nodes(node, Function) if each is not node)
+            own = {each.name: each for each in inside}
             inner = (
                 _Scope(scope.surroundings, {**scope.helpers, **own}) if own else scope
             )
@@ -227,9 +224,8 @@ def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
         for base in (classes.get(dotted(each)) for each in inner.bases):
             if base is not None and base not in waiting:
                 waiting.append(base)
-                for each in base.body:
-                    if isinstance(each, Function):
-                        found.setdefault(f"self.{each.name}", each)
+                for name, each in functions(base).items():
+                    found.setdefault(f"self.{name}", each)
     return found
 
 

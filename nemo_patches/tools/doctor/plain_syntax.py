@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from nemo_patches.tools.doctor.syntax import dotted
+from nemo_patches.tools.doctor.syntax import dotted, functions
 
 _PLAIN: dict[str, type[ast.stmt]] = {
     "AsyncFor": ast.For,
@@ -76,11 +76,8 @@ class _Plain(ast.NodeTransformer):
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """A context manager, which does at its end what follows its beginning."""
         self.generic_visit(node)
-        methods = {
-            each.name: each for each in node.body if isinstance(each, ast.FunctionDef)
-        }
-        begin = methods.get("__enter__")
-        end = methods.get("__exit__")
+        begin = functions(node).get("__enter__")
+        end = functions(node).get("__exit__")
         if begin and end:
             begin.body = [
                 each for each in begin.body if not isinstance(each, ast.Return)

@@ -47,6 +47,11 @@ def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
     return (each for each in ast.walk(node) if isinstance(each, kinds))
 
 
+def functions(node: ast.ClassDef | ast.Module) -> dict[str, Function]:
+    """Those in its body, by their names."""
+    return {each.name: each for each in node.body if isinstance(each, Function)}
+
+
 def expressions(node: ast.AST) -> list[ast.expr]:
     """Those that a node is made of."""
     return [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]

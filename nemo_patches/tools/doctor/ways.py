@@ -22,6 +22,7 @@ from nemo_patches.tools.doctor.syntax import (
     COMPREHENSIONS,
     DEFINITIONS,
     dotted,
+    expressions,
     last_part,
     nodes,
     text_of,
@@ -146,14 +147,16 @@ class Way:
             end = End.BREAK if isinstance(node, ast.Break) else End.CONTINUE
             self.exits.append(Exit(end.value, node.lineno, self._guards))
             return end
-        if isinstance(node, ast.Raise) or (
-            isinstance(node, ast.Expr) and _ends_process(node.value)
-        ):
+        exits = (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and dotted(node.value.func) in _PROCESS_ENDS
+        )
+        if exits or isinstance(node, ast.Raise):
             return End.RAISE
         first = len(self.events)
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self._expression(child)
+        for child in expressions(node):
+            self._expression(child)
         if self._thrown_away(node):
             self.events[first:] = [
                 each.without_backward() for each in self.events[first:]
@@ -368,18 +371,21 @@ class Way:
         """Add its calls, in the order in which they are made."""
         if isinstance(node, ast.Lambda):
             return
-        if isinstance(node, ast.IfExp):
-            self._expression(node.test)
-            for holds, guards in self._alternatives(node, node.test):
-                with self._under(*guards):
-                    self._expression(node.body if holds else node.orelse)
-            return
-        if isinstance(node, ast.BoolOp):
-            first, *others = node.values
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            if isinstance(node, ast.IfExp):
+                first = node.test
+                branches = {True: [node.body], False: [node.orelse]}
+            else:
+                first, *others = node.values
+                branches = {isinstance(node.op, ast.And): others}
             self._expression(first)
-            for holds, guards in self._alternatives(node, first):
+            decided = self._decided(node, first)
+            for holds, parts in branches.items():
+                guards: Guards = ()
+                if isinstance(decided, str):
+                    guards = (decided if holds else f"not ({decided})",)
                 with self._under(*guards):
-                    for each in others if holds is isinstance(node.op, ast.And) else ():
+                    for each in parts if decided is holds or guards else ():
                         self._expression(each)
             return
         if isinstance(node, COMPREHENSIONS):
@@ -387,14 +393,9 @@ class Way:
                 self._expression(generator.iter)
                 if self.decisions.get(id(generator)) is False:
                     return
-            with self._under(
-                *(f"for {text_of(generator.iter)}" for generator in node.generators)
-            ):
-                for value in (
-                    [node.key, node.value]
-                    if isinstance(node, ast.DictComp)
-                    else [node.elt]
-                ):
+            guards = tuple(f"for {text_of(each.iter)}" for each in node.generators)
+            with self._under(*guards):
+                for value in expressions(node):
                     self._expression(value)
             return
         for child in ast.iter_child_nodes(node):
@@ -407,15 +408,6 @@ class Way:
             read = self.surroundings.property_read(node)
             if read is not None:
                 self._add(read)
-
-    def _alternatives(
-        self, node: ast.expr, test: ast.expr
-    ) -> list[tuple[bool, Guards]]:
-        """Whether a test holds; where that is open both, each under its guard."""
-        decided = self._decided(node, test)
-        if isinstance(decided, bool):
-            return [(decided, ())]
-        return [(True, (decided,)), (False, (f"not ({decided})",))]
 
     def _add(self, collective: Collective) -> None:
         after = frozenset(guards for left in self._left.values() for guards in left)
@@ -436,10 +428,6 @@ def _first_call(body: list[ast.stmt]) -> int:
 
 def _asks_for(test: ast.expr, name: str) -> bool:
     return any(each.id == name for each in nodes(test, ast.Name))
-
-
-def _ends_process(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and dotted(node.func) in _PROCESS_ENDS
 
 
 def _calls(node: ast.AST, name: str) -> bool:
