@@ -87,6 +87,7 @@ _OF_GRADIENTS = words("grad grads gradient gradients")
 _OF_GROUPS = words("group groups mesh pg")
 _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
+_FEATURE = re.compile(r".*\.(shape(\[-\w+\])?|size\(-\w+\))", re.DOTALL)
 _ADDING = ("append", "extend", "add")
 _PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
 _OF_MAPPING = words("items keys values")
@@ -104,10 +105,10 @@ class DataFlow:
     """
 
     agrees: Callable[[ast.Call], bool]
-    decides: Callable[[ast.Call], bool] = lambda call: False
-    accumulated: frozenset[str] = frozenset()
-    on_several: Mapping[int, bool | str] = field(default_factory=dict)
-    of_rank: frozenset[int] = frozenset()
+    decides: Callable[[ast.Call], bool]
+    accumulated: frozenset[str]
+    on_several: Mapping[int, bool | str]
+    of_rank: frozenset[int]
     tests: list[Test] = field(default_factory=list)
     # Calls, with what of the batch is in the name.
     named: list[tuple[ast.Call, ast.expr]] = field(default_factory=list)
@@ -497,11 +498,8 @@ class DataFlow:
         """Whether it asks if there is a batch at all: a collate function may have dropped all of
         its samples.
         """
-        batch = (
-            isinstance(test.left, ast.Name)
-            and test.left.id in _BATCHES
-            and test.left.id not in self._optional
-        )
+        name = dotted(test.left)
+        batch = name in _BATCHES and name not in self._optional
         return batch and _with_none(test) and self.level(test.left) >= Level.DATA
 
     def _is_gradient(self, node: ast.expr) -> bool:
@@ -564,10 +562,7 @@ def _is_presence(test: ast.Compare) -> bool:
 
 
 def _with_none(test: ast.Compare) -> bool:
-    return (
-        isinstance(test.comparators[0], ast.Constant)
-        and test.comparators[0].value is None
-    )
+    return text_of(test.comparators[0]) == "None"
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -576,37 +571,17 @@ def _is_text(node: ast.expr) -> bool:
 
 def _counts_fields(sides: Sequence[ast.expr]) -> bool:
     """Whether it asks how many tensors a batch has, and not how many samples: `len(batch) > 4`."""
-    counts = [
-        each
-        for each in sides
-        if isinstance(each, ast.Call) and dotted(each.func) == "len" and each.args
-    ]
-    numbers = [
-        each.value
-        for each in sides
-        if isinstance(each, ast.Constant) and isinstance(each.value, int)
-    ]
-    return (
-        bool(counts)
-        and isinstance(counts[0].args[0], ast.Name)
-        and any(number > 1 for number in numbers)
-    )
+    counts = any(re.fullmatch(r"len\(\w+\)", text_of(each)) for each in sides)
+    numbers = (each.value for each in sides if isinstance(each, ast.Constant))
+    return counts and any(isinstance(each, int) and each > 1 for each in numbers)
 
 
 def _shape_of_feature(node: ast.expr) -> bool:
     """Whether it is the number of features, which is the model's: `x.shape[-1]`; or a shape as a
     whole.
     """
-    if isinstance(node, ast.Attribute) and node.attr == "shape":
-        return True
-    if isinstance(node, ast.Subscript) and dotted(node.value).endswith(".shape"):
-        return isinstance(node.slice, ast.UnaryOp)
-    last = (
-        isinstance(node, ast.Call)
-        and dotted(node.func).endswith(".size")
-        and bool(node.args)
-    )
-    return last and isinstance(node.args[0], ast.UnaryOp)  # type: ignore[attr-defined]
+    plain = isinstance(node, (ast.Attribute, ast.Subscript, ast.Call))
+    return plain and bool(_FEATURE.fullmatch(text_of(node)))
 
 
 def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:

@@ -168,10 +168,8 @@ class RankTests:
 
     def about_rank(self, test: ast.expr) -> bool:
         """Whether a test is one on the rank, in part at least."""
-        if isinstance(test, ast.UnaryOp):
-            return self.about_rank(test.operand)
-        if isinstance(test, ast.BoolOp):
-            return any(self.about_rank(each) for each in test.values)
+        if isinstance(test, (ast.UnaryOp, ast.BoolOp)):
+            return any(map(self.about_rank, expressions(test)))
         if isinstance(test, ast.Compare):
             presence = any(isinstance(each, IDENTITIES) for each in test.ops)
             return not presence and any(
@@ -207,8 +205,8 @@ class RankTests:
         numbers = set[int]()
         waiting = list(tests)
         followed = set[str]()
-        while waiting:
-            for node in nodes(waiting.pop(), ast.Constant, ast.Name):
+        for test in waiting:
+            for node in nodes(test, ast.Constant, ast.Name):
                 if isinstance(node, ast.Constant) and str(node.value).isdecimal():
                     number = int(str(node.value))
                     numbers |= {number, number + 1}
