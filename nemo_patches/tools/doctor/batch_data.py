@@ -150,7 +150,7 @@ class DataFlow:
             if (
                 constant
                 or types & _PLAIN_TYPES
-                or _words(name) & _OF_MODEL
+                or _words(name) & (_OF_MODEL | _AGREED)
                 or name in ("self", "cls")
             ):
                 level = Level.SHARED

@@ -556,18 +556,16 @@ class _Function:
         """An evaluation of a sharded model until each rank's own loader ends, where nothing shares
         the batches out.
         """
-        if (
-            not self._evaluates
-            or "DistributedSampler" in self.scope.surroundings.names.mentioned
-        ):
+        used = {last_part(dotted(each)) for each in ast.walk(self.node)}
+        shares = "DistributedSampler" in self.scope.surroundings.names.mentioned
+        if shares or used.isdisjoint(_WITHOUT_GRADIENTS):
             return
-        loops = [
+        loops: list[Test] = [
             (node.iter, node)
             for node in own_nodes(self.node)
-            if isinstance(node, ast.For)
+            if isinstance(node, ast.For) and batch_data.is_loader(node.iter)
         ]
-        over_loaders = [each for each in loops if batch_data.is_loader(each[0])]
-        for each in self._decided_either_way(over_loaders, by_rank=False):
+        for each in self._decided_either_way(loops, by_rank=False):
             sharded = [
                 one
                 for one in each.collectives
@@ -582,14 +580,6 @@ class _Function:
                     each,
                     collectives=tuple(replace(one, guess=guess) for one in sharded),
                 )
-
-    @cached_property
-    def _evaluates(self) -> bool:
-        """Whether it runs a model without gradients."""
-        return any(
-            last_part(dotted(each)) in _WITHOUT_GRADIENTS
-            for each in nodes(self.node, ast.Name, ast.Attribute)
-        )
 
     def _decided_either_way(
         self, tests: Iterable[Test], by_rank: bool
@@ -611,15 +601,16 @@ class _Function:
         """Whether it cannot be told that ranks differ in it: a loop may go round as often as they
         agreed on before.
         """
-        agreed = any(each.line < divergence.line for each in self._agreements)
-        loop = divergence.kind is Kind.LOOP
         if collective.pairs_with in _OF_A_MESH:
             return True
-        if loop:
-            return agreed or collective.pairs_with == LOG
-        return bool(collective.guess) and not collective.guess.startswith(
-            "the module is sharded"
-        )
+        if divergence.kind is Kind.LOOP:
+            return collective.pairs_with == LOG or any(
+                each.collective.line < divergence.line
+                and each.collective.pairs_with.startswith(_AGREEMENTS)
+                for each in self._usual.events
+            )
+        sharded = collective.guess.startswith("the module is sharded")
+        return bool(collective.guess) and not sharded
 
     def _guessed(self, collective: Collective) -> Collective:
         """A log reduced at the epoch's end diverges only if a rank never makes it: say so as a
@@ -635,14 +626,6 @@ class _Function:
         return replace(
             collective, guess="a rank does not come to it in all of an epoch"
         )
-
-    @cached_property
-    def _agreements(self) -> list[Collective]:
-        return [
-            each
-            for each in _of(self._usual.events)
-            if each.pairs_with.startswith(_AGREEMENTS)
-        ]
 
     def _by_name(self) -> Iterator[Divergence]:
         for call, part in self._flow.named:
@@ -709,9 +692,7 @@ class _Function:
                 node.body, self.scope
             ):
                 continue
-            for handler in node.handlers:
-                if not _of_one_rank(handler):
-                    continue
+            for handler in filter(_of_one_rank, node.handlers):
                 for early in (False, True):
                     caught = self.follow({}, (node, handler, early))
                     if caught.raised:

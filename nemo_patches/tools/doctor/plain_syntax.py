@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from nemo_patches.tools.doctor.syntax import dotted, functions
+from nemo_patches.tools.doctor.syntax import dotted, functions, nodes
 
 _PLAIN: dict[str, type[ast.stmt]] = {
     "AsyncFor": ast.For,
@@ -40,14 +40,10 @@ class _Plain(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.AST:
         """`with suppress(RuntimeError):`"""
         self.generic_visit(node)
-        calls = [
-            item.context_expr
-            for item in node.items
-            if isinstance(item.context_expr, ast.Call)
-        ]
         errors = [
             each
-            for call in calls
+            for item in node.items
+            for call in nodes(item.context_expr, ast.Call)
             if dotted(call.func).endswith("suppress")
             for each in call.args
         ]
