@@ -72,7 +72,7 @@ _STRUCTURE = words(
 )
 _STRUCTURE_ATTRIBUTES = words(
     "device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim"
-    " requires_grad training"
+    " requires_grad training world_size"
 )
 _AGREED = words("""
     across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist

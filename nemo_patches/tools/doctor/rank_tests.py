@@ -147,6 +147,7 @@ class RankTests:
     def decided_on_several(self, test: ast.expr) -> bool | str:
         """What a test says on all ranks wherever there are several, whatever their number."""
         if id(test) not in self._on_several:
+            self._on_several[id(test)] = text_of(test)  # if it leads to itself
             self._on_several[id(test)] = self._decided_on_several(test)
         return self._on_several[id(test)]
 
