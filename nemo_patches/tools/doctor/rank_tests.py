@@ -301,7 +301,8 @@ class RankTests:
 
     @cached_property
     def _of_module(self) -> RankTests:
-        return RankTests(self.names, self.names.assigned)
+        of_module = self.names.assigned
+        return self if self.assigned is of_module else RankTests(self.names, of_module)
 
     def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
         if isinstance(node, ast.Subscript):
