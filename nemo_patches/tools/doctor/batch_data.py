@@ -216,7 +216,9 @@ class DataFlow:
         if not left:  # or else what follows in this turn is chosen, too
             self._chosen = outer
         of_rank = id(statement) in self.of_rank
-        for block in (statement.body, statement.orelse) if of_data or of_rank else ():
+        asks_for_files = _OF_FILES & {*re.findall(r"\w+", text_of(statement.test))}
+        differs = of_rank or (of_data and not asks_for_files)
+        for block in (statement.body, statement.orelse) if differs else ():
             if block and not isinstance(block[-1], _LEAVING):
                 self._differ(block, any_value=of_rank)
         return None
