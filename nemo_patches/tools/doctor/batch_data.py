@@ -525,7 +525,9 @@ class DataFlow:
             return False
         sides = (test.left, *test.comparators)
         if any(
-            _is_text(each) or _shape_of_feature(each) for each in sides
+            isinstance(getattr(each, "value", 0), (str, type(None)))
+            or _shape_of_feature(each)
+            for each in sides
         ) or _counts_fields(sides):
             return False
         levels = [self.level(each) for each in sides]
@@ -565,10 +567,6 @@ def _is_presence(test: ast.Compare) -> bool:
 
 def _with_none(test: ast.Compare) -> bool:
     return text_of(test.comparators[0]) == "None"
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, (str, type(None)))
 
 
 def _counts_fields(sides: Sequence[ast.expr]) -> bool:

@@ -84,6 +84,7 @@ _PROPERTIES_OF_TRAINER = {
 _OF_ENGINE = words("save_16bit_model save_checkpoint save_fp16_model")
 _ENCODERS = words("encoder perception pre_encoder")
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
+_STEP = re.compile("^forward$|step|batch")
 _ADDING = ("append", "extend", "update")
 _METRIC_WORDS = words("acc accuracy auroc bleu cer f1 metric metrics wer")
 _IN_PARALLEL = words(
@@ -305,7 +306,7 @@ class Surroundings:
         called = (
             dotted(call.func).rpartition(".")
             for each in self._inner
-            if isinstance(each, ast.FunctionDef) and _is_step(each.name)
+            if isinstance(each, ast.FunctionDef) and _STEP.search(each.name)
             for call in nodes(each, ast.Call)
         )
         return frozenset(
@@ -366,11 +367,10 @@ class Surroundings:
     def _of_model(self, made: Collective, call: ast.Call) -> Collective | None:
         owner, _, last = made.name.rpartition(".")
         holder = last_part(owner)
-        if (
-            last == COMPUTE
-            and not call.args
-            and (owner in self.metrics or _sounds_like_metric(holder))
-        ):
+        is_metric = owner in self.metrics or not _METRIC_WORDS.isdisjoint(
+            holder.lower().split("_")
+        )
+        if last == COMPUTE and not call.args and is_metric:
             guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
             return replace(
                 made, why="which gathers the metric from all ranks", guess=guess
@@ -500,14 +500,6 @@ def _names_in(node: ast.AST) -> list[str]:
         owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         parts = [*owner, *node.args]
     return [name for each in parts for name in _names_in(each)]
-
-
-def _sounds_like_metric(name: str) -> bool:
-    return bool(_METRIC_WORDS & set(name.lower().split("_")))
-
-
-def _is_step(name: str) -> bool:
-    return name == "forward" or "step" in name or "batch" in name
 
 
 def _is(node: ast.expr | None, value: bool) -> bool:

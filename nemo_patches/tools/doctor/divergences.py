@@ -519,28 +519,20 @@ class _Function:
     def _by_rank(self) -> Iterator[Divergence]:
         if not self.rank_tests or _first_rank_only(self.node, self.scope.surroundings):
             return
-        ways = [self.follow(self.of_rank(member)) for member in self._members]
+        members = self._ranks.members(map(_test, self.rank_tests))
+        decisions = [self.of_rank(member) for member in members]
+        ways = list(map(self.follow, decisions))
         for other in ways[1:]:
             yield from self._compared(
                 ways[0], other, nodes=self.rank_tests, by_rank=True
             )
-        yield from self._decided_either_way(self._open_rank_tests, by_rank=True)
-
-    @cached_property
-    def _members(self) -> list[Member]:
-        return self._ranks.members(map(_test, self.rank_tests))
-
-    @property
-    def _open_rank_tests(self) -> list[Test]:
-        """Those that a rank's number does not decide, such as rank == source."""
-        return [
+        # Those that a rank's number does not decide, such as rank == source.
+        left: list[Test] = [
             (_test(node), node)
             for node in self.rank_tests
-            if all(
-                isinstance(self._ranks.decided(_test(node), member), str)
-                for member in self._members
-            )
+            if all(isinstance(each[id(node)], str) for each in decisions)
         ]
+        yield from self._decided_either_way(left, by_rank=True)
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self._decided_either_way(self._flow.tests, by_rank=False):

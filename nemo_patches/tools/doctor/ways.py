@@ -221,7 +221,8 @@ class Way:
         One that is asked again in its branch is not open, nor what a handler asks of its error, the
         one looked for.
         """
-        if self._caught_as and _asks_for(test, self._caught_as):
+        names = (each.id for each in nodes(test, ast.Name))
+        if self._caught_as and self._caught_as in names:
             negated = isinstance(test, ast.UnaryOp) or (
                 isinstance(test, ast.Compare)
                 and isinstance(test.ops[0], (ast.NotIn, ast.NotEq))
@@ -424,10 +425,6 @@ def _first_call(body: list[ast.stmt]) -> int:
         if any(nodes(statement, ast.Call)):
             return statement.end_lineno or statement.lineno
     return 0
-
-
-def _asks_for(test: ast.expr, name: str) -> bool:
-    return any(each.id == name for each in nodes(test, ast.Name))
 
 
 def _calls(node: ast.AST, name: str) -> bool:
