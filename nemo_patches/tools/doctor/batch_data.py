@@ -463,7 +463,8 @@ class DataFlow:
         level = max(map(self.level, values), default=Level.SHARED)
         # len(losses) is read off a batch, len(parameters) need not be; an argument with a method
         # .any() is a tensor.
-        enough = Level.DATA if isinstance(node.func, ast.Name) else Level.UNKNOWN
+        plain = isinstance(node.func, ast.Name) or last == "tolist"
+        enough = Level.DATA if plain else Level.UNKNOWN
         return Level.READ_OFF if last in _READ_OFF and level >= enough else level
 
     def _test(self, node: ast.If | ast.While | ast.IfExp, test: ast.expr) -> None:
