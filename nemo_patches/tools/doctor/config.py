@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_patches.tools.doctor import interpolations, yaml_text
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.trees import Keys, entries, walk, with_names
+from nemo_patches.tools.doctor.trees import Keys, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
@@ -156,16 +156,7 @@ class Config:
             for key, value in self.tree.items()
             if key in SECTIONS or "model" not in self.tree
         }
-        waiting: list[tuple[Keys, Any]] = [((), top)]
-        while waiting:
-            keys, node = waiting.pop(0)
-            if isinstance(node, dict):
-                yield keys, node
-            waiting += [
-                ((*keys, key), child)
-                for key, child in entries(node)
-                if isinstance(child, (dict, list))
-            ]
+        return ((keys, node) for keys, node in walk(top) if isinstance(node, dict))
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,13 @@ def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
 def _inserted(source: YamlText, change: Change) -> str:
     """Insert before the first key of the mapping: the only place whose indentation is certain."""
     mapping = source.nodes.get(change.keys[:-1])
-    if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
+    if not isinstance(mapping, yaml.MappingNode):
         raise _CannotBeMade("there is no section for it")
-    if mapping.flow_style:
+    own = [key.start_mark for key, _ in mapping.value]
+    marks = [mark for mark in own if mark.index >= mapping.start_mark.index]
+    if mapping.flow_style or not marks:
         raise _CannotBeMade("its section is not written line by line")
-    mark = mapping.value[0][0].start_mark
+    mark = marks[0]
     newline = "\r\n" if "\r\n" in source.text else "\n"
     line = f"{change.keys[-1]}: {_scalar(change.value)}{newline}{' ' * mark.column}"
     return source.text[: mark.index] + line + source.text[mark.index :]

@@ -15,10 +15,12 @@ from omegaconf.errors import (
 
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, place, put, walk, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, YamlText
+from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _MISSING = "???"  # OmegaConf's word for a value that is still to be given
 _OF_MACHINE = "\0of the job's machine\0"  # stands for what a resolver would give
+# ${name:arguments}, also with an interpolation as the name.
+_RESOLVER = re.compile(r"\$\{(?:[^{}:]|\{[^{}]*\})*:")
 _CIRCLE = "leads back to itself, or through too many others"
 
 
@@ -63,9 +65,9 @@ def resolve(source: YamlText, tree: Any) -> Resolved:
             raise DoctorError(
                 f"{where} is no interpolation: {first_line(error)}"
             ) from None
-        if _calls_a_resolver(text):
+        if _RESOLVER.search(text):
             put(masked, keys, _OF_MACHINE)
-    following = _Following(source, resolved)
+    following = _Following(resolved)
     whole = OmegaConf.create(masked)
     for keys, _ in texts:
         holder, key = place(whole, keys)
@@ -75,19 +77,11 @@ def resolve(source: YamlText, tree: Any) -> Resolved:
 
 @dataclass
 class _Following:
-    source: YamlText
     resolved: Resolved
-    _room: int = MOST_VALUES
     _open: list[int] = field(default_factory=list)  # sections that are followed
 
     def value(self, holder: Any, key: Any, keys: Keys) -> Any:
         """What OmegaConf gives there; keys: those of the interpolation that is followed."""
-        self._room -= 1
-        if self._room < 0:
-            raise DoctorError(
-                f"{self.source.path}: more than {MOST_VALUES} values, when its"
-                " interpolations are followed"
-            )
         try:
             value = holder[key]
             if id(value) in self._open:
@@ -110,21 +104,6 @@ class _Following:
             self.resolved.of_machine.add(keys)
             return UNKNOWN
         return value
-
-
-def _calls_a_resolver(text: str) -> bool:
-    """Whether there is a colon inside the braces of an interpolation: ${name:arguments}, also
-    ${${name}:arguments}.
-    """
-    depth = 0
-    for part in re.findall(r"\$\{|[{}:]", text):
-        if part == "${" or (part == "{" and depth):
-            depth += 1
-        elif part == "}" and depth:
-            depth -= 1
-        elif part == ":" and depth:
-            return True
-    return False
 
 
 def first_line(error: Exception) -> str:

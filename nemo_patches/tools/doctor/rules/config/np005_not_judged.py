@@ -8,11 +8,10 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import words
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:

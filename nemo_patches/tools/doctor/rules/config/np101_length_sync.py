@@ -9,10 +9,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/11462
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.encoders import FLAG, Encoder, unknown_in
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Finding, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 WHOLE = True
 BAD = """\
 trainer: {devices: 4}

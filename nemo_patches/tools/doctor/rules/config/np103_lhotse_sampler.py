@@ -7,10 +7,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Change, Findings, warning
+from nemo_patches.tools.doctor.finding import Change, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:

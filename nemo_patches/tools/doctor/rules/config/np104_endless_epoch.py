@@ -10,10 +10,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:

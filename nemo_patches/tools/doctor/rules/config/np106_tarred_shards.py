@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:

@@ -7,10 +7,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
+from nemo_patches.tools.doctor.finding import Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.trees import walk
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, bucket_batch_size: [16, 8]}

@@ -8,11 +8,10 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.in
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops
+from nemo_patches.tools.doctor.finding import Findings, note, stops
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import last_part
 
-WORST = WARNING
 BAD = """\
 trainer:
   devices: 4

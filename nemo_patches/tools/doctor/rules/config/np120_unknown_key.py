@@ -11,12 +11,11 @@ from collections.abc import Collection
 
 from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.encoders import class_of
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
+from nemo_patches.tools.doctor.finding import Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
 from nemo_patches.tools.doctor.trees import Keys
 
-WORST = WARNING
 BAD = """\
 trainer: {gpus: 4}
 model:

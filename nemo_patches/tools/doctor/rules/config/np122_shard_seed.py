@@ -12,10 +12,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Finding, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, warning
+from nemo_patches.tools.doctor.finding import Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 from nemo_patches.tools.doctor.known_keys import TABLE, closest
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, strategy: null, limit_train_batches: 100, val_check_interval: 1000}
 """

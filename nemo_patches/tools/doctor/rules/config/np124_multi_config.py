@@ -11,10 +11,9 @@ https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lho
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import ROLES
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 data:
   train_ds:

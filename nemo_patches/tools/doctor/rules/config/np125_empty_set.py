@@ -9,10 +9,9 @@ Link: https://lightning.ai/docs/pytorch/stable/common/trainer.html#trainer-flags
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds: {manifest_filepath: a.json, max_duration: -1}

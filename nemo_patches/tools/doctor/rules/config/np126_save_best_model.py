@@ -10,10 +10,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/13739
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 exp_manager:

@@ -8,10 +8,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/nemo_
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 exp_manager:

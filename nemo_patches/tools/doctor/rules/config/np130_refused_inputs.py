@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.inputs import DATA_TYPES
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
 from nemo_patches.tools.doctor.trees import Keys
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds:

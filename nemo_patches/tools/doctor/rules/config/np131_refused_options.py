@@ -10,11 +10,10 @@ https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lho
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import ROLES, Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import TABLE
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: random}

@@ -11,11 +11,10 @@ Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 from __future__ import annotations
 
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops
+from nemo_patches.tools.doctor.finding import Findings, note, stops
 from nemo_patches.tools.doctor.job import Job, count
 from nemo_patches.tools.doctor.known_keys import DDP_STRATEGY, STRATEGY_CLASSES, closest
 
-WORST = WARNING
 BAD = """\
 trainer:
   devices: 8

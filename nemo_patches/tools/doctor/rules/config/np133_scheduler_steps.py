@@ -8,10 +8,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/9462
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false, max_epochs: 10}
 model:

@@ -11,10 +11,9 @@ from __future__ import annotations
 from math import ceil
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false, limit_train_batches: 7179}
 model:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.machine import OFF, Machine
-
-WORST = WARNING
 
 # The first counts where torch knows it.
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

@@ -7,10 +7,8 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops, warning
+from nemo_patches.tools.doctor.finding import Findings, note, stops, warning
 from nemo_patches.tools.doctor.machine import OFF, Machine
-
-WORST = WARNING
 
 _MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
