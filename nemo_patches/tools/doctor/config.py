@@ -21,7 +21,6 @@ from nemo_patches.tools.doctor.trees import Keys, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
-_LONGEST_REASON = 400  # of Hydra's, which names a whole value
 _LARGEST_NUMBER = 1e15
 _MOST_FILES = 30  # of inputs, that may name each other
 # That NeMo's training scripts read.
@@ -89,12 +88,10 @@ class Value:
     def __str__(self) -> str:
         text = "null" if self.value is None else str(self.value)
         text = text.lower() if isinstance(self.value, bool) else text
+        if len(text) > _LONGEST_SHOWN:
+            text = f"{text[:_LONGEST_SHOWN]}..."
         where = "NOT SET, the default" if self.origin == "default" else self.origin
-        return (
-            f"{self.key}:"
-            f" {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'}"
-            f" ({where})"
-        )
+        return f"{self.key}: {text} ({where})"
 
 
 @dataclass(frozen=True)
@@ -126,24 +123,17 @@ class Config:
             elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                return Value(
-                    ".".join(keys),
-                    default,
-                    origin="default",
-                    line=self.source.line(keys),
-                )
-        return Value(
-            ".".join(keys), node, origin=self.origin(keys), line=self.source.line(keys)
-        )
+                return self._value(keys, default, "default")
+        return self._value(keys, node)
 
-    def origin(self, keys: Keys) -> str:
-        if any(
+    def _value(self, keys: Keys, value: Any, origin: str = "") -> Value:
+        line = self.source.line(keys)
+        overridden = any(
             keys[: len(given)] == given or given[: len(keys)] == keys
             for given in self.overridden
-        ):
-            return "override"
-        line = self.source.line(keys)
-        return f"line {line}" if line else "default"
+        )
+        origin = origin or ("override" if overridden else f"line {line}")
+        return Value(".".join(keys), value, origin=origin, line=line)
 
     def mappings(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
         """Every mapping in it with its path, outer before inner.
@@ -219,25 +209,18 @@ def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
     job.
     """
     entries = tree.get("defaults")
-    if isinstance(entries, list) and not all(
-        _changes_no_value(entry) for entry in entries
-    ):
+    names = [
+        str(name).rpartition(" ")[2]
+        for entry in (entries if isinstance(entries, list) else ())
+        for name in (entry if isinstance(entry, dict) else [entry])
+    ]
+    # This file itself, and Hydra's own part: a launcher, how it logs.
+    if not all(name == "_self_" or name.startswith("hydra/") for name in names):
         raise DoctorError(
             f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other"
             " files, which are not read; examine the composed config: python train.py"
             " ... --cfg job > composed.yaml"
         )
-
-
-def _changes_no_value(entry: Any) -> bool:
-    """Whether an entry of the defaults is this file itself, or is on Hydra's own part: a launcher,
-    how it logs.
-    """
-    names = list(entry) if isinstance(entry, dict) else [entry]
-    return all(
-        name == "_self_" or str(name).rpartition(" ")[2].startswith("hydra/")
-        for name in names
-    )
 
 
 # --- overrides
@@ -279,11 +262,6 @@ def _with_overrides(
         RecursionError,
     ) as error:
         raise DoctorError(
-            f"{path}: override {_shown(text)} is not allowed:"
-            f" {' '.join(str(error).split())[:_LONGEST_REASON]}"
+            f"{path}: override {text!r} is not allowed: {' '.join(str(error).split())}"
         ) from None
     return with_names(OmegaConf.to_container(whole)), frozenset(given)
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,8 +30,6 @@ from nemo_patches.tools.doctor.ranks import Facts, Ranks
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_MOST_BYTES = 1 << 18  # that a rank may publish
-_MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
 # Timeouts: the store's server is waited for, and then the ranks.
 _TO_CONNECT_AND_COLLECT = 2
@@ -95,16 +94,16 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     )
 
 
+@dataclass
 class _Part:
     """This rank's part, on a thread of its own."""
 
-    def __init__(self, here: RankPlace, own: Facts, timeout: timedelta) -> None:
-        self.facts: dict[int, Facts] = {}
-        self.at = "its start"
-        self.error = ""
-        self._here = here
-        self._own = own
-        self._timeout = timeout
+    here: RankPlace
+    own: Facts
+    timeout: timedelta
+    facts: dict[int, Facts] = field(default_factory=dict)
+    at: str = "its start"
+    error: str = ""
 
     def take(self) -> None:
         try:
@@ -112,28 +111,28 @@ class _Part:
         except (
             Exception
         ) as error:  # torch has no common class for what its stores raise
-            self.error = f"rank {self._here.rank}, at {self.at}: {first_line(error)}"
+            self.error = f"rank {self.here.rank}, at {self.at}: {first_line(error)}"
 
     def _take(self) -> None:
         import torch.distributed as dist
 
-        here = self._here
+        here = self.here
         self.at = f"connecting to the job's store at {here.address}:{here.port}"
         server = dist.TCPStore(
             here.address,
             here.port,
             is_master=here.has_server,
-            timeout=self._timeout,
+            timeout=self.timeout,
             wait_for_workers=False,
-            **({"multi_tenant": True} if here.has_server else {}),
+            multi_tenant=here.has_server,
         )
         store = dist.PrefixStore("nemo_patches/doctor", server)
         self.at = "publishing its facts"
-        _publish(store, self._own)
+        _publish(store, self.own)
         if here.rank == 0:
             self.at = "collecting the ranks' facts"
-            self.facts = _collect(store, here.size, self._timeout)
-            self.facts.setdefault(0, self._own)
+            self.facts = _collect(store, here.size, self.timeout)
+            self.facts.setdefault(0, self.own)
 
 
 def _publish(store: dist.Store, own: Facts) -> None:
@@ -170,23 +169,16 @@ def _key(rank: int) -> str:
 
 
 def _decoded(data: bytes) -> Facts | None:
-    if len(data) > _MOST_BYTES:
-        return None
     try:
         return msgspec.convert(_printable(msgspec.json.decode(data)), Facts)
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
 
 
 def _printable(content: Any) -> Any:
     """JSON's content with its texts cut, and without control characters."""
     if isinstance(content, dict):
-        return {
-            safe(name): _printable(value)
-            for name, value in list(content.items())[:_MOST_ITEMS]
-        }
-    if isinstance(content, list | tuple):
-        return [_printable(value) for value in content[:_MOST_ITEMS]]
+        return {safe(name): _printable(value) for name, value in content.items()}
     return safe(content) if isinstance(content, str) else content
 
 

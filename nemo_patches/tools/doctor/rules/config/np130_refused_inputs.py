@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import Findings, stops
-from nemo_patches.tools.doctor.inputs import DATA_TYPES
+from nemo_patches.tools.doctor.inputs import READS
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
 from nemo_patches.tools.doctor.trees import Keys
@@ -82,8 +82,8 @@ def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
         )
     elif (
         isinstance(name.value, str)
-        and name.value not in DATA_TYPES
-        and (close := closest(name.value, DATA_TYPES))
+        and name.value not in READS
+        and (close := closest(name.value, READS))
     ):
         yield stops(
             f"{name.key}: there is no type {name.value}, and it looks like {close}",
