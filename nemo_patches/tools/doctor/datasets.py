@@ -164,6 +164,12 @@ class Dataset(Section):
         return None if switch is UNKNOWN else bool(switch)
 
     @property
+    def shares_tar_files(self) -> bool:
+        """Whether NeMo gives each rank tar files of its own."""
+        strategy = self.get("tarred_shard_strategy", "scatter").value
+        return self.nemo and bool(self.tarred) and strategy == "scatter"
+
+    @property
     def endless(self) -> bool | None:
         """Whether Lhotse repeats it for ever: a stream, or what is mixed of several inputs, without
         force_finite.

@@ -227,6 +227,10 @@ class Job:
     def datasets(self) -> tuple[Dataset, ...]:
         return tuple(each for each in datasets.found_in(self.config) if each.used)
 
+    @property
+    def training_of_lhotse(self) -> list[Dataset]:
+        return [each for each in self.datasets if each.training and each.lhotse]
+
     @cached_property
     def multi_configs(self) -> tuple[Section, ...]:
         """The sections that hold the sets of Lhotse's multi_config."""
