@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -53,16 +52,27 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
         timeout = Settings.resolve().timeout
     except SettingsError as error:
         raise DoctorError(str(error)) from None
-    part = _Part(here, own_facts(here, loaders), timeout)
+    own = own_facts(here, loaders)
     # Torch's calls cannot be interrupted.
-    thread = threading.Thread(target=part.take, daemon=True)
-    thread.start()
-    thread.join(_TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S)
-    if thread.is_alive():
-        raise DoctorError(f"rank {here.rank} came to no end; it was at {part.at}")
-    if part.error:
-        raise DoctorError(part.error)
-    return None if here.rank else Ranks(here.size, timeout, part.facts)
+    limit = _TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S
+    watch = threading.Timer(limit, _give_up, [here])
+    watch.daemon = True
+    watch.start()
+    try:
+        facts = _exchanged(here, own, timeout)
+    except Exception as error:  # torch has no common class for what its stores raise
+        where = f"the job's store at {here.address}:{here.port}"
+        raise DoctorError(f"rank {here.rank}, {where}: {first_line(error)}") from None
+    finally:
+        watch.cancel()
+    return None if here.rank else Ranks(here.size, timeout, facts)
+
+
+def _give_up(here: RankPlace) -> None:
+    store = f"the job's store at {here.address}:{here.port}"
+    text = f"nemo-patches doctor: rank {here.rank} has no answer of {store}"
+    print(text, file=sys.stderr)
+    leave(0 if here.rank else 2)
 
 
 def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
@@ -94,45 +104,20 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     )
 
 
-@dataclass
-class _Part:
-    """This rank's part, on a thread of its own."""
+def _exchanged(here: RankPlace, own: Facts, timeout: timedelta) -> dict[int, Facts]:
+    import torch.distributed as dist
 
-    here: RankPlace
-    own: Facts
-    timeout: timedelta
-    facts: dict[int, Facts] = field(default_factory=dict)
-    at: str = "its start"
-    error: str = ""
-
-    def take(self) -> None:
-        try:
-            self._take()
-        except (
-            Exception
-        ) as error:  # torch has no common class for what its stores raise
-            self.error = f"rank {self.here.rank}, at {self.at}: {first_line(error)}"
-
-    def _take(self) -> None:
-        import torch.distributed as dist
-
-        here = self.here
-        self.at = f"connecting to the job's store at {here.address}:{here.port}"
-        server = dist.TCPStore(
-            here.address,
-            here.port,
-            is_master=here.has_server,
-            timeout=self.timeout,
-            wait_for_workers=False,
-            multi_tenant=here.has_server,
-        )
-        store = dist.PrefixStore("nemo_patches/doctor", server)
-        self.at = "publishing its facts"
-        _publish(store, self.own)
-        if here.rank == 0:
-            self.at = "collecting the ranks' facts"
-            self.facts = _collect(store, here.size, self.timeout)
-            self.facts.setdefault(0, self.own)
+    server = dist.TCPStore(
+        here.address,
+        here.port,
+        is_master=here.has_server,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=here.has_server,
+    )
+    store = dist.PrefixStore("nemo_patches/doctor", server)
+    _publish(store, own)
+    return _collect(store, here.size, timeout) if here.rank == 0 else {}
 
 
 def _publish(store: dist.Store, own: Facts) -> None:

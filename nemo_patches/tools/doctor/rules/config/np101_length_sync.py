@@ -62,7 +62,7 @@ def _of_class(encoder: Encoder) -> Findings:
     flag = encoder.get(FLAG)
     if not flag.given:
         return
-    if not encoder.cls.has_flag:
+    if not encoder.has_flag:
         yield stops(
             f"{encoder.name} does not take {FLAG}",
             flag,
@@ -86,7 +86,7 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
     if not encoder.syncs:
         return note(f"{name}: off, no length is communicated", read)
     value = "on" if flag.given else "on, NOT SET"
-    if not encoder.cls.has_flag:
+    if not encoder.has_flag:
         value = "no switch, always on"
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
     return note(

@@ -51,7 +51,7 @@ def _no_number(encoder: Encoder) -> Findings:
     """What the encoder cannot make positional encodings of."""
     attention = encoder.get("self_attention_model", "rel_pos").value
     max_len = encoder.max_len
-    if not encoder.cls.positional or attention not in _POSITIONAL or not max_len.known:
+    if not encoder.positional or attention not in _POSITIONAL or not max_len.known:
         return
     number = 1.0 if max_len.on else max_len.number
     if number is None or number < 0 or (not number and attention == "rel_pos"):

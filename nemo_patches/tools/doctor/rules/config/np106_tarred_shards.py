@@ -66,6 +66,6 @@ def _counts(files: Any) -> Iterator[int]:
 
 
 def _count(name: str) -> int:
-    ranges = [abs(int(high) - int(low)) + 1 for low, high in _RANGE.findall(name)]
-    lists = _CHOICE.findall(_RANGE.sub("", name))
-    return prod(ranges) * prod(choice.count(",") + 1 for choice in lists)
+    counts = [abs(int(high) - int(low)) + 1 for low, high in _RANGE.findall(name)]
+    lists: list[str] = _CHOICE.findall(_RANGE.sub("", name))
+    return prod(counts + [choice.count(",") + 1 for choice in lists])
