@@ -38,7 +38,7 @@ _OF_LHOTSE = (
     "bucket_duration_bins",
     "bucket_buffer_size",
 )
-_OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
+OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
 _INPUTS = (
     "input_cfg",
     "manifest_filepath",
@@ -94,7 +94,7 @@ class Dataset(Section):
     @property
     def used(self) -> bool:
         """Whether it has any input: NeMo leaves out a set whose manifest is null."""
-        return bool(self._given(_INPUTS))
+        return bool(self.given(_INPUTS))
 
     @property
     def reader(self) -> str:
@@ -109,7 +109,7 @@ class Dataset(Section):
             if not switch.known:
                 return ""
             return "lhotse" if switch.value else "nemo"
-        if self._given(_OF_LHOTSE_ALONE):
+        if self.given(OF_LHOTSE_ALONE):
             return "lhotse"
         if self.keys[0] == "data":
             return "lhotse"
@@ -210,18 +210,12 @@ class Dataset(Section):
         ]
         return tuple(dict.fromkeys(seeds))
 
-    def key(self, name: str) -> str:
-        """Where a key of it counts: in the section that holds the set, for some of a
-        multi_config.
-        """
-        return self.get(name).key
-
     @property
     def dynamic(self) -> list[Value]:
         """What makes its batches differ in size."""
-        return self._given(("batch_duration", "bucket_batch_size"))
+        return self.given(("batch_duration", "bucket_batch_size"))
 
-    def _given(self, keys: Iterable[str]) -> list[Value]:
+    def given(self, keys: Iterable[str]) -> list[Value]:
         return [value for value in map(self.get, keys) if value.value is not None]
 
     def entries(self, at_most: int) -> int | None:
@@ -231,7 +225,7 @@ class Dataset(Section):
         manifest = self.get("manifest_filepath").value
         if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
             return None
-        if self._given(_OF_LHOTSE_ALONE):
+        if self.given(OF_LHOTSE_ALONE):
             return None  # Lhotse reads that in its place
         count = 0
         try:
@@ -311,7 +305,7 @@ def _is_lhotse_inside(section: Mapping[str, Any]) -> bool:
     return bool(
         section.get("use_lhotse")
         or inner.get("use_lhotse")
-        or inner.keys() & set(_OF_LHOTSE_ALONE)
+        or inner.keys() & set(OF_LHOTSE_ALONE)
     )
 
 

@@ -25,14 +25,8 @@ model:
 def check(job: Job) -> Findings:
     """For sets that are no stream: those Lightning leaves alone."""
     switch = job.trainer("use_distributed_sampler", True)
-    if not job.several or not switch.on:
-        return
-    sampled = [
-        dataset
-        for dataset in job.datasets
-        if dataset.lhotse and dataset.tarred is False
-    ]
-    if not sampled:
+    sampled = [each for each in job.datasets if each.lhotse and each.tarred is False]
+    if not job.several or not switch.on or not sampled:
         return
     names = ", ".join(dataset.where for dataset in sampled)
     # Without Lightning's, every rank would read all of a set that is not Lhotse's; and a job that

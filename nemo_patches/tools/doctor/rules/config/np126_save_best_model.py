@@ -23,11 +23,9 @@ GOOD = BAD.replace("always_save_nemo: true", "always_save_nemo: false")
 
 def check(job: Job) -> Findings:
     """Also without its own metric: then only which rank is first decides."""
-    params = ("exp_manager", "checkpoint_callback_params")
-    always, best = (
-        job.get((*params, key), False)
-        for key in ("always_save_nemo", "save_best_model")
-    )
+    params = "exp_manager.checkpoint_callback_params"
+    always = job.get(f"{params}.always_save_nemo")
+    best = job.get(f"{params}.save_best_model")
     makes_one = not job.get("exp_manager.create_checkpoint_callback", True).off
     if job.several and makes_one and always.on and best.on:
         yield warning(

@@ -22,15 +22,11 @@ GOOD = BAD.replace("out/{val_loss}", "out")
 
 def check(job: Job) -> Findings:
     """On one rank, too."""
-    params = ("exp_manager", "checkpoint_callback_params")
-    folder = job.get((*params, "dirpath"))
-    monitor = job.get((*params, "monitor"), "val_loss")
-    resumes = job.get("exp_manager.resume_if_exists", False)
-    if (
-        resumes.on
-        and isinstance(folder.value, str)
-        and str(monitor.value) in folder.value
-    ):
+    params = "exp_manager.checkpoint_callback_params"
+    folder = job.get(f"{params}.dirpath")
+    monitor = job.get(f"{params}.monitor", "val_loss")
+    resumes = job.get("exp_manager.resume_if_exists")
+    if resumes.on and folder.named and str(monitor.value) in folder.value:
         what = (
             f"dirpath has {monitor.value} in it, behind which NeMo reads each"
             " checkpoint's score: a resume stops"
