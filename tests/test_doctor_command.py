@@ -58,7 +58,7 @@ def doctor(
     capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any
 ) -> tuple[int, str, str]:
     """In this process: the command without its option parser."""
-    code = command.carry_out(Request(tuple(map(str, arguments)), **options))
+    code = command.carry_out(Request(list(map(str, arguments)), **options))
     return code, *capfd.readouterr()
 
 

@@ -41,14 +41,14 @@ def carry_out(request: Request) -> int:
 
 
 def _carry_out(request: Request) -> int:
-    rules = examination.chosen(request.select, request.ignore)
+    rules = examination.chosen(request.select or (), request.ignore or ())
     if request.list_rules:
         print(report.listing(rules))
         return 0
     if request.explain is not None:
         print(report.explanation(examination.named(request.explain)))
         return 0
-    configs, overrides = examination.split(request.arguments)
+    configs, overrides = examination.split(request.arguments or ())
     paths = list(map(Path, configs))
     _refuse(request, paths, overrides)
     if request.ranks:

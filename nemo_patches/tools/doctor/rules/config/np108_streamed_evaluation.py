@@ -34,7 +34,7 @@ def check(job: Job) -> Findings:
             continue
         finite = dataset.get("force_finite", False)
         forced = dataset.get("force_iterable_dataset", False)
-        read = (limit.read, dataset.get("is_tarred", False), finite, forced)
+        read = (limit.read, dataset.get("is_tarred", False), finite)
         name = "val" if dataset.role == "validation" else "test"
         key = f"limit_{name}_batches"
         limited = f"trainer.{key}: a whole number"
@@ -68,6 +68,6 @@ def check(job: Job) -> Findings:
                 yield warning(
                     f"{dataset.where} is a stream: {readers} reads all of it, in its"
                     " own number of batches",
-                    (*read, workers),
+                    (*read, forced, workers),
                     once,
                 )
