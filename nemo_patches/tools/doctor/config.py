@@ -195,11 +195,11 @@ def _read_inputs(tree: Any) -> None:
     """Put the inputs of each file that an input_cfg names in its place, as NeMo does, which looks
     for it where the job runs. One that cannot be read stays a name.
     """
-    files = 0
+    room = _MOST_FILES
     for _, node in walk(tree):  # goes on into what was put in
         name = node.get("input_cfg") if isinstance(node, dict) else None
-        if isinstance(name, str) and files < _MOST_FILES:
-            files += 1
+        if isinstance(name, str) and room:
+            room -= 1
             with contextlib.suppress(DoctorError):
                 node["input_cfg"] = yaml_text.read(Path(name), "sequence").tree
 

@@ -79,27 +79,23 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     versions = machine.versions()
     try:
         report = status.examine()
-        versions = {
-            **report.versions,
-            **{name: versions[name] for name in versions if "lightning" in name},
-        }
+        versions |= report.versions
         settings = {setting.name: setting.value for setting in report.settings}
         by_itself = "by itself" if report.auto_apply == "on" else "only by apply()"
         settings[_PATCHING] = "; ".join(report.reasons) or by_itself
     except status.StatusError as error:
         settings = {_PATCHING: str(error)}
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
-    }
     return Facts(
         rank=here.rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         versions=versions,
         settings=settings,
-        environment=environment,
+        environment={
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
+        },
         loaders=dict(loaders),
     )
 

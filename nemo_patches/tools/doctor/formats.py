@@ -31,11 +31,7 @@ def github(reports: Sequence[Examination]) -> Iterator[str]:
 
 
 def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, Any]:
-    unreadable = [
-        {"level": "error", "message": {"text": each.error}}
-        for each in reports
-        if each.error
-    ]
+    """What cannot be read is said on stderr, and by the exit code."""
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -48,12 +44,6 @@ def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, An
                         "rules": [_rule(rule) for rule in rules],
                     }
                 },
-                "invocations": [
-                    {
-                        "executionSuccessful": not unreadable,
-                        "toolExecutionNotifications": unreadable,
-                    }
-                ],
                 "results": [
                     _result(each.name, rule, finding)
                     for each in reports

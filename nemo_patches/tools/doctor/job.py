@@ -147,12 +147,7 @@ class Job:
     @property
     def ranks_text(self) -> str:
         """For sentences: 4 ranks."""
-        return f"{self.ranks} ranks" if self.ranks else "several ranks"
-
-    @property
-    def all_ranks(self) -> str:
-        """For sentences: all 4 ranks."""
-        return f"all {self.ranks} ranks" if self.ranks else "all ranks"
+        return f"{self.ranks or 'several'} ranks"
 
     @cached_property
     def accelerator(self) -> Value:

@@ -90,8 +90,8 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
         value = "no switch, always on"
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
     return note(
-        f"{name}: {value}; every call, in validation too, waits for {job.all_ranks},"
-        f" until the process group's timeout ({limit:g} min)",
+        f"{name}: {value}; every call, in validation too, waits for every rank, until"
+        f" the process group's timeout ({limit:g} min)",
         read,
         "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
         " missing",
