@@ -53,7 +53,7 @@ def _carry_out(request: Request) -> int:
     _refuse(request, paths, overrides)
     if request.ranks:
         _compare_ranks(request, rules, paths, overrides)
-    reports = [_examined(path, overrides, rules) for path in paths] or [
+    reports = [examination.examine(path, overrides, rules) for path in paths] or [
         examination.examine_machine(rules)
     ]
     if request.against is not None:
@@ -92,14 +92,6 @@ def _refuse(request: Request, paths: Sequence[Path], overrides: Sequence[str]) -
     given_forms = [option for option, given in forms.items() if given]
     if len(given_forms) > 1:
         raise DoctorError(f"found {' and '.join(given_forms)}; allowed is one of them")
-
-
-def _examined(
-    path: Path, overrides: Sequence[str], rules: Sequence[Rule]
-) -> Examination:
-    if path.suffix == ".py":
-        return examination.examine_code(path, rules)
-    return examination.examine(path, overrides, rules)
 
 
 def _compare_ranks(

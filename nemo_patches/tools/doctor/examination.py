@@ -106,7 +106,11 @@ def examine(
     overrides: Sequence[str],
     rules: Sequence[Rule],
 ) -> Examination:
-    """Read one config and check every rule on it. Never raises for what is in the config."""
+    """Read one config, or a model's code, and check every rule on it. Never raises for what is in
+    it.
+    """
+    if path.suffix == ".py":
+        return examine_code(path, rules)
     try:
         config = reading.load(path, overrides)
     except DoctorError as error:

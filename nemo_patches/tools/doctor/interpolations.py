@@ -32,7 +32,7 @@ class Unknown:
 UNKNOWN = Unknown()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resolved:
     """broken: the interpolations that lead nowhere, and why. of_machine: the values that a resolver
     would give.
@@ -40,6 +40,32 @@ class Resolved:
 
     broken: dict[Keys, str] = field(default_factory=dict)
     of_machine: set[Keys] = field(default_factory=set)
+    _followed: list[int] = field(default_factory=list)  # the sections around this value
+
+    def value(self, holder: Any, key: Any, keys: Keys) -> Any:
+        """What OmegaConf gives there; keys: those of the interpolation that is followed."""
+        try:
+            value = holder[key]
+            if id(value) in self._followed:
+                raise RecursionError
+        except (InterpolationToMissingValueError, MissingMandatoryValue):
+            return UNKNOWN
+        except (OmegaConfBaseException, RecursionError) as error:
+            circle = isinstance(error, RecursionError) or "recursion" in str(error)
+            self.broken[keys] = _CIRCLE if circle else first_line(error)
+            return UNKNOWN
+        if isinstance(value, (DictConfig, ListConfig)):
+            self._followed.append(id(value))
+            if isinstance(value, DictConfig):
+                tree: Any = {str(k): self.value(value, k, keys) for k in value}
+            else:
+                tree = [self.value(value, at, keys) for at in range(len(value))]
+            self._followed.pop()
+            return tree
+        if isinstance(value, str) and _OF_MACHINE in value:
+            self.of_machine.add(keys)
+            return UNKNOWN
+        return value
 
 
 def resolve(source: YamlText, tree: Any) -> Resolved:
@@ -67,43 +93,11 @@ def resolve(source: YamlText, tree: Any) -> Resolved:
             ) from None
         if _RESOLVER.search(text):
             put(masked, keys, _OF_MACHINE)
-    following = _Following(resolved)
     whole = OmegaConf.create(masked)
     for keys, _ in texts:
         holder, key = place(whole, keys)
-        put(tree, keys, following.value(holder, key, keys))
+        put(tree, keys, resolved.value(holder, key, keys))
     return resolved
-
-
-@dataclass
-class _Following:
-    resolved: Resolved
-    _open: list[int] = field(default_factory=list)  # sections that are followed
-
-    def value(self, holder: Any, key: Any, keys: Keys) -> Any:
-        """What OmegaConf gives there; keys: those of the interpolation that is followed."""
-        try:
-            value = holder[key]
-            if id(value) in self._open:
-                raise RecursionError
-        except (InterpolationToMissingValueError, MissingMandatoryValue):
-            return UNKNOWN
-        except (OmegaConfBaseException, RecursionError) as error:
-            circle = isinstance(error, RecursionError) or "recursion" in str(error)
-            self.resolved.broken[keys] = _CIRCLE if circle else first_line(error)
-            return UNKNOWN
-        if isinstance(value, (DictConfig, ListConfig)):
-            self._open.append(id(value))
-            if isinstance(value, DictConfig):
-                tree: Any = {str(k): self.value(value, k, keys) for k in value}
-            else:
-                tree = [self.value(value, at, keys) for at in range(len(value))]
-            self._open.pop()
-            return tree
-        if isinstance(value, str) and _OF_MACHINE in value:
-            self.resolved.of_machine.add(keys)
-            return UNKNOWN
-        return value
 
 
 def first_line(error: Exception) -> str:
