@@ -321,7 +321,7 @@ def test_a_target_is_only_a_name(tmp_path: Path) -> None:
         ("just text", "the top level is a scalar"),
         ("a: 1\nb: 2\na: 3\n", ":3:1: not YAML: a is there twice, first in line 1"),
         ("a: {b: 1, b: 2}\n", "b is there twice"),
-        ("? [a, b]\n: 1\n", "found unhashable key"),
+        ("? [a, b]\n: 1\n", "expected a scalar node, but found sequence"),
         ("a: ${b\n", ":1: a is no interpolation"),
         ("x: 1\na: [{b: '${}'}]\n", ":2: a.0.b is no interpolation"),
         (b"\x80\x81\xff", "not text"),

@@ -16,6 +16,7 @@ from nemo_patches.tools.doctor.trees import Keys, with_names
 # libyaml where PyYAML was built with it, ten times as fast.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE = "tag:yaml.org,2002:merge"
+_STRING = "tag:yaml.org,2002:str"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class _Loader(LOADER):  # type: ignore[misc]
     yaml_implicit_resolvers = _utils.get_yaml_loader().yaml_implicit_resolvers
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leave each key once, with the mapping's own after merged ones."""
+        """Leave each key once, as text, with the mapping's own after merged ones."""
         first: dict[str, yaml.Node] = {}
         for key, _ in node.value:
             name = str(key.value)
@@ -101,6 +102,8 @@ class _Loader(LOADER):  # type: ignore[misc]
             first[name] = key
         super().flatten_mapping(node)
         node.value = list({str(pair[0].value): pair for pair in node.value}.values())
+        for key, _ in node.value:
+            key.tag = _STRING
 
 
 def _line(node: yaml.Node) -> int:

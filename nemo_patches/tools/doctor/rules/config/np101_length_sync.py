@@ -88,10 +88,11 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
     value = "on" if flag.given else "on, NOT SET"
     if not encoder.has_flag:
         value = "no switch, always on"
+    ranks = f"all {job.ranks} ranks" if job.ranks else "all ranks"
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
     return note(
-        f"{name}: {value}; every call, in validation too, waits for every rank, until"
-        f" the process group's timeout ({limit:g} min)",
+        f"{name}: {value}; every call, in validation too, waits for {ranks}, until the"
+        f" process group's timeout ({limit:g} min)",
         read,
         "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
         " missing",
