@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _POLL_S = 0.02
+_MOST_BYTES = 1 << 18  # that a rank may publish
 # Timeouts: the store's server is waited for, and then the ranks.
 _TO_CONNECT_AND_COLLECT = 2
 _ROOM_S = 5.0
@@ -150,6 +151,8 @@ def _key(rank: int) -> str:
 
 
 def _decoded(data: bytes) -> Facts | None:
+    if len(data) > _MOST_BYTES:
+        return None
     try:
         return msgspec.convert(_printable(msgspec.json.decode(data)), Facts)
     except msgspec.DecodeError:
