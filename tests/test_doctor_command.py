@@ -58,7 +58,7 @@ def doctor(
     capfd: pytest.CaptureFixture[str], *arguments: object, **options: Any
 ) -> tuple[int, str, str]:
     """In this process: the command without its option parser."""
-    code = command.carry_out(Request(tuple(map(str, arguments)), **options))
+    code = command.carry_out(Request(list(map(str, arguments)), **options))
     return code, *capfd.readouterr()
 
 
@@ -370,7 +370,6 @@ def test_annotations_of_github_and_sarif(
     assert third.startswith(f"::error file={tmp_path / 'no.yaml'}::")
     _, out, _ = doctor(capfd, path, tmp_path / "no.yaml", output_format="sarif")
     (run,) = json.loads(out)["runs"]
-    assert run["invocations"][0]["executionSuccessful"] is False
     result = run["results"][0]
     assert (result["ruleId"], result["level"]) == ("NP102", "warning")
     assert result["locations"][0]["physicalLocation"]["region"] == {"startLine": 16}
@@ -399,6 +398,7 @@ def test_each_rule_on_configs_has_an_example_that_it_finds_and_one_mended(
             ((rule.bad, True), (rule.good, False)) if rule.bad else ()
         ):
             report_ = examination.examine(write(tmp_path, text), (), rules)
+            assert not report_.error, rule.identifier
             said = {
                 found.identifier
                 for found, finding in report_.findings
@@ -646,7 +646,6 @@ def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
     # The names' third character.
     numbers = {"config": "01", "machine": "2", "ranks": "3", "code": "4"}
     for rule in all_rules():
-        assert f".rules.{rule.about}.{rule.identifier.lower()}_" in f".{rule.name}"
         assert rule.identifier[2] in numbers[rule.about], (
             f"{rule.identifier} is in {rule.about}/"
         )

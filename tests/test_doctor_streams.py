@@ -22,8 +22,8 @@ from ranks import run_ranks
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import examination, yaml_text
 from nemo_patches.tools.doctor.finding import Finding, Severity
-from nemo_patches.tools.doctor.inputs import DATA_TYPES, Reads
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 # Each entry is in a file of its own, so that an order of files is one of entries.
 ENTRIES, BATCH = 24, 2
@@ -99,11 +99,13 @@ TYPES: list[tuple[str, str, dict[str, Any]]] = [
         for keys, entry in (("", CUTS), ("shar_path", SHAR))
     ),
 ]
+# By its name: how the doctor has it read, and the first series that has it.
+KNOWN_TYPES = TABLE["types_of_inputs"]
 TYPE_NAMES = [f"{name} {keys}".strip() for name, keys, _ in TYPES]
 STREAMS = [
     name
     for name, (data_type, keys, _) in zip(TYPE_NAMES, TYPES, strict=True)
-    if keys or DATA_TYPES[data_type].reads is Reads.STREAM
+    if keys or KNOWN_TYPES[data_type][0] == "STREAM"
 ]
 SEEDS: dict[str, dict[str, Any]] = {
     "a whole number": {"shard_seed": 42},
@@ -616,7 +618,7 @@ def types_in(node: Any) -> set[str]:
     """The types in a config."""
     if isinstance(node, dict):
         return (
-            {node["type"]} & {*DATA_TYPES}
+            {node["type"]} & {*KNOWN_TYPES}
             if "type" in node
             else types_in(list(node.values()))
         )
@@ -625,7 +627,7 @@ def types_in(node: Any) -> set[str]:
 
 def installed(config: dict[str, Any]) -> bool:
     return all(
-        _version(DATA_TYPES[name].since) <= _version(nemo_version())
+        _version(KNOWN_TYPES[name][1]) <= _version(nemo_version())
         for name in types_in(config)
     )
 
@@ -671,11 +673,11 @@ def test_the_table_of_types_is_nemos_own_registry() -> None:
     )
     known = {
         name
-        for name, data_type in DATA_TYPES.items()
-        if _version(data_type.since) <= _version(nemo_version())
+        for name, (_, since) in KNOWN_TYPES.items()
+        if _version(since) <= _version(nemo_version())
     }
     assert set(registry) == known
-    assert {name for name, _, _ in TYPES} == set(DATA_TYPES) - {
+    assert {name for name, _, _ in TYPES} == set(KNOWN_TYPES) - {
         "group",
         "multi_speaker_simulator",
     }

@@ -163,12 +163,13 @@ def test_the_defaults_are_those_of_the_installed_nemo_and_lightning() -> None:
         for name in ("nemo", "lightning")
     )  # type: ignore[union-attr]
     asr = nemo / "collections" / "asr" / "modules"
+    facts = against.facts()["defaults"]
     for path, name, known in (
-        (asr / "conformer_encoder.py", "ConformerEncoder", against.defaults("encoder")),
+        (asr / "conformer_encoder.py", "ConformerEncoder", facts["encoder"]),
         (
             asr / "audio_preprocessing.py",
             "AudioToMelSpectrogramPreprocessor",
-            against.defaults("preprocessor"),
+            facts["preprocessor"],
         ),
     ):
         own = defaults(path, name)
@@ -176,7 +177,7 @@ def test_the_defaults_are_those_of_the_installed_nemo_and_lightning() -> None:
     own = defaults(lightning / "pytorch" / "trainer" / "trainer.py", "Trainer")
     # None is what Lightning replaces by these, in its own words: limits of 1.0, precision 32, no
     # sync_batchnorm
-    trainer = against.defaults("trainer")
+    trainer = facts["trainer"]
     assert {key: own[key] for key in trainer if own[key] is not None} == {
         key: value for key, value in trainer.items() if own[key] is not None
     }

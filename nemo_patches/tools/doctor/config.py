@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from nemo_patches.tools.doctor import interpolations, yaml_text
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.trees import Keys, entries, walk, with_names
+from nemo_patches.tools.doctor.trees import Keys, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _LONGEST_SHOWN = 100  # characters of a value in a finding
-_LONGEST_REASON = 400  # of Hydra's, which names a whole value
 _LARGEST_NUMBER = 1e15
 _MOST_FILES = 30  # of inputs, that may name each other
 # That NeMo's training scripts read.
@@ -89,12 +87,10 @@ class Value:
     def __str__(self) -> str:
         text = "null" if self.value is None else str(self.value)
         text = text.lower() if isinstance(self.value, bool) else text
+        if len(text) > _LONGEST_SHOWN:
+            text = f"{text[:_LONGEST_SHOWN]}..."
         where = "NOT SET, the default" if self.origin == "default" else self.origin
-        return (
-            f"{self.key}:"
-            f" {text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + '...'}"
-            f" ({where})"
-        )
+        return f"{self.key}: {text} ({where})"
 
 
 @dataclass(frozen=True)
@@ -126,24 +122,17 @@ class Config:
             elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
                 node = node[int(key)]
             else:
-                return Value(
-                    ".".join(keys),
-                    default,
-                    origin="default",
-                    line=self.source.line(keys),
-                )
-        return Value(
-            ".".join(keys), node, origin=self.origin(keys), line=self.source.line(keys)
-        )
+                return self._value(keys, default, "default")
+        return self._value(keys, node)
 
-    def origin(self, keys: Keys) -> str:
-        if any(
+    def _value(self, keys: Keys, value: Any, origin: str = "") -> Value:
+        line = self.source.line(keys)
+        overridden = any(
             keys[: len(given)] == given or given[: len(keys)] == keys
             for given in self.overridden
-        ):
-            return "override"
-        line = self.source.line(keys)
-        return f"line {line}" if line else "default"
+        )
+        origin = origin or ("override" if overridden else f"line {line}")
+        return Value(".".join(keys), value, origin=origin, line=line)
 
     def mappings(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
         """Every mapping in it with its path, outer before inner.
@@ -156,16 +145,7 @@ class Config:
             for key, value in self.tree.items()
             if key in SECTIONS or "model" not in self.tree
         }
-        waiting: list[tuple[Keys, Any]] = [((), top)]
-        while waiting:
-            keys, node = waiting.pop(0)
-            if isinstance(node, dict):
-                yield keys, node
-            waiting += [
-                ((*keys, key), child)
-                for key, child in entries(node)
-                if isinstance(child, (dict, list))
-            ]
+        return ((keys, node) for keys, node in walk(top) if isinstance(node, dict))
 
 
 @dataclass(frozen=True)
@@ -214,11 +194,11 @@ def _read_inputs(tree: Any) -> None:
     """Put the inputs of each file that an input_cfg names in its place, as NeMo does, which looks
     for it where the job runs. One that cannot be read stays a name.
     """
-    files = 0
+    room = _MOST_FILES
     for _, node in walk(tree):  # goes on into what was put in
         name = node.get("input_cfg") if isinstance(node, dict) else None
-        if isinstance(name, str) and files < _MOST_FILES:
-            files += 1
+        if isinstance(name, str) and room:
+            room -= 1
             with contextlib.suppress(DoctorError):
                 node["input_cfg"] = yaml_text.read(Path(name), "sequence").tree
 
@@ -228,25 +208,18 @@ def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:
     job.
     """
     entries = tree.get("defaults")
-    if isinstance(entries, list) and not all(
-        _changes_no_value(entry) for entry in entries
-    ):
+    names = [
+        str(name).rpartition(" ")[2]
+        for entry in (entries if isinstance(entries, list) else ())
+        for name in (entry if isinstance(entry, dict) else [entry])
+    ]
+    # This file itself, and Hydra's own part: a launcher, how it logs.
+    if not all(name == "_self_" or name.startswith("hydra/") for name in names):
         raise DoctorError(
             f"{source.path}:{source.line(('defaults',))}: composed by Hydra of other"
             " files, which are not read; examine the composed config: python train.py"
             " ... --cfg job > composed.yaml"
         )
-
-
-def _changes_no_value(entry: Any) -> bool:
-    """Whether an entry of the defaults is this file itself, or is on Hydra's own part: a launcher,
-    how it logs.
-    """
-    names = list(entry) if isinstance(entry, dict) else [entry]
-    return all(
-        name == "_self_" or str(name).rpartition(" ")[2].startswith("hydra/")
-        for name in names
-    )
 
 
 # --- overrides
@@ -260,7 +233,6 @@ def _with_overrides(
         return tree, frozenset()
     from hydra._internal.config_loader_impl import ConfigLoaderImpl  # 0.2 s
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
 
     parser = OverridesParser.create()
     given: set[Keys] = set()
@@ -278,21 +250,8 @@ def _with_overrides(
                 raise ValueError("a sweep; the doctor examines one job at a time")
             ConfigLoaderImpl._apply_overrides_to_config([override], whole)
             given.add(tuple(override.key_or_group.split(".")))
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        AssertionError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # what Hydra raises has no common class
         raise DoctorError(
-            f"{path}: override {_shown(text)} is not allowed:"
-            f" {' '.join(str(error).split())[:_LONGEST_REASON]}"
+            f"{path}: override {text!r} is not allowed: {' '.join(str(error).split())}"
         ) from None
     return with_names(OmegaConf.to_container(whole)), frozenset(given)
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ _OF_LHOTSE = (
     "bucket_duration_bins",
     "bucket_buffer_size",
 )
-_OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
+OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
 _INPUTS = (
     "input_cfg",
     "manifest_filepath",
@@ -51,7 +52,6 @@ _SHORTENING = ("truncate_duration", "cut_into_windows_duration", "audio_duration
 _LENGTHENING = ("concatenate_samples", "random_padding", "is_code_switched")
 _STRETCHING = ("silence", "speed", "time_stretch")  # perturbations of NeMo's
 
-_LONGEST_LINE_BYTES = 1 << 20
 _MOST_ENTRIES = 1_000_000
 
 
@@ -94,7 +94,7 @@ class Dataset(Section):
     @property
     def used(self) -> bool:
         """Whether it has any input: NeMo leaves out a set whose manifest is null."""
-        return bool(self._given(_INPUTS))
+        return bool(self.given(_INPUTS))
 
     @property
     def reader(self) -> str:
@@ -105,13 +105,11 @@ class Dataset(Section):
         `data`, has no other.
         """
         switch = self.get("use_lhotse")
+        if not switch.known:
+            return ""
         if switch.given:
-            if not switch.known:
-                return ""
             return "lhotse" if switch.value else "nemo"
-        if self._given(_OF_LHOTSE_ALONE):
-            return "lhotse"
-        if self.keys[0] == "data":
+        if self.given(OF_LHOTSE_ALONE) or self.keys[0] == "data":
             return "lhotse"
         return "" if any(self.get(key).given for key in _OF_LHOTSE) else "nemo"
 
@@ -131,28 +129,22 @@ class Dataset(Section):
         too, with shuffle.
         """
         place = SetEntry(self.config, self.get, self._handed_down)
-        given = inputs.of_set(
-            place, one_by_one=self.keys[0] != "data" and not self.training
-        )
-        if (shuffle := self.shuffle).value is not False and shuffle.value is not None:
-            given = replace(
-                given, draws=(*given.draws, Draw(self.shard_seed, certain=shuffle.on))
-            )
-        to_map, to_iterable = (
-            self._handed_down(f"force_{kind}_dataset") for kind in ("map", "iterable")
-        )
+        one_by_one = self.keys[0] != "data" and not self.training
+        given = inputs.of_set(place, one_by_one=one_by_one)
+        if self.shuffle.value not in (False, None):
+            draw = Draw(self.shard_seed, certain=self.shuffle.on)
+            given = replace(given, draws=(*given.draws, draw))
+        to_map = self._handed_down("force_map_dataset")
+        to_iterable = self._handed_down("force_iterable_dataset")
         for switch, stream in ((to_iterable, True), (to_map, False)):
-            if switch.value:  # not known counts as well
-                given = replace(given, stream=stream if switch.known else None)
-                given = (
-                    given
-                    if switch.known
-                    else replace(given, unknown=f"{switch.key} is not known")
-                )
+            if not switch.known:
+                unknown = f"{switch.key} is not known"
+                given = replace(given, stream=None, unknown=unknown)
+            elif switch.value:
+                given = replace(given, stream=stream)
         if to_map.on and to_iterable.on:
-            given = replace(
-                given, unknown=f"{to_map.key} and {to_iterable.key} exclude each other"
-            )
+            both = f"{to_map.key} and {to_iterable.key} exclude each other"
+            given = replace(given, unknown=both)
         return given
 
     @property
@@ -162,6 +154,12 @@ class Dataset(Section):
             return self.inputs.stream
         switch = self.get("is_tarred", False).value
         return None if switch is UNKNOWN else bool(switch)
+
+    @property
+    def shares_tar_files(self) -> bool:
+        """Whether NeMo gives each rank tar files of its own."""
+        strategy = self.get("tarred_shard_strategy", "scatter").value
+        return self.nemo and bool(self.tarred) and strategy == "scatter"
 
     @property
     def endless(self) -> bool | None:
@@ -190,84 +188,61 @@ class Dataset(Section):
         """The seeds with which each rank shuffles a non-streamed set on its own, then takes its
         share.
         """
-        if (
-            not self.lhotse
-            or self.inputs.unknown
-            or self.tarred is not False
-            or self.endless is not False
-        ):
+        shared = self.tarred is False and self.endless is False
+        if not self.lhotse or self.inputs.unknown or not shared:
             return ()
-        seeds = [
-            draw.seed
-            for draw in self.inputs.draws
-            if draw.certain and draw.seed.value == "trng"
-        ]
-        return tuple(dict.fromkeys(seeds))
-
-    def key(self, name: str) -> str:
-        """Where a key of it counts: in the section that holds the set, for some of a
-        multi_config.
-        """
-        return self.get(name).key
+        seeds = [draw.seed for draw in self.inputs.draws if draw.certain]
+        return tuple(dict.fromkeys(seed for seed in seeds if seed.value == "trng"))
 
     @property
     def dynamic(self) -> list[Value]:
         """What makes its batches differ in size."""
-        return self._given(("batch_duration", "bucket_batch_size"))
+        return self.given(("batch_duration", "bucket_batch_size"))
 
-    def _given(self, keys: Iterable[str]) -> list[Value]:
+    def given(self, keys: Iterable[str]) -> list[Value]:
         return [value for value in map(self.get, keys) if value.value is not None]
 
     def entries(self, at_most: int) -> int | None:
         """How many its manifest has, counted up to a number; None where it is no file of lines on
-        this machine.
+        this machine, or Lhotse reads another input in its place.
         """
-        manifest = self.get("manifest_filepath").value
-        if not isinstance(manifest, str) or at_most > _MOST_ENTRIES:
+        manifest = self.get("manifest_filepath")
+        if not manifest.named or self.given(OF_LHOTSE_ALONE) or at_most > _MOST_ENTRIES:
             return None
-        if self._given(_OF_LHOTSE_ALONE):
-            return None  # Lhotse reads that in its place
-        count = 0
         try:
-            if not Path(manifest).is_file():
+            if not Path(manifest.value).is_file():
                 return None
-            with open(manifest, "rb") as file:
-                while count < at_most and (line := file.readline(_LONGEST_LINE_BYTES)):
-                    if len(line) == _LONGEST_LINE_BYTES:
-                        return None
-                    count += bool(line.strip())
+            with open(manifest.value, "rb") as file:
+                lines = (line for line in file if line.strip())
+                return sum(1 for _ in islice(lines, at_most))
         except (OSError, ValueError):
             return None
-        return count
 
     def _handed_down(self, key: str) -> Value:
         """A key that the entries of an input_cfg take from the set. speechlm2's DataModule ends all
         evaluation.
         """
-        if (
-            self.keys[0] == "data"
-            and not self.training
-            and key in ("force_finite", "force_map_dataset")
-        ):
+        ends = key in ("force_finite", "force_map_dataset") and not self.training
+        if self.keys[0] == "data" and ends:
             return Value(f"{self.where}.{key}", True, "default")
         defaults = {"shard_seed": self.shard_seed, "shuffle": self.shuffle}
         return defaults[key] if key in defaults else self.get(key, False)
 
     def longest(self) -> Longest:
         """By its limits; not told where audio is made longer after them."""
-        limits = [self.get("max_duration", math.inf if self.lhotse else None)]
         # Of diarization; a negative one is the whole recording.
         session = self.get("session_len_sec")
         if self.nemo and session.given:
             whole = session.number is not None and session.number < 0
             return Longest(math.inf if whole else session.number, (session,))
+        limits = [self.get("max_duration", math.inf if self.lhotse else None)]
         limits += [limit for limit in map(self.get, _SHORTENING) if limit.given]
         longer = [value for value in map(self.get, _LENGTHENING) if value.value]
-        augmentor = self.get("augmentor").value
-        stretched = isinstance(augmentor, dict) and not augmentor.keys().isdisjoint(
-            _STRETCHING
-        )
-        if longer or augmentor is UNKNOWN or (stretched and not self.lhotse):
+        augmentor = self.get("augmentor")
+        stretched = isinstance(augmentor.value, dict) and not self.lhotse
+        if stretched and not augmentor.value.keys().isdisjoint(_STRETCHING):
+            longer.append(augmentor)
+        if longer or not augmentor.known:
             return Longest(None, (*limits, *longer))
         return Longest(_smallest(limits), tuple(limits))
 
@@ -280,21 +255,19 @@ def found_in(config: Config) -> Iterator[Dataset]:
         role = ROLES.get(keys[-1]) if keys else None
         if role is None:
             continue
+        inner: list[tuple[str, ...]] = []
         named = section.get("datasets")
         if isinstance(named, dict):
-            for name, inner in named.items():
-                if isinstance(inner, dict):
-                    yield Dataset(
-                        config, (*keys, "datasets", name), role=role, outer=keys
-                    )
+            inner = [("datasets", key) for key in named if isinstance(named[key], dict)]
         elif section.get("multi_config") is True:
-            for name, inner in section.items():
-                if isinstance(inner, dict) and name != "sampler_weights":
-                    yield Dataset(config, (*keys, name), role=role, outer=keys)
+            inner = [(key,) for key in section if isinstance(section[key], dict)]
         elif _is_lhotse_inside(section):
-            yield Dataset(config, (*keys, "dataset"), role=role, outer=keys)
+            inner = [("dataset",)]
         else:
             yield Dataset(config, keys, role)
+        for path in inner:
+            if path[-1] != "sampler_weights":
+                yield Dataset(config, (*keys, *path), role=role, outer=keys)
 
 
 def _is_lhotse_inside(section: Mapping[str, Any]) -> bool:
@@ -302,11 +275,8 @@ def _is_lhotse_inside(section: Mapping[str, Any]) -> bool:
     inner = section.get("dataset")
     if not isinstance(inner, dict) or "_target_" in inner:
         return False
-    return bool(
-        section.get("use_lhotse")
-        or inner.get("use_lhotse")
-        or inner.keys() & set(_OF_LHOTSE_ALONE)
-    )
+    switch = section.get("use_lhotse") or inner.get("use_lhotse")
+    return bool(switch or inner.keys() & set(OF_LHOTSE_ALONE))
 
 
 def _smallest(limits: list[Value]) -> float | None:
@@ -317,6 +287,5 @@ def _smallest(limits: list[Value]) -> float | None:
     if numbers:
         # NP125: no entry is that short.
         return min(numbers) if min(numbers) > 0 else None
-    return (
-        math.inf if all(limit.value in (None, math.inf) for limit in limits) else None
-    )
+    endless = all(limit.value in (None, math.inf) for limit in limits)
+    return math.inf if endless else None

@@ -9,34 +9,13 @@ from dataclasses import dataclass
 from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.syntax import last_part
-from nemo_patches.tools.doctor.trees import Keys
 
 FLAG = "sync_max_audio_length"
 
 
-@dataclass(frozen=True)
-class EncoderClass:
-    """A class of NeMo with a length sync. keys: what the class takes that the sync is of."""
-
-    name: str
-    keys: frozenset[str]
-
-    @property
-    def has_flag(self) -> bool:
-        """Whether it takes sync_max_audio_length."""
-        return FLAG in self.keys
-
-    @property
-    def positional(self) -> bool:
-        """Whether it has positional encodings that start at pos_emb_max_len and grow.
-
-        ConvASREncoder has none, and as it always syncs, its other buffer grows alike everywhere.
-        """
-        return "pos_emb_max_len" in self.keys
-
-
-_CLASSES = {
-    name: EncoderClass(name, frozenset(entry["keys"]))
+# What each class with a length sync takes, by its name.
+TAKEN: dict[str, frozenset[str]] = {
+    name: frozenset(entry["keys"])
     for base, entry in known_keys.ENCODERS.items()
     for name in (base, *entry["also"])
 }
@@ -77,18 +56,27 @@ class Frames:
 
 @dataclass(frozen=True)
 class Encoder(Section):
-    """One encoder in a config."""
+    """One encoder in a config, of a class of NeMo with a length sync."""
 
-    cls: EncoderClass
+    name: str
 
     @property
-    def name(self) -> str:
-        return self.cls.name
+    def has_flag(self) -> bool:
+        """Whether it takes sync_max_audio_length."""
+        return FLAG in TAKEN[self.name]
+
+    @property
+    def positional(self) -> bool:
+        """Whether it has positional encodings that start at pos_emb_max_len and grow.
+
+        ConvASREncoder has none, and as it always syncs, its other buffer grows alike everywhere.
+        """
+        return "pos_emb_max_len" in TAKEN[self.name]
 
     @property
     def flag(self) -> Value:
         """The effective sync_max_audio_length; true where the class does not have it."""
-        if not self.cls.has_flag:
+        if not self.has_flag:
             return Value(f"{self.where}.{FLAG}", True, "default")
         return self.get(FLAG, True)
 
@@ -103,7 +91,7 @@ class Encoder(Section):
     def grows(self) -> bool:
         """Whether it has positional encodings that grow."""
         attention = self.get("self_attention_model", "rel_pos").value
-        return self.cls.positional and attention not in _WITHOUT_GROWTH
+        return self.positional and attention not in _WITHOUT_GROWTH
 
     @property
     def max_len(self) -> Value:
@@ -111,52 +99,48 @@ class Encoder(Section):
         return self.get("pos_emb_max_len", 5000)
 
     def frames(self) -> Frames | None:
-        """How audio becomes this encoder's frames; None where the config does not tell."""
+        """How audio becomes this encoder's frames, by the nearest preprocessor beside it or a
+        section that holds it; None where the config does not tell.
+        """
         # It gets another encoder's output.
         if any("adapter" in key for key in self.keys):
             return None
-        for depth in range(len(self.keys) - 1, -1, -1):
-            holder = self.keys[:depth]
-            frames = self._mel(holder)
-            if frames:
-                return frames
-        return None
-
-    def _mel(self, holder: Keys) -> Frames | None:
-        """From AudioToMelSpectrogramPreprocessor beside it, with NeMo's defaults."""
-        mel = Section(self.config, (*holder, "preprocessor"))
-        target = _class_name(mel.get("_target_").value)
-        if target not in _MEL:
-            return None
-        rate = mel.get("sample_rate", 16000)
-        stride = mel.get("window_stride", 0.01)
-        hop = mel.get("n_window_stride")
-        exact = mel.get("exact_pad", False)
-        pad_to = mel.get("pad_to", 16 if target == _MEL[0] else 0)
-        if (
-            rate.number is None
-            or (hop.number or stride.number) is None
-            or pad_to.number is None
-        ):
-            return None
-        samples = int(hop.number or rate.number * float(stride.number or 0))
-        if samples < 1:
-            return None
-        return Frames(
-            rate=rate.number,
-            hop=samples,
-            center=not exact.on,
-            pad_to=int(pad_to.number),
-            read=(hop if hop.number else stride, pad_to),
+        holders = [self.keys[:depth] for depth in reversed(range(len(self.keys)))]
+        found = (
+            _mel(Section(self.config, (*each, "preprocessor"))) for each in holders
         )
+        return next(filter(None, found), None)
+
+
+def _mel(mel: Section) -> Frames | None:
+    """Of an AudioToMelSpectrogramPreprocessor, with NeMo's defaults."""
+    target = _class_name(mel.get("_target_").value)
+    if target not in _MEL:
+        return None
+    rate = mel.get("sample_rate", 16000)
+    stride = mel.get("window_stride", 0.01)
+    hop = mel.get("n_window_stride")
+    pad_to = mel.get("pad_to", 16 if target == _MEL[0] else 0)
+    if rate.number is None or pad_to.number is None:
+        return None
+    samples = int(hop.number or rate.number * (stride.number or 0))
+    if samples < 1:
+        return None
+    return Frames(
+        rate=rate.number,
+        hop=samples,
+        center=not mel.get("exact_pad", False).on,
+        pad_to=int(pad_to.number),
+        read=(hop if hop.number else stride, pad_to),
+    )
 
 
 def found_in(config: Config) -> Iterator[Encoder]:
     """Every encoder in the config, however deep: pre_encoder, perception, teacher."""
     for keys, section in config.mappings():
-        cls = class_of(section.get("_target_"))
-        if cls:
-            yield Encoder(config, keys, cls)
+        name = class_of(section.get("_target_"))
+        if name:
+            yield Encoder(config, keys, name)
 
 
 def unknown_in(config: Config) -> Iterator[Value]:
@@ -165,19 +149,16 @@ def unknown_in(config: Config) -> Iterator[Value]:
     """
     for keys, section in config.mappings():
         target = section.get("_target_")
-        known = (
-            class_of(target) is not None
-            or _class_name(target) in known_keys.WITHOUT_SYNC
-        )
+        known = class_of(target) or _class_name(target) in known_keys.WITHOUT_SYNC
         if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
             yield config.get((*keys, "_target_"))
 
 
-def class_of(target: object) -> EncoderClass | None:
-    """The class that a _target_ names, None for any without a length sync that is known."""
-    if not isinstance(target, str) or target.startswith(_NAMESAKES):
-        return None
-    return _CLASSES.get(_class_name(target))
+def class_of(target: object) -> str:
+    """The class with a length sync that a _target_ names; empty for any other."""
+    name = _class_name(target)
+    namesake = str(target).startswith(_NAMESAKES)
+    return name if name in TAKEN and not namesake else ""
 
 
 def _class_name(target: object) -> str:

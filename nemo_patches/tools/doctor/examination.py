@@ -5,8 +5,7 @@ choose the rules, check them on a config, a machine or ranks, and sort the findi
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,17 +68,22 @@ def chosen(select: Sequence[str] = (), ignore: Sequence[str] = ()) -> tuple[Rule
     Raises DoctorError for one that no rule's identifier begins with.
     """
     rules = all_rules()
-    wanted = _identifiers(select)
-    unwanted = _identifiers(ignore)
-    for identifier in (*wanted, *unwanted):
-        if not any(rule.identifier.startswith(identifier) for rule in rules):
-            raise _no_rule(identifier)
+    wanted = _beginnings(select, rules) or ("",)
+    unwanted = _beginnings(ignore, rules)
     return tuple(
         rule
         for rule in rules
-        if (not wanted or rule.identifier.startswith(tuple(wanted)))
-        and not rule.identifier.startswith(tuple(unwanted))
+        if rule.identifier.startswith(wanted)
+        and not rule.identifier.startswith(unwanted)
     )
+
+
+def _beginnings(given: Sequence[str], rules: Sequence[Rule]) -> tuple[str, ...]:
+    names = " ".join(given).replace(",", " ").upper().split()
+    for name in names:
+        if not any(rule.identifier.startswith(name) for rule in rules):
+            raise _no_rule(name)
+    return tuple(names)
 
 
 def named(identifier: str) -> Rule:
@@ -89,12 +93,24 @@ def named(identifier: str) -> Rule:
     raise _no_rule(identifier)
 
 
+def _no_rule(identifier: str) -> DoctorError:
+    known = ", ".join(rule.identifier for rule in all_rules())
+    return DoctorError(
+        f"no rule {identifier!r}; allowed: {known}; to select or ignore, also how some"
+        " of them begin"
+    )
+
+
 def examine(
     path: Path,
     overrides: Sequence[str],
     rules: Sequence[Rule],
 ) -> Examination:
-    """Read one config and check every rule on it. Never raises for what is in the config."""
+    """Read one config, or a model's code, and check every rule on it. Never raises for what is in
+    it.
+    """
+    if path.suffix == ".py":
+        return examine_code(path, rules)
     try:
         config = reading.load(path, overrides)
     except DoctorError as error:
@@ -109,21 +125,12 @@ def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:
         found = code.read(path)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
-    of_nemo = [
-        rule.identifier for rule in rules if rule.about == "code" and rule.needs_nemo
-    ]
-    unchecked = () if found.nemo else tuple(of_nemo)
+    of_nemo = [rule.identifier for rule in rules if rule.needs_nemo]
     return Examination(
-        str(path), found.headline, checked(found, rules, "code"), unchecked=unchecked
-    )
-
-
-def in_order(findings: Iterable[Pair]) -> tuple[Pair, ...]:
-    return tuple(
-        sorted(
-            findings,
-            key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0),
-        )
+        str(path),
+        found.headline,
+        checked(found, rules, "code"),
+        unchecked=() if found.nemo else tuple(of_nemo),
     )
 
 
@@ -142,36 +149,21 @@ def checked(
 
     A rule that raises becomes a finding of NP001.
     """
-    return in_order(
-        pair
-        for rule in rules
-        if rule.about == about
-        for pair in _checked(rule, subject)
+    found: list[Pair] = []
+    for rule in rules:
+        if rule.about != about:
+            continue
+        try:
+            found += [(rule, finding) for finding in rule.check(subject)]
+        except (
+            Exception
+        ) as error:  # one rule's fault must not hide what the others find
+            what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
+            instead = "a report of this, with what was examined"
+            found.append((named(CRASHED), warning(what, (), instead)))
+    return tuple(
+        sorted(
+            found,
+            key=lambda pair: (-pair[1].severity, pair[0].identifier, pair[1].line or 0),
+        )
     )
-
-
-def _checked(rule: Rule, subject: object) -> list[Pair]:
-    try:
-        return [(rule, finding) for finding in rule.check(subject)]
-    except Exception as error:  # one rule's fault must not hide what the others find
-        what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
-        return [
-            (
-                named(CRASHED),
-                warning(what, (), "a report of this, with what was examined"),
-            )
-        ]
-
-
-def _no_rule(identifier: str) -> DoctorError:
-    known = ", ".join(rule.identifier for rule in all_rules())
-    return DoctorError(
-        f"no rule {identifier!r}; allowed: {known}; to select or ignore, also how some"
-        " of them begin"
-    )
-
-
-def _identifiers(given: Sequence[str]) -> list[str]:
-    return [
-        part.upper() for text in given for part in re.split(r"[,\s]+", text) if part
-    ]

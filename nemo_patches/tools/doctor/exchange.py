@@ -29,9 +29,8 @@ from nemo_patches.tools.doctor.ranks import Facts, Ranks
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_MOST_BYTES = 1 << 18  # that a rank may publish
-_MOST_ITEMS = 256  # of a list or mapping in it
 _POLL_S = 0.02
+_MOST_BYTES = 1 << 18  # that a rank may publish
 # Timeouts: the store's server is waited for, and then the ranks.
 _TO_CONNECT_AND_COLLECT = 2
 _ROOM_S = 5.0
@@ -54,86 +53,68 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
         timeout = Settings.resolve().timeout
     except SettingsError as error:
         raise DoctorError(str(error)) from None
-    part = _Part(here, own_facts(here, loaders), timeout)
+    own = own_facts(here, loaders)
     # Torch's calls cannot be interrupted.
-    thread = threading.Thread(target=part.take, daemon=True)
-    thread.start()
-    thread.join(_TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S)
-    if thread.is_alive():
-        raise DoctorError(f"rank {here.rank} came to no end; it was at {part.at}")
-    if part.error:
-        raise DoctorError(part.error)
-    return None if here.rank else Ranks(here.size, timeout, part.facts)
+    limit = _TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S
+    watch = threading.Timer(limit, _give_up, [here])
+    watch.daemon = True
+    watch.start()
+    try:
+        facts = _exchanged(here, own, timeout)
+    except Exception as error:  # torch has no common class for what its stores raise
+        where = f"the job's store at {here.address}:{here.port}"
+        raise DoctorError(f"rank {here.rank}, {where}: {first_line(error)}") from None
+    finally:
+        watch.cancel()
+    return None if here.rank else Ranks(here.size, timeout, facts)
+
+
+def _give_up(here: RankPlace) -> None:
+    store = f"the job's store at {here.address}:{here.port}"
+    text = f"nemo-patches doctor: rank {here.rank} has no answer of {store}"
+    print(text, file=sys.stderr)
+    leave(0 if here.rank else 2)
 
 
 def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
     versions = machine.versions()
     try:
         report = status.examine()
-        versions = {
-            **report.versions,
-            **{name: versions[name] for name in versions if "lightning" in name},
-        }
+        versions |= report.versions
         settings = {setting.name: setting.value for setting in report.settings}
         by_itself = "by itself" if report.auto_apply == "on" else "only by apply()"
         settings[_PATCHING] = "; ".join(report.reasons) or by_itself
     except status.StatusError as error:
         settings = {_PATCHING: str(error)}
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
-    }
     return Facts(
         rank=here.rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         versions=versions,
         settings=settings,
-        environment=environment,
+        environment={
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
+        },
         loaders=dict(loaders),
     )
 
 
-class _Part:
-    """This rank's part, on a thread of its own."""
+def _exchanged(here: RankPlace, own: Facts, timeout: timedelta) -> dict[int, Facts]:
+    import torch.distributed as dist
 
-    def __init__(self, here: RankPlace, own: Facts, timeout: timedelta) -> None:
-        self.facts: dict[int, Facts] = {}
-        self.at = "its start"
-        self.error = ""
-        self._here = here
-        self._own = own
-        self._timeout = timeout
-
-    def take(self) -> None:
-        try:
-            self._take()
-        except (
-            Exception
-        ) as error:  # torch has no common class for what its stores raise
-            self.error = f"rank {self._here.rank}, at {self.at}: {first_line(error)}"
-
-    def _take(self) -> None:
-        import torch.distributed as dist
-
-        here = self._here
-        self.at = f"connecting to the job's store at {here.address}:{here.port}"
-        server = dist.TCPStore(
-            here.address,
-            here.port,
-            is_master=here.has_server,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            **({"multi_tenant": True} if here.has_server else {}),
-        )
-        store = dist.PrefixStore("nemo_patches/doctor", server)
-        self.at = "publishing its facts"
-        _publish(store, self._own)
-        if here.rank == 0:
-            self.at = "collecting the ranks' facts"
-            self.facts = _collect(store, here.size, self._timeout)
-            self.facts.setdefault(0, self._own)
+    server = dist.TCPStore(
+        here.address,
+        here.port,
+        is_master=here.has_server,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=here.has_server,
+    )
+    store = dist.PrefixStore("nemo_patches/doctor", server)
+    _publish(store, own)
+    return _collect(store, here.size, timeout) if here.rank == 0 else {}
 
 
 def _publish(store: dist.Store, own: Facts) -> None:
@@ -174,19 +155,14 @@ def _decoded(data: bytes) -> Facts | None:
         return None
     try:
         return msgspec.convert(_printable(msgspec.json.decode(data)), Facts)
-    except (msgspec.DecodeError, RecursionError):
+    except msgspec.DecodeError:
         return None
 
 
 def _printable(content: Any) -> Any:
     """JSON's content with its texts cut, and without control characters."""
     if isinstance(content, dict):
-        return {
-            safe(name): _printable(value)
-            for name, value in list(content.items())[:_MOST_ITEMS]
-        }
-    if isinstance(content, list | tuple):
-        return [_printable(value) for value in content[:_MOST_ITEMS]]
+        return {safe(name): _printable(value) for name, value in content.items()}
     return safe(content) if isinstance(content, str) else content
 
 

@@ -5,13 +5,10 @@ A rule is a file in rules/, explained by its docstring.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
@@ -96,62 +93,21 @@ def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: the module `name`, which is imported when it is first looked at, as most runs need
-    a few of them.
+    """One rule, as its file has it.
 
-    about: "config", "code", "machine" or "ranks", the folder that the rule is in.
+    about: "config", "code", "machine" or "ranks", the folder that the file is in. check: what it
+    finds in a Job, a Code, a Machine or Ranks. whole: also its notes are printed with all lines.
+    needs_nemo: without an installed NeMo it finds nothing.
     """
 
     identifier: str
     about: str
-    name: str
-
-    @property
-    def finds(self) -> str:
-        return self._documentation[0]
-
-    @property
-    def why(self) -> str:
-        return self._documentation[1]
-
-    @property
-    def link(self) -> str:
-        return self._documentation[2]
-
-    @property
-    def worst(self) -> Severity:
-        return Severity(self._module.WORST)
-
-    def check(self, subject: Any) -> Iterable[Finding]:
-        """What it finds in a Job, a Code, a Machine or Ranks, as of `about`; nothing by itself if
-        others report it.
-        """
-        check = getattr(self._module, "check", None)
-        return check(subject) if check else ()
-
-    @property
-    def whole(self) -> bool:
-        return getattr(self._module, "WHOLE", False)
-
-    @property
-    def needs_nemo(self) -> bool:
-        """Whether it compares with the installed NeMo, so that it finds nothing without one."""
-        return getattr(self._module, "NEEDS_NEMO", False)
-
-    @property
-    def bad(self) -> str:
-        return getattr(self._module, "BAD", "")
-
-    @property
-    def good(self) -> str:
-        return getattr(self._module, "GOOD", "")
-
-    @property
-    def _module(self) -> ModuleType:
-        return import_module(self.name)
-
-    @property
-    def _documentation(self) -> tuple[str, str, str]:
-        finds, _, rest = (inspect.getdoc(self._module) or "").partition("\n\n")
-        why, _, link = rest.rpartition("\nLink:")
-        return " ".join(finds.split()), " ".join(why.split()), link.strip()
+    finds: str
+    why: str
+    link: str
+    worst: Severity
+    check: Callable[[Any], Iterable[Finding]]
+    whole: bool
+    needs_nemo: bool
+    bad: str
+    good: str

@@ -60,14 +60,8 @@ class _CannotBeMade(Exception):
 
 
 def _with(source: YamlText, change: Change) -> YamlText:
-    node = source.nodes.get(change.keys)
-    text = (
-        _replaced(source, node, change.value)
-        if node is not None
-        else _inserted(source, change)
-    )
     try:
-        after = yaml_text.parse(source.path, text)
+        after = yaml_text.parse(source.path, _changed(source, change))
     except DoctorError:
         raise _CannotBeMade("the text cannot be read after it") from None
     wanted = deepcopy(source.tree)
@@ -77,24 +71,28 @@ def _with(source: YamlText, change: Change) -> YamlText:
     return after
 
 
-def _replaced(source: YamlText, node: yaml.Node, value: Any) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise _CannotBeMade(f"it is a {node.id} now")
+def _changed(source: YamlText, change: Change) -> str:
+    """The text with the value replaced, or inserted before the first key of its mapping: the only
+    place whose indentation is certain.
+    """
     text = source.text
-    return text[: node.start_mark.index] + _scalar(value) + text[node.end_mark.index :]
-
-
-def _inserted(source: YamlText, change: Change) -> str:
-    """Insert before the first key of the mapping: the only place whose indentation is certain."""
+    value = _scalar(change.value)
+    node = source.nodes.get(change.keys)
+    if isinstance(node, yaml.ScalarNode):
+        return text[: node.start_mark.index] + value + text[node.end_mark.index :]
+    if node is not None:
+        raise _CannotBeMade(f"it is a {node.id} now")
     mapping = source.nodes.get(change.keys[:-1])
-    if not isinstance(mapping, yaml.MappingNode) or not mapping.value:
+    if not isinstance(mapping, yaml.MappingNode):
         raise _CannotBeMade("there is no section for it")
-    if mapping.flow_style:
+    marks = [key.start_mark for key, _ in mapping.value]
+    own = [mark for mark in marks if mark.index >= mapping.start_mark.index]
+    if mapping.flow_style or not own:
         raise _CannotBeMade("its section is not written line by line")
-    mark = mapping.value[0][0].start_mark
-    newline = "\r\n" if "\r\n" in source.text else "\n"
-    line = f"{change.keys[-1]}: {_scalar(change.value)}{newline}{' ' * mark.column}"
-    return source.text[: mark.index] + line + source.text[mark.index :]
+    at = own[0].index
+    newline = "\r\n" if "\r\n" in text else "\n"
+    line = f"{change.keys[-1]}: {value}{newline}{' ' * own[0].column}"
+    return text[:at] + line + text[at:]
 
 
 def _scalar(value: Any) -> str:

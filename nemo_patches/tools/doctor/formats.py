@@ -7,28 +7,23 @@ from typing import Any
 
 import nemo_patches
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import Finding, Rule, Severity
+from nemo_patches.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, Rule
 
-_OF_GITHUB = {
-    Severity.ERROR: "error",
-    Severity.WARNING: "warning",
-    Severity.NOTE: "notice",
-}
-_ESCAPED = str.maketrans({"%": "%25", "\r": "%0D", "\n": "%0A"})
-_ESCAPED_IN_PROPERTY = str.maketrans(
-    {"%": "%25", "\r": "%0D", "\n": "%0A", ":": "%3A", ",": "%2C"}
-)
+_OF_GITHUB = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
+_ESCAPED = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+_IN_TEXT = str.maketrans(_ESCAPED)
+_IN_PROPERTY = str.maketrans({**_ESCAPED, ":": "%3A", ",": "%2C"})
 
 
 def github(reports: Sequence[Examination]) -> Iterator[str]:
     """One GitHub workflow command per finding: an annotation on its line of a pull request."""
     for each in reports:
-        file = each.name.translate(_ESCAPED_IN_PROPERTY)
+        file = each.name.translate(_IN_PROPERTY)
         if each.error:
-            yield f"::error file={file}::{each.error.translate(_ESCAPED)}"
+            yield f"::error file={file}::{each.error.translate(_IN_TEXT)}"
         for rule, finding in each.findings:
             line = f",line={finding.line}" if finding.line else ""
-            text = _text(finding).translate(_ESCAPED)
+            text = _text(finding).translate(_IN_TEXT)
             yield (
                 f"::{_OF_GITHUB[finding.severity]}"
                 f" file={file}{line},title={rule.identifier}::{text}"
@@ -36,11 +31,7 @@ def github(reports: Sequence[Examination]) -> Iterator[str]:
 
 
 def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, Any]:
-    unreadable = [
-        {"level": "error", "message": {"text": each.error}}
-        for each in reports
-        if each.error
-    ]
+    """What cannot be read is said on stderr, and by the exit code."""
     return {
         "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
         "version": "2.1.0",
@@ -53,12 +44,6 @@ def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, An
                         "rules": [_rule(rule) for rule in rules],
                     }
                 },
-                "invocations": [
-                    {
-                        "executionSuccessful": not unreadable,
-                        "toolExecutionNotifications": unreadable,
-                    }
-                ],
                 "results": [
                     _result(each.name, rule, finding)
                     for each in reports
@@ -73,19 +58,20 @@ def _rule(rule: Rule) -> dict[str, Any]:
     """With a helpUri where the rule's link is one: a document of ours has no address of its own
     yet.
     """
-    link = {"helpUri": rule.link} if rule.link.startswith("https://") else {}
-    return {
+    described: dict[str, Any] = {
         "id": rule.identifier,
         "shortDescription": {"text": rule.finds},
         "fullDescription": {"text": rule.why},
         "help": {"text": f"{rule.why} {rule.link}"},
         "defaultConfiguration": {"level": str(rule.worst)},
-        **link,
     }
+    if rule.link.startswith("https://"):
+        described["helpUri"] = rule.link
+    return described
 
 
 def _result(name: str, rule: Rule, finding: Finding) -> dict[str, Any]:
-    location: dict[str, Any] = {"artifactLocation": {"uri": name.replace("\\", "/")}}
+    location: dict[str, Any] = {"artifactLocation": {"uri": name}}
     if finding.line:
         location["region"] = {"startLine": finding.line}
     return {
@@ -97,8 +83,5 @@ def _result(name: str, rule: Rule, finding: Finding) -> dict[str, Any]:
 
 
 def _text(finding: Finding) -> str:
-    return (
-        f"{finding.what}. Instead: {finding.instead}"
-        if finding.instead
-        else finding.what
-    )
+    instead = f". Instead: {finding.instead}" if finding.instead else ""
+    return finding.what + instead

@@ -10,38 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Config, Value
 
-
-class Reads(Enum):
-    """What decides whether an input of some type is a stream: read whole by each worker of each
-    rank.
-    """
-
-    STREAM = "always one, also without tar files"
-    TARRED = "one with tarred_audio_filepaths"
-    SHAR = "one with shar_path"
-    AS_SET = "as a set of its own with the same keys"
-    GROUP = "as the entries of its input_cfg"
-    SIMULATED = "drawn from the process's own random numbers, whatever shard_seed is"
-
-
-@dataclass(frozen=True)
-class DataType:
-    """One of NeMo's types of input, and the first series that has it."""
-
-    reads: Reads
-    since: str
-
-
-DATA_TYPES = {
-    name: DataType(Reads[reads], since)
-    for name, (reads, since) in known_keys.TABLE["types_of_inputs"].items()
+# What decides whether an input is a stream, which each worker of each rank reads whole, by the name
+# of its type.
+READS: dict[str, str] = {
+    name: reads for name, (reads, _) in known_keys.TABLE["types_of_inputs"].items()
 }
+
+
+_ENDS = ("force_finite", "metadata_only")
 
 
 @dataclass(frozen=True)
@@ -113,25 +94,19 @@ def _of_entries(place: SetEntry) -> Inputs:
     """Those of an input_cfg: with one it is that one, of several NeMo draws which comes next."""
     listed = place.own("input_cfg")
     if not isinstance(listed.value, list) or not listed.value:
-        what = (
-            "in another file, which is not read"
-            if isinstance(listed.value, str)
-            else "no list that can be read"
-        )
+        file = "in another file, which is not read"
+        what = file if listed.named else "no list that can be read"
         return Inputs(None, None, unknown=f"{listed.key} is {what}")
     parts = [_of_entry(place, index, entry) for index, entry in enumerate(listed.value)]
-    first, *others = parts
-    if not others:
-        return first
+    if len(parts) == 1:
+        return parts[0]
     stream, refused = _mixed(place, [part.stream for part in parts])
     refused = refused or any(part.refused for part in parts)
-    mixed = _repeated(True, place, ("force_finite", "metadata_only"))
+    ends = [part.endless for part in parts] + [_repeated(True, place, _ENDS)]
     draws = [draw for part in parts for draw in part.draws]
     return Inputs(
         stream=stream,
-        endless=None
-        if refused
-        else any_known([*(part.endless for part in parts), mixed]),
+        endless=None if refused else any_known(ends),
         draws=(*draws, Draw(place.get("shard_seed"), certain=True)),
         unknown=next((part.unknown for part in parts if part.unknown), ""),
         refused=refused,
@@ -154,74 +129,54 @@ def _mixed(place: SetEntry, kinds: list[bool | None]) -> tuple[bool | None, bool
 def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
     inner = place.entry(index)
     name = inner.own("type")
-    data_type = (
-        DATA_TYPES.get(name.value)
-        if isinstance(entry, dict) and isinstance(name.value, str)
-        else None
-    )
-    if data_type is None:
-        what = name.value if name.known and name.value is not None else "it"
-        return Inputs(
-            None,
-            None,
-            unknown=f"{name.key}: {what} is no type of input that is known of NeMo",
-        )
-    if data_type.reads is Reads.STREAM:
+    reads = READS.get(name.value) if isinstance(entry, dict) and name.named else None
+    if reads == "STREAM":
         return Inputs(True, _repeated(True, inner), _order_of_files(inner))
-    if data_type.reads is Reads.TARRED:
+    if reads == "TARRED":
         return _of_manifests(inner)
-    if data_type.reads is Reads.SHAR:
+    if reads == "SHAR":
         return _of_lhotse(inner)
-    if data_type.reads is Reads.AS_SET:
+    if reads == "AS_SET":
         return of_set(inner)
-    if data_type.reads is Reads.GROUP:
+    if reads == "GROUP":
         return _of_entries(inner)
-    return Inputs(
-        _on(inner.own("is_tarred")),
-        True,
-        unknown=f"{name.key}: {name.value} is {data_type.reads.value}",
-    )
+    if reads == "SIMULATED":
+        what = "drawn from the process's own random numbers, whatever shard_seed is"
+        unknown = f"{name.key}: {name.value} is {what}"
+        return Inputs(_on(inner.own("is_tarred")), True, unknown=unknown)
+    what = name.value if name.known and name.value is not None else "it"
+    unknown = f"{name.key}: {what} is no type of input that is known of NeMo"
+    return Inputs(None, None, unknown=unknown)
 
 
 def _of_manifests(place: SetEntry, one_by_one: bool = False) -> Inputs:
     """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a
     stream.
     """
-    stream = _given(place, "tarred_audio_filepaths")
+    stream, unknown = _given(place, "tarred_audio_filepaths")
     manifests = place.own("manifest_filepath").value
     listed = isinstance(manifests, list) and not one_by_one
     draws = _order_of_files(place)
-    unknown = (
-        f"{place.own('tarred_audio_filepaths').key} is not known"
-        if stream is None
-        else ""
-    )
     if listed and len(manifests) > 1:
         draws = (*draws, Draw(place.get("shard_seed"), certain=True))
-    endless = _repeated(listed or stream, place, ("force_finite", "metadata_only"))
-    return Inputs(stream, endless, draws=draws, unknown=unknown)
+    return Inputs(
+        stream, _repeated(listed or stream, place, _ENDS), draws=draws, unknown=unknown
+    )
 
 
 def _of_lhotse(place: SetEntry) -> Inputs:
     """Lhotse's cuts, or Shar, which is always shuffled, and of which a list is mixed."""
-    stream = _given(place, "shar_path")
+    stream, unknown = _given(place, "shar_path")
     if stream is False:
         return Inputs(False, False)
-    path = place.own("shar_path")
-    unless = (
-        ("force_finite",)
-        if isinstance(path.value, list)
-        else ("force_finite", "metadata_only")
-    )
-    unknown = "" if stream else f"{path.key} is not known"
+    listed = isinstance(place.own("shar_path").value, list)
+    endless = _repeated(stream, place, _ENDS[:1] if listed else _ENDS)
     draw = Draw(place.get("shard_seed"), certain=True)
-    return Inputs(
-        stream, _repeated(stream, place, unless), draws=(draw,), unknown=unknown
-    )
+    return Inputs(stream, endless, draws=(draw,), unknown=unknown)
 
 
 def _repeated(
-    repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = ("force_finite",)
+    repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = _ENDS[:1]
 ) -> bool | None:
     """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is
     on.
@@ -234,11 +189,9 @@ def _repeated(
 
 def _order_of_files(place: SetEntry) -> tuple[Draw, ...]:
     """The draw of shuffle; it may not matter, as there may be only one file."""
-    return (
-        (Draw(place.get("shard_seed"), certain=False),)
-        if _on(place.get("shuffle")) is not False
-        else ()
-    )
+    if _on(place.get("shuffle")) is False:
+        return ()
+    return (Draw(place.get("shard_seed"), certain=False),)
 
 
 def _on(switch: Value) -> bool | None:
@@ -246,17 +199,15 @@ def _on(switch: Value) -> bool | None:
     return bool(switch.value) if switch.known else None
 
 
-def _given(place: SetEntry, key: str) -> bool | None:
-    """Whether a path is given. Of one that is not known it is, where text stands around an
-    interpolation.
+def _given(place: SetEntry, key: str) -> tuple[bool | None, str]:
+    """Whether a path is given, and why that is not known. Of one that is not known it is, where
+    text stands around an interpolation.
     """
     path = place.own(key)
     if path.known:
-        return path.value is not None
+        return path.value is not None, ""
     node = place.config.source.nodes.get(path.keys)
     text = str(getattr(node, "value", ""))
-    return (
-        True
-        if "${" in text and not (text.startswith("${") and text.endswith("}"))
-        else None
-    )
+    if "${" in text and not (text.startswith("${") and text.endswith("}")):
+        return True, ""
+    return None, f"{path.key} is not known"

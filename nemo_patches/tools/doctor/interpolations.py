@@ -15,10 +15,12 @@ from omegaconf.errors import (
 
 from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, place, put, walk, with_names
-from nemo_patches.tools.doctor.yaml_text import MOST_VALUES, YamlText
+from nemo_patches.tools.doctor.yaml_text import YamlText
 
 _MISSING = "???"  # OmegaConf's word for a value that is still to be given
 _OF_MACHINE = "\0of the job's machine\0"  # stands for what a resolver would give
+# ${name:arguments}, also with an interpolation as the name.
+_RESOLVER = re.compile(r"\$\{(?:[^{}:]|\{[^{}]*\})*:")
 _CIRCLE = "leads back to itself, or through too many others"
 
 
@@ -30,7 +32,7 @@ class Unknown:
 UNKNOWN = Unknown()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Resolved:
     """broken: the interpolations that lead nowhere, and why. of_machine: the values that a resolver
     would give.
@@ -38,6 +40,32 @@ class Resolved:
 
     broken: dict[Keys, str] = field(default_factory=dict)
     of_machine: set[Keys] = field(default_factory=set)
+    _followed: list[int] = field(default_factory=list)  # the sections around this value
+
+    def value(self, holder: Any, key: Any, keys: Keys) -> Any:
+        """What OmegaConf gives there; keys: those of the interpolation that is followed."""
+        try:
+            value = holder[key]
+            if id(value) in self._followed:
+                raise RecursionError
+        except (InterpolationToMissingValueError, MissingMandatoryValue):
+            return UNKNOWN
+        except (OmegaConfBaseException, RecursionError) as error:
+            circle = isinstance(error, RecursionError) or "recursion" in str(error)
+            self.broken[keys] = _CIRCLE if circle else first_line(error)
+            return UNKNOWN
+        if isinstance(value, (DictConfig, ListConfig)):
+            self._followed.append(id(value))
+            if isinstance(value, DictConfig):
+                tree: Any = {str(k): self.value(value, k, keys) for k in value}
+            else:
+                tree = [self.value(value, at, keys) for at in range(len(value))]
+            self._followed.pop()
+            return tree
+        if isinstance(value, str) and _OF_MACHINE in value:
+            self.of_machine.add(keys)
+            return UNKNOWN
+        return value
 
 
 def resolve(source: YamlText, tree: Any) -> Resolved:
@@ -63,68 +91,13 @@ def resolve(source: YamlText, tree: Any) -> Resolved:
             raise DoctorError(
                 f"{where} is no interpolation: {first_line(error)}"
             ) from None
-        if _calls_a_resolver(text):
+        if _RESOLVER.search(text):
             put(masked, keys, _OF_MACHINE)
-    following = _Following(source, resolved)
     whole = OmegaConf.create(masked)
     for keys, _ in texts:
         holder, key = place(whole, keys)
-        put(tree, keys, following.value(holder, key, keys))
+        put(tree, keys, resolved.value(holder, key, keys))
     return resolved
-
-
-@dataclass
-class _Following:
-    source: YamlText
-    resolved: Resolved
-    _room: int = MOST_VALUES
-    _open: list[int] = field(default_factory=list)  # sections that are followed
-
-    def value(self, holder: Any, key: Any, keys: Keys) -> Any:
-        """What OmegaConf gives there; keys: those of the interpolation that is followed."""
-        self._room -= 1
-        if self._room < 0:
-            raise DoctorError(
-                f"{self.source.path}: more than {MOST_VALUES} values, when its"
-                " interpolations are followed"
-            )
-        try:
-            value = holder[key]
-            if id(value) in self._open:
-                raise RecursionError
-        except (InterpolationToMissingValueError, MissingMandatoryValue):
-            return UNKNOWN
-        except (OmegaConfBaseException, RecursionError) as error:
-            circle = isinstance(error, RecursionError) or "recursion" in str(error)
-            self.resolved.broken[keys] = _CIRCLE if circle else first_line(error)
-            return UNKNOWN
-        if isinstance(value, (DictConfig, ListConfig)):
-            self._open.append(id(value))
-            if isinstance(value, DictConfig):
-                tree: Any = {str(k): self.value(value, k, keys) for k in value}
-            else:
-                tree = [self.value(value, at, keys) for at in range(len(value))]
-            self._open.pop()
-            return tree
-        if isinstance(value, str) and _OF_MACHINE in value:
-            self.resolved.of_machine.add(keys)
-            return UNKNOWN
-        return value
-
-
-def _calls_a_resolver(text: str) -> bool:
-    """Whether there is a colon inside the braces of an interpolation: ${name:arguments}, also
-    ${${name}:arguments}.
-    """
-    depth = 0
-    for part in re.findall(r"\$\{|[{}:]", text):
-        if part == "${" or (part == "{" and depth):
-            depth += 1
-        elif part == "}" and depth:
-            depth -= 1
-        elif part == ":" and depth:
-            return True
-    return False
 
 
 def first_line(error: Exception) -> str:

@@ -11,10 +11,9 @@ from typing import Any
 
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor import datasets, encoders
-from nemo_patches.tools.doctor.config import Config, Value
-from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.config import Config, Section, Value
+from nemo_patches.tools.doctor.datasets import ROLES, Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
-from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
 
@@ -74,26 +73,17 @@ class Job:
 
     @property
     def headline(self) -> str:
-        parts = [
-            f"{counted(len(self.encoders), 'encoder')} with a length sync",
-            counted(len(self.datasets), "data set"),
-        ]
+        encoders = f"{counted(len(self.encoders), 'encoder')} with a length sync"
+        sets = counted(len(self.datasets), "data set")
         if not self.has_trainer:
-            return "; ".join(
-                (
-                    "no trainer section for Lightning's Trainer, so no rule on ranks applies",
-                    *parts,
-                )
-            )
-        ranks = (
-            counted(self.ranks, "rank")
-            if self.ranks
-            else "as many ranks as there are devices"
-        )
+            trainer = "no trainer section for Lightning's Trainer, so no rule on ranks applies"
+            return f"{trainer}; {encoders}; {sets}"
+        ranks = "as many ranks as there are devices"
+        if self.ranks:
+            ranks = counted(self.ranks, "rank")
         strategy = "null" if self.strategy.value is None else self.strategy.value
-        return "; ".join(
-            ("judged as stock NeMo", f"strategy {strategy}", ranks, *parts)
-        )
+        trainer = f"judged as stock NeMo; strategy {strategy}; {ranks}"
+        return f"{trainer}; {encoders}; {sets}"
 
     def get(self, path: Keys | str, default: Any = None) -> Value:
         return self.config.get(path, default)
@@ -129,11 +119,7 @@ class Job:
         """How many ranks there will be; None where that depends on the machine."""
         devices = count(self.devices.value)
         nodes = count(self.nodes.value)
-        if (
-            devices is None
-            and self.devices.value == "auto"
-            and self.accelerator.value == "cpu"
-        ):
+        if self.devices.value == "auto" and self.accelerator.value == "cpu":
             devices = 1  # Lightning's "auto" on the CPU
         return devices * nodes if devices and nodes else None
 
@@ -161,12 +147,7 @@ class Job:
     @property
     def ranks_text(self) -> str:
         """For sentences: 4 ranks."""
-        return f"{self.ranks} ranks" if self.ranks else "several ranks"
-
-    @property
-    def all_ranks(self) -> str:
-        """For sentences: all 4 ranks."""
-        return f"all {self.ranks} ranks" if self.ranks else "all ranks"
+        return f"{self.ranks or 'several'} ranks"
 
     @cached_property
     def accelerator(self) -> Value:
@@ -205,12 +186,11 @@ class Job:
         DDPStrategy wants a timedelta; in YAML, that is a mapping with _target_: datetime.timedelta.
         """
         timeout = self.get("trainer.strategy.timeout").value
-        if (
-            not isinstance(timeout, dict)
-            or timeout.get("_target_") != "datetime.timedelta"
-        ):
+        if not isinstance(timeout, dict):
             return None
-        parts = {key: value for key, value in timeout.items() if key != "_target_"}
+        parts = dict(timeout)
+        if parts.pop("_target_", None) != "datetime.timedelta":
+            return None
         try:
             return timedelta(**parts)
         except (TypeError, OverflowError):
@@ -236,28 +216,32 @@ class Job:
         if self.get("model.encoder._target_").given:
             return ()
         values = map(self.get, CHECKPOINTS)
-        return tuple(
-            value for value in values if value.given and value.value not in (None, "")
-        )
+        return tuple(value for value in values if value.value not in (None, ""))
 
     @cached_property
     def datasets(self) -> tuple[Dataset, ...]:
+        return tuple(each for each in datasets.found_in(self.config) if each.used)
+
+    @property
+    def training_of_lhotse(self) -> list[Dataset]:
+        return [each for each in self.datasets if each.training and each.lhotse]
+
+    @cached_property
+    def multi_configs(self) -> tuple[Section, ...]:
+        """The sections that hold the sets of Lhotse's multi_config."""
         return tuple(
-            dataset for dataset in datasets.found_in(self.config) if dataset.used
+            Section(self.config, keys)
+            for keys, section in self.config.mappings()
+            if keys and keys[-1] in ROLES and section.get("multi_config") is True
         )
 
 
 def count(devices: Any) -> int | None:
     """How many devices; Lightning accepts a number, a list, or a text of either."""
-    if isinstance(devices, bool) or devices is UNKNOWN:
-        return None
-    if isinstance(devices, int):
-        return devices if devices > 0 else None
+    if isinstance(devices, str) and "," in devices:
+        devices = [part for part in devices.split(",") if part.strip()]
     if isinstance(devices, list):
         return len(devices) or None
-    if isinstance(devices, str):
-        named = [part for part in devices.split(",") if part.strip()]
-        if len(named) == 1 and named[0].strip().isdigit() and "," not in devices:
-            return int(named[0]) or None
-        return len(named) if "," in devices else None
-    return None
+    if isinstance(devices, str) and devices.strip().isdigit():
+        devices = int(devices)
+    return devices if type(devices) is int and devices > 0 else None

@@ -5,9 +5,8 @@ For `doctor --ranks CONFIG`, which compares all ranks'.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, floor
 
-from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.job import Job
 
@@ -29,16 +28,16 @@ def settings(job: Job, ranks: int) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for dataset in job.datasets:
-        values = {key: dataset.get(key) for key in _SETTINGS}
-        texts |= {
-            f"{dataset.where}.{key}": _text(value)
-            for key, value in values.items()
-            if value.given
-        }
-        texts[f"{dataset.where}, sampler"] = _sampler(job, dataset)
-        batches = _batches(job, dataset, ranks)
-        if batches:
-            texts[f"{dataset.where}, batches"] = batches
+        for key in _SETTINGS:
+            value = dataset.get(key)
+            text = "null" if value.value is None else str(value.value)
+            if value.given:
+                texts[f"{dataset.where}.{key}"] = text
+        sampler = _sampler(job, dataset)
+        texts[f"{dataset.where}, sampler"] = sampler
+        batches = _batches(job, dataset, ranks, sampler)
+        if batches is not None:
+            texts[f"{dataset.where}, batches"] = str(batches)
     return texts
 
 
@@ -53,32 +52,21 @@ def _sampler(job: Job, dataset: Dataset) -> str:
     return "Lightning's" if shared else "none, each rank reads all of it"
 
 
-def _batches(job: Job, dataset: Dataset, ranks: int) -> str:
-    """Before any limit on duration; empty where the manifest is not on this host, or batches have
+def _batches(job: Job, dataset: Dataset, ranks: int, sampler: str) -> int | None:
+    """Before any limit on duration; None where the manifest is not on this host, or batches have
     no fixed size.
     """
     size = dataset.get("batch_size").number
-    drop_last = dataset.get("drop_last", False).on
-    sampler = _sampler(job, dataset)
-    entries = (
-        None
-        if dataset.tarred is not False or dataset.dynamic or not size
-        else dataset.entries(_MOST_COUNTED)
-    )
-    if entries is None or not size or entries == _MOST_COUNTED:
-        return ""
+    if dataset.tarred is not False or dataset.dynamic or not size:
+        return None
+    entries = dataset.entries(_MOST_COUNTED)
+    if entries is None or entries == _MOST_COUNTED:
+        return None
+    rounded = floor if dataset.get("drop_last", False).on else ceil
     if sampler == "Lhotse's":  # it deals out batches
-        batches = (
-            int(entries // size // ranks)
-            if drop_last
-            else ceil(ceil(entries / size) / ranks)
-        )
+        batches = rounded(rounded(entries / size) / ranks)
     else:
         own = ceil(entries / ranks) if sampler == "Lightning's" else entries
-        batches = int(own // size) if drop_last else ceil(own / size)
+        batches = rounded(own / size)
     limit = job.limit(dataset.role).batches
-    return str(min(batches, limit) if isinstance(limit, int) else batches)
-
-
-def _text(value: Value) -> str:
-    return "null" if value.value is None else str(value.value)
+    return min(batches, limit) if isinstance(limit, int) else batches

@@ -18,7 +18,7 @@ from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.config import Value
 
 OFF = ("0", "n", "no", "false", "f")  # as torch reads a switch, in lower case
-_PACKAGES = ("nemo_toolkit", "torch", "lightning", "pytorch-lightning")
+_PACKAGES = ("torch", "lightning", "pytorch-lightning")
 _READ = ("NCCL_", "TORCH_")  # how the variables begin that rules may read and show
 
 
@@ -48,11 +48,7 @@ class Machine:
     def variable(self, name: str, default: str = "") -> Value:
         """An environment variable, with what holds where it is not set."""
         value = self.environment.get(name)
-        return (
-            Value(name, value, "environment")
-            if value
-            else Value(name, default, "default")
-        )
+        return Value(name, value or default, "environment" if value else "default")
 
 
 def gather() -> Machine:
@@ -67,7 +63,7 @@ def gather() -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Of NeMo, torch and Lightning, as far as they are installed."""
+    """Of torch and Lightning, as far as they are installed."""
     installed = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

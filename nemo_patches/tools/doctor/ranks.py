@@ -55,15 +55,12 @@ class Ranks:
 
     def lines(self) -> list[str]:
         """One line for each setting of the data loaders that is the same on all ranks."""
-        first, *others = [facts.loaders for _, facts in sorted(self.facts.items())] or [
-            {}
+        every = [facts.loaders for _, facts in sorted(self.facts.items())]
+        return [
+            f"on all of them {name}: {text}"
+            for name, text in (every[0] if every else {}).items()
+            if all(other.get(name) == text for other in every)
         ]
-        common = {
-            name: text
-            for name, text in first.items()
-            if all(other.get(name) == text for other in others)
-        }
-        return [f"on all of them {name}: {text}" for name, text in common.items()]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -79,28 +76,20 @@ def differing(
     """Each name whose value differs between ranks, with its values and their ranks; the most
     frequent value last.
     """
-    for name in sorted(
-        {name for facts in ranks.facts.values() for name in what(facts)}
-    ):
+    names = {name for facts in ranks.facts.values() for name in what(facts)}
+    for name in sorted(names):
         which: dict[str, list[int]] = {}
         for rank, facts in sorted(ranks.facts.items()):
             which.setdefault(what(facts).get(name, "not set"), []).append(rank)
+        by_size = sorted(which.items(), key=lambda pair: -len(pair[1]))
         if len(which) > 1:
-            by_size = sorted(which, key=lambda text: -len(which[text]))
-            yield (
-                name,
-                ", ".join(
-                    f"{safe(text)} on {_where(ranks, which[text])}"
-                    for text in reversed(by_size)
-                ),
-            )
+            texts = [f"{safe(text)} on {_where(ranks, some)}" for text, some in by_size]
+            yield name, ", ".join(reversed(texts))
 
 
 def _where(ranks: Ranks, some: list[int]) -> str:
     """The ranks, and their host where that tells them from others."""
     hosts = {ranks.facts[rank].host for rank in some}
-    return (
-        f"{named(some)} ({hosts.pop()})"
-        if len(hosts) == 1 < len(ranks.hosts)
-        else named(some)
-    )
+    if len(hosts) == 1 < len(ranks.hosts):
+        return f"{named(some)} ({hosts.pop()})"
+    return named(some)

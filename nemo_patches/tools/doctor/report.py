@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
+from textwrap import indent
 from typing import Any
 
 from rich.console import Console
@@ -12,11 +12,11 @@ from rich.text import Text
 
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.examination import Examination, Pair
-from nemo_patches.tools.doctor.finding import Rule, Severity
+from nemo_patches.tools.doctor.examination import Examination
+from nemo_patches.tools.doctor.finding import ERROR, NOTE, WARNING, Rule, Severity
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 
-_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
+_STYLES = {ERROR: "bold red", WARNING: "yellow", NOTE: "dim"}
 
 
 def show(
@@ -31,48 +31,29 @@ def show(
     readable = [report for report in reports if not report.error]
     for report in readable:
         if not quiet:
-            _print(console, f"{report.name}: {report.headline}")
-            for line in report.lines:
-                _print(console, line)
-        for pair in report.findings:
-            _show(console, report.name, pair, explained=None if quiet else explained)
+            _print(console, f"{report.name}: {report.headline}", *report.lines)
+        for rule, finding in report.findings:
+            where = f"{report.name}:{finding.line}" if finding.line else report.name
+            head = f"{rule.identifier} {finding.severity}"
+            line = Text(printable(f"{where}: {head}: {finding.what}"))
+            line.highlight_words([head], _STYLES[finding.severity])
+            console.print(line, highlight=False, soft_wrap=True)
+            short = finding.severity is NOTE and not (rule.whole and finding.instead)
+            if quiet or short:
+                continue
+            if finding.read:
+                _print(console, f"    read: {'; '.join(map(str, finding.read))}")
+            if finding.instead:
+                _print(console, f"    instead: {finding.instead}")
+            if rule.identifier not in explained:
+                explained.add(rule.identifier)
+                _print(console, f"    why: {rule.why} {rule.link}")
         if not quiet:
             _print(console, f"{report.name}: {_counts([report])}")
     if len(reports) > 1 and not quiet:
-        unread = (
-            f", {len(reports) - len(readable)} not read"
-            if len(reports) > len(readable)
-            else ""
-        )
-        _print(console, f"{len(reports)} configs: {_counts(readable)}{unread}")
-
-
-def _show(
-    console: Console, name: str, pair: Pair, *, explained: set[str] | None
-) -> None:
-    """explained: the rules of which it has been said why they matter; None for no more than one
-    line.
-    """
-    rule, finding = pair
-    where = f"{name}:{finding.line}" if finding.line else name
-    head = f"{rule.identifier} {finding.severity}"
-    _print(
-        console,
-        f"{where}: {head}: {finding.what}",
-        styled=head,
-        style=_STYLES[finding.severity],
-    )
-    if explained is None or (
-        finding.severity is Severity.NOTE and not (rule.whole and finding.instead)
-    ):
-        return
-    if finding.read:
-        _print(console, f"    read: {'; '.join(map(str, finding.read))}")
-    if finding.instead:
-        _print(console, f"    instead: {finding.instead}")
-    if rule.identifier not in explained:
-        explained.add(rule.identifier)
-        _print(console, f"    why: {rule.why} {rule.link}")
+        unread = len(reports) - len(readable)
+        also = f", {unread} not read" if unread else ""
+        _print(console, f"{len(reports)} configs: {_counts(readable)}{also}")
 
 
 def as_json(report: Examination) -> dict[str, Any]:
@@ -105,19 +86,16 @@ def listing(rules: Sequence[Rule]) -> str:
 
 
 def explanation(rule: Rule) -> str:
-    examples = (
-        f"\n\nbad:\n\n{_indented(rule.bad)}\n\ngood:\n\n{_indented(rule.good)}"
-        if rule.bad
-        else ""
-    )
-    return (
-        f"{rule.identifier}, at worst:"
-        f" {rule.worst}\n{rule.finds}\n{rule.why}\n{rule.link}{examples}"
-    )
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    parts = [
+        f"{rule.identifier}, at worst: {rule.worst}",
+        rule.finds,
+        rule.why,
+        rule.link,
+    ]
+    if rule.bad:
+        parts += ["", "bad:", "", indent(rule.bad, "    ")]
+        parts += ["good:", "", indent(rule.good, "    ")]
+    return "\n".join(parts).rstrip()
 
 
 def printable(text: str) -> str:
@@ -128,26 +106,18 @@ def printable(text: str) -> str:
     )
 
 
-def _print(console: Console, text: str, styled: str = "", style: str = "") -> None:
-    line = Text(printable(text))
-    if styled:
-        start = line.plain.index(styled)
-        line.stylize(style, start, start + len(styled))
-    console.print(line, highlight=False, soft_wrap=True)
+def _print(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(Text(printable(line)), highlight=False, soft_wrap=True)
 
 
 def _counts(reports: Sequence[Examination]) -> str:
-    counts = Counter(
-        finding.severity for report in reports for _, finding in report.findings
-    )
-    worst_first = [
-        (counts[severity], severity)
+    found = [finding.severity for report in reports for _, finding in report.findings]
+    parts = [
+        counted(found.count(severity), str(severity))
         for severity in reversed(Severity)
-        if counts[severity]
-    ]
-    parts = [counted(count, str(severity)) for count, severity in worst_first] or [
-        "nothing"
-    ]
+        if severity in found
+    ] or ["nothing"]
     unchecked = sorted({name for report in reports for name in report.unchecked})
     if unchecked:
         parts.append(f"not checked without NeMo: {' and '.join(unchecked)}")

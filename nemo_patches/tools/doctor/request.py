@@ -29,19 +29,25 @@ def _switch(name: str, help_: str, *more: str) -> Any:
 class Request:
     """What the user gave; the fields are in the order of the command's help."""
 
-    arguments: tuple[str, ...] = _given(
-        typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", hidden=True), ()
+    arguments: list[str] | None = field(
+        default=None,
+        metadata={
+            "typer": typer.Argument(metavar="[CONFIG]... [KEY=VALUE]...", hidden=True)
+        },
     )
-    select: tuple[str, ...] = _given(
-        with_value(
-            metavar="RULE",
-            help_="Only these rules: NP101, or NP1 for all of NP1xx.",
-            show_default="all",
-        ),
-        (),
+    select: list[str] | None = field(
+        default=None,
+        metadata={
+            "typer": with_value(
+                metavar="RULE",
+                help_="Only these rules: NP101, or NP1 for all of NP1xx.",
+                show_default="all",
+            )
+        },
     )
-    ignore: tuple[str, ...] = _given(
-        with_value(metavar="RULE", help_="Not these rules."), ()
+    ignore: list[str] | None = field(
+        default=None,
+        metadata={"typer": with_value(metavar="RULE", help_="Not these rules.")},
     )
     json: bool = _switch("--json", "For programs.")
     fix: bool = _switch("--fix", "Print the safe changes as a diff; write nothing.")
@@ -86,23 +92,15 @@ def parameters() -> Iterator[Parameter]:
     """The parameters of the function that typer makes the command of."""
     types = get_type_hints(Request)
     for each in fields(Request):
-        several = isinstance(each.default, tuple)
+        option = each.metadata["typer"]
         yield Parameter(
             each.name,
             Parameter.KEYWORD_ONLY,
-            default=None if several else each.default,
-            annotation=Annotated[
-                list[str] | None if several else types[each.name],
-                each.metadata["typer"],
-            ],
+            default=each.default,
+            annotation=Annotated[types[each.name], option],
         )
 
 
 def made(given: dict[str, Any]) -> Request:
     """Build the request from the values that typer passes for these parameters."""
-    several = {each.name for each in fields(Request) if isinstance(each.default, tuple)}
-    values: Any = {
-        name: tuple(value or ()) if name in several else value
-        for name, value in given.items()
-    }
-    return Request(**values)
+    return Request(**given)

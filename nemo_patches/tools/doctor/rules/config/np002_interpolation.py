@@ -7,10 +7,9 @@ Link: https://omegaconf.readthedocs.io/en/latest/usage.html#variable-interpolati
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer:
   max_steps: ${model.steps}

@@ -8,17 +8,16 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import words
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
   train_ds: {use_lhotse: true, input_cfg: "s3://bucket/train.yaml", batch_size: 8}
 """
-GOOD = BAD.replace('"s3://bucket/train.yaml"', "???")
+GOOD = BAD.replace("s3://bucket/train.yaml", "???")
 
 _DECISIVE = words("""
     accelerator batch_duration batch_size devices drop_last force_finite force_iterable_dataset
@@ -30,20 +29,17 @@ _DECISIVE = words("""
 
 def check(job: Job) -> Findings:
     """The file of an input_cfg, of a set or of a group; and values of the job's machine."""
-    for keys, section in job.config.mappings():
-        if isinstance(section.get("input_cfg"), str):
-            inputs = job.get((*keys, "input_cfg"))
+    for keys, _ in job.config.mappings():
+        inputs = job.get((*keys, "input_cfg"))
+        if inputs.named:
             yield warning(
                 f"not judged: {inputs.key} is in {inputs.value}, which cannot be read here",
                 inputs,
                 "start the doctor in the folder and on a machine where NeMo finds that file",
             )
     values = [job.get(keys) for keys in sorted(job.config.of_machine)]
-    decisive = [value for value in values if value.keys[-1] in _DECISIVE]
+    decisive = tuple(value for value in values if value.keys[-1] in _DECISIVE)
     if decisive:
         names = ", ".join(value.key for value in decisive)
-        yield note(
-            f"not judged: {names}: only the job's machine gives the value",
-            tuple(decisive),
-            "an override with the value (key=value)",
-        )
+        what = f"not judged: {names}: only the job's machine gives the value"
+        yield note(what, decisive, "an override with the value (key=value)")

@@ -9,10 +9,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/11462
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.encoders import FLAG, Encoder, unknown_in
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Finding, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 WHOLE = True
 BAD = """\
 trainer: {devices: 4}
@@ -41,23 +40,18 @@ def check(job: Job) -> Findings:
         yield from _of_class(encoder)
         yield _effective(job, encoder)
     for target in unknown_in(job.config):
-        what = (
+        yield note(
             f"{target.key}: a class that the doctor does not know; it cannot tell"
-            " whether it has a length sync"
-        )
-        instead = (
+            " whether it has a length sync",
+            target,
             "`nemo-patches status` tells what would be patched; a subclass has its"
-            " base's length sync"
+            " base's length sync",
         )
-        yield note(what, target, instead)
     for value in map(job.get, _CHECKPOINTS):
-        if value.given and value.value is not None:
-            what = (
-                f"the encoder that {value.key} brings has the {FLAG} of that"
-                " checkpoint's own config"
-            )
+        if value.value is not None:
             yield note(
-                what,
+                f"the encoder that {value.key} brings has the {FLAG} of that"
+                " checkpoint's own config",
                 value,
                 "print(encoder.sync_max_audio_length) on every rank tells it",
             )
@@ -68,39 +62,38 @@ def _of_class(encoder: Encoder) -> Findings:
     flag = encoder.get(FLAG)
     if not flag.given:
         return
-    if not encoder.cls.has_flag:
-        what = (
-            f"{encoder.name} does not take {FLAG}: the job stops at its start, with a"
-            " TypeError"
+    if not encoder.has_flag:
+        yield stops(
+            f"{encoder.name} does not take {FLAG}",
+            flag,
+            f"no {FLAG}: this class always reduces",
         )
-        yield warning(what, flag, f"no {FLAG}: this class always reduces")
     elif flag.known and not isinstance(flag.value, bool):
-        what = (
+        yield warning(
             f"{flag.key} is {flag.value!r}, which is no switch: Python takes it as"
-            f" {str(bool(flag.value)).lower()}"
+            f" {str(bool(flag.value)).lower()}",
+            flag,
+            f"{FLAG}: true or {FLAG}: false",
         )
-        yield warning(what, flag, f"{FLAG}: true or {FLAG}: false")
 
 
 def _effective(job: Job, encoder: Encoder) -> Finding:
     flag = encoder.flag
     read = (encoder.get("_target_"), flag, job.strategy, job.devices, job.nodes)
+    name = f"{encoder.where} ({encoder.name})"
     if not flag.known:
-        return note(f"{encoder.where} ({encoder.name}): {FLAG} is {flag.value!r}", read)
+        return note(f"{name}: {FLAG} is {flag.value!r}", read)
     if not encoder.syncs:
-        return note(
-            f"{encoder.where} ({encoder.name}): off, no length is communicated", read
-        )
-    value = "on" if encoder.cls.has_flag else "no switch, always on"
-    value += ", NOT SET" if not flag.given and value == "on" else ""
+        return note(f"{name}: off, no length is communicated", read)
+    value = "on" if flag.given else "on, NOT SET"
+    if not encoder.has_flag:
+        value = "no switch, always on"
+    ranks = f"all {job.ranks} ranks" if job.ranks else "all ranks"
     limit = job.group_timeout.total_seconds() / 60 if job.group_timeout else 30
-    what = (
-        f"{encoder.where} ({encoder.name}): {value}; every call, in validation too,"
-        f" waits for {job.all_ranks}, "
-    )
-    what += f"until the process group's timeout ({limit:g} min)"
-    instead = (
+    return note(
+        f"{name}: {value}; every call, in validation too, waits for {ranks}, until the"
+        f" process group's timeout ({limit:g} min)",
+        read,
         "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
-        " missing"
+        " missing",
     )
-    return note(what, read, instead)

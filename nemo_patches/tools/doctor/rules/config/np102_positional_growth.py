@@ -42,29 +42,22 @@ def check(job: Job) -> Findings:
     """
     for encoder in job.encoders:
         yield from _no_number(encoder)
-        max_len = encoder.max_len.number
-        if (
-            job.overwrites_buffers
-            and encoder.grows
-            and max_len is not None
-            and max_len > 0
-        ):
+        max_len = encoder.max_len.number or 0
+        if job.overwrites_buffers and encoder.grows and max_len > 0:
             yield from _of(job, encoder, int(max_len))
 
 
 def _no_number(encoder: Encoder) -> Findings:
     """What the encoder cannot make positional encodings of."""
     attention = encoder.get("self_attention_model", "rel_pos").value
-    if not encoder.max_len.known or not encoder.cls.positional:
+    max_len = encoder.max_len
+    if not encoder.positional or attention not in _POSITIONAL or not max_len.known:
         return
-    if attention not in _POSITIONAL:
-        return
-    max_len = 1.0 if encoder.max_len.on else encoder.max_len.number
-    if max_len is None or max_len < 0 or (not max_len and attention == "rel_pos"):
+    number = 1.0 if max_len.on else max_len.number
+    if number is None or number < 0 or (not number and attention == "rel_pos"):
         yield stops(
-            f"{encoder.max_len.key} is {encoder.max_len.value!r}, which is no number of"
-            " frames",
-            encoder.max_len,
+            f"{max_len.key} is {max_len.value!r}, which is no number of frames",
+            max_len,
             "pos_emb_max_len: as many frames as the longest input has",
         )
 
@@ -80,12 +73,15 @@ def _of(job: Job, encoder: Encoder, max_len: int) -> Findings:
         for where, each in longest.items()
         if frames and each.seconds is not None and math.isfinite(each.seconds)
     }
-    beyond = {where: count for where, count in counts.items() if count > max_len}
+    most = max(counts.values(), default=0)
     open_sets = " and ".join(where for where in longest if where not in counts)
     name = f"{encoder.where} ({encoder.name})"
-    if frames and beyond:
-        most = max(beyond.values())
-        sets = ", ".join(f"{where} {longest[where].seconds:g} s" for where in beyond)
+    if frames and most > max_len:
+        sets = ", ".join(
+            f"{where} {longest[where].seconds:g} s"
+            for where, count in counts.items()
+            if count > max_len
+        )
         what = (
             f"{name}: an input may have {most} frames ({sets}), and its positional"
             f" encodings start with {max_len} ({max_len * frames.hop / frames.rate:g} s, as"
@@ -94,9 +90,8 @@ def _of(job: Job, encoder: Encoder, max_len: int) -> Findings:
         instead = f"pos_emb_max_len: {most}, which changes no number that is computed"
         if open_sets:
             instead += f"; and a max_duration for {open_sets}"
-        change = Change((*encoder.keys, "pos_emb_max_len"), most)
-        make = note
         if encoder.syncs and encoder.flag.known:
+            make = note
             what += (
                 "All ranks grow alike as long as each makes the same calls; with a call"
                 " more on one rank DDP overwrites rows or aborts the job"
@@ -108,6 +103,7 @@ def _of(job: Job, encoder: Encoder, max_len: int) -> Findings:
                 " overwrites rows or aborts the job"
             )
             instead += f"; or {FLAG}: true; or nemo_patches"
+        change = Change((*encoder.keys, "pos_emb_max_len"), most)
         yield make(what, tuple(read), instead, change=change)
     elif open_sets and not encoder.syncs:
         yield warning(

@@ -7,10 +7,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Change, Findings, warning
+from nemo_patches.tools.doctor.finding import Change, Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
@@ -26,14 +25,8 @@ model:
 def check(job: Job) -> Findings:
     """For sets that are no stream: those Lightning leaves alone."""
     switch = job.trainer("use_distributed_sampler", True)
-    if not job.several or not switch.on:
-        return
-    sampled = [
-        dataset
-        for dataset in job.datasets
-        if dataset.lhotse and dataset.tarred is False
-    ]
-    if not sampled:
+    sampled = [each for each in job.datasets if each.lhotse and each.tarred is False]
+    if not job.several or not switch.on or not sampled:
         return
     names = ", ".join(dataset.where for dataset in sampled)
     # Without Lightning's, every rank would read all of a set that is not Lhotse's; and a job that

@@ -10,10 +10,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.r
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 model:
@@ -28,44 +27,31 @@ def check(job: Job) -> Findings:
     interval = job.trainer("val_check_interval", 1.0)
     if not job.has_trainer or not limit.open:
         return
-    for dataset in job.datasets:
-        if not dataset.training or not dataset.lhotse:
-            continue
+    by_epoch = interval.known and not isinstance(as_limit(interval), int)
+    for dataset in job.training_of_lhotse:
         if _asks_for_its_length(job, dataset):
-            asking = (
-                "this model asks"
-                if job.asr_encoder
-                else "all of NeMo's ASR models but multitask ones ask"
-            )
-            kind = (
-                "is a stream"
-                if dataset.tarred
-                else "has is_tarred, and is read by Lhotse"
-            )
+            asking = "all of NeMo's ASR models but multitask ones ask"
+            if job.asr_encoder:
+                asking = "this model asks"
+            kind = "has is_tarred, and is read by Lhotse"
+            if dataset.tarred:
+                kind = "is a stream"
             what = (
                 f"{dataset.where} {kind} without a length, which {asking} for: the job"
                 " stops at its start"
             )
-        elif (
-            dataset.endless
-            and interval.known
-            and not isinstance(as_limit(interval), int)
-        ):
+        elif dataset.endless and by_epoch:
             what = (
                 f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is"
                 " no whole number: no epoch ends"
             )
         else:
             continue
+        steps = job.trainer("max_steps", -1)
+        lhotse = dataset.get("use_lhotse")
         yield warning(
             what,
-            (
-                limit.read,
-                interval,
-                job.trainer("max_steps", -1),
-                dataset.get("use_lhotse"),
-                *job.checkpoints,
-            ),
+            (limit.read, interval, steps, lhotse, *job.checkpoints),
             "trainer.limit_train_batches: the batches of one epoch, the same for all"
             " ranks; and max_steps",
         )
@@ -80,23 +66,17 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     """
     if dataset.keys[0] != "model":
         return False
-    prompts = (
-        f"model.{section}initialize_prompt_feature"
-        for section in ("", "model_defaults.")
-    )
     by_flag = job.get("model.transf_decoder").given or any(
-        job.get(key).on for key in prompts
+        job.get(f"{section}.initialize_prompt_feature").on
+        for section in ("model", "model.model_defaults")
     )
     flag = dataset.get("is_tarred").on
     if flag and by_flag:
         return True
     if not dataset.tarred or not dataset.endless:
         return False
-    if flag:
-        return job.asr_encoder or bool(job.checkpoints)
     if job.asr_encoder:
-        return not by_flag
+        return flag or not by_flag
     # Canary: NVIDIA's own multitask models
-    return bool(job.checkpoints) and not any(
-        "canary" in str(each.value).lower() for each in job.checkpoints
-    )
+    canary = any("canary" in str(each.value).lower() for each in job.checkpoints)
+    return bool(job.checkpoints) and (flag or not canary)

@@ -33,40 +33,29 @@ def check(job: Job) -> Findings:
     limit = job.limit("training")
     if not job.several or not limit.open:
         return
-    for dataset in job.datasets:
+    for dataset in job.training_of_lhotse:
         finite = dataset.get("force_finite", False)
-        forced = dataset.get("force_iterable_dataset", False)
-        if (
-            not dataset.training
-            or not dataset.lhotse
-            or dataset.tarred is False
-            or dataset.endless
-        ):
-            continue
-        if not (finite.on or (dataset.tarred and dataset.endless is False)):
-            continue  # whether it ends is not known
+        ends = dataset.tarred and dataset.endless is False
+        if dataset.tarred is False or dataset.endless or not (finite.on or ends):
+            continue  # or whether it ends is not known
         sizes = [*dataset.dynamic, dataset.get("batch_tokens")]
         dynamic = [size for size in sizes if size.value is not None]
         make = error if dataset.tarred else warning
-        ends = f"ends on each of {job.ranks_text} after its own number of batches"
+        what = f"ends on each of {job.ranks_text} after its own number of batches"
         if not dynamic:
             make = note
-            ends = f"ends, and each of {job.ranks_text} reads all of it in an epoch"
+            what = f"ends, and each of {job.ranks_text} reads all of it in an epoch"
         stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
-        read = (
-            finite,
-            *([forced] if forced.on else []),
-            *dynamic,
-            limit.read,
-            job.devices,
-        )
+        read = [finite, *dynamic, limit.read, job.devices]
         instead = (
             "force_finite: false, also of its entries, with trainer.limit_train_batches"
             " as a whole number"
         )
+        forced = dataset.get("force_iterable_dataset")
         if forced.on:
+            read.insert(1, forced)
             instead = (
                 "force_iterable_dataset: false, with a whole number as shard_seed,"
                 " which shares it out"
             )
-        yield make(f"{dataset.where} is {stream} that {ends}", read, instead)
+        yield make(f"{dataset.where} is {stream} that {what}", tuple(read), instead)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:
@@ -37,19 +37,13 @@ def check(job: Job) -> Findings:
     if not job.several or not job.ranks:
         return
     for dataset in job.datasets:
-        strategy = dataset.get("tarred_shard_strategy", "scatter")
-        if not dataset.nemo or not dataset.tarred or strategy.value != "scatter":
-            continue
         files = dataset.get("tarred_audio_filepaths")
-        for count in _counts(files.value):
+        for count in _counts(files.value) if dataset.shares_tar_files else ():
             if 0 < count < job.ranks:
-                what = (
-                    f"{dataset.where}: {counted(count, 'tar file')} for"
-                    f" {job.ranks_text}, and no rank gets any"
-                )
                 yield stops(
-                    what,
-                    (files, job.devices, job.nodes, strategy),
+                    f"{dataset.where}: {counted(count, 'tar file')} for"
+                    f" {job.ranks_text}, and no rank gets any",
+                    (files, job.devices, job.nodes),
                     "at least as many tar files as ranks",
                 )
 
@@ -59,24 +53,19 @@ def _counts(files: Any) -> Iterator[int]:
     known.
     """
     if isinstance(files, str):
-        yield sum(map(_count, _BETWEEN_NAMES.split(files)))
-    elif isinstance(files, list):
-        names = [
-            name[0] if isinstance(name, list) and len(name) == 1 else name
-            for name in files
-        ]
-        if not all(isinstance(name, str) for name in names):
-            return
-        if any(isinstance(name, list) for name in files):
-            yield from map(_count, names)
-        else:
-            yield sum(map(_count, names))
+        files = _BETWEEN_NAMES.split(files)
+    if not isinstance(files, list):
+        return
+    # A bucket is a list of one text.
+    names = [
+        name[0] if isinstance(name, list) and len(name) == 1 else name for name in files
+    ]
+    if all(isinstance(name, str) for name in names):
+        counts = [_count(name) for name in names]
+        yield from [sum(counts)] if names == files else counts
 
 
 def _count(name: str) -> int:
-    count = 1
-    for low, high in _RANGE.findall(name):
-        count *= abs(int(high) - int(low)) + 1
-    for choice in _CHOICE.findall(_RANGE.sub("", name)):
-        count *= choice.count(",") + 1
-    return count
+    counts = [abs(int(high) - int(low)) + 1 for low, high in _RANGE.findall(name)]
+    lists: list[str] = _CHOICE.findall(_RANGE.sub("", name))
+    return prod(counts + [choice.count(",") + 1 for choice in lists])

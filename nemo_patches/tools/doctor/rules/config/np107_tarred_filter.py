@@ -7,10 +7,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/asr/data/
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 8}
 model:
@@ -25,21 +24,14 @@ def check(job: Job) -> Findings:
     if not job.several or not limit.open:
         return
     for dataset in job.datasets:
-        if not dataset.training or not dataset.nemo or not dataset.tarred:
-            continue
         limits = [dataset.get(key) for key in ("max_duration", "min_duration")]
         given = [value for value in limits if value.number]
-        if given and dataset.get("tarred_shard_strategy", "scatter").value == "scatter":
+        if dataset.training and dataset.shares_tar_files and given:
             names = " and ".join(value.key for value in given)
             yield warning(
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and"
                 f" {names} may leave a rank with fewer batches than the others",
-                (
-                    *given,
-                    dataset.get("is_tarred"),
-                    dataset.get("drop_last", False),
-                    limit.read,
-                ),
+                (*given, dataset.get("is_tarred"), limit.read),
                 "the same limits when the tar files are made; or"
                 " trainer.limit_train_batches: no more than the batches of the rank"
                 " with the fewest",

@@ -28,55 +28,46 @@ model:
 
 def check(job: Job) -> Findings:
     """Not where the trainer's limit for that role is a whole number."""
-    if not job.has_trainer:
-        return
-    for dataset in job.datasets:
-        key = (
-            "limit_val_batches"
-            if dataset.role == "validation"
-            else "limit_test_batches"
-        )
+    for dataset in job.datasets if job.has_trainer else ():
         limit = job.limit(dataset.role)
         if dataset.training or not limit.open:
             continue
-        read = (
-            limit.read,
-            dataset.get("is_tarred", False),
-            dataset.get("force_finite", False),
-        )
+        finite = dataset.get("force_finite", False)
         forced = dataset.get("force_iterable_dataset", False)
-        once = (
-            f"{forced.key}: false"
-            if forced.on
-            else f"{dataset.where}.force_map_dataset: true"
-        ) + f", and a whole number as {dataset.shard_seed.key}: each entry is read once"
+        read = (limit.read, dataset.get("is_tarred", False), finite)
+        name = "val" if dataset.role == "validation" else "test"
+        key = f"limit_{name}_batches"
         limited = f"trainer.{key}: a whole number"
+        once = f"{dataset.where}.force_map_dataset: true"
+        if forced.on:
+            once = f"{forced.key}: false"
+        once += (
+            f", and a whole number as {dataset.shard_seed.key}: each entry is read once"
+        )
         if dataset.endless:
-            what = (
-                f"Lhotse repeats {dataset.where} for ever, and {key} is no whole"
-                f" number: {dataset.role} never ends"
-            )
             make = error if dataset.role == "validation" else warning
-            instead = (
-                f"{dataset.key('force_finite')}: true, also of its entries, {once}; or"
-                f" {limited}"
+            yield make(
+                f"Lhotse repeats {dataset.where} for ever, and {key} is no whole"
+                f" number: {dataset.role} never ends",
+                read,
+                f"{finite.key}: true, also of its entries, {once}; or {limited}",
             )
-            yield make(what, read, instead)
         elif job.several and dataset.nemo and dataset.tarred:
-            what = (
+            yield warning(
                 f"{dataset.where} is a stream that ends on each of {job.ranks_text}"
-                " after its own number of batches"
+                " after its own number of batches",
+                read,
+                f"{limited}; or a set without tar files, from one input",
             )
-            instead = f"{limited}; or a set without tar files, from one input"
-            yield warning(what, read, instead)
         elif dataset.lhotse and dataset.tarred and dataset.endless is False:
             workers = dataset.get("num_workers", 0)
-            if job.several or (workers.number or 0) > 1:
-                readers = f"each of {job.ranks_text}" + (
-                    ", and each worker," if (workers.number or 0) > 1 else ""
-                )
-                what = (
+            each_worker = (workers.number or 0) > 1
+            if job.several or each_worker:
+                readers = f"each of {job.ranks_text}"
+                readers += ", and each worker," if each_worker else ""
+                yield warning(
                     f"{dataset.where} is a stream: {readers} reads all of it, in its"
-                    " own number of batches"
+                    " own number of batches",
+                    (*read, forced, workers),
+                    once,
                 )
-                yield warning(what, (*read, forced, workers), once)

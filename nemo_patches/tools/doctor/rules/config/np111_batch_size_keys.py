@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
+from nemo_patches.tools.doctor.finding import Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.trees import walk
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, bucket_batch_size: [16, 8]}
@@ -23,21 +22,22 @@ model:
 GOOD = BAD.replace("[16, 8]", "[16, 8], bucket_duration_bins: [10, 20]")
 
 _KNOWN = ("batch_size", "bucket_batch_size", "bucketing_batch_size")
-_COUNTS = ("batch_size", "batch_tokens")  # whole numbers
+_SIZES = ("batch_size", "batch_duration", "batch_tokens")
 
 
 def check(job: Job) -> Findings:
     """For each set by itself."""
     for dataset in job.datasets:
-        for key in ("batch_size", "batch_duration", "batch_tokens"):
-            if dataset.lhotse or (dataset.nemo and key == "batch_size"):
-                yield from _no_size(dataset.get(key), whole=key in _COUNTS)
+        if dataset.lhotse or dataset.nemo:
+            for size in map(dataset.get, _SIZES if dataset.lhotse else _SIZES[:1]):
+                yield from _no_size(size)
         yield from _missing(job, dataset)
         if dataset.lhotse:
             yield from _buckets(dataset)
 
 
-def _no_size(size: Value, *, whole: bool) -> Findings:
+def _no_size(size: Value) -> Findings:
+    whole = size.keys[-1] != "batch_duration"
     too_small = size.number is not None and size.number <= 0
     if too_small or (whole and isinstance(size.value, float)):
         what = f"{size.key} is {size.value}, which is no size of a batch"
@@ -53,8 +53,7 @@ def _missing(job: Job, dataset: Dataset) -> Findings:
         keys += [] if multimodal.off else ["batch_tokens"]
     elif not dataset.nemo or not job.asr_encoder:
         return
-    given = any(dataset.get(key).value is not None for key in keys)
-    if not given and not _has_own_keys(dataset):
+    if not dataset.given(keys) and not _has_own_keys(dataset):
         yield warning(
             f"{dataset.where}: no key gives the size of a batch"
             f" ({', '.join(keys)}): NeMo 3.0 stops the job at its start, Lhotse under"
@@ -85,10 +84,8 @@ def _buckets(dataset: Dataset) -> Findings:
     if not isinstance(bins.value, list):
         return
     if isinstance(sizes.value, list) and len(sizes.value) != len(bins.value):
-        what = (
-            f"{dataset.where}: {len(sizes.value)} batch sizes for {len(bins.value)}"
-            " buckets"
-        )
+        counts = f"{len(sizes.value)} batch sizes for {len(bins.value)} buckets"
+        what = f"{dataset.where}: {counts}"
         yield stops(what, (sizes, bins), "as many batch sizes as buckets")
     if not bins.value:
         what = f"{bins.key} is empty"

@@ -9,7 +9,7 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/16003
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.config import Value
+from nemo_patches.tools.doctor.config import Section
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import ERROR, Findings, error, warning
 from nemo_patches.tools.doctor.job import Job
@@ -26,24 +26,21 @@ GOOD = BAD.replace("batch_size: 16", "batch_size: 4")
 
 def check(job: Job) -> Findings:
     """Lightning's sampler gives all ranks batches of one size; Lhotse and tar files do not."""
-    if not job.several:
-        return
-    for keys, section in job.config.mappings():
-        if section.get("fuse_loss_wer") is not True:
-            continue
-        part = job.get((*keys, "fused_batch_size"))
-        switch = job.get((*keys, "fuse_loss_wer"))
-        for dataset in job.datasets:
-            if not dataset.training and part.number:
-                yield from _of(job, dataset, switch=switch, part=part)
+    for keys, section in job.config.mappings() if job.several else ():
+        if section.get("fuse_loss_wer") is True:
+            joint = Section(job.config, keys)
+            for dataset in job.datasets:
+                if not dataset.training:
+                    yield from _of(job, dataset, joint)
 
 
-def _of(job: Job, dataset: Dataset, *, switch: Value, part: Value) -> Findings:
-    if not dataset.lhotse and not (dataset.nemo and dataset.tarred):
+def _of(job: Job, dataset: Dataset, joint: Section) -> Findings:
+    part = joint.get("fused_batch_size")
+    if not part.number or not (dataset.lhotse or (dataset.nemo and dataset.tarred)):
         return
     size = dataset.get("batch_size")
     dynamic = dataset.dynamic if dataset.lhotse else []
-    if size.number is not None and size.number <= (part.number or 0):
+    if size.number is not None and size.number <= part.number:
         # One part, whatever the others have; Lhotse takes batch_size as a limit, also with
         # batch_duration
         return
@@ -54,7 +51,7 @@ def _of(job: Job, dataset: Dataset, *, switch: Value, part: Value) -> Findings:
         f"{dataset.where}: ranks may have batches of different sizes, in which a joint"
         f" of {part.value} at a time makes different numbers of collectives;"
         f" {dataset.role} then hangs on {job.ranks_text}",
-        (switch, part, size, *dynamic, dataset.get("use_lhotse", False)),
+        (joint.get("fuse_loss_wer"), part, size, *dynamic, dataset.get("use_lhotse")),
         f"{dataset.where}.batch_size no larger than fused_batch_size, or fuse_loss_wer:"
         " false",
     )

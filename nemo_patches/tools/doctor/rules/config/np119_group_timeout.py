@@ -8,11 +8,10 @@ Link: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.in
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops
+from nemo_patches.tools.doctor.finding import Findings, note, stops
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import last_part
 
-WORST = WARNING
 BAD = """\
 trainer:
   devices: 4
@@ -37,15 +36,11 @@ def check(job: Job) -> Findings:
     too.
     """
     value = job.get("trainer.strategy.timeout")
-    if not value.known or value.value is None:
-        return
     strategy = last_part(str(job.strategy.value))
     if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
         what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta"
         yield stops(what, value, _AS_A_DURATION)
-    elif not job.several or not job.ddp:
-        return
-    elif job.group_timeout is not None:
+    elif job.several and job.ddp and job.group_timeout is not None:
         what = (
             f"{value.key}: NeMo 3.0 refuses _target_: datetime.timedelta, and the job"
             " stops at its start there"

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nemo_patches.tools.doctor import known_keys
-from nemo_patches.tools.doctor.encoders import class_of
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops, warning
+from nemo_patches.tools.doctor.encoders import TAKEN, class_of
+from nemo_patches.tools.doctor.finding import Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
 from nemo_patches.tools.doctor.trees import Keys
 
-WORST = WARNING
 BAD = """\
 trainer: {gpus: 4}
 model:
@@ -31,26 +30,29 @@ _AS_CLOSE = 0.88
 def check(job: Job) -> Findings:
     """In the sections whose keys are known."""
     for keys, section in job.config.mappings():
+        encoder = class_of(section.get("_target_"))
         if keys == ("trainer",) and job.has_trainer:
             yield from _of_trainer(job, section)
         elif keys == ("exp_manager",):
             yield from _close(job, keys, known_keys.EXP_MANAGER)
-        cls = class_of(section.get("_target_"))
-        if cls is not None and cls.name.removesuffix("Adapter") in known_keys.ENCODERS:
-            yield from _close(job, keys, cls.keys)
+        elif encoder.removesuffix("Adapter") in known_keys.ENCODERS:
+            yield from _close(job, keys, TAKEN[encoder])
 
 
 def _of_trainer(job: Job, section: Collection[str]) -> Findings:
     for key in section:
         if key in known_keys.TRAINER:
             continue
-        value = job.get(("trainer", key))
+        value = job.trainer(key)
         close = closest(key, known_keys.TRAINER - set(section), _AS_CLOSE)
-        known = "is not known, and looks like " + close if close else "is not known"
-        instead = f"{close}: {value.value}" if close else "no such key"
+        known = "is not known"
+        instead = "no such key"
         if key in known_keys.TRAINER_1:
             known = "is not known any more"
             instead = known_keys.TRAINER_1[key]
+        elif close:
+            known = f"is not known, and looks like {close}"
+            instead = f"{close}: {value.value}"
         yield warning(
             f"{value.key} {known}: Lightning's trainer stops the job at its start",
             value,

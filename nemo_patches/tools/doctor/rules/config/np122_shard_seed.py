@@ -11,11 +11,10 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, note, warning
+from nemo_patches.tools.doctor.datasets import OF_LHOTSE_ALONE, Dataset
+from nemo_patches.tools.doctor.finding import Finding, Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false}
 model:
@@ -28,18 +27,13 @@ def check(job: Job) -> Findings:
     """Not what is repeated for ever and no stream: there ranks take their shares of what never
     ends.
     """
-    if not job.several:
-        return
-    for dataset in job.datasets:
-        if not dataset.lhotse:
+    for dataset in job.datasets if job.several else ():
+        # One in a file is NP005's.
+        if not dataset.lhotse or dataset.get("input_cfg").named:
             continue
-        if isinstance(dataset.get("input_cfg").value, str):
-            continue  # NP005
-        if dataset.inputs.unknown:
-            what = (
-                f"{dataset.where}: its shard_seed is not judged, as"
-                f" {dataset.inputs.unknown}"
-            )
+        unknown = dataset.inputs.unknown
+        if unknown:
+            what = f"{dataset.where}: its shard_seed is not judged, as {unknown}"
             yield note(what, dataset.shard_seed)
         elif dataset.own_orders:
             yield _of_shares(job, dataset)
@@ -51,46 +45,41 @@ def _of_shares(job: Job, dataset: Dataset) -> Finding:
     """Measured on 2 ranks: 18 to 27% of the entries are read twice, and epochs of 112 batches meet
     113.
     """
-    dynamic = dataset.dynamic
-    uneven = (
-        ", and a rank may have one batch fewer, for which the others wait"
-        if dynamic
-        else ""
-    )
-    others = [dataset.get(key).value for key in ("input_cfg", "cuts_path", "shar_path")]
-    # As in most of NeMo's recipes.
-    untold = others == [None] * 3 and not dataset.get("manifest_filepath").known
-    return warning(
+    what = (
         f"{dataset.where}: each of {job.ranks_text} takes its share of an order of its"
-        f" own (shard_seed trng): some entries are read twice and others never{uneven}",
-        (*dataset.own_orders, dataset.shuffle, *dynamic, dataset.get("use_lhotse")),
-        f"{' and '.join(seed.key for seed in dataset.own_orders)}: a whole number"
-        + (
+        " own (shard_seed trng): some entries are read twice and others never"
+    )
+    if dataset.dynamic:
+        what += ", and a rank may have one batch fewer, for which the others wait"
+    instead = f"{' and '.join(seed.key for seed in dataset.own_orders)}: a whole number"
+    manifest = dataset.get("manifest_filepath")
+    if not manifest.known and not dataset.given(OF_LHOTSE_ALONE):
+        # As in most of NeMo's recipes.
+        instead += (
             "; if tar files come with the manifest that is still to be given, leave"
             " trng"
-            if untold
-            else ""
-        ),
-    )
+        )
+    lhotse = dataset.get("use_lhotse")
+    read = (*dataset.own_orders, dataset.shuffle, *dataset.dynamic, lhotse)
+    return warning(what, read, instead)
 
 
 def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
     """Only where every order is known to be the same on all ranks."""
     workers = dataset.get("num_workers", 0)
     seeds = list(dict.fromkeys(draw.seed for draw in dataset.inputs.draws))
-    if not all(
-        seed.whole or (seed.value == "randomized" and workers.value == 0)
-        for seed in seeds
-    ):
+    drawn = [seed for seed in seeds if not seed.whole]
+    if drawn and workers.value != 0:
         return
-    without_workers = any(not seed.whole for seed in seeds)
-    set_own = dataset.shard_seed
-    others = [seed.key for seed in seeds if seed.key != set_own.key]
+    if any(seed.value != "randomized" for seed in drawn):
+        return
+    own = dataset.shard_seed.key
+    others = [seed.key for seed in seeds if seed.key != own]
     also = f", also as {' and '.join(others)}" if others else ""
     yield warning(
         f"{dataset.where} is a stream, and each of {job.ranks_text} reads it in the"
         " same order: all train on the same batches",
-        (*(seeds or (dataset.shuffle,)), *((workers,) if without_workers else ())),
-        f"{dataset.key('shuffle')}: true, with {set_own.key}: trng, or randomized and"
+        (*(seeds or [dataset.shuffle]), workers),
+        f"{dataset.get('shuffle').key}: true, with {own}: trng, or randomized and"
         f" num_workers: 1 or more{also}",
     )

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import WARNING, Finding, Findings, warning
+from nemo_patches.tools.doctor.finding import Finding, Findings, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 from nemo_patches.tools.doctor.known_keys import TABLE, closest
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, strategy: null, limit_train_batches: 100, val_check_interval: 1000}
 """
@@ -70,48 +69,44 @@ def _is_taken(value: Value, takes: Mapping[str, Any]) -> bool:
 
 
 def _devices(job: Job) -> Findings:
+    devices = job.devices
     strategy = job.strategy
     on_cpu = job.accelerator.value == "cpu"
     if on_cpu and str(strategy.value).startswith("fsdp"):
         what = f"{strategy.text} needs GPUs"
         yield _refused(what, (strategy, job.accelerator), "strategy: ddp")
     none: tuple[Any, ...] = (0, "0", [], None, -1, "-1") if on_cpu else (0, "0", [])
-    if job.devices.value in none and not isinstance(job.devices.value, bool):
-        what = f"{job.devices.key} is {job.devices.text}"
-        yield _refused(what, (job.devices, job.accelerator), "how many devices to use")
+    if devices.value in none and not isinstance(devices.value, bool):
+        what = f"{devices.key} is {devices.text}"
+        yield _refused(what, (devices, job.accelerator), "how many devices to use")
 
 
 def _validation_never_comes(job: Job) -> Findings:
     limit = job.limit("training")
     interval = job.trainer("val_check_interval", 1.0)
     epochs = job.trainer("check_val_every_n_epoch", 1)
-    fast = job.trainer("fast_dev_run", False)
+    batches = as_limit(interval)
     if not interval.known or not epochs.known:
         return
-    batches = as_limit(interval)
     if epochs.value is None:
         if isinstance(batches, float) and interval.value is not None:
-            what = (
-                f"val_check_interval is {interval.text}, and without"
-                " check_val_every_n_epoch it counts batches"
-            )
             yield _refused(
-                what, (interval, epochs), "val_check_interval: a whole number"
+                f"val_check_interval is {interval.text}, and without"
+                " check_val_every_n_epoch it counts batches",
+                (interval, epochs),
+                "val_check_interval: a whole number",
             )
-    elif (
-        fast.off
-        and isinstance(batches, int)
-        and isinstance(limit.batches, int)
-        and batches > limit.batches > 0
-    ):
-        what = (
-            f"val_check_interval is {batches}, and an epoch has {limit.batches} batches"
-        )
-        instead = (
+        return
+    if not job.trainer("fast_dev_run", False).off:
+        return
+    most = limit.batches
+    if isinstance(batches, int) and isinstance(most, int) and batches > most > 0:
+        yield _refused(
+            f"val_check_interval is {batches}, and an epoch has {most} batches",
+            (interval, limit.read, epochs),
             "val_check_interval: no more than that; or check_val_every_n_epoch: null,"
-            " to count on over epochs"
+            " to count on over epochs",
         )
-        yield _refused(what, (interval, limit.read, epochs), instead)
 
 
 def _share_of_no_length(job: Job) -> Findings:
@@ -120,27 +115,18 @@ def _share_of_no_length(job: Job) -> Findings:
     """
     if not job.trainer("fast_dev_run", False).off:
         return
+    counted = isinstance(job.limit("training").batches, int)
     for dataset in job.datasets:
         for share in map(job.trainer, _OF_ROLE.get(dataset.role, ())):
             batches = as_limit(share)
-            if (
-                not dataset.lhotse
-                or not share.known
-                or not isinstance(batches, float)
-                or batches >= 1
-            ):
+            none = share.key != "trainer.val_check_interval" and not batches
+            by_count = share.key == "trainer.val_check_interval" and counted
+            if not dataset.lhotse or not share.known or none or by_count:
                 continue
-            if share.key == "trainer.val_check_interval":
-                has_length = isinstance(job.limit("training").batches, int)
-            else:
-                has_length = not batches  # none at all
-            if not has_length:
-                what = (
-                    f"Lhotse reads {dataset.where}, which has no length to take a share"
-                    f" of: {share.key}"
-                )
+            if isinstance(batches, float) and batches < 1:
                 yield _refused(
-                    f"{what} is {share.text}",
+                    f"Lhotse reads {dataset.where}, which has no length to take a share"
+                    f" of: {share.key} is {share.text}",
                     (share, dataset.get("use_lhotse")),
                     "a whole number, or 1.0",
                 )

@@ -10,11 +10,9 @@ https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lho
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.datasets import ROLES
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 data:
   train_ds:
@@ -43,34 +41,22 @@ def check(job: Job) -> Findings:
             yield stops(
                 what, inputs, "inputs of one kind; docs/doctor.md has which are streams"
             )
-    for keys, section in job.config.mappings():
-        if not keys or keys[-1] not in ROLES or section.get("multi_config") is not True:
-            continue
-        switch = job.get((*keys, "multi_config"))
-        where = ".".join(keys)
-        missing = [key for key in _NEEDED if key not in section]
+    for section in job.multi_configs:
+        switch = section.get("multi_config")
+        missing = [key for key in _NEEDED if not section.get(key).given]
         if missing:
-            what = f"{where}: multi_config without {', '.join(missing)}"
+            what = f"{section.where}: multi_config without {', '.join(missing)}"
             yield stops(what, switch, f"{' and '.join(missing)}, beside multi_config")
-        streams = {
-            dataset.where: dataset.tarred
-            for dataset in job.datasets
-            if dataset.outer == keys
-        }
-        if True in streams.values() and False in streams.values():
-            stream, plain = (
-                next(name for name, is_one in streams.items() if is_one is kind)
-                for kind in (True, False)
-            )
-            what = (
-                f"multi_config cannot mix {stream}, a stream, and {plain}, which is"
-                " none"
-            )
+        sets = [dataset for dataset in job.datasets if dataset.outer == section.keys]
+        stream = next((each.where for each in sets if each.tarred), "")
+        plain = next((each.where for each in sets if each.tarred is False), "")
+        if stream and plain:
             # A stream that is not repeated is read once, and then never again beside one that is.
-            repeated = (
-                f"{plain}.force_iterable_dataset: true, with its manifest_filepath as a"
-                " list, which is repeated"
-            )
             yield stops(
-                what, switch, f"tar files or Shar for {plain}, too; or {repeated}"
+                f"multi_config cannot mix {stream}, a stream, and {plain}, which is"
+                " none",
+                switch,
+                f"tar files or Shar for {plain}, too; or"
+                f" {plain}.force_iterable_dataset: true, with its manifest_filepath as a"
+                " list, which is repeated",
             )

@@ -10,10 +10,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/13739
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 exp_manager:
@@ -24,11 +23,9 @@ GOOD = BAD.replace("always_save_nemo: true", "always_save_nemo: false")
 
 def check(job: Job) -> Findings:
     """Also without its own metric: then only which rank is first decides."""
-    params = ("exp_manager", "checkpoint_callback_params")
-    always, best = (
-        job.get((*params, key), False)
-        for key in ("always_save_nemo", "save_best_model")
-    )
+    params = "exp_manager.checkpoint_callback_params"
+    always = job.get(f"{params}.always_save_nemo")
+    best = job.get(f"{params}.save_best_model")
     makes_one = not job.get("exp_manager.create_checkpoint_callback", True).off
     if job.several and makes_one and always.on and best.on:
         yield warning(

@@ -8,10 +8,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/utils/callbacks/nemo_
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4}
 exp_manager:
@@ -23,15 +22,11 @@ GOOD = BAD.replace("out/{val_loss}", "out")
 
 def check(job: Job) -> Findings:
     """On one rank, too."""
-    params = ("exp_manager", "checkpoint_callback_params")
-    folder = job.get((*params, "dirpath"))
-    monitor = job.get((*params, "monitor"), "val_loss")
-    resumes = job.get("exp_manager.resume_if_exists", False)
-    if (
-        resumes.on
-        and isinstance(folder.value, str)
-        and str(monitor.value) in folder.value
-    ):
+    params = "exp_manager.checkpoint_callback_params"
+    folder = job.get(f"{params}.dirpath")
+    monitor = job.get(f"{params}.monitor", "val_loss")
+    resumes = job.get("exp_manager.resume_if_exists")
+    if resumes.on and folder.named and str(monitor.value) in folder.value:
         what = (
             f"dirpath has {monitor.value} in it, behind which NeMo reads each"
             " checkpoint's score: a resume stops"

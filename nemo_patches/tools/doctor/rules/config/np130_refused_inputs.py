@@ -12,13 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
-from nemo_patches.tools.doctor.inputs import DATA_TYPES
+from nemo_patches.tools.doctor.finding import Findings, stops
+from nemo_patches.tools.doctor.inputs import READS
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import closest
 from nemo_patches.tools.doctor.trees import Keys
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds:
@@ -33,14 +32,12 @@ GOOD = BAD.replace("manifest_filepath: b.json", "manifest_filepath: b.json, weig
 
 def check(job: Job) -> Findings:
     """Each list once, also those of groups."""
-    said: set[str] = set()
-    for dataset in job.datasets:
-        if not dataset.lhotse:
-            continue
-        inputs = dataset.get("input_cfg")
-        if inputs.key not in said:
-            said.add(inputs.key)
-            yield from _of_list(job, inputs)
+    lists = {
+        inputs.key: inputs
+        for inputs in (each.get("input_cfg") for each in job.datasets if each.lhotse)
+    }
+    for inputs in lists.values():
+        yield from _of_list(job, inputs)
 
 
 def _of_list(job: Job, inputs: Value) -> Findings:
@@ -66,37 +63,21 @@ def _of_list(job: Job, inputs: Value) -> Findings:
 def _of_entry(job: Job, keys: Keys, entry: Any) -> Findings:
     here = job.get(keys)
     if isinstance(entry, str):
-        instead = f"{{type: group, input_cfg: {entry}}}"
-        yield stops(
-            f"{here.key} is {entry}, and a list of files is no list of inputs",
-            here,
-            instead,
-        )
+        what = f"{here.key} is {entry}, and a list of files is no list of inputs"
+        yield stops(what, here, f"{{type: group, input_cfg: {entry}}}")
     if not isinstance(entry, dict):
         return
     name = job.get((*keys, "type"))
+    close = closest(str(name.value), READS)
     if name.value is None:
-        yield stops(
-            f"{here.key} has no type",
-            here,
-            "type: nemo, nemo_tarred, lhotse or lhotse_shar",
-        )
-    elif (
-        isinstance(name.value, str)
-        and name.value not in DATA_TYPES
-        and (close := closest(name.value, DATA_TYPES))
-    ):
-        yield stops(
-            f"{name.key}: there is no type {name.value}, and it looks like {close}",
-            name,
-            close,
-        )
-    if name.value == "group":
+        types = "type: nemo, nemo_tarred, lhotse or lhotse_shar"
+        yield stops(f"{here.key} has no type", here, types)
+    elif name.value not in READS and close:
+        what = f"{name.key}: there is no type {name.value}, and it looks like {close}"
+        yield stops(what, name, close)
+    elif name.value == "group":
         inner = job.get((*keys, "input_cfg"))
         if inner.value is None:
-            yield stops(
-                f"{here.key} is a group without an input_cfg",
-                here,
-                "an input_cfg with its inputs",
-            )
+            what = f"{here.key} is a group without an input_cfg"
+            yield stops(what, here, "an input_cfg with its inputs")
         yield from _of_list(job, inner)

@@ -9,12 +9,11 @@ https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/data/lho
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.datasets import ROLES, Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.datasets import Dataset
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import TABLE
 
-WORST = WARNING
 BAD = """\
 model:
   train_ds: {use_lhotse: true, manifest_filepath: a.json, batch_size: 8, shard_seed: random}
@@ -34,52 +33,40 @@ def check(job: Job) -> Findings:
             if finding.read[0].key not in said:
                 said.add(finding.read[0].key)
                 yield finding
-    for keys, section in job.config.mappings():
-        if keys and keys[-1] in ROLES and section.get("multi_config") is True:
-            yield from _of_fusion(job, keys)
+    for section in job.multi_configs:
+        fusion = section.get("sampler_fusion", "round_robin")
+        weights = section.get("sampler_weights")
+        if fusion.known and fusion.value not in _FUSIONS:
+            what = f"{fusion.key} is {fusion.text}"
+            yield stops(what, fusion, f"one of {', '.join(_FUSIONS)}")
+        if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
+            sets = [
+                each.keys[-1] for each in job.datasets if each.outer == section.keys
+            ]
+            without = [name for name in sets if name not in weights.value]
+            if without:
+                what = f"{weights.key} has no {' and no '.join(without)}"
+                yield stops(what, weights, "a weight for each set")
 
 
 def _of(dataset: Dataset) -> Findings:
     for key in ("seed", "shard_seed"):
         seed = dataset.get(key, "trng")
         if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
-            yield stops(
-                f"{seed.key} is {seed.text}",
-                seed,
-                f"{key}: a whole number, {' or '.join(_SEEDS)}",
-            )
+            instead = f"{key}: a whole number, {' or '.join(_SEEDS)}"
+            yield stops(f"{seed.key} is {seed.text}", seed, instead)
     for key, taken in TABLE["words_of_options"].items():
         words = taken["words"]
         word = dataset.get(key, words[0])
         used = dataset.get(taken["used_with"])
         if word.known and word.value not in words and used.value is not None:
-            yield stops(
-                f"{word.key} is {word.text}",
-                (word, used),
-                f"{key}: one of {', '.join(words)}",
-            )
-    to_map = dataset.get("force_map_dataset", False)
-    to_iterable = dataset.get("force_iterable_dataset", False)
+            instead = f"{key}: one of {', '.join(words)}"
+            yield stops(f"{word.key} is {word.text}", (word, used), instead)
+    to_map = dataset.get("force_map_dataset")
+    to_iterable = dataset.get("force_iterable_dataset")
     if to_map.on and to_iterable.on:
         what = f"{to_map.key} and {to_iterable.key} exclude each other"
         yield stops(what, (to_map, to_iterable), "one of them")
-    shuffle = dataset.get("shuffle", False)
+    shuffle = dataset.get("shuffle")
     if shuffle.given and shuffle.value is None:
         yield stops(f"{shuffle.key} is null", shuffle, "shuffle: true or false")
-
-
-def _of_fusion(job: Job, keys: tuple[str, ...]) -> Findings:
-    fusion = job.get((*keys, "sampler_fusion"), "round_robin")
-    if fusion.known and fusion.value not in _FUSIONS:
-        yield stops(
-            f"{fusion.key} is {fusion.text}", fusion, f"one of {', '.join(_FUSIONS)}"
-        )
-    weights = job.get((*keys, "sampler_weights"))
-    if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
-        sets = [dataset.keys[-1] for dataset in job.datasets if dataset.outer == keys]
-        if without := [name for name in sets if name not in weights.value]:
-            yield stops(
-                f"{weights.key} has no {' and no '.join(without)}",
-                weights,
-                "a weight for each set",
-            )

@@ -11,11 +11,10 @@ Link: https://lightning.ai/docs/pytorch/stable/extensions/strategy.html
 from __future__ import annotations
 
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, stops
+from nemo_patches.tools.doctor.finding import Findings, note, stops
 from nemo_patches.tools.doctor.job import Job, count
 from nemo_patches.tools.doctor.known_keys import DDP_STRATEGY, STRATEGY_CLASSES, closest
 
-WORST = WARNING
 BAD = """\
 trainer:
   devices: 8
@@ -37,18 +36,15 @@ def check(job: Job) -> Findings:
         return
     module, _, name = target.value.rpartition(".")
     if target.value.startswith(_NOT_TAKEN) or not module:
-        instead = (
-            f"_target_: {_OURS}{name if name in STRATEGY_CLASSES else 'DDPStrategy'}"
-        )
-        what = f"{target.key}: {target.value} is no strategy of lightning.pytorch"
-        yield stops(what, target, instead)
-    elif module.startswith("lightning.pytorch.") and name not in STRATEGY_CLASSES:
-        what = f"{target.key}: lightning.pytorch has no strategy {name}"
         yield stops(
-            what,
+            f"{target.key}: {target.value} is no strategy of lightning.pytorch",
             target,
-            f"_target_: {_OURS}{closest(name, STRATEGY_CLASSES) or 'DDPStrategy'}",
+            f"_target_: {_OURS}{name if name in STRATEGY_CLASSES else 'DDPStrategy'}",
         )
+    elif module.startswith("lightning.pytorch.") and name not in STRATEGY_CLASSES:
+        close = closest(name, STRATEGY_CLASSES) or "DDPStrategy"
+        what = f"{target.key}: lightning.pytorch has no strategy {name}"
+        yield stops(what, target, f"_target_: {_OURS}{close}")
     elif not module.startswith(("lightning.pytorch.", "nemo.")):
         what = (
             f"{target.key}: NeMo 3.0 makes no {target.value} from a config, and stops"
@@ -62,16 +58,13 @@ def check(job: Job) -> Findings:
 
 
 def _keywords(job: Job) -> Findings:
-    section = job.get("trainer.strategy").value
-    for key in section if isinstance(section, dict) else ():
+    for key in job.get("trainer.strategy").value:
         # Hydra's own: _target_, _recursive_.
         if key not in DDP_STRATEGY and not key.startswith("_"):
             value = job.get(("trainer", "strategy", key))
             close = closest(key, DDP_STRATEGY)
-            what = f"{value.key}: DDPStrategy takes no {key}"
-            yield stops(
-                what, value, f"{close}: {value.value}" if close else "no such key"
-            )
+            instead = f"{close}: {value.value}" if close else "no such key"
+            yield stops(f"{value.key}: DDPStrategy takes no {key}", value, instead)
 
 
 def _sizes(job: Job) -> Findings:
@@ -80,20 +73,16 @@ def _sizes(job: Job) -> Findings:
     tensor = job.get("trainer.strategy.tensor_parallel_size", "auto")
     nodes = count(job.nodes.value) if data.value == "auto" else data.number
     devices = count(job.devices.value) if tensor.value == "auto" else tensor.number
-    if (
-        job.ranks
-        and nodes is not None
-        and devices is not None
-        and nodes * devices != job.ranks
-    ):
-        product = (
+    if not job.ranks or nodes is None or devices is None:
+        return
+    product = nodes * devices
+    if product != job.ranks:
+        sizes = (
             f"{nodes:.0f} (data_parallel_size) times {devices:.0f}"
             " (tensor_parallel_size)"
         )
-        there = "there is" if job.ranks == 1 else "there are"
         yield stops(
-            f"{product} is {nodes * devices:.0f}, and {there}"
-            f" {counted(job.ranks, 'rank')}",
+            f"{sizes} is {product:.0f}, and the job has {counted(job.ranks, 'rank')}",
             (data, tensor, job.devices, job.nodes),
             "sizes that make up the number of ranks; auto is the number of nodes"
             " (data), and of devices (tensor)",

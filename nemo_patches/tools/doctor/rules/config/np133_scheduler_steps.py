@@ -8,10 +8,9 @@ Link: https://github.com/NVIDIA-NeMo/Speech/issues/9462
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, stops
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false, max_epochs: 10}
 model:
@@ -24,27 +23,19 @@ GOOD = BAD.replace("max_epochs: 10", "max_steps: 1000")
 def check(job: Job) -> Findings:
     """On any number of ranks; fast_dev_run is a max_steps, too."""
     schedule = job.get("model.optim.sched")
-    own = job.get("model.optim.sched.max_steps")
     steps = job.trainer("max_steps", -1)
-    named = isinstance(schedule.value, dict) and not schedule.value.keys().isdisjoint(
-        ("name", "_target_")
-    )
-    counts = own.value is None and steps.number is not None and steps.number < 0
-    if (
-        not job.has_trainer
-        or not named
-        or not counts
-        or job.trainer("fast_dev_run", False).value
-    ):
+    fast = job.trainer("fast_dev_run", False).value
+    own = job.get("model.optim.sched.max_steps").value
+    unlimited = own is None and steps.number is not None and steps.number < 0
+    if not job.has_trainer or not isinstance(schedule.value, dict) or fast:
         return
-    for dataset in job.datasets:
-        if dataset.training and dataset.lhotse and dataset.keys[0] == "model":
-            what = (
-                "the scheduler's max_steps is not set, and Lhotse reads"
-                f" {dataset.where}, which has no length to count"
-            )
+    if not unlimited or schedule.value.keys().isdisjoint(("name", "_target_")):
+        return
+    for dataset in job.training_of_lhotse:
+        if dataset.keys[0] == "model":
             yield stops(
-                f"{what} it by",
+                "the scheduler's max_steps is not set, and Lhotse reads"
+                f" {dataset.where}, which has no length to count it by",
                 (steps, schedule, dataset.get("use_lhotse")),
                 "trainer.max_steps",
             )

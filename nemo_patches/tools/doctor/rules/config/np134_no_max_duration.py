@@ -26,19 +26,13 @@ def check(job: Job) -> Findings:
     """Where Lhotse fills batches by duration; in buckets of fixed sizes there is no room for a
     longer entry.
     """
-    for dataset in job.datasets if job.several else ():
-        if (
-            not dataset.training
-            or not dataset.lhotse
-            or dataset.get("bucket_batch_size").value is not None
-        ):
-            continue
+    for dataset in job.training_of_lhotse if job.several else ():
         size = dataset.get("batch_duration")
         longest = dataset.longest()
-        if size.value is not None and longest.seconds == math.inf:
+        fixed = dataset.get("bucket_batch_size").value is not None
+        if size.value is not None and longest.seconds == math.inf and not fixed:
             what = (
                 f"{dataset.where}: no max_duration: a very long entry makes a batch far"
-                " above batch_duration, "
+                f" above batch_duration, which may end one of {job.ranks_text}"
             )
-            what += f"which may end one of {job.ranks_text}"
             yield note(what, (*longest.read, size), "a max_duration that fits")

@@ -11,10 +11,9 @@ from __future__ import annotations
 from math import ceil
 
 from nemo_patches.tools.doctor.datasets import Dataset
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.job import Job, as_limit
 
-WORST = WARNING
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false, limit_train_batches: 7179}
 model:
@@ -31,48 +30,29 @@ def check(job: Job) -> Findings:
     limit = job.limit("training")
     interval = job.trainer("val_check_interval", 1.0)
     share = as_limit(interval)
-    epochs = job.trainer("check_val_every_n_epoch", 1)
-    if (
-        not job.several
-        or not isinstance(limit.batches, int)
-        or share is None
-        or not epochs.value
-    ):
+    validates = any(dataset.role == "validation" for dataset in job.datasets)
+    if not job.several or not validates or not isinstance(limit.batches, int):
+        return
+    if not share or not job.trainer("check_val_every_n_epoch", 1).value:
         return
     batches = share if isinstance(share, int) else int(limit.batches * share)
-    if not batches or all(dataset.role != "validation" for dataset in job.datasets):
-        return
-    for dataset in job.datasets:
-        if (
-            not dataset.training
-            or not dataset.lhotse
-            or dataset.tarred is not False
-            or dataset.endless is not False
-        ):
+    for dataset in job.training_of_lhotse if batches else ():
+        if dataset.tarred is not False or dataset.endless is not False:
             continue
-        read = (limit.read, interval, job.devices, dataset.get("batch_size"))
-        instead = (
-            "trainer.limit_train_batches: no more than entries / batch_size / ranks, or"
-            " not set"
-        )
         has = _batches(job, dataset, batches)
-        what = (
-            f"validation comes after {batches} batches of each of {job.ranks_text}"
-            " (limit_train_batches)"
-        )
+        make = note if has is None else warning
+        never = f"as a rank's share of {dataset.where} has {has}"
         if has is None:
-            yield note(
-                f"{what}: never, if the share of {dataset.where} that a rank has is"
-                " smaller",
-                read,
-                instead,
-            )
-        elif has < batches:
-            yield warning(
-                f"{what}: never, as a rank's share of {dataset.where} has {has}",
-                read,
-                instead,
-            )
+            never = f"if the share of {dataset.where} that a rank has is smaller"
+        elif has >= batches:
+            continue
+        yield make(
+            f"validation comes after {batches} batches of each of {job.ranks_text}"
+            f" (limit_train_batches): never, {never}",
+            (limit.read, interval, job.devices, dataset.get("batch_size")),
+            "trainer.limit_train_batches: no more than entries / batch_size / ranks, or"
+            " not set",
+        )
 
 
 def _batches(job: Job, dataset: Dataset, at_most: int) -> int | None:

@@ -34,18 +34,11 @@ _SIZES = ("tensor_parallel_size", "tp_size", "cp_size", "context_parallel_size")
 def check(job: Job) -> Findings:
     """Of speechlm2's data module, which has its sets in `data`."""
     sizes = (job.get(("trainer", "strategy", key), 1) for key in _SIZES)
-    shared = [size for size in sizes if size.number is not None and size.number > 1]
-    if (
-        job.several
-        and shared
-        and any(dataset.keys[0] == "data" for dataset in job.datasets)
-    ):
+    shared = [size for size in sizes if (size.number or 0) > 1]
+    sets = [dataset for dataset in job.datasets if dataset.keys[0] == "data"]
+    if job.several and shared and sets:
         what = (
             f"one of {shared[0].number:g} ranks reads the batches, and the others wait"
-            " for each in "
+            " for each in broadcast_object_list (broadcasting.py)"
         )
-        yield note(
-            f"{what}broadcast_object_list (broadcasting.py)",
-            tuple(shared),
-            "a look at that rank's data loader",
-        )
+        yield note(what, tuple(shared), "a look at that rank's data loader")

@@ -26,12 +26,9 @@ def check(machine: Machine) -> Findings:
     # A blocking wait raises when its time is over.
     blocks = any(machine.variable(name, "0").value != "0" for name in _BLOCKING)
     if counts.value == "0" and not blocks:
-        what = (
-            f"{counts.key}=0: a collective that times out is only logged, and the job"
-            " hangs for ever"
-        )
         yield error(
-            what,
+            f"{counts.key}=0: a collective that times out is only logged, and the job"
+            " hangs for ever",
             counts,
             f"{_NAME} not set at all, or 3, the default of torch 2.2 and later",
         )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from packaging.version import Version
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.machine import OFF, Machine
-
-WORST = WARNING
 
 # The first counts where torch knows it.
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -28,26 +26,21 @@ def check(machine: Machine) -> Findings:
     sizes = [machine.variable(name) for name in _SIZES]
     dump = machine.variable(_DUMP)
     length = next((value for value in sizes if value.given), sizes[1])
+    torch = machine.torch_release
+    by_default = torch is not None and torch >= _ON_BY_DEFAULT
     if length.given and str(length.value).lstrip("-").strip("0") == "":
         yield warning(f"{length.key}=0 switches the flight recorder off", length, _SET)
     elif dump.given and str(dump.value).lower() in OFF:
-        what = (
+        yield warning(
             f"{_DUMP}={dump.value}: what the flight recorder has is not written when a"
-            " collective times out"
+            " collective times out",
+            dump,
+            _SET,
         )
-        yield warning(what, dump, _SET)
-    elif (
-        machine.gpus
-        and not (length.given and dump.given)
-        and not _is_on_by_default(machine)
-    ):
-        what = (
+    elif machine.gpus and not (length.given and dump.given) and not by_default:
+        yield note(
             "whether the flight recorder is on depends on torch's version, and the job"
-            " does not say it"
+            f" does not say it: set {_SET}",
+            (length, dump),
+            _SET,
         )
-        yield note(f"{what}: set {_SET}", (length, dump), _SET)
-
-
-def _is_on_by_default(machine: Machine) -> bool:
-    torch = machine.torch_release
-    return torch is not None and torch >= _ON_BY_DEFAULT

@@ -7,10 +7,8 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
-
-WORST = WARNING
 
 
 def check(ranks: Ranks) -> Findings:

@@ -10,10 +10,8 @@ Link: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html
 
 from __future__ import annotations
 
-from nemo_patches.tools.doctor.finding import WARNING, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.ranks import Ranks, differing
-
-WORST = WARNING
 
 
 def check(ranks: Ranks) -> Findings:
