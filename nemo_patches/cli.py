@@ -276,7 +276,7 @@ def diff(
 def doctor(**given: Any) -> None:
     """Find what in a training config can hang or stop a job.
 
-    CONFIG is a file, a folder, or - for standard input. KEY=VALUE are Hydra's overrides,
+    CONFIG is a YAML file, or a Python file of training code. KEY=VALUE are Hydra's overrides,
     for all of them. Nothing is executed.
 
     Without a config: check this machine's variables of NCCL and torch. With --ranks: compare the

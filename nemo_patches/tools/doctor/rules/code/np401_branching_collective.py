@@ -12,9 +12,8 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import ENCODER
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import WARNING, Findings
+from nemo_patches.tools.doctor.finding import Findings
 
-WORST = WARNING
 BAD = """\
 import torch.distributed as dist
 

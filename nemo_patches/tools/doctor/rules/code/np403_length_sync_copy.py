@@ -11,10 +11,9 @@ from __future__ import annotations
 import ast
 
 from nemo_patches.tools.doctor.code import Code, calls
-from nemo_patches.tools.doctor.finding import WARNING, Findings, at, warning
+from nemo_patches.tools.doctor.finding import Findings, at, warning
 from nemo_patches.tools.doctor.syntax import last_part
 
-WORST = WARNING
 NEEDS_NEMO = True
 BAD = """\
 from nemo.collections.asr.modules import ConformerEncoder

@@ -14,9 +14,8 @@ import re
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Findings, Severity, at
+from nemo_patches.tools.doctor.finding import NOTE, Findings, Severity, at
 
-WORST = WARNING
 BAD = """\
 import torch
 from torch.nn.parallel import DistributedDataParallel

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import WARNING, Findings, at
+from nemo_patches.tools.doctor.finding import Findings, at
 
-WORST = WARNING
 BAD = """\
 from torch.nn.parallel import DistributedDataParallel
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.collectives import BACKWARD
 from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Findings
+from nemo_patches.tools.doctor.finding import NOTE, Findings
 
-WORST = WARNING
 BAD = """\
 class Long:
     def forward(self, audio):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Class, Code, calls
 from nemo_patches.tools.doctor.finding import (
-    WARNING,
     Finding,
     Findings,
     at,
@@ -18,7 +17,6 @@ from nemo_patches.tools.doctor.finding import (
 )
 from nemo_patches.tools.doctor.syntax import last_part
 
-WORST = WARNING
 NEEDS_NEMO = True
 BAD = """\
 import torch

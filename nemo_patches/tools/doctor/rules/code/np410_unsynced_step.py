@@ -15,7 +15,6 @@ from typing import Any
 from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.finding import (
-    WARNING,
     Finding,
     Findings,
     at,
@@ -30,7 +29,6 @@ from nemo_patches.tools.doctor.syntax import (
     text_of,
 )
 
-WORST = WARNING
 BAD = """\
 def train(model, batches, optimizer, every):
     for i, batch in enumerate(batches):
