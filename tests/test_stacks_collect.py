@@ -616,6 +616,9 @@ def test_the_command_prints_what_was_collected(tmp_path: Path) -> None:
     name = f"  rank 3 [{socket.gethostname()}, pid {pid}]: in train (program.py:"
     (told,) = (line for line in others if line.startswith(name))
     assert "moved: i of train (program.py) went from " in told
+    # By its launcher's variables rank 2 may be here, too.
+    assert "  rank 2: no process on this host: ended, or on another host" in others
+    assert "no record tells" not in done.stdout
     file = tmp_path / "node1.json"
     file.write_text(as_json.stdout)
     evidence = Evidence()

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_patches.text import safe
+from nemo_patches.text import named, safe
 from nemo_patches.tools import counted
 from nemo_patches.tools.diagnose.accounts import accounts_of
 from nemo_patches.tools.diagnose.collect import gpus
@@ -49,9 +49,12 @@ def _lines(job: HostJob) -> Iterator[str]:
     name = f" {safe(job.name, 100)}" if job.name else ""
     ranks = counted(len(job.ranks), "rank")
     yield f"job{name} on {safe(job.host, 100)}: {ranks}, found by {by}"
-    accounts = accounts_of(Evidence(of_samples(job)))
-    for line in evidence_of(accounts.values()):
+    accounts = accounts_of(Evidence(of_samples(job))).values()
+    for line in evidence_of(one for one in accounts if one.member_fact):
         yield f"  {safe(line)}"
+    if absent := [one.rank for one in accounts if not one.member_fact]:
+        # Its launcher's variables say only how many ranks a host has, not which.
+        yield f"  {named(absent)}: no process on this host: ended, or on another host"
     for line in gpus.of_ranks(one.rank for one in job.ranks):
         yield f"  {safe(line)}"
     for belonging in job.belongings:

@@ -35,9 +35,9 @@ _MOST_WORKERS = 64
 
 @dataclass(frozen=True)
 class HostRank:
-    """A rank's topmost Python process. job: an id that differs between jobs on this host. launch:
-    torchrun's restart count. found_by: the launcher whose variables it has. workers: Python
-    processes below it, such as its data loader's.
+    """A rank's topmost Python process. job: an id that differs between jobs on this host.
+    found_by: the launcher whose variables it has. workers: Python processes below it, such as its
+    data loader's.
     """
 
     rank: int
@@ -45,7 +45,6 @@ class HostRank:
     world_size: int
     local_world_size: int
     job: str = ""
-    launch: str = ""
     found_by: str = ""
     workers: tuple[int, ...] = ()
 
@@ -147,13 +146,12 @@ def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
     if not process.is_python:
         return None
     given = process.variables
-    launch = given.get("TORCHELASTIC_RESTART_COUNT", "")
     for launcher, rank, world_size, local_world_size in _LAUNCHERS:
         if given.get(rank, "").isdecimal() and given.get(world_size, "").isdecimal():
             local = re.fullmatch(r"(\d+)(\(x\d+\))?", given.get(local_world_size, ""))
             sizes = int(given[world_size]), int(local[1]) if local else 0
             return HostRank(
-                int(given[rank]), process.pid, *sizes, _job(given), launch, launcher
+                int(given[rank]), process.pid, *sizes, _job(given), launcher
             )
     return _lightnings(process, among)
 
@@ -199,7 +197,6 @@ def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | No
         whole,
         size,
         _job(given),
-        "",
         LIGHTNING,
     )
 

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -37,20 +36,20 @@ NO_PY_SPY = (
 )
 GONE, ZOMBIE = "gone", "Z"
 _COUNTERS = {
-    *(
-        "i",
-        "j",
-        "k",
-        "it",
-        "iteration",
-        "step",
-        "batch",
-        "batch_idx",
-        "batch_nb",
-        "global_step",
-        "epoch",
-    ),
-    *("current_epoch", "n_batch", "dataloader_idx"),
+    "i",
+    "j",
+    "k",
+    "it",
+    "iteration",
+    "step",
+    "batch",
+    "batch_idx",
+    "batch_nb",
+    "global_step",
+    "epoch",
+    "current_epoch",
+    "n_batch",
+    "dataloader_idx",
 }
 _PY_SPY_S = 20.0
 _NOT_ALLOWED = re.compile(
@@ -183,16 +182,12 @@ def take(
 
 def py_spy() -> str:
     """The path of py-spy; empty if it is not installed."""
-    beside = (
+    folders = (
+        os.environ.get("PATH", os.defpath),
         os.path.dirname(sys.executable),
-        sysconfig.get_path("scripts"),
         os.path.expanduser("~/.local/bin"),
     )
-    return (
-        shutil.which("py-spy")
-        or shutil.which("py-spy", path=os.pathsep.join(beside))
-        or ""
-    )
+    return shutil.which("py-spy", path=os.pathsep.join(folders)) or ""
 
 
 def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sample:

@@ -85,6 +85,24 @@ _CLOSED = re.compile(
 )
 
 
+def kind_of(error: Error) -> tuple[str, str]:
+    """The condition that it tells of its rank, by whether others brought it about, and how the text
+    of that begins.
+    """
+    # A log may end within the name: "KeyboardInter"
+    is_cut = not error.message.strip() and any(
+        name.startswith(error.name) for name in BY_HAND
+    )
+    if is_cut or _BY_OTHERS.search(f"{error.type} {error.message}"):
+        return conditions.TERMINATED, ""
+    is_mismatch = any(words in error.message for words in _MISMATCHES)
+    if not is_mismatch and not error.is_of_a_collective:
+        return conditions.RAISED, ""
+    start = f"{conditions.AT_START}: " if error.is_of_the_start else ""
+    is_closed = _CLOSED.search(error.message)
+    return conditions.CUT if is_closed else conditions.WAITED, start
+
+
 @dataclass
 class _Error:
     """One exception of a chain."""
@@ -315,31 +333,15 @@ class ExceptionLines:
                 )
             return
         details = tuple(shown(one) for one in error.lines[-3:] if one.strip())
-        kind = error.type.rpartition(".")[2]
-        # "KeyboardInter".
-        is_cut = not error.words.strip() and any(
-            name.startswith(kind) for name in BY_HAND
-        )
-        if is_cut or _BY_OTHERS.search(error.type + error.words):
-            condition = Condition(conditions.TERMINATED, error.text, error.where)
-        elif error.as_error.is_of_a_collective or any(
-            words in error.words for words in _MISMATCHES
-        ):
-            kind = conditions.CUT if _CLOSED.search(error.words) else conditions.WAITED
-            start = f"{conditions.AT_START}: " if error.as_error.is_of_the_start else ""
-            condition = Condition(kind, f"{start}{error.text}", error.where, details)
-        elif writing.was_over:
-            condition = Condition(
-                conditions.FAILED,
-                f"{error.text}, after a time-out or an end of others",
-                error.where,
-                details,
-            )
-        else:
-            condition = Condition(
-                conditions.RAISED, error.text + self._spawned, error.where, details
-            )
+        kind, start = kind_of(error.as_error)
+        text = f"{start}{error.text}"
+        if kind == conditions.RAISED and writing.was_over:
+            kind = conditions.FAILED
+            text += ", after a time-out or an end of others"
+        elif kind == conditions.RAISED:
+            text += self._spawned
         self._spawned = ""
+        condition = Condition(kind, text, error.where, details)
         if writing.of != NOT_TOLD:
             self._found.keep(
                 Fact(writing.of, condition, error.line.cite, own=writing.of == rank)
@@ -385,21 +387,17 @@ class ExceptionLines:
         """Whether the launcher reports an exit code that may be this rank's, as an exception leaves
         one.
         """
-        facts = [
-            (fact, fact.value.kind)
-            for fact in self._found.facts.values()
-            if isinstance(fact.value, Condition)
-        ]
+        facts = [fact for fact in self._found.facts.values() if fact.condition_kind]
         failed = {
             fact.rank
-            for fact, kind in facts
-            if kind == conditions.FAILED and not fact.own
+            for fact in facts
+            if fact.condition_kind == conditions.FAILED and not fact.own
         }
         if rank == NOT_TOLD:
-            return failed == {NOT_TOLD} and not any(
-                kind in (conditions.KILLED, conditions.RAISED) for _, kind in facts
-            )
-        own = {kind for fact, kind in facts if fact.rank == rank}
+            kinds = {fact.condition_kind for fact in facts}
+            explained = kinds & {conditions.KILLED, conditions.RAISED}
+            return failed == {NOT_TOLD} and not explained
+        own = {fact.condition_kind for fact in facts if fact.rank == rank}
         return (rank in failed and own == {conditions.FAILED}) or (
             failed == {NOT_TOLD} and not own
         )

@@ -22,7 +22,6 @@ from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
 from nemo_patches.tools.diagnose.frame_text import is_library, shown
 
-LOOKED_FOR = 'Flight Recorder dumps: pickles, or JSON with "entries" or "pg_config"'
 _RANK_IN_NAME = re.compile(
     r"rank[-_.]?(\d{1,7})(?!\d)|(\d{1,7})(?:\.\w{1,10})?$", re.IGNORECASE
 )

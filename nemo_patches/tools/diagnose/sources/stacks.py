@@ -17,7 +17,6 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
-    WHAT,
     HostFile,
     HostJob,
     SampledRank,
@@ -66,6 +65,7 @@ _MUCH_WRITTEN = 1 << 16  # bytes between two looks; a line of a log is less
 _LOG_NAMES = re.compile(
     r"\.(log|txt|out|err|stderr|stdout)$|^std(err|out)\b", re.IGNORECASE
 )
+_HOST_FILE = re.compile(rb'\s*\{[^{}]{0,200}"what": ?"stacks"')
 _JSON_MARK = re.compile(rb'"what": ?"stacks"|"owns_gil"')
 
 
@@ -106,12 +106,10 @@ def _as_host_file(content: bytes) -> HostFile | None:
     """None for another kind of file. Raises ValueError for one that is damaged, or of another
     format.
     """
-    if not content.lstrip().startswith(b"{") or not re.search(
-        rb'"what": ?"stacks"', content[:200]
-    ):
+    if not _HOST_FILE.match(content):
         return None
     told = msgspec.json.decode(content, type=_Header)
-    if told.what != WHAT or told.format != FORMAT:
+    if told.format != FORMAT:
         raise ValueError(
             f"format {told.format}; this version of nemo_patches reads {FORMAT}"
         )
@@ -119,7 +117,6 @@ def _as_host_file(content: bytes) -> HostFile | None:
 
 
 class _Header(msgspec.Struct):
-    what: str
     format: int
 
 
@@ -328,11 +325,7 @@ def _children(samples: Sequence[Sample]) -> list[str]:
         if sample.state in (NO_PROCESS, ZOMBIE):
             told.append(f"its child {name} has ended")
             continue
-        where = f"in {place(frames).where}" if frames else ""
-        at = f"at {safe(sample.file, 200)}" if sample.file else ""
-        text = ", ".join(
-            filter(None, (where, at, _held(sample), _computing(sample, samples[0])))
-        )
+        text = _doing(sample, frames, samples[0])
         told.append(f"its child {name} {f'is {text}' if text else 'runs'}")
     return told
 
@@ -384,10 +377,18 @@ def _computes(samples: Sequence[Sample]) -> bool:
     return share is not None and share > (_IDLE_SHARE if runs else _BUSY_SHARE)
 
 
-def _computing(child: Sample, before: Sample) -> str:
-    """Of a child process, at the last look. before: its parent's first look."""
+def _doing(child: Sample, frames: Sequence[Frame], before: Sample) -> str:
+    """Where a child process was at the last look, and what it did. before: its parent's first
+    look.
+    """
     earlier = next((one for one in before.workers if one.pid == child.pid), None)
-    return "computing" if earlier is not None and _computes((earlier, child)) else ""
+    told = (
+        f"in {place(frames).where}" if frames else "",
+        f"at {safe(child.file, 200)}" if child.file else "",
+        _held(child),
+        "computing" if earlier is not None and _computes((earlier, child)) else "",
+    )
+    return ", ".join(filter(None, told))
 
 
 def _share_of_core(samples: Sequence[Sample]) -> float | None:
@@ -422,13 +423,11 @@ def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
     for sample in last.workers:
         frames = _own_frames(sample)
         is_loaders = dumps.is_loaders(frames)
-        held = _held(sample)
-        if not held and (not is_loaders or waits_for_work(frames)):
+        is_idle = not is_loaders or waits_for_work(frames)
+        if is_idle and not _held(sample):
             continue
-        at = f", at {safe(sample.file, 200)}" if sample.file else ""
-        at += "".join(f"; {child}" for child in _children([sample])[:1])
-        text = f"in {place(frames).where}{at}" if is_loaders else ""
-        told = ", ".join(filter(None, (text, held, _computing(sample, samples[0]))))
+        told = _doing(sample, frames if is_loaders else (), samples[0])
+        told += "".join(f"; {child}" for child in _children([sample])[:1])
         pids_by_text.setdefault(told, []).append(sample.pid)
     told_of = [f"its worker (pid {pid}) has died" for pid in died]
     for text, pids in pids_by_text.items():

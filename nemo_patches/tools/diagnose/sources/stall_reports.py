@@ -90,14 +90,16 @@ class Group(msgspec.Struct):
         )
 
     @property
+    def goes_on(self) -> bool:
+        return self.kind in _GOES_ON
+
+    @property
     def is_unsettled(self) -> bool:
         """Whether it has called an encoder lately, or moved, and is away now: it may be stuck
         there, or not.
         """
-        return (
-            bool(self.collective or (self.where and self.kind == CALLING))
-            and self.kind in _GOES_ON
-        )
+        is_away = self.collective or (self.where and self.kind == CALLING)
+        return self.goes_on and bool(is_away)
 
     @property
     def text(self) -> str:
@@ -120,7 +122,7 @@ class Answer(msgspec.Struct):
     @property
     def goes_on(self) -> bool:
         """Whether some rank does."""
-        return any(group.kind in _GOES_ON for group in self.groups)
+        return any(group.goes_on for group in self.groups)
 
     @property
     def by_rank(self) -> list[tuple[int, Group]]:
@@ -213,51 +215,36 @@ def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...
     ):
         return ()  # they wait for a person or a request, and the others for them
     unsettled = [group for group in answer.groups if group.is_unsettled]
-    if unsettled:
-        return (_too_early(unsettled),)
-    if answer.goes_on:
+    if answer.goes_on and not unsettled:
         return ()
-    if WAITING not in kinds:
-        return (_no_call(answer),)
+    if unsettled or WAITING not in kinds:
+        return (_not_yet(answer, unsettled),)
     return tuple(
         replace(one, severity=WARNING) if one.severity == CRITICAL else one
         for one in judged
     )
 
 
-def _too_early(unsettled: list[Group]) -> Finding:
-    """Ranks are away from the encoder, and not for long."""
-    again = max(1, math.ceil(max(group.goes_on_for for group in unsettled)))
-    idle_s = [group.idle for group in unsettled if group.idle >= 0]
-    since = (
-        f"the last encoder call began {min(idle_s):.0f} s ago"
-        if idle_s
-        else "ranks moved just now"
-    )
-    text = f"Too early to tell whether the job hangs: {since}. Ask again in {again} s."
-    return finding(
-        ids.NOT_ENOUGH,
-        text,
-        evidence=_places(unsettled),
-        next_step=f"Ask again in {again} s.",
-    )
-
-
-def _no_call(answer: Answer) -> Finding:
-    idle_s = [group.idle for group in answer.groups if group.idle >= 0]
-    since = f"for {min(idle_s):.0f} s" if idle_s else "so far"
-    text = (
-        f"No rank has come to an encoder call {since}, and none is known to wait for"
-        " another."
-    )
-    step = "Ask again; ranks that are at the same places then are stuck there."
-    return finding(
-        ids.NOT_ENOUGH, text, evidence=_places(answer.groups), next_step=step
-    )
-
-
-def _places(groups: Sequence[Group]) -> list[str]:
-    return [f"{named(group.ranks)}: {group.kind}: {group.text}" for group in groups[:8]]
+def _not_yet(answer: Answer, unsettled: Sequence[Group]) -> Finding:
+    """unsettled: ranks that are away from the encoder, and not for long; else no rank waits."""
+    groups = unsettled or answer.groups
+    idle_s = min((group.idle for group in groups if group.idle >= 0), default=None)
+    if unsettled:
+        since = "ranks moved just now"
+        if idle_s is not None:
+            since = f"the last encoder call began {idle_s:.0f} s ago"
+        again = max(1, math.ceil(max(group.goes_on_for for group in unsettled)))
+        step = f"Ask again in {again} s."
+        text = f"Too early to tell whether the job hangs: {since}. {step}"
+    else:
+        since = "so far" if idle_s is None else f"for {idle_s:.0f} s"
+        step = "Ask again; ranks that are at the same places then are stuck there."
+        text = (
+            f"No rank has come to an encoder call {since}, and none is known to wait"
+            " for another."
+        )
+    places = [f"{named(one.ranks)}: {one.kind}: {one.text}" for one in groups[:8]]
+    return finding(ids.NOT_ENOUGH, text, evidence=places, next_step=step)
 
 
 def _facts(answer: Answer) -> Iterator[Fact]:
@@ -287,7 +274,7 @@ def _values(group: Group) -> Iterator[Condition | Place | Motion]:
     if group.kind in _CONDITIONS:
         is_gone = group.kind == SILENT and group.where == PROCESS_GONE
         yield Condition(conditions.GONE if is_gone else _CONDITIONS[group.kind])
-    elif group.kind in _GOES_ON:  # from one collective to the next
+    elif group.goes_on:  # from one collective to the next
         in_sync = "" if group.kind == COMPUTING else LENGTH_SYNC
         yield replace(group.place, collective=group.collective or in_sync)
         yield Motion(True, f"it was {group.kind}")

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
+from typing import get_args
 
 import msgspec
 
@@ -42,14 +43,8 @@ from nemo_patches.tools.diagnose.facts import (
 )
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 from nemo_patches.tools.diagnose.frame_text import shown
-from nemo_patches.tools.diagnose.rank_end import (
-    BY_HAND,
-    ENDED_WITH_IT,
-    STALL_EXIT,
-    TIMED_OUT,
-    error_in,
-    error_of,
-)
+from nemo_patches.tools.diagnose.rank_end import STALL_EXIT, error_in, error_of
+from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.stall_lines import told_in
 from nemo_patches.tools.diagnose.verdicts import finding, parties
 from nemo_patches.tracing import records
@@ -69,18 +64,8 @@ _CONDITIONS = {
     SILENT: conditions.SILENT,
     UNANNOUNCED: conditions.UNSEEN,
 }
-_header = msgspec.json.Decoder(records.Header)
-_Timed = (
-    records.Enter,
-    records.Sync,
-    records.Leave,
-    records.Grow,
-    records.Raised,
-    records.Stalled,
-    records.End,
-)
 _DECODERS: dict[bytes, msgspec.json.Decoder[records.Timed]] = {
-    kind.k.encode(): msgspec.json.Decoder(kind) for kind in _Timed
+    kind.k.encode(): msgspec.json.Decoder(kind) for kind in get_args(records.Timed)
 }
 
 
@@ -108,7 +93,6 @@ class RankTrace:
     stalled: records.Stalled | None = None  # the job's report, likewise
     missing: records.Stalled | None = None  # on the round that was given up
     end: records.End | None = None
-    gone: set[int] = field(default_factory=set)  # whose process it saw gone
     bad: int = 0  # lines that are no records, or do not follow from those before
 
     @property
@@ -174,8 +158,6 @@ class RankTrace:
                 self.phase = ""
             self.raised = record
         elif isinstance(record, records.Stalled):
-            seen = zip(record.ranks, record.where, strict=False)
-            self.gone |= {rank for rank, where in seen if where == GONE}
             if record.e:
                 self.missing = record
             else:  # where nobody waits, ranks decode, or end
@@ -265,7 +247,7 @@ def _read(path: Path) -> RankTrace:
             raise ValueError(
                 f"format {number}; this nemo_patches reads {records.FORMAT}"
             )
-        header = _header.decode(first)
+        header = msgspec.json.decode(first, type=records.Header)
         if not 0 <= header.rank < header.world_size <= _MOST_RANKS:
             raise ValueError(f"rank {header.rank} of {header.world_size} in its header")
         trace = RankTrace(header, path)
@@ -309,10 +291,6 @@ def read(files: list[Path], evidence: Evidence) -> None:
     for one in traces:
         end = ends[one.rank]
         evidence.facts += _of_rank(one, end)
-        for rank in sorted(one.gone & by_rank.keys()):
-            if by_rank[rank].end is None:
-                gone = Condition(conditions.GONE)
-                evidence.facts.append(_fact(one, gone, one.last, of=rank))
         if end is None or end.kind != conditions.ENDED:
             evidence.facts += _of_reports(one, by_rank)
     _add_entries(traces, evidence)
@@ -376,11 +354,8 @@ def _end(trace: RankTrace) -> Condition | None:
     else:
         text = f"after {trace.title}" + (f", exit code {code}" if code else "")
         return Condition(conditions.ENDED, text, exit_code=code)
-    if error.type in BY_HAND or ENDED_WITH_IT.search(error.message):
-        return Condition(conditions.TERMINATED, error.line)
-    if error.is_of_a_collective:
-        kind = conditions.WAITED if TIMED_OUT.search(error.line) else conditions.CUT
-        start = f"{conditions.AT_START}: " if error.is_of_the_start else ""
+    kind, start = kind_of(error)
+    if kind != conditions.RAISED:
         return Condition(kind, start + error.line)
     where = " < ".join(
         shown(function, file, line) for file, line, function in error.frames[:3]
@@ -445,9 +420,6 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
     if report.ranks and came.issuperset(report.ranks):
         return  # who was missing has come by now: it was late
     yield _fact(trace, Place(collective=LENGTH_SYNC), report.t, of=trace.rank)
-    for one in traces.values():  # these gave it up as well
-        if one.missing is None and one.in_vain and one.round == trace.round:
-            yield _fact(one, Place(collective=LENGTH_SYNC), one.gave_up[-1])
     told = zip(
         report.ranks, report.kinds, report.where, report.collectives, strict=False
     )
