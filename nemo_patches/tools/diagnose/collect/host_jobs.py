@@ -168,7 +168,7 @@ def has_settled(job: HostJob) -> bool:
 
 
 def _has_settled(first: Sample, last: Sample) -> bool:
-    if not first.threads or not last.threads or first.main is None or last.main is None:
+    if first.main is None or last.main is None:
         return True
     if (
         first.main.counters != last.main.counters

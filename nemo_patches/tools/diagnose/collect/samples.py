@@ -374,24 +374,19 @@ def thread_of(pid: int, told: Mapping[str, Any]) -> Thread:
     frames = told["frames"][:_MOST_FRAMES]
     counters, loops = dict[str, int](), dict[str, int]()
     for frame in reversed(frames):
-        for variable in frame.get("locals") or ():
-            found = counter(
-                frame["name"],
-                frame["filename"],
-                variable["name"],
-                variable.get("repr") or "",
+        function, file = frame["name"], frame["filename"]
+        is_rank = function == "_wrap"  # torch.multiprocessing.spawn()'s "i"
+        for variable in () if is_rank else frame.get("locals") or ():
+            name, value = variable["name"], variable.get("repr") or ""
+            if name not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
+                continue
+            title = (
+                f"{name} of {function.rpartition('.')[2]} ({os.path.basename(file)})"
             )
-            counters |= found
-            if (
-                found
-                and (
-                    line := loop_of(
-                        pid, frame["filename"], frame["line"], variable["name"]
-                    )
-                )
-                is not None
-            ):
-                loops[next(iter(found))] = line
+            counters[title] = int(value)
+            line = loop_of(pid, file, frame["line"], name)
+            if line is not None:
+                loops[title] = line
     return Thread(
         name=told.get("thread_name") or "",
         tid=told.get("os_thread_id") or 0,
@@ -403,17 +398,3 @@ def thread_of(pid: int, told: Mapping[str, Any]) -> Thread:
         loops=loops,
         calls=calls(pid, frames[0]["filename"], frames[0]["line"]) if frames else (),
     )
-
-
-def counter(function: str, file: str, variable: str, value: str) -> dict[str, int]:
-    """A local variable, if it is a whole number with a name of _COUNTERS: {"i of train (train.py)":
-    7}.
-    """
-    is_rank = function == "_wrap"  # torch.multiprocessing.spawn()'s
-    if is_rank or variable not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):
-        return {}
-    return {
-        f"{variable} of {function.rpartition('.')[2]} ({os.path.basename(file)})": int(
-            value
-        )
-    }

@@ -438,8 +438,9 @@ class C10dLines:
     def _take_barrier(self, found: re.Match[str], line: Line) -> None:
         rank, key, size, came = int(found[2]), found[3], int(found[4]), int(found[5])
         self._found.has_size(size)
-        barrier = self._barriers.get(key, _Barrier(size, came, line))
-        self._barriers[key] = _Barrier(size, came, line, barrier.waiting)
+        barrier = self._barriers.setdefault(key, _Barrier(size, came, line))
+        barrier.came = came
+        barrier.line = line
         barrier.waiting.add(rank)
         if found[1].startswith("Timed"):
             text = f"{came} of {size} ranks had come to the store based barrier"

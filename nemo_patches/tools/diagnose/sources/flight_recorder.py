@@ -45,6 +45,7 @@ class _Recorded(msgspec.Struct):
 
     collective_seq_id: int
     process_group: list[str | int]
+    record_id: int = 0
     profiling_name: str = ""
     is_p2p: bool = False
     state: str | None = None
@@ -171,17 +172,16 @@ def _read(file: Path) -> _Dump:
         raise ValueError(f"no Flight Recorder dump: {error}") from error
     rank = int(in_name[1] or in_name[2])
     entries: dict[str, list[tuple[Entry, float]]] = defaultdict(list)
+    first_id = 0
     for told in content.entries[-_MOST_ENTRIES:]:
         try:
             recorded = msgspec.convert(told, _Recorded)
         except (ValueError, RecursionError):
             continue
+        first_id = first_id or recorded.record_id
         if recorded.process_group and not recorded.is_p2p:
             entry = _entry(rank, recorded)
             entries[entry.group].append((entry, max(0, recorded.time_created_ns) / 1e9))
-    first = content.entries[0] if content.entries else None
-    record_id = first.get("record_id") if isinstance(first, dict) else None
-    has_lost = isinstance(record_id, int) and record_id > 1
     return _Dump(
         rank=rank,
         cite=safe(file.name),
@@ -191,7 +191,7 @@ def _read(file: Path) -> _Dump:
             safe(str(name), 80): _ranks(group.ranks)
             for name, group in list(content.pg_config.items())[:_MOST_GROUPS]
         },
-        has_lost=has_lost or len(content.entries) > _MOST_ENTRIES,
+        has_lost=first_id > 1 or len(content.entries) > _MOST_ENTRIES,
     )
 
 
