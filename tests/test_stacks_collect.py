@@ -111,10 +111,7 @@ def here(folder: Path) -> list[tuple[int, int, int, str, str]]:
 
 
 def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
-    ranks = [
-        {**TORCHRUN, "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "2"}
-        for rank in (4, 5)
-    ]
+    ranks = [{**TORCHRUN, "RANK": str(rank)} for rank in (4, 5)]
     with process(tmp_path, ranks[0], [{}]) as pid, process(tmp_path, ranks[1]):
         assert here(tmp_path) == [
             (4, 8, 2, "node1:29500", "torchrun"),
@@ -122,7 +119,6 @@ def test_torchruns_ranks_and_their_workers(tmp_path: Path) -> None:
         ]
         [found] = jobs_here(str(tmp_path))
         assert found[0].pid == pid
-        assert found[0].launch == "2"
         assert len(found[0].workers) == 1
         assert found[1].workers == ()
 
