@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -470,6 +471,62 @@ LOGS = {
         (),
         ("could not be resolved: head: -2",),
     ),
+    "the traceback in torchrun's table, of a function with @record": Report(
+        log(
+            FAILED.replace("local_rank: 0", "local_rank: 2"),
+            "  rank      : 2 (local_rank: 2)",
+            "  exitcode  : 1 (pid: 997)",
+            "  error_file: /tmp/none_y/attempt_0/2/error.json",
+            f"  traceback : {READ_TRACEBACK[0]}",
+            *(f"  {one}" for one in READ_TRACEBACK[1:]),
+            "",
+            "=" * 60,
+        ),
+        ids.EXCEPTION,
+        (2,),
+        ("a.wav is empty in read (data.py:41)",),
+    ),
+    "all that are heard timed out, of a job of unknown size": Report(
+        log(
+            *timed_out(0, 8, "ALLREDUCE", 70_000, "1 PG GUID 1(dp)"),
+            *timed_out(1, 8, "ALLREDUCE", 70_000, "1 PG GUID 1(dp)"),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("another rank did not come", "or the transfer failed"),
+        ("all ranks had enqueued it",),
+    ),
+    "the peer of an InfiniBand transfer": Report(
+        log(
+            *prefixed(
+                0,
+                "ncclRemoteError: A call failed possibly due to a network error",
+                "Last error:",
+                "NET/IB: Got completion from peer 10.7.8.9<34567> with status=12",
+            )
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        ("closed by 10.7.8.9<34567>",),
+    ),
+    "Slurm that could not start the job": Report(
+        log(
+            "srun: error: Task launch for StepId=36.0 failed on node n1: Job credential"
+            " expired"
+        ),
+        ids.FIRST_FAILURE,
+        (),
+        ("could not start it: Task launch", "n1: Job credential expired"),
+    ),
+    "a program that Slurm does not find": Report(
+        log(
+            "slurmstepd: error: execve(): torchrun: No such file or directory",
+            "srun: error: n1: task 0: Exited with exit code 2",
+        ),
+        ids.FIRST_FAILURE,
+        (),
+        ("could not start it: execve(): torchrun: No such file",),
+    ),
     "the worker and its file come first in what a stall line knew": Report(
         log(
             "nemo_patches WARNING [rank 0/2 node1] no step for 60 s. rank 1 (node1, pid"
@@ -787,6 +844,23 @@ def in_backward(pid: int, *frames: str) -> str:
     )
 
 
+def as_json(pid: int, frame: str) -> str:
+    name, _, place = frame.partition(" (")
+    file, _, line = place.rstrip(")").rpartition(":")
+    told = {"name": name, "filename": file, "line": int(line)}
+    thread = {"pid": pid, "os_thread_id": pid, "owns_gil": False, "frames": [told]}
+    return json.dumps([thread])
+
+
+def pystack(*frames: tuple[str, int, str]) -> str:
+    lines = [
+        f'    (Python) File "{file}", line {line}, in {function}\n        call()'
+        for file, line, function in frames
+    ]
+    head = "Traceback for thread 140 (python) [] (most recent call last):"
+    return "\n".join([head, *lines, ""])
+
+
 def loop(*frames: tuple[str, int, str, str]) -> str:
     """As a loop over sys._current_frames() prints it."""
     lines = [
@@ -852,6 +926,99 @@ STACKS = {
         ids.MISSING_RANK,
         (0,),
         never=(1, 2, 3),
+    ),
+    "several processes' JSON in one file": Report(
+        {
+            "dump.json": "\n".join(
+                as_json(50 + rank, READS if rank == 1 else ALL_REDUCE)
+                for rank in range(3)
+            )
+        },
+        ids.MISSING_RANK,
+        (1,),
+        never=(0, 2),
+    ),
+    "containers of two hosts have the same process ids": Report(
+        {
+            f"node-{host}.txt": py_spy(50, main_thread(50, ALL_REDUCE))
+            + py_spy(51, main_thread(51, READS if host == 1 else ALL_REDUCE))
+            for host in range(2)
+        },
+        ids.MISSING_RANK,
+        (3,),
+        unsaid=("it works",),
+        never=(0, 1, 2),
+    ),
+    "behind the labels of pdsh": Report(
+        {
+            "all.txt": "".join(
+                f"cn{host}: {line}\n"
+                for host in (1, 2)
+                for line in py_spy(
+                    50, main_thread(50, READS if host == 2 else ALL_REDUCE)
+                ).splitlines()
+            )
+        },
+        ids.MISSING_RANK,
+        (1,),
+        never=(0,),
+    ),
+    "behind the labels of kubectl": Report(
+        {
+            "all.txt": "".join(
+                f"[pod/worker-{host}/job] {line}\n"
+                for host in (1, 2)
+                for line in py_spy(
+                    50, main_thread(50, READS if host == 1 else ALL_REDUCE)
+                ).splitlines()
+            )
+        },
+        ids.MISSING_RANK,
+        (0,),
+        never=(1,),
+    ),
+    "pystack": Report(
+        {
+            "rank0.txt": pystack(
+                ("/job/train.py", 80, "main"), (C10D, 2501, "all_reduce")
+            ),
+            "rank1.txt": pystack(
+                ("/job/train.py", 80, "main"), ("/job/data.py", 41, "read")
+            ),
+        },
+        ids.MISSING_RANK,
+        (1,),
+        ("read (data.py:41) < main (train.py:80)",),
+        never=(0,),
+    ),
+    "a worker that only the stall line knows": Report(
+        {
+            "rank1.txt": py_spy(33, main_thread(33, *LOADER)),
+            "train.log": (
+                "nemo_patches WARNING [rank 0/2 node1] no step for 60 s. rank 1 (node1,"
+                " pid 33): select (selectors.py:415) < main (train.py:80); its data"
+                " loader's worker 3 (pid 81) has /data/s.tar open | rank 0: barrier, in"
+                " save (train.py:9)\n"
+            ),
+        },
+        ids.MISSING_RANK,
+        (1,),
+        ("worker 3 (pid 81) has /data/s.tar open [train.log:1]",),
+    ),
+    "the ranks by the names of their logs, and a traceback of one": Report(
+        {
+            f"nemo_log_globalrank-{rank}_localrank-0.txt": "\n".join(
+                READ_TRACEBACK if rank == 1 else IN_PACKAGE
+            )
+            for rank in range(3)
+        },
+        ids.WAITED_IN_VAIN,
+        (),
+        (
+            "Ranks 0, 2 waited for others in barrier",
+            "The log of rank 1 has a traceback, ValueError: a.wav is empty in read",
+        ),
+        ("nothing is known",),
     ),
     "the local rank in the command": Report(
         {

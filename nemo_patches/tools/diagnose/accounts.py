@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from nemo_patches.judging.judge import Entry
@@ -89,7 +89,10 @@ class Account:
             case Condition():
                 self.conditions.append(fact)
             case Place():
-                self.place_fact = _counts(self.place_fact, fact)
+                before = self.place_fact
+                counts = _counts(before, fact)
+                other = fact if counts is before else before
+                self.place_fact = _with_worker(counts, other)
             case Motion():
                 self.motion_fact = _counts(self.motion_fact, fact)
             case Call():
@@ -168,6 +171,18 @@ def _counts(before: Fact | None, fact: Fact) -> Fact:
     if before is None or fact.own != before.own:
         return fact if before is None or fact.own else before
     return before if 0 < fact.at < before.at else fact
+
+
+def _with_worker(counts: Fact, other: Fact | None) -> Fact:
+    """With the data loader's worker that another report knows, at the same place."""
+    place, told = counts.value, other and other.value
+    if other is None or not isinstance(place, Place) or not isinstance(told, Place):
+        return counts
+    is_same = place.where.partition(" < ")[0] == told.where.partition(" < ")[0]
+    if place.worker or not told.worker or not is_same:
+        return counts
+    worker = f"{told.worker} [{other.cite}]"
+    return replace(counts, value=replace(place, worker=worker))
 
 
 def _that_count(told: list[Fact]) -> list[Fact]:

@@ -171,7 +171,8 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         ((entry.size, entry.rank) for entry in entered if entry.size), "{what} on {who}"
     )
     more = f". Their sizes differ: {sizes}" if sizes and is_one else ""
-    if hearing.world_size == len(waited) > 1 and is_one and not hearing.unseen:
+    size = hearing.evidence.world_size
+    if size == len(waited) > 1 and is_one and not hearing.unseen:
         return (
             "all ranks had enqueued it, so that the transfer failed, or hangs on one of"
             f" them{more}"
@@ -199,11 +200,7 @@ def _who(accounts: Sequence[Account]) -> str:
 
 
 def _unseen(hearing: Hearing) -> str:
-    logged = [
-        one.rank for one in hearing.having(conditions.LOGGED) if one.rank != NOT_TOLD
-    ]
-    text = f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
-    return text + (f"; of {named(logged)} no end is told" if logged else "")
+    return f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
 
 
 def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:

@@ -45,6 +45,7 @@ from nemo_patches.tools.diagnose.verdicts import (
 
 _MOST_RANKS = 1 << 20  # whatever world size a file claims
 _MOST_SHOWN = 20
+_END_OR_CAUGHT = "nothing tells whether it ended the rank or was caught"
 
 
 def judge(
@@ -127,14 +128,17 @@ def _with_the_log(ruling: Ruling, hearing: Hearing) -> Ruling:
         if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
             continue
         told = f"{fact.condition_text}{at(fact.condition.where)} [{fact.cite}]"
+        log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
         if ", in its thread " in fact.condition_text:
-            log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
-            first = replace(first, text=f"{first.text} {log} has {told}.")
-            break
-        if first.id == ids.KILLED:
-            text = f"{first.text} Or it ended by {told}, which no line ties to a rank."
-            first = replace(first, text=text)
-            break
+            text = f"{log} has {told}."
+        elif first.id == ids.KILLED:
+            text = f"Or it ended by {told}, which no line ties to a rank."
+        elif fact.rank in first.ranks or first.id == ids.WAITED_IN_VAIN:
+            text = f"{log} has a traceback, {told}: {_END_OR_CAUGHT}."
+        else:
+            continue
+        first = replace(first, text=f"{first.text} {text}")
+        break
     evidence = (*hearing.contradictions[:4], *first.evidence)
     return replace(ruling, findings=(replace(first, evidence=evidence), *rest))
 
@@ -180,7 +184,6 @@ def _not_enough(hearing: Hearing) -> Finding:
     for fact in hearing.told(conditions.LOGGED):
         text = (
             f"The log of {who([fact.rank])} has a traceback, {fact.condition_text}"
-            f"{at(fact.condition.where)} [{fact.cite}], and nothing tells whether it ended"
-            " the rank or was caught."
+            f"{at(fact.condition.where)} [{fact.cite}]: {_END_OR_CAUGHT}."
         )
     return finding(ids.NOT_ENOUGH, text, evidence=lines)

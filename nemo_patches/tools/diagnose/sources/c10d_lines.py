@@ -202,9 +202,10 @@ _FATES_OF_RANKS = (
         "remote process exited, or a network error",
     ),
     (
-        "emote",
+        ">",
         re.compile(
-            rf"(?={_GONE}).*?(?:remote peer|[Pp]eer|from) (?P<peer>[\w.:\-]{{1,200}}<\d{{1,6}}>)"
+            rf"(?={_GONE}|(?!.*NCCL INFO).*(?:socketProgress|NET/)).*?"
+            r"(?:[Pp]eer|from) (?P<peer>[\w.:\-]{1,200}<\d{1,6}>)"
         ),
         conditions.CUT,
         "remote process exited, or a network error; its peer: {peer}",

@@ -1,6 +1,6 @@
 """Stacks that somebody has made by hand.
 
-py-spy dump (text, JSON, --native), gdb's py-bt, faulthandler in logs, the files of
+py-spy dump (text, JSON, --native), pystack, gdb's py-bt, faulthandler in logs, the files of
 torch.distributed.debug, and what a well-known loop over sys._current_frames() prints.
 
 The rank comes from a launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a
@@ -49,6 +49,13 @@ _BARE_NUMBER = re.compile(
     r"(?:^|[-_.])(0|[1-9]\d{0,6})\.(?:txt|log|json|err|out|stack|dump)$"
 )
 _NO_RANK = re.compile(r"slurm|job|node|host|gpu|run", re.IGNORECASE)  # slurm-4711.out
+# Containers have the same process ids on every host; lines have its label.
+_OF_HOST = re.compile(r"(?:node|host|gpu|pod|worker)[-_.]?\d|[:|\]] ?$", re.IGNORECASE)
+# What pdsh, clush and kubectl write before each line: "node1: ", "[pod/worker-0] ".
+_LABEL = re.compile(
+    r"((?:\[[^\]\s]{1,200}\]|[\w.\-/]{1,200}(?::| {0,80}\|)) ?)Process \d{1,10}: "
+)
+_MOST_LABELS = 256
 _PREFIX = re.compile(
     r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?"
 )
@@ -64,7 +71,8 @@ _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
 _HEADS = ("Process", "hread", "Traceback")
 _MARK = re.compile(
     rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|=== Rank \d|"
-    rb"most recent call first\)|^[ \t]{0,8}File: \"[^\"\n]{1,500}\", line \d",
+    rb"Traceback for thread \d|most recent call first\)|"
+    rb"^[ \t]{0,8}File: \"[^\"\n]{1,500}\", line \d",
     re.MULTILINE,
 )
 # Processes that are no ranks, by the files of their frames: launchers, and multiprocessing's own.
@@ -75,7 +83,8 @@ _NO_RANKS = re.compile(
 # A collective in the text of the innermost line, for what prints no frames of it.
 _CALLS_COLLECTIVE = re.compile(r"\b(?:dist|distributed|c10d)\.(\w{2,40})\(")
 _FILE_FRAME = re.compile(
-    r'\s{0,8}File:? "(?P<file>[^"]+)", line (?P<line>\d{1,9}|\?+),? in (?P<name>.+?)\s*$'
+    r'\s{0,8}(?:\(Python\) )?File:? "(?P<file>[^"]+)", line (?P<line>\d{1,9}|\?+),?'
+    r" in (?P<name>.+?)\s*$"
 )
 
 
@@ -113,7 +122,14 @@ _LOOP = _Form(
     ),
     innermost_last=True,
 )
-_FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP)
+_PYSTACK = _Form(
+    re.compile(
+        r"Traceback for thread (?P<tid>\d{1,10}) \([^)]*\) .{0,80}\(most recent call last\):"
+    ),
+    innermost_last=True,
+    main_last=True,
+)
+_FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK)
 
 
 @dataclass
@@ -207,22 +223,25 @@ def tells(head: bytes) -> bool:
 def dumps_in(content: bytes, name: str) -> list[Dump]:
     """Raises ValueError."""
     if content.lstrip().startswith(b"[") and b'"owns_gil"' in content[: 1 << 16]:
-        return _of_json(content, name)
+        return list(_of_json(content, name))
     if not _MARK.search(content):
         return []
     return list(_of_text(content.decode(errors="replace"), name))
 
 
-def _of_json(content: bytes, name: str) -> list[Dump]:
-    """py-spy's."""
-    told = json.loads(content)
-    try:
-        threads = [thread_of(0, thread) for thread in told[:_MOST_THREADS]]
-        pid = int(told[0].get("pid", 0))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no dump of py-spy's: {error}") from error
+def _of_json(content: bytes, name: str) -> Iterator[Dump]:
+    """py-spy's, of several processes one after the other."""
     rank, cite = _rank_in_name(name), safe(name, 200)
-    return [Dump(rank, pid, cite, name, _PY_SPY, in_name=True, threads=threads)]
+    rest = content.decode().strip()
+    while rest:
+        told, end = json.JSONDecoder().raw_decode(rest)
+        rest = rest[end:].lstrip()
+        try:
+            threads = [thread_of(0, thread) for thread in told[:_MOST_THREADS]]
+            pid = int(told[0].get("pid", 0))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"no dump of py-spy's: {error}") from error
+        yield Dump(rank, pid, cite, name, _PY_SPY, in_name=True, threads=threads)
 
 
 def _rank_in_name(name: str) -> int | None:
@@ -240,21 +259,25 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
     prefix.
     """
     named, heading = _rank_in_name(name), None
-    writers: dict[int | None, _Writer] = {}
+    writers: dict[tuple[int | None, str], _Writer] = {}
+    labels: dict[str, None] = {}
     for number, line in enumerate(text.split("\n"), 1):
         if len(line) > _LONGEST_LINE:
             continue
         if found := _HEADING.match(line):
             heading = int(found[1] or found[2])
-            writers.pop(heading, None)
+            writers.pop((heading, ""), None)
             continue
         rank = named if heading is None else heading
         if prefix := _PREFIX.match(line):
             rank = int(prefix[1] or prefix[2] or prefix[3])
             line = line[prefix.end() :]
-        dump = writers.setdefault(rank, _Writer()).take(line)
+        if (found := _LABEL.match(line)) and len(labels) < _MOST_LABELS:
+            labels[found[1]] = None
+        label = next(filter(line.startswith, labels), "")
+        dump = writers.setdefault((rank, label), _Writer()).take(line[len(label) :])
         if dump is not None:
-            dump.rank, dump.file = rank, name
+            dump.rank, dump.file = rank, name + label
             dump.in_name = prefix is None and heading is None
             dump.cite = f"{safe(name, 200)}:{number}"
             yield dump
@@ -391,6 +414,7 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
     one = next(iter(files.values()))
     # Looks at the same processes
     are_looks = len(one) > 1 and all(pids == one for pids in files.values())
+    are_looks = are_looks and not any(map(_OF_HOST.search, files))
     by_process: dict[tuple[str, int], list[Dump]] = defaultdict(list)
     for dump in dumps:
         by_process["" if are_looks else dump.file, dump.pid].append(dump)

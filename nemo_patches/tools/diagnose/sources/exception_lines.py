@@ -33,6 +33,9 @@ _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?
 _OF_RANK = re.compile(r"Traceback \(most recent call last\): \(RANK (\d{1,7})\)$")
 _PASSED_ON = "CheckpointException"
 _OF_RANKS = re.compile(r"CheckpointException ranks: ?dict_keys\(\[([\d, ]{1,2000})\]\)")
+# In torchrun's table, of a function with @record; its lines are indented by two.
+_TABLE_RANK = re.compile(r"^  rank      : (\d{1,7}) \(")
+_IN_TABLE = "  traceback : Traceback (most recent call last):"
 # What kubectl, stern and docker compose put before each line: "trainer-0  | ".
 _LABEL = re.compile(
     r"(?!.{0,200}Original )([\w\[(].{0,200}\s)Traceback \(most recent call last\):$"
@@ -45,7 +48,7 @@ _RICH_FRAME = re.compile(r"^(\S.{0,999}):(\d{1,9}) in (\S{1,200})$")
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before
 # the last of them.
 _ERROR = re.compile(
-    r"^(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?::"
+    r"^(?:  )?(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?::"
     r" (.{0,2000})|:?$)"
 )
 _ERROR_NAME = re.compile(
@@ -168,6 +171,7 @@ class ExceptionLines:
         self._fatal: dict[int, int] = {}
         self._skips = 0  # lines
         self._labels: list[str] = []  # before lines of containers
+        self._table_rank = NOT_TOLD
         # Which process it was that torch.multiprocessing had started.
         self._spawned = ""
         # By rank, what others say that it has raised.
@@ -194,6 +198,15 @@ class ExceptionLines:
             self._spawned = f", in spawned process {spawned}" if spawned else ""
         elif _IGNORED.search(text):
             self._skips = 60
+        elif in_table := _TABLE_RANK.match(text):
+            self._table_rank = int(in_table[1])
+        elif text == _IN_TABLE:
+            self._end(key)
+            self._fatal[key] = self._table_rank
+            if (writing := self._anew(key)) is not None:
+                writing.of = self._table_rank
+                writing.in_traceback = True
+                writing.was_over = False
         elif self._skips and key not in self._writing:
             self._skips -= 1
             if text and not text[0].isspace() and not _BEGINS.search(text):
@@ -374,14 +387,14 @@ class ExceptionLines:
                 self._found.keep(Fact(rank, raised, error.line.cite, own=False))
         for key, writing in self._stray.items():
             rank = max(key, NOT_TOLD)
-            if self._may_have_ended(rank):
+            root = writing.root
+            if root is None:
+                continue
+            if self._may_have_ended(rank) or root.as_error.is_of_a_collective:
                 self._tell(rank, writing)
-            elif writing.root is not None:
-                self._found.add(
-                    rank,
-                    Condition(conditions.LOGGED, writing.root.text, writing.root.where),
-                    writing.root.line,
-                )
+            else:
+                logged = Condition(conditions.LOGGED, root.text, root.where)
+                self._found.add(rank, logged, root.line)
 
     def _may_have_ended(self, rank: int) -> bool:
         """Whether the launcher reports an exit code that may be this rank's, as an exception leaves

@@ -181,6 +181,18 @@ _ENDS = (
         conditions.NODE,
         "Slurm: node failure on {node}",
     ),
+    *(
+        _End(
+            words,
+            re.compile(rf"(?:srun|slurmstepd): error: (?P<why>{pattern}.{{1,200}})"),
+            conditions.FAILED,
+            "Slurm could not start it: {why}",
+        )
+        for words, pattern in (
+            ("aunch", "(?:Task|Application) launch "),
+            ("execve", r"execve\(\): "),
+        )
+    ),
     _End(
         "Child process",
         re.compile(

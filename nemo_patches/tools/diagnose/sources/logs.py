@@ -68,6 +68,8 @@ _SRUN_LABEL = re.compile(r"(\d{1,6}): ")
 # From such a line on.
 _LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
+# rank_3.log; NeMo's nemo_log_globalrank-3_localrank-3.txt.
+_RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE)
 
 # Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
@@ -75,9 +77,9 @@ _NEEDLES = (
     b"oom_kill|oom-kill|CANCELLED|death signal| Killed |TERM_|ut of memory|memory limit|bus error|"
     b"killed |srun: error|terminated with |died|Fatal Python|Traceback (most|pid |due to timeout|"
     b"dump signal|lost communication|Node failure|with PID|Remote daemon|Process name: |"
-    b"Duplicate GPU|pair closure|lagging ranks|inconsistent|Error|gai error|eturning from train|"
-    b"raining finished|raining complete|"
-    b"raining done|inished training|Trainer.fit` stopped|PBS: job killed"
+    b"Duplicate GPU|execve(|pair closure|lagging ranks|inconsistent|Error|gai error|"
+    b"eturning from train|raining finished|raining complete|raining done|inished training|"
+    b"Trainer.fit` stopped|PBS: job killed"
 ).split(b"|")
 # That are looked at where they, or those before them, hold such a word.
 _PART_BYTES = 1 << 13
@@ -195,6 +197,8 @@ class _Reading:
         if rank >= 0:
             run = path.parent.parent.parent
             self._launch.found.several_hosts |= self._runs.setdefault(rank, run) != run
+        elif in_name := _RANK_IN_NAME.search(path.name):
+            rank = int(in_name[1])
         try:
             with (
                 nullcontext(sys.stdin.buffer)
