@@ -1003,7 +1003,7 @@ STACKS = {
         },
         ids.MISSING_RANK,
         (1,),
-        ("worker 3 (pid 81) has /data/s.tar open [train.log:1]",),
+        ("worker 3 (pid 81) has /data/s.tar open",),
     ),
     "the ranks by the names of their logs, and a traceback of one": Report(
         {
@@ -1016,7 +1016,8 @@ STACKS = {
         (),
         (
             "Ranks 0, 2 waited for others in barrier",
-            "The log of rank 1 has a traceback, ValueError: a.wav is empty in read",
+            "The log of rank 1 has a traceback, which may have been caught: ValueError",
+            "a.wav is empty in read",
         ),
         ("nothing is known",),
     ),

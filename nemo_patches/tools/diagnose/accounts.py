@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from nemo_patches.judging.judge import Entry
 from nemo_patches.tools.diagnose import conditions
@@ -20,10 +19,6 @@ from nemo_patches.tools.diagnose.facts import (
 )
 
 _NO_CONDITION = Condition("")
-_NO_PLACE = Place()
-_NO_MOTION = Motion(False)
-_NO_MEMBER = Member()
-_Value = TypeVar("_Value", Condition, Place, Motion, Member)
 
 
 @dataclass
@@ -35,8 +30,11 @@ class Account:
     rank: int
     condition_fact: Fact | None = None
     place_fact: Fact | None = None
+    place: Place = field(default_factory=Place)
     motion_fact: Fact | None = None
+    motion: Motion = field(default_factory=Motion)
     member_fact: Fact | None = None
+    member: Member = field(default_factory=Member)
     reported: Fact | None = None  # missing, by another rank
     call: Call | None = None
     conditions: list[Fact] = field(default_factory=list)
@@ -44,15 +42,8 @@ class Account:
 
     @property
     def condition(self) -> Condition:
-        return _value_of(self.condition_fact, _NO_CONDITION)
-
-    @property
-    def place(self) -> Place:
-        return _value_of(self.place_fact, _NO_PLACE)
-
-    @property
-    def motion(self) -> Motion:
-        return _value_of(self.motion_fact, _NO_MOTION)
+        fact = self.condition_fact
+        return fact.condition if fact is not None else _NO_CONDITION
 
     @property
     def moved(self) -> bool:
@@ -61,10 +52,6 @@ class Account:
     @property
     def still_s(self) -> float | None:
         return self.motion.still_s
-
-    @property
-    def member(self) -> Member:
-        return _value_of(self.member_fact, _NO_MEMBER)
 
     @property
     def waits(self) -> Fact | None:
@@ -88,25 +75,22 @@ class Account:
                 self.entered.append(fact)
             case Condition():
                 self.conditions.append(fact)
-            case Place():
-                before = self.place_fact
-                counts = _counts(before, fact)
-                other = fact if counts is before else before
-                self.place_fact = _with_worker(counts, other)
-            case Motion():
-                self.motion_fact = _counts(self.motion_fact, fact)
-            case Call():
-                self.call = fact.value
-            case Member():
-                self.member_fact = _counts(self.member_fact, fact)
-
-
-def _value_of(fact: Fact | None, unknown: _Value) -> _Value:
-    return (
-        fact.value
-        if fact is not None and isinstance(fact.value, type(unknown))
-        else unknown
-    )
+            case Place() as place:
+                if _counts(fact, self.place_fact):
+                    self.place_fact = fact
+                    self.place = _with_worker(place, self.place)
+                else:
+                    self.place = _with_worker(self.place, place)
+            case Motion() as motion:
+                if _counts(fact, self.motion_fact):
+                    self.motion_fact = fact
+                    self.motion = motion
+            case Call() as call:
+                self.call = call
+            case Member() as member:
+                if _counts(fact, self.member_fact):
+                    self.member_fact = fact
+                    self.member = member
 
 
 @dataclass
@@ -164,25 +148,21 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
     return dict(sorted(accounts.items()))
 
 
-def _counts(before: Fact | None, fact: Fact) -> Fact:
+def _counts(fact: Fact, before: Fact | None) -> bool:
     """The rank's own facts before hearsay, then later before earlier; without comparable times, the
     last one read.
     """
     if before is None or fact.own != before.own:
-        return fact if before is None or fact.own else before
-    return before if 0 < fact.at < before.at else fact
+        return before is None or fact.own
+    return not 0 < fact.at < before.at
 
 
-def _with_worker(counts: Fact, other: Fact | None) -> Fact:
+def _with_worker(place: Place, other: Place) -> Place:
     """With the data loader's worker that another report knows, at the same place."""
-    place, told = counts.value, other and other.value
-    if other is None or not isinstance(place, Place) or not isinstance(told, Place):
-        return counts
-    is_same = place.where.partition(" < ")[0] == told.where.partition(" < ")[0]
-    if place.worker or not told.worker or not is_same:
-        return counts
-    worker = f"{told.worker} [{other.cite}]"
-    return replace(counts, value=replace(place, worker=worker))
+    is_same = place.where.partition(" < ")[0] == other.where.partition(" < ")[0]
+    if place.worker or not is_same:
+        return place
+    return replace(place, worker=other.worker)
 
 
 def _that_count(told: list[Fact]) -> list[Fact]:

@@ -10,7 +10,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Hearing, first_of, is_before
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact
 from nemo_patches.tools.diagnose.findings import WARNING, Finding
-from nemo_patches.tools.diagnose.verdicts import at, evidence_of, finding, inner, who
+from nemo_patches.tools.diagnose.verdicts import at, finding, inner, who
 
 _MOST_CAUSES = 6
 # Words of an error that decide what to do.
@@ -123,7 +123,7 @@ def _cause(facts: list[Fact], hearing: Hearing) -> Finding:
         kind,
         f"{told} [{first.cite}].",
         sorted(ranks),
-        [*first.condition.details, *evidence_of(own), *evidence_of(others[:4])],
+        first.condition.details,
         own[0],
         next_step=next((step for words, step in _CURES if words in text), ""),
     )

@@ -20,7 +20,6 @@ from nemo_patches.tools.diagnose.verdicts import (
     by_party,
     capital,
     cited,
-    evidence_of,
     finding,
     inner,
     most_told,
@@ -61,12 +60,11 @@ def by_ends(hearing: Hearing) -> Ruling:
     if not waited and not cut:
         stuck = _stuck(hearing)
         return Ruling((*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))))
-    evidence = evidence_of(hearing.accounts.values())
     kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
     if suspects := [one for one in hearing.having(*kinds) if one.waits is None]:
         how = "waited until a time limit" if waited else "had their connections closed"
         more = f"{capital(_who(waited or cut))} {how}."
-        found = all_absent(suspects, None, evidence)
+        found = all_absent(suspects, None)
         return Ruling(tuple(replace(one, text=f"{one.text} {more}") for one in found))
     if behind := _behind(waited, hearing):
         return Ruling(tuple(behind))
@@ -74,9 +72,9 @@ def by_ends(hearing: Hearing) -> Ruling:
         return Ruling(first)
     both = [*waited, *cut]
     if all(one.condition.text.startswith(conditions.AT_START) for one in both):
-        first_finding = _start_up(both, evidence, hearing)
+        first_finding = _start_up(both, hearing)
     else:
-        first_finding = _in_vain(waited, cut, evidence, hearing)
+        first_finding = _in_vain(waited, cut, hearing)
     return Ruling((first_finding, *by_launcher(hearing, of_ranks_that_waited=True)))
 
 
@@ -95,9 +93,7 @@ def _behind(waited: list[Account], hearing: Hearing) -> list[Finding]:
     return all_absent(behind, Wait(ranks, last.title, how="went through"))
 
 
-def _in_vain(
-    waited: list[Account], cut: list[Account], evidence: list[str], hearing: Hearing
-) -> Finding:
+def _in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Finding:
     """Ranks that waited until a time limit, or whose connections were closed."""
     entered = [fact for one in waited for fact in one.entered if fact.entered.kind]
     what, step = _collective_of(waited, entered, hearing)
@@ -126,16 +122,13 @@ def _in_vain(
         )
         step = step or _UNLIKE
     lines = [cited(fact, title_of(fact.entered)) for fact in entered[:8]]
-    return finding(
-        ids.WAITED_IN_VAIN, text, evidence=[*lines, *evidence], next_step=step
-    )
+    return finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)
 
 
 def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     """For closed connections without a time-out: the rank that failed first, if only one comes into
     question, or whatever else ended the job.
     """
-    lines = evidence_of(cut)
     ended = [
         fact
         for fact in _terminated(hearing)
@@ -143,8 +136,7 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     ]
     of_cut = [fact for one in cut for fact in one.conditions]
     if ended and not any(is_before(fact, ended[0]) for fact in of_cut):
-        found = _ended_by_others(hearing)
-        return tuple(replace(one, evidence=(*one.evidence, *lines)) for one in found)
+        return _ended_by_others(hearing)
     found = by_launcher(hearing)
     if len(found) != 1 or len(found[0].ranks) != 1 or hearing.unseen:
         return ()
@@ -152,8 +144,7 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
     if hearing[one.ranks[0]].waits is not None:
         return ()
     text = f"{one.text} {capital(_who(cut))} had their connections closed."
-    evidence = (*one.evidence, *lines)
-    return (replace(one, text=text, severity=CRITICAL, evidence=evidence),)
+    return (replace(one, text=text, severity=CRITICAL),)
 
 
 def _why(waited: list[Account], hearing: Hearing) -> str:
@@ -203,7 +194,7 @@ def _unseen(hearing: Hearing) -> str:
     return f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
 
 
-def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
+def _start_up(waited: list[Account], hearing: Hearing) -> Finding:
     first = waited[0]
     told = first.condition.text.removeprefix(f"{conditions.AT_START}: ")
     rank = "It" if len(waited) == 1 else capital(who([first.rank]))
@@ -215,7 +206,7 @@ def _start_up(waited: list[Account], evidence: list[str], hearing: Hearing) -> F
         text += (
             f" An address could not be resolved: {fact.condition_text} [{fact.cite}]."
         )
-    return finding(ids.START_UP, text, evidence=evidence)
+    return finding(ids.START_UP, text)
 
 
 def _collective_of(
@@ -240,8 +231,7 @@ def _stuck(hearing: Hearing) -> list[Finding]:
         " call of CUDA or NCCL does not return, or something holds Python's lock."
         " Perhaps it waits for another rank."
     )
-    found = finding(ids.STUCK_WATCHDOG, text, evidence=evidence_of(stuck))
-    return [found] if stuck else []
+    return [finding(ids.STUCK_WATCHDOG, text)] if stuck else []
 
 
 def by_launcher(
@@ -262,9 +252,6 @@ def by_launcher(
         return () if of_ranks_that_waited else found
     first = firsts[0]
     ranks = {fact.rank for fact in firsts}
-    lines = [cited(fact, fact.condition_text) for fact in firsts]
-    for fact in hearing.told(conditions.LOGGED):
-        lines.append(cited(fact, f"a traceback, {fact.condition_text}"))
     text = f"{who(ranks)} failed first, {first.condition_text} [{first.cite}]."
     if len(ranks) > 1:
         text = (
@@ -278,8 +265,8 @@ def by_launcher(
         )
     else:
         of = hearing[first.rank]
-        return (finding(ids.FIRST_FAILURE, text, ranks, lines, of),)
-    return (finding(ids.FIRST_FAILURE, text, evidence=lines),)
+        return (finding(ids.FIRST_FAILURE, text, ranks, of=of),)
+    return (finding(ids.FIRST_FAILURE, text),)
 
 
 def _terminated(hearing: Hearing) -> list[Fact]:
@@ -318,7 +305,4 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
             f"{ended} ended {how} [{first.cite}]{before}: a user, the scheduler, another"
             " program or another host's launcher sent it."
         )
-    lines = [
-        cited(fact, fact.condition_text) for fact in (*of_job, *outside, *facts)[:8]
-    ]
-    return (finding(ids.FIRST_FAILURE, text, evidence=lines, next_step=step),)
+    return (finding(ids.FIRST_FAILURE, text, next_step=step),)

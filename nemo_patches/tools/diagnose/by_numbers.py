@@ -25,7 +25,6 @@ from nemo_patches.tools.diagnose.verdicts import (
     out_of_step,
     parties,
     reading_of,
-    step_of,
     title_of,
 )
 
@@ -128,7 +127,7 @@ def _of_judgement(
         )
         if hearing.unseen:
             text += f"; nothing is known of {named(hearing.unseen)}, of which some may be missing"
-            step = step_of(ids.NOT_SEEN)
+            step = ids.NEXT_STEPS[ids.NOT_SEEN]
         text += "."
     else:
         kind = ids.NOT_ENOUGH

@@ -18,14 +18,12 @@ from nemo_patches.tools.diagnose.verdicts import (
     ENDING,
     Wait,
     all_absent,
-    evidence_of,
     finding,
     has,
     in_no_collective,
     is_,
     out_of_step,
     parties,
-    step_of,
     who,
 )
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
@@ -80,20 +78,19 @@ def by_places(hearing: Hearing) -> Ruling:
         members,
         {each.rank for each in seen if each.condition.kind == conditions.UNREADABLE},
     )
-    evidence = evidence_of(accounts.values())
     accused = [hearing[rank] for rank in one.accused] if one is not None else []
     title = _titles(waiting)
     ranks = [each.rank for each in waiting]
     not_known = f"nothing is known of {named(sorted(unseen))}, whose hosts may not be collected yet"
     if accused:
-        found = _missing(accused, waiting, [not_known] * bool(unseen) + evidence)
+        found = _missing(accused, waiting, [not_known] * bool(unseen))
     elif unseen:
         text = f"{named(ranks)} {is_(ranks)} in {title}; {not_known}."
-        found = [finding(ids.NOT_SEEN, text, evidence=evidence)]
+        found = [finding(ids.NOT_SEEN, text)]
     elif one is not None and one.id == judging.OUT_OF_STEP:
-        found = [_different(waiting, evidence)]
+        found = [_different(waiting)]
     else:
-        found = [_all_in(waiting, evidence, hearing)]
+        found = [_all_in(waiting, hearing)]
     return _aged(found, waiting, hearing)
 
 
@@ -106,7 +103,7 @@ def _missing(
         if one.condition.kind == conditions.UNREADABLE and one.reported is None
     ]
     if unreadable:
-        return [_unreadable(unreadable, evidence)]
+        return [_unreadable(unreadable)]
     # Not those whose end shows that they waited as well.
     accused = [
         one for one in accused if one.condition.kind not in conditions.CONSEQUENCES
@@ -117,7 +114,7 @@ def _missing(
     return all_absent(elsewhere or accused, wait, evidence)
 
 
-def _unreadable(unreadable: list[Account], evidence: list[str]) -> Finding:
+def _unreadable(unreadable: list[Account]) -> Finding:
     text = (
         f"{named([one.rank for one in unreadable])} could not be read:"
         f" {unreadable[0].condition.text}"
@@ -125,18 +122,18 @@ def _unreadable(unreadable: list[Account], evidence: list[str]) -> Finding:
     step = (
         "Then run this again; what is known of each process without its stack is below."
     )
-    return finding(ids.NOT_ENOUGH, text, evidence=evidence, next_step=step)
+    return finding(ids.NOT_ENOUGH, text, next_step=step)
 
 
-def _different(waiting: list[Account], evidence: list[str]) -> Finding:
+def _different(waiting: list[Account]) -> Finding:
     by_place = parties((each.place.wait, each) for each in waiting)
     first, *_, last = by_place.values()
     why = further_on(first, last)
     by_title = {title: [one.rank for one in ranks] for title, ranks in by_place.items()}
-    return out_of_step(by_title, evidence, why.text, why.id or ids.OUT_OF_STEP)
+    return out_of_step(by_title, why=why.text, kind=why.id or ids.OUT_OF_STEP)
 
 
-def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Finding:
+def _all_in(waiting: list[Account], hearing: Hearing) -> Finding:
     """All wait, in the same collective as far as their stacks show."""
     collectives = {one.place.collective for one in waiting}
     is_guessed = any(map(is_guess, collectives))
@@ -182,24 +179,23 @@ def _all_in(waiting: list[Account], evidence: list[str], hearing: Hearing) -> Fi
                 "Look at who sends to whom there, and in which order: each recv needs a"
                 " rank that comes to its send."
             )
-    return finding(kind, text, evidence=evidence, next_step=step)
+    return finding(kind, text, next_step=step)
 
 
 def _nobody_waits(
     hearing: Hearing, seen: list[Account], moving: list[Account]
 ) -> Ruling:
-    evidence = evidence_of(seen)
     placed = [one for one in seen if one.place_fact]
     silent = (conditions.GONE, conditions.SILENT)
     bad = [one for one in seen if one.condition.kind in (*conditions.HELD, *silent)]
     if bad and (
         moving or placed or any(one.condition.kind not in silent for one in bad)
     ):
-        return Ruling(tuple(all_absent(bad, None, evidence)))
+        return Ruling(tuple(all_absent(bad, None)))
     if bad or not seen:
         return Ruling()  # by_ends.py has the better answer, if their ends are known
     if all(one.condition.kind == conditions.UNREADABLE for one in seen):
-        return Ruling((_unreadable(seen, evidence),))
+        return Ruling((_unreadable(seen),))
     if moving:
         return _goes_on(moving)
     looked_at = [
@@ -218,21 +214,21 @@ def _nobody_waits(
         if all("(distributed_c10d.py:" in one.place.worker for one in stuck):
             step = _COLLECTIVE_IN_WORKERS
         if hearing.unseen:
-            kind, step = ids.NOT_ENOUGH, step_of(ids.NOT_SEEN)
+            kind, step = ids.NOT_ENOUGH, ids.NEXT_STEPS[ids.NOT_SEEN]
             were = "was" if len(hearing.unseen) == 1 else "were"
             text += f"; {named(hearing.unseen)} {were} not seen"
-        found = finding(kind, f"{text}.", evidence=evidence, next_step=step)
+        found = finding(kind, f"{text}.", next_step=step)
         return Ruling((found,))
     if looked_at:
         text = f"So far no hang: {in_no_collective(looked_at)}. Look again if it lasts."
-        return Ruling(text=text, goes_on=True, is_too_early=True)
+        return Ruling(text=text, is_too_early=True)
     return Ruling()
 
 
 def _goes_on(moving: list[Account]) -> Ruling:
     ranks = named([one.rank for one in moving])
     text = f"No rank is stuck: {ranks} went on between the looks{_by(moving)}."
-    return Ruling(text=text, goes_on=True)
+    return Ruling(text=text)
 
 
 def _by(moved: list[Account]) -> str:
@@ -252,14 +248,14 @@ def _aged(findings: list[Finding], waiting: list[Account], hearing: Hearing) -> 
     looked_twice = any(one.motion_fact for one in waiting)
     if least is not None and least < hearing.stuck_after_s and looked_twice:
         text = f"So far no hang: {lower} Look again if it lasts."
-        return Ruling(text=text, goes_on=True, is_too_early=True)
+        return Ruling(text=text, is_too_early=True)
     accused = [hearing[rank] for rank in first.ranks]
     moved = [one for one in accused if one.moved]
     writes = [one for one in accused if one.place.activity == CHECKPOINT]
     if moved and all(one in moved or one in writes for one in accused):
         if moved == accused == writes:
             text = f"So far no hang: {lower[:-1]}; it goes on{_by(moved)}."
-            return Ruling(text=f"{text} Look again if it lasts.", goes_on=True)
+            return Ruling(text=f"{text} Look again if it lasts.")
         text = f"{first.text[:-1]}; it works{_by(moved)}, and may come."
         first = replace(first, text=text, severity=WARNING)
     ended = conditions.HELD | conditions.CAUSES | {conditions.GONE}

@@ -89,7 +89,7 @@ class Motion:
     long it has not.
     """
 
-    moved: bool
+    moved: bool = False
     by: str = ""
     still_s: float | None = None
 

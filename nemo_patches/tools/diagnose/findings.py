@@ -200,11 +200,10 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Ruling:
-    """What it comes to. goes_on: the job does, as `text` says. is_too_early: its waits are young;
-    look again.
+    """What it comes to. text: how the job goes on, where it does. is_too_early: its waits are
+    young; look again.
     """
 
     findings: tuple[Finding, ...] = ()
     text: str = ""
-    goes_on: bool = False
     is_too_early: bool = False

@@ -35,6 +35,7 @@ from nemo_patches.tools.diagnose.findings import (
     Ruling,
 )
 from nemo_patches.tools.diagnose.verdicts import (
+    MOST_EVIDENCE,
     at,
     capital,
     evidence_of,
@@ -45,7 +46,6 @@ from nemo_patches.tools.diagnose.verdicts import (
 
 _MOST_RANKS = 1 << 20  # whatever world size a file claims
 _MOST_SHOWN = 20
-_END_OR_CAUGHT = "nothing tells whether it ended the rank or was caught"
 
 
 def judge(
@@ -56,18 +56,18 @@ def judge(
     """
     hearing = _hearing(evidence, stuck_after_s)
     ruling = _rule(hearing)
-    findings = tuple(
-        sorted(
-            (*ruling.findings, *evidence.findings),
-            key=lambda one: (
-                bool(one.because),
-                one.severity != CRITICAL,
-                ids.ORDER.index(one.id),
-            ),
-        )
+    findings = sorted(
+        (*ruling.findings, *evidence.findings),
+        key=lambda one: (
+            bool(one.because),
+            one.severity != CRITICAL,
+            ids.ORDER.index(one.id),
+        ),
     )
-    if not findings and not ruling.goes_on and not _is_healthy(hearing):
-        findings = (_not_enough(hearing),)
+    if not findings and not ruling.text and not _is_healthy(hearing):
+        findings = [_not_enough(hearing)]
+    elif findings and findings[0] in ruling.findings:
+        findings[0] = _with_all_evidence(findings[0], hearing)
     first = findings[0] if findings else None
     fine = ruling.text or " ".join(("Nothing found.", *evidence.summary))
     return Diagnosis(
@@ -75,7 +75,7 @@ def judge(
         world_size=evidence.world_size,
         verdict=first.text if first else fine,
         next_step=first.next_step if first else "",
-        findings=findings,
+        findings=tuple(findings),
         ranks=tuple(evidence.ranks),
         problems=tuple(evidence.problems[:_MOST_SHOWN]),
         earlier=tuple(evidence.earlier[:_MOST_SHOWN]),
@@ -112,7 +112,7 @@ def _rule(hearing: Hearing) -> Ruling:
             because = causes[0].id
             rest = [replace(o, because=because, severity=WARNING) for o in rest]
         return Ruling((*causes, *rest))
-    if not hang.findings and not hang.goes_on:
+    if not hang.findings and not hang.text:
         hang = by_ends(hearing)
     return _with_the_log(hang, hearing)
 
@@ -134,13 +134,18 @@ def _with_the_log(ruling: Ruling, hearing: Hearing) -> Ruling:
         elif first.id == ids.KILLED:
             text = f"Or it ended by {told}, which no line ties to a rank."
         elif fact.rank in first.ranks or first.id == ids.WAITED_IN_VAIN:
-            text = f"{log} has a traceback, {told}: {_END_OR_CAUGHT}."
+            text = f"{log} has a traceback, which may have been caught: {told}."
         else:
             continue
         first = replace(first, text=f"{first.text} {text}")
         break
-    evidence = (*hearing.contradictions[:4], *first.evidence)
-    return replace(ruling, findings=(replace(first, evidence=evidence), *rest))
+    return replace(ruling, findings=(first, *rest))
+
+
+def _with_all_evidence(first: Finding, hearing: Hearing) -> Finding:
+    of_ranks = evidence_of(hearing.accounts.values())
+    lines = (*hearing.contradictions[:4], *first.evidence, *of_ranks)
+    return replace(first, evidence=tuple(dict.fromkeys(lines))[:MOST_EVIDENCE])
 
 
 def _is_healthy(hearing: Hearing) -> bool:
@@ -155,35 +160,21 @@ def _is_healthy(hearing: Hearing) -> bool:
 
 
 def _not_enough(hearing: Hearing) -> Finding:
-    evidence, accounts = hearing.evidence, hearing.accounts
-    looked_for = (
-        f" Looked for: {'; '.join(evidence.looked_for)}." if evidence.looked_for else ""
-    )
-    if not accounts:
-        return finding(ids.NOT_ENOUGH, f"Nothing is recognised.{looked_for}")
-    unseen = sorted(set(range(hearing.world_size)) - accounts.keys())
+    accounts = hearing.accounts.values()
+    unseen = sorted(set(range(hearing.world_size)) - hearing.accounts.keys())
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
-    lines = evidence_of(accounts.values())
-    text = (
-        f"Of {who(accounts)} something is told, and nothing that decides{of_others}."
-        f"{looked_for}"
-    )
-    if lines:
-        text = f"{capital(lines[0])}{of_others}. No line tells more."
-    placed = [
-        one for one in accounts.values() if one.place.where and not one.place.collective
-    ]
-    if placed:
+    logged = hearing.having(conditions.LOGGED)
+    lines = [*evidence_of(logged), *evidence_of(accounts)]
+    placed = [one for one in accounts if one.place.where and not one.place.collective]
+    if placed and not logged:
         text = f"{in_no_collective(placed)}: one look at each tells no more{of_others}."
-    for one in accounts.values():
-        if one.moved and one.motion_fact:
-            text = (
-                f"{who([one.rank])} went on ({one.motion.by}) [{one.motion_fact.cite}],"
-                " and nothing is told after that."
-            )
-    for fact in hearing.told(conditions.LOGGED):
-        text = (
-            f"The log of {who([fact.rank])} has a traceback, {fact.condition_text}"
-            f"{at(fact.condition.where)} [{fact.cite}]: {_END_OR_CAUGHT}."
-        )
+    elif lines:
+        text = f"{capital(lines[0])}{of_others}. No line tells more."
+    else:
+        text = "Nothing is recognised."
+        if accounts:
+            ranks = who(hearing.accounts)
+            text = f"Of {ranks} something is told, and nothing that decides{of_others}."
+        if hearing.evidence.looked_for:
+            text += f" Looked for: {'; '.join(hearing.evidence.looked_for)}."
     return finding(ids.NOT_ENOUGH, text, evidence=lines)

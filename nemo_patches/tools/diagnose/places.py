@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Protocol, TypeVar
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging import waits
 from nemo_patches.judging.waits import Call
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import frame_text
-from nemo_patches.tools.diagnose.collect.samples import Frame
+from nemo_patches.tools.diagnose.collect.samples import Frame, Thread
 from nemo_patches.tools.diagnose.facts import Place
 from nemo_patches.tools.diagnose.verdicts import ENDING, LAST_THREADS, LOADER, LOCK
 
@@ -246,20 +245,7 @@ def waits_for_work(frames: Sequence[Frame]) -> bool:
     )
 
 
-class Looked(Protocol):
-    """A thread at one look."""
-
-    @property
-    def frames(self) -> Sequence[Frame]: ...
-
-    @property
-    def counters(self) -> Mapping[str, int]: ...
-
-
-_Thread = TypeVar("_Thread", bound=Looked)
-
-
-def of_autograd(main: _Thread, others: Sequence[_Thread]) -> _Thread | None:
+def of_autograd(main: Thread, others: Sequence[Thread]) -> Thread | None:
     """The other thread that runs hooks for a main thread that is in backward, if one does.
 
     On CUDA, autograd runs the hooks of FSDP, DeepSpeed and recomputation in threads of its own,
@@ -292,7 +278,7 @@ def is_users(name: str, frames: Sequence[Frame]) -> bool:
     )
 
 
-def went_on(before: Looked, now: Looked) -> str:
+def went_on(before: Thread, now: Thread) -> str:
     for name in sorted(before.counters.keys() & now.counters.keys()):
         if before.counters[name] != now.counters[name]:
             return f"{safe(name, 100)} went from {before.counters[name]} to {now.counters[name]}"

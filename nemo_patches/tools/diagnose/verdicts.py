@@ -32,7 +32,7 @@ CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 _Key = TypeVar("_Key")
 _Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
-_MOST_EVIDENCE = 12
+MOST_EVIDENCE = 12
 _MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES, _MOST_PARTIES = 3, 8  # that a sentence tells
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
@@ -106,7 +106,7 @@ def finding(
             pid=(of and of.member.pid) or "PID",
             host=(member and member.host) or "its host",
         ),
-        evidence=tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE],
+        evidence=tuple(dict.fromkeys(evidence))[:MOST_EVIDENCE],
     )
 
 
@@ -123,10 +123,6 @@ def by_party(members: Iterable[tuple[str, int]], words: str = "{who} in {what}")
     found = parties(members).items()
     told = [words.format(who=named(ranks), what=what) for what, ranks in found]
     return "; ".join(told[:_MOST_PARTIES]) if len(told) > 1 else ""
-
-
-def step_of(kind: str) -> str:
-    return ids.NEXT_STEPS[kind]
 
 
 def who(ranks: Iterable[int]) -> str:
@@ -217,7 +213,7 @@ def _absent(
         kind,
         text.strip() or f"{who(ranks)}.",
         ranks,
-        [*evidence_of(accounts), *evidence],
+        evidence,
         accounts[0],
         next_step=step if kind == ids.MISSING_RANK else "",
     )
@@ -280,7 +276,7 @@ def doing(account: Account) -> str:
 
 def out_of_step(
     by_title: dict[str, list[int]],
-    evidence: Iterable[str],
+    evidence: Iterable[str] = (),
     why: str = "",
     kind: str = ids.OUT_OF_STEP,
 ) -> Finding:
@@ -354,7 +350,13 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
         )
         for one in accounts
     )
-    ordered = sorted(groups.values(), key=lambda some: bool(some[0].place.collective))
+    ordered = sorted(
+        groups.values(),
+        key=lambda some: (
+            some[0].condition.kind not in conditions.CAUSES,
+            bool(some[0].place.collective),
+        ),
+    )
     return [line for group in ordered for line in _of_group(group)]
 
 
@@ -362,18 +364,21 @@ def _of_group(group: list[Account]) -> Iterable[str]:
     first = group[0]
     ranks = who(account.rank for account in group)
     others = ", ..." if len(group) > 1 else ""
-    if first.condition_fact is not None and first.condition.kind in conditions.EVIDENCE:
-        text = f" ({first.condition.text})" if first.condition.text else ""
-        if first.condition.kind == conditions.UNREADABLE:
-            text = "".join(f"; {detail}" for detail in first.condition.details)
+    # All that is told of ranks that are not told.
+    told = first.conditions if first.rank == NOT_TOLD else [first.condition_fact]
+    for fact in told:
+        if fact is None or fact.condition_kind not in conditions.EVIDENCE:
+            continue
+        told_of = fact.condition_text + at(fact.condition.where)
+        text = f" ({told_of})" if told_of else ""
+        if fact.condition_kind == conditions.UNREADABLE:
+            text = "".join(f"; {detail}" for detail in fact.condition.details)
             text += _when(first)
-        yield (
-            f"{ranks} [{first.condition_fact.cite}{others}]:"
-            f" {conditions.EVIDENCE[first.condition.kind]}{text}"
-        )
+        how = conditions.EVIDENCE[fact.condition_kind]
+        yield f"{ranks} [{fact.cite}{others}]: {how}{text}"
     if first.place_fact is not None:
-        told = _where(first.place, "waits" if len(group) == 1 else "wait")
-        yield f"{ranks} [{first.place_fact.cite}{others}]: {told}{_when(first)}"
+        where = _where(first.place, "waits" if len(group) == 1 else "wait")
+        yield f"{ranks} [{first.place_fact.cite}{others}]: {where}{_when(first)}"
         yield from _details(group)
 
 
