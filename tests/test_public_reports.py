@@ -493,8 +493,8 @@ LOGS = {
         ),
         ids.WAITED_IN_VAIN,
         (),
-        ("another rank did not come", "or the transfer failed"),
-        ("all ranks had enqueued it",),
+        ("that are heard had enqueued it", "a rank that is not heard has not come"),
+        ("all ranks had enqueued it", "another rank did not come"),
     ),
     "the peer of an InfiniBand transfer": Report(
         log(

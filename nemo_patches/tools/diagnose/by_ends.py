@@ -162,11 +162,12 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         ((entry.size, entry.rank) for entry in entered if entry.size), "{what} on {who}"
     )
     more = f". Their sizes differ: {sizes}" if sizes and is_one else ""
-    size = hearing.evidence.world_size
-    if size == len(waited) > 1 and is_one and not hearing.unseen:
+    if hearing.world_size == len(waited) > 1 and is_one and not hearing.unseen:
+        size = hearing.evidence.world_size
+        unheard = "" if size else ", or a rank that is not heard has not come"
         return (
-            "all ranks had enqueued it, so that the transfer failed, or hangs on one of"
-            f" them{more}"
+            f"all ranks{'' if size else ' that are heard'} had enqueued it, so that the"
+            f" transfer failed, or hangs on one of them{unheard}{more}"
         )
     text = (
         "another rank did not come, or had gone before, or the transfer failed. Which,"
