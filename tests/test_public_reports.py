@@ -751,6 +751,7 @@ def test_a_log(name: str, tmp_path: Path) -> None:
 
 def check(report: Report, folder: Path) -> None:
     for file, text in report.files.items():
+        (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(text)
     found = diagnose_logs([folder / file for file in report.files])
     first = found.findings[0]
@@ -1020,6 +1021,12 @@ STACKS = {
             "a.wav is empty in read",
         ),
         ("nothing is known",),
+    ),
+    "local ranks by the names of the logs of two hosts": Report(
+        {f"n{host}/rank_{rank}.log": GLOO for host in (1, 2) for rank in (0, 1)},
+        ids.WAITED_IN_VAIN,
+        (),
+        ("A rank (which, is not told) waited",),
     ),
     "the local rank in the command": Report(
         {

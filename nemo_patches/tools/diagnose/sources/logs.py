@@ -186,7 +186,7 @@ class _Reading:
         self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
         self._names: dict[str, Path] = {}
-        # By local rank, torchrun's folder, one for each host.
+        # By local rank, the folder of its logs, one for each host.
         self._runs: dict[int, Path] = {}
 
     def read(self, path: Path, alone: bool) -> None:
@@ -194,11 +194,12 @@ class _Reading:
         self._launch.begin_file()
         self._launches = 0
         name, rank = self._name_of(path), _rank_of_folder(path)
-        if rank >= 0:
-            run = path.parent.parent.parent
-            self._launch.found.several_hosts |= self._runs.setdefault(rank, run) != run
-        elif in_name := _RANK_IN_NAME.search(path.name):
+        run = path.parent.parent.parent
+        if rank < 0 and (in_name := _RANK_IN_NAME.search(path.name)):
             rank = int(in_name[1])
+            run = path.parent
+        if rank >= 0:
+            self._launch.found.several_hosts |= self._runs.setdefault(rank, run) != run
         try:
             with (
                 nullcontext(sys.stdin.buffer)
