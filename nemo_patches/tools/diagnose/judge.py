@@ -177,4 +177,10 @@ def _not_enough(hearing: Hearing) -> Finding:
             text = f"Of {ranks} something is told, and nothing that decides{of_others}."
         if hearing.evidence.looked_for:
             text += f" Looked for: {'; '.join(hearing.evidence.looked_for)}."
+    for one in accounts:
+        if one.moved and one.motion_fact:
+            text = (
+                f"{who([one.rank])} went on ({one.motion.by}) [{one.motion_fact.cite}],"
+                " and nothing is told after that."
+            )
     return finding(ids.NOT_ENOUGH, text, evidence=lines)
