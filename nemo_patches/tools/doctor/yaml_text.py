@@ -68,7 +68,7 @@ def parse(path: Path, text: str, expected: str = "mapping") -> YamlText:
         mark = getattr(error, "problem_mark", None)
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         reason = getattr(error, "problem", None) or getattr(error, "reason", error)
-        raise DoctorError(f"{path}{place}: not YAML: {reason}") from None
+        raise DoctorError(f"{path}{place}: cannot be read: {reason}") from None
     except (ValueError, RecursionError) as error:
         raise DoctorError(f"{path}: cannot be read: {error}") from None
     return YamlText(
