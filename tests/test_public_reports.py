@@ -1022,6 +1022,30 @@ STACKS = {
         ),
         ("nothing is known",),
     ),
+    "the stall lines of ranks whose logs have their names": Report(
+        {
+            f"rank{rank}.log": (
+                f"nemo_patches WARNING [rank {rank}/2 n{rank}] no step for 60 s. rank 1 (n1,"
+                " pid 33): read (data.py:41) < main (train.py:80) | rank 0 (n0, pid 32):"
+                " barrier, in save (train.py:9)\n"
+            )
+            * 2
+            for rank in range(2)
+        },
+        ids.MISSING_RANK,
+        (1,),
+        ("read (data.py:41)",),
+        never=(0,),
+    ),
+    "the names of nodes are no ranks": Report(
+        {
+            f"node_rank_{node}.log": "\n".join(READ_TRACEBACK if node else IN_PACKAGE)
+            for node in range(2)
+        },
+        ids.WAITED_IN_VAIN,
+        (),
+        unsaid=("ank 0", "ank 1"),
+    ),
     "local ranks by the names of the logs of two hosts": Report(
         {f"n{host}/rank_{rank}.log": GLOO for host in (1, 2) for rank in (0, 1)},
         ids.WAITED_IN_VAIN,

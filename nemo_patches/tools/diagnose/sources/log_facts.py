@@ -100,7 +100,7 @@ class LaunchFacts:
         """local_rank: of the line, if it has no other rank."""
         key = _key(fact.rank, fact.value)
         if fact.rank != local_rank and key in self.by_local_rank:
-            del self.facts[key]
+            self.facts.pop(key, None)
             del self.by_local_rank[key]
         elif fact.rank == local_rank >= 0 and key not in self.facts:
             self.by_local_rank[key] = None

@@ -68,8 +68,10 @@ _SRUN_LABEL = re.compile(r"(\d{1,6}): ")
 # From such a line on.
 _LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
 _ATTEMPT = re.compile(r"attempt_\d{1,6}")
-# rank_3.log; NeMo's nemo_log_globalrank-3_localrank-3.txt.
-_RANK_IN_NAME = re.compile(r"rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE)
+# rank_3.log; NeMo's nemo_log_globalrank-3_localrank-3.txt. A node's has the lines of its ranks.
+_RANK_IN_NAME = re.compile(
+    r"(?<!node)(?<!node[-_.])rank[-_.]?(\d{1,6})(?!\d)", re.IGNORECASE
+)
 
 # Each line of interest has one of these, or closely follows a line that has one.
 _NEEDLES = (
@@ -123,9 +125,17 @@ def read(files: list[Path], evidence: Evidence) -> None:
     Raises UnreadableError where there is but one file, and it cannot be read.
     """
     reading = _Reading(evidence)
+    in_names = {
+        file: int(found[1])
+        for file in files
+        if (found := _RANK_IN_NAME.search(file.name))
+    }
+    if len(set(in_names.values())) < max(len(in_names), 2):
+        in_names = {}  # of several hosts, or of one file, which may have all ranks' lines
     for file in files:
         try:
-            reading.read(file, alone=len(files) == 1)
+            rank = in_names.get(file, NOT_TOLD)
+            reading.read(file, rank, alone=len(files) == 1)
         except UnreadableError as error:
             if len(files) == 1:
                 raise
@@ -186,19 +196,20 @@ class _Reading:
         self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
         self._names: dict[str, Path] = {}
-        # By local rank, the folder of its logs, one for each host.
+        # By local rank, torchrun's folder, one for each host.
         self._runs: dict[int, Path] = {}
 
-    def read(self, path: Path, alone: bool) -> None:
-        """alone: no other file is read, so a launch that begins in it ends the one before."""
+    def read(self, path: Path, in_name: int, alone: bool) -> None:
+        """in_name: the rank in the file's name, or NOT_TOLD.
+
+        alone: no other file is read, so a launch that begins in it ends the one before.
+        """
         self._launch.begin_file()
         self._launches = 0
-        name, rank = self._name_of(path), _rank_of_folder(path)
-        run = path.parent.parent.parent
-        if rank < 0 and (in_name := _RANK_IN_NAME.search(path.name)):
-            rank = int(in_name[1])
-            run = path.parent
-        if rank >= 0:
+        name, of_folder = self._name_of(path), _rank_of_folder(path)
+        rank = max(of_folder, in_name)
+        if of_folder >= 0:
+            run = path.parent.parent.parent
             self._launch.found.several_hosts |= self._runs.setdefault(rank, run) != run
         try:
             with (
