@@ -240,10 +240,12 @@ def judges_with_an_error(rank: Rank) -> None:
     rank.watch.judges = False
 
 
-def holds_pythons_lock(rank: Rank) -> None:
+def holds_pythons_lock(rank: Rank, until: str) -> None:
+    """until: a pipe; until something comes there."""
     import ctypes
 
-    ctypes.PyDLL(None).sleep(3)
+    pipe = os.open(until, os.O_RDWR)
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
 
 
 def sends_no_answers_of_this_format(rank: Rank) -> None:
@@ -281,11 +283,20 @@ def test_a_watch_that_fails_ends_no_rounds() -> None:
         job.do(job.all, Rank.hold_rounds, 10)
 
 
-def test_a_rank_that_holds_pythons_lock_and_one_that_sends_nonsense() -> None:
+def test_a_rank_that_holds_pythons_lock_and_one_that_sends_nonsense(
+    tmp_path: Path,
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     with Job(8, per_host=8, by_file=True) as job:
-        job.send([2], holds_pythons_lock)
-        verdicts = [verdict for _, verdict in job.do(job.others(2), Rank.ask)]
-        assert all(silences(verdict) == {2: NO_ANSWER} for verdict in verdicts[-1:])
+        job.send([2], holds_pythons_lock, str(pipe))
+        wait_for(
+            lambda: all(
+                silences(verdict) == {2: NO_ANSWER}
+                for _, verdict in job.do(job.others(2), Rank.ask)
+            )
+        )
+        pipe.write_bytes(b".")
         job.get([2])
         wait_for(
             lambda: all(
@@ -482,20 +493,23 @@ def test_a_stale_key_leads_nobody_astray() -> None:
             job.do(job.all, Rank.close)
 
 
-def test_a_round_completes_after_a_rank_had_held_pythons_lock_through_questions() -> (
-    None
-):
+def test_a_round_completes_after_a_rank_had_held_pythons_lock_through_questions(
+    tmp_path: Path,
+) -> None:
     """The others have opened connections to it meanwhile, and given them up: what it sends over
     those is lost.
     """
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     for holder in (0, 2):
         with Job(3) as job:
             job.do(job.all, Rank.hold_rounds, 3)
             others = job.others(holder)
-            job.send([holder], holds_pythons_lock)
+            job.send([holder], holds_pythons_lock, str(pipe))
             assert set(job.do(others, Rank.one_round, 5, 0.1)) == {None}
             for _ in range(2):
                 job.do(others, Rank.ask)
+            pipe.write_bytes(b".")
             job.get([holder])
             assert job.do([holder], Rank.one_round, 9) == [9]
             assert set(job.do(others, Rank.outstanding)) == {9}
