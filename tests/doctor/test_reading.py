@@ -306,6 +306,12 @@ def test_a_target_is_only_a_name(tmp_path: Path) -> None:
 # --- whatever it is
 
 
+def bomb(depth: int) -> str:
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, depth)]
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -330,15 +336,22 @@ def test_a_target_is_only_a_name(tmp_path: Path) -> None:
         (b"\x80\x81\xff", "not text"),
         (b"a: \x00\n", "cannot be read"),
         (bytes(range(256)) * 40, "not text"),
-        ("a: &x [*x]\n", "cannot be read: maximum recursion depth exceeded"),
+        ("a: 1\n" * 2_000_000, "more than 1048576 bytes; a config may have no more"),
+        ("a: " + "[" * 400_000, "nested deeper than 50"),
+        ("a: " + "{b: " * 100_000, "nested deeper than 50"),
+        ("".join(f"{i}:\n" for i in range(90_000)), "more than 50000 values"),
+        (bomb(12), "more than 50000 values, when its aliases are followed"),
+        ("a: &x [*x]\n", "nested deeper than 50"),
+        ("a: &x {<<: *x}\n", "<< merges a mapping into itself"),
         ("b: &y {k: 1}\na: {<<: 5}\n", "but found scalar"),
         (
             "a: 1\ndefaults:\n- _self_\n- model: conformer\n",
             ":2: composed by Hydra of other files, which are not read",
         ),
         (f"a: 1\nb: {'9' * 5000}\n", "cannot be read: exceeds the limit"),
+        (f"a: 1\nb: 0x{'f' * 5000}\n", "a number of 5002 digits, in line 2"),
     ],
-    ids=range(22),
+    ids=range(29),
 )
 def test_what_is_no_config_is_refused_with_its_place(
     tmp_path: Path, content: str | bytes, said: str

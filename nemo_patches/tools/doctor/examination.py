@@ -155,9 +155,7 @@ def checked(
             continue
         try:
             found += [(rule, finding) for finding in rule.check(subject)]
-        except (
-            Exception
-        ) as error:  # one rule's fault must not hide what the others find
+        except Exception as error:  # one rule's fault hides not what others find
             what = f"{rule.identifier} failed: {type(error).__name__}: {error}"
             instead = "a report of this, with what was examined"
             found.append((named(CRASHED), warning(what, (), instead)))
