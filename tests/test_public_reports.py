@@ -853,6 +853,15 @@ def as_json(pid: int, frame: str) -> str:
     return json.dumps([thread])
 
 
+def of_two_hosts(form: str, reads: int) -> dict[str, str]:
+    """One file of both hosts' stacks, each line behind its host's label; one of them reads."""
+    lines: list[str] = []
+    for host in (1, 2):
+        stack = py_spy(50, main_thread(50, READS if host == reads else ALL_REDUCE))
+        lines += labelled(form, (host,), *stack.splitlines(keepends=True))
+    return {"all.txt": "".join(lines)}
+
+
 def pystack(*frames: tuple[str, int, str]) -> str:
     lines = [
         f'    (Python) File "{file}", line {line}, in {function}\n        call()'
@@ -951,29 +960,13 @@ STACKS = {
         never=(0, 1, 2),
     ),
     "behind the labels of pdsh": Report(
-        {
-            "all.txt": "".join(
-                f"cn{host}: {line}\n"
-                for host in (1, 2)
-                for line in py_spy(
-                    50, main_thread(50, READS if host == 2 else ALL_REDUCE)
-                ).splitlines()
-            )
-        },
+        of_two_hosts("cn{}: ", reads=2),
         ids.MISSING_RANK,
         (1,),
         never=(0,),
     ),
     "behind the labels of kubectl": Report(
-        {
-            "all.txt": "".join(
-                f"[pod/worker-{host}/job] {line}\n"
-                for host in (1, 2)
-                for line in py_spy(
-                    50, main_thread(50, READS if host == 1 else ALL_REDUCE)
-                ).splitlines()
-            )
-        },
+        of_two_hosts("[pod/worker-{}/job] ", reads=1),
         ids.MISSING_RANK,
         (0,),
         never=(1,),

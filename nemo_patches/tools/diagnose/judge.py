@@ -35,12 +35,12 @@ from nemo_patches.tools.diagnose.findings import (
     Ruling,
 )
 from nemo_patches.tools.diagnose.verdicts import (
-    MOST_EVIDENCE,
     at,
     capital,
     evidence_of,
     finding,
     in_no_collective,
+    shown_lines,
     who,
 )
 
@@ -145,7 +145,7 @@ def _with_the_log(ruling: Ruling, hearing: Hearing) -> Ruling:
 def _with_all_evidence(first: Finding, hearing: Hearing) -> Finding:
     of_ranks = evidence_of(hearing.accounts.values())
     lines = (*hearing.contradictions[:4], *first.evidence, *of_ranks)
-    return replace(first, evidence=tuple(dict.fromkeys(lines))[:MOST_EVIDENCE])
+    return replace(first, evidence=shown_lines(lines))
 
 
 def _is_healthy(hearing: Hearing) -> bool:

@@ -50,7 +50,6 @@ _OWN_FAULT = re.compile(
 )
 # "[/pytorch/gl": a message of torch that the end of a log cuts off.
 _CUT = re.compile(r"\s*(?:\[[^\]]*)?")
-TIMED_OUT = re.compile(r"[Tt]imed? ?out|did not come", re.IGNORECASE)
 _STARTING = re.compile(
     r"waiting for clients|store based barrier|client socket has timed out|while trying"
     r" to connect to"
@@ -59,9 +58,6 @@ _STARTS = frozenset(
     {"init_process_group", "_store_based_barrier", "_create_c10d_store", "rendezvous"}
 )
 BY_HAND = frozenset({"KeyboardInterrupt", "SIGTERMException", "SignalException"})
-ENDED_WITH_IT = re.compile(
-    r"DataLoader worker .{0,80}killed by signal: Terminated"
-)  # by the SIGTERM to all
 _FRAME = re.compile(
     r'^ {2,8}File "(.{1,1000})", line (\d{1,9}), in (.{1,200})$', re.MULTILINE
 )

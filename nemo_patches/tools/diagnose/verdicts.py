@@ -32,7 +32,7 @@ CHILD, LAST_THREADS = "a child process", "threads at the end of its script"
 _Key = TypeVar("_Key")
 _Member = TypeVar("_Member")
 _MOST_RANKS = 64  # of a finding
-MOST_EVIDENCE = 12
+_MOST_EVIDENCE = 12
 _MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES, _MOST_PARTIES = 3, 8  # that a sentence tells
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
@@ -106,7 +106,7 @@ def finding(
             pid=(of and of.member.pid) or "PID",
             host=(member and member.host) or "its host",
         ),
-        evidence=tuple(dict.fromkeys(evidence))[:MOST_EVIDENCE],
+        evidence=shown_lines(evidence),
     )
 
 
@@ -116,6 +116,11 @@ def parties(members: Iterable[tuple[_Key, _Member]]) -> dict[_Key, list[_Member]
     for key, member in members:
         found[key].append(member)
     return dict(sorted(found.items(), key=lambda item: len(item[1])))
+
+
+def shown_lines(evidence: Iterable[str]) -> tuple[str, ...]:
+    """The lines of evidence that are shown: each once, the first ones."""
+    return tuple(dict.fromkeys(evidence))[:_MOST_EVIDENCE]
 
 
 def by_party(members: Iterable[tuple[str, int]], words: str = "{who} in {what}") -> str:
