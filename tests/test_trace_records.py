@@ -148,9 +148,10 @@ def test_a_file_ends_at_its_size_and_says_so_in_its_last_record_and_once_on_stde
 
 
 class Stands:
-    """A disk that takes nothing until it may."""
+    """A disk that takes the header, and then nothing until it may."""
 
     def __init__(self, writer: TraceWriter) -> None:
+        wait_until(lambda: traces.size_bytes(writer.folder))
         self.goes_on = threading.Event()
         self._stands = threading.Event()
         self._flush = writer.output.flush
@@ -169,7 +170,6 @@ def test_a_disk_that_does_not_keep_up_ends_the_trace_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(writer_module, "MOST_WAITING", 100)
     writer = TraceWriter(tmp_path, header())
-    wait_until(lambda: traces.files(tmp_path))
     disk = Stands(writer)
     for number in range(1, 107):
         writer.put(grow(writer, number))
@@ -189,7 +189,6 @@ def test_a_disk_that_does_not_answer_holds_up_the_exit_no_longer_than_the_limit(
     tmp_path: Path, said: list[str]
 ) -> None:
     writer = TraceWriter(tmp_path, header())
-    wait_until(lambda: traces.files(tmp_path))
     disk = Stands(writer)
     start = time.monotonic()
     writer.close(timedelta(seconds=0.2))
