@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -280,3 +281,12 @@ def test_what_is_no_python_is_refused_in_one_line(tmp_path: Path) -> None:
         assert examination.examine_code(path, ()).exit_code == 2
     with pytest.raises(DoctorError, match="No such file"):
         code.read(tmp_path / "none.py")
+
+
+def test_a_chain_of_returns_is_read_in_moments(tmp_path: Path) -> None:
+    returns = (f"    if a{i}:\n        return b{i}\n" for i in range(12))
+    text = f"def kind():\n{''.join(returns)}    return rest\n"
+    test = "def step(x):\n    if kind() == 1:\n        dist.all_reduce(x)\n"
+    begun = time.process_time()
+    assert found(tmp_path, "NP401", text + test) == []
+    assert time.process_time() - begun < 20

@@ -89,6 +89,8 @@ _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
 _FEATURE = re.compile(r".*\.(shape(\[-\w+\])?|size\(-\w+\))", re.DOTALL)
 _ADDING = ("append", "extend", "add")
+_TURNS = 2
+_MOST_NESTED = 3  # loops that are walked in two turns
 _PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
 _OF_MAPPING = words("items keys values")
 _SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
@@ -120,6 +122,9 @@ class DataFlow:
     # Names of what a parameter has for a gradient.
     _gradients: set[str] = field(default_factory=set)
     _lettered: set[str] = field(default_factory=set)  # arguments of one letter
+    _once_none: set[str] = field(default_factory=set)  # names that None is given to
+    _of_one_rank: set[str] = field(default_factory=set)  # names that a rank alone sets
+    _depth: int = 0  # loops around a statement
     _chosen: bool = False  # whether this rank's data decide if a statement is run
 
     def walk(self, function: ast.FunctionDef | ast.Module) -> None:
@@ -181,9 +186,7 @@ class DataFlow:
             else:
                 self._expression(statement.iter)
                 self._loop(statement, statement.target, statement.iter)
-            outer = self._chosen
-            self._branches([statement.body, []])
-            self._chosen = outer
+            self._turn(statement.body)
             self._block(statement.orelse)
         elif isinstance(statement, ast.Try):
             self._block(statement.body)
@@ -197,6 +200,17 @@ class DataFlow:
         else:
             for child in expressions(statement):
                 self._expression(child, alone=isinstance(statement, ast.Expr))
+
+    def _turn(self, body: Iterable[ast.stmt]) -> None:
+        """A loop's body; twice, as what a turn sets may be asked for in the next one."""
+        outer = self._chosen
+        agreed = self._agreed
+        self._depth += 1
+        for _ in range(_TURNS if self._depth <= _MOST_NESTED else 1):
+            self._agreed = agreed
+            self._branches([body, []])
+            self._chosen = outer
+        self._depth -= 1
 
     def _if(self, statement: ast.If) -> None:
         decided = self.on_several.get(id(statement))
@@ -231,6 +245,8 @@ class DataFlow:
                 constant = isinstance(value, ast.Constant) and value.value is not None
                 if any_value or constant:
                     names = {*map(dotted, each.targets)} - self._agreed
+                    if any_value:
+                        self._of_one_rank |= names
                     for name in names:
                         self._levels[name] = Level.READ_OFF
                         self._turns_of.setdefault(name, Level.SHARED)
@@ -267,6 +283,8 @@ class DataFlow:
                 self._assign(inner, value)
             return
         level = self.level(value)
+        if text_of(value) == "None":
+            self._once_none.add(dotted(target))
         if isinstance(target, ast.Name):
             if self._is_gradient(value):
                 self._gradients.add(target.id)
@@ -519,8 +537,20 @@ class DataFlow:
         """
         return self._is_gradient(test.left) and _with_none(test)
 
+    def _asks_for_one_ranks(self, test: ast.Compare) -> bool:
+        """Whether it asks for what one rank has set, and the others have as None."""
+        name = dotted(test.left)
+        differs = self._levels.get(name) == Level.READ_OFF
+        return (
+            differs and _with_none(test) and name in self._once_none & self._of_one_rank
+        )
+
     def _compares_data(self, test: ast.Compare) -> bool:
-        if self._asks_for_batch(test) or self._asks_for_gradient(test):
+        if (
+            self._asks_for_batch(test)
+            or self._asks_for_gradient(test)
+            or self._asks_for_one_ranks(test)
+        ):
             return True
         if _is_presence(test):
             return False

@@ -23,7 +23,7 @@ from nemo_patches.tools.doctor.syntax import (
 _OF_TORCH = words("""
     all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
     all_reduce_coalesced all_to_all all_to_all_single barrier broadcast
-    broadcast_object_list gather gather_object init_device_mesh
+    broadcast_object_list gather gather_object init_device_mesh initialize_mesh_device
     monitored_barrier new_group reduce reduce_scatter reduce_scatter_tensor scatter
     scatter_object_list
     """)
@@ -35,7 +35,7 @@ _GROUPS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration")
 _GROUP = re.compile(r"group|mesh|\bpg\b|_pg\b")
 _OF_SHARDS = words("""
     GatheredParameters consolidate_state_dict distribute_module distribute_tensor
-    full_optim_state_dict full_tensor optim_state_dict optim_state_dict_to_load redistribute
+    full_optim_state_dict full_tensor optim_state_dict redistribute
     scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params unshard
     """)
 _OF_MEGATRON = words("load_checkpoint save_checkpoint")
@@ -151,10 +151,19 @@ class Names:
 
     @cached_property
     def assigned(self) -> dict[str, list[ast.expr]]:
-        """What the module's own names are assigned."""
+        """What the module's own names are assigned, of those that no function changes."""
         return {
-            name: values for name, values in assignments(self.tree).items() if values
+            name: values
+            for name, values in assignments(self.tree).items()
+            if values and name not in self.changed
         }
+
+    @cached_property
+    def changed(self) -> frozenset[str]:
+        """Global variables that functions assign."""
+        return frozenset(
+            name for each in nodes(self.tree, ast.Global) for name in each.names
+        )
 
     @cached_property
     def returned(self) -> dict[str, ast.expr]:
@@ -189,6 +198,10 @@ class Names:
             for target in each.targets
             for name in ast.walk(target)
         )
+
+    @cached_property
+    def defined(self) -> frozenset[str]:
+        return frozenset(each.name for each in nodes(self.tree, ast.FunctionDef))
 
     def _parts(self, *kinds: str) -> set[str]:
         return {
@@ -343,9 +356,11 @@ class Surroundings:
         kind = last_part(origin)
         for modules, names, why in _BY_ORIGIN:
             if origin.startswith(modules) and kind in names and kind != origin:
-                if names is not _OF_SHARDS and self._of_a_group(call):
+                if names is not _OF_SHARDS and self.of_a_group(call):
                     return None
                 return replace(made, pairs_with=kind, why=why)
+        if kind == "optim_state_dict_to_load":
+            return replace(made, guess="the state is sharded, or on rank 0 alone")
         if holder == "accelerator" and last in _OF_ACCELERATOR:
             return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         gathers = name == "self.all_gather" and self.lightning
@@ -354,7 +369,7 @@ class Surroundings:
             or name == "pl_module.all_gather"
             or last in _OF_HOLDER.get(holder, ())
         ):
-            return None if self._of_a_group(call) else made
+            return None if self.of_a_group(call) else made
         evaluates = last == "evaluate" and "transformers" in self.names.imported
         if owner in _TRAINERS and (last in _OF_TRAINER or evaluates):
             return replace(made, why="which waits for all ranks")
@@ -407,7 +422,7 @@ class Surroundings:
         )
         return replace(made, why="whose gradients are reduced", guess=guess)
 
-    def _of_a_group(self, call: ast.Call) -> bool:
+    def of_a_group(self, call: ast.Call) -> bool:
         """Whether it is given another group than that of all ranks, or to be made alone."""
         given = [each for each in call.keywords if each.arg not in ("src", "dst")]
         texts = {

@@ -49,7 +49,7 @@ from nemo_patches.tools.doctor.ways import Decisions, End, Event, Way
 
 _MOST_HELPERS = 6  # that call each other
 _MOST_OF_ONE_HELPER = 20  # collectives
-_NO_BATCH = re.compile(r"\bis (not )?None\b")
+_NO_BATCH = re.compile(r"\b(batch(es)?|data|samples?) is (not )?None\b")
 _FILES = re.compile(r"exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(")
 _NO_GRADIENT = re.compile(r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None")
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
@@ -65,12 +65,15 @@ _OF_ONE_RANK = words(
     "main_process_only master_only on_last_process on_local_main_process"
     " on_main_process rank_zero_only"
 )
+# A test for the members of a group, which the collectives of a mesh may be for.
+_IN_GROUP = re.compile(r"\bin [\w.]*group")
 _OF_A_MESH = words(
     "distribute_module distribute_tensor full_tensor redistribute"
 )  # whose ranks may have the same batch
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # After which ranks may know each other's lengths.
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
+_RECEIVED = ("broadcast", "scatter")
 _MOST_NAMED = 3  # collectives of a finding
 # Of one function on the rank, and as many on its data; NeMo's largest has 20.
 _MOST_TESTS = 100
@@ -249,12 +252,16 @@ class _Scope:
             return (own,)
         name = dotted(call.func)
         name = "self.forward" if name == "self" else name
+        surroundings = self.surroundings
+        of_parameters = "param_groups" in surroundings.names.mentioned
+        of_a_group = surroundings.of_a_group(call) and not of_parameters
         return tuple(
             replace(
                 each,
                 name=f"{dotted(call.func)}()",
                 line=call.lineno,
                 why=each.why or f"which makes {each.name}",
+                guess="its group has all ranks" if of_a_group else each.guess,
             )
             for each in self._of_helper(name)
         )
@@ -371,10 +378,22 @@ class _Function:
         ):
             return ()
         events = self.follow(self.of_rank(FIRST)).events
+        guess = "it is called for the first time" if self._once else ""
         return tuple(
-            each.collective
+            replace(each.collective, guess=guess)
             for each in events[:_MOST_OF_ONE_HELPER]
             if not each.collective.guess
+        )
+
+    @cached_property
+    def _once(self) -> bool:
+        """Whether it leaves at once where a global variable says that it has been called before."""
+        kept = self.scope.surroundings.names.changed
+        return any(
+            isinstance(each, ast.If)
+            and isinstance(each.body[-1], ast.Return)
+            and not kept.isdisjoint(name.id for name in nodes(each.test, ast.Name))
+            for each in self.node.body
         )
 
     @cached_property
@@ -385,10 +404,9 @@ class _Function:
             if isinstance(self.node, Function)
             else set()
         )
-        outer = {
-            name: values for name, values in names.assigned.items() if name not in given
-        }
-        return RankTests(names, {**outer, **self._assigned})
+        known = {**names.assigned, **self._assigned}
+        unknown = (given - self._assigned.keys()) | names.changed
+        return RankTests(names, {name: known[name] for name in known.keys() - unknown})
 
     @cached_property
     def _on_several(self) -> Decisions:
@@ -465,7 +483,7 @@ class _Function:
         waiting = [(each.cause, False)]
         for text, later in waiting:
             for name in re.findall(r"\w+", text):
-                for made in map(text_of, self._assigned.get(name, ())):
+                for made in map(text_of, self._made_of.get(name, ())):
                     if made not in texts:
                         texts[made] = later
                         waiting.append((made, True))
@@ -476,6 +494,16 @@ class _Function:
     @cached_property
     def _assigned(self) -> Mapping[str, list[ast.expr]]:
         return batch_data.assignments(self.node)
+
+    @cached_property
+    def _made_of(self) -> Mapping[str, list[ast.expr]]:
+        """What each name is assigned, and of a loop's variable what is iterated."""
+        found = dict(self._assigned)
+        for loop in own_nodes(self.node):
+            if isinstance(loop, LOOPS):
+                for each in nodes(loop.target, ast.Name):
+                    found[each.id] = [*found.get(each.id, ()), loop.iter]
+        return found
 
     @cached_property
     def _trains(self) -> bool:
@@ -496,7 +524,11 @@ class _Function:
 
     def _all(self) -> Iterator[Divergence]:
         yield from self._on_first_rank()
-        yield from self._by_rank()
+        for each in self._by_rank():
+            in_group = " in " in each.cause and _IN_GROUP.search(each.cause)
+            meshes = {one for one in each.collectives if one.pairs_with in _OF_A_MESH}
+            if not in_group or not meshes.issuperset(each.collectives):
+                yield each
         yield from self._by_data()
         yield from self._by_loader()
         yield from self._by_error()
@@ -643,7 +675,15 @@ class _Function:
         """What two ways through it differ in. nodes: the tests that make them."""
         if way.raised or other.raised:
             return  # that rank ends, and its launcher ends the others
-        missing = _difference(way.events, other.events)
+        missing = _difference(way, other)
+        if by_rank:  # one side serves those that wait for it
+            served = way.endless ^ other.endless
+            missing = [
+                each
+                for each in missing
+                if not each.collective.pairs_with.startswith(_RECEIVED)
+                or not any(_inside(each.collective.line, loop) for loop in served)
+            ]
 
         def divergence(
             kind: Kind, events: Iterable[Event], node: Branching
@@ -689,7 +729,7 @@ class _Function:
                     caught = self.follow({}, (node, handler, early))
                     if caught.raised:
                         break
-                    missing = _difference(self._usual.events, caught.events)
+                    missing = _difference(self._usual, caught)
                     if missing:
                         yield Divergence(
                             function=self.name,
@@ -735,12 +775,18 @@ _OF_ALL_RANKS = words("""
 _HARMLESS = ("float", "getattr", "int", "len")
 
 
-def _difference(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
+def _difference(way: Way, other: Way) -> list[Event]:
     """The events that one way has more often than the other, by line.
 
-    A call that both make is the same one; what is left pairs with another call of its kind.
+    A call that both make is the same one; what is left pairs with another call of its kind, or with
+    one that cannot be seen here.
     """
-    left = [*_surplus(events, others), *_surplus(others, events)]
+    left = [
+        event
+        for one, another in ((way, other), (other, way))
+        if not another.unseen - one.unseen
+        for event in _surplus(one.events, another.events)
+    ]
     unique = {(each.collective.name, each.collective.line): each for each in left}
     return sorted(unique.values(), key=lambda each: each.collective.line)
 
@@ -763,7 +809,9 @@ def _surplus(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
 def _reordered(events: Sequence[Event], others: Sequence[Event]) -> bool:
     """Whether two ways make the same collectives in another order, none of them in a branch."""
     keys = [[each.key for each in one] for one in (events, others)]
-    return keys[0] != keys[1] and not any(each.guards or each.after for each in events)
+    as_many = Counter(keys[0]) == Counter(keys[1])
+    open_ones = any(each.guards or each.after for each in events)
+    return keys[0] != keys[1] and as_many and not open_ones
 
 
 def _of(events: Iterable[Event]) -> tuple[Collective, ...]:

@@ -94,10 +94,16 @@ class _Plain(ast.NodeTransformer):
         return ast.copy_location(ast.If(node.value.test, [body], [orelse]), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST | Sequence[ast.AST]:
-        """`a, b = x, y`"""
+        """`a, b = x, y`, and `a, b = divmod(x, y)`"""
         self.generic_visit(node)
         targets = getattr(node.targets[-1], "elts", [])
         values = getattr(node.value, "elts", [])
+        call = node.value
+        if isinstance(call, ast.Call) and dotted(call.func) == "divmod":
+            left, right = call.args
+            values = [
+                ast.BinOp(left, kind(), right) for kind in (ast.FloorDiv, ast.Mod)
+            ]
         if not targets or len(targets) != len(values) or len(node.targets) > 1:
             return node
         return [

@@ -50,6 +50,12 @@ _SEVERAL = words(
     is_multi_gpu is_torch_distributed multi_gpu use_ddp use_dist use_distributed using_ddp
     """
 )
+# One of each, multiplied.
+_DEVICES = words("""
+    devices devices_per_node gpus gpus_per_node n_gpus ngpus_per_node nproc_per_node num_devices
+    num_gpus num_gpus_per_node num_processes
+    """)
+_NODES = words("n_nodes nnodes nodes num_nodes")
 _ALONE = words("is_single_gpu is_single_process single_gpu single_process")
 _READY = words("is_available is_initialized")  # of torch.distributed
 _VARIABLES = words(
@@ -124,6 +130,8 @@ class RankTests:
     names: Names
     assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
     _on_several: dict[int, bool | str] = field(default_factory=dict)
+    # Of alternatives, by their ids: the one that depends on the rank.
+    _depending: dict[tuple[int, ...], ast.expr | None] = field(default_factory=dict)
     # By a variable's name: the tests without it, and what of it depends on the rank.
     _alternatives: dict[tuple[str, int], tuple[RankTests, ast.expr | None]] = field(
         default_factory=dict
@@ -248,6 +256,10 @@ class RankTests:
                 )
             chosen = self._of_rank((node.body, node.orelse), steps + 1)
             return self._value(chosen, member, steps + 1) if chosen else UNKNOWN
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            factors = {last_part(dotted(each)) for each in (node.left, node.right)}
+            if factors & _DEVICES and factors & _NODES:
+                return member.ranks
         if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith(
             "os.environ"
         ):
@@ -260,10 +272,12 @@ class RankTests:
 
     def _of_rank(self, given: Sequence[ast.expr], steps: int) -> ast.expr | None:
         """That alternative which depends on the rank, or on their number."""
-        members = (*_PROBES, Member(0, _FEW))
-        return next(
-            (each for each in given if self._differs(each, members, steps)), None
-        )
+        key = (*map(id, given), steps)
+        if key not in self._depending:
+            members = (*_PROBES, Member(0, _FEW))
+            differing = (each for each in given if self._differs(each, members, steps))
+            self._depending[key] = next(differing, None)
+        return self._depending[key]
 
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""

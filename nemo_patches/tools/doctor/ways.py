@@ -5,6 +5,7 @@ the collectives that a rank makes on it, with some of its tests decided.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,11 @@ Decisions = Mapping[int, "bool | str"]
 _NEW_TENSORS = ("torch.tensor", "torch.zeros", "torch.as_tensor")
 _LOOPS = ("for ", "while ")  # how their guards begin
 _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
-
+# A method in which all ranks take part, or the others of a rank; not torch's own.
+_SOUNDS_COLLECTIVE = re.compile(
+    r"^(?!torch\.|.*\bdist\.|.*distributed\.).*"
+    r"\.\w*(ranks|all_?gather|all_?reduce|barrier|broadcast|receive|recv)[^.]*$"
+)
 
 Guards = tuple[str, ...]  # the texts of the open tests around something
 
@@ -99,6 +104,9 @@ class Way:
     events: list[Event] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     raised: bool = False
+    # Loops without an end, and calls that are collectives by their names.
+    endless: set[ast.While] = field(default_factory=set)
+    unseen: set[str] = field(default_factory=set)
     _guards: Guards = ()
     _left: dict[End, tuple[Guards, ...]] = field(
         default_factory=lambda: dict.fromkeys(End, ())
@@ -130,6 +138,8 @@ class Way:
             return self._loop(f"for {text_of(node.iter)}", node)
         if isinstance(node, ast.While):
             self._expression(node.test)
+            if isinstance(node.test, ast.Constant):
+                self.endless.add(node)
             return self._loop(f"while {text_of(node.test)}", node)
         if isinstance(node, ast.Try):
             return self._try(node)
@@ -402,7 +412,10 @@ class Way:
         for child in ast.iter_child_nodes(node):
             self._expression(child)
         if isinstance(node, ast.Call):
-            for made in self.made_by(node):
+            collectives = self.made_by(node)
+            if not collectives and self._sounds_collective(node):
+                self.unseen.add(dotted(node.func))
+            for made in collectives:
                 if made.pairs_with != BACKWARD or not self._unsynced:
                     self._add(made)
         elif isinstance(node, ast.Attribute):
@@ -410,9 +423,29 @@ class Way:
             if read is not None:
                 self._add(read)
 
+    def _sounds_collective(self, call: ast.Call) -> bool:
+        """Whether a method of another file may make collectives, by its name."""
+        names = self.surroundings.names
+        origin = names.origin(call.func)
+        defined = last_part(origin) in names.defined
+        return not defined and bool(_SOUNDS_COLLECTIVE.search(origin))
+
     def _add(self, collective: Collective) -> None:
-        after = frozenset(guards for left in self._left.values() for guards in left)
+        after = frozenset(
+            guards
+            for left in self._left.values()
+            for guards in left
+            if not self._excludes(guards)
+        )
         self.events.append(Event(collective, self._guards, after))
+
+    def _excludes(self, guards: Guards) -> bool:
+        """Whether one of these tests says the opposite of one that holds here."""
+        return any(
+            f"not ({one})" == other or f"not ({other})" == one
+            for one in guards
+            for other in self._guards
+        )
 
 
 def _first_call(body: list[ast.stmt]) -> int:
