@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.syntax import (
     DEFINITIONS,
     IDENTITIES,
     LOOPS,
+    constant,
     dotted,
     expressions,
     last_part,
@@ -134,26 +135,16 @@ class DataFlow:
         self._block(function.body)
 
     def _arguments(self, arguments: ast.arguments) -> None:
-        plain = [*arguments.posonlyargs, *arguments.args]
-        defaults = dict(
-            zip(reversed(plain), reversed(arguments.defaults), strict=False)
-        )
-        defaults |= {
-            argument: default
-            for argument, default in zip(
-                arguments.kwonlyargs, arguments.kw_defaults, strict=True
-            )
-            if default
-        }
-        for argument in (*plain, *arguments.kwonlyargs):
+        given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        defaults = [*arguments.defaults, *arguments.kw_defaults]
+        missing = len(given) - len(defaults)
+        for argument, default in zip(given, [None] * missing + defaults, strict=True):
             name = argument.arg
-            default = defaults.get(argument)
-            constant = isinstance(default, ast.Constant) and default.value is not None
             types = {dotted(each) for each in ast.walk(argument)}
             level = Level.DATA if _sounds_like_data(name) else Level.UNKNOWN
             # Gradients are the same on all ranks after backward.
             if (
-                constant
+                constant(default) is not None
                 or types & _PLAIN_TYPES
                 or _words(name) & (_OF_MODEL | _AGREED)
                 or name in ("self", "cls")
@@ -242,8 +233,7 @@ class DataFlow:
         for statement in block:
             for each in nodes(statement, ast.Assign):
                 value = getattr(each.value, "right", each.value)  # of n = n + 1
-                constant = isinstance(value, ast.Constant) and value.value is not None
-                if any_value or constant:
+                if any_value or constant(value) is not None:
                     names = {*map(dotted, each.targets)} - self._agreed
                     if any_value:
                         self._of_one_rank |= names
@@ -515,63 +505,49 @@ class DataFlow:
         names = {each.id for each in nodes(node, ast.Name)}
         return not names.isdisjoint(_BATCHES) and self.level(node) >= Level.DATA
 
-    def _asks_for_batch(self, test: ast.Compare) -> bool:
-        """Whether it asks if there is a batch at all: a collate function may have dropped all of
-        its samples.
+    def _asks_for_none(self, test: ast.Compare) -> bool:
+        """Whether it asks if something is None that may be so on some ranks only: a batch, whose
+        samples a collate function may all have dropped; what one rank alone has set; a gradient,
+        of a parameter that a rank's batch does not use.
         """
+        if text_of(test.comparators[0]) != "None":
+            return False
         name = dotted(test.left)
-        batch = name in _BATCHES and name not in self._optional
-        return batch and _with_none(test) and self.level(test.left) >= Level.DATA
+        level = self.level(test.left)
+        batch = name in _BATCHES - self._optional and level >= Level.DATA
+        of_one_rank = name in self._once_none & self._of_one_rank
+        if batch or (of_one_rank and level == Level.READ_OFF):
+            return True
+        return self._is_gradient(test.left)
 
     def _is_gradient(self, node: ast.expr) -> bool:
         """Whether it is what a parameter has for a gradient, or made of such."""
         name = dotted(node)
-        literal = isinstance(node, ast.Constant) and node.value == "grad"
+        literal = constant(node) == "grad"
         if name.endswith(".grad") or name in self._gradients or literal:
             return True
         return any(map(self._is_gradient, expressions(node)))
 
-    def _asks_for_gradient(self, test: ast.Compare) -> bool:
-        """Whether it asks if a parameter has a gradient: without one is what a rank's batch does
-        not use.
-        """
-        return self._is_gradient(test.left) and _with_none(test)
-
-    def _asks_for_one_ranks(self, test: ast.Compare) -> bool:
-        """Whether it asks for what one rank has set, and the others have as None."""
-        name = dotted(test.left)
-        differs = self._levels.get(name) == Level.READ_OFF
-        return (
-            differs and _with_none(test) and name in self._once_none & self._of_one_rank
-        )
-
     def _compares_data(self, test: ast.Compare) -> bool:
-        if (
-            self._asks_for_batch(test)
-            or self._asks_for_gradient(test)
-            or self._asks_for_one_ranks(test)
-        ):
+        if self._asks_for_none(test):
             return True
-        if _is_presence(test):
-            return False
         sides = (test.left, *test.comparators)
-        if any(
-            isinstance(getattr(each, "value", 0), (str, type(None)))
+        of_model = any(
+            text_of(each) == "None"
+            or isinstance(constant(each), str)
             or _shape_of_feature(each)
             for each in sides
-        ) or _counts_fields(sides):
+        )
+        if of_model or _is_presence(test) or _counts_fields(sides):
             return False
         levels = [self.level(each) for each in sides]
-        itself = (
-            ast.unparse(test.left) == ast.unparse(test.comparators[0])
-            and Level.DATA in levels
-        )  # NaN
-        if Level.READ_OFF in levels or itself:
+        if Level.READ_OFF in levels:
             return True
         ordering = any(
             isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in test.ops
         )
-        return ordering and Level.DATA in levels
+        itself = text_of(test.left) == text_of(sides[1])  # NaN
+        return (ordering or itself) and Level.DATA in levels
 
 
 def _words(name: str) -> set[str]:
@@ -596,14 +572,10 @@ def _is_presence(test: ast.Compare) -> bool:
     return any(isinstance(each, _PRESENCE) for each in test.ops)
 
 
-def _with_none(test: ast.Compare) -> bool:
-    return text_of(test.comparators[0]) == "None"
-
-
 def _counts_fields(sides: Sequence[ast.expr]) -> bool:
     """Whether it asks how many tensors a batch has, and not how many samples: `len(batch) > 4`."""
     counts = any(re.fullmatch(r"len\(\w+\)", text_of(each)) for each in sides)
-    numbers = (each.value for each in sides if isinstance(each, ast.Constant))
+    numbers = map(constant, sides)
     return counts and any(isinstance(each, int) and each > 1 for each in numbers)
 
 

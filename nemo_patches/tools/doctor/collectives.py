@@ -13,6 +13,8 @@ from functools import cached_property
 from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.syntax import (
     LOOPS,
+    assigned,
+    constant,
     dotted,
     last_part,
     nodes,
@@ -118,7 +120,7 @@ class Collective:
     line: int
     why: str = ""
     guess: str = ""
-    on_step: bool | None = None
+    on_step: object = None
 
 
 @dataclass(frozen=True)
@@ -188,15 +190,11 @@ class Names:
     @cached_property
     def groups(self) -> frozenset[str]:
         """The names of groups that the file makes."""
-        return frozenset(
-            dotted(name)
-            for each in nodes(self.tree, ast.Assign)
-            if any(
-                dotted(call.func).endswith(_GROUPS)
-                for call in nodes(each.value, ast.Call)
-            )
-            for target in each.targets
-            for name in ast.walk(target)
+        return assigned(
+            self.tree,
+            lambda value: any(
+                dotted(call.func).endswith(_GROUPS) for call in nodes(value, ast.Call)
+            ),
         )
 
     @cached_property
@@ -237,20 +235,12 @@ class Names:
         """The modules that it wraps for several ranks, by the last part of their names; whether
         they are sharded.
         """
-        found: dict[str, bool] = {}
-        inner = list(ast.walk(self.tree))
-        for node in inner:
-            if isinstance(node, ast.Assign):
-                kinds = list(self._wraps(node.value))
-                for target in node.targets if kinds else ():
-                    found |= dict.fromkeys(_names_in(target)[:1], kinds[0])
-            elif (argument := _sharded(node)) is not None:
-                found[last_part(dotted(argument))] = True
-            elif isinstance(node, ast.Call):
-                owner, _, last = dotted(node.func).rpartition(".")
-                if owner.endswith("engine") and last == "backward":
-                    found.setdefault(last_part(owner), False)
-        loops = [node for node in inner if isinstance(node, LOOPS)]
+        found = dict(self._wrapping(self.tree))
+        for call in nodes(self.tree, ast.Call):
+            owner, _, last = dotted(call.func).rpartition(".")
+            if owner.endswith("engine") and last == "backward":
+                found.setdefault(last_part(owner), False)
+        loops = [node for node in ast.walk(self.tree) if isinstance(node, LOOPS)]
         for loop in loops:  # for layer in layers: fully_shard(layer)
             if any(found.get(name) for name in _names_in(loop.target)):
                 found.update(dict.fromkeys(_names_in(loop.iter)[-1:], True))
@@ -263,27 +253,30 @@ class Names:
     @cached_property
     def perhaps_sharded(self) -> frozenset[str]:
         """Those of `wrapped` that a test decides on."""
-        inner = [
-            node for branch in nodes(self.tree, ast.If) for node in ast.walk(branch)
-        ]
-        assigned = (
-            target
-            for node in inner
-            if isinstance(node, ast.Assign)
-            for target in node.targets
-        )
-        given = filter(None, map(_sharded, inner))
         return frozenset(
-            name for node in (*assigned, *given) for name in _names_in(node)[-1:]
+            name
+            for branch in nodes(self.tree, ast.If)
+            for name, _ in self._wrapping(branch)
         )
 
-    def _wraps(self, node: ast.expr) -> Iterator[bool]:
-        """Whether it shards modules, for each call in an expression that wraps some."""
-        for call in nodes(node, ast.Call):
-            origin = self.origin(call.func)
-            kind, package = _WRAPPING.get(last_part(origin), (None, ""))
-            if kind is not None and package in origin:
-                yield kind
+    def _wrapping(self, node: ast.AST) -> Iterator[tuple[str, bool]]:
+        """The modules that a tree wraps, by the last part of their names; whether it shards
+        them.
+        """
+        for each in ast.walk(node):
+            if isinstance(each, ast.Assign):
+                for call in nodes(each.value, ast.Call):
+                    origin = self.origin(call.func)
+                    kind, package = _WRAPPING.get(last_part(origin), (None, ""))
+                    if kind is not None and package in origin:
+                        for target in each.targets:
+                            yield from ((name, kind) for name in _names_in(target)[:1])
+            elif (
+                isinstance(each, ast.Call)
+                and each.args
+                and last_part(dotted(each.func)) == "fully_shard"
+            ):
+                yield last_part(dotted(each.args[0])), True
 
 
 @dataclass(frozen=True)
@@ -306,12 +299,8 @@ class Surroundings:
     @cached_property
     def manual(self) -> bool:
         """Whether it says that it runs the backward pass by itself."""
-        return any(
-            dotted(target).endswith(".automatic_optimization")
-            for each in self._inner
-            if isinstance(each, ast.Assign) and _is(each.value, False)
-            for target in each.targets
-        )
+        refused = assigned(self.node, lambda value: constant(value) is False)
+        return any(name.endswith(".automatic_optimization") for name in refused)
 
     @cached_property
     def accumulated(self) -> frozenset[str]:
@@ -330,12 +319,12 @@ class Surroundings:
 
     @cached_property
     def metrics(self) -> frozenset[str]:
-        return frozenset(
-            dotted(target)
-            for each in self._inner
-            if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)
-            if self.names.origin(each.value.func).startswith("torchmetrics.")
-            for target in each.targets
+        return assigned(
+            self.node,
+            lambda value: (
+                isinstance(value, ast.Call)
+                and self.names.origin(value.func).startswith("torchmetrics.")
+            ),
         )
 
     @cached_property
@@ -456,13 +445,10 @@ class Surroundings:
 
     def _log(self, made: Collective, call: ast.Call) -> Collective | None:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
-        if _is(given.get("rank_zero_only"), True) or "sync_dist_group" in given:
+        if constant(given.get("rank_zero_only")) is True or "sync_dist_group" in given:
             return None
-        if "sync_dist" in given and not _is(given["sync_dist"], False):
-            on_step = next(
-                (known for known in (True, False) if _is(given.get("on_step"), known)),
-                None,
-            )
+        if "sync_dist" in given and constant(given["sync_dist"]) is not False:
+            on_step = constant(given.get("on_step"))
             why = "which reduces over all ranks by sync_dist"
             return replace(made, pairs_with=LOG, why=why, on_step=on_step)
         values = [*call.args[1:2], *filter(None, [given.get("value")])]
@@ -496,16 +482,6 @@ def _returned(body: Sequence[ast.stmt]) -> ast.expr | None:
     return first.value if isinstance(first, ast.Return) else None
 
 
-def _sharded(node: ast.AST) -> ast.expr | None:
-    """The module that fully_shard is called with."""
-    called = (
-        isinstance(node, ast.Call)
-        and last_part(dotted(node.func)) == "fully_shard"
-        and node.args
-    )
-    return node.args[0] if called else None  # type: ignore[attr-defined]
-
-
 def _names_in(node: ast.AST) -> list[str]:
     """The last parts of the names in an expression, without those of what is called."""
     if isinstance(node, (ast.Name, ast.Attribute)):
@@ -515,7 +491,3 @@ def _names_in(node: ast.AST) -> list[str]:
         owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
         parts = [*owner, *node.args]
     return [name for each in parts for name in _names_in(each)]
-
-
-def _is(node: ast.expr | None, value: bool) -> bool:
-    return isinstance(node, ast.Constant) and node.value is value

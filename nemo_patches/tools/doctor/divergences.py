@@ -194,13 +194,12 @@ def _functions(
         if isinstance(node, ast.ClassDef):
             methods = {
                 f"{owner}.{name}": each
+                for base in reversed(_bases(node, scope))
+                for name, each in functions(base).items()
                 for owner in ("self", "cls", node.name)
-                for name, each in functions(node).items()
             }
             surroundings = Surroundings(scope.surroundings.names, node)
-            inner = _Scope(
-                surroundings, {**scope.helpers, **_inherited(node, scope), **methods}
-            )
+            inner = _Scope(surroundings, {**scope.helpers, **methods})
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif isinstance(node, Function):
             inside = (each for each in nodes(node, Function) if each is not node)
@@ -214,21 +213,17 @@ def _functions(
             yield from _functions(node, prefix, scope)
 
 
-def _inherited(node: ast.ClassDef, scope: _Scope) -> dict[str, Function]:
-    """The methods of its base classes in the same file; a nearer base wins."""
+def _bases(node: ast.ClassDef, scope: _Scope) -> list[ast.ClassDef]:
+    """A class and its base classes in the same file, the nearest first."""
     classes = {
         each.name: each
         for each in scope.surroundings.names.tree.body
         if isinstance(each, ast.ClassDef)
     }
-    found: dict[str, Function] = {}
-    waiting = [node]
-    for inner in waiting:
-        for base in (classes.get(dotted(each)) for each in inner.bases):
-            if base is not None and base not in waiting:
-                waiting.append(base)
-                for name, each in functions(base).items():
-                    found.setdefault(f"self.{name}", each)
+    found = [node]
+    for inner in found:
+        bases = (classes.get(dotted(each)) for each in inner.bases)
+        found += [each for each in bases if each and each not in found]
     return found
 
 
@@ -255,6 +250,8 @@ class _Scope:
         surroundings = self.surroundings
         of_parameters = "param_groups" in surroundings.names.mentioned
         of_a_group = surroundings.of_a_group(call) and not of_parameters
+        with self._opened(name) as helper:
+            made = helper.summary if helper else ()
         return tuple(
             replace(
                 each,
@@ -263,7 +260,7 @@ class _Scope:
                 why=each.why or f"which makes {each.name}",
                 guess="its group has all ranks" if of_a_group else each.guess,
             )
-            for each in self._of_helper(name)
+            for each in made
         )
 
     def agrees(self, call: ast.Call) -> bool:
@@ -277,10 +274,6 @@ class _Scope:
         """Whether a call is one of a helper that decides by what it is given."""
         with self._opened(dotted(call.func)) as helper:
             return helper is not None and helper.decides
-
-    def _of_helper(self, name: str) -> tuple[Collective, ...]:
-        with self._opened(name) as helper:
-            return helper.summary if helper is not None else ()
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[_Function | None]:
@@ -316,28 +309,20 @@ def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
 
 def _calls_on_some_ranks(name: str, names: Names) -> bool:
     """Whether a decorator of this file calls what it is given only under a test on the rank."""
-    for decorator in names.tree.body:
-        if (
-            isinstance(decorator, Function)
-            and decorator.name == name
-            and decorator.args.args
-        ):
-            given = decorator.args.args[0].arg
-            tests = RankTests(names, names.assigned)
-            calls = {
-                call
-                for call in nodes(decorator, ast.Call)
-                if dotted(call.func) == given
-            }
-            inside = {
-                call
-                for branch in nodes(decorator, ast.If)
-                if tests.about_rank(branch.test)
-                for each in branch.body
-                for call in nodes(each, ast.Call)
-            }
-            return bool(calls) and calls <= inside
-    return False
+    decorator = functions(names.tree).get(name)
+    if decorator is None or not decorator.args.args:
+        return False
+    given = decorator.args.args[0].arg
+    tests = RankTests(names, names.assigned)
+    calls = {call for call in nodes(decorator, ast.Call) if dotted(call.func) == given}
+    inside = {
+        call
+        for branch in nodes(decorator, ast.If)
+        if tests.about_rank(branch.test)
+        for each in branch.body
+        for call in nodes(each, ast.Call)
+    }
+    return bool(calls) and calls <= inside
 
 
 @dataclass(frozen=True)
@@ -413,13 +398,11 @@ class _Function:
         """The tests that it decides whether there are several ranks: where there is one, there is
         nobody to wait.
         """
-        found: dict[int, bool | str] = {}
-        for node in own_nodes(self.node):
-            if isinstance(node, TESTED):
-                decided = self._ranks.decided_on_several(_test(node))
-                if decided != text_of(_test(node)):
-                    found[id(node)] = decided
-        return found
+        return {
+            id(node): self._ranks.decided_on_several(_test(node))
+            for node in own_nodes(self.node)
+            if isinstance(node, TESTED)
+        }
 
     @cached_property
     def rank_tests(self) -> list[ast.If | ast.While | ast.IfExp | ast.BoolOp]:
@@ -455,8 +438,6 @@ class _Function:
 
     def divergences(self) -> Iterator[Divergence]:
         """The divergences of all functions of a file, and of its module-level code."""
-        if not self._interesting:
-            return
         said: set[tuple[object, ...]] = set()
         for each in self._all():
             loop = each.kind is Kind.LOOP
@@ -515,14 +496,12 @@ class _Function:
         return self.name.endswith("_step") or backward
 
     @cached_property
-    def _interesting(self) -> bool:
-        return bool(self._usual.events)
-
-    @cached_property
     def _usual(self) -> Way:
         return self.follow({})
 
     def _all(self) -> Iterator[Divergence]:
+        if not self._usual.events:
+            return
         yield from self._on_first_rank()
         for each in self._by_rank():
             in_group = " in " in each.cause and _IN_GROUP.search(each.cause)
@@ -537,14 +516,13 @@ class _Function:
     def _on_first_rank(self) -> Iterator[Divergence]:
         cause = _first_rank_only(self.node, self.scope.surroundings)
         events = self.follow(self.of_rank(FIRST)).events if cause else []
-        if events:
-            line = self.node.lineno if isinstance(self.node, Function) else 1
+        if events and isinstance(self.node, Function):
             yield Divergence(
                 function=self.name,
                 kind=Kind.FIRST_RANK,
                 collectives=_of(events),
                 cause=cause,
-                line=line,
+                line=self.node.lineno,
                 by_rank=True,
             )
 
@@ -792,15 +770,13 @@ def _difference(way: Way, other: Way) -> list[Event]:
 
 
 def _surplus(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
-    both = Counter(each.call for each in events) & Counter(each.call for each in others)
-    too_many = Counter(each.key for each in events) - Counter(
-        each.key for each in others
-    )
+    too_many = Counter(each.key for each in events)
+    too_many -= Counter(each.key for each in others)
+    theirs = set(others)
+    last_first = reversed(events)  # the last of several is the one too many
     left = []
-    for each in reversed(events):  # the last of several is the one too many
-        if both[each.call]:
-            both[each.call] -= 1
-        elif too_many[each.key]:
+    for each in sorted(last_first, key=lambda one: one in theirs):
+        if too_many[each.key]:
             too_many[each.key] -= 1
             left.append(each)
     return left
@@ -808,10 +784,10 @@ def _surplus(events: Sequence[Event], others: Sequence[Event]) -> list[Event]:
 
 def _reordered(events: Sequence[Event], others: Sequence[Event]) -> bool:
     """Whether two ways make the same collectives in another order, none of them in a branch."""
-    keys = [[each.key for each in one] for one in (events, others)]
-    as_many = Counter(keys[0]) == Counter(keys[1])
-    open_ones = any(each.guards or each.after for each in events)
-    return keys[0] != keys[1] and as_many and not open_ones
+    own = [each.key for each in events]
+    theirs = [each.key for each in others]
+    is_open = any(each.guards or each.after for each in events)
+    return own != theirs and Counter(own) == Counter(theirs) and not is_open
 
 
 def _of(events: Iterable[Event]) -> tuple[Collective, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TypeVar
 
@@ -45,6 +45,22 @@ def text_of(node: ast.AST) -> str:
 def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
     """The nodes of some kinds in a tree."""
     return (each for each in ast.walk(node) if isinstance(each, kinds))
+
+
+def assigned(node: ast.AST | None, holds: Callable[[ast.expr], bool]) -> frozenset[str]:
+    """The names in a tree that are assigned such a value."""
+    return frozenset(
+        dotted(name)
+        for each in nodes(node or ast.Pass(), ast.Assign)
+        if holds(each.value)
+        for target in each.targets
+        for name in (target, *getattr(target, "elts", ()))
+    )
+
+
+def constant(node: ast.AST | None) -> object:
+    """The value of a constant; None of anything else."""
+    return node.value if isinstance(node, ast.Constant) else None
 
 
 def functions(node: ast.ClassDef | ast.Module) -> dict[str, Function]:

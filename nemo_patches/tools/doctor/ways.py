@@ -66,11 +66,6 @@ class Event:
             collective=replace(self.collective, pairs_with=UNUSED, why=why, guess=""),
         )
 
-    @property
-    def call(self) -> tuple[object, ...]:
-        """The key of this call alone, and of none beside it."""
-        return self.collective, *self.key
-
 
 class End(Enum):
     RETURN = "return"
@@ -111,8 +106,8 @@ class Way:
     _left: dict[End, tuple[Guards, ...]] = field(
         default_factory=lambda: dict.fromkeys(End, ())
     )  # under which, before
-    _unsynced: int = 0  # blocks of no_sync around it
-    _failing: int = 0  # blocks that raise around it
+    _unsynced: bool = False  # whether a block of no_sync is around it
+    _fails: bool = False  # whether a block around it raises
     _caught_as: str = ""  # the name of the error in its handler
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
@@ -146,10 +141,14 @@ class Way:
         if isinstance(node, ast.With):
             for item in node.items:
                 self._expression(item.context_expr)
-            unsynced = any(_calls(item.context_expr, "no_sync") for item in node.items)
-            self._unsynced += unsynced
+            outer = self._unsynced
+            self._unsynced = outer or any(
+                dotted(call.func).endswith("no_sync")
+                for item in node.items
+                for call in nodes(item.context_expr, ast.Call)
+            )
             end = self._block(node.body)
-            self._unsynced -= unsynced
+            self._unsynced = outer
             return end
         if isinstance(node, ast.Return):
             return self._return(node)
@@ -313,21 +312,15 @@ class Way:
         """Follow the handler, after all collectives of the block or only those of its first
         call.
         """
-        first = len(self.events)
-        exits = len(self.exits)
-        nothing = set(self._nothing)
-        left = self._left
-        self._failing += 1
-        self._block(node.body)
-        self._failing -= 1
-        self._left = left
-        self._nothing = nothing
-        del self.exits[exits:]
-        if early:
-            last = _first_call(node.body)
-            self.events[first:] = [
-                each for each in self.events[first:] if each.collective.line <= last
-            ]
+        tried = replace(
+            self, events=[], exits=[], _nothing=set(self._nothing), _fails=True
+        )
+        tried._block(node.body)
+        self.raised = tried.raised
+        last = _first_call(node.body)
+        self.events += [
+            each for each in tried.events if not early or each.collective.line <= last
+        ]
         outer = self._caught_as
         self._caught_as = handler.name or ""
         end = self._taken(handler.body)
@@ -341,7 +334,7 @@ class Way:
         nothing = value is None or self._without_gradient(value)
         if nothing and self._runs_backward and self._ends_in_backward(value):
             return End.RAISE
-        if self._runs_backward and not nothing and not self._failing:
+        if self._runs_backward and not nothing and not self._fails:
             why = "in which the gradients are reduced"
             self._add(Collective("the backward pass", BACKWARD, node.lineno, why))
         self.exits.append(Exit(End.RETURN.value, node.lineno, self._guards))
@@ -458,7 +451,3 @@ def _first_call(body: list[ast.stmt]) -> int:
         if any(nodes(statement, ast.Call)):
             return statement.end_lineno or statement.lineno
     return 0
-
-
-def _calls(node: ast.AST, name: str) -> bool:
-    return any(dotted(each.func).endswith(name) for each in nodes(node, ast.Call))
