@@ -165,11 +165,7 @@ class DataFlow:
     def _statement(self, statement: ast.stmt) -> None:
         if isinstance(statement, DEFINITIONS):
             return
-        if isinstance(statement, ast.Assign):
-            self._expression(statement.value)
-            for target in statement.targets:
-                self._assign(target, statement.value)
-        elif isinstance(statement, ast.If):
+        if isinstance(statement, ast.If):
             self._if(statement)
         elif isinstance(statement, (ast.While, ast.For)):
             if isinstance(statement, ast.While):
@@ -191,6 +187,9 @@ class DataFlow:
         else:
             for child in expressions(statement):
                 self._expression(child, alone=isinstance(statement, ast.Expr))
+            if isinstance(statement, ast.Assign):
+                for target in statement.targets:
+                    self._assign(target, statement.value)
 
     def _turn(self, body: Iterable[ast.stmt]) -> None:
         """A loop's body; twice, as what a turn sets may be asked for in the next one."""

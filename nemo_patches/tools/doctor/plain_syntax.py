@@ -5,7 +5,7 @@ async as plain, match as if, suppress as try.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from typing import Any
 
 from nemo_patches.tools.doctor.syntax import dotted, functions, nodes
 
@@ -19,27 +19,28 @@ _PLAIN: dict[str, type[ast.stmt]] = {
 
 def plain(tree: ast.Module) -> ast.Module:
     """The tree, changed in place; what stands for something keeps its lines."""
-    _Plain().generic_visit(tree)
-    return ast.fix_missing_locations(tree)
+    return ast.fix_missing_locations(_Plain().visit(tree))
 
 
 class _Plain(ast.NodeTransformer):
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
+    def visit(self, node: ast.AST) -> Any:
+        """The inner nodes first; what is made of a node stands where the node did."""
+        self.generic_visit(node)
+        change = getattr(self, f"visit_{type(node).__name__}", self._renamed)
+        made = change(node)
+        for each in made if isinstance(made, list) else [made]:
+            ast.copy_location(each, node)
+        return made
+
+    def _renamed(self, node: ast.AST) -> ast.AST:
         form = _PLAIN.get(type(node).__name__)
-        return (
-            ast.copy_location(form(**dict(ast.iter_fields(node))), node)
-            if form
-            else node
-        )
+        return form(**dict(ast.iter_fields(node))) if form else node
 
     def visit_Await(self, node: ast.Await) -> ast.AST:
-        self.generic_visit(node)
         return node.value
 
     def visit_With(self, node: ast.With) -> ast.AST:
         """`with suppress(RuntimeError):`"""
-        self.generic_visit(node)
         errors = [
             each
             for item in node.items
@@ -50,11 +51,10 @@ class _Plain(ast.NodeTransformer):
         if not errors:
             return node
         kind = ast.Tuple(errors, ast.Load()) if len(errors) > 1 else errors[0]
-        handler = ast.copy_location(ast.ExceptHandler(kind, None, [ast.Pass()]), node)
-        return ast.copy_location(ast.Try(node.body, [handler], [], []), node)
+        handler = ast.ExceptHandler(kind, None, [ast.Pass()])
+        return ast.Try(node.body, [handler], [], [])
 
     def visit_Match(self, node: ast.Match) -> ast.AST:
-        self.generic_visit(node)
         chain: list[ast.stmt] = []
         for case in reversed(node.cases):
             test = _as_test(node.subject, case.pattern)
@@ -63,7 +63,7 @@ class _Plain(ast.NodeTransformer):
             name = getattr(case.pattern, "name", None)  # of `case name`
             if name:
                 named = ast.Assign([ast.Name(name, ast.Store())], node.subject)
-                case.body.insert(0, ast.copy_location(named, case.pattern))
+                case.body.insert(0, named)
             branch = ast.copy_location(ast.If(test, case.body, chain), case.pattern)
             branch.end_lineno = node.end_lineno
             chain = [branch]
@@ -71,7 +71,6 @@ class _Plain(ast.NodeTransformer):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """A context manager, which does at its end what follows its beginning."""
-        self.generic_visit(node)
         begin = functions(node).get("__enter__")
         end = functions(node).get("__exit__")
         if begin and end:
@@ -84,18 +83,13 @@ class _Plain(ast.NodeTransformer):
 
     def visit_Return(self, node: ast.Return) -> ast.AST:
         """`return x if test else y`"""
-        self.generic_visit(node)
-        if not isinstance(node.value, ast.IfExp):
+        value = node.value
+        if not isinstance(value, ast.IfExp):
             return node
-        body, orelse = (
-            ast.copy_location(ast.Return(each), node)
-            for each in (node.value.body, node.value.orelse)
-        )
-        return ast.copy_location(ast.If(node.value.test, [body], [orelse]), node)
+        return ast.If(value.test, [ast.Return(value.body)], [ast.Return(value.orelse)])
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | Sequence[ast.AST]:
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.AST]:
         """`a, b = x, y`, and `a, b = divmod(x, y)`"""
-        self.generic_visit(node)
         targets = getattr(node.targets[-1], "elts", [])
         values = getattr(node.value, "elts", [])
         call = node.value
@@ -107,25 +101,18 @@ class _Plain(ast.NodeTransformer):
         if not targets or len(targets) != len(values) or len(node.targets) > 1:
             return node
         return [
-            ast.copy_location(ast.Assign([target], value), node)
+            ast.Assign([target], value)
             for target, value in zip(targets, values, strict=True)
         ]
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        self.generic_visit(node)
         read = node.target
         if isinstance(read, ast.Name):
             read = ast.Name(read.id, ast.Load())
-        changed = ast.BinOp(read, node.op, node.value)
-        return ast.copy_location(ast.Assign([node.target], changed), node)
+        return ast.Assign([node.target], ast.BinOp(read, node.op, node.value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        self.generic_visit(node)
-        return (
-            node
-            if node.value is None
-            else ast.copy_location(ast.Assign([node.target], node.value), node)
-        )
+        return node if node.value is None else ast.Assign([node.target], node.value)
 
 
 def _as_test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:

@@ -132,10 +132,8 @@ class RankTests:
     _on_several: dict[int, bool | str] = field(default_factory=dict)
     # Of alternatives, by their ids: the one that depends on the rank.
     _depending: dict[tuple[int, ...], ast.expr | None] = field(default_factory=dict)
-    # By a variable's name: the tests without it, and what of it depends on the rank.
-    _alternatives: dict[tuple[str, int], tuple[RankTests, ast.expr | None]] = field(
-        default_factory=dict
-    )
+    # By a variable's name: the tests without it.
+    _without: dict[str, RankTests] = field(default_factory=dict)
 
     def decided(self, test: ast.expr, member: Member) -> bool | str:
         """Whether a test holds on a rank, or the text of what else it depends on."""
@@ -281,17 +279,13 @@ class RankTests:
 
     def _assigned(self, name: str, member: Member, steps: int) -> Any:
         """rank = 0, and where there is a process group rank = get_rank()."""
-        if (name, steps) not in self._alternatives:
-            given = self.assigned[name]
-            others = {
-                other: values
-                for other, values in self.assigned.items()
-                if other != name
-            }
-            without = RankTests(self.names, others)
-            chosen = given[0] if len(given) == 1 else without._of_rank(given, steps + 1)
-            self._alternatives[name, steps] = without, chosen
-        without, chosen = self._alternatives[name, steps]
+        if name not in self._without:
+            others = {**self.assigned}
+            del others[name]
+            self._without[name] = RankTests(self.names, others)
+        without = self._without[name]
+        given = self.assigned[name]
+        chosen = given[0] if len(given) == 1 else without._of_rank(given, steps + 1)
         return without._value(chosen, member, steps + 1) if chosen else UNKNOWN
 
     def _own(self, node: ast.expr, member: Member, steps: int) -> Any:

@@ -22,6 +22,7 @@ from nemo_patches.tools.doctor.collectives import (
 from nemo_patches.tools.doctor.syntax import (
     COMPREHENSIONS,
     DEFINITIONS,
+    constant,
     dotted,
     expressions,
     last_part,
@@ -110,6 +111,7 @@ class Way:
     _fails: bool = False  # whether a block around it raises
     _caught_as: str = ""  # the name of the error in its handler
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
+    _alone: frozenset[str] = frozenset()  # trainers of one device
 
     def walk(self) -> None:
         self._block(self.node.body)
@@ -172,6 +174,12 @@ class Way:
             ]
         if isinstance(node, ast.Assign):
             self._set(node)
+            names = set(map(dotted, node.targets))
+            self._alone = (
+                self._alone | names
+                if _for_one_device(node.value)
+                else self._alone - names
+            )
         return None
 
     def _thrown_away(self, node: ast.stmt) -> bool:
@@ -405,7 +413,8 @@ class Way:
         for child in ast.iter_child_nodes(node):
             self._expression(child)
         if isinstance(node, ast.Call):
-            collectives = self.made_by(node)
+            alone = dotted(node.func).rpartition(".")[0] in self._alone
+            collectives = () if alone else self.made_by(node)
             if not collectives and self._sounds_collective(node):
                 self.unseen.add(dotted(node.func))
             for made in collectives:
@@ -439,6 +448,13 @@ class Way:
             for one in guards
             for other in self._guards
         )
+
+
+def _for_one_device(value: ast.expr) -> bool:
+    """`Trainer(devices=1)`"""
+    given = value.keywords if isinstance(value, ast.Call) else ()
+    numbers = {each.arg: constant(each.value) for each in given}
+    return numbers.get("devices") == 1 and numbers.get("num_nodes", 1) == 1
 
 
 def _first_call(body: list[ast.stmt]) -> int:
