@@ -489,10 +489,8 @@ class _Function:
     @cached_property
     def _trains(self) -> bool:
         """Whether it is a step, or runs the backward pass itself."""
-        backward = any(
-            dotted(each.func).endswith(".backward")
-            for each in nodes(self.node, ast.Call)
-        )
+        calls = (dotted(each.func) for each in nodes(self.node, ast.Call))
+        backward = any(name.endswith(".backward") for name in calls)
         return self.name.endswith("_step") or backward
 
     @cached_property
@@ -567,21 +565,17 @@ class _Function:
             for node in own_nodes(self.node)
             if isinstance(node, ast.For) and batch_data.is_loader(node.iter)
         ]
+        guess = (
+            "the ranks' loaders have unlike numbers of batches, as those of streams do"
+        )
         for each in self._decided_either_way(loops, by_rank=False):
-            sharded = [
-                one
+            sharded = tuple(
+                replace(one, guess=guess)
                 for one in each.collectives
                 if one.pairs_with in (FORWARD, UNUSED) and not one.guess
-            ]
+            )
             if sharded and each.kind is Kind.LOOP:
-                guess = (
-                    "the ranks' loaders have unlike numbers of batches, as those of"
-                    " streams do"
-                )
-                yield replace(
-                    each,
-                    collectives=tuple(replace(one, guess=guess) for one in sharded),
-                )
+                yield replace(each, collectives=sharded)
 
     def _decided_either_way(
         self, tests: Iterable[Test], by_rank: bool
@@ -709,15 +703,12 @@ class _Function:
                         break
                     missing = _difference(self._usual, caught)
                     if missing:
+                        kind = handler.type
                         yield Divergence(
                             function=self.name,
                             kind=Kind.ERROR,
                             collectives=_of(missing),
-                            cause=(
-                                ast.unparse(handler.type)
-                                if handler.type
-                                else "any error"
-                            ),
+                            cause=text_of(kind) if kind else "any error",
                             line=handler.lineno,
                         )
                         break

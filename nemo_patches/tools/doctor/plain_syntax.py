@@ -19,7 +19,8 @@ _PLAIN: dict[str, type[ast.stmt]] = {
 
 def plain(tree: ast.Module) -> ast.Module:
     """The tree, changed in place; what stands for something keeps its lines."""
-    return ast.fix_missing_locations(_Plain().visit(tree))
+    _Plain().visit(tree)
+    return ast.fix_missing_locations(tree)
 
 
 class _Plain(ast.NodeTransformer):

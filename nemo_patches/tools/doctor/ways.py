@@ -111,7 +111,7 @@ class Way:
     _fails: bool = False  # whether a block around it raises
     _caught_as: str = ""  # the name of the error in its handler
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
-    _alone: frozenset[str] = frozenset()  # trainers of one device
+    _alone: set[str] = field(default_factory=set)  # trainers of one device
 
     def walk(self) -> None:
         self._block(self.node.body)
@@ -174,12 +174,6 @@ class Way:
             ]
         if isinstance(node, ast.Assign):
             self._set(node)
-            names = set(map(dotted, node.targets))
-            self._alone = (
-                self._alone | names
-                if _for_one_device(node.value)
-                else self._alone - names
-            )
         return None
 
     def _thrown_away(self, node: ast.stmt) -> bool:
@@ -192,9 +186,9 @@ class Way:
         inner = node.value if isinstance(node, ast.Expr) else None
         while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
             inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
-        made = (
-            self.surroundings.collective(inner) if isinstance(inner, ast.Call) else None
-        )
+        if not isinstance(inner, ast.Call):
+            return False
+        made = self.surroundings.collective(inner)
         return made is not None and made.pairs_with == FORWARD
 
     @cached_property
@@ -206,20 +200,19 @@ class Way:
         }
 
     def _set(self, node: ast.Assign) -> None:
-        """Keep in mind which names of a training_step hold nothing that a backward pass could begin
-        at.
+        """Keep in mind which names are of a trainer for one device, and which of a training_step
+        hold nothing that a backward pass could begin at.
         """
-        number = isinstance(node.value, ast.Constant) and node.value.value is not None
-        nothing = not number and self._without_gradient(node.value)
-        if (
-            self._runs_backward
-            and nothing
-            and all(guard.startswith(_LOOPS) for guard in self._guards)
-        ):
-            self._nothing |= set(map(dotted, node.targets))
+        names = set(map(dotted, node.targets))
+        self._alone -= names
+        if _for_one_device(node.value):
+            self._alone |= names
+        self._nothing -= names
+        nothing = constant(node.value) is None and self._without_gradient(node.value)
+        always = all(guard.startswith(_LOOPS) for guard in self._guards)
+        if nothing and always and self._runs_backward:
+            self._nothing |= names
             self.exits.append(Exit(text_of(node), node.lineno, self._guards))
-        else:
-            self._nothing -= set(map(dotted, node.targets))
 
     def _if(self, node: ast.If) -> End | None:
         self._expression(node.test)
