@@ -167,12 +167,14 @@ class DataFlow:
             return
         if isinstance(statement, ast.If):
             self._if(statement)
-        elif isinstance(statement, (ast.While, ast.For)):
-            if isinstance(statement, ast.While):
-                self._test(statement, statement.test)
-            else:
-                self._expression(statement.iter)
-                self._loop(statement, statement.target, statement.iter)
+        elif isinstance(statement, ast.While):
+            self._test(statement, statement.test)
+            self._turn(statement.body)
+            self._test(statement, statement.test)  # by what the turn has set
+            self._block(statement.orelse)
+        elif isinstance(statement, ast.For):
+            self._expression(statement.iter)
+            self._loop(statement, statement.target, statement.iter)
             self._turn(statement.body)
             self._block(statement.orelse)
         elif isinstance(statement, ast.Try):

@@ -61,12 +61,13 @@ _WRAPPING = {
 }
 # For code that imports them elsewhere.
 _USUAL_NAMES = ("dist", "distributed", "torch.distributed")
-_STRATEGIES = ("strategy", "training_type_plugin")
 _OF_STRATEGY = words("all_gather barrier broadcast reduce reduce_boolean_decision")
 _OF_HOLDER = {  # by the last part of what the method is of
-    **dict.fromkeys(_STRATEGIES, _OF_STRATEGY),
-    "fabric": words("all_gather all_reduce backward barrier broadcast save"),
     "accelerator": words("backward gather gather_for_metrics reduce wait_for_everyone"),
+    "fabric": words("all_gather all_reduce backward barrier broadcast save"),
+    "pl_module": words("all_gather"),
+    "strategy": _OF_STRATEGY,
+    "training_type_plugin": _OF_STRATEGY,
 }
 _OF_ACCELERATOR = words("get_state_dict save_model save_state")
 _TRAINERS = ("trainer", "self.trainer")
@@ -353,11 +354,7 @@ class Surroundings:
         if holder == "accelerator" and last in _OF_ACCELERATOR:
             return replace(made, guess="the model is sharded, by FSDP or DeepSpeed")
         gathers = name == "self.all_gather" and self.lightning
-        if (
-            gathers
-            or name == "pl_module.all_gather"
-            or last in _OF_HOLDER.get(holder, ())
-        ):
+        if gathers or last in _OF_HOLDER.get(holder, ()):
             return None if self.of_a_group(call) else made
         evaluates = last == "evaluate" and "transformers" in self.names.imported
         if owner in _TRAINERS and (last in _OF_TRAINER or evaluates):
@@ -371,14 +368,12 @@ class Surroundings:
     def _of_model(self, made: Collective, call: ast.Call) -> Collective | None:
         owner, _, last = made.name.rpartition(".")
         holder = last_part(owner)
-        is_metric = owner in self.metrics or not _METRIC_WORDS.isdisjoint(
-            holder.lower().split("_")
-        )
-        if last == COMPUTE and not call.args and is_metric:
-            guess = "" if owner in self.metrics else "it is a metric of torchmetrics"
-            return replace(
-                made, why="which gathers the metric from all ranks", guess=guess
-            )
+        if last == COMPUTE and not call.args:
+            made = replace(made, why="which gathers the metric from all ranks")
+            if owner in self.metrics:
+                return made
+            if not _METRIC_WORDS.isdisjoint(holder.lower().split("_")):
+                return replace(made, guess="it is a metric of torchmetrics")
         if last == "state_dict" and holder.endswith("model") and self.names.sharded:
             guess = (
                 "" if self.names.wrapped.get(holder) else "the model is wrapped in FSDP"

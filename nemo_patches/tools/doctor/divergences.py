@@ -678,16 +678,12 @@ class _Function:
             if inside:
                 loop = isinstance(node, LOOPS)
                 yield divergence(Kind.LOOP if loop else Kind.BRANCH, inside, node)
-        for each in sorted(
-            {*way.exits} ^ {*other.exits}, key=lambda one: ("=" in one.text, one.line)
-        ):
+        exits = {*way.exits} ^ {*other.exits} if missing else ()
+        for each in sorted(exits, key=lambda one: ("=" in one.text, one.line)):
             around = next((one for one in nodes if _inside(each.line, one)), None)
-            if missing and around is not None:
-                yield replace(
-                    divergence(Kind.EXIT, missing, around),
-                    exit=each.text,
-                    exit_line=each.line,
-                )
+            if around is not None:
+                left_out = divergence(Kind.EXIT, missing, around)
+                yield replace(left_out, exit=each.text, exit_line=each.line)
                 return
 
     def _by_error(self) -> Iterator[Divergence]:

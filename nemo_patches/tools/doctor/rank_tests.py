@@ -15,6 +15,7 @@ from typing import Any
 from nemo_patches.tools.doctor.collectives import Names
 from nemo_patches.tools.doctor.syntax import (
     IDENTITIES,
+    constant,
     dotted,
     expressions,
     last_part,
@@ -238,21 +239,18 @@ class RankTests:
             return UNKNOWN
         if isinstance(node, ast.Name) and node.id in self.assigned:
             value = self._assigned(node.id, member, steps)
-            unknown_size = (
-                value is UNKNOWN and self.assigned[node.id] and node.id in _SIZES
-            )
-            return member.ranks if unknown_size else value
+            is_size = node.id in _SIZES and self.assigned[node.id]
+            return member.ranks if value is UNKNOWN and is_size else value
         if isinstance(node, ast.NamedExpr):
             return self._value(node.value, member, steps + 1)
         if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
-            return self._own(node, member, steps)
+            return self._named(node, member, steps)
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
             decided = self.decided_on_several(node.test)
             if isinstance(decided, bool):
-                return self._value(
-                    node.body if decided else node.orelse, member, steps + 1
-                )
-            chosen = self._of_rank((node.body, node.orelse), steps + 1)
+                chosen: ast.expr | None = node.body if decided else node.orelse
+            else:
+                chosen = self._of_rank((node.body, node.orelse), steps + 1)
             return self._value(chosen, member, steps + 1) if chosen else UNKNOWN
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             factors = {last_part(dotted(each)) for each in (node.left, node.right)}
@@ -261,10 +259,7 @@ class RankTests:
         if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith(
             "os.environ"
         ):
-            known = (
-                isinstance(node.left, ast.Constant)
-                and node.left.value in _VARIABLES | _SIZE_VARIABLES
-            )
+            known = constant(node.left) in _VARIABLES | _SIZE_VARIABLES
             return isinstance(node.ops[0], ast.In) if known else UNKNOWN
         return applied(node, lambda each: self._value(each, member, steps + 1))
 
@@ -288,46 +283,34 @@ class RankTests:
         chosen = given[0] if len(given) == 1 else without._of_rank(given, steps + 1)
         return without._value(chosen, member, steps + 1) if chosen else UNKNOWN
 
-    def _own(self, node: ast.expr, member: Member, steps: int) -> Any:
-        """Of a function of this file, or an attribute that it sets, which stands for one
-        expression.
+    def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
+        """Of a variable, or of a call; of a function of this file, or an attribute that it sets,
+        by the one expression that it stands for.
         """
-        called = (
-            node.func
-            if isinstance(node, ast.Call) and not node.args and not node.keywords
-            else node
-        )
-        given = self.names.returned.get(dotted(called))
-        if given is not None:
-            own = self._of_module._value(given, member, steps + 1)
-            of_a_matrix = dotted(called).endswith(
-                ".rank"
-            ) and not _SOUNDS_LIKE_RANK.search(text_of(given))
-            if own is not UNKNOWN or of_a_matrix:
-                return own
-        return self._named(node, member, steps)
+        called = node.func if isinstance(node, ast.Call) else node
+        given = [*node.args, *node.keywords] if isinstance(node, ast.Call) else []
+        name = dotted(called)
+        own = None if given else self.names.returned.get(name)
+        if own is not None:
+            value = self._of_module._value(own, member, steps + 1)
+            sounds_like_rank = _SOUNDS_LIKE_RANK.search(text_of(own))
+            of_a_matrix = name.endswith(".rank") and not sounds_like_rank
+            if value is not UNKNOWN or of_a_matrix:
+                return value
+        if isinstance(node, ast.Subscript):
+            return _of_environment(dotted(node.value), node.slice, member)
+        if isinstance(node, ast.Call) and name in _OPERATIONS:
+            return applied(node, lambda each: self._value(each, member, steps + 1))
+        if name in ("os.environ.get", "os.getenv") and given:
+            return _of_environment("os.environ", given[0], member)
+        if given and last_part(name) not in _SIZES:
+            return UNKNOWN  # of a group
+        return self._by_name(called, member)
 
     @cached_property
     def _of_module(self) -> RankTests:
         of_module = self.names.assigned
         return self if self.assigned is of_module else RankTests(self.names, of_module)
-
-    def _named(self, node: ast.expr, member: Member, steps: int) -> Any:
-        if isinstance(node, ast.Subscript):
-            return _of_environment(dotted(node.value), node.slice, member)
-        if not isinstance(node, ast.Call):
-            return self._by_name(node, member)
-        name = dotted(node.func)
-        if name in _OPERATIONS:
-            return applied(node, lambda each: self._value(each, member, steps + 1))
-        if name in ("os.environ.get", "os.getenv") and node.args:
-            return _of_environment("os.environ", node.args[0], member)
-        of_a_group = node.args or node.keywords
-        return (
-            UNKNOWN
-            if of_a_group and last_part(name) not in _SIZES
-            else self._by_name(node.func, member)
-        )
 
     def _by_name(self, node: ast.expr, member: Member) -> Any:
         origin = self.names.origin(node)
@@ -377,9 +360,8 @@ def _compared(operation: ast.cmpop, left: Any, right: Any) -> bool:
     return bool(_OPERATIONS[type(operation)](left, right))
 
 
-def _of_environment(owner: str, key: ast.expr, member: Member) -> Any:
-    if not owner.endswith("environ") or not isinstance(key, ast.Constant):
-        return UNKNOWN
-    if key.value in _SIZE_VARIABLES:
+def _of_environment(owner: str, key: ast.AST, member: Member) -> Any:
+    name = constant(key) if owner.endswith("environ") else None
+    if name in _SIZE_VARIABLES:
         return str(member.ranks)
-    return str(member.rank) if key.value in _VARIABLES else UNKNOWN
+    return str(member.rank) if name in _VARIABLES else UNKNOWN
