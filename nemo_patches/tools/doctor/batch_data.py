@@ -89,6 +89,10 @@ _OF_GROUPS = words("group groups mesh pg")
 _OF_PARAMETER = ("bias", "grad", "weight")
 _PLAUSIBLE_TEST = words("bad corrupt empty finite inf invalid nan valid")
 _FEATURE = re.compile(r".*\.(shape(\[-\w+\])?|size\(-\w+\))", re.DOTALL)
+_READING = words("""
+    all_gather all_gather_into_tensor all_gather_object gather gather_for_metrics gather_object
+    reduce
+    """)
 _ADDING = ("append", "extend", "add")
 _TURNS = 2
 _MOST_NESTED = 3  # loops that are walked in two turns
@@ -389,8 +393,8 @@ class DataFlow:
             parts = (each.value for each in nodes(call.args[0], ast.FormattedValue))
             self.named += [(call, part) for part in parts if self._of_batch(part)][:1]
         elif self.agrees(call) or (alone and _sounds_agreed(call)):
-            for argument in call.args:
-                self._agree(argument)
+            for each in _made_equal(call):
+                self._agree(each)
         elif self._chosen and last in _ADDING:
             self._levels[owner] = Level.READ_OFF
             self._turns_of.pop(owner, None)
@@ -563,6 +567,15 @@ def is_loader(node: ast.expr) -> bool:
 def _sounds_like_data(name: str) -> bool:
     parts = _words(last_part(name))
     return bool(parts & _DATA_WORDS) and not parts & _OTHER_WORDS
+
+
+def _made_equal(call: ast.Call) -> list[ast.expr]:
+    """What is the same on all ranks after a collective: not what is only read by it."""
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    last = last_part(dotted(call.func))
+    if last not in _READING:
+        return given
+    return given[:1] if last.startswith("all_") and len(given) > 1 else []
 
 
 def _sounds_agreed(call: ast.Call) -> bool:

@@ -58,7 +58,8 @@ _DEVICES = words("""
     """)
 _NODES = words("n_nodes nnodes nodes num_nodes")
 _ALONE = words("is_single_gpu is_single_process single_gpu single_process")
-_READY = words("is_available is_initialized")  # of torch.distributed
+# Of torch.distributed.
+_READY = words("is_available is_initialized is_torchelastic_launched")
 _VARIABLES = words(
     "RANK LOCAL_RANK NODE_RANK GROUP_RANK SLURM_PROCID SLURM_LOCALID OMPI_COMM_WORLD_RANK"
 )
@@ -299,6 +300,9 @@ class RankTests:
                 return value
         if isinstance(node, ast.Subscript):
             return _of_environment(dotted(node.value), node.slice, member)
+        kind = dotted(given[-1]) if given and name == "isinstance" else ""
+        if kind.endswith("SingleDeviceStrategy"):
+            return False
         if isinstance(node, ast.Call) and name in _OPERATIONS:
             return applied(node, lambda each: self._value(each, member, steps + 1))
         if name in ("os.environ.get", "os.getenv") and given:
