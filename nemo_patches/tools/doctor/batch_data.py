@@ -51,7 +51,8 @@ _OTHER_WORDS = words("""
     mode name nb num path scale size step type weight weights use with is has return no
     """)
 _BATCHES = words("batch batches data sample samples")
-_LOADER_WORDS = words("batches dataloader dataset dl loader loaders")
+_LOADERS = words("dataloader dl loader loaders")
+_LOADER_WORDS = _LOADERS | {"batches", "dataset"}
 _PLAIN_TYPES = words("bool float int str")
 _READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
@@ -239,7 +240,7 @@ class DataFlow:
             for each in nodes(statement, ast.Assign):
                 value = getattr(each.value, "right", each.value)  # of n = n + 1
                 if any_value or constant(value) is not None:
-                    names = {*map(dotted, each.targets)} - self._agreed
+                    names = {*map(_variable, each.targets)} - self._agreed
                     if any_value:
                         self._of_one_rank |= names
                     for name in names:
@@ -296,12 +297,13 @@ class DataFlow:
         self._set(target, level)
 
     def _set(self, target: ast.expr, level: Level) -> None:
-        if isinstance(target, ast.Starred):
-            target = target.value
-        if isinstance(target, (ast.Name, ast.Attribute)):
-            name = dotted(target)
-            self._levels[name] = level
-            self._agreed.discard(name)
+        name = _variable(target)
+        if name.startswith("()"):
+            return
+        if isinstance(target, ast.Subscript):
+            level = max(level, self.level(target.value))
+        self._levels[name] = level
+        self._agreed.discard(name)
 
     def _loop(self, node: Branching, target: ast.expr, iterated: ast.expr) -> None:
         if self._turns(iterated) >= Level.DATA:
@@ -366,7 +368,9 @@ class DataFlow:
                 return min(map(self._turns, iterated.args), default=Level.SHARED)
             if name in _PASSED_ON and iterated.args:
                 return self._turns(iterated.args[0])
-        return self.level(iterated)
+        level = self.level(iterated)
+        loads = level == Level.DATA and _words(name) & _LOADERS
+        return Level.UNKNOWN if loads else level
 
     # --- expressions
 
@@ -567,6 +571,15 @@ def is_loader(node: ast.expr) -> bool:
 def _sounds_like_data(name: str) -> bool:
     parts = _words(last_part(name))
     return bool(parts & _DATA_WORDS) and not parts & _OTHER_WORDS
+
+
+def _variable(target: ast.expr) -> str:
+    """What an assignment sets, as a whole or in an element by its number."""
+    if isinstance(target, ast.Starred):
+        return dotted(target.value)
+    if isinstance(target, ast.Subscript) and isinstance(constant(target.slice), int):
+        return dotted(target.value)
+    return dotted(target)
 
 
 def _made_equal(call: ast.Call) -> list[ast.expr]:

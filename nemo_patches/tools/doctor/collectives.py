@@ -86,6 +86,7 @@ _PROPERTIES_OF_TRAINER = {
 }
 _OF_ENGINE = words("save_16bit_model save_checkpoint save_fp16_model")
 _ENCODERS = words("encoder perception pre_encoder")
+_OWN_DEPTH = 2  # self.model.encoder; deeper ones are parts of other models
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _STEP = re.compile("^forward$|step|batch")
 _ADDING = ("append", "extend", "update")
@@ -384,7 +385,8 @@ class Surroundings:
         )
         if made.name == "self.manual_backward" or runs_backward:
             return replace(made, pairs_with=BACKWARD, why="which reduces the gradients")
-        if last in _ENCODERS and made.name.startswith("self."):
+        own = made.name.startswith("self.") and made.name.count(".") <= _OWN_DEPTH
+        if last in _ENCODERS and own:
             return replace(made, pairs_with=ENCODER)
         return self._forward(call)
 

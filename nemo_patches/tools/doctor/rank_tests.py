@@ -247,11 +247,11 @@ class RankTests:
         if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)):
             return self._named(node, member, steps)
         if isinstance(node, ast.IfExp):  # get_rank() if is_initialized() else 0
-            decided = self.decided_on_several(node.test)
-            if isinstance(decided, bool):
-                chosen: ast.expr | None = node.body if decided else node.orelse
-            else:
+            holds = self._value(node.test, member, steps + 1)
+            if holds is UNKNOWN:
                 chosen = self._of_rank((node.body, node.orelse), steps + 1)
+            else:
+                chosen = node.body if holds else node.orelse
             return self._value(chosen, member, steps + 1) if chosen else UNKNOWN
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             factors = {last_part(dotted(each)) for each in (node.left, node.right)}

@@ -52,11 +52,17 @@ class Event:
 
     collective: Collective
     guards: Guards
-    after: frozenset[Guards]
+    after: frozenset[Guards] = frozenset()
 
     @property
     def key(self) -> tuple[object, ...]:
         return self.collective.pairs_with, self.guards, self.after
+
+    def behind(self, left: Iterable[Guards]) -> Event:
+        """Behind these ways out, but those of a test that is decided the other way here."""
+        opposite = set(map(_opposite, self.guards))
+        others = (guards for guards in left if opposite.isdisjoint(guards))
+        return replace(self, after=self.after.union(others))
 
     def without_backward(self) -> Event:
         if self.collective.pairs_with != FORWARD:
@@ -220,7 +226,7 @@ class Way:
         if isinstance(decided, bool):
             return self._taken(node.body if decided else node.orelse)
         yes = self._branch(node.body, decided)
-        no = self._branch(node.orelse, f"not ({decided})")
+        no = self._branch(node.orelse, _opposite(decided))
         if yes is None or no is None:
             return None
         return yes if no is End.RAISE else no
@@ -239,10 +245,13 @@ class Way:
             )
             return not negated
         decided = self.decisions.get(id(node), text_of(test))
-        if isinstance(decided, str) and (
-            decided in self._guards or f"not ({decided})" in self._guards
-        ):
-            return decided in self._guards
+        if decided == text_of(test) and isinstance(test, ast.UnaryOp):
+            decided = _opposite(text_of(test.operand))
+        if isinstance(decided, str) and self._guards:
+            if decided in self._guards:
+                return True
+            if _opposite(decided) in self._guards:
+                return False
         return decided
 
     def _taken(self, body: list[ast.stmt]) -> End | None:
@@ -286,9 +295,7 @@ class Way:
         if end in (End.BREAK, End.RETURN):
             ways_out.add(("once",))
         # The next turn is not come to, either.
-        self.events[first:] = [
-            replace(each, after=each.after | ways_out) for each in self.events[first:]
-        ]
+        self.events[first:] = [each.behind(ways_out) for each in self.events[first:]]
         self._left = {**outer, End.RETURN: returned}
         if end is End.RETURN:
             with self._under(text):
@@ -388,7 +395,7 @@ class Way:
             for holds, parts in branches.items():
                 guards: Guards = ()
                 if isinstance(decided, str):
-                    guards = (decided if holds else f"not ({decided})",)
+                    guards = (decided if holds else _opposite(decided),)
                 with self._under(*guards):
                     for each in parts if decided is holds or guards else ():
                         self._expression(each)
@@ -426,21 +433,12 @@ class Way:
         return not defined and bool(_SOUNDS_COLLECTIVE.search(origin))
 
     def _add(self, collective: Collective) -> None:
-        after = frozenset(
-            guards
-            for left in self._left.values()
-            for guards in left
-            if not self._excludes(guards)
-        )
-        self.events.append(Event(collective, self._guards, after))
+        left = (guards for each in self._left.values() for guards in each)
+        self.events.append(Event(collective, self._guards).behind(left))
 
-    def _excludes(self, guards: Guards) -> bool:
-        """Whether one of these tests says the opposite of one that holds here."""
-        return any(
-            f"not ({one})" == other or f"not ({other})" == one
-            for one in guards
-            for other in self._guards
-        )
+
+def _opposite(test: str) -> str:
+    return test[5:-1] if test.startswith("not (") else f"not ({test})"
 
 
 def _for_one_device(value: ast.expr) -> bool:
