@@ -309,8 +309,8 @@ class Surroundings:
         """Attributes that it adds to in its steps: `self.outputs.append(...)`."""
         called = (
             dotted(call.func).rpartition(".")
-            for each in self._inner
-            if isinstance(each, ast.FunctionDef) and _STEP.search(each.name)
+            for each in self._functions
+            if _STEP.search(each.name)
             for call in nodes(each, ast.Call)
         )
         return frozenset(
@@ -330,8 +330,8 @@ class Surroundings:
         )
 
     @cached_property
-    def _inner(self) -> list[ast.AST]:
-        return list(ast.walk(self.node)) if self.node else []
+    def _functions(self) -> list[ast.FunctionDef]:
+        return list(nodes(self.node or ast.Pass(), ast.FunctionDef))
 
     def collective(self, call: ast.Call) -> Collective | None:
         """Which collective a call is; None if it is none, or one of a group that may have some
@@ -426,9 +426,7 @@ class Surroundings:
 
     @cached_property
     def _methods(self) -> frozenset[str]:
-        return frozenset(
-            each.name for each in self._inner if isinstance(each, ast.FunctionDef)
-        )
+        return frozenset(each.name for each in self._functions)
 
     def property_read(self, node: ast.Attribute) -> Collective | None:
         """Which collective it is to read a property of Lightning's; None if it is none."""

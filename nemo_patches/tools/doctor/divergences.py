@@ -358,9 +358,8 @@ class _Function:
     @cached_property
     def summary(self) -> tuple[Collective, ...]:
         """Those that it makes as a helper, on the first rank where ranks differ."""
-        if _first_rank_only(self.node, self.scope.surroundings) or any(
-            nodes(self.node, ast.Yield, ast.YieldFrom)
-        ):
+        yields = any(nodes(self.node, ast.Yield, ast.YieldFrom))
+        if self._on_one_rank or yields:
             return ()
         events = self.follow(self.of_rank(FIRST)).events
         guess = "it is called for the first time" if self._once else ""
@@ -369,6 +368,10 @@ class _Function:
             for each in events[:_MOST_OF_ONE_HELPER]
             if not each.collective.guess
         )
+
+    @cached_property
+    def _on_one_rank(self) -> str:
+        return _first_rank_only(self.node, self.scope.surroundings)
 
     @cached_property
     def _once(self) -> bool:
@@ -498,6 +501,7 @@ class _Function:
         return self.follow({})
 
     def _all(self) -> Iterator[Divergence]:
+        yield from self._by_error()
         if not self._usual.events:
             return
         yield from self._on_first_rank()
@@ -508,11 +512,10 @@ class _Function:
                 yield each
         yield from self._by_data()
         yield from self._by_loader()
-        yield from self._by_error()
         yield from self._by_name()
 
     def _on_first_rank(self) -> Iterator[Divergence]:
-        cause = _first_rank_only(self.node, self.scope.surroundings)
+        cause = self._on_one_rank
         events = self.follow(self.of_rank(FIRST)).events if cause else []
         if events and isinstance(self.node, Function):
             yield Divergence(
@@ -525,7 +528,7 @@ class _Function:
             )
 
     def _by_rank(self) -> Iterator[Divergence]:
-        if not self.rank_tests or _first_rank_only(self.node, self.scope.surroundings):
+        if not self.rank_tests or self._on_one_rank:
             return
         members = self._ranks.members(map(_test, self.rank_tests))
         decisions = [self.of_rank(member) for member in members]

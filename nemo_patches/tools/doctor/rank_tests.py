@@ -37,6 +37,7 @@ _FIRST = words(
     is_rank_0 is_rank_zero is_world_process_zero main_process master_process
     """
 )
+_LAST = words("is_last_process is_last_rank")
 _SIZES = words(
     """
     data_parallel_size data_parallel_world_size ddp_world_size distributed_world_size dp_size
@@ -323,6 +324,8 @@ class RankTests:
             return member.rank
         if name in _FIRST:
             return member.rank == 0
+        if name in _LAST:
+            return member.rank == member.ranks - 1
         if name in _SIZES:
             return member.ranks
         if name in _ALONE:

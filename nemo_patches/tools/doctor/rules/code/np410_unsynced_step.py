@@ -92,7 +92,7 @@ def _conditions(function: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
     for node in own_nodes(function):
         if isinstance(node, (ast.If, ast.IfExp)):
             for part, holds in ((node.body, True), (node.orelse, False)):
-                if any(map(_is_no_sync, _contexts(part))):
+                if _has_no_sync(part):
                     yield node.test, holds
         elif isinstance(node, ast.Assign):
             if last_part(dotted(node.targets[0])) in _SYNC_FLAGS:
@@ -106,16 +106,10 @@ def _conditions(function: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
                     yield each.value, True
 
 
-def _contexts(part: ast.expr | list[ast.stmt]) -> list[ast.expr]:
-    if isinstance(part, ast.expr):
-        return [part]
-    blocks = (each for each in part if isinstance(each, ast.With))
-    return [item.context_expr for each in blocks for item in each.items]
-
-
-def _is_no_sync(node: ast.expr) -> bool:
-    made = node.func if isinstance(node, ast.Call) else node
-    return last_part(dotted(made)) == "no_sync"
+def _has_no_sync(part: ast.expr | list[ast.stmt]) -> bool:
+    trees = part if isinstance(part, list) else [part]
+    names = (each.attr for tree in trees for each in nodes(tree, ast.Attribute))
+    return "no_sync" in names
 
 
 def _resolved(test: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
