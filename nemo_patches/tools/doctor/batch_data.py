@@ -213,7 +213,8 @@ class DataFlow:
         decided = self.on_several.get(id(statement))
         if isinstance(decided, bool):
             self._expression(statement.test)
-            return self._block(statement.body if decided else statement.orelse)
+            self._block(statement.body if decided else statement.orelse)
+            return
         self._test(statement, statement.test)
         outer = self._chosen
         of_data = self.is_data(statement.test)
@@ -232,7 +233,6 @@ class DataFlow:
         for block in (statement.body, statement.orelse) if differs else ():
             if block and not isinstance(block[-1], _LEAVING):
                 self._differ(block, any_value=of_rank)
-        return None
 
     def _differ(self, block: Iterable[ast.stmt], *, any_value: bool) -> None:
         """What a block sets that not all ranks run."""
@@ -291,8 +291,7 @@ class DataFlow:
                 and (turns := self._turns(value)) < level
             ):
                 self._turns_of[target.id] = turns
-        drawn = isinstance(value, ast.Call) and dotted(value.func) == "next"
-        if drawn and _sounds_like_data(dotted(target)):
+        if _called(value) == "next" and _sounds_like_data(dotted(target)):
             level = Level.DATA
         self._set(target, level)
 
@@ -312,11 +311,8 @@ class DataFlow:
 
     def _draw(self, target: ast.expr, iterated: ast.expr) -> None:
         """Set the levels of a loop's variables."""
-        name = ""
-        given: list[ast.expr] = []
-        if isinstance(iterated, ast.Call):
-            name = last_part(dotted(iterated.func))
-            given = iterated.args
+        name = _called(iterated)
+        given = iterated.args if isinstance(iterated, ast.Call) else []
         parts = getattr(target, "elts", [target])
         if name == "zip" and len(parts) == len(given):
             for inner, its in zip(parts, given, strict=True):
@@ -358,7 +354,7 @@ class DataFlow:
         ):
             return max(self._turns(each.iter) for each in iterated.generators)
         if isinstance(iterated, ast.Call):
-            name = last_part(dotted(iterated.func))
+            name = _called(iterated)
             if self.decides(iterated):
                 return Level.READ_OFF
             if name in _SAME_COUNT:
@@ -424,12 +420,13 @@ class DataFlow:
             return Level.SHARED
         if isinstance(node, ast.Call):
             return self._call(node)
-        if isinstance(node, (ast.Constant, ast.Lambda)):
+        if isinstance(node, ast.Lambda):
             return Level.SHARED
-        if isinstance(node, ast.Compare) and self.is_data(node):
-            return Level.READ_OFF
-        if isinstance(node, ast.Compare) and _is_presence(node):
-            return Level.SHARED
+        if isinstance(node, ast.Compare):
+            if self.is_data(node):
+                return Level.READ_OFF
+            if _is_presence(node):
+                return Level.SHARED
         if isinstance(node, ast.Subscript):
             named = isinstance(node.slice, ast.Constant)
             of_model = named and _words(text_of(node.slice)) & _OF_MODEL
@@ -463,7 +460,7 @@ class DataFlow:
             return Level.SHARED
         if last in _OF_FILES or name.endswith(_OF_PROCESS):
             return Level.READ_OFF
-        if name == "filter":
+        if name == "filter" and node.args:
             test = node.args[0]
             of_gradients = self._is_gradient(node.args[-1])
             if isinstance(test, ast.Lambda):
@@ -573,6 +570,11 @@ def _sounds_like_data(name: str) -> bool:
     return bool(parts & _DATA_WORDS) and not parts & _OTHER_WORDS
 
 
+def _called(node: ast.expr) -> str:
+    """The last part of the name that a call calls; empty of anything else."""
+    return last_part(dotted(node.func)) if isinstance(node, ast.Call) else ""
+
+
 def _variable(target: ast.expr) -> str:
     """What an assignment sets, as a whole or in an element by its number."""
     if isinstance(target, ast.Starred):
@@ -585,14 +587,14 @@ def _variable(target: ast.expr) -> str:
 def _made_equal(call: ast.Call) -> list[ast.expr]:
     """What is the same on all ranks after a collective: not what is only read by it."""
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    last = last_part(dotted(call.func))
+    last = _called(call)
     if last not in _READING:
         return given
     return given[:1] if last.startswith("all_") and len(given) > 1 else []
 
 
 def _sounds_agreed(call: ast.Call) -> bool:
-    return bool(_words(last_part(dotted(call.func))) & _AGREED)
+    return bool(_words(_called(call)) & _AGREED)
 
 
 def _is_presence(test: ast.Compare) -> bool:

@@ -16,6 +16,8 @@ _PLAIN: dict[str, type[ast.stmt]] = {
     "TryStar": ast.Try,  # which Python 3.10 has not
 }
 
+_OPERANDS = 2  # of divmod
+
 
 def plain(tree: ast.Module) -> ast.Module:
     """The tree, changed in place; what stands for something keeps its lines."""
@@ -94,7 +96,11 @@ class _Plain(ast.NodeTransformer):
         targets = getattr(node.targets[-1], "elts", [])
         values = getattr(node.value, "elts", [])
         call = node.value
-        if isinstance(call, ast.Call) and dotted(call.func) == "divmod":
+        if (
+            isinstance(call, ast.Call)
+            and dotted(call.func) == "divmod"
+            and len(call.args) == _OPERANDS
+        ):
             left, right = call.args
             values = [
                 ast.BinOp(left, kind(), right) for kind in (ast.FloorDiv, ast.Mod)
