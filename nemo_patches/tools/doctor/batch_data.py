@@ -83,7 +83,7 @@ _AGREED = words("""
     """)
 _OF_MODEL = words("""
     bias buf buffer buffers grad gradient gradients grads model module norm optimizer p param
-    parameters params state weights
+    parameters params state weight weights
     """)
 _OF_GRADIENTS = words("grad grads gradient gradients")
 _OF_GROUPS = words("group groups mesh pg")
