@@ -616,8 +616,12 @@ def _shape_of_feature(node: ast.expr) -> bool:
     return plain and bool(_FEATURE.fullmatch(text_of(node)))
 
 
-def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
-    """What each name of a function is assigned; nothing for a loop's variable."""
+def assignments(
+    function: ast.AST, *, drawn: bool = False
+) -> Mapping[str, list[ast.expr]]:
+    """What each name of a function is assigned; for a loop's variable nothing, or, where drawn is
+    true, what is iterated, too.
+    """
     found: dict[str, list[ast.expr]] = {}
     for node in own_nodes(function):
         if isinstance(node, ast.Assign):
@@ -627,5 +631,7 @@ def assignments(function: ast.AST) -> Mapping[str, list[ast.expr]]:
         elif isinstance(node, ast.NamedExpr):
             found.setdefault(node.target.id, []).append(node.value)
         elif isinstance(node, LOOPS):
-            found |= {each.id: [] for each in nodes(node.target, ast.Name)}
+            for each in nodes(node.target, ast.Name):
+                known = found.get(each.id, [])
+                found[each.id] = [*known, node.iter] if drawn else []
     return found

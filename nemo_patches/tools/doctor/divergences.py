@@ -202,11 +202,11 @@ def _functions(
             inner = _Scope(surroundings, {**scope.helpers, **methods})
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif isinstance(node, Function):
-            inside = (each for each in nodes(node, Function) if each is not node)
-            own = {each.name: each for each in inside}
-            inner = (
-                _Scope(scope.surroundings, {**scope.helpers, **own}) if own else scope
-            )
+            inside = nodes(node, Function)
+            own = {each.name: each for each in inside if each is not node}
+            inner = scope
+            if own:
+                inner = _Scope(scope.surroundings, {**scope.helpers, **own})
             yield f"{prefix}{node.name}", node, inner
             yield from _functions(node, f"{prefix}{node.name}.", inner)
         elif not isinstance(node, ast.expr):
@@ -463,11 +463,12 @@ class _Function:
         """What the names in its cause are assigned, and of what these are made the files."""
         if each.by_rank:
             return ""
+        made_of = batch_data.assignments(self.node, drawn=True)
         texts = dict[str, bool]()
         waiting = [(each.cause, False)]
         for text, later in waiting:
             for name in re.findall(r"\w+", text):
-                for made in map(text_of, self._made_of.get(name, ())):
+                for made in map(text_of, made_of.get(name, ())):
                     if made not in texts:
                         texts[made] = later
                         waiting.append((made, True))
@@ -478,16 +479,6 @@ class _Function:
     @cached_property
     def _assigned(self) -> Mapping[str, list[ast.expr]]:
         return batch_data.assignments(self.node)
-
-    @cached_property
-    def _made_of(self) -> Mapping[str, list[ast.expr]]:
-        """What each name is assigned, and of a loop's variable what is iterated."""
-        found = dict(self._assigned)
-        for loop in own_nodes(self.node):
-            if isinstance(loop, LOOPS):
-                for each in nodes(loop.target, ast.Name):
-                    found[each.id] = [*found.get(each.id, ()), loop.iter]
-        return found
 
     @cached_property
     def _trains(self) -> bool:

@@ -132,7 +132,6 @@ class RankTests:
 
     names: Names
     assigned: Mapping[str, Sequence[ast.expr]] = field(default_factory=dict)
-    _on_several: dict[int, bool | str] = field(default_factory=dict)
     # Of alternatives, by their ids: the one that depends on the rank.
     _depending: dict[tuple[int, ...], ast.expr | None] = field(default_factory=dict)
     # By a variable's name: the tests without it.
@@ -155,24 +154,12 @@ class RankTests:
 
     def decided_on_several(self, test: ast.expr) -> bool | str:
         """What a test says on all ranks wherever there are several, whatever their number."""
-        if id(test) not in self._on_several:
-            self._on_several[id(test)] = text_of(test)  # if it leads to itself
-            self._on_several[id(test)] = self._decided_on_several(test)
-        return self._on_several[id(test)]
-
-    def _decided_on_several(self, test: ast.expr) -> bool | str:
         answer = self.decided(test, FIRST)
         if answer == text_of(test):
             return answer
-        sizes = {
-            _FEW,
-            _MANY,
-            *(number for number in self._numbers([test]) if number > _FEW),
-        }
-        members = (
-            *(Member(0, size) for size in sizes),
-            *map(Member, self._tried([test])),
-        )
+        sizes = {_FEW, *self._numbers([test])} - {0, 1}
+        members = [Member(0, size) for size in sizes]
+        members += map(Member, self._tried([test]))
         alike = all(self.decided(test, each) == answer for each in members)
         return answer if alike else text_of(test)
 
