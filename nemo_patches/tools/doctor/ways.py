@@ -39,7 +39,8 @@ _PROCESS_ENDS = ("sys.exit", "exit", "quit", "os._exit", "os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 _SOUNDS_COLLECTIVE = re.compile(
     r"^(?!torch\.|.*\bdist\.|.*distributed\.).*"
-    r"\.\w*(ranks|all_?gather|all_?reduce|barrier|broadcast|receive|recv)[^.]*$"
+    r"\.\w*((all|other)_ranks|all_?gather|all_?reduce|barrier|receive|recv"
+    r"|broadcast(?!_to|_tensors))[^.]*$"
 )
 
 Guards = tuple[str, ...]  # the texts of the open tests around something
