@@ -132,18 +132,20 @@ def _class(
     node: ast.ClassDef, tree: ast.Module, nemo: Path | None, *, in_nemo: bool
 ) -> Class:
     bases = list(_bases_in_nemo(node, tree, nemo)) if nemo else []
-    of_nemo: dict[str, ast.FunctionDef] = {}
-    for _, base in bases:
-        of_nemo = {**functions(base), **of_nemo}
     methods = functions(node)
-    is_encoder = any(target.owner == name for target in _ENCODERS for name, _ in bases)
+    encoders = {target.owner for target in _ENCODERS}
+    is_encoder = any(base.name in encoders for base in bases)
     copied = _copied(methods, nemo) if nemo and not is_encoder and not in_nemo else None
+    like = [copied] if copied else bases
+    of_nemo: dict[str, ast.FunctionDef] = {}
+    for base in reversed(like):  # the nearest wins
+        of_nemo |= functions(base)
     return Class(
         name=node.name,
         line=node.lineno,
         methods=methods,
-        of_nemo=functions(copied) if copied else of_nemo,
-        base=copied.name if copied else bases[0][0] if bases else "",
+        of_nemo=of_nemo,
+        base=like[0].name if like else "",
         is_copy=copied is not None,
     )
 
@@ -165,7 +167,7 @@ def _copied(methods: Methods, nemo: Path) -> ast.ClassDef | None:
 
 def _bases_in_nemo(
     node: ast.ClassDef, tree: ast.Module, nemo: Path
-) -> Iterator[tuple[str, ast.ClassDef]]:
+) -> Iterator[ast.ClassDef]:
     """NeMo's classes that it inherits from, nearest first."""
     waiting = [(node, tree)]
     seen = {node.name}
@@ -179,7 +181,7 @@ def _bases_in_nemo(
             found = _defined(name, where, nemo)
             if found:
                 if found[1] is not tree:
-                    yield name, found[0]
+                    yield found[0]
                 waiting.append(found)
 
 

@@ -291,22 +291,6 @@ class _Scope:
             self._open.pop()
 
 
-def _first_rank_only(function: ast.AST, surroundings: Surroundings) -> str:
-    """What makes Lightning run a function on one rank only; empty if nothing does."""
-    if not isinstance(function, Function):
-        return ""
-    for node in function.decorator_list:
-        name = surroundings.names.origin(
-            node.func if isinstance(node, ast.Call) else node
-        )
-        if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(
-            name, surroundings.names
-        ):
-            return f"@{ast.unparse(node)}"
-    prepares = function.name == "prepare_data" and surroundings.lightning
-    return "prepare_data" if prepares else ""
-
-
 def _calls_on_some_ranks(name: str, names: Names) -> bool:
     """Whether a decorator of this file calls what it is given only under a test on the rank."""
     decorator = functions(names.tree).get(name)
@@ -371,7 +355,17 @@ class _Function:
 
     @cached_property
     def _on_one_rank(self) -> str:
-        return _first_rank_only(self.node, self.scope.surroundings)
+        """What makes Lightning run it on one rank only; empty if nothing does."""
+        if not isinstance(self.node, Function):
+            return ""
+        surroundings = self.scope.surroundings
+        names = surroundings.names
+        for node in self.node.decorator_list:
+            name = names.origin(node.func if isinstance(node, ast.Call) else node)
+            if last_part(name) in _OF_ONE_RANK or _calls_on_some_ranks(name, names):
+                return f"@{text_of(node)}"
+        prepares = self.node.name == "prepare_data" and surroundings.lightning
+        return "prepare_data" if prepares else ""
 
     @cached_property
     def _once(self) -> bool:
