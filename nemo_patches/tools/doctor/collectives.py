@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,7 +87,11 @@ _PROPERTIES_OF_TRAINER = {
 }
 _OF_ENGINE = words("save_16bit_model save_checkpoint save_fp16_model")
 _ENCODERS = words("encoder perception pre_encoder")
-_OWN_DEPTH = 2  # self.model.encoder; deeper ones are parts of other models
+# Packages beside which an encoder may be NeMo's, in a file that does not import NeMo.
+_BESIDE_NEMO = sys.stdlib_module_names | words("""
+    accelerate deepspeed einops hydra lhotse librosa lightning megatron numpy omegaconf
+    pytorch_lightning scipy soundfile torch torchaudio torchmetrics tqdm wandb
+    """)
 _LOGS = ("self.log", "self.log_dict", "pl_module.log", "pl_module.log_dict")
 _STEP = re.compile("^forward$|step|batch")
 _ADDING = ("append", "extend", "update")
@@ -219,6 +224,18 @@ class Names:
     @cached_property
     def imported(self) -> set[str]:
         return self._parts("module", "name")
+
+    @cached_property
+    def foreign(self) -> bool:
+        """Whether it is another project's than NeMo's, whose encoders have no length sync."""
+        packages = set[str]()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                packages |= {each.name.partition(".")[0] for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                whole = "" if node.level else str(node.module)
+                packages.add(whole.partition(".")[0])
+        return "nemo" not in packages and not packages <= _BESIDE_NEMO
 
     @cached_property
     def in_parallel(self) -> bool:
@@ -385,8 +402,8 @@ class Surroundings:
         )
         if made.name == "self.manual_backward" or runs_backward:
             return replace(made, pairs_with=BACKWARD, why="which reduces the gradients")
-        own = made.name.startswith("self.") and made.name.count(".") <= _OWN_DEPTH
-        if last in _ENCODERS and own:
+        of_nemo = self.names.sharded or not self.names.foreign
+        if last in _ENCODERS and made.name.startswith("self.") and of_nemo:
             return replace(made, pairs_with=ENCODER)
         return self._forward(call)
 
