@@ -52,10 +52,10 @@ _SEVERAL = words(
     is_multi_gpu is_torch_distributed multi_gpu use_ddp use_dist use_distributed using_ddp
     """
 )
-# One of each, multiplied.
+# Of each node.
 _DEVICES = words("""
-    devices devices_per_node gpus gpus_per_node n_gpus ngpus_per_node nproc_per_node num_devices
-    num_gpus num_gpus_per_node num_processes
+    devices_per_node get_local_world_size gpus gpus_per_node local_world_size n_gpus
+    ngpus_per_node nproc_per_node num_devices num_gpus_per_node
     """)
 _NODES = words("n_nodes nnodes nodes num_nodes")
 _ALONE = words("is_single_gpu is_single_process single_gpu single_process")
@@ -107,6 +107,7 @@ _MOST_STEPS = 8
 _MOST_MEMBERS = 16
 _FEW = 2
 _MANY = 1024  # ranks, of which no test names the last by its number
+_NODES_OF_MANY = 128
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class Member:
 
     rank: int
     ranks: int = _MANY
+    nodes: int = _NODES_OF_MANY
 
 
 FIRST = Member(0)
@@ -158,7 +160,7 @@ class RankTests:
         if answer == text_of(test):
             return answer
         sizes = {_FEW, *self._numbers([test])} - {0, 1}
-        members = [Member(0, size) for size in sizes]
+        members = [Member(0, size, nodes) for size in sizes for nodes in (1, size)]
         members += map(Member, self._tried([test]))
         alike = all(self.decided(test, each) == answer for each in members)
         return answer if alike else text_of(test)
@@ -241,10 +243,6 @@ class RankTests:
             else:
                 chosen = node.body if holds else node.orelse
             return self._value(chosen, member, steps + 1) if chosen else UNKNOWN
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            factors = {last_part(dotted(each)) for each in (node.left, node.right)}
-            if factors & _DEVICES and factors & _NODES:
-                return member.ranks
         if isinstance(node, ast.Compare) and dotted(node.comparators[0]).endswith(
             "os.environ"
         ):
@@ -256,7 +254,7 @@ class RankTests:
         """That alternative which depends on the rank, or on their number."""
         key = (*map(id, given), steps)
         if key not in self._depending:
-            members = (*_PROBES, Member(0, _FEW))
+            members = (*_PROBES, Member(0, _FEW, 1))
             differing = (each for each in given if self._differs(each, members, steps))
             self._depending[key] = next(differing, None)
         return self._depending[key]
@@ -315,6 +313,10 @@ class RankTests:
             return member.rank == member.ranks - 1
         if name in _SIZES:
             return member.ranks
+        if name in _DEVICES:
+            return member.ranks // member.nodes
+        if name in _NODES:
+            return member.nodes
         if name in _ALONE:
             return False
         # Of accelerate.
