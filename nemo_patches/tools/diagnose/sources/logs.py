@@ -380,7 +380,7 @@ _BEGINS = re.compile(
     r"sigkill_handler\] \[|with PID|\[Rank$"
 )
 _WHOLE = re.compile(
-    r"timing out$|ng out\.$|before timing out|timed out in blocking wait|"
+    r"timing out$|ng out\.$|before timing out|timed out in blocking wait|with code -?\d+\.|"
     r"last ?completed ?(?:NCCL ?)?work: ?-?\d|"
     r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}"
     r"(?:\)|TensorDtypes)|"
@@ -414,7 +414,7 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         if not begun:
             begun, begun_at, parts = line, number, 0
         is_frame = _CPP_FRAME.search(begun) is not None
-        if is_frame or _is_whole(begun) or not _BEGINS.search(begun):
+        if is_frame or not _BEGINS.search(begun) or _is_whole(begun):
             yield begun_at, begun
             begun = ""
         elif begun.endswith(("[Rank", ":", ",", "by")):
