@@ -51,6 +51,7 @@ _SIGNALS = {
     1: "SIGHUP",
 }
 _BY_OTHERS = frozenset({15, 2, 1})
+_MPICH_SIGNALS = _SIGNALS.keys() - {1, 2}  # as exit codes of its own
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(?P<code>-?\d{1,9})")
 _SRUN = re.compile(
@@ -78,10 +79,14 @@ _OF_MPIRUN = (
 )
 _SIGNALLED = r"exited on ?signal (?P<signal>\d{1,3})"
 MPIRUN = re.compile(rf"{_OF_MPIRUN}(?:{_SIGNALLED}|exiting ?improperly)")
-# mpirun's on the first process that failed, in two lines
+# mpirun's on the first process that failed, in two lines: Open MPI's, and MPICH's
 _MPI_PROCESS = re.compile(
     r"Process name: \[(?:\[\d{1,9},\d{1,9}\]|[\w.@\-]{1,200}),(?P<rank>\d{1,7})\]|"
-    r"^\s{1,8}Exit code: {1,8}(?P<code>\d{1,3})$"
+    r"^= {1,8}(?:RANK (?P<of>\d{1,7}) )?PID (?P<pid>\d{1,9}) RUNNING AT (?P<node>\S{1,80})"
+)
+_MPI_CODE = re.compile(
+    r"^(?:\s{1,8}Exit code|= {1,8}EXIT CODE): {1,8}(?P<code>\d{1,3})$|"
+    r"^(?:= {1,8}KILLED BY SIGNAL: |.{0,80} EXIT STRING: .{1,80}\(signal )(?P<signal>\d{1,3})"
 )
 # What programs write when training has come to its end, in good order.
 _FINISHED = re.compile(
@@ -118,7 +123,8 @@ _ENDS = (
             r"srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
             r"(?:Out of|cgroup out of) memory: Killed process|"
             r"exceeded (?:job )?memory limit|killed due to memory pressure|"
-            r"worker was killed due to the node running low on memory|^TERM_MEMLIMIT"
+            r"worker was killed due to the node running low on memory|^TERM_MEMLIMIT|"
+            r"was low on resource: memory|\bOOMKilled\b"
         ),
         conditions.KILLED,
         conditions.FOR_MEMORY + ": {line}",
@@ -156,6 +162,28 @@ _ENDS = (
     _End(re.compile(_OF_MPIRUN + _SIGNALLED), "", "mpirun, of node {node}"),
     _End(
         MPIRUN, conditions.FAILED, "it exited improperly, says mpirun, of node {node}"
+    ),
+    _End(
+        re.compile(
+            r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
+            r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})"
+        ),
+        conditions.FAILED,
+        "it called MPI_Abort, says mpirun",
+    ),
+    _End(
+        re.compile(
+            r"(?:^\s{0,40}(?:Exit Code|\"?exitCode\"?): {1,8}|"
+            r"^\S{1,80}-\d{1,4} exited with code |"
+            r"\bProcess (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b"
+        ),
+        "",
+        "what has started its container",
+    ),
+    _End(
+        re.compile(r"died with <Signals\.\w{1,10}: (?P<signal>\d{1,3})>"),
+        "",
+        "accelerate's launcher",
     ),
     _End(
         re.compile(r"Remote daemon: .{1,200} on node (?P<node>\S{1,200})"),
@@ -241,7 +269,7 @@ class LauncherLines:
         self._cancelled: set[str] = set()
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_lines = 0
-        self._mpi_rank = NOT_TOLD  # whose exit code may follow
+        self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
         self._terminated: list[tuple[Condition, Line]] = []
         self._is_requeued = False
@@ -303,10 +331,15 @@ class LauncherLines:
             self._sent.add((line.file, found[1] or found[2]))
 
     def _take_mpi(self, found: re.Match[str], line: Line) -> None:
-        if found["code"] and self._mpi_rank != NOT_TOLD:
-            code = _signed(found["code"])
+        rank = self._rank_of(found["pid"])
+        self._mpi_rank = int(found["rank"] or found["of"] or rank)
+
+    def _take_mpi_code(self, found: re.Match[str], line: Line) -> None:
+        code = _signed(found["code"] or "0") or -int(found["signal"] or "0")
+        if code in _MPICH_SIGNALS and line.text.startswith("="):
+            code = -code
+        if self._mpi_rank is not None:
             self._tell(_condition_of(code, "mpirun"), line, self._mpi_rank)
-        self._mpi_rank = int(found["rank"] or NOT_TOLD)
 
     def _take_cancelled(self, found: re.Match[str], line: Line) -> None:
         self._cancelled.add(line.file)
@@ -456,6 +489,7 @@ _READERS: tuple[
     (_SENT, LauncherLines._take_sent),
     (_SRUN, LauncherLines._take_srun),
     (_MPI_PROCESS, LauncherLines._take_mpi),
+    (_MPI_CODE, LauncherLines._take_mpi_code),
     (_CANCELLED, LauncherLines._take_cancelled),
 )
 

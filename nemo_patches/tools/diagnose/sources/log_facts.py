@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -31,6 +32,15 @@ _PID_AND_RANK = re.compile(
     r" )?(\d{1,7}))?"
 )
 
+# Before each line of a container's log: "2026-01-02T03:04:05.6Z stderr F "
+_STAMP = re.compile(
+    r"\d{4}-\d\d-\d\dT[\d:.]{8,18}(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?"
+)
+# Of JSON, as Docker and structured loggers write it: what has a line, or several.
+_TEXTS = re.compile(
+    "log|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|textPayload"
+)
+
 
 class Line(NamedTuple):
     """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or
@@ -50,6 +60,26 @@ class Line(NamedTuple):
     @property
     def local_rank(self) -> int:
         return NOT_TOLD if self.has_prefix else self.rank
+
+
+def said(line: str) -> str:
+    """The line without its stamp; of JSON the lines that it has in it, with the rank."""
+    line = _STAMP.sub("", line, count=1) if _STAMP.match(line) else line
+    if not line.startswith("{"):
+        return line
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    texts = [
+        text.rstrip("\n")
+        for name, text in told.items()
+        if isinstance(text, str) and _TEXTS.fullmatch(name)
+    ]
+    lines = "\n".join(texts or [line])
+    if isinstance(rank := told.get("rank"), int):
+        return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
+    return lines
 
 
 def shown(text: str) -> str:
