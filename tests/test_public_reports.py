@@ -306,17 +306,6 @@ FORMS = {
         (3,),
         READ,
     ),
-    "the one exception in the log, and the one rank that failed": Report(
-        log(*READ_TRACEBACK, *table(1)), ids.EXCEPTION, (0,), READ
-    ),
-    "a closed connection is not what made the one rank fail": Report(
-        log(
-            "Traceback (most recent call last):", *IN_PACKAGE[-3:-1], CLOSED, *table(1)
-        ),
-        ids.FIRST_FAILURE,
-        (0,),
-        ("exit code 1",),
-    ),
     "MPICH, by its signal": Report(
         log(*STARTS, HYDRA, "=   PID 102 RUNNING AT n3", "=   EXIT CODE: 9"),
         ids.KILLED,

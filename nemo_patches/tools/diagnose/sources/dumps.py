@@ -113,7 +113,9 @@ _PY_SPY = _Form(
         r"Thread (?P<tid>(?:0x)?[0-9a-fA-F]{1,16}) \((?P<state>[^)]*)\)(?:: \"(?P<name>[^\"]*)\")?"
         r"\s*$"
     ),
-    re.compile(r" {3,4}(?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)\s*$"),
+    re.compile(
+        r" {3,4}(?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)\s*$"
+    ),
 )
 _FAULTHANDLER = _Form(
     re.compile(

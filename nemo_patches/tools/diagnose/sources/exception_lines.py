@@ -402,22 +402,11 @@ class ExceptionLines:
             if root is None:
                 continue
             rank = max(key, NOT_TOLD)
-            if rank == NOT_TOLD and not root.as_error.is_of_a_collective:
-                rank = self._only_failed()
             if self._may_have_ended(rank) or root.as_error.is_of_a_collective:
                 self._tell(rank, writing)
             else:
                 logged = Condition(conditions.LOGGED, root.text, root.where)
                 self._found.add(rank, logged, root.line)
-
-    def _only_failed(self) -> int:
-        """The one rank that ended as by an exception, by its exit code, where no other failed."""
-        failed = {
-            fact.rank: fact.condition_text.startswith("exit code 1,")
-            for fact in self._found.facts.values()
-            if fact.condition_kind in (conditions.FAILED, *conditions.CAUSES)
-        }
-        return next(iter(failed)) if [*failed.values()] == [True] else NOT_TOLD
 
     def _may_have_ended(self, rank: int) -> bool:
         """Whether the launcher reports an exit code that may be this rank's, as an exception leaves
