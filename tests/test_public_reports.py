@@ -272,6 +272,22 @@ FORMS = {
         READ,
         never=(0,),
     ),
+    "JSON with objects within, as torch's error files and collectors have": Report(
+        log(
+            json.dumps(
+                {
+                    "rank": 1,
+                    "message": {"x": {"py_callstack": "\n".join(READ_TRACEBACK)}},
+                }
+            ),
+            *(json.dumps({"json": {"message": line}}) for line in prefixed(0, CLOSED)),
+            FAILED,
+        ),
+        ids.EXCEPTION,
+        (1,),
+        READ,
+        never=(0,),
+    ),
     "what is no JSON, or says nothing": Report(
         log("{", "[" * 9, '{"rank": "x"}', '{"log": 3}', *prefixed(1, *READ_TRACEBACK)),
         ids.EXCEPTION,

@@ -38,8 +38,7 @@ FAILED_LINE = re.compile(
 )  # a terminal may have wrapped it at a blank
 # Processes that torchrun ends, as others had failed
 _SENT = re.compile(
-    r"[Ss]ending process (\d{1,9}) closing signal |"
-    r"[Pp]rocess (\d{1,9}) via \S{1,20}, forcefully exiting"
+    r"ending process (\d{1,9}) closing signal |rocess (\d{1,9}) via \S{1,20}, forcefully exiting"
 )
 _SIGNALS = {
     9: "SIGKILL",
@@ -119,12 +118,10 @@ class _End(NamedTuple):
 _ENDS = (
     _End(
         re.compile(
-            r"oom[_-]kill event|"
-            r"srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
-            r"(?:Out of|cgroup out of) memory: Killed process|"
-            r"exceeded (?:job )?memory limit|killed due to memory pressure|"
-            r"worker was killed due to the node running low on memory|^TERM_MEMLIMIT|"
-            r"was low on resource: memory|\bOOMKilled\b"
+            r"oom[_-]kill event|tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
+            r"ut of memory: Killed process|exceeded (?:job )?memory limit|"
+            r"killed due to (?:memory pressure|the node running low on memory)|"
+            r"TERM_MEMLIMIT|low on resource: memory|OOMKilled"
         ),
         conditions.KILLED,
         conditions.FOR_MEMORY + ": {line}",
@@ -173,9 +170,8 @@ _ENDS = (
     ),
     _End(
         re.compile(
-            r"(?:^\s{0,40}(?:Exit Code|\"?exitCode\"?): {1,8}|"
-            r"^\S{1,80}-\d{1,4} exited with code |"
-            r"\bProcess (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b"
+            r"(?:Exit Code: {2,8}|exitCode\"?: |-\d{1,4} exited with code |"
+            r"Process (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b"
         ),
         "",
         "what has started its container",

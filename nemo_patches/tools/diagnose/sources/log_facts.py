@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ _STAMP = re.compile(
 )
 # Of JSON, as Docker and structured loggers write it: what has a line, or several.
 _TEXTS = re.compile(
-    "log|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|textPayload"
+    "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
+    "textPayload"
 )
 
 
@@ -64,22 +66,26 @@ class Line(NamedTuple):
 
 def said(line: str) -> str:
     """The line without its stamp; of JSON the lines that it has in it, with the rank."""
-    line = _STAMP.sub("", line, count=1) if _STAMP.match(line) else line
+    if stamp := _STAMP.match(line):
+        line = line[stamp.end() :]
     if not line.startswith("{"):
         return line
     try:
         told = json.loads(line)
+        lines = "\n".join(_texts_in(told)) or line
     except (ValueError, RecursionError):
         return line
-    texts = [
-        text.rstrip("\n")
-        for name, text in told.items()
-        if isinstance(text, str) and _TEXTS.fullmatch(name)
-    ]
-    lines = "\n".join(texts or [line])
     if isinstance(rank := told.get("rank"), int):
         return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
     return lines
+
+
+def _texts_in(told: dict[str, object]) -> Iterator[str]:
+    for name, value in told.items():
+        if isinstance(value, dict):
+            yield from _texts_in(value)
+        elif isinstance(value, str) and _TEXTS.fullmatch(name):
+            yield value.rstrip("\n")
 
 
 def shown(text: str) -> str:

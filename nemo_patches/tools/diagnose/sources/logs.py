@@ -371,7 +371,8 @@ def _rank_of_folder(path: Path) -> int:
 
 def _pieces(line: bytes) -> Iterator[str]:
     """Split what progress bars, or processes that write at once, have put into one line."""
-    for part in re.split("[\r\n]", said(line.decode("utf-8", "replace").rstrip("\r"))):
+    text = said(line.decode("utf-8", "replace").rstrip("\r"))
+    for part in text.replace("\r", "\n").split("\n"):
         text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE])[:_LONGEST_LINE].rstrip()
         text = _QUOTED.sub("", text)
         if text.count("ProcessGroupNCCL") > 1:
