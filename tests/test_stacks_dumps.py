@@ -252,10 +252,32 @@ Traceback (most recent call first):
 """
 
 
-def test_gdb(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["/venv", "/opt/torch/.venv", "/data/nemo/env"])
+def test_gdb(folder: str, tmp_path: Path) -> None:
+    """An environment in a folder that is named after a package is not that package."""
     file = tmp_path / "rank3.txt"
-    file.write_text(GDB[GDB.index("Thread 1") :])
+    text = GDB.replace("/venv", folder)
+    file.write_text(text[text.index("Thread 1") :])
     assert of(told_by(file).facts, 3, Place).wait == "all_reduce of main (train.py:80)"
+
+
+@pytest.mark.parametrize(
+    ("torch", "is_torchs"),
+    [
+        ("/opt/torch/.venv/lib/python3.12/site-packages/torch", True),
+        ("/usr/lib/python3/dist-packages/torch", True),
+        ("/opt/pytorch/torch", True),  # its sources
+        ("/tmp/site/torch", True),  # pip's --target
+        ("torch", True),  # py-spy, within a folder of sys.path
+        ("/home/me/torch/asr", False),
+        ("/opt/torch/.venv/lib/python3.12/site-packages/asr", False),
+    ],
+)
+def test_a_file_is_torchs_in_its_package_and_not_in_any_folder_of_that_name(
+    torch: str, is_torchs: bool
+) -> None:
+    backward = Frame("_engine_run_backward", f"{torch}/autograd/graph.py", 869)
+    assert bool(places.place([backward]).collective) == is_torchs
 
 
 SEGFAULT = """\

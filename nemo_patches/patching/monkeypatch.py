@@ -24,7 +24,7 @@ from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.start_lines import StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.rank_log import report
+from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 from nemo_patches.sync.settings import STOCK, Settings, SettingsError
 from nemo_patches.watch import subscriber
 
@@ -273,7 +273,16 @@ class Patching:
                 if exists:
                     reason = "not imported yet; it is patched when it is"
                 self.skipped[target] = left.get(target, reason)
-        self._lines.collection_complete(self.skipped, left)
+        try:
+            self._lines.collection_complete(self.skipped, left)
+        except Exception as error:  # what is patched is so, whatever comes of the lines
+            if raised_by_signal_handler(error):
+                raise
+            names = ", ".join(map(str, self.patched)) or "nothing"
+            text = (
+                f"patched: {names}; saying more has failed, please report it: {error!r}"
+            )
+            report(logging.ERROR, text)
 
 
 this_process = Patching()

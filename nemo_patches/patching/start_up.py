@@ -103,9 +103,7 @@ class _Finder:
             if not is_ours(error):
                 raise
             self._failed = True
-            say_error(
-                f"not patched, NeMo runs as stock: {type(error).__name__}: {error}"
-            )
+            say_error(f"{_left_as()}: {type(error).__name__}: {error}")
 
     def _wrapped(self, name: str, loader: "Any") -> "Any":
         util = sys.modules.get("importlib.util")
@@ -161,6 +159,14 @@ def _may_be_a_rank(name: str) -> bool:
         ):
             return False
     return name != TORCH or not any(module in sys.modules for module in _IMPORTS_TORCH)
+
+
+def _left_as() -> str:
+    """How an error of ours leaves NeMo: as it is, for the other ranks may be so, too."""
+    patching = sys.modules.get("nemo_patches.patching.monkeypatch")
+    if patching is not None and patching.this_process.patched:
+        return "patching has ended, what is patched stays so"
+    return "not patched, NeMo runs as stock"
 
 
 _finder = _Finder()

@@ -71,7 +71,10 @@ class Target:
         warning.
         """
         owner: Any = getattr(module, self.owner, None)
-        return cast("type | None", inspect.unwrap(owner))
+        # Not inspect.unwrap(): from Python 3.11.8 on it takes a class's wrapper for the class.
+        while not issubclass(type(owner), type) and hasattr(owner, "__wrapped__"):
+            owner = owner.__wrapped__
+        return cast("type | None", owner)
 
     def nothing_to_bound(self, module: ModuleType) -> str:
         """Why there is nothing to patch: HAS_DIFF, or NO_REDUCE; empty where NeMo's reduce is."""

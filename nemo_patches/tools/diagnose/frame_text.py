@@ -11,7 +11,8 @@ from nemo_patches.text import safe
 _SHOWN_FRAMES = 3
 _LONGEST = 300
 _FRAMEWORKS = re.compile(
-    r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<|/(?:torch|torchrun|ray|lightning\w*|pytorch_lightning|nemo|"
+    r"/lib(?:64)?/python3[^/]*/(?!(?:site|dist)-packages/)|^<|"
+    r"/(?:site|dist)-packages/(?:torch|torchrun|ray|lightning\w*|pytorch_lightning|nemo|"
     r"hydra|accelerate|deepspeed|transformers|wrapt|contextlib|decorator|lightning_utilities)/"
 )
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[^/]*/|^<")

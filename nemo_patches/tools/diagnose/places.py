@@ -45,7 +45,11 @@ _LOADER_FUNCTIONS = {
 }
 _WORKER_FILES = ("utils/data/_utils/worker.py", "multiprocessing/")
 _LOADER_FILES = ("utils/data/", "multiprocessing/queue.py")
-_TORCH = re.compile(r"(?:^|/)torch/(.*)$")
+# An environment, or code of the user's, may be in a folder of that name.
+_TORCH = re.compile(
+    r"(?:(?:^|/(?:site|dist)-packages/)torch/|/torch/(?=(?:distributed|nn|autograd|utils|cuda|"
+    r"_dynamo|_inductor|onnx|export|jit)/|serialization\.py))(.*)$"
+)
 _STDLIB_WAITS = re.compile(
     r"threading\.py|selectors\.py|queue\.py|multiprocessing/|concurrent/futures|asyncio/"
 )
