@@ -140,9 +140,9 @@ class _Error:
         return frame_text.where(self.frames)
 
     @property
-    def has_others(self) -> bool:
+    def is_group(self) -> bool:
         """Whether those that follow tell what happened."""
-        return "Caught " in self.message or self.type.endswith("ExceptionGroup")
+        return self.type.endswith("ExceptionGroup")
 
 
 @dataclass
@@ -275,7 +275,7 @@ class ExceptionLines:
         writing = self._writing.get(key)
         # Of a data loader's worker, or a task: beneath the frames that waited for it
         last = writing.last if writing else None
-        is_inner = "Original" in text or (last is not None and last.has_others)
+        is_inner = "Original" in text or (last is not None and last.is_group)
         if writing and writing.last and not is_inner and not writing.was_caused:
             self._end(key)  # of another exception
             writing = None
@@ -285,7 +285,7 @@ class ExceptionLines:
                 writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
-        awaits = writing.last is None or writing.last.has_others
+        awaits = writing.last is None or writing.last.is_group
         if frame := _FRAME.match(text) or _RICH_FRAME.match(text):
             writing.frames.append((frame[1], frame[2], frame[3]))
             writing.has_frames = True
@@ -317,7 +317,7 @@ class ExceptionLines:
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
         last = writing.last
-        is_inner = last is not None and last.has_others
+        is_inner = last is not None and (last.is_group or "Caught " in last.message)
         if writing.was_caused:
             is_inner = False
         if writing.root is None or is_inner:
