@@ -75,7 +75,7 @@ def said(line: str) -> str:
         lines = "\n".join(_texts_in(told)) or line
     except (ValueError, RecursionError):
         return line
-    if isinstance(rank := told.get("rank"), int):
+    if type(rank := told.get("rank")) is int:
         return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
     return lines
 
