@@ -20,9 +20,15 @@ from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
-# Torch 2.7 and later.
+
+
+def _is_exporting_in_torch_2_6() -> bool:
+    """Not a strict export, which is a compilation to torch 2.6, and to us."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+
 is_exporting: Callable[[], bool] = getattr(
-    torch.compiler, "is_exporting", lambda: False
+    torch.compiler, "is_exporting", _is_exporting_in_torch_2_6
 )
 
 
