@@ -185,7 +185,256 @@ def labelled(form: str, ranks: tuple[int, ...], *lines: str) -> tuple[str, ...]:
     return tuple(form.format(rank) + line for rank in ranks for line in lines)
 
 
-LOGS = {
+def in_group(*lines: str) -> tuple[str, ...]:
+    """As Python prints an ExceptionGroup of one task's exception."""
+    return (
+        "  + Exception Group Traceback (most recent call last):",
+        '  |   File "/job/train.py", line 80, in main',
+        "  |     async with TaskGroup() as group:",
+        '  |   File "/usr/lib/python3.11/asyncio/taskgroups.py", line 145, in __aexit__',
+        "  |     raise me from None",
+        "  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)",
+        "  +-+---------------- 1 ----------------",
+        *(f"    | {line}" for line in lines),
+        "    +------------------------------------",
+    )
+
+
+def in_json(*lines: str, **more: object) -> tuple[str, ...]:
+    """As Docker's json-file driver writes them."""
+    return tuple(
+        json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "T", **more})
+        for line in lines
+    )
+
+
+def stamped(form: str, *lines: str) -> tuple[str, ...]:
+    """form: of the time before each line, with its number."""
+    return tuple(form.format(number) + line for number, line in enumerate(lines, 10))
+
+
+CONTAINERS = "2026-09-01T07:00:{}.484018001Z stderr F "
+CLOSED = "RuntimeError: [/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+HYDRA = "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES"
+READ = ("a.wav is empty", "read (data.py:41)")
+FORMS = {
+    "an exception group": Report(
+        log(*prefixed(1, *in_group(*READ_TRACEBACK))),
+        ids.EXCEPTION,
+        (1,),
+        ("Rank 1 raised ValueError", *READ, "main (train.py:80)"),
+    ),
+    "an exception group in another one, without a rank": Report(
+        log(
+            *in_group(
+                "Exception Group Traceback (most recent call last):",
+                '  File "/job/io.py", line 9, in load',
+                "ExceptionGroup: 2 shards (2 sub-exceptions)",
+            )[:-1],
+            "    +-+---------------- 1 ----------------",
+            "      | ValueError: a.wav is empty",
+            "      +---------------- 2 ----------------",
+            "      | OSError: b.wav is missing",
+            "      +------------------------------------",
+            FAILED,
+        ),
+        ids.EXCEPTION,
+        (),
+        ("raised ValueError: a.wav is empty", "load (io.py:9) < main (train.py:80)"),
+    ),
+    "JSON of Docker": Report(
+        log(*in_json(*prefixed(0, CLOSED), *prefixed(1, *READ_TRACEBACK))),
+        ids.EXCEPTION,
+        (1,),
+        READ,
+        ("stream",),
+    ),
+    "JSON of Docker, and nemo_patches' own line": Report(
+        log(
+            *in_json(
+                "nemo_patches WARNING [rank 0/2 n0] no step for 60 s. rank 1 (n1, pid 33): read"
+                " (data.py:41) < main (train.py:80) | rank 0 (n0, pid 32): barrier, in save"
+                " (train.py:9)"
+            )
+        ),
+        ids.MISSING_RANK,
+        (1,),
+        ("read (data.py:41)",),
+    ),
+    "JSON of a logger, with a whole traceback and the rank": Report(
+        log(
+            json.dumps({"rank": 1, "exception": "\n".join(READ_TRACEBACK)}),
+            json.dumps({"rank": 0, "message": CLOSED}),
+            FAILED,
+        ),
+        ids.EXCEPTION,
+        (1,),
+        READ,
+        never=(0,),
+    ),
+    "JSON with objects within, as torch's error files and collectors have": Report(
+        log(
+            json.dumps(
+                {
+                    "rank": 1,
+                    "message": {"x": {"py_callstack": "\n".join(READ_TRACEBACK)}},
+                }
+            ),
+            *(json.dumps({"json": {"message": line}}) for line in prefixed(0, CLOSED)),
+            FAILED,
+        ),
+        ids.EXCEPTION,
+        (1,),
+        READ,
+        never=(0,),
+    ),
+    "what is no JSON, or says nothing": Report(
+        log("{", "[" * 9, '{"rank": "x"}', '{"log": 3}', *prefixed(1, *READ_TRACEBACK)),
+        ids.EXCEPTION,
+        (1,),
+        READ,
+    ),
+    "times of containers before the launcher's labels": Report(
+        log(
+            *stamped(
+                CONTAINERS, *labelled("[default{}]:", (1,), *READ_TRACEBACK), FAILED
+            )
+        ),
+        ids.EXCEPTION,
+        (1,),
+        READ,
+    ),
+    "the journal's times": Report(
+        log(
+            *stamped("Sep 01 07:00:{} node1 python[123]: ", *READ_TRACEBACK),
+            FAILED,
+        ),
+        ids.EXCEPTION,
+        (),
+        READ,
+    ),
+    "SageMaker's labels": Report(
+        log(
+            *labelled("[1,mpirank:{},algo-1]<stderr>:", (3,), *READ_TRACEBACK),
+            "MPI_ABORT was invoked on rank 3 in communicator MPI_COMM_WORLD",
+        ),
+        ids.EXCEPTION,
+        (3,),
+        READ,
+    ),
+    "MPICH, by its signal": Report(
+        log(*STARTS, HYDRA, "=   PID 102 RUNNING AT n3", "=   EXIT CODE: 9"),
+        ids.KILLED,
+        (2,),
+        ("SIGKILL, says mpirun",),
+    ),
+    "MPICH, by a signal in words": Report(
+        log(
+            HYDRA,
+            "=   PID 102 RUNNING AT n3",
+            "=   EXIT CODE: 137",
+            "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)",
+        ),
+        ids.KILLED,
+        (),
+        ("SIGKILL, says mpirun",),
+    ),
+    "MPICH, by an exit code": Report(
+        log(HYDRA, "=   PID 102 RUNNING AT n3", "=   EXIT CODE: 1"),
+        ids.FIRST_FAILURE,
+        (),
+        ("exit code 1, says mpirun",),
+    ),
+    "Intel's MPI": Report(
+        log(
+            HYDRA,
+            "=   RANK 1 PID 23 RUNNING AT n3",
+            "=   KILLED BY SIGNAL: 9 (Killed)",
+            *prefixed(0, CLOSED),
+        ),
+        ids.KILLED,
+        (1,),
+        ("SIGKILL, says mpirun",),
+        never=(0,),
+    ),
+    "MPI_ABORT of Open MPI": Report(
+        log("MPI_ABORT was invoked on rank 2 in communicator MPI_COMM_WORLD"),
+        ids.FIRST_FAILURE,
+        (2,),
+        ("it called MPI_Abort",),
+    ),
+    "MPI_ABORT in another communicator": Report(
+        log(
+            "MPI_ABORT was invoked on rank 0 in communicator MPI COMMUNICATOR 3",
+            *timed_out(1, 9, "ALLREDUCE", 4096, "0"),
+        ),
+        ids.WAITED_IN_VAIN,
+        (),
+        never=(0,),
+    ),
+    "MPI_Abort of MPICH": Report(
+        log("application called MPI_Abort(MPI_COMM_WORLD, -1) - process 2"),
+        ids.FIRST_FAILURE,
+        (2,),
+        ("it called MPI_Abort",),
+    ),
+    "kubectl, of want of memory": Report(
+        log(
+            *prefixed(0, CLOSED),
+            "    State:          Terminated",
+            "      Reason:       OOMKilled",
+            "      Exit Code:    137",
+        ),
+        ids.OUT_OF_MEMORY,
+        (),
+        ("OOMKilled",),
+        never=(0,),
+    ),
+    "kubectl, of an exit code": Report(
+        log("      Reason:       Error", "      Exit Code:    137"),
+        ids.KILLED,
+        (),
+        ("SIGKILL",),
+    ),
+    "kubectl, of a container that ended well": Report(
+        log(*prefixed(1, *READ_TRACEBACK), "      Exit Code:    0"), ids.EXCEPTION, (1,)
+    ),
+    "a pod that was evicted": Report(
+        log(
+            "Message:  The node was low on resource: memory. Threshold quantity: 100Mi"
+        ),
+        ids.OUT_OF_MEMORY,
+        (),
+        ("low on resource",),
+    ),
+    "docker compose": Report(
+        log("trainer-1  | loss 3.1", "trainer-1 exited with code 137"),
+        ids.KILLED,
+        (),
+        ("SIGKILL",),
+    ),
+    "accelerate": Report(
+        log(
+            "subprocess.CalledProcessError: Command 'x' died with <Signals.SIGKILL: 9>."
+        ),
+        ids.KILLED,
+        (),
+        ("SIGKILL, says accelerate's launcher",),
+    ),
+    "a scheduler's line after frames is no exception": Report(
+        log(
+            *READ_TRACEBACK[:2],
+            "srun: error: n1: task 0: Exited with exit code 1",
+        ),
+        ids.FIRST_FAILURE,
+        (),
+        ("exit code 1, says Slurm",),
+        ("srun: error",),
+    ),
+}
+
+
+LOGS = FORMS | {
     "all but one timed out, and the launcher ended that one": Report(
         log(*ALL_BUT_ONE, CLOSING, *table(-6, -15, -6, -6)),
         ids.WAITED_IN_VAIN,
@@ -1112,6 +1361,41 @@ STACKS = {
         (),
         ("rank 0 in barrier", "rank 1 in all_reduce"),
     ),
+}
+
+
+def dumped(rank: int, pid: int) -> list[str]:
+    """Of ranks of which the one with number 1 reads a file."""
+    place = READS if rank == 1 else ALL_REDUCE
+    return py_spy(pid, main_thread(pid, place)).splitlines()
+
+
+STACKS |= {
+    f"three processes, told apart by {name}": Report(
+        log(*lines), ids.MISSING_RANK, (1,), ("read_table (my_hooks.py:7)",)
+    )
+    for name, lines in {
+        "their pids, beneath a container's times": stamped(
+            CONTAINERS, *(line for rank in range(3) for line in dumped(rank, 70 + rank))
+        ),
+        "labels in JSON": in_json(
+            *(
+                f"[default{rank}]:{line}"
+                for rank in range(3)
+                for line in dumped(rank, 7)
+            )
+        ),
+        "headings with a pod": [
+            line
+            for rank in range(3)
+            for line in (f"=== pod-{rank} ===", *dumped(rank, 7))
+        ],
+        "headings of tail": [
+            line
+            for rank in range(3)
+            for line in (f"==> out/rank_{rank}.txt <==", *dumped(rank, 7))
+        ],
+    }.items()
 }
 
 

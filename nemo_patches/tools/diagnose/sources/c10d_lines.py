@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from nemo_patches.judging.judge import Entry
 from nemo_patches.text import safe
@@ -98,150 +97,125 @@ _STACK_BEGINS = re.compile(r"Stack trace of the failed collective(?!.*not found)
 _FRAME_OF_FAILED = re.compile(
     r"(?:\[rank\d{1,7}\]: ?)?#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})$"
 )
-# torch's own reports: words, pattern, and what the ranks in its group "missing" had not come to.
-# Those in its group "joined" had.
+# torch's own reports: what the ranks in the group "missing" had not come to, and the pattern. Those
+# in its group "joined" had.
 _REPORTS = (
     (
-        "lagging ranks",
-        re.compile(r"ranks? \[(?P<missing>[\d, -]{1,2000})\] are the lagging ranks"),
         "any collective",
+        re.compile(r"ranks? \[(?P<missing>[\d, -]{1,2000})\] are the lagging ranks"),
     ),
     (
-        "didn't join",
+        "the next collective",
         re.compile(
             r"\[(?P<missing>[\d, -]{1,2000})\] finished coll.{0,40} didn't join"
         ),
-        "the next collective",
     ),
     (
-        "joined but",
+        "",
         re.compile(
             r"\[(?P<joined>[\d, -]{1,2000})\] joined but didn't finish collective"
         ),
-        "",
     ),
     (
-        "to pass monitoredBarrier",
-        re.compile(
-            r"(?:\[Rank (?P<joined>\d{1,7})\]: )?Ranks? (?P<missing>[\d, ]{1,20000}) failed to pass"
-        ),
         "monitored_barrier",
+        re.compile(
+            r"(?:\[Rank (?P<joined>\d{1,7})\]: )?Ranks? (?P<missing>[\d, ]{1,20000}) failed to"
+            r" pass monitoredBarrier"
+        ),
     ),
     (
-        "reached monitoredBarrier",
-        re.compile(r"Rank (?P<joined>\d{1,7}) successfully reached"),
         "",
+        re.compile(r"Rank (?P<joined>\d{1,7}) successfully reached monitoredBarrier"),
     ),
     # fr_trace's; who was expected is in the line after who is missing
     (
-        "missing ranks: {",
-        re.compile(r"missing ranks: \{(?P<missing>[\d, ]{1,20000})\}"),
         "a collective, by fr_trace",
+        re.compile(r"missing ranks: \{(?P<missing>[\d, ]{1,20000})\}"),
     ),
-    (
-        "expected ranks: {",
-        re.compile(r"expected ranks: \{(?P<joined>[\d, ]{1,20000})\}"),
-        "",
-    ),
+    ("", re.compile(r"expected ranks: \{(?P<joined>[\d, ]{1,20000})\}")),
 )
-# Words, pattern, and the condition that it tells: of the rank in its group "rank", else of the
-# line's.
+# What lines tell of the rank in the group "rank", else of the line's.
 _CONDITIONS = (
     (
-        "gai error",
         re.compile(
-            r"(?:network addresses of \(?(?P<at>[^,)]{1,200})[^)]{0,40}\)? cannot be retrieved )?"
-            r"\(gai error: (?P<why>-?\d{1,4}[^)]{0,80})"
+            r"^(?=.*\(gai error: )(?:.*network addresses of \(?(?P<at>[^,)]{1,200})[^)]{0,40}\)?"
+            r" cannot be retrieved )?.*?\(gai error: (?P<why>-?\d{1,4}[^)]{0,80})"
         ),
-        conditions.UNRESOLVED,
-        "{at}: {why}",
+        Condition(conditions.UNRESOLVED, "{at}: {why}"),
     ),
     (
-        "due to timeout",  # torch 2.15's nccl2 says no more than this
-        re.compile(
+        re.compile(  # torch 2.15's nccl2 says no more than this
             r"\[rank=(?P<rank>\d{1,7})\](?:\[name=(?P<name>[^\]]{1,40})\])? ?Aborting process on"
             r" rank \d{1,7} due to timeout"
         ),
-        conditions.WAITED,
-        "a collective of group {name} timed out",
+        Condition(conditions.WAITED, "a collective of group {name} timed out"),
     ),
     (
-        "seconds waiting for",
         re.compile(
             r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\."
             r" (?P<came>\d{1,7})/(?P<size>\d{1,7}) "
         ),
-        conditions.WAITED,
-        f"{conditions.AT_START}: {{came}} of {{size}} ranks had joined its store",
+        Condition(
+            conditions.WAITED,
+            f"{conditions.AT_START}: {{came}} of {{size}} ranks had joined its store",
+        ),
     ),
-    ("loo", GLOO, conditions.WAITED, "{error}"),
-    ("pair closure", GLOO, conditions.WAITED, "{error}"),
-    ("loo", GLOO_CLOSED, conditions.CUT, "{error}"),
+    (GLOO, Condition(conditions.WAITED, "{error}")),
+    (GLOO_CLOSED, Condition(conditions.CUT, "{error}")),
     (
-        "Duplicate GPU",
         re.compile(
             r"Duplicate GPU detected : rank (?P<first>\d{1,7}) and rank"
             r" (?P<second>\d{1,7}) both on CUDA device (?P<device>\w{1,20})"
         ),
-        conditions.RAISED,
-        "Duplicate GPU: ranks {first} and {second} both use CUDA device {device}",
+        Condition(
+            conditions.RAISED,
+            "Duplicate GPU: ranks {first} and {second} both use CUDA device {device}",
+        ),
     ),
     (
-        "client socket has timed out",
         CONNECTING,
-        conditions.WAITED,
-        f"{conditions.AT_START}: it could not connect to the store at {{at}}",
+        Condition(
+            conditions.WAITED,
+            f"{conditions.AT_START}: it could not connect to the store at {{at}}",
+        ),
     ),
 )
 # Likewise, of lines with a rank alone.
-_FATES_OF_RANKS = (
+_OF_RANKS = (
     (
-        "emote",
         re.compile(_GONE),
-        conditions.CUT,
-        "remote process exited, or a network error",
+        Condition(conditions.CUT, "remote process exited, or a network error"),
     ),
     (
-        ">",
         re.compile(
-            rf"(?={_GONE}|(?!.*NCCL INFO).*(?:socketProgress|NET/)).*?"
+            rf"^(?:(?={_GONE})|(?!.*NCCL INFO)(?=.*(?:socketProgress|NET/))).*?"
             r"(?:[Pp]eer|from) (?P<peer>[\w.:\-]{1,200}<\d{1,6}>)"
         ),
-        conditions.CUT,
-        "remote process exited, or a network error; its peer: {peer}",
+        Condition(
+            conditions.CUT,
+            "remote process exited, or a network error; its peer: {peer}",
+        ),
     ),
     (
-        "CUDA error: ",
         re.compile(
             r"thread terminated with exception: (?P<error>CUDA error: .{1,200}?)(?:CUDA kernel|$)"
         ),
-        conditions.RAISED,
-        "{error}",
-    ),
-    *(
-        (
-            words,
-            re.compile(re.escape(words)),
-            conditions.WAITED,
-            "its NCCL operations failed, or timed out",
-        )
-        for words in (
-            "Some NCCL operations have failed",
-            "To avoid data inconsistency",
-            "watchdog thread terminated with exception",
-        )
-    ),
-    *(
-        (words, STUCK_WATCHDOG, conditions.STUCK, "its NCCL watchdog got stuck")
-        for words in ("got stuck", "eartbeat", "watchdog hang")
+        Condition(conditions.RAISED, "{error}"),
     ),
     (
-        "dump signal from",
+        re.compile(
+            "Some NCCL operations have failed|To avoid data inconsistency|"
+            "watchdog thread terminated with exception"
+        ),
+        Condition(conditions.WAITED, "its NCCL operations failed, or timed out"),
+    ),
+    (STUCK_WATCHDOG, Condition(conditions.STUCK, "its NCCL watchdog got stuck")),
+    (
         re.compile("Observed flight recorder dump signal from"),
-        conditions.HEARD,
-        "",
+        Condition(conditions.HEARD),
     ),
 )
+_OF_EITHER = (*_CONDITIONS, *_OF_RANKS)
 
 
 @dataclass(frozen=True)
@@ -297,16 +271,15 @@ class C10dLines:
         text = line.text
         if self._stack_of is not None:
             self._take_frame(line)
-        for words, pattern, take in _READERS:
-            if words in text and (found := pattern.search(text)):
+        for pattern, take in _READERS:
+            if found := pattern.search(text):
                 take(self, found, line)
-        for words, pattern, title in _REPORTS:
-            if words in text and (found := pattern.search(text)):
+        for title, pattern in _REPORTS:
+            if found := pattern.search(text):
                 self._take_report(found.groupdict(""), title, line)
-        of_rank = _FATES_OF_RANKS if line.rank >= 0 else ()
-        for words, pattern, kind, told in (*_CONDITIONS, *of_rank):
-            if words in text and (found := pattern.search(text)):
-                self._take_condition(found.groupdict(""), Condition(kind, told), line)
+        for pattern, told in _CONDITIONS if line.rank < 0 else _OF_EITHER:
+            if found := pattern.search(text):
+                self._take_condition(found.groupdict(""), told, line)
 
     def _take_condition(
         self, told: dict[str, str], condition: Condition, line: Line
@@ -327,6 +300,11 @@ class C10dLines:
         for each in ranks:
             self._found.add(each, Condition(condition.kind, text), line)
 
+    def _waited(
+        self, rank: int, text: str, line: Line, own: bool = True, where: str = ""
+    ) -> None:
+        self._found.add(rank, Condition(conditions.WAITED, text, where), line, own)
+
     def _take_report(self, told: dict[str, str], title: str, line: Line) -> None:
         missing = ranks_in(told.get("missing", ""))
         for rank in missing:
@@ -342,7 +320,7 @@ class C10dLines:
         number = int(found[1]) if found[1] else NOT_TOLD
         size = _size(found[3], found[4])
         one = _TimedOut(line.rank, number, safe(found[2]), size, line)
-        self._found.add(line.rank, Condition(conditions.WAITED, str(one)), line)
+        self._waited(line.rank, str(one), line)
         self._timeouts[line.rank].setdefault(number, one)
 
     def _take_status(self, found: re.Match[str], line: Line) -> None:
@@ -355,7 +333,7 @@ class C10dLines:
         one = _TimedOut(line.rank, number, "", "", line)
         self._groups.setdefault((line.rank, number), _group_of(line.text))
         self._unnamed.setdefault(line.rank, one)
-        self._found.add(line.rank, Condition(conditions.WAITED, str(one)), line)
+        self._waited(line.rank, str(one), line)
 
     def _note_enqueued(self, line: Line, enqueued: int, completed: int) -> None:
         key = _group_of(line.text), line.rank
@@ -371,25 +349,21 @@ class C10dLines:
         enqueued, completed = map(int, numbers)
         if other:
             text = "a collective timed out, which it told others"
-            self._found.add(
-                int(other), Condition(conditions.WAITED, text), line, own=False
-            )
+            self._waited(int(other), text, line, own=False)
         if line.rank < 0:
             return
         self._note_enqueued(line, enqueued, completed)
         if is_own:
             if enqueued > completed >= 0:
                 self._note_number(line, completed + 1)
-            self._found.add(
-                line.rank, Condition(conditions.WAITED, "a collective timed out"), line
-            )
+            self._waited(line.rank, "a collective timed out", line)
         elif enqueued <= completed:
             self._found.add(line.rank, Condition(conditions.HEARD), line)
         elif completed >= 0:
             text = (
                 f"in number {completed + 1}, when another rank's collective timed out"
             )
-            self._found.add(line.rank, Condition(conditions.WAITED, text), line)
+            self._waited(line.rank, text, line)
 
     def _take_parameters(self, found: re.Match[str], line: Line) -> None:
         """Which rank is the odd one, only all ranks' messages tell: each compares itself with one
@@ -398,8 +372,7 @@ class C10dLines:
         for rank, count in ((int(found[1]), found[2]), (int(found[3]), found[4])):
             entry = Entry(rank, OF_MODEL, 0, "", f"{count} parameters")
             self._found.add(rank, entry, line, own=rank == int(found[1]))
-            waited = Condition(conditions.WAITED, "DDP found unlike models")
-            self._found.add(rank, waited, line, own=False)
+            self._waited(rank, "DDP found unlike models", line, own=False)
 
     def _take_fingerprints(self, first: re.Match[str], line: Line) -> None:
         """Ranks that torch's debug wrapper found in different collectives: each waits for the
@@ -419,8 +392,7 @@ class C10dLines:
                 kind, size = f"{kind} of {size}", ""
             entry = Entry(rank, _CHECKED, number, kind, size)
             self._found.add(rank, entry, line, own=False)
-            waited = Condition(conditions.WAITED, "torch found unlike collectives")
-            self._found.add(rank, waited, line, own=False)
+            self._waited(rank, "torch found unlike collectives", line, own=False)
 
     def _take_unique_id(self, unique: re.Match[str], line: Line) -> None:
         """A rank waits for the first rank of its group to publish the communicator's id: that one
@@ -445,8 +417,7 @@ class C10dLines:
         barrier.waiting.add(rank)
         if found[1].startswith("Timed"):
             text = f"{came} of {size} ranks had come to the store based barrier"
-            waited = Condition(conditions.WAITED, f"{conditions.AT_START}: {text}")
-            self._found.add(rank, waited, line)
+            self._waited(rank, f"{conditions.AT_START}: {text}", line)
 
     def _take_passed(self, passed: re.Match[str], line: Line) -> None:
         for barrier in self._barriers.values():
@@ -469,8 +440,7 @@ class C10dLines:
         self._stack_of, self._stack = None, []
         if line is not None and stack and line.rank >= 0:
             where = frame_text.where(stack)
-            waited = Condition(conditions.WAITED, "a collective timed out", where)
-            self._found.add(line.rank, waited, line)
+            self._waited(line.rank, "a collective timed out", line, where=where)
 
     # At the end of a launch.
 
@@ -556,16 +526,16 @@ class C10dLines:
             evidence.groups.setdefault(group, set()).add(rank)
 
     def _finish_reports(self) -> None:
-        came = Condition(conditions.WAITED, "it had come, by torch's report")
+        came = "it had come, by torch's report"
         for rank, line in self._joined.items():
-            self._found.add(rank, came, line, own=False)
+            self._waited(rank, came, line, own=False)
         waits = any(
             one.condition_kind == conditions.WAITED
             for one in self._found.facts.values()
         )
         for rank, (title, line) in self._lagging.items():
             if not waits:  # who does, the report does not say
-                self._found.add(NOT_TOLD, came, line, own=False)
+                self._waited(NOT_TOLD, came, line, own=False)
             if rank not in self._joined:
                 missing = Condition(conditions.MISSING, f"to {title}")
                 self._found.add(rank, missing, line, own=False)
@@ -590,20 +560,18 @@ class C10dLines:
                     )
 
 
-_Reader: TypeAlias = tuple[
-    str, re.Pattern[str], Callable[[C10dLines, re.Match[str], Line], None]
-]
-# Words that the line has, its pattern, and the method that takes it.
-_READERS: tuple[_Reader, ...] = (
-    ("WorkNCCL", _TIMEOUT, C10dLines._take_timeout),
-    ("nqueued", _STATUS, C10dLines._take_status),
-    ("dump", _SIGNAL, C10dLines._take_signal),
-    ("FingerPrint", _FINGERPRINT, C10dLines._take_fingerprints),
-    ("inconsistent", _PARAMETERS, C10dLines._take_parameters),
-    ("store based barrier", BARRIER, C10dLines._take_barrier),
-    ("store-based barrier", _BARRIER_PASSED, C10dLines._take_passed),
-    ("ncclUniqueId", UNIQUE_ID, C10dLines._take_unique_id),
-    ("of the failed", _STACK_BEGINS, C10dLines._begin_stack),
+_READERS: tuple[
+    tuple[re.Pattern[str], Callable[[C10dLines, re.Match[str], Line], None]], ...
+] = (
+    (_TIMEOUT, C10dLines._take_timeout),
+    (_STATUS, C10dLines._take_status),
+    (_SIGNAL, C10dLines._take_signal),
+    (_FINGERPRINT, C10dLines._take_fingerprints),
+    (_PARAMETERS, C10dLines._take_parameters),
+    (BARRIER, C10dLines._take_barrier),
+    (_BARRIER_PASSED, C10dLines._take_passed),
+    (UNIQUE_ID, C10dLines._take_unique_id),
+    (_STACK_BEGINS, C10dLines._begin_stack),
 )
 
 

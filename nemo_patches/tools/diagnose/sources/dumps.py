@@ -35,6 +35,7 @@ from nemo_patches.tools.diagnose.places import (
     waits_for_work,
     went_on,
 )
+from nemo_patches.tools.diagnose.sources.log_facts import said
 from nemo_patches.tools.diagnose.verdicts import LOADER
 
 _LONGEST_LINE = 2000  # characters
@@ -59,9 +60,16 @@ _MOST_LABELS = 256
 _PREFIX = re.compile(
     r"\s*(?:\[(?:rank|default)?(\d{1,7})\]:?|\[\d+,(\d{1,7})\]<std\w+>:?|(\d{1,7}):) ?"
 )
-# "=== Rank 3: host:port ===" of torch.distributed.debug, and what people write between stacks.
+# "=== Rank 3: host:port ===" of torch.distributed.debug, "==> rank3.txt <==" of tail, and what
+# people write between stacks.
 _HEADING = re.compile(
-    r"(?:[=#*-]{2,} ?(?:global[ _])?rank[ =:_#]{0,2}(\d{1,7})\b|rank[ _]?(\d{1,7}):?\s*$)",
+    r"(?:[=#*-]{2,}>? ?(?:[\w./-]{0,80}(?<!node)[/_. -])?rank[ =:_#]{0,2}(\d{1,7})\b|"
+    r"rank[ _]?(\d{1,7}):?\s*$)",
+    re.IGNORECASE,
+)
+# Likewise "=== worker-3 ===": containers have the same process ids.
+_HOST_HEADING = re.compile(
+    r"[=#*-]{2,} ?(.{0,80}(?:node|host|gpu|pod|worker)[-_. ]?\d.{0,80}?) ?[=#*-]{2,}\s*$",
     re.IGNORECASE,
 )
 _NEW_PROCESS = re.compile(
@@ -105,7 +113,9 @@ _PY_SPY = _Form(
         r"Thread (?P<tid>(?:0x)?[0-9a-fA-F]{1,16}) \((?P<state>[^)]*)\)(?:: \"(?P<name>[^\"]*)\")?"
         r"\s*$"
     ),
-    re.compile(r"    (?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)\s*$"),
+    re.compile(
+        r" {3,4}(?P<name>\S.*?) \((?P<file>[^()]+?)(?::(?P<line>\d{1,9}))?\)\s*$"
+    ),
 )
 _FAULTHANDLER = _Form(
     re.compile(
@@ -261,12 +271,21 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
     named, heading = _rank_in_name(name), None
     writers: dict[tuple[int | None, str], _Writer] = {}
     labels: dict[str, None] = {}
-    for number, line in enumerate(text.split("\n"), 1):
+    lines = (
+        (number, line)
+        for number, whole in enumerate(text.split("\n"), 1)
+        for line in said(whole).split("\n")
+    )
+    host = ""  # by a heading, where that has no rank
+    for number, line in lines:
         if len(line) > _LONGEST_LINE:
             continue
         if found := _HEADING.match(line):
             heading = int(found[1] or found[2])
             writers.pop((heading, ""), None)
+            continue
+        if found := _HOST_HEADING.match(line):
+            host = found[1]
             continue
         rank = named if heading is None else heading
         if prefix := _PREFIX.match(line):
@@ -275,8 +294,8 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
         if (found := _LABEL.match(line)) and len(labels) < _MOST_LABELS:
             labels[found[1]] = None
         label = next(filter(line.startswith, labels), "")
-        dump = writers.setdefault((rank, label), _Writer()).take(line[len(label) :])
-        if dump is not None:
+        line, label = line[len(label) :], label or host
+        if dump := writers.setdefault((rank, label), _Writer()).take(line):
             dump.rank, dump.file = rank, name + label
             dump.in_name = prefix is None and heading is None
             dump.cite = f"{safe(name, 200)}:{number}"

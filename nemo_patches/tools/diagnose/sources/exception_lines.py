@@ -38,8 +38,11 @@ _TABLE_RANK = re.compile(r"^  rank      : (\d{1,7}) \(")
 _IN_TABLE = "  traceback : Traceback (most recent call last):"
 # What kubectl, stern and docker compose put before each line: "trainer-0  | ".
 _LABEL = re.compile(
-    r"(?!.{0,200}Original )([\w\[(].{0,200}\s)Traceback \(most recent call last\):$"
+    r"(?!.{0,200}Original )([\w\[(].{0,200}?[\s:>])(?:  \+ Exception Group )?"
+    r"Traceback \(most recent call last\):$"
 )
+# Beside an exception group
+_TREE = re.compile(r"^ {2,40}(?:\+-.*|[|+] ?)")
 _MOST_LABELS = 256
 _FRAME = re.compile(
     r'^\s{0,8}(?:> )?File "(.{1,1000})", line (\d{1,9})(?:, in| in) (.{1,200})$'
@@ -48,7 +51,7 @@ _RICH_FRAME = re.compile(r"^(\S.{0,999}):(\d{1,9}) in (\S{1,200})$")
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before
 # the last of them.
 _ERROR = re.compile(
-    r"^(?:  )?(?!nccl)((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?::"
+    r"^(?:  )?((?=[A-Z_]|\w{1,80}\.)(?:\w{1,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?::"
     r" (.{0,2000})|:?$)"
 )
 _ERROR_NAME = re.compile(
@@ -136,6 +139,11 @@ class _Error:
     def where(self) -> str:
         return frame_text.where(self.frames)
 
+    @property
+    def is_group(self) -> bool:
+        """Whether those that follow tell what happened."""
+        return self.type.endswith("ExceptionGroup")
+
 
 @dataclass
 class _Writing:
@@ -170,7 +178,7 @@ class ExceptionLines:
         # By writer, the rank that what is being written without a prefix ended.
         self._fatal: dict[int, int] = {}
         self._skips = 0  # lines
-        self._labels: list[str] = []  # before lines of containers
+        self._labels: list[re.Pattern[str]] = []  # before lines of containers
         self._table_rank = NOT_TOLD
         # Which process it was that torch.multiprocessing had started.
         self._spawned = ""
@@ -222,18 +230,21 @@ class ExceptionLines:
     def _without_label(self, text: str) -> str:
         """Without what is before each line of a container's."""
         for label in self._labels:
-            if text.startswith(label):
-                return text[len(label) :]
+            if found := label.match(text):
+                return text[found.end() :]
         found = _LABEL.match(text)
-        if found is not None and len(self._labels) < _MOST_LABELS:
-            self._labels.append(found[1])
-        return text
+        if found is None or len(self._labels) >= _MOST_LABELS:
+            return text
+        any_time = re.sub(r"\d+", r"\\d+", re.escape(found[1]))
+        self._labels.append(re.compile(any_time))
+        return text[found.end(1) :]
 
     def _take(self, key: int, line: Line, text: str) -> None:
         """One line of a rank, without its prefix."""
         writing = self._writing.get(key)
         if text.startswith(("│", "|")):
             text = text.strip("│| ")
+        text = _TREE.sub("", text)
         thread, of_rank = _IN_THREAD.search(text), _OF_RANK.search(text)
         if thread or of_rank:
             self._end(key)
@@ -262,8 +273,9 @@ class ExceptionLines:
 
     def _begin(self, key: int, line: Line, text: str) -> None:
         writing = self._writing.get(key)
-        # Of a data loader's worker: beneath the frames that waited for it
-        is_inner = "Original" in text
+        # Of a data loader's worker, or a task: beneath the frames that waited for it
+        last = writing.last if writing else None
+        is_inner = "Original" in text or (last is not None and last.is_group)
         if writing and writing.last and not is_inner and not writing.was_caused:
             self._end(key)  # of another exception
             writing = None
@@ -273,6 +285,7 @@ class ExceptionLines:
                 writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
+        awaits = writing.last is None or writing.last.is_group
         if frame := _FRAME.match(text) or _RICH_FRAME.match(text):
             writing.frames.append((frame[1], frame[2], frame[3]))
             writing.has_frames = True
@@ -287,8 +300,7 @@ class ExceptionLines:
                 # Of an exception while handling another one, the later ended the process
                 writing.root = None
         elif (error := _ERROR.match(text)) and (
-            writing.has_frames
-            or (writing.last is None and _ERROR_NAME.search(error[1]) is not None)
+            writing.has_frames or (awaits and _ERROR_NAME.search(error[1]) is not None)
         ):
             self._raise(writing, error, line)
         elif writing.last is None or text[:1].isspace():
@@ -305,7 +317,7 @@ class ExceptionLines:
     def _raise(self, writing: _Writing, error: re.Match[str], line: Line) -> None:
         found = _Error(error[1], error[2] or "", line, tuple(reversed(writing.frames)))
         last = writing.last
-        is_inner = last is not None and "Caught " in last.message
+        is_inner = last is not None and (last.is_group or "Caught " in last.message)
         if writing.was_caused:
             is_inner = False
         if writing.root is None or is_inner:
@@ -386,10 +398,10 @@ class ExceptionLines:
                 raised = Condition(conditions.RAISED, what, error.where)
                 self._found.keep(Fact(rank, raised, error.line.cite, own=False))
         for key, writing in self._stray.items():
-            rank = max(key, NOT_TOLD)
             root = writing.root
             if root is None:
                 continue
+            rank = max(key, NOT_TOLD)
             if self._may_have_ended(rank) or root.as_error.is_of_a_collective:
                 self._tell(rank, writing)
             else:

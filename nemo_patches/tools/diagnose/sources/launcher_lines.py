@@ -10,7 +10,7 @@ from __future__ import annotations
 import calendar
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
@@ -25,18 +25,20 @@ from nemo_patches.tools.diagnose.sources.log_facts import (
 
 # In place of a host: times in their tables are to the second, so hosts' clocks are taken to agree
 CLOCK = "launchers"
-_TIME = re.compile(r"\btime      : (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
-_HOST = re.compile(r"\bhost      : (\S{1,255})")
-_RANK = re.compile(r"\brank      : (\d{1,7}) \(local_rank: (\d{1,7})\)")
-_EXIT_CODE = re.compile(r"\bexitcode  : (-?\d{1,9}) \(pid: (\d{1,9})\)")
+# A line of torchrun's table
+_OF_TABLE = re.compile(
+    r"\b(?:time      : (?P<time>\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)|"
+    r"host      : (?P<host>\S{1,255})|"
+    r"rank      : (?P<rank>\d{1,7}) \(local_rank: (?P<local>\d{1,7})\)|"
+    r"exitcode  : (?P<code>-?\d{1,9}) \(pid: (?P<pid>\d{1,9})\))"
+)
 FAILED_LINE = re.compile(
     r"failed ?\(exitcode: ?(?P<code>-?\d{1,9})\) ?local_rank: ?(?P<local>\d{1,7})"
     r" ?\(pid: ?(?P<pid>\d{1,9})\)"
 )  # a terminal may have wrapped it at a blank
 # Processes that torchrun ends, as others had failed
 _SENT = re.compile(
-    r"[Ss]ending process (\d{1,9}) closing signal |"
-    r"[Pp]rocess (\d{1,9}) via \S{1,20}, forcefully exiting"
+    r"ending process (\d{1,9}) closing signal |rocess (\d{1,9}) via \S{1,20}, forcefully exiting"
 )
 _SIGNALS = {
     9: "SIGKILL",
@@ -48,6 +50,7 @@ _SIGNALS = {
     1: "SIGHUP",
 }
 _BY_OTHERS = frozenset({15, 2, 1})
+_MPICH_SIGNALS = _SIGNALS.keys() - {1, 2}  # as exit codes of its own
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(?P<code>-?\d{1,9})")
 _SRUN = re.compile(
@@ -70,14 +73,19 @@ _REASONS = (
     ("PREEMPT", conditions.PREEMPTED),
     ("JOB REQUEUE", conditions.REQUEUED),
 )
-MPIRUN = re.compile(
-    r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<node>\S{1,80})"
-    r" (?:exited on ?signal (?P<signal>\d{1,3})|exiting ?improperly)"
+_OF_MPIRUN = (
+    r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<node>\S{1,80}) "
 )
-# mpirun's on the first process that failed, in two lines
+_SIGNALLED = r"exited on ?signal (?P<signal>\d{1,3})"
+MPIRUN = re.compile(rf"{_OF_MPIRUN}(?:{_SIGNALLED}|exiting ?improperly)")
+# mpirun's on the first process that failed, in two lines: Open MPI's, and MPICH's
 _MPI_PROCESS = re.compile(
     r"Process name: \[(?:\[\d{1,9},\d{1,9}\]|[\w.@\-]{1,200}),(?P<rank>\d{1,7})\]|"
-    r"^\s{1,8}Exit code: {1,8}(?P<code>\d{1,3})$"
+    r"^= {1,8}(?:RANK (?P<of>\d{1,7}) )?PID (?P<pid>\d{1,9}) RUNNING AT (?P<node>\S{1,80})"
+)
+_MPI_CODE = re.compile(
+    r"^(?:\s{1,8}Exit code|= {1,8}EXIT CODE): {1,8}(?P<code>\d{1,3})$|"
+    r"^(?:= {1,8}KILLED BY SIGNAL: |.{0,80} EXIT STRING: .{1,80}\(signal )(?P<signal>\d{1,3})"
 )
 # What programs write when training has come to its end, in good order.
 _FINISHED = re.compile(
@@ -100,7 +108,6 @@ _PATIENCE_S = 5.0
 class _End(NamedTuple):
     """A line on the end of a process, or of the job. is_ranks: of a line's rank, the rank's own."""
 
-    words: str
     pattern: re.Pattern[str]
     kind: str
     text: str
@@ -109,34 +116,23 @@ class _End(NamedTuple):
 
 # The first pattern that matches counts.
 _ENDS = (
-    *(
-        _End(
-            words,
-            re.compile(pattern),
-            conditions.KILLED,
-            conditions.FOR_MEMORY + ": {line}",
-        )
-        for words, pattern in (
-            ("oom", r"oom[_-]kill event"),
-            ("Out Of Memory", r"srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out"),
-            (
-                "memory",
-                r"(?:Out of|cgroup out of) memory: Killed process|"
-                r"exceeded (?:job )?memory limit|killed due to memory pressure|"
-                r"worker was killed due to the node running low on memory",
-            ),
-            ("TERM_MEMLIMIT", "^TERM_MEMLIMIT"),
-        )
+    _End(
+        re.compile(
+            r"oom[_-]kill event|tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
+            r"ut of memory: Killed process|exceeded (?:job )?memory limit|"
+            r"killed due to (?:memory pressure|the node running low on memory)|"
+            r"TERM_MEMLIMIT|low on resource: memory|OOMKilled"
+        ),
+        conditions.KILLED,
+        conditions.FOR_MEMORY + ": {line}",
     ),
     _End(
-        "bus error",
-        re.compile(r"Unexpected bus error encountered in worker\. This might be"),
+        re.compile("Unexpected bus error encountered in worker. This might be"),
         conditions.KILLED,
         "a data loader's worker: bus error, as for want of shared memory (/dev/shm)",
         is_ranks=True,
     ),
     _End(
-        "killed by",
         re.compile(
             r"(?P<how>DataLoader worker \(pid[^)]{1,80}\) is killed by signal:"
             r" (?!Terminated).{0,200})"
@@ -146,7 +142,6 @@ _ENDS = (
         is_ranks=True,
     ),
     _End(
-        "Fatal Python",
         re.compile(
             r"^Fatal Python error: (?P<how>Segmentation fault|Bus error|"
             r"Illegal instruction|Floating-point exception)"
@@ -155,46 +150,56 @@ _ENDS = (
         "{how}",
         is_ranks=True,
     ),
-    _End("return", DEEPSPEED, "", "DeepSpeed's launcher"),
+    _End(DEEPSPEED, "", "DeepSpeed's launcher"),
     _End(
-        " Killed ",
         re.compile(r": line \d{1,9}: {1,8}(?P<process>\d{1,9}) Killed {2,40}\S"),
         conditions.KILLED,
         "SIGKILL of process {process}, says the shell",
     ),
+    _End(re.compile(_OF_MPIRUN + _SIGNALLED), "", "mpirun, of node {node}"),
     _End(
-        "exiting",
-        MPIRUN,
-        conditions.FAILED,
-        "it exited improperly, says mpirun, of node {node}",
+        MPIRUN, conditions.FAILED, "it exited improperly, says mpirun, of node {node}"
     ),
-    _End("with PID", MPIRUN, "", "mpirun, of node {node}"),
     _End(
-        "Remote daemon",
+        re.compile(
+            r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
+            r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})"
+        ),
+        conditions.FAILED,
+        "it called MPI_Abort, says mpirun",
+    ),
+    _End(
+        re.compile(
+            r"(?:Exit Code: {2,8}|exitCode\"?: |-\d{1,4} exited with code |"
+            r"Process (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b"
+        ),
+        "",
+        "what has started its container",
+    ),
+    _End(
+        re.compile(r"died with <Signals\.\w{1,10}: (?P<signal>\d{1,3})>"),
+        "",
+        "accelerate's launcher",
+    ),
+    _End(
         re.compile(r"Remote daemon: .{1,200} on node (?P<node>\S{1,200})"),
         conditions.NODE,
         "mpirun lost the connection to node {node}",
     ),
     _End(
-        "Node failure",
         re.compile(r"srun: error: Node failure on (?P<node>\S{1,200})"),
         conditions.NODE,
         "Slurm: node failure on {node}",
     ),
-    *(
-        _End(
-            words,
-            re.compile(rf"(?:srun|slurmstepd): error: (?P<why>{pattern}.{{1,200}})"),
-            conditions.FAILED,
-            "Slurm could not start it: {why}",
-        )
-        for words, pattern in (
-            ("aunch", "(?:Task|Application) launch "),
-            ("execve", r"execve\(\): "),
-        )
+    _End(
+        re.compile(
+            r"(?:srun|slurmstepd): error: (?P<why>"
+            r"(?:(?:Task|Application) launch |execve\(\): ).{1,200})"
+        ),
+        conditions.FAILED,
+        "Slurm could not start it: {why}",
     ),
     _End(
-        "Child process",
         re.compile(
             r"\[rank: (?P<local>\d{1,7})\] Child process with PID (?P<pid>\d{1,9})"
             r" terminated with code (?P<code>-?\d{1,3})\."
@@ -202,37 +207,36 @@ _ENDS = (
         "",
         "Lightning, of local rank {local} (pid {pid})",
     ),
-    *(
-        _End(
-            "terminated with",
-            re.compile(
-                rf"ProcessExitedException: (?P<how>process \d{{1,7}} terminated with {how})"
-            ),
-            kind,
-            "torch.multiprocessing: {how}",
-        )
-        for how, kind in (
-            ("signal SIG(?:KILL|BUS|SEGV)", conditions.KILLED),
-            (r"exit code \d{1,3}", conditions.FAILED),
-        )
+    _End(
+        re.compile(
+            r"ProcessExitedException: (?P<how>process \d{1,7} terminated with signal"
+            r" SIG(?:KILL|BUS|SEGV))"
+        ),
+        conditions.KILLED,
+        "torch.multiprocessing: {how}",
     ),
-    *(
-        _End(
-            "death signal",
-            re.compile(rf"Received (?:Signals\.)?{signal} death signal, shutting"),
-            conditions.TERMINATED,
-            f"torchrun got {name}",
-        )
-        for signal, name in (
-            ("(?:15|SIGTERM)", "SIGTERM"),
-            (r"\w{1,10}", "a signal to end"),
-        )
+    _End(
+        re.compile(
+            r"ProcessExitedException: (?P<how>process \d{1,7} terminated with exit code"
+            r" \d{1,3})"
+        ),
+        conditions.FAILED,
+        "torch.multiprocessing: {how}",
+    ),
+    _End(
+        re.compile(r"Received (?:Signals\.)?(?:15|SIGTERM) death signal, shutting"),
+        conditions.TERMINATED,
+        "torchrun got SIGTERM",
+    ),
+    _End(
+        re.compile(r"Received (?:Signals\.)?\w{1,10} death signal, shutting"),
+        conditions.TERMINATED,
+        "torchrun got a signal to end",
     ),
 )
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """An entry of torchrun's table. at: to the second, 0 where not told."""
 
     rank: int
@@ -250,18 +254,18 @@ class LauncherLines:
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
+        self._entry: dict[str, str] = {}  # of the table, as far as it has been read
         self._table: list[_Failure] = []
         # Ranks in the table: their later lines are of a later launch.
         self.ended: set[int] = set()
-        self._in_lines: list[tuple[re.Match[str], Line]] = []
+        self._failed: list[tuple[re.Match[str], Line]] = []
         # Files and pids of processes that torchrun ended, as others had failed.
         self._sent: set[tuple[str, str]] = set()
         # Files that tell that the scheduler has ended the job.
         self._cancelled: set[str] = set()
-        self._at, self._host, self._rank = 0.0, "", NOT_TOLD
         self._ray: Line | None = None  # a death whose process id may follow
         self._ray_lines = 0
-        self._mpi_rank = NOT_TOLD  # whose exit code may follow
+        self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
         self._terminated: list[tuple[Condition, Line]] = []
         self._is_requeued = False
@@ -275,33 +279,20 @@ class LauncherLines:
         return self._is_requeued and self._saw_srun
 
     def take(self, line: Line) -> None:
-        text = line.text
-        if " : " in text:
-            self._take_table(line)
-        if "raining" in text or "rainer" in text or "rom train" in text:
-            self._finished = line if _FINISHED.search(text) else self._finished
-        if "exitcode: " in text and (failed := FAILED_LINE.search(text)):
-            if len(self._in_lines) < MOST_KEPT:
-                self._in_lines.append((failed, line))
-        elif "rocess " in text and (sent := _SENT.search(text)):
-            if len(self._sent) < MOST_KEPT:
-                self._sent.add((line.file, sent[1] or sent[2]))
-        elif srun := _SRUN.search(text):
-            self._take_srun(srun, line)
-        elif process := _MPI_PROCESS.search(text):
-            if process["code"] and self._mpi_rank != NOT_TOLD:
-                code = _signed(process["code"])
-                self._tell(_condition_of(code, "mpirun"), line, self._mpi_rank)
-            self._mpi_rank = int(process["rank"] or NOT_TOLD)
-        elif cancelled := _CANCELLED.search(text):
-            self._take_cancelled(cancelled, line)
-        else:
-            self._take_end(line)
+        if " : " in line.text and (found := _OF_TABLE.search(line.text)):
+            self._take_table(found, line)
+        if "rain" in line.text and _FINISHED.search(line.text):
+            self._finished = line
+        self._take_end(line)
         self._take_ray(line)
 
     def _take_end(self, line: Line) -> None:
+        for pattern, take in _READERS:
+            if found := pattern.search(line.text):
+                take(self, found, line)
+                return
         for end in _ENDS:
-            if end.words in line.text and (found := end.pattern.search(line.text)):
+            if found := end.pattern.search(line.text):
                 # Where the rank has a prefix its traceback tells it
                 if not (end.is_ranks and line.has_prefix):
                     self._take_condition(end, found.groupdict(""), line)
@@ -310,52 +301,66 @@ class LauncherLines:
     def _take_condition(self, end: _End, told: dict[str, str], line: Line) -> None:
         words = {name: shown(text) for name, text in told.items()}
         text = end.text.format(**words, line=shown(line.text))
-        rank = line.rank if end.is_ranks else NOT_TOLD
-        if told.get("rank"):
-            rank = int(told["rank"])
-        elif told.get("pid"):
-            rank = self._rank_of(told["pid"])
-        if told.get("code"):
-            self._tell(_condition_of(_signed(told["code"]), text), line, rank)
-        elif told.get("signal"):
-            self._tell(_condition_of(-int(told["signal"]), text), line, rank)
-        elif end.kind in (
-            conditions.TERMINATED,
-            conditions.NODE,
-        ):  # told at once, so with a time
-            self._found.add(NOT_TOLD, Condition(end.kind, text), line, own=False)
-        else:
-            self._tell(Condition(end.kind, text), line, rank)
+        condition: Condition | None = Condition(end.kind, text)
+        if code := told.get("code"):
+            condition = _condition_of(_signed(code), text)
+        elif signal := told.get("signal"):
+            condition = _condition_of(-int(signal), text)
+        elif end.kind in (conditions.TERMINATED, conditions.NODE):
+            self._tell_at_once(end.kind, text, line)
+            return
+        rank = int(told.get("rank", line.rank if end.is_ranks else NOT_TOLD))
+        self._tell(
+            condition, line, self._rank_of(told["pid"]) if "pid" in told else rank
+        )
+
+    def _tell_at_once(self, kind: str, text: str, line: Line) -> None:
+        """So with a time."""
+        self._found.add(NOT_TOLD, Condition(kind, text), line, own=False)
+
+    def _take_failed(self, found: re.Match[str], line: Line) -> None:
+        if len(self._failed) < MOST_KEPT:
+            self._failed.append((found, line))
+
+    def _take_sent(self, found: re.Match[str], line: Line) -> None:
+        if len(self._sent) < MOST_KEPT:
+            self._sent.add((line.file, found[1] or found[2]))
+
+    def _take_mpi(self, found: re.Match[str], line: Line) -> None:
+        rank = self._rank_of(found["pid"])
+        self._mpi_rank = int(found["rank"] or found["of"] or rank)
+
+    def _take_mpi_code(self, found: re.Match[str], line: Line) -> None:
+        code = _signed(found["code"] or "0") or -int(found["signal"] or "0")
+        if code in _MPICH_SIGNALS and line.text.startswith("="):
+            code = -code
+        if self._mpi_rank is not None:
+            self._tell(_condition_of(code, "mpirun"), line, self._mpi_rank)
 
     def _take_cancelled(self, found: re.Match[str], line: Line) -> None:
         self._cancelled.add(line.file)
         scheduler = found.lastgroup or ""
         why = found[scheduler].removeprefix("PBS: ")
-        text = f"{scheduler}: {shown(why)}"
-        if "NODE FAIL" in why:
-            self._found.add(NOT_TOLD, Condition(conditions.NODE, text), line, own=False)
-            return
         reason = next((reason for words, reason in _REASONS if words in why), "")
         self._is_requeued |= reason == conditions.REQUEUED
-        text = f"{reason}; {text}" if reason else text
-        self._found.add(
-            NOT_TOLD, Condition(conditions.TERMINATED, text), line, own=False
-        )
+        text = f"{scheduler}: {shown(why)}"
+        if "NODE FAIL" in why:
+            self._tell_at_once(conditions.NODE, text, line)
+        else:
+            text = f"{reason}; {text}" if reason else text
+            self._tell_at_once(conditions.TERMINATED, text, line)
 
     def _take_srun(self, found: re.Match[str], line: Line) -> None:
         self._saw_srun = True
-        task = f"task {found[2]} on {shown(found[1])}"
         if line.file in self._cancelled:
             return
+        task = f"task {found[2]} on {shown(found[1])}"
         if found[3]:
-            self._tell(
-                Condition(conditions.KILLED, f"Slurm's {task}: {found[3]}"), line
-            )
+            text = f"Slurm's {task}: {found[3]}"
+            self._tell(Condition(conditions.KILLED, text), line)
         elif found[5] == "Terminated":
-            condition = Condition(
-                conditions.TERMINATED, f"SIGTERM, says Slurm, of {task}"
-            )
-            self._terminated.append((condition, line))
+            text = f"SIGTERM, says Slurm, of {task}"
+            self._terminated.append((Condition(conditions.TERMINATED, text), line))
         else:
             code = -6 if found[5] else _signed(found[4])
             told = _condition_of(code, f"Slurm, of {task}")
@@ -365,35 +370,21 @@ class LauncherLines:
                 told = Condition(told.kind, f"{how}, says Slurm, of {task}")
             self._tell(told, line)
 
-    def _rank_of(self, pid: str) -> int:
-        return self._found.rank_of_pid.get(int(pid), NOT_TOLD)
+    def _take_table(self, found: re.Match[str], line: Line) -> None:
+        told = self._entry
+        told |= {name: text for name, text in found.groupdict().items() if text}
+        if found["rank"]:
+            self._found.several_hosts |= found["rank"] != found["local"]
+        if not found["code"] or "rank" not in told or len(self._table) >= MOST_KEPT:
+            return
+        rank, code, pid = int(told["rank"]), _signed(told["code"]), int(told["pid"])
+        at, host = _seconds(told.get("time", "")), shown(told.get("host", ""))
+        self.ended.add(rank)
+        self._table.append(_Failure(rank, code, pid, at, host, line))
+        self._entry = {}
 
-    def _take_table(self, line: Line) -> None:
-        text = line.text
-        if at := _TIME.search(text):
-            self._at = _seconds(at[1])
-        elif host := _HOST.search(text):
-            self._host = shown(host[1])
-        elif rank := _RANK.search(text):
-            self._rank = int(rank[1])
-            self._found.several_hosts |= rank[1] != rank[2]
-        elif (
-            (code := _EXIT_CODE.search(text))
-            and self._rank >= 0
-            and len(self._table) < MOST_KEPT
-        ):
-            self.ended.add(self._rank)
-            self._table.append(
-                _Failure(
-                    self._rank,
-                    _signed(code[1]),
-                    int(code[2]),
-                    self._at,
-                    self._host,
-                    line,
-                )
-            )
-            self._at, self._host, self._rank = 0.0, "", NOT_TOLD
+    def _rank_of(self, pid: str) -> int:
+        return self._found.rank_of_pid.get(int(pid or "0"), NOT_TOLD)
 
     def _tell(
         self,
@@ -416,15 +407,14 @@ class LauncherLines:
 
     def _take_ray(self, line: Line) -> None:
         """Ray tells of a worker's death in several lines."""
-        text = line.text
-        if "died" in text and _RAY_DIED.search(text):
+        if _RAY_DIED.search(line.text):
             self._end_ray("")
             self._ray, self._ray_lines = line, _RAY_LINES
         if self._ray is None:
             return
-        if _RAY_BY_DESIGN.search(text):
+        if _RAY_BY_DESIGN.search(line.text):
             self._ray = None
-        elif pid := _RAY_PID.search(text):
+        elif pid := _RAY_PID.search(line.text):
             self._end_ray(pid[1] or pid[2])
         elif self._ray_lines <= 0:
             self._end_ray("")
@@ -435,9 +425,7 @@ class LauncherLines:
         if line is not None:
             process = f" (pid {pid})" if pid else ""
             text = f"Ray: a worker{process} died: killed, out of memory, or crashed"
-            self._tell(
-                Condition(conditions.KILLED, text), line, self._rank_of(pid or "0")
-            )
+            self._tell(Condition(conditions.KILLED, text), line, self._rank_of(pid))
 
     def finish(self) -> None:
         self._end_ray("")
@@ -448,13 +436,11 @@ class LauncherLines:
             (one.at for one in self._table if one.at and one.code != -15), default=0.0
         )
         for one in self._table:
-            member = Member(pid=one.pid)
-            self._found.keep(
-                Fact(one.rank, member, one.line.cite, host=one.host, own=False)
-            )
+            member, cite = Member(pid=one.pid), one.line.cite
+            self._found.keep(Fact(one.rank, member, cite, host=one.host, own=False))
             self._tell(self._of_table(one, first), one.line, one.rank, one.at)
         known = {one.pid for one in self._table}
-        for failed, line in self._in_lines:
+        for failed, line in self._failed:
             if int(failed["pid"]) not in known:
                 who = f"torchrun, of local rank {failed['local']} (pid {failed['pid']})"
                 told = _condition_of(_signed(failed["code"]), who)
@@ -489,6 +475,19 @@ class LauncherLines:
         if one.code == -15 and of_others and not was_sent:
             return Condition(conditions.TERMINATED, conditions.FROM_OUTSIDE)
         return _condition_of(one.code, "torchrun")
+
+
+# The first pattern that matches counts.
+_READERS: tuple[
+    tuple[re.Pattern[str], Callable[[LauncherLines, re.Match[str], Line], None]], ...
+] = (
+    (FAILED_LINE, LauncherLines._take_failed),
+    (_SENT, LauncherLines._take_sent),
+    (_SRUN, LauncherLines._take_srun),
+    (_MPI_PROCESS, LauncherLines._take_mpi),
+    (_MPI_CODE, LauncherLines._take_mpi_code),
+    (_CANCELLED, LauncherLines._take_cancelled),
+)
 
 
 def _condition_of(code: int, who: str) -> Condition | None:

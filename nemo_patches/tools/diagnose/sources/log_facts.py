@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,6 +33,16 @@ _PID_AND_RANK = re.compile(
     r" )?(\d{1,7}))?"
 )
 
+# Before each line of a container's log: "2026-01-02T03:04:05.6Z stderr F "
+_STAMP = re.compile(
+    r"\d{4}-\d\d-\d\dT[\d:.]{8,18}(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?"
+)
+# Of JSON, as Docker and structured loggers write it: what has a line, or several.
+_TEXTS = re.compile(
+    "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
+    "textPayload"
+)
+
 
 class Line(NamedTuple):
     """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or
@@ -50,6 +62,30 @@ class Line(NamedTuple):
     @property
     def local_rank(self) -> int:
         return NOT_TOLD if self.has_prefix else self.rank
+
+
+def said(line: str) -> str:
+    """The line without its stamp; of JSON the lines that it has in it, with the rank."""
+    if stamp := _STAMP.match(line):
+        line = line[stamp.end() :]
+    if not line.startswith("{"):
+        return line
+    try:
+        told = json.loads(line)
+        lines = "\n".join(_texts_in(told)) or line
+    except (ValueError, RecursionError):
+        return line
+    if type(rank := told.get("rank")) is int:
+        return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
+    return lines
+
+
+def _texts_in(told: dict[str, object]) -> Iterator[str]:
+    for name, value in told.items():
+        if isinstance(value, dict):
+            yield from _texts_in(value)
+        elif isinstance(value, str) and _TEXTS.fullmatch(name):
+            yield value.rstrip("\n")
 
 
 def shown(text: str) -> str:

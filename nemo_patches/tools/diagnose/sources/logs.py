@@ -35,13 +35,18 @@ from nemo_patches.tools.diagnose.sources.launcher_lines import (
     MPIRUN,
     LauncherLines,
 )
-from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
+from nemo_patches.tools.diagnose.sources.log_facts import (
+    MOST_KEPT,
+    LaunchFacts,
+    Line,
+    said,
+)
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output,"
     " Gloo's errors, the store's time-outs at start-up, tables and lines of torchrun,"
-    " DeepSpeed, Ray, Slurm and mpirun, exceptions and CUDA errors that ended a rank,"
+    " DeepSpeed, Ray, Slurm, mpirun and kubectl, exceptions and CUDA errors that ended a rank,"
     " kills for want of memory, nemo_patches' own lines"
 )
 STANDARD_INPUT = Path("-")
@@ -63,7 +68,10 @@ _NAMES = re.compile(
 )
 # What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
 # -l the job's.
-_TEE = re.compile(r"\[default(\d{1,6})\]: ?|\[\d{1,9},(\d{1,6})\]<std(?:err|out)>: ?")
+_TEE = re.compile(
+    r"\[default(\d{1,6})\]: ?|"
+    r"\[\d{1,9},(?:mpirank:)?(\d{1,6})(?:,[\w-]{1,80})?\]<std(?:err|out)>: ?"
+)
 _SRUN_LABEL = re.compile(r"(\d{1,6}): ")
 # From such a line on.
 _LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
@@ -81,7 +89,8 @@ _NEEDLES = (
     b"dump signal|lost communication|Node failure|with PID|Remote daemon|Process name: |"
     b"Duplicate GPU|execve(|pair closure|lagging ranks|inconsistent|Error|gai error|"
     b"eturning from train|raining finished|raining complete|raining done|inished training|"
-    b"Trainer.fit` stopped|PBS: job killed"
+    b"Trainer.fit` stopped|PBS: job killed|MPI_A|RUNNING AT|EXIT |BY SIGNAL|xit Code|e: memory|"
+    b"OOMKilled"
 ).split(b"|")
 # That are looked at where they, or those before them, hold such a word.
 _PART_BYTES = 1 << 13
@@ -362,10 +371,9 @@ def _rank_of_folder(path: Path) -> int:
 
 def _pieces(line: bytes) -> Iterator[str]:
     """Split what progress bars, or processes that write at once, have put into one line."""
-    for part in line.rstrip(b"\r").split(b"\r"):
-        text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE].decode("utf-8", "replace"))[
-            :_LONGEST_LINE
-        ].rstrip()
+    text = said(line.decode("utf-8", "replace").rstrip("\r"))
+    for part in text.replace("\r", "\n").split("\n"):
+        text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE])[:_LONGEST_LINE].rstrip()
         text = _QUOTED.sub("", text)
         if text.count("ProcessGroupNCCL") > 1:
             yield from _SEVERAL.split(text)
@@ -380,7 +388,7 @@ _BEGINS = re.compile(
     r"sigkill_handler\] \[|with PID|\[Rank$"
 )
 _WHOLE = re.compile(
-    r"timing out$|ng out\.$|before timing out|timed out in blocking wait|"
+    r"timing out$|ng out\.$|before timing out|timed out in blocking wait|with code -?\d+\.|"
     r"last ?completed ?(?:NCCL ?)?work: ?-?\d|"
     r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}"
     r"(?:\)|TensorDtypes)|"
@@ -414,7 +422,7 @@ def _messages(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         if not begun:
             begun, begun_at, parts = line, number, 0
         is_frame = _CPP_FRAME.search(begun) is not None
-        if is_frame or _is_whole(begun) or not _BEGINS.search(begun):
+        if is_frame or not _BEGINS.search(begun) or _is_whole(begun):
             yield begun_at, begun
             begun = ""
         elif begun.endswith(("[Rank", ":", ",", "by")):
