@@ -25,7 +25,7 @@ from rich.console import Console
 
 import nemo_patches as package
 from nemo_patches.sync.settings import ALL_SETTINGS, Setting, SettingsError
-from nemo_patches.tools.doctor import request
+from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.options import choice, switch, with_value
 from nemo_patches.tools.refusals import refusals
 
@@ -272,7 +272,7 @@ def diff(
 
 
 @app.command()
-@_options(request.parameters())
+@_options(inspect.signature(Request, eval_str=True).parameters.values())
 def doctor(**given: Any) -> None:
     """Find what in a training config can hang or stop a job.
 
@@ -288,7 +288,7 @@ def doctor(**given: Any) -> None:
 
     # Objects; looking for garbage in a large config's trees took 0.4 s of 3 s.
     gc.set_threshold(50_000)
-    raise typer.Exit(command.carry_out(request.made(given)))
+    raise typer.Exit(command.carry_out(Request(**given)))
 
 
 @app.command()

@@ -379,10 +379,7 @@ def test_the_doctor_knows_who_asks_for_a_length(tmp_path: Path) -> None:
     by_doctor = [
         said("NP104", {**given, **flag}, {"limit_train_batches": limit}, *of_model)
         for of_model in MODELS.values()
-        for given in [
-            {},
-            {"shar_path": "shar", "manifest_filepath": None},
-        ]  # a stream that has no end
+        for given in SETS_OF_LHOTSE
         for flag in FLAGS
         for limit in LIMITS
     ]

@@ -185,6 +185,30 @@ def test_several_configs_in_one_set_are_sets_by_themselves() -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "sets"),
+    [
+        ("{use_lhotse: true, dataset: {shar_path: x}}", {"dataset": "lhotse"}),
+        ("{dataset: {use_lhotse: true, input_cfg: x}}", {"dataset": "lhotse"}),
+        (
+            "{use_lhotse: true, datasets: [{name: a, shar_path: x}, {shar_path: y}]}",
+            {"datasets.0": "lhotse", "datasets.1": "lhotse"},
+        ),
+        (
+            "{dataloader_params: {use_lhotse: true, shar_path: x}, dataset_args: {}}",
+            {"dataloader_params": "lhotse"},
+        ),
+        # Of a class of its own, which the config does not tell how it reads
+        ("{dataset: {_target_: x.TTSDataset, dataset_meta: {}}}", {"dataset": ""}),
+        ("{dataset: {manifest_filepath: null}}", {}),
+    ],
+)
+def test_the_sets_of_tts_models(section: str, sets: dict[str, str]) -> None:
+    text = f"model: {{validation_ds: {section}}}\n"
+    found = {each.where: each.reader for each in job(text).datasets}
+    assert found == {f"model.validation_ds.{path}": how for path, how in sets.items()}
+
+
+@pytest.mark.parametrize(
     ("override", "seconds"),
     [
         ("model.train_ds.max_duration=null", math.inf),

@@ -116,11 +116,24 @@ def test_none_for_other_sets_and_loaders(tmp_path: Path) -> None:
         )
         == []
     )
-    assert (
-        found(tmp_path, "NP104", LHOTSE, STREAM, "+model.train_ds.force_finite=true")
-        == []
-    )
     assert found(tmp_path, "NP104", LHOTSE, STREAM, "~trainer") == []
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        (STREAM, "+model.train_ds.force_finite=true"),
+        ("+model.train_ds.force_iterable_dataset=true",),
+    ],
+)
+def test_a_stream_that_ends_has_no_length_either(
+    tmp_path: Path, stream: tuple[str, ...]
+) -> None:
+    """tests/test_doctor_refused.py has the same of NeMo."""
+    (finding,) = found(tmp_path, "NP104", LHOTSE, *stream)
+    assert finding.what.endswith("the job stops at its start")
+    asks_nobody = "+model.sortformer_modules={}"
+    assert found(tmp_path, "NP104", LHOTSE, *stream, asks_nobody) == []
 
 
 @pytest.mark.parametrize(

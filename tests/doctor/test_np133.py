@@ -20,6 +20,21 @@ def test_the_job_stops(tmp_path: Path, more: tuple[str, ...]) -> None:
     assert finding.severity is WARNING
 
 
+def test_a_scheduler_that_is_null_stops_it_too(tmp_path: Path) -> None:
+    """setup_optimization writes the number of steps into it: 2.7 and 3.0."""
+    null = "+model.optim={name: adamw, sched: null}"
+    for text in (LHOTSE, NEST):
+        (finding,) = found(tmp_path, "NP133", text, null)
+        assert finding.what.startswith("model.optim.sched is null")
+        assert found(tmp_path, "NP133", text, null, "~model.optim.sched") == []
+        assert found(tmp_path, "NP133", text, null, "~model.encoder") == []
+
+
+def test_an_audio_codec_counts_by_itself(tmp_path: Path) -> None:
+    loader = "++model.train_ds={dataloader_params: {use_lhotse: true, shar_path: x}}"
+    assert found(tmp_path, "NP133", LHOTSE, *NO_STEPS, loader) == []
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -39,6 +39,10 @@ def test_entries_are_counted_where_they_are(tmp_path: Path) -> None:
         (LIMIT, "model.train_ds.use_lhotse=false"),
         (LIMIT, "~model.validation_ds"),
         ("+trainer.limit_train_batches=1.0",),
+        ("+trainer.fast_dev_run=true",),
+        ("+trainer.overfit_batches=10",),
+        (LIMIT, "+trainer.limit_val_batches=0"),
+        (LIMIT, "+trainer.limit_val_batches=0.0"),
     ],
 )
 def test_not_of_others(tmp_path: Path, overrides: tuple[str, ...]) -> None:

@@ -22,6 +22,19 @@ def test_where_one_rank_reads_for_others(tmp_path: Path, key: str) -> None:
     assert finding.what.startswith("one of 4 ranks")
 
 
+def test_the_sizes_multiply(tmp_path: Path) -> None:
+    sizes = ("+trainer.strategy.tp_size=4", "+trainer.strategy.cp_size=2")
+    (finding,) = found(tmp_path, "NP136", TEXT, *sizes)
+    assert finding.what.startswith("one of 8 ranks")
+
+
+def test_lightnings_mesh_has_other_names_and_each_rank_reads(tmp_path: Path) -> None:
+    lightning = "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy"
+    size = "+trainer.strategy.tensor_parallel_size=4"
+    (finding,) = found(tmp_path, "NP136", TEXT, lightning, size)
+    assert finding.what.startswith("each of 4 ranks reads by itself")
+
+
 def test_not_where_each_reads_its_own(tmp_path: Path) -> None:
     assert found(tmp_path, "NP136", TEXT) == []
     assert found(tmp_path, "NP136", TEXT, "+trainer.strategy.tp_size=1") == []

@@ -16,7 +16,7 @@ from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
-from nemo_patches.tools.doctor.trees import Keys
+from nemo_patches.tools.doctor.trees import Keys, entries
 
 # Keys that count for all sets of a multi_config; any other NeMo takes from the set alone
 # (nemo/collections/common/data/lhotse/dataloader.py).
@@ -94,7 +94,7 @@ class Dataset(Section):
     @property
     def used(self) -> bool:
         """Whether it has any input: NeMo leaves out a set whose manifest is null."""
-        return bool(self.given(_INPUTS))
+        return bool(self.given((*_INPUTS, "_target_")))
 
     @property
     def reader(self) -> str:
@@ -105,7 +105,7 @@ class Dataset(Section):
         `data`, has no other.
         """
         switch = self.get("use_lhotse")
-        if not switch.known:
+        if not switch.known or self.get("_target_").given:
             return ""
         if switch.given:
             return "lhotse" if switch.value else "nemo"
@@ -248,35 +248,35 @@ class Dataset(Section):
 
 
 def found_in(config: Config) -> Iterator[Dataset]:
-    """Every set in the config, those inside a set (speechlm2's `datasets`, Lhotse's multi_config)
-    one by one.
-    """
+    """Every set in the config, those inside a set one by one."""
     for keys, section in config.mappings():
         role = ROLES.get(keys[-1]) if keys else None
         if role is None:
             continue
-        inner: list[tuple[str, ...]] = []
-        named = section.get("datasets")
-        if isinstance(named, dict):
-            inner = [("datasets", key) for key in named if isinstance(named[key], dict)]
-        elif section.get("multi_config") is True:
-            inner = [(key,) for key in section if isinstance(section[key], dict)]
-        elif _is_lhotse_inside(section):
-            inner = [("dataset",)]
-        else:
+        inner = _inside(section)
+        if not inner:
             yield Dataset(config, keys, role)
         for path in inner:
-            if path[-1] != "sampler_weights":
-                yield Dataset(config, (*keys, *path), role=role, outer=keys)
+            yield Dataset(config, (*keys, *path), role=role, outer=keys)
 
 
-def _is_lhotse_inside(section: Mapping[str, Any]) -> bool:
-    """Whether the set is in a section of its own, as TTS models have it."""
-    inner = section.get("dataset")
-    if not isinstance(inner, dict) or "_target_" in inner:
-        return False
-    switch = section.get("use_lhotse") or inner.get("use_lhotse")
-    return bool(switch or inner.keys() & set(OF_LHOTSE_ALONE))
+def _inside(section: Mapping[str, Any]) -> list[Keys]:
+    """Where a section has its sets, if not in itself: several of speechlm2 or MagpieTTS, those of
+    Lhotse's multi_config, or the one of another TTS model.
+    """
+    several = entries(section.get("datasets"))
+    if several:
+        return [("datasets", key) for key, each in several if isinstance(each, dict)]
+    if section.get("multi_config") is True:
+        sets = entries({**section, "sampler_weights": None})
+        return [(key,) for key, each in sets if isinstance(each, dict)]
+    for key in ("dataset", "dataloader_params"):
+        inner = section.get(key)
+        if isinstance(inner, dict):
+            switch = inner.get("use_lhotse", section.get("use_lhotse"))
+            if switch or inner.keys() & {"_target_", *OF_LHOTSE_ALONE}:
+                return [(key,)]
+    return []
 
 
 def _smallest(limits: list[Value]) -> float | None:

@@ -2,8 +2,8 @@
 
 Lhotse repeats these for ever: an epoch has no end, so what happens at its end (validation,
 checkpoints) never happens, unless val_check_interval is a number of batches. A stream has no
-length, either, and NeMo's ASR models then stop at their start; those with a prompt or a transformer
-decoder wherever is_tarred is on.
+length, either, also one that ends, and NeMo's ASR models then stop at their start; those with a
+prompt or a transformer decoder wherever is_tarred is on.
 Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/docs/source/asr/datasets.rst
 """
 
@@ -64,7 +64,7 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     Also a model from a checkpoint, whose own config has the encoder: only that of a multitask model
     does not ask.
     """
-    if dataset.keys[0] != "model":
+    if dataset.keys[0] != "model" or job.get("model.sortformer_modules").given:
         return False
     by_flag = job.get("model.transf_decoder").given or any(
         job.get(f"{section}.initialize_prompt_feature").on
@@ -73,7 +73,7 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     flag = dataset.get("is_tarred").on
     if flag and by_flag:
         return True
-    if not dataset.tarred or not dataset.endless:
+    if not dataset.tarred:
         return False
     if job.asr_encoder:
         return flag or not by_flag

@@ -2,7 +2,7 @@
 NeMo counts its steps by the length of the training set.
 
 Lhotse's sets have no length, stream or not, whatever limit_train_batches is: the job stops with
-"has no len()".
+"has no len()". A scheduler that is null stops it, too.
 Link: https://github.com/NVIDIA-NeMo/Speech/issues/9462
 """
 
@@ -23,16 +23,21 @@ GOOD = BAD.replace("max_epochs: 10", "max_steps: 1000")
 def check(job: Job) -> Findings:
     """On any number of ranks; fast_dev_run is a max_steps, too."""
     schedule = job.get("model.optim.sched")
+    if not job.has_trainer:
+        return
+    if job.asr_encoder and schedule.given and schedule.value is None:
+        yield stops("model.optim.sched is null", schedule, "~model.optim.sched")
     steps = job.trainer("max_steps", -1)
     fast = job.trainer("fast_dev_run", False).value
     own = job.get("model.optim.sched.max_steps").value
     unlimited = own is None and steps.number is not None and steps.number < 0
-    if not job.has_trainer or not isinstance(schedule.value, dict) or fast:
+    if fast or not unlimited or not isinstance(schedule.value, dict):
         return
-    if not unlimited or schedule.value.keys().isdisjoint(("name", "_target_")):
+    if schedule.value.keys().isdisjoint(("name", "_target_")):
         return
     for dataset in job.training_of_lhotse:
-        if dataset.keys[0] == "model":
+        # An audio codec, which has its set in dataloader_params, counts by itself
+        if dataset.keys[0] == "model" and dataset.keys[-1] != "dataloader_params":
             yield stops(
                 "the scheduler's max_steps is not set, and Lhotse reads"
                 f" {dataset.where}, which has no length to count it by",

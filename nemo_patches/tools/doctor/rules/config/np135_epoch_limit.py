@@ -33,6 +33,10 @@ def check(job: Job) -> Findings:
     validates = any(dataset.role == "validation" for dataset in job.datasets)
     if not job.several or not validates or not isinstance(limit.batches, int):
         return
+    # Not overfit_batches or fast_dev_run
+    own = limit.read.key == "trainer.limit_train_batches"
+    if not own or job.limit("validation").batches == 0:
+        return
     if not share or not job.trainer("check_val_every_n_epoch", 1).value:
         return
     batches = share if isinstance(share, int) else int(limit.batches * share)
