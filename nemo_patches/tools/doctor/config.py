@@ -84,6 +84,25 @@ class Value:
         # Not so for NaN.
         return float(self.value) if abs(self.value) < _LARGEST_NUMBER else None
 
+    @property
+    def batches(self) -> int | float | None:
+        """A limit in batches as Lightning takes it: a whole number, or a share, as null is 1.0;
+        1000.0 is 1000, true is 1. None for what it refuses, and what is not known.
+        """
+        if self.value is None:
+            return 1.0
+        if isinstance(self.value, bool):
+            return int(self.value)
+        number = self.number
+        if number is None or number < 0 or (number > 1 and number % 1):
+            return None
+        return int(number) if number > 1 or self.whole else number
+
+    @property
+    def open(self) -> bool:
+        """Whether with this limit each rank reads on until its own data end, for certain."""
+        return isinstance(self.batches, float) and self.batches > 0
+
     def __str__(self) -> str:
         text = "null" if self.value is None else str(self.value)
         text = text.lower() if isinstance(self.value, bool) else text

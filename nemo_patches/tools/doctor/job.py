@@ -35,37 +35,6 @@ _LIMITS = {
 
 
 @dataclass(frozen=True)
-class Limit:
-    """How many batches of a set each rank reads at most, as Lightning takes it.
-
-    batches: a whole number, or a share (1.0 is all); None where the config does not tell, or
-    Lightning refuses it.
-    """
-
-    batches: int | float | None
-    read: Value
-
-    @property
-    def open(self) -> bool:
-        """Whether each rank reads on until its own data end, for certain."""
-        return isinstance(self.batches, float) and self.batches > 0
-
-
-def as_limit(value: Value) -> int | float | None:
-    """A limit in batches as Lightning takes it: null is 1.0, 1000.0 is 1000, true is 1; None for
-    what it refuses.
-    """
-    if value.value is None:
-        return 1.0
-    if isinstance(value.value, bool):
-        return int(value.value)
-    number = value.number
-    if number is None or number < 0 or (number > 1 and number % 1):
-        return None
-    return int(number) if number > 1 or isinstance(value.value, int) else number
-
-
-@dataclass(frozen=True)
 class Job:
     """A config, and how it would run as stock NeMo."""
 
@@ -91,18 +60,16 @@ class Job:
     def trainer(self, key: str, default: Any = None) -> Value:
         return self.get(("trainer", key), default)
 
-    def limit(self, role: str) -> Limit:
-        """The limit for the sets of one role; as in Lightning, overfit_batches and fast_dev_run
-        take precedence.
+    def limit(self, role: str) -> Value:
+        """How many batches of the sets of one role each rank reads at most; as in Lightning,
+        overfit_batches and fast_dev_run take precedence.
         """
         overfit = self.trainer("overfit_batches", 0.0)
         fast = self.trainer("fast_dev_run", False)
         if role != "test" and (overfit.number or not overfit.known):
-            return Limit(as_limit(overfit), overfit)
-        if fast.value:  # not known counts as well
-            return Limit(int(fast.value) if isinstance(fast.value, int) else None, fast)
-        limit = self.trainer(_LIMITS[role], 1.0)
-        return Limit(as_limit(limit), limit)
+            return overfit
+        # Not known counts as well
+        return fast if fast.value else self.trainer(_LIMITS[role], 1.0)
 
     # --- ranks
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import Findings, warning
-from nemo_patches.tools.doctor.job import Job, as_limit
+from nemo_patches.tools.doctor.job import Job
 
 BAD = """\
 trainer: {devices: 4}
@@ -27,7 +27,7 @@ def check(job: Job) -> Findings:
     interval = job.trainer("val_check_interval", 1.0)
     if not job.has_trainer or not limit.open:
         return
-    by_epoch = interval.known and not isinstance(as_limit(interval), int)
+    by_epoch = interval.known and not isinstance(interval.batches, int)
     for dataset in job.training_of_lhotse:
         if _asks_for_its_length(job, dataset):
             asking = "all of NeMo's ASR models but multitask ones ask"
@@ -51,7 +51,7 @@ def check(job: Job) -> Findings:
         lhotse = dataset.get("use_lhotse")
         yield warning(
             what,
-            (limit.read, interval, steps, lhotse, *job.checkpoints),
+            (limit, interval, steps, lhotse, *job.checkpoints),
             "trainer.limit_train_batches: the batches of one epoch, the same for all"
             " ranks; and max_steps",
         )

@@ -46,7 +46,7 @@ def check(job: Job) -> Findings:
             make = note
             what = f"ends, and each of {job.ranks_text} reads all of it in an epoch"
         stream = "a stream" if dataset.tarred else "a stream, if its input is one,"
-        read = [finite, *dynamic, limit.read, job.devices]
+        read = [finite, *dynamic, limit, job.devices]
         instead = (
             "force_finite: false, also of its entries, with trainer.limit_train_batches"
             " as a whole number"

@@ -31,7 +31,7 @@ def check(job: Job) -> Findings:
             yield warning(
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and"
                 f" {names} may leave a rank with fewer batches than the others",
-                (*given, dataset.get("is_tarred"), limit.read),
+                (*given, dataset.get("is_tarred"), limit),
                 "the same limits when the tar files are made; or"
                 " trainer.limit_train_batches: no more than the batches of the rank"
                 " with the fewest",

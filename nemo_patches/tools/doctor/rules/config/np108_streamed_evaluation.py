@@ -34,7 +34,7 @@ def check(job: Job) -> Findings:
             continue
         finite = dataset.get("force_finite", False)
         forced = dataset.get("force_iterable_dataset", False)
-        read = (limit.read, dataset.get("is_tarred", False), finite)
+        read = (limit, dataset.get("is_tarred", False), finite)
         name = "val" if dataset.role == "validation" else "test"
         key = f"limit_{name}_batches"
         limited = f"trainer.{key}: a whole number"

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.finding import Finding, Findings, warning
-from nemo_patches.tools.doctor.job import Job, as_limit
+from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import TABLE, closest
 
 BAD = """\
@@ -61,20 +61,19 @@ def _is_taken(value: Value, takes: Mapping[str, Any]) -> bool:
     if takes.get("time") and _TIME.fullmatch(str(given).strip()):
         return True
     if takes.get("share"):
-        return as_limit(value) is not None
+        return value.batches is not None
     if isinstance(given, bool):
         return True
-    whole = isinstance(given, int) or not takes.get("whole")
+    whole = value.whole or not takes.get("whole")
     return whole and value.number is not None and value.number >= takes["least"]
 
 
 def _devices(job: Job) -> Findings:
-    devices = job.devices
-    strategy = job.strategy
     on_cpu = job.accelerator.value == "cpu"
-    if on_cpu and str(strategy.value).startswith("fsdp"):
-        what = f"{strategy.text} needs GPUs"
-        yield _refused(what, (strategy, job.accelerator), "strategy: ddp")
+    if on_cpu and str(job.strategy.value).startswith("fsdp"):
+        what = f"{job.strategy.text} needs GPUs"
+        yield _refused(what, (job.strategy, job.accelerator), "strategy: ddp")
+    devices = job.devices
     none: tuple[Any, ...] = (0, "0", [], None, -1, "-1") if on_cpu else (0, "0", [])
     if devices.value in none and not isinstance(devices.value, bool):
         what = f"{devices.key} is {devices.text}"
@@ -85,28 +84,24 @@ def _validation_never_comes(job: Job) -> Findings:
     limit = job.limit("training")
     interval = job.trainer("val_check_interval", 1.0)
     epochs = job.trainer("check_val_every_n_epoch", 1)
-    batches = as_limit(interval)
-    if not interval.known or not epochs.known:
-        return
     if epochs.value is None:
-        if isinstance(batches, float) and interval.value is not None:
+        if interval.value is not None and isinstance(interval.batches, float):
             yield _refused(
                 f"val_check_interval is {interval.text}, and without"
                 " check_val_every_n_epoch it counts batches",
                 (interval, epochs),
                 "val_check_interval: a whole number",
             )
-        return
-    if not job.trainer("fast_dev_run", False).off:
-        return
-    most = limit.batches
-    if isinstance(batches, int) and isinstance(most, int) and batches > most > 0:
-        yield _refused(
-            f"val_check_interval is {batches}, and an epoch has {most} batches",
-            (interval, limit.read, epochs),
-            "val_check_interval: no more than that; or check_val_every_n_epoch: null,"
-            " to count on over epochs",
-        )
+    elif epochs.known and job.trainer("fast_dev_run", False).off:
+        after = interval.batches
+        most = limit.batches
+        if isinstance(after, int) and isinstance(most, int) and after > most > 0:
+            yield _refused(
+                f"val_check_interval is {after}, and an epoch has {most} batches",
+                (interval, limit, epochs),
+                "val_check_interval: no more than that; or check_val_every_n_epoch:"
+                " null, to count on over epochs",
+            )
 
 
 def _share_of_no_length(job: Job) -> Findings:
@@ -118,12 +113,9 @@ def _share_of_no_length(job: Job) -> Findings:
     counted = isinstance(job.limit("training").batches, int)
     for dataset in job.datasets:
         for share in map(job.trainer, _OF_ROLE.get(dataset.role, ())):
-            batches = as_limit(share)
-            none = share.key != "trainer.val_check_interval" and not batches
-            by_count = share.key == "trainer.val_check_interval" and counted
-            if not dataset.lhotse or not share.known or none or by_count:
-                continue
-            if isinstance(batches, float) and batches < 1:
+            part = share.batches
+            fine = counted if share.keys[-1] == "val_check_interval" else not part
+            if dataset.lhotse and not fine and isinstance(part, float) and part < 1:
                 yield _refused(
                     f"Lhotse reads {dataset.where}, which has no length to take a share"
                     f" of: {share.key} is {share.text}",

@@ -12,7 +12,7 @@ from math import ceil
 
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import Findings, note, warning
-from nemo_patches.tools.doctor.job import Job, as_limit
+from nemo_patches.tools.doctor.job import Job
 
 BAD = """\
 trainer: {devices: 4, use_distributed_sampler: false, limit_train_batches: 7179}
@@ -29,12 +29,12 @@ def check(job: Job) -> Findings:
     """
     limit = job.limit("training")
     interval = job.trainer("val_check_interval", 1.0)
-    share = as_limit(interval)
+    share = interval.batches
     validates = any(dataset.role == "validation" for dataset in job.datasets)
     if not job.several or not validates or not isinstance(limit.batches, int):
         return
     # Not overfit_batches or fast_dev_run
-    own = limit.read.key == "trainer.limit_train_batches"
+    own = limit.key == "trainer.limit_train_batches"
     if not own or job.limit("validation").batches == 0:
         return
     if not share or not job.trainer("check_val_every_n_epoch", 1).value:
@@ -53,7 +53,7 @@ def check(job: Job) -> Findings:
         yield make(
             f"validation comes after {batches} batches of each of {job.ranks_text}"
             f" (limit_train_batches): never, {never}",
-            (limit.read, interval, job.devices, dataset.get("batch_size")),
+            (limit, interval, job.devices, dataset.get("batch_size")),
             "trainer.limit_train_batches: no more than entries / batch_size / ranks, or"
             " not set",
         )
