@@ -171,6 +171,7 @@ def test_types_that_are_repeated_without_tar_files_and_what_ends_them(
                 tmp_path,
                 "NP104",
                 LHOTSE,
+                "+model.transf_decoder={_target_: x}",  # which asks for no length
                 f"+model.train_ds.input_cfg=[{entry}]",
                 *overrides,
             )

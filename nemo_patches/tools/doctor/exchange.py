@@ -62,16 +62,16 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
     try:
         facts = _exchanged(here, own, timeout)
     except Exception as error:  # torch has no common class for what its stores raise
-        where = f"the job's store at {here.address}:{here.port}"
-        raise DoctorError(f"rank {here.rank}, {where}: {first_line(error)}") from None
+        raise DoctorError(
+            f"rank {here.rank}, {here.store}: {first_line(error)}"
+        ) from None
     finally:
         watch.cancel()
     return None if here.rank else Ranks(here.size, timeout, facts)
 
 
 def _give_up(here: RankPlace) -> None:
-    store = f"the job's store at {here.address}:{here.port}"
-    text = f"nemo-patches doctor: rank {here.rank} has no answer of {store}"
+    text = f"nemo-patches doctor: rank {here.rank} has no answer of {here.store}"
     print(text, file=sys.stderr)
     leave(0 if here.rank else 2)
 
@@ -113,17 +113,11 @@ def _exchanged(here: RankPlace, own: Facts, timeout: timedelta) -> dict[int, Fac
         multi_tenant=here.has_server,
     )
     store = dist.PrefixStore("nemo_patches/doctor", server)
-    _publish(store, own)
-    return _collect(store, here.size, timeout) if here.rank == 0 else {}
-
-
-def _publish(store: dist.Store, own: Facts) -> None:
-    """Without waiting for an answer: rank 0, and the server with it, may end as soon as it has
-    them.
-    """
-    # JSON takes no variable that is no text.
+    # JSON takes no variable that is no text
     printable = _printable(msgspec.to_builtins(own))
-    store.set(_key(own.rank), msgspec.json.encode(printable).decode())
+    # No answer is waited for: rank 0, and the server with it, may end as soon as it has this
+    store.set(f"facts/{own.rank}", msgspec.json.encode(printable).decode())
+    return _collect(store, here.size, timeout) if here.rank == 0 else {}
 
 
 def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Facts]:
@@ -132,7 +126,7 @@ def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Fact
 
     It is deleted: the launcher may keep the store, and start all ranks again.
     """
-    keys = [_key(rank) for rank in range(size)]
+    keys = [f"facts/{rank}" for rank in range(size)]
     end = time.monotonic() + timeout.total_seconds()
     while not store.check(keys) and time.monotonic() < end:
         time.sleep(_POLL_S)
@@ -144,10 +138,6 @@ def _collect(store: dist.Store, size: int, timeout: timedelta) -> dict[int, Fact
             if facts is not None and facts.rank == rank:
                 collected[rank] = facts
     return collected
-
-
-def _key(rank: int) -> str:
-    return f"facts/{rank}"
 
 
 def _decoded(data: bytes) -> Facts | None:

@@ -19,6 +19,10 @@ class RankPlace:
     # Rank 0, where the launcher has not started the store's server already.
     has_server: bool
 
+    @property
+    def store(self) -> str:
+        return f"the job's store at {self.address}:{self.port}"
+
 
 def place(variables: Mapping[str, str] = os.environ) -> RankPlace:
     """From torchrun's variables, or Slurm's, where ranks meet as Lightning's do unless MASTER_ADDR

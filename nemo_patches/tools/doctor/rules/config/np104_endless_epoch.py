@@ -27,7 +27,6 @@ def check(job: Job) -> Findings:
     interval = job.trainer("val_check_interval", 1.0)
     if not job.has_trainer or not limit.open:
         return
-    by_epoch = interval.known and not isinstance(interval.batches, int)
     for dataset in job.training_of_lhotse:
         if _asks_for_its_length(job, dataset):
             asking = "all of NeMo's ASR models but multitask ones ask"
@@ -40,7 +39,7 @@ def check(job: Job) -> Findings:
                 f"{dataset.where} {kind} without a length, which {asking} for: the job"
                 " stops at its start"
             )
-        elif dataset.endless and by_epoch:
+        elif dataset.endless and isinstance(interval.batches, float):
             what = (
                 f"Lhotse repeats {dataset.where} for ever, and limit_train_batches is"
                 " no whole number: no epoch ends"

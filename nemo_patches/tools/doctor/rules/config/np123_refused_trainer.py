@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_patches.tools.doctor.config import Value
-from nemo_patches.tools.doctor.finding import Finding, Findings, warning
+from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import TABLE, closest
 
@@ -42,7 +42,7 @@ def check(job: Job) -> Findings:
             names = [each for each in takes.get("names", ()) if isinstance(each, str)]
             close = closest(str(value.value).lower(), names, likeness=0.6)
             instead = f"{value.key}: {close}" if close else takes["instead"]
-            yield _refused(f"{value.key} is {value.text}", value, instead)
+            yield stops(f"{value.key} is {value.text}", value, instead)
     yield from _devices(job)
     yield from _validation_never_comes(job)
     yield from _share_of_no_length(job)
@@ -72,12 +72,12 @@ def _devices(job: Job) -> Findings:
     on_cpu = job.accelerator.value == "cpu"
     if on_cpu and str(job.strategy.value).startswith("fsdp"):
         what = f"{job.strategy.text} needs GPUs"
-        yield _refused(what, (job.strategy, job.accelerator), "strategy: ddp")
+        yield stops(what, (job.strategy, job.accelerator), "strategy: ddp")
     devices = job.devices
     none: tuple[Any, ...] = (0, "0", [], None, -1, "-1") if on_cpu else (0, "0", [])
     if devices.value in none and not isinstance(devices.value, bool):
         what = f"{devices.key} is {devices.text}"
-        yield _refused(what, (devices, job.accelerator), "how many devices to use")
+        yield stops(what, (devices, job.accelerator), "how many devices to use")
 
 
 def _validation_never_comes(job: Job) -> Findings:
@@ -86,7 +86,7 @@ def _validation_never_comes(job: Job) -> Findings:
     epochs = job.trainer("check_val_every_n_epoch", 1)
     if epochs.value is None:
         if interval.value is not None and isinstance(interval.batches, float):
-            yield _refused(
+            yield stops(
                 f"val_check_interval is {interval.text}, and without"
                 " check_val_every_n_epoch it counts batches",
                 (interval, epochs),
@@ -96,7 +96,7 @@ def _validation_never_comes(job: Job) -> Findings:
         after = interval.batches
         most = limit.batches
         if isinstance(after, int) and isinstance(most, int) and after > most > 0:
-            yield _refused(
+            yield stops(
                 f"val_check_interval is {after}, and an epoch has {most} batches",
                 (interval, limit, epochs),
                 "val_check_interval: no more than that; or check_val_every_n_epoch:"
@@ -116,13 +116,10 @@ def _share_of_no_length(job: Job) -> Findings:
             part = share.batches
             fine = counted if share.keys[-1] == "val_check_interval" else not part
             if dataset.lhotse and not fine and isinstance(part, float) and part < 1:
-                yield _refused(
+                yield stops(
                     f"Lhotse reads {dataset.where}, which has no length to take a share"
                     f" of: {share.key} is {share.text}",
                     (share, dataset.get("use_lhotse")),
                     "a whole number, or 1.0",
                 )
 
-
-def _refused(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
-    return warning(f"{what}: Lightning stops the job at its start", read, instead)
