@@ -29,7 +29,9 @@ def test_the_sizes_multiply(tmp_path: Path) -> None:
 
 
 def test_lightnings_mesh_has_other_names_and_each_rank_reads(tmp_path: Path) -> None:
-    lightning = "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy"
+    lightning = (
+        "trainer.strategy._target_=lightning.pytorch.strategies.ModelParallelStrategy"
+    )
     size = "+trainer.strategy.tensor_parallel_size=4"
     (finding,) = found(tmp_path, "NP136", TEXT, lightning, size)
     assert finding.what.startswith("each of 4 ranks reads by itself")

@@ -169,17 +169,25 @@ class Config:
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping at a path of a config, be it there or not."""
+    """A mapping at a path of a config, be it there or not.
+
+    outer: the section in which keys are looked up that it does not have.
+    """
 
     config: Config
     keys: Keys
+    outer: Section | None = None
 
     @property
     def where(self) -> str:
         return ".".join(self.keys)
 
-    def get(self, path: str, default: Any = None) -> Value:
+    def own(self, path: str, default: Any = None) -> Value:
         return self.config.get((*self.keys, *path.split(".")), default)
+
+    def get(self, path: str, default: Any = None) -> Value:
+        own = self.own(path, default)
+        return own if own.given or not self.outer else self.outer.get(path, default)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:

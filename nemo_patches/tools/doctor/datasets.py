@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Section, Value
-from nemo_patches.tools.doctor.inputs import Draw, Inputs, SetEntry
+from nemo_patches.tools.doctor.inputs import Draw, Inputs
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
 from nemo_patches.tools.doctor.trees import Keys, entries
 
@@ -52,6 +52,8 @@ _SHORTENING = ("truncate_duration", "cut_into_windows_duration", "audio_duration
 _LENGTHENING = ("concatenate_samples", "random_padding", "is_code_switched")
 _STRETCHING = ("silence", "speed", "time_stretch")  # perturbations of NeMo's
 
+# What speechlm2's DataModule sets for evaluation
+_ENDS = ("force_finite", "force_map_dataset")
 _MOST_ENTRIES = 1_000_000
 
 
@@ -65,27 +67,34 @@ class Longest:
     read: tuple[Value, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dataset(Section):
-    """One data set. outer: the path of the section in which keys are looked up that the set does
-    not have.
-    """
+    """One data set. outer: the section with the keys of all sets in it."""
 
     role: str
-    outer: Keys | None = None
 
-    def get(self, path: str, default: Any = None) -> Value:
-        """A key of it; of a multi_config, some count only where they are set for all, others only
-        in the set.
+    def own(self, path: str, default: Any = None) -> Value:
+        """Of a multi_config, some keys count only where they are set for all, others only in the
+        set.
         """
-        own = super().get(path, default)
+        own = super().own(path, default)
         if self.outer is None:
             return own
-        outer = Section(self.config, self.outer)
-        counts_outside = (
-            path in _OF_ALL if outer.get("multi_config").on else not own.given
-        )
-        return outer.get(path, default) if counts_outside else own
+        counts_outside = not own.given
+        if self.outer.get("multi_config").on:
+            counts_outside = path in _OF_ALL
+        return self.outer.get(path, default) if counts_outside else own
+
+    def get(self, path: str, default: Any = None) -> Value:
+        """speechlm2's DataModule ends all evaluation, whatever its config says. NeMo's models for
+        CTC, RNNT and SSL shuffle a training set that does not say.
+        """
+        if self.keys[0] == "data" and not self.training and path in _ENDS:
+            return Value(f"{self.where}.{path}", True, "default")
+        if path == "shuffle":
+            model = self.training and self.keys[0] == "model"
+            default = model and not self.config.get("model.transf_decoder").given
+        return self.own(path, "trng" if path == "shard_seed" else default)
 
     @property
     def training(self) -> bool:
@@ -128,14 +137,14 @@ class Dataset(Section):
         """How Lhotse reads its inputs, of which map or iterable can be forced; the sampler draws,
         too, with shuffle.
         """
-        place = SetEntry(self.config, self.get, self._handed_down)
         one_by_one = self.keys[0] != "data" and not self.training
-        given = inputs.of_set(place, one_by_one=one_by_one)
-        if self.shuffle.value not in (False, None):
-            draw = Draw(self.shard_seed, certain=self.shuffle.on)
+        given = inputs.of_set(self, one_by_one=one_by_one)
+        shuffle = self.get("shuffle")
+        if shuffle.value not in (False, None):
+            draw = Draw(self.get("shard_seed"), certain=shuffle.on)
             given = replace(given, draws=(*given.draws, draw))
-        to_map = self._handed_down("force_map_dataset")
-        to_iterable = self._handed_down("force_iterable_dataset")
+        to_map = self.get("force_map_dataset")
+        to_iterable = self.get("force_iterable_dataset")
         for switch, stream in ((to_iterable, True), (to_map, False)):
             if not switch.known:
                 unknown = f"{switch.key} is not known"
@@ -167,21 +176,6 @@ class Dataset(Section):
         force_finite.
         """
         return self.lhotse and self.inputs.endless
-
-    @property
-    def shard_seed(self) -> Value:
-        """The seed of the orders that Lhotse draws; its default is one of each process's own."""
-        return self.get("shard_seed", "trng")
-
-    @property
-    def shuffle(self) -> Value:
-        """Whether it is shuffled. NeMo's models for CTC, RNNT and SSL do that to a training set
-        that does not say.
-        """
-        model = self.training and self.keys[0] == "model"
-        return self.get(
-            "shuffle", model and not self.config.get("model.transf_decoder").given
-        )
 
     @property
     def own_orders(self) -> tuple[Value, ...]:
@@ -218,16 +212,6 @@ class Dataset(Section):
         except (OSError, ValueError):
             return None
 
-    def _handed_down(self, key: str) -> Value:
-        """A key that the entries of an input_cfg take from the set. speechlm2's DataModule ends all
-        evaluation.
-        """
-        ends = key in ("force_finite", "force_map_dataset") and not self.training
-        if self.keys[0] == "data" and ends:
-            return Value(f"{self.where}.{key}", True, "default")
-        defaults = {"shard_seed": self.shard_seed, "shuffle": self.shuffle}
-        return defaults[key] if key in defaults else self.get(key, False)
-
     def longest(self) -> Longest:
         """By its limits; not told where audio is made longer after them."""
         # Of diarization; a negative one is the whole recording.
@@ -255,9 +239,10 @@ def found_in(config: Config) -> Iterator[Dataset]:
             continue
         inner = _inside(section)
         if not inner:
-            yield Dataset(config, keys, role)
+            yield Dataset(config, keys, role=role)
+        outer = Section(config, keys)
         for path in inner:
-            yield Dataset(config, (*keys, *path), role=role, outer=keys)
+            yield Dataset(config, (*keys, *path), outer, role=role)
 
 
 def _inside(section: Mapping[str, Any]) -> list[Keys]:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nemo_patches.tools.doctor import known_keys
 from nemo_patches.tools.doctor.config import Config, Section, Value
+from nemo_patches.tools.doctor.known_keys import ENCODERS, WITHOUT_SYNC
 from nemo_patches.tools.doctor.syntax import last_part
 
 FLAG = "sync_max_audio_length"
@@ -16,7 +16,7 @@ FLAG = "sync_max_audio_length"
 # What each class with a length sync takes, by its name.
 TAKEN: dict[str, frozenset[str]] = {
     name: frozenset(entry["keys"])
-    for base, entry in known_keys.ENCODERS.items()
+    for base, entry in ENCODERS.items()
     for name in (base, *entry["also"])
 }
 
@@ -54,7 +54,7 @@ class Frames:
         return math.ceil(frames / self.pad_to) * self.pad_to if self.pad_to else frames
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoder(Section):
     """One encoder in a config, of a class of NeMo with a length sync."""
 
@@ -114,7 +114,7 @@ class Encoder(Section):
 
 def _mel(mel: Section) -> Frames | None:
     """Of an AudioToMelSpectrogramPreprocessor, with NeMo's defaults."""
-    target = _class_name(mel.get("_target_").value)
+    target = last_part(str(mel.get("_target_").value))
     if target not in _MEL:
         return None
     rate = mel.get("sample_rate", 16000)
@@ -140,7 +140,7 @@ def found_in(config: Config) -> Iterator[Encoder]:
     for keys, section in config.mappings():
         name = class_of(section.get("_target_"))
         if name:
-            yield Encoder(config, keys, name)
+            yield Encoder(config, keys, name=name)
 
 
 def unknown_in(config: Config) -> Iterator[Value]:
@@ -149,17 +149,13 @@ def unknown_in(config: Config) -> Iterator[Value]:
     """
     for keys, section in config.mappings():
         target = section.get("_target_")
-        known = class_of(target) or _class_name(target) in known_keys.WITHOUT_SYNC
+        known = class_of(target) or last_part(str(target)) in WITHOUT_SYNC
         if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
             yield config.get((*keys, "_target_"))
 
 
 def class_of(target: object) -> str:
     """The class with a length sync that a _target_ names; empty for any other."""
-    name = _class_name(target)
+    name = last_part(str(target))
     namesake = str(target).startswith(_NAMESAKES)
     return name if name in TAKEN and not namesake else ""
-
-
-def _class_name(target: object) -> str:
-    return last_part(target) if isinstance(target, str) else ""

@@ -7,9 +7,8 @@ from typing import Any
 
 import nemo_patches
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import ERROR, NOTE, WARNING, Finding, Rule
+from nemo_patches.tools.doctor.finding import NOTE, Finding, Rule
 
-_OF_GITHUB = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
 _ESCAPED = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 _IN_TEXT = str.maketrans(_ESCAPED)
 _IN_PROPERTY = str.maketrans({**_ESCAPED, ":": "%3A", ",": "%2C"})
@@ -24,10 +23,8 @@ def github(reports: Sequence[Examination]) -> Iterator[str]:
         for rule, finding in each.findings:
             line = f",line={finding.line}" if finding.line else ""
             text = _text(finding).translate(_IN_TEXT)
-            yield (
-                f"::{_OF_GITHUB[finding.severity]}"
-                f" file={file}{line},title={rule.identifier}::{text}"
-            )
+            kind = "notice" if finding.severity is NOTE else finding.severity
+            yield f"::{kind} file={file}{line},title={rule.identifier}::{text}"
 
 
 def sarif(reports: Sequence[Examination], rules: Sequence[Rule]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ it with the installed one, and runs each type on two ranks. What it does not hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_patches.tools.doctor import known_keys
-from nemo_patches.tools.doctor.config import Config, Value
+from nemo_patches.tools.doctor.config import Section, Value
 
 # What decides whether an input is a stream, which each worker of each rank reads whole, by the name
 # of its type.
@@ -51,28 +51,7 @@ class Inputs:
     refused: bool = False
 
 
-@dataclass(frozen=True)
-class SetEntry:
-    """A set, or an entry of its input_cfg. own: the value that it has of a key; outer: the one that
-    is handed down.
-    """
-
-    config: Config
-    own: Callable[[str], Value]
-    outer: Callable[[str], Value]
-
-    def get(self, key: str) -> Value:
-        own = self.own(key)
-        return own if own.given else self.outer(key)
-
-    def entry(self, index: int) -> SetEntry:
-        keys = (*self.own("input_cfg").keys, str(index))
-        return SetEntry(
-            self.config, lambda key: self.config.get((*keys, key)), self.get
-        )
-
-
-def of_set(place: SetEntry, one_by_one: bool = False) -> Inputs:
+def of_set(place: Section, one_by_one: bool = False) -> Inputs:
     """A set, or an entry that is read like one. one_by_one: each of several manifests is a set of
     its own.
     """
@@ -90,7 +69,7 @@ def any_known(answers: Sequence[bool | None]) -> bool | None:
     return None if None in answers else False
 
 
-def _of_entries(place: SetEntry) -> Inputs:
+def _of_entries(place: Section) -> Inputs:
     """Those of an input_cfg: with one it is that one, of several NeMo draws which comes next."""
     listed = place.own("input_cfg")
     if not isinstance(listed.value, list) or not listed.value:
@@ -113,7 +92,7 @@ def _of_entries(place: SetEntry) -> Inputs:
     )
 
 
-def _mixed(place: SetEntry, kinds: list[bool | None]) -> tuple[bool | None, bool]:
+def _mixed(place: Section, kinds: list[bool | None]) -> tuple[bool | None, bool]:
     """Of which kind several inputs are together, and whether NeMo refuses them: it does for both
     kinds, unless one is forced, and the first one's counts then. So one that is known tells of the
     others."""
@@ -126,8 +105,9 @@ def _mixed(place: SetEntry, kinds: list[bool | None]) -> tuple[bool | None, bool
     return (kinds[0], False) if forced else (None, forced is False)
 
 
-def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
-    inner = place.entry(index)
+def _of_entry(place: Section, index: int, entry: Any) -> Inputs:
+    keys = (*place.own("input_cfg").keys, str(index))
+    inner = Section(place.config, keys, outer=place)
     name = inner.own("type")
     reads = READS.get(name.value) if isinstance(entry, dict) and name.named else None
     if reads == "STREAM":
@@ -149,7 +129,7 @@ def _of_entry(place: SetEntry, index: int, entry: Any) -> Inputs:
     return Inputs(None, None, unknown=unknown)
 
 
-def _of_manifests(place: SetEntry, one_by_one: bool = False) -> Inputs:
+def _of_manifests(place: Section, one_by_one: bool = False) -> Inputs:
     """NeMo's manifests, with or without tar files; a list of them is mixed, and repeated like a
     stream.
     """
@@ -164,7 +144,7 @@ def _of_manifests(place: SetEntry, one_by_one: bool = False) -> Inputs:
     )
 
 
-def _of_lhotse(place: SetEntry) -> Inputs:
+def _of_lhotse(place: Section) -> Inputs:
     """Lhotse's cuts, or Shar, which is always shuffled, and of which a list is mixed."""
     stream, unknown = _given(place, "shar_path")
     if stream is False:
@@ -176,7 +156,7 @@ def _of_lhotse(place: SetEntry) -> Inputs:
 
 
 def _repeated(
-    repeats: bool | None, place: SetEntry, unless: tuple[str, ...] = _ENDS[:1]
+    repeats: bool | None, place: Section, unless: tuple[str, ...] = _ENDS[:1]
 ) -> bool | None:
     """Whether an input is repeated for ever: one that NeMo repeats, unless one of these switches is
     on.
@@ -187,7 +167,7 @@ def _repeated(
     return True if repeats and ends is False else None
 
 
-def _order_of_files(place: SetEntry) -> tuple[Draw, ...]:
+def _order_of_files(place: Section) -> tuple[Draw, ...]:
     """The draw of shuffle; it may not matter, as there may be only one file."""
     if _on(place.get("shuffle")) is False:
         return ()
@@ -199,7 +179,7 @@ def _on(switch: Value) -> bool | None:
     return bool(switch.value) if switch.known else None
 
 
-def _given(place: SetEntry, key: str) -> tuple[bool | None, str]:
+def _given(place: Section, key: str) -> tuple[bool | None, str]:
     """Whether a path is given, and why that is not known. Of one that is not known it is, where
     text stands around an interpolation.
     """

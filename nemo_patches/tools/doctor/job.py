@@ -142,11 +142,6 @@ class Job:
         return self.get("trainer.strategy.broadcast_buffers", True)
 
     @cached_property
-    def overwrites_buffers(self) -> bool:
-        """Whether ranks whose buffers differ in shape would overwrite each other's."""
-        return self.several and self.ddp and not self.broadcast_buffers.off
-
-    @cached_property
     def group_timeout(self) -> timedelta | None:
         """The process group's timeout, None where the config does not say it as a duration.
 

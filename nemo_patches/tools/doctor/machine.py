@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
-
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.config import Value
 
@@ -37,13 +35,6 @@ class Machine:
     def headline(self) -> str:
         torch = f"torch {self.torch}" if self.torch else "without torch"
         return f"variables of NCCL and torch; {torch}, {counted(self.gpus, 'GPU')}"
-
-    @property
-    def torch_release(self) -> Version | None:
-        try:
-            return Version(self.torch)
-        except InvalidVersion:
-            return None
 
     def variable(self, name: str, default: str = "") -> Value:
         """An environment variable, with what holds where it is not set."""

@@ -40,10 +40,11 @@ def check(job: Job) -> Findings:
     """For each encoder that can grow, where several ranks' buffers are broadcast; a length that is
     none, on any rank.
     """
+    overwrites = job.several and job.ddp and not job.broadcast_buffers.off
     for encoder in job.encoders:
         yield from _no_number(encoder)
         max_len = encoder.max_len.number or 0
-        if job.overwrites_buffers and encoder.grows and max_len > 0:
+        if overwrites and encoder.grows and max_len > 0:
             yield from _of(job, encoder, int(max_len))
 
 

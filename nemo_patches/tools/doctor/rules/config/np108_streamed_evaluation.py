@@ -41,9 +41,7 @@ def check(job: Job) -> Findings:
         once = f"{dataset.where}.force_map_dataset: true"
         if forced.on:
             once = f"{forced.key}: false"
-        once += (
-            f", and a whole number as {dataset.shard_seed.key}: each entry is read once"
-        )
+        once += f", and a whole number as {dataset.get('shard_seed').key}: each entry is read once"
         if dataset.endless:
             make = error if dataset.role == "validation" else warning
             yield make(

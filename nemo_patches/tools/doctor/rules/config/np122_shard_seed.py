@@ -34,7 +34,7 @@ def check(job: Job) -> Findings:
         unknown = dataset.inputs.unknown
         if unknown:
             what = f"{dataset.where}: its shard_seed is not judged, as {unknown}"
-            yield note(what, dataset.shard_seed)
+            yield note(what, dataset.get("shard_seed"))
         elif dataset.own_orders:
             yield _of_shares(job, dataset)
         elif dataset.tarred and dataset.training:
@@ -60,7 +60,7 @@ def _of_shares(job: Job, dataset: Dataset) -> Finding:
             " trng"
         )
     lhotse = dataset.get("use_lhotse")
-    read = (*dataset.own_orders, dataset.shuffle, *dataset.dynamic, lhotse)
+    read = (*dataset.own_orders, dataset.get("shuffle"), *dataset.dynamic, lhotse)
     return warning(what, read, instead)
 
 
@@ -73,13 +73,13 @@ def _of_a_stream(job: Job, dataset: Dataset) -> Findings:
         return
     if any(seed.value != "randomized" for seed in drawn):
         return
-    own = dataset.shard_seed.key
+    own = dataset.get("shard_seed").key
     others = [seed.key for seed in seeds if seed.key != own]
     also = f", also as {' and '.join(others)}" if others else ""
     yield warning(
         f"{dataset.where} is a stream, and each of {job.ranks_text} reads it in the"
         " same order: all train on the same batches",
-        (*(seeds or [dataset.shuffle]), workers),
+        (*(seeds or [dataset.get("shuffle")]), workers),
         f"{dataset.get('shuffle').key}: true, with {own}: trng, or randomized and"
         f" num_workers: 1 or more{also}",
     )

@@ -122,4 +122,3 @@ def _share_of_no_length(job: Job) -> Findings:
                     (share, dataset.get("use_lhotse")),
                     "a whole number, or 1.0",
                 )
-

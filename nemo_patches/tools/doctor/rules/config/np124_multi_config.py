@@ -47,7 +47,7 @@ def check(job: Job) -> Findings:
         if missing:
             what = f"{section.where}: multi_config without {', '.join(missing)}"
             yield stops(what, switch, f"{' and '.join(missing)}, beside multi_config")
-        sets = [dataset for dataset in job.datasets if dataset.outer == section.keys]
+        sets = [dataset for dataset in job.datasets if dataset.outer == section]
         stream = next((each.where for each in sets if each.tarred), "")
         plain = next((each.where for each in sets if each.tarred is False), "")
         if stream and plain:

@@ -40,9 +40,7 @@ def check(job: Job) -> Findings:
             what = f"{fusion.key} is {fusion.text}"
             yield stops(what, fusion, f"one of {', '.join(_FUSIONS)}")
         if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
-            sets = [
-                each.keys[-1] for each in job.datasets if each.outer == section.keys
-            ]
+            sets = [each.keys[-1] for each in job.datasets if each.outer == section]
             without = [name for name in sets if name not in weights.value]
             if without:
                 what = f"{weights.key} has no {' and no '.join(without)}"

@@ -8,7 +8,9 @@ Link: https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
 from __future__ import annotations
 
-from packaging.version import Version
+import contextlib
+
+from packaging.version import InvalidVersion, Version
 
 from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.machine import OFF, Machine
@@ -26,8 +28,9 @@ def check(machine: Machine) -> Findings:
     sizes = [machine.variable(name) for name in _SIZES]
     dump = machine.variable(_DUMP)
     length = next((value for value in sizes if value.given), sizes[1])
-    torch = machine.torch_release
-    by_default = torch is not None and torch >= _ON_BY_DEFAULT
+    by_default = False
+    with contextlib.suppress(InvalidVersion):
+        by_default = Version(machine.torch) >= _ON_BY_DEFAULT
     if length.given and str(length.value).lstrip("-").strip("0") == "":
         yield warning(f"{length.key}=0 switches the flight recorder off", length, _SET)
     elif dump.given and str(dump.value).lower() in OFF:
