@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,16 @@ def test_not_where_each_reads_its_own(tmp_path: Path) -> None:
         )
         == []
     )
+
+
+def test_nemos_axes_are_not_those_of_lightnings_mesh() -> None:
+    nemo, lightning = (importlib.util.find_spec(name) for name in ("nemo", "lightning"))
+    if nemo is None or lightning is None:
+        pytest.skip("NeMo is not installed")
+    shared = "collections/common/data/lhotse/broadcasting.py"
+    source = Path(str(nemo.origin)).parent / shared
+    if not source.exists():
+        pytest.skip("NeMo before 3.0 broadcasts no batches")
+    assert 'axes: tuple[str, ...] = ("cp", "tp")' in source.read_text()
+    mesh = Path(str(lightning.origin)).parent / "fabric/strategies/model_parallel.py"
+    assert 'mesh_dim_names=("data_parallel", "tensor_parallel")' in mesh.read_text()

@@ -30,6 +30,10 @@ _CHECKPOINTS = (
     "init_from_nemo_model",
     "init_from_pretrained_model",
 )
+_BOUNDED = (
+    "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
+    " missing"
+)
 
 
 def check(job: Job) -> Findings:
@@ -51,9 +55,10 @@ def check(job: Job) -> Findings:
         if value.value is not None:
             yield note(
                 f"the encoder that {value.key} brings has the {FLAG} of that"
-                " checkpoint's own config",
+                " checkpoint's own config, on by default: every call then waits for"
+                " all ranks",
                 value,
-                "print(encoder.sync_max_audio_length) on every rank tells it",
+                _BOUNDED,
             )
 
 
@@ -94,6 +99,5 @@ def _effective(job: Job, encoder: Encoder) -> Finding:
         f"{name}: {value}; every call, in validation too, waits for {ranks}, until the"
         f" process group's timeout ({limit:g} min)",
         read,
-        "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
-        " missing",
+        _BOUNDED,
     )
