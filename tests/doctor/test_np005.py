@@ -23,6 +23,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_the_sets_of_magpietts_may_be_in_a_file(tmp_path: Path) -> None:
+    text = (
+        "trainer: {devices: 2}\nmodel:\n  validation_ds: {use_lhotse: true, batch_size:"
+        " 8, datasets: sets.yaml}\n"
+    )
+    (finding,) = found(tmp_path, "NP005", text)
+    assert "model.validation_ds.datasets is in sets.yaml" in finding.what
+    (tmp_path / "sets.yaml").write_text("- {name: a, shar_path: x}\n")
+    assert found(tmp_path, "NP005", text) == []
+    assert len(found(tmp_path, "NP108", text)) == 1
+    elsewhere = "model: {tokenizer: {datasets: sets}}\n"
+    assert found(tmp_path, "NP005", elsewhere) == []
+
+
 def test_inputs_in_a_file_are_judged_as_if_they_were_in_the_config(
     tmp_path: Path,
 ) -> None:

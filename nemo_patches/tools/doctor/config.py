@@ -22,6 +22,7 @@ from nemo_patches.tools.doctor.yaml_text import YamlText
 _LONGEST_SHOWN = 100  # characters of a value in a finding
 _LARGEST_NUMBER = 1e15
 _MOST_FILES = 30  # of inputs, that may name each other
+IN_FILES = ("input_cfg", "datasets")  # what may be named as a file
 # That NeMo's training scripts read.
 SECTIONS = ("model", "data", "trainer", "exp_manager")
 
@@ -218,16 +219,17 @@ def with_overrides(source: YamlText, overrides: Sequence[str] = ()) -> Config:
 
 
 def _read_inputs(tree: Any) -> None:
-    """Put the inputs of each file that an input_cfg names in its place, as NeMo does, which looks
-    for it where the job runs. One that cannot be read stays a name.
+    """Put the inputs of each file that an input_cfg names in its place, and MagpieTTS's datasets,
+    as NeMo does, which looks for it where the job runs. One that cannot be read stays a name.
     """
     room = _MOST_FILES
     for _, node in walk(tree):  # goes on into what was put in
-        name = node.get("input_cfg") if isinstance(node, dict) else None
-        if isinstance(name, str) and room:
-            room -= 1
-            with contextlib.suppress(DoctorError):
-                node["input_cfg"] = yaml_text.read(Path(name), "sequence").tree
+        for key in IN_FILES if isinstance(node, dict) else ():
+            name = node.get(key)
+            if isinstance(name, str) and room:
+                room -= 1
+                with contextlib.suppress(DoctorError):
+                    node[key] = yaml_text.read(Path(name), "sequence").tree
 
 
 def _check_defaults(source: YamlText, tree: Mapping[str, Any]) -> None:

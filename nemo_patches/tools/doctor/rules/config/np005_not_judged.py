@@ -8,6 +8,8 @@ Link: docs/doctor.md
 
 from __future__ import annotations
 
+from nemo_patches.tools.doctor.config import IN_FILES
+from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.syntax import words
@@ -28,15 +30,19 @@ _DECISIVE = words("""
 
 
 def check(job: Job) -> Findings:
-    """The file of an input_cfg, of a set or of a group; and values of the job's machine."""
+    """The file of an input_cfg, of a set or of a group, or of a set's datasets; and values of the
+    job's machine.
+    """
     for keys, _ in job.config.mappings():
-        inputs = job.get((*keys, "input_cfg"))
-        if inputs.named:
-            yield warning(
-                f"not judged: {inputs.key} is in {inputs.value}, which cannot be read here",
-                inputs,
-                "start the doctor in the folder and on a machine where NeMo finds that file",
-            )
+        of_a_set = not ROLES.keys().isdisjoint(keys)
+        for key in IN_FILES if of_a_set else IN_FILES[:1]:
+            inputs = job.get((*keys, key))
+            if inputs.named:
+                yield warning(
+                    f"not judged: {inputs.key} is in {inputs.value}, which cannot be read here",
+                    inputs,
+                    "start the doctor in the folder and on a machine where NeMo finds that file",
+                )
     values = [job.get(keys) for keys in sorted(job.config.of_machine)]
     decisive = tuple(value for value in values if value.keys[-1] in _DECISIVE)
     if decisive:
