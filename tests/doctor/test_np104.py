@@ -199,7 +199,13 @@ def test_types_that_are_repeated_without_tar_files_and_what_ends_them(
 
 
 @pytest.mark.parametrize(
-    "model", ["transf_decoder={}", "initialize_prompt_feature=true"]
+    "model",
+    [
+        "transf_decoder={}",
+        "initialize_prompt_feature=true",
+        "model_defaults={initialize_prompt_feature: true}",
+        "model_defaults={prompt_dictionary: {en-US: 0}}",
+    ],
 )
 def test_models_that_go_by_is_tarred_ask_any_set_of_lhotse(
     tmp_path: Path, model: str

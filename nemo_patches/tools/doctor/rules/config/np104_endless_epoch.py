@@ -20,6 +20,14 @@ model:
 """
 GOOD = BAD.replace("devices: 4", "devices: 4, limit_train_batches: 1000")
 
+# What the config of a model has that goes by is_tarred
+_BY_FLAG = (
+    "transf_decoder",
+    "initialize_prompt_feature",
+    "model_defaults.initialize_prompt_feature",
+    "model_defaults.prompt_dictionary",
+)
+
 
 def check(job: Job) -> Findings:
     """On any number of ranks."""
@@ -65,9 +73,8 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     """
     if dataset.keys[0] != "model" or job.get("model.sortformer_modules").given:
         return False
-    by_flag = job.get("model.transf_decoder").given or any(
-        job.get(f"{section}.initialize_prompt_feature").on
-        for section in ("model", "model.model_defaults")
+    by_flag = any(
+        job.get(f"model.{key}").value not in (None, False) for key in _BY_FLAG
     )
     flag = dataset.get("is_tarred").on
     if flag and by_flag:
