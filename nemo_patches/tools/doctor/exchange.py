@@ -8,7 +8,6 @@ its size, and printed without control characters.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -35,7 +34,6 @@ _MOST_BYTES = 1 << 18  # that a rank may publish
 _TO_CONNECT_AND_COLLECT = 2
 _ROOM_S = 5.0
 _PATCHING = "patching of NeMo"
-_COMPARED = ("NCCL_", "TORCH_", "GLOO_")
 # Variables that end so are a host's own, and may differ.
 _OF_A_HOST = ("_IFNAME", "_HCA")
 
@@ -77,6 +75,7 @@ def _give_up(here: RankPlace) -> None:
 
 
 def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
+    own = machine.gather()
     versions = machine.versions()
     try:
         report = status.examine()
@@ -88,14 +87,14 @@ def own_facts(here: RankPlace, loaders: Mapping[str, str]) -> Facts:
         settings = {_PATCHING: str(error)}
     return Facts(
         rank=here.rank,
-        host=socket.gethostname(),
+        host=own.host,
         pid=os.getpid(),
         versions=versions,
         settings=settings,
         environment={
             name: value
-            for name, value in os.environ.items()
-            if name.startswith(_COMPARED) and not name.endswith(_OF_A_HOST)
+            for name, value in own.environment.items()
+            if not name.endswith(_OF_A_HOST)
         },
         loaders=dict(loaders),
     )

@@ -17,7 +17,8 @@ from nemo_patches.tools.doctor.config import Value
 
 OFF = ("0", "n", "no", "false", "f")  # as torch reads a switch, in lower case
 _PACKAGES = ("torch", "lightning", "pytorch-lightning")
-_READ = ("NCCL_", "TORCH_")  # how the variables begin that rules may read and show
+# How the variables begin that rules may read and show
+_READ = ("NCCL_", "TORCH_", "GLOO_")
 
 
 @dataclass(frozen=True)
