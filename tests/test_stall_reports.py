@@ -42,15 +42,20 @@ from ranks import (
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.channel.answers import NOT_COME, Answers, Silence
+from nemo_patches.channel.answers import ENDED, NOT_COME, Answers, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
 from nemo_patches.sync.events import Group, Observer, Round, WatchedRounds, observers
+from nemo_patches.sync.settings import Settings
 from nemo_patches.watch.all_ranks import AllRanks
 from nemo_patches.watch.encoder_watch import EncoderWatch
+from nemo_patches.watch.job_stall import JobStallWatch
 from nemo_patches.watch.looks import Heard, Look
+from nemo_patches.watch.progress import Progress
+from nemo_patches.watch.report_file import ReportFile
 from nemo_patches.watch.roll_call import RollCall
+from nemo_patches.watch.sync_end_report import SyncEndReport
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 # Nothing here depends on NeMo's version.
@@ -105,8 +110,18 @@ def endless_loop(go_on: Path) -> None:
 
 
 def hold_the_gil(go_on: Path) -> None:
+    """Until a child of this rank has it go on."""
+    pipe, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            wait_until(go_on.exists)
+        finally:
+            os.write(told, b".")
+            os._exit(0)
     # PyDLL keeps the lock during the call.
-    ctypes.PyDLL(None).sleep(int(TIMEOUT + REPORT_S))
+    ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+    os.waitpid(child, 0)
 
 
 def be_stopped(go_on: Path) -> None:
@@ -173,6 +188,7 @@ def one_way(
         return None
     send = stopper(go_on) if way is be_stopped and rank == 0 else lambda number: None
     send(signal.SIGSTOP)
+    wait_for_others(f"{go_on} begins", size - len(missing))
     report = reported(encoder, 200)
     wait_for_others(str(go_on), size - len(missing))
     go_on.touch()
@@ -449,15 +465,64 @@ def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trou
     assert roll_call.missing == (1,)
 
 
+class WhileSaid(Said):
+    """What `look` gives while each line is said."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        super().__init__()
+        self.look = look
+        self.seen: list[object] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(self.look())
+
+
+@pytest.mark.parametrize("kind", ["gone", "stall"])
+def test_a_report_can_be_seen_once_its_line_is_said(kind: str) -> None:
+    """Who waits for it may look for the line at once, or end the process."""
+    now = time.monotonic()
+    found = heard_of({1: ENDED})
+    here = state(0, "train (train.py:80)", "barrier")
+    found.answers.add(here.key(), {0}, here.to_json(), here.still)
+
+    def begin_look() -> Look:
+        return Look(now, now, found, is_done=True)
+
+    if kind == "gone":
+        exchange = SimpleNamespace(any_died=True, ended={}, over="")
+        gone = SyncEndReport(cast(Exchange, exchange), 2, begin_look)
+        said = WhileSaid(gone.stall)
+        gone.look(now, is_last=False)
+    else:
+        progress = SimpleNamespace(
+            stepped_at=now - 60, moved_at=now - 60, anew_at=0.0, has_started=True
+        )
+        stall = JobStallWatch(
+            TrainingNotes(),
+            Group(0, 2, 0),
+            cast(Progress, progress),
+            begin_look,
+            cast(ReportFile, SimpleNamespace(write=lambda *_: None)),
+        )
+        said = WhileSaid(stall.stall)
+        for _ in range(2):  # it asks, and takes what was found
+            stall.look(now, Settings.resolve({"stall_timeout": 1.0}), is_last=False)
+    logging.getLogger("nemo_patches").removeHandler(said)
+    assert said.seen == [None]
+    assert said.look() is not None
+
+
 class AllAnnounced(Observer):
-    """Notes what it is told of all ranks."""
+    """Notes what it is told of all ranks, and whether that was to be seen before."""
 
     name = "a test"
 
     def __init__(self) -> None:
         self.events = list[tuple[int, tuple[str, ...]]]()
+        self.all_ranks: AllRanks | None = None
 
     def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
+        assert self.all_ranks is not None and not self.all_ranks.is_done
         self.events.append((size, differences))
         return True
 
@@ -482,6 +547,7 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
         notes,
         lambda: Look(now, now, told.pop(0), is_done=True),
     )
+    told_of.all_ranks = all_ranks
     observers.add(told_of)
     try:
         for second in range(60):
@@ -751,7 +817,7 @@ def monitor_that_fails(rank: int, size: int) -> list[str]:
     wait_for_others("the late one may come", 2)
     if rank == 1:
         encoders.sync(encoder, 200)
-    dist.barrier()
+    come_in(encoder)
     for _ in range(3):
         encoders.sync(encoder, 300)
         come_in(encoder)

@@ -63,25 +63,26 @@ class AllRanks:
         if not last.calls:
             return
         self._joined_at = self._joined_at or now
+        is_done = False
         if self._look is not None and self._look.is_done:
             heard = self._look.heard
             self._look = None
             self._comparisons += 1
             self._next_look = now + 2.0**self._comparisons
-            self._compare(heard)
-            self.is_done = self.is_done or self._comparisons >= _MOST_COMPARISONS
+            is_done = self._compare(heard) or self._comparisons >= _MOST_COMPARISONS
         elif self._look is None and now >= self._next_look and self._exchange.is_whole:
             self._look = self._begin_look()
-        if not self._is_told and (self.is_done or now - self._joined_at >= _PATIENCE_S):
+        if not self._is_told and (is_done or now - self._joined_at >= _PATIENCE_S):
             self._tell(())
+        self.is_done = is_done  # after the line: another thread may be looking
 
     def end(self) -> None:
         """This process or its process group ends: say what is known by now."""
         if self._joined_at and not self._is_told:
             self._tell(self._differences)
 
-    def _compare(self, heard: Heard) -> None:
-        """Tell the differences, once two looks have found the same.
+    def _compare(self, heard: Heard) -> bool:
+        """Tell the differences, once two looks have found the same; whether that was the last.
 
         A rank that has not called its first encoder yet may still be about to choose its settings;
         and ranks that change them do not do so at the same moment.
@@ -94,16 +95,17 @@ class AllRanks:
         groups = [group for key, group in heard.answers.groups.items() if key != OTHERS]
         told = {rank: _texts(group.state) for group in groups for rank in group.ranks}
         if len(told.keys() | gone | without) < heard.size or not all(told.values()):
-            return
+            return False
         before = self._differences
         self._differences = _compared(told, self._group.rank)
         if without:
             of_all = f"{named(sorted(without))} of {heard.size}"
             said = f"{of_all}: there are no stall reports there; stderr there says why"
             self._differences = (said, *self._differences)
-        self.is_done = before == self._differences or not self._differences
-        if self.is_done and self._differences:
+        is_done = before == self._differences or not self._differences
+        if is_done and self._differences:
             self._tell(self._differences)
+        return is_done
 
     def _tell(self, differences: tuple[str, ...]) -> None:
         self._is_told = True

@@ -251,8 +251,8 @@ class JobStallWatch:
             self._idle_outline = verdict.outline()
         trouble = f" | {found.trouble}" if found.trouble else ""
         text = f"{self._idle(now)}. {verdict.text()}{trouble}"
-        self._told = (verdict.level, text)
         report(verdict.level, text)
+        self._told = (verdict.level, text)  # after the line: `stall` may be looking
         waited = verdict.level >= logging.WARNING
         missing = verdict.missing if waited else ()
         observers.tell(lambda one: one.stall_reported(missing, text, waited=waited))

@@ -97,7 +97,6 @@ class SyncEndReport:
         )
 
     def _say(self, answer: Answer, is_last: bool) -> None:
-        self._answer = answer
         if answer.missing or (answer.unknown and not is_last):
             observers.tell(
                 lambda one: one.stall_reported(
@@ -109,3 +108,4 @@ class SyncEndReport:
             report(logging.WARNING, f"{self._title}: gone: {text}")
         elif answer.unknown and not is_last:
             report(logging.WARNING, f"{self._title}: which rank is gone {text}")
+        self._answer = answer  # after the line: `stall` may be looking
