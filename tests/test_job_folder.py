@@ -20,7 +20,7 @@ from ranks import wait_until
 
 from nemo_patches.judging.kinds import ELSEWHERE, SILENT
 from nemo_patches.judging.rank_groups import WAITING
-from nemo_patches.watch import report_file
+from nemo_patches.watch import log_line, report_file, torch_knows
 from nemo_patches.watch.job_folder import goes_with_the_job, job_name, private_folder
 from nemo_patches.watch.report_file import ReportFile
 from nemo_patches.watch.torch_knows import (
@@ -31,12 +31,19 @@ from nemo_patches.watch.torch_knows import (
 
 pytestmark = pytest.mark.one_nemo
 NOW = 1.7e9
+LIMIT_S = 20.0  # for what must come
 BARRIER = {
     "where": "train (train.py:80)",
     "collective": "barrier",
     "caller": "save (train.py:77)",
 }
 READS = {"where": "read (data.py:41)", "collective": ""}
+
+
+@pytest.fixture(autouse=True)
+def _each_line_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread logs it, which a busy machine may begin late."""
+    monkeypatch.setattr(log_line, "_WRITE_LIMIT_S", LIMIT_S)
 
 
 @pytest.fixture
@@ -195,6 +202,7 @@ def test_of_many_collectives_the_report_has_the_latest(
             }
         ).encode()
 
+    monkeypatch.setattr(torch_knows, "_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
     content = FlightRecording().wait()
     assert content is not None
@@ -206,6 +214,7 @@ def test_an_error_of_torchs_is_in_the_report(monkeypatch: pytest.MonkeyPatch) ->
     def dump() -> bytes:  # with none of the parameters
         return b""
 
+    monkeypatch.setattr(torch_knows, "_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
     content = FlightRecording().wait()
     assert content is not None
