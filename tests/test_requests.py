@@ -247,8 +247,8 @@ def test_whose_wait_it_is_decides(
     thread.start()
     wait_until(
         lambda: (
-            stacks.seen(thread.ident or 0)[:1]
-            and stacks.seen(thread.ident or 0)[0].package == "python"
+            requests.get.__code__
+            in [frame.code for frame in stacks.seen(thread.ident or 0)]
         )
     )
     found = stacks.occupation(thread.ident or 0, thread.native_id or 0).request
