@@ -10,7 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,17 @@ from nemo_patches.watch import on_stall
 
 pytestmark = pytest.mark.one_nemo
 STALL_TIMEOUT = 1.0
+LIMIT_S = 60.0  # for what must come
 WAITS = 0  # the rank, which would run the command if it were not in os.wait()
 
 
 def waits_for_a_child(
     rank: int, size: int, page: str, all_wait: bool
 ) -> tuple[bool, list[str]]:
-    """Whether os.wait() gave this rank its own child, and what was said of on_stall."""
+    """Whether os.wait() gave this rank its own child, and what was said of on_stall.
+
+    The child lives until the page is there, or until it is said why there is none.
+    """
     nemo_patches.apply(stall_timeout=0)
     said = Said()
     encoder = encoders.conformer()
@@ -41,15 +45,31 @@ def waits_for_a_child(
     dist.barrier()
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT, on_stall=f"tee {page}")
     is_own = True
+    over = Path(f"{page} is not written" if all_wait else page)
+
+    def of_on_stall() -> list[str]:
+        return [line for line in said.lines if "] on_stall=" in line]
+
+    def tell() -> None:
+        wait_until(of_on_stall, LIMIT_S)
+        over.write_text("{}")
+
+    if all_wait:
+        threading.Thread(target=tell, daemon=True).start()
     if rank == WAITS or all_wait:
         child = os.fork()
         if child == 0:
-            end = time.monotonic() + 8 * STALL_TIMEOUT
-            wait_until(lambda: time.monotonic() > end)
-            os._exit(0)
+            try:
+                wait_until(lambda: is_whole(over), LIMIT_S)
+            finally:
+                os._exit(0)
         is_own = os.wait() == (child, 0)
     dist.barrier()
-    return is_own, [line for line in said.lines if "] on_stall=" in line]
+    return is_own, of_on_stall()
+
+
+def is_whole(page: Path) -> bool:
+    return page.exists() and page.read_text().endswith("}")
 
 
 @pytest.mark.alone
@@ -189,13 +209,14 @@ def test_a_command_that_reads_nothing_ends_no_process_with_sigpipes_default_acti
 def test_a_command_that_does_not_end_is_ended(
     monkeypatch: pytest.MonkeyPatch, said: Said, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(on_stall, "_LIMIT_S", 1.0)
+    # Long enough for a shell to begin on a busy machine.
+    monkeypatch.setattr(on_stall, "_LIMIT_S", 5.0)
     thread = on_stall.start(
         shell(f"echo $$ >{tmp_path}/pid; sleep 600; :"), "report" * 100_000
     )
     assert thread is not None
     thread.join(60)
-    assert [line for line in said.lines if line.endswith("has been ended after 1 s")]
+    assert [line for line in said.lines if line.endswith("has been ended after 5 s")]
     pid = int((tmp_path / "pid").read_text())
     wait_until(
         lambda: (
