@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from ranks import free_port
 
 from nemo_patches.channel.exchange import Exchange, RoundFailed
 
@@ -151,7 +152,7 @@ class Job:
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         self._server: dist.TCPStore | None = None
-        self.port = _free_port()
+        self.port = free_port()
         self.processes: list[int] = []
         self._pipes: list[Connection] = []
         for rank in range(size):
@@ -274,9 +275,3 @@ def silences(verdict: Any) -> dict[int, str]:
 def heard(verdict: Any) -> set[int]:
     runs = [run for _, runs, _, _ in verdict["groups"] for run in runs]
     return {rank for first, last in runs for rank in range(first, last + 1)}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

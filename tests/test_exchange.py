@@ -14,7 +14,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,16 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def wait_for_verdicts(
+    job: Job, ranks: Iterable[int], is_right: Callable[[Any], object]
+) -> None:
+    """Until what each of these ranks is told is right: a busy machine keeps a rank from answering
+    within 0.8 s, and a question may have begun before what the test has done.
+    """
+    ranks = list(ranks)
+    wait_for(lambda: all(is_right(told) for _, told in job.do(ranks, Rank.ask)))
+
+
 def count_sent(rank: Rank) -> None:
     rank.watch.sent = []  # type: ignore[attr-defined]
     flush = link.Link.flush
@@ -234,12 +244,9 @@ def has_a_large_state(rank: Rank) -> None:
 def test_every_rank_has_another_state_and_one_is_too_long() -> None:
     with Job(128, per_host=8, by_file=True) as job:
         job.do(job.all, has_key, "place {}")
-        assert all(
-            len(heard(verdict)) == 128 for _, verdict in job.do(job.all, Rank.ask)
-        )
+        wait_for_verdicts(job, job.all, lambda verdict: len(heard(verdict)) == 128)
         job.do([5], has_a_large_state)
-        _, verdict = job.do([1], Rank.ask)[0]
-        assert len(heard(verdict)) == 128
+        wait_for_verdicts(job, [1], lambda verdict: len(heard(verdict)) == 128)
 
 
 def answers_nothing(rank: Rank) -> None:
@@ -284,12 +291,9 @@ def sends_no_answers_of_this_format(rank: Rank) -> None:
 def test_a_watch_that_fails_ends_no_rounds() -> None:
     with Job(8, per_host=8, by_file=True) as job:
         job.do([3], answers_nothing)
-        assert all(
-            silences(verdict) == {3: HELD_UP}
-            for _, verdict in job.do(job.all, Rank.ask)
-        )
+        wait_for_verdicts(job, job.all, lambda told: silences(told) == {3: HELD_UP})
         job.do([0], judges_with_an_error)
-        assert all("not judged" in verdict for _, verdict in job.do(job.all, Rank.ask))
+        wait_for_verdicts(job, job.all, lambda told: "not judged" in told)
         job.do(job.all, Rank.hold_rounds, 10)
 
 
@@ -300,22 +304,14 @@ def test_a_rank_that_holds_pythons_lock_and_one_that_sends_nonsense(
     os.mkfifo(pipe)
     with Job(8, per_host=8, by_file=True) as job:
         job.send([2], holds_pythons_lock, str(pipe))
-        wait_for(
-            lambda: all(
-                silences(verdict) == {2: NO_ANSWER}
-                for _, verdict in job.do(job.others(2), Rank.ask)
-            )
-        )
+        others = job.others(2)
+        wait_for_verdicts(job, others, lambda told: silences(told) == {2: NO_ANSWER})
         pipe.write_bytes(b".")
         job.get([2])
-        wait_for(
-            lambda: all(
-                len(heard(verdict)) == 8 for _, verdict in job.do(job.all, Rank.ask)
-            )
-        )
+        wait_for_verdicts(job, job.all, lambda told: len(heard(told)) == 8)
         job.do([3], sends_no_answers_of_this_format)
-        verdicts = [verdict for _, verdict in job.do(job.others(3), Rank.ask)]
-        assert all(heard(verdict) == set(job.others(3)) for verdict in verdicts)
+        others = job.others(3)
+        wait_for_verdicts(job, others, lambda told: heard(told) == set(others))
         job.do(job.all, Rank.hold_rounds, 10)
 
 
@@ -381,9 +377,7 @@ def test_the_end_of_a_rank_is_told_to_all_at_once(
         assert all(str(why).startswith(tuple(words)) for why in job.get(others))
         if not resets:
             expected = {rank: ENDED if how == "killed" else LEFT}
-            assert all(
-                silences(verdict) == expected for _, verdict in job.do(others, Rank.ask)
-            )
+            wait_for_verdicts(job, others, lambda told: silences(told) == expected)
 
 
 def few_files(rank: Rank) -> None:
@@ -392,14 +386,14 @@ def few_files(rank: Rank) -> None:
 
 
 def flood(rank: Rank) -> int:
-    """600 strangers at every rank's port, for three seconds; some of them speak."""
+    """600 strangers at every rank's port, for three seconds at least; some of them speak."""
     ports = [member.port for member in rank.exchange.members if member is not None]
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     strangers: list[socket.socket] = []
     sentences = [b"GET / HTTP/1.0\r\n\r\n", b"nemo-p/1", b"\0" * 44]
     end = time.monotonic() + 3
-    while time.monotonic() < end:
+    while time.monotonic() < end or len(strangers) <= 1000:
         for port in ports:
             stranger = socket.socket()
             stranger.setblocking(False)
@@ -432,8 +426,7 @@ def test_a_flood_of_strangers_where_files_are_few() -> None:
 def test_a_rank_that_has_not_come_is_named_and_comes() -> None:
     with Job(4, joins=False) as job:
         job.do([0, 1, 2], Rank.join)
-        wait_for(lambda: len(heard(job.do([1], Rank.ask)[0][1])) == 3)
-        assert silences(job.do([1], Rank.ask)[0][1]) == {3: NOT_COME}
+        wait_for_verdicts(job, [1], lambda told: silences(told) == {3: NOT_COME})
         assert set(job.do([0, 1, 2], Rank.one_round, 1, 0.2)) == {None}
         job.do([3], Rank.join)
         assert job.do([3], Rank.one_round, 2) == [2]
@@ -537,7 +530,7 @@ def test_the_store_is_not_needed_once_all_have_come() -> None:
         job.do(job.all, Rank.hold_rounds, 5)
         job.do([1], break_connections)
         job.do(job.all, Rank.hold_rounds, 5)
-        assert len(heard(job.do([2], Rank.ask)[0][1])) == 4
+        wait_for_verdicts(job, [2], lambda told: len(heard(told)) == 4)
 
 
 def has_no_interface(rank: int) -> None:
