@@ -11,10 +11,8 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +32,7 @@ from ranks import (
     run_ranks,
     wait_for_others,
     wait_until,
+    waits_for_a_round,
 )
 
 import nemo_patches
@@ -225,7 +224,7 @@ def interrupted(rank: int, size: int, number: int) -> Any:
             sent = []
 
             def send(sent: list[float] = sent) -> None:
-                wait_until(lambda: in_a_wait(threading.main_thread()))
+                wait_until(waits_for_a_round)
                 sent.append(time.monotonic())
                 os.kill(os.getpid(), number)
 
@@ -237,15 +236,6 @@ def interrupted(rank: int, size: int, number: int) -> Any:
                 found.append((type(error).__name__, time.monotonic() - sent[0]))
     dist.barrier()
     return found
-
-
-def in_a_wait(thread: threading.Thread) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
-    codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)] if frame else []
-    return any(
-        code.co_name == "wait" and code.co_filename.endswith("exchange.py")
-        for code in codes
-    )
 
 
 @pytest.mark.alone
@@ -275,7 +265,7 @@ def destroyed_in_a_wait(
         signal.signal(signal.SIGUSR1, lambda *_: dist.destroy_process_group())
 
         def destroy() -> None:
-            wait_until(lambda: in_a_wait(threading.main_thread()))
+            wait_until(waits_for_a_round)
             if where == "a thread":
                 dist.destroy_process_group()
             elif where == "a signal handler":
@@ -394,6 +384,8 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
     """Rank 1 drops an encoder whose round it has issued; rank 0 comes to it only then, and keeps
     it.
     """
+    from nemo_patches.sync import length_sync
+
     nemo_patches.apply(timeout=4.0)
     dropped = Path(folder, "dropped")
     first = encoders.conformer()
@@ -405,6 +397,10 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
     else:
         wait_until(dropped.exists)
         encoders.sync(first, 100)
+    group_syncs = length_sync.process.group_syncs
+    assert group_syncs is not None
+    # As come_in does: else rank 1 may issue no round at the next call, for which rank 0 waits.
+    wait_until(group_syncs.sequence(length_sync.LENGTHS).rounds.has_come)
     dist.barrier()
     second = encoders.conformer()
     found = []

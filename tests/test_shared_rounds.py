@@ -4,6 +4,7 @@ named.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from light_ranks import SOON_S, Ended, Rank
+from ranks import wait_until, waits_for_a_round
 
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.settings import Settings
@@ -197,8 +199,12 @@ def behind_a_straggler(rank: Rank) -> Any:
             found["handler"] = call(encoder, 101)
             second.start()
 
+        def interrupt() -> None:
+            wait_until(waits_for_a_round)
+            os.kill(os.getpid(), signal.SIGALRM)
+
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        threading.Thread(target=interrupt).start()
         found["first"] = call(encoder, 100)
         second.join(light_ranks.LONG.total_seconds())
     rank.meet("done")
