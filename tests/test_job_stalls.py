@@ -161,20 +161,30 @@ def save_checkpoint(trainer: Trainer) -> None:
     )
 
 
+def once_others_have_said_it(trainer: Trainer, act: Callable[[], object]) -> int:
+    """A child, which does it: this rank cannot."""
+    child = os.fork()
+    if child == 0:
+        try:
+            trainer.others_have_said_it(but=trainer.rank)
+        finally:
+            act()
+            os._exit(0)
+    return child
+
+
 def hold_the_gil(trainer: Trainer) -> None:
+    go_on, told = os.pipe()
+    child = once_others_have_said_it(trainer, lambda: os.write(told, b"."))
     # PyDLL keeps the lock during the call.
-    ctypes.PyDLL(None).sleep(int(STALL_TIMEOUT) + 10)
+    ctypes.PyDLL(None).read(go_on, ctypes.create_string_buffer(1), 1)
+    os.waitpid(child, 0)
 
 
 def be_stopped(trainer: Trainer) -> None:
-    child = os.fork()  # who wakes this rank must not be stopped with it
-    if child == 0:
-        wait_until(
-            lambda: len(list(trainer.folder.glob("said.*"))) >= trainer.size - 1, 120
-        )
-        os.kill(os.getppid(), signal.SIGCONT)
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    rank = os.getpid()
+    child = once_others_have_said_it(trainer, lambda: os.kill(rank, signal.SIGCONT))
+    os.kill(rank, signal.SIGSTOP)
     os.waitpid(child, 0)
 
 
@@ -597,6 +607,8 @@ def one_goes_on_alone(
         threading.Thread(target=tell_of_a_warning, args=(trainer,), daemon=True).start()
     trainer.step()
     dist.barrier()
+    if rank != CULPRIT:
+        wait_until(Path(folder, "page").exists)
     return trainer.lines.stalls()
 
 
