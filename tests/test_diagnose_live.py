@@ -71,10 +71,13 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
     os.chdir(here)
     tempfile.tempdir = str(here)
     found: dict[str, Any] = {}
+    began = 0.0
 
     def scenario(
         name: str, question: Callable[[], None], work: Callable[[Path], None]
     ) -> None:
+        nonlocal began
+        began = time.monotonic()
         is_done = here / f"{name}.done"
         threading.Thread(target=question).start() if rank == 1 else None
         work(is_done)
@@ -103,12 +106,10 @@ def asked(rank: int, size: int, folder: str) -> dict[str, Any]:
             dist.barrier()
 
     def when_it_stands(name: str, asked_for: Path) -> None:
-        began = time.monotonic()
         progress = stall_monitor().progress
         wait_until(
             lambda: (
-                progress.stepped_at > began - 1
-                and progress.still_s(time.monotonic()) > 4
+                progress.stepped_at > began and progress.still_s(time.monotonic()) > 4
             ),
             60,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from interpreters import environment, run
+from ranks import wait_until
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import jobs_here
@@ -123,6 +124,8 @@ def test_a_stopped_rank_comes_before_the_one_that_the_others_wait_for(
     asleep = next(rank.pid for rank in ranks if rank.rank == 1)
     os.kill(asleep, signal.SIGSTOP)
     try:
+        stat = Path(f"/proc/{asleep}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
         report = diagnose(ranks, stuck_after_s=1.0)
     finally:
         os.kill(asleep, signal.SIGCONT)

@@ -225,11 +225,13 @@ def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(
     tmp_path: Path,
 ) -> None:
     with running("ddp", "opens_a_fifo", tmp_path) as job:
-        wait_until(lambda: job.stalls(0), LONG_S)
-        wait_until(
-            lambda: "its data loader's worker 0 (pid " in job.stalls(0)[-1], LONG_S
-        )
-        assert f"is in open() of {tmp_path / 'audio'}"[-60:] in job.stalls(0)[-1]
+
+        def named() -> list[str]:
+            worker = "its data loader's worker 0 (pid "
+            return [line for line in job.stalls(0) if worker in line]
+
+        wait_until(named, LONG_S)
+        assert f"is in open() of {tmp_path / 'audio'}"[-60:] in named()[0]
 
 
 def test_who_waits_for_another_ranks_batches_says_so(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ def process(
         started.stdout.close()
 
 
+def wait_for_state(pid: int, state: str) -> None:
+    deadline = time.monotonic() + 60
+    while samples.read(f"/proc/{pid}/stat").rpartition(")")[2].split()[0] != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def here(folder: Path) -> list[tuple[int, int, int, str, str]]:
     [ranks] = jobs_here(str(folder))
     return [
@@ -393,6 +400,7 @@ def of(job: Any, kind: type[Any]) -> Any:
 def test_a_stopped_rank_is_read_without_stopping_it_once_more(tmp_path: Path) -> None:
     with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
         os.kill(pid, signal.SIGSTOP)
+        wait_for_state(pid, "T")
         [ranks] = jobs_here(str(tmp_path))
         job = look(ranks, lambda _: True, between_s=0.1)
         assert of(job, Condition).kind == conditions.STOPPED
@@ -413,6 +421,7 @@ def test_a_rank_in_a_debugger_is_left_alone(tmp_path: Path) -> None:
         while not samples.number_in(samples.read(f"/proc/{pid}/status"), "TracerPid"):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        wait_for_state(pid, "t")
         [ranks] = jobs_here(str(tmp_path))
         job = look(ranks, lambda _: True, between_s=0.1)
         assert of(job, Condition) == Condition(

@@ -334,7 +334,7 @@ def train(rank: int, size: int, folder: str) -> None:
     assert not model._forward_pre_hooks
     dist.barrier()
     if rank == 1:
-        wait_until(lambda: recorded_by_rank_0(folder, '"outcome":"timeout"'))
+        wait_until(lambda: recorded(folder, 0, '"outcome":"timeout"'))
     encoders.run(encoder, 100)  # call 4: rank 0 gives up
     if rank == 0:
         wait_until(lambda: any("Missing: rank 1" in line for line in said.lines))
@@ -363,6 +363,8 @@ def train(rank: int, size: int, folder: str) -> None:
     encoders.run(last, 50)
     dist.barrier()
     if rank == 1:
+        # What a killed rank has enqueued at last is lost.
+        wait_until(lambda: recorded(folder, 1, '"e":"Own"'))
         os._exit(0)  # killed, as far as anybody can see
     wait_until(
         lambda: (
@@ -373,8 +375,9 @@ def train(rank: int, size: int, folder: str) -> None:
     wait_until(lambda: any("gone: rank 1" in line for line in said.lines))
 
 
-def recorded_by_rank_0(folder: str, text: str) -> bool:
-    return any(text in file.read_text() for file in Path(folder).glob("rank-00000.*"))
+def recorded(folder: str, rank: int, text: str) -> bool:
+    files = Path(folder).glob(f"rank-{rank:05}.*")
+    return any(text in file.read_text() for file in files)
 
 
 def without_its_parent(
