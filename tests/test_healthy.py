@@ -9,7 +9,7 @@ from typing import Any
 
 import encoders
 import torch
-from ranks import run_ranks
+from ranks import CONNECTING_S, run_ranks
 
 import nemo_patches
 
@@ -62,7 +62,7 @@ def stock_and_patched(rank: int, size: int) -> dict[str, Any]:
     differences = {}
     for name in encoders.makers():
         stock, _ = train(rank, name)
-        nemo_patches.apply()
+        nemo_patches.apply(timeout=CONNECTING_S)
         patched, counters = train(rank, name)
         nemo_patches.revert()
         pairs = zip(stock, patched, strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 import encoders
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import CONNECTING_S, run_ranks
 
 import nemo_patches
 from nemo_patches.patching.targets import TARGETS
@@ -65,7 +65,7 @@ def late_import(rank: int, size: int) -> None:
     nemo_patches.revert()
     _, stock = train(rank)
 
-    nemo_patches.apply()
+    nemo_patches.apply(timeout=CONNECTING_S)
     model, patched = train(rank)
     for (maximum, mask), (stocks_maximum, stocks_mask) in zip(
         patched, stock, strict=True

@@ -15,7 +15,7 @@ from pathlib import Path
 import encoders
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import CONNECTING_S, run_ranks
 
 import nemo_patches
 from nemo_patches.watch import late_modules
@@ -48,7 +48,8 @@ def train(rank: int, size: int) -> dict[str, str]:
     """Twenty steps on real NeMo, everything by default: the modules of ours that are there then,
     and their files.
     """
-    nemo_patches.apply()
+    # Long, else the first call may be late on a busy machine, and be looked into.
+    nemo_patches.apply(timeout=CONNECTING_S)
     encoder = encoders.conformer()
     model = torch.nn.parallel.DistributedDataParallel(encoder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
