@@ -76,11 +76,11 @@ class RollCall:
             if waited_s < limit_s:
                 self._next_look = max(began + limit_s, now)
             elif found.trouble and not self._said_at:
-                self._said_at = now
                 report(
                     logging.WARNING,
                     f"cannot see whether every rank is patched: {found.trouble}",
                 )
+                self._said_at = now  # after the line
         if self._is_seen and self.missing and not self._is_warned:
             self._warn(now)
 
@@ -99,8 +99,8 @@ class RollCall:
             if one.kind == UNANNOUNCED
         }
         if not named_there.issuperset(self.missing):
-            self._said_at = now
             report(logging.WARNING, self._warning())
+            self._said_at = now
 
     def _warning(self) -> str:
         verb = (
