@@ -430,21 +430,18 @@ def exported(rank: int, size: int) -> list[str]:
         for hidden, strict in itertools.product(
             (False, True), (False, True)[: 1 + strict_too] if rank == 0 else ()
         ):
-            hide = (
-                mock.patch("torch.distributed.is_initialized", lambda: False)
-                if hidden
-                else contextlib.nullcontext()
-            )
+            without_group = mock.patch("torch.distributed.is_initialized", bool)
             inputs = (
                 torch.randn(1, encoders.FEATURES, frames // 2),
                 torch.tensor([frames // 2]),
             )
             tables, buffers = tables_and_buffers(encoder)
-            with hide, torch.no_grad():
+            with without_group if hidden else contextlib.nullcontext(), torch.no_grad():
                 found = torch.export.export(
                     Exported(encoder), inputs, strict=strict
                 ).module()(*inputs)
-                expected = stock_alone(encoder)(
+            with without_group, torch.no_grad():
+                expected = same_weights(encoder)(
                     audio_signal=inputs[0], length=inputs[1]
                 )[0]
             after = tables_and_buffers(encoder)
@@ -467,9 +464,9 @@ def tables_and_buffers(
     return encoders.length_sized(encoder), dict(encoder.named_buffers())
 
 
-def stock_alone(encoder: torch.nn.Module) -> Any:
-    """An encoder with the same weights and another table."""
-    other: Any = encoders.conformer(sync_max_audio_length=False).eval()
+def same_weights(encoder: torch.nn.Module) -> Any:
+    """Another encoder, with a table of its own."""
+    other: Any = encoders.conformer().eval()
     other.load_state_dict(encoder.state_dict())
     return other
 
