@@ -1,16 +1,16 @@
-"""The one judge: which ranks are waited for, by the collectives that each rank has entered.
+"""Which ranks are waited for, by the numbers of the collectives that each rank has entered.
 
 Needs no torch.
 
-Every source (places of a running job, stacks, Flight Recorder dumps, watchdogs' lines, RAS, traces)
-becomes Entries. What is odd about a source, its reader tells by leaving a rank out.
+Every source that numbers them (Flight Recorder dumps, watchdogs' lines, traces) becomes Entries.
+What is odd about a source, its reader tells by leaving a rank out.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 # Ids of verdicts.
@@ -24,7 +24,6 @@ ALL_IN = "all-in"  # all are in the same one, and none has come out
 OLDER = "older"  # the records are of different times: some rank has come out of it
 _IN_VAIN = (MISSING, OUT_OF_STEP, SIZES)  # a rank cannot come out of such a collective
 
-_JOB = "job"  # the group in which all ranks are
 _ANY_SIZE = (
     "coalesced",
     "alltoall",
@@ -87,103 +86,67 @@ def judge(
     group and rank the
     number from which on its record is whole, where that is not the first one in it.
     """
-    of_group: dict[str, dict[int, dict[int, Entry]]] = {
-        group: {rank: {} for rank in sorted(ranks)} for group, ranks in members.items()
-    }
+    of_group: dict[str, list[Entry]] = {group: [] for group in members}
     # By rank the groups in whose collectives it is.
     pending: dict[int, set[str]] = defaultdict(set)
     for entry in entries:
-        of_group.setdefault(entry.group, {}).setdefault(entry.rank, {})[
-            entry.number
-        ] = entry
+        of_group.setdefault(entry.group, []).append(entry)
         if entry.done is False:
             pending[entry.rank].add(entry.group)
     found = [
         one
-        for group, ranks in sorted(of_group.items())
-        if (one := _of_group(group, ranks, begins or {}))
+        for group, told in sorted(of_group.items())
+        if (one := _of_group(told, members.get(group, ()), begins or {}))
     ]
     return [_spared(one, found, pending) if one.id == MISSING else one for one in found]
 
 
-def judge_places(
-    waits: Mapping[int, str],
-    members: Iterable[int],
-    unreadable: Collection[int] = (),
-) -> Judgement | None:
-    """The same where only the collective is known that each rank waits in now, by rank; empty: not
-    told. Which it is counts only once all are in one: first come ranks in none. unreadable: where
-    they are is not known.
-    """
-    members = set(members)
-    are_out = members - waits.keys() - set(unreadable)
-    entries = (
-        Entry(rank, _JOB, 1, "" if are_out else kind) for rank, kind in waits.items()
-    )
-    return next(iter(judge(entries, {_JOB: members})), None)
-
-
 def _of_group(
-    group: str,
-    entered: Mapping[int, Mapping[int, Entry]],
+    entries: Iterable[Entry],
+    members: Iterable[int],
     begins: Mapping[tuple[str, int], int],
 ) -> Judgement | None:
-    if len(entered) < 2:
+    of_number: dict[int, dict[int, Entry]] = defaultdict(dict)
+    last = dict.fromkeys(members, -1)
+    first: dict[int, int] = {}
+    for entry in entries:
+        rank = entry.rank
+        of_number[entry.number][rank] = entry
+        last[rank] = max(entry.number, last.get(rank, -1))
+        begin = begins.get((entry.group, rank), entry.number)
+        first[rank] = min(begin, first.get(rank, begin))
+    if len(last) < 2:
         return None
-    tops = {rank: max(of_rank, default=-1) for rank, of_rank in entered.items()}
-    firsts = (
-        begins.get((group, rank), min(of_rank))
-        for rank, of_rank in entered.items()
-        if of_rank
-    )
-    first = max(firsts, default=0)
-    for number in sorted(
-        {
-            number
-            for of_rank in entered.values()
-            for number in of_rank
-            if number >= first
-        }
-    ):
-        there = {
-            rank: of_rank[number]
-            for rank, of_rank in entered.items()
-            if number in of_rank
-        }
-        some, who = next(iter(there.values())), tuple(sorted(there))
+    for number in sorted(of_number):
+        if number < max(first.values()):
+            continue
+        there = of_number[number]
+        who = tuple(sorted(there))
+        some = there[who[0]]
         if len({entry.kind for entry in there.values()} - {""}) > 1:
             return Judgement(OUT_OF_STEP, (), who, some)
         sizes = {entry.size for entry in there.values()} - {""}
         if len(sizes) > 1 and not some.may_have_any_size:
             return Judgement(SIZES, (), who, some)
-        if absent := tuple(sorted(rank for rank, top in tops.items() if top < number)):
-            if any(entry.completed for entry in there.values()):
-                return Judgement(OLDER, (), who, some, absent)
-            accused = tuple(
-                rank for rank in absent if not _is_in(entered, rank, tops[rank])
-            )
-            return Judgement(
-                MISSING if accused else DRIFTED, accused, who, some, absent
-            )
-    last = max(tops.values())
-    stuck = [
-        of_rank[last]
-        for of_rank in entered.values()
-        if last in of_rank and not of_rank[last].done
-    ]
-    return (
-        Judgement(ALL_IN, (), tuple(sorted(entered)), stuck[0])
-        if len(stuck) == len(entered)
-        else None
-    )
+        absent = tuple(sorted(rank for rank, top in last.items() if top < number))
+        if not absent:
+            continue
+        if any(entry.completed for entry in there.values()):
+            return Judgement(OLDER, (), who, some, absent)
+        accused = tuple(
+            rank for rank in absent if not _is_in(rank, of_number[last[rank]])
+        )
+        return Judgement(MISSING if accused else DRIFTED, accused, who, some, absent)
+    there = of_number[max(last.values())]
+    if there.keys() != last.keys() or any(entry.done for entry in there.values()):
+        return None
+    return Judgement(ALL_IN, (), tuple(sorted(there)), there[min(there)])
 
 
-def _is_in(entered: Mapping[int, Mapping[int, Entry]], rank: int, number: int) -> bool:
+def _is_in(rank: int, there: Mapping[int, Entry]) -> bool:
     """Whether the rank waits in this collective, which nobody has completed."""
-    there = [of_rank[number] for of_rank in entered.values() if number in of_rank]
-    own = entered[rank].get(number)
-    is_over = any(entry.completed for entry in there)
-    return own is not None and own.done is False and not is_over
+    is_over = any(entry.completed for entry in there.values())
+    return rank in there and there[rank].done is False and not is_over
 
 
 def _spared(

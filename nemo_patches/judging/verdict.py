@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from ..facts import CALLING, COMPUTING, MOVING
 from ..text import named
-from .judge import OUT_OF_STEP, Judgement, judge_places
 from .kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
@@ -193,26 +192,23 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
     encoders.
     """
     waiting = [group for group in groups if group.kind == WAITING]
-    found = _in_collectives(groups)
+    unheard = [group for group in groups if group.kind == UNHEARD]
     are_guesses = all(is_guess(group.collective) for group in waiting)
-    if found is not None and found.accused:
+    if len(groups) > len(waiting) + len(unheard):
         if not suspects:
-            return Verdict(
-                logging.INFO, "the ranks that wait may have had fewer batches", groups
-            )
+            remark = "the ranks that wait may have had fewer batches"
+            return Verdict(logging.INFO, remark, groups)
         slow = [group for group in suspects if not group.has_ended]
         ends_by_itself = bool(slow) and all(group.activity for group in slow)
         guess = "that they wait is a guess, by a method's name" if are_guesses else ""
-        return Verdict(
-            logging.INFO if ends_by_itself else logging.WARNING, guess, groups
-        )
+        level = logging.INFO if ends_by_itself else logging.WARNING
+        return Verdict(level, guess, groups)
     level = logging.INFO if are_guesses else logging.WARNING
-    if unheard := sorted(
-        rank for group in groups if group.kind == UNHEARD for rank in group.ranks
-    ):
-        are = "is" if len(unheard) == 1 else "are"
-        return Verdict(level, f"where {named(unheard)} {are}, nobody knows", groups)
-    if found is None or found.id != OUT_OF_STEP:
+    if unheard:
+        ranks = sorted(rank for group in unheard for rank in group.ranks)
+        are = "is" if len(ranks) == 1 else "are"
+        return Verdict(level, f"where {named(ranks)} {are}, nobody knows", groups)
+    if len(waiting) == 1:
         return Verdict(level, _ALL_IN, groups)
     at = "at different places"
     if len({group.collective for group in waiting}) > 1:
@@ -220,18 +216,6 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
     return Verdict(
         level, f"the ranks wait {at}; which of them is wrong cannot be told", groups
     )
-
-
-def _in_collectives(groups: tuple[RankGroup, ...]) -> Judgement | None:
-    """By the one judge."""
-    known = [group for group in groups if group.kind != UNHEARD]
-    waits = {
-        rank: " at ".join(group.place)
-        for group in known
-        if group.kind == WAITING
-        for rank in group.ranks
-    }
-    return judge_places(waits, [rank for group in known for rank in group.ranks])
 
 
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:

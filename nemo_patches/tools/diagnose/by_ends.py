@@ -4,7 +4,6 @@ closed connections, time-outs, launchers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_patches.text import named
@@ -12,7 +11,7 @@ from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing, first_of, is_before
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact
-from nemo_patches.tools.diagnose.findings import CRITICAL, Finding, Ruling
+from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
 from nemo_patches.tools.diagnose.verdicts import (
     Wait,
     all_absent,
@@ -23,6 +22,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     finding,
     inner,
     most_told,
+    names,
     reading_of,
     title_of,
     who,
@@ -54,28 +54,28 @@ _ENDS_OF_JOB = {
 }
 
 
-def by_ends(hearing: Hearing) -> Ruling:
+def by_ends(hearing: Hearing) -> list[Finding]:
     waited = hearing.having(conditions.WAITED)
     cut = hearing.having(conditions.CUT)
     if not waited and not cut:
         stuck = _stuck(hearing)
-        return Ruling((*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))))
+        return [*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))]
     kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
     if suspects := [one for one in hearing.having(*kinds) if one.waits is None]:
         how = "waited until a time limit" if waited else "had their connections closed"
-        more = f"{capital(_who(waited or cut))} {how}."
+        more = f"{capital(names(waited or cut))} {how}."
         found = all_absent(suspects, None)
-        return Ruling(tuple(replace(one, text=f"{one.text} {more}") for one in found))
+        return [replace(one, text=f"{one.text} {more}") for one in found]
     if behind := _behind(waited, hearing):
-        return Ruling(tuple(behind))
+        return behind
     if not waited and (first := _left_first(cut, hearing)):
-        return Ruling(first)
+        return first
     both = [*waited, *cut]
     if all(one.condition.text.startswith(conditions.AT_START) for one in both):
         first_finding = _start_up(both, hearing)
     else:
         first_finding = _in_vain(waited, cut, hearing)
-    return Ruling((first_finding, *by_launcher(hearing, of_ranks_that_waited=True)))
+    return [first_finding, *by_launcher(hearing, of_ranks_that_waited=True)]
 
 
 def _behind(waited: list[Account], hearing: Hearing) -> list[Finding]:
@@ -97,11 +97,11 @@ def _in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Fin
     """Ranks that waited until a time limit, or whose connections were closed."""
     entered = [fact for one in waited for fact in one.entered if fact.entered.kind]
     what, step = _collective_of(waited, entered, hearing)
-    ends = [f"{_who(waited)} waited {what} until a time limit"] if waited else []
+    ends = [f"{names(waited)} waited {what} until a time limit"] if waited else []
     if cut:
         peers = (one.condition.text.partition("its peer: ")[2] for one in cut)
         peer = next((f" by {peer}" for peer in peers if peer), "")
-        ends.append(f"{_who(cut)} had a connection closed{peer}")
+        ends.append(f"{names(cut)} had a connection closed{peer}")
     groups = {fact.entered.group for fact in entered}
     places = by_party(
         (inner(o.condition.where), o.rank) for o in waited if o.condition.where
@@ -125,7 +125,7 @@ def _in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Fin
     return finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)
 
 
-def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
+def _left_first(cut: list[Account], hearing: Hearing) -> list[Finding]:
     """For closed connections without a time-out: the rank that failed first, if only one comes into
     question, or whatever else ended the job.
     """
@@ -139,12 +139,12 @@ def _left_first(cut: list[Account], hearing: Hearing) -> tuple[Finding, ...]:
         return _ended_by_others(hearing)
     found = by_launcher(hearing)
     if len(found) != 1 or len(found[0].ranks) != 1 or hearing.unseen:
-        return ()
+        return []
     [one] = found
     if hearing[one.ranks[0]].waits is not None:
-        return ()
-    text = f"{one.text} {capital(_who(cut))} had their connections closed."
-    return (replace(one, text=text, severity=CRITICAL),)
+        return []
+    text = f"{one.text} {capital(names(cut))} had their connections closed."
+    return [replace(one, text=text, severity=CRITICAL)]
 
 
 def _why(waited: list[Account], hearing: Hearing) -> str:
@@ -183,12 +183,8 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         )
     if heard := hearing.having(conditions.HEARD):
         was = "was" if len(heard) == 1 else "were"
-        text += f"; {_who(heard)} {was} told of it, and had no time-out"
+        text += f"; {names(heard)} {was} told of it, and had no time-out"
     return text + more
-
-
-def _who(accounts: Sequence[Account]) -> str:
-    return who(one.rank for one in accounts)
 
 
 def _unseen(hearing: Hearing) -> str:
@@ -200,7 +196,7 @@ def _start_up(waited: list[Account], hearing: Hearing) -> Finding:
     told = first.condition.text.removeprefix(f"{conditions.AT_START}: ")
     rank = "It" if len(waited) == 1 else capital(who([first.rank]))
     text = (
-        f"The job did not start: {_who(waited)} waited for the process group in vain,"
+        f"The job did not start: {names(waited)} waited for the process group in vain,"
         f" and training had not begun. {rank} says: {told}{_unseen(hearing)}."
     )
     for fact in hearing.told(conditions.UNRESOLVED)[:1]:
@@ -228,16 +224,14 @@ def _collective_of(
 def _stuck(hearing: Hearing) -> list[Finding]:
     stuck = hearing.having(conditions.STUCK)
     text = (
-        f"The NCCL watchdog of {_who(stuck)} got stuck, and no collective timed out: a"
+        f"The NCCL watchdog of {names(stuck)} got stuck, and no collective timed out: a"
         " call of CUDA or NCCL does not return, or something holds Python's lock."
         " Perhaps it waits for another rank."
     )
     return [finding(ids.STUCK_WATCHDOG, text)] if stuck else []
 
 
-def by_launcher(
-    hearing: Hearing, of_ranks_that_waited: bool = False
-) -> tuple[Finding, ...]:
+def by_launcher(hearing: Hearing, of_ranks_that_waited: bool = False) -> list[Finding]:
     """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that
     of a waiting rank.
     """
@@ -249,8 +243,8 @@ def by_launcher(
             for one in hearing.having(conditions.GONE)
             if one.condition_fact and not one.condition_fact.own
         ]
-        found = tuple(all_absent(gone, None)) or _ended_by_others(hearing)
-        return () if of_ranks_that_waited else found
+        found = all_absent(gone, None) or _ended_by_others(hearing)
+        return [] if of_ranks_that_waited else found
     first = firsts[0]
     ranks = {fact.rank for fact in firsts}
     text = f"{who(ranks)} failed first, {first.condition_text} [{first.cite}]."
@@ -266,8 +260,8 @@ def by_launcher(
         )
     else:
         of = hearing[first.rank]
-        return (finding(ids.FIRST_FAILURE, text, ranks, of=of),)
-    return (finding(ids.FIRST_FAILURE, text),)
+        return [finding(ids.FIRST_FAILURE, text, ranks, of=of)]
+    return [finding(ids.FIRST_FAILURE, text)]
 
 
 def _terminated(hearing: Hearing) -> list[Fact]:
@@ -275,10 +269,10 @@ def _terminated(hearing: Hearing) -> list[Fact]:
     return [fact for fact in hearing.told(conditions.TERMINATED) if not fact.own]
 
 
-def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
+def _ended_by_others(hearing: Hearing) -> list[Finding]:
     facts = _terminated(hearing)
     if not facts:
-        return ()
+        return []
     of_job = [fact for fact in facts if fact.rank == NOT_TOLD]
     outside = [fact for fact in facts if fact.condition_text == conditions.FROM_OUTSIDE]
     first = (of_job or outside or facts)[0]
@@ -286,7 +280,7 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
     before = ", and no record tells of a failure before"
     if heard := hearing.having(conditions.HEARD):
         before = (
-            f"; before that {_who(heard)} had been told of another rank's time-out: it"
+            f"; before that {names(heard)} had been told of another rank's time-out: it"
             " hung"
         )
     text = f"The job was ended ({first.condition_text}) [{first.cite}]{before}."
@@ -306,4 +300,4 @@ def _ended_by_others(hearing: Hearing) -> tuple[Finding, ...]:
             f"{ended} ended {how} [{first.cite}]{before}: a user, the scheduler, another"
             " program or another host's launcher sent it."
         )
-    return (finding(ids.FIRST_FAILURE, text, next_step=step),)
+    return [finding(ids.FIRST_FAILURE, text, next_step=step)]

@@ -14,7 +14,7 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
 from nemo_patches.tools.diagnose.facts import OF_MODEL, Fact
-from nemo_patches.tools.diagnose.findings import Finding, Ruling
+from nemo_patches.tools.diagnose.findings import Finding
 from nemo_patches.tools.diagnose.verdicts import (
     Wait,
     all_absent,
@@ -34,18 +34,9 @@ _OF_BUFFERS = (
     " of different sizes: nemo_patches keeps their shapes equal. Else look for a buffer"
     " whose size depends on the rank."
 )
-_ORDER = (
-    judging.MISSING,
-    judging.OUT_OF_STEP,
-    judging.SIZES,
-    judging.DRIFTED,
-    judging.CROSSED,
-    judging.ALL_IN,
-    judging.OLDER,
-)
 
 
-def by_numbers(hearing: Hearing) -> Ruling:
+def by_numbers(hearing: Hearing) -> list[Finding]:
     groups = hearing.evidence.groups
     facts = {
         (fact.entered.group, fact.entered.number, fact.rank): fact
@@ -54,9 +45,8 @@ def by_numbers(hearing: Hearing) -> Ruling:
         if fact.rank in groups.get(fact.entered.group, ())
     }
     known = (fact.entered for fact in facts.values())
-    judged = judging.judge(known, groups, hearing.evidence.begins)
-    found = []
-    for one in sorted(judged, key=lambda each: _ORDER.index(each.id)):
+    found: list[Finding] = []
+    for one in judging.judge(known, groups, hearing.evidence.begins):
         # A rank of which nothing is known may be missing.
         if (
             one.id == judging.ALL_IN
@@ -71,7 +61,7 @@ def by_numbers(hearing: Hearing) -> Ruling:
             " files are elsewhere."
         )
         found.append(finding(ids.NOT_SEEN, text))
-    return Ruling(tuple(found))
+    return found
 
 
 def _of_judgement(

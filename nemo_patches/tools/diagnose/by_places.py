@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_patches.judging import judge as judging
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
-from nemo_patches.tools.diagnose.findings import WARNING, Finding, Ruling
+from nemo_patches.tools.diagnose.facts import NOT_TOLD
+from nemo_patches.tools.diagnose.findings import WARNING, Finding
 from nemo_patches.tools.diagnose.verdicts import (
     ENDING,
     Wait,
@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     has,
     in_no_collective,
     is_,
+    names,
     out_of_step,
     parties,
     who,
@@ -43,13 +44,13 @@ _COLLECTIVE_IN_WORKERS = (
 )
 
 
-def by_places(hearing: Hearing) -> Ruling:
-    accounts = hearing.accounts
+def by_places(hearing: Hearing) -> list[Finding]:
     seen = [
         one
-        for one in accounts.values()
+        for one in hearing.accounts.values()
         if one.place_fact or one.condition.kind in (*_OUT, conditions.UNREADABLE)
     ]
+    moving = [one for one in seen if one.moved]
     waiting = [
         one
         for one in seen
@@ -59,48 +60,38 @@ def by_places(hearing: Hearing) -> Ruling:
     ]
     # A rank at the end of its script is missing where others wait; else it waits itself, with a
     # collective pending.
-    others_wait = [one for one in waiting if one.place.activity != ENDING]
-    waiting = others_wait or waiting
-    moving = [one for one in seen if one.moved]
+    waiting = [one for one in waiting if one.place.activity != ENDING] or waiting
     if not waiting:
         return _nobody_waits(hearing, seen, moving)
     # Ranks that move from one collective to the next go on.
-    going = [one for one in moving if one.place.collective]
+    going = [one.rank for one in moving if one.place.collective]
     if going and len(moving) + 1 >= len(seen):
         return _goes_on(moving)
+    in_one = {NOT_TOLD, *going, *(one.rank for one in waiting)}
+    absent = [one for one in seen if one.rank not in in_one]
+    waits = {one.place.wait for one in waiting if not is_guess(one.place.collective)}
     unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
-    members = set(range(hearing.world_size)) - unseen - {one.rank for one in going}
-    one = judging.judge_places(
-        {
-            each.rank: "" if is_guess(each.place.collective) else each.place.wait
-            for each in waiting
-        },
-        members,
-        {each.rank for each in seen if each.condition.kind == conditions.UNREADABLE},
-    )
-    accused = [hearing[rank] for rank in one.accused] if one is not None else []
-    title = _titles(waiting)
-    ranks = [each.rank for each in waiting]
     not_known = f"nothing is known of {named(sorted(unseen))}, whose hosts may not be collected yet"
-    if accused:
-        found = _missing(accused, waiting, [not_known] * bool(unseen))
+    # Which collective each is in counts only once all are in one.
+    if any(map(_is_readable, absent)) or (absent and len(waits) < 2):
+        found = _missing(absent, waiting, [not_known] * bool(unseen))
     elif unseen:
-        text = f"{named(ranks)} {is_(ranks)} in {title}; {not_known}."
+        text = f"{names(waiting)} {is_(waiting)} in {_titles(waiting)}; {not_known}."
         found = [finding(ids.NOT_SEEN, text)]
-    elif one is not None and one.id == judging.OUT_OF_STEP:
-        found = [_different(waiting)]
     else:
-        found = [_all_in(waiting, hearing)]
+        found = [_different(waiting) if len(waits) > 1 else _all_in(waiting, hearing)]
     return _aged(found, waiting, hearing)
+
+
+def _is_readable(one: Account) -> bool:
+    return one.condition.kind != conditions.UNREADABLE
 
 
 def _missing(
     accused: list[Account], waiting: list[Account], evidence: list[str]
 ) -> list[Finding]:
     unreadable = [
-        one
-        for one in accused
-        if one.condition.kind == conditions.UNREADABLE and one.reported is None
+        one for one in accused if not _is_readable(one) and one.reported is None
     ]
     if unreadable:
         return [_unreadable(unreadable)]
@@ -115,10 +106,7 @@ def _missing(
 
 
 def _unreadable(unreadable: list[Account]) -> Finding:
-    text = (
-        f"{named([one.rank for one in unreadable])} could not be read:"
-        f" {unreadable[0].condition.text}"
-    )
+    text = f"{names(unreadable)} could not be read: {unreadable[0].condition.text}"
     step = (
         "Then run this again; what is known of each process without its stack is below."
     )
@@ -184,18 +172,18 @@ def _all_in(waiting: list[Account], hearing: Hearing) -> Finding:
 
 def _nobody_waits(
     hearing: Hearing, seen: list[Account], moving: list[Account]
-) -> Ruling:
+) -> list[Finding]:
     placed = [one for one in seen if one.place_fact]
     silent = (conditions.GONE, conditions.SILENT)
     bad = [one for one in seen if one.condition.kind in (*conditions.HELD, *silent)]
     if bad and (
         moving or placed or any(one.condition.kind not in silent for one in bad)
     ):
-        return Ruling(tuple(all_absent(bad, None)))
+        return all_absent(bad, None)
     if bad or not seen:
-        return Ruling()  # by_ends.py has the better answer, if their ends are known
-    if all(one.condition.kind == conditions.UNREADABLE for one in seen):
-        return Ruling((_unreadable(seen),))
+        return []  # by_ends.py has the better answer, if their ends are known
+    if not any(map(_is_readable, seen)):
+        return [_unreadable(seen)]
     if moving:
         return _goes_on(moving)
     looked_at = [
@@ -206,9 +194,8 @@ def _nobody_waits(
     stuck = [one for one in looked_at if (one.still_s or 0.0) >= hearing.stuck_after_s]
     least = _still_s(stuck) or 0.0
     if stuck and (hearing.unseen or len(stuck) == len(looked_at)):
-        ranks = [one.rank for one in stuck]
         text = (
-            f"{in_no_collective(stuck)}, and {has(ranks)} not moved for {least:.0f} s"
+            f"{in_no_collective(stuck)}, and {has(stuck)} not moved for {least:.0f} s"
         )
         kind, step = ids.NO_RANK_MOVES, ""
         if all("(distributed_c10d.py:" in one.place.worker for one in stuck):
@@ -217,18 +204,16 @@ def _nobody_waits(
             kind, step = ids.NOT_ENOUGH, ids.NEXT_STEPS[ids.NOT_SEEN]
             were = "was" if len(hearing.unseen) == 1 else "were"
             text += f"; {named(hearing.unseen)} {were} not seen"
-        found = finding(kind, f"{text}.", next_step=step)
-        return Ruling((found,))
+        return [finding(kind, f"{text}.", next_step=step)]
     if looked_at:
         text = f"So far no hang: {in_no_collective(looked_at)}. Look again if it lasts."
-        return Ruling(text=text, is_too_early=True)
-    return Ruling()
+        return [finding(ids.TOO_EARLY, text)]
+    return []
 
 
-def _goes_on(moving: list[Account]) -> Ruling:
-    ranks = named([one.rank for one in moving])
-    text = f"No rank is stuck: {ranks} went on between the looks{_by(moving)}."
-    return Ruling(text=text)
+def _goes_on(moving: list[Account]) -> list[Finding]:
+    text = f"No rank is stuck: {names(moving)} went on between the looks{_by(moving)}."
+    return [finding(ids.GOES_ON, text)]
 
 
 def _by(moved: list[Account]) -> str:
@@ -236,26 +221,28 @@ def _by(moved: list[Account]) -> str:
     return f" ({by})" if by else ""
 
 
-def _aged(findings: list[Finding], waiting: list[Account], hearing: Hearing) -> Ruling:
+def _aged(
+    findings: list[Finding], waiting: list[Account], hearing: Hearing
+) -> list[Finding]:
     """Young waits are no hang yet; and a single look at each rank shows a hang for that moment
     only.
     """
     if not findings:
-        return Ruling()
+        return []
     first, *rest = findings
     lower = f"{first.text[0].lower()}{first.text[1:]}"
     least = _still_s(waiting)
     looked_twice = any(one.motion_fact for one in waiting)
     if least is not None and least < hearing.stuck_after_s and looked_twice:
         text = f"So far no hang: {lower} Look again if it lasts."
-        return Ruling(text=text, is_too_early=True)
+        return [finding(ids.TOO_EARLY, text)]
     accused = [hearing[rank] for rank in first.ranks]
     moved = [one for one in accused if one.moved]
     writes = [one for one in accused if one.place.activity == CHECKPOINT]
     if moved and all(one in moved or one in writes for one in accused):
         if moved == accused == writes:
             text = f"So far no hang: {lower[:-1]}; it goes on{_by(moved)}."
-            return Ruling(text=f"{text} Look again if it lasts.")
+            return [finding(ids.GOES_ON, f"{text} Look again if it lasts.")]
         text = f"{first.text[:-1]}; it works{_by(moved)}, and may come."
         first = replace(first, text=text, severity=WARNING)
     ended = conditions.HELD | conditions.CAUSES | {conditions.GONE}
@@ -268,7 +255,7 @@ def _aged(findings: list[Finding], waiting: list[Account], hearing: Hearing) -> 
             " hang from a slow step; look again: who has moved is not stuck."
         )
         first = replace(first, text=text)
-    return Ruling((first, *rest))
+    return [first, *rest]
 
 
 def _titles(waiting: Sequence[Account]) -> str:

@@ -31,6 +31,9 @@ STUCK_WATCHDOG = "watchdog-stuck"
 NOT_ENOUGH = "not-enough-records"
 STRAGGLER = "straggler"
 LATE = "late"
+# No hang, and the only findings then; a report has their text alone.
+TOO_EARLY, GOES_ON = "too-early", "goes-on"  # waits are young: look again; ranks move
+NO_HANG = (TOO_EARLY, GOES_ON)
 # By id, those that explain others first: what to do. {pid}, {host}: of the rank in question.
 NEXT_STEPS = {
     EXCEPTION: (
@@ -131,6 +134,8 @@ NEXT_STEPS = {
         "Look at what held it up then: a slow file system, a checkpoint, a log that only"
         " one rank writes. No number of the model was changed by it."
     ),
+    TOO_EARLY: "",
+    GOES_ON: "",
 }
 ORDER = tuple(NEXT_STEPS)
 _WARNINGS = (
@@ -196,14 +201,3 @@ class Diagnosis:
         if not self.findings:
             return 0
         return 2 if all(finding.id == NOT_ENOUGH for finding in self.findings) else 1
-
-
-@dataclass(frozen=True)
-class Ruling:
-    """What it comes to. text: how the job goes on, where it does. is_too_early: its waits are
-    young; look again.
-    """
-
-    findings: tuple[Finding, ...] = ()
-    text: str = ""
-    is_too_early: bool = False

@@ -32,7 +32,6 @@ from nemo_patches.tools.diagnose.findings import (
     WARNING,
     Diagnosis,
     Finding,
-    Ruling,
 )
 from nemo_patches.tools.diagnose.verdicts import (
     at,
@@ -55,21 +54,15 @@ def judge(
     wait is a hang.
     """
     hearing = _hearing(evidence, stuck_after_s)
-    ruling = _rule(hearing)
-    findings = sorted(
-        (*ruling.findings, *evidence.findings),
-        key=lambda one: (
-            bool(one.because),
-            one.severity != CRITICAL,
-            ids.ORDER.index(one.id),
-        ),
-    )
-    if not findings and not ruling.text and not _is_healthy(hearing):
+    ruled = _rule(hearing)
+    no_hang = [ruled.pop(0).text] if ruled and ruled[0].id in ids.NO_HANG else []
+    findings = sorted((*ruled, *evidence.findings), key=_place)
+    if not findings and not no_hang and not _is_healthy(hearing):
         findings = [_not_enough(hearing)]
-    elif findings and findings[0] in ruling.findings:
+    elif findings and findings[0] in ruled:
         findings[0] = _with_all_evidence(findings[0], hearing)
     first = findings[0] if findings else None
-    fine = ruling.text or " ".join(("Nothing found.", *evidence.summary))
+    fine = " ".join(no_hang or ("Nothing found.", *evidence.summary))
     return Diagnosis(
         folder=source,
         world_size=evidence.world_size,
@@ -83,11 +76,10 @@ def judge(
     )
 
 
-def rule(evidence: Evidence, stuck_after_s: float = STUCK_AFTER_S) -> Ruling:
-    """Which ranks are the reason that the job ended or hangs, as far as the evidence shows; or that
-    it goes on.
-    """
-    return _rule(_hearing(evidence, stuck_after_s))
+def is_too_early(evidence: Evidence, stuck_after_s: float) -> bool:
+    """Whether its waits are young: look again."""
+    ruled = _rule(_hearing(evidence, stuck_after_s))
+    return any(one.id == ids.TOO_EARLY for one in ruled)
 
 
 def _hearing(evidence: Evidence, stuck_after_s: float) -> Hearing:
@@ -97,33 +89,34 @@ def _hearing(evidence: Evidence, stuck_after_s: float) -> Hearing:
     return Hearing(accounts, evidence, min(size, _MOST_RANKS), stuck_after_s)
 
 
-def _rule(hearing: Hearing) -> Ruling:
+def _rule(hearing: Hearing) -> list[Finding]:
     causes = by_causes(hearing)
-    hang = by_numbers(hearing)
-    if not hang.findings:
-        hang = by_places(hearing)
+    hang = by_numbers(hearing) or by_places(hearing)
     if causes:
         # The rank is not known: the launcher's tables may name it.
         if not any(one.ranks for one in causes):
             causes += by_launcher(hearing, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
-        rest = [one for one in hang.findings if not set(one.ranks) <= explained]
+        rest = [one for one in hang if not set(one.ranks) <= explained]
         if causes[0].severity == CRITICAL:
             because = causes[0].id
             rest = [replace(o, because=because, severity=WARNING) for o in rest]
-        return Ruling((*causes, *rest))
-    if not hang.findings and not hang.text:
-        hang = by_ends(hearing)
-    return _with_the_log(hang, hearing)
+        return [*causes, *rest]
+    hang = sorted(hang or by_ends(hearing), key=_place)
+    if hang and hang[0].id not in ids.NO_HANG:
+        hang[0] = _with_the_log(hang[0], hearing)
+    return hang
 
 
-def _with_the_log(ruling: Ruling, hearing: Hearing) -> Ruling:
+def _place(one: Finding) -> tuple[bool, bool, int]:
+    """By which findings are sorted: those that explain others first."""
+    return bool(one.because), one.severity != CRITICAL, ids.ORDER.index(one.id)
+
+
+def _with_the_log(first: Finding, hearing: Hearing) -> Finding:
     """With what the logs have on the accused rank, too: a thread that died, or a traceback that may
     be its end.
     """
-    if not ruling.findings:
-        return ruling
-    first, *rest = ruling.findings
     for fact in hearing.told(conditions.LOGGED):
         if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
             continue
@@ -137,9 +130,8 @@ def _with_the_log(ruling: Ruling, hearing: Hearing) -> Ruling:
             text = f"{log} has a traceback, which may have been caught: {told}."
         else:
             continue
-        first = replace(first, text=f"{first.text} {text}")
-        break
-    return replace(ruling, findings=(first, *rest))
+        return replace(first, text=f"{first.text} {text}")
+    return first
 
 
 def _with_all_evidence(first: Finding, hearing: Hearing) -> Finding:

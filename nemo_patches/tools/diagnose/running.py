@@ -27,7 +27,7 @@ from nemo_patches.tools.diagnose.facts import (
     UnreadableError,
 )
 from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.judge import judge, rule
+from nemo_patches.tools.diagnose.judge import is_too_early, judge
 from nemo_patches.tools.diagnose.sources import stacks
 
 _MOST_SHOWN = 6
@@ -55,7 +55,7 @@ def diagnose(
         if known:
             age = f"the wait is {min(known):.0f} s old"
             _say(found, f"{age}; looking until {stuck_after_s:.0f} s")
-        return not rule(evidence, stuck_after_s).is_too_early
+        return not is_too_early(evidence, stuck_after_s)
 
     job = look(ranks, is_enough, at_most_s=stuck_after_s + LONGER_S)
     _say()
@@ -81,7 +81,7 @@ def _say(found: str = "", text: str = "") -> None:
 
 def is_told(job: HostJob, stuck_after_s: float = STUCK_AFTER_S) -> bool:
     """Whether no further look is needed: the ranks move, or have waited for longer than this."""
-    return not rule(_seen(job), stuck_after_s).is_too_early
+    return not is_too_early(_seen(job), stuck_after_s)
 
 
 def _of_this_launch(name: str, part: Evidence, seen: Evidence) -> Evidence:

@@ -139,6 +139,10 @@ def who(ranks: Iterable[int]) -> str:
     return named(told) + (" and one that is not told" if NOT_TOLD in ranks else "")
 
 
+def names(accounts: Iterable[Account]) -> str:
+    return who(one.rank for one in accounts)
+
+
 def reading_of(entry: Entry, patched: bool) -> tuple[str, str]:
     """What NeMo uses such a collective for, by its kind and size, and the next step for that; both
     may be empty.
@@ -207,17 +211,17 @@ def _absent(
     """Ranks of one kind that are not where the others wait; or, where nobody waits, that hold the
     job up.
     """
-    ranks = [account.rank for account in accounts]
+    ranks = names(accounts)
     told = doings(accounts)
-    text = f"{who(ranks)}: {told}." if told else ""
+    text = f"{ranks}: {told}." if told else ""
     if wait is not None:
-        absent = ("It" if len(ranks) == 1 else "They") if told else who(ranks)
-        text += f" {_not_entered(wait, absent, has(ranks))}"
+        absent = ("It" if len(accounts) == 1 else "They") if told else ranks
+        text += f" {_not_entered(wait, absent, has(accounts))}"
     step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "")
     return finding(
         kind,
-        text.strip() or f"{who(ranks)}.",
-        ranks,
+        text.strip() or f"{ranks}.",
+        [one.rank for one in accounts],
         evidence,
         accounts[0],
         next_step=step if kind == ids.MISSING_RANK else "",
@@ -249,8 +253,7 @@ def doings(accounts: Sequence[Account]) -> str:
 
 def in_no_collective(accounts: Sequence[Account]) -> str:
     """ "rank 1 is in no collective: it waits for its data loader: select (selectors.py:415)"."""
-    ranks = [one.rank for one in accounts]
-    return f"{who(ranks)} {is_(ranks)} in no collective: {doings(accounts)}"
+    return f"{names(accounts)} {is_(accounts)} in no collective: {doings(accounts)}"
 
 
 def doing(account: Account) -> str:
@@ -367,7 +370,7 @@ def evidence_of(accounts: Iterable[Account]) -> list[str]:
 
 def _of_group(group: list[Account]) -> Iterable[str]:
     first = group[0]
-    ranks = who(account.rank for account in group)
+    ranks = names(group)
     others = ", ..." if len(group) > 1 else ""
     # All that is told of ranks that are not told.
     told = first.conditions if first.rank == NOT_TOLD else [first.condition_fact]

@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nemo_patches.text import named
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
 from nemo_patches.tools.diagnose.facts import Place
-from nemo_patches.tools.diagnose.verdicts import by_party, capital, is_
+from nemo_patches.tools.diagnose.verdicts import by_party, capital, is_, names
 
 _REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
 
@@ -36,7 +35,7 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     for party in (few, many):
         if any(_REQUEUES in step for one in party for step in one.place.way):
             text = (
-                f"{capital(_names(party))} {is_(party)} in a handler of SIGUSR1"
+                f"{capital(names(party))} {is_(party)} in a handler of SIGUSR1"
                 " (Lightning's requeue), which saves a checkpoint together with all ranks,"
                 " and a rank that waits in C++ runs no handler:"
                 " SLURMEnvironment(auto_requeue=False), and requeue in the job's script"
@@ -64,12 +63,12 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
             why = " (a skipped backward, a swallowed exception, a call that only some make)"
             if loop := _inner_loop(behind[0].place, level, around):
                 why = (
-                    f", in a loop that {_names(ahead)} left, or never came to, at {loop}:"
+                    f", in a loop that {names(ahead)} left, or never came to, at {loop}:"
                     " fewer batches there, or a call that only some ranks make"
                 )
             text = (
-                f"{capital(_names(few))} {is_(few)} at {name} = {value},"
-                f" {_names(many)} at {there}: {_names(ahead)} went on without a"
+                f"{capital(names(few))} {is_(few)} at {name} = {value},"
+                f" {names(many)} at {there}: {names(ahead)} went on without a"
                 f" collective that the other side waits in{why}."
             )
             return Reason(ids.SKIPPED, text)
@@ -78,8 +77,8 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     first, last = (few, many) if step.line > their_step.line else (many, few)
     near, far = sorted((step.line, their_step.line))
     place = (
-        f"in {step.function} {_names(first)} {is_(first)} at line {far},"
-        f" {_names(last)} at line {near}"
+        f"in {step.function} {names(first)} {is_(first)} at line {far},"
+        f" {names(last)} at line {near}"
     )
     inner = {_step(way).function for way in last[0].place.way[level:]}
     return _by_loops(first, last, inner, place) or Reason(
@@ -106,8 +105,8 @@ def _by_loops(
     """By the counters of the loops that `last` is in. first: further on in a function, by its
     lines.
     """
-    ahead = _names(first)
-    behind = _names(last)
+    ahead = names(first)
+    behind = names(last)
     theirs = first[0].place
     mine = last[0].place
     same = ""
@@ -184,7 +183,3 @@ def _step(way: str) -> _Step:
 
 def _of(counter: str) -> str:
     return counter.partition(" of ")[2]
-
-
-def _names(accounts: Sequence[Account]) -> str:
-    return named(sorted(one.rank for one in accounts))
