@@ -222,6 +222,17 @@ def test_an_unreadable_rank_that_others_report_missing_is_named() -> None:
     ), found
 
 
+def test_the_first_line_says_who_and_why_and_the_second_what_follows() -> None:
+    found = report(
+        still(0, SYNC), still(1, replace(ELSEWHERE, where="read (a.b.py:4)")), world=2
+    )
+    out = StringIO()
+    report_text.show(found, Console(file=out, width=80))
+    first, second, *_ = out.getvalue().splitlines()
+    assert first == "Rank 1: it is in read (a.b.py:4)."
+    assert second.startswith("It has not entered all_reduce of the length sync (")
+
+
 def test_the_table_fits_a_terminal() -> None:
     ranks = tuple(
         RankSummary(

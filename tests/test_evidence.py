@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import CHECKPOINT, PERHAPS
 from nemo_patches.tools.diagnose import conditions as f
@@ -97,11 +98,26 @@ def test_young_waits_are_no_hang_and_what_moves_is_not_stuck() -> None:
     assert not goes_on.findings or goes_on.findings[0].ranks != (1,)
 
 
+def test_a_length_sync_ends_by_itself_so_who_reported_it_late_may_be_elsewhere() -> (
+    None
+):
+    """Ranks 0 and 1 gave it up and went on; rank 2's place is that of the moment before."""
+    late = [facts(rank, Place(collective=LENGTH_SYNC), own=False) for rank in (0, 1)]
+    waits = facts(2, Place(collective="all_gather"), own=False)
+    found = report(*late, waits)
+    assert found.findings[0].id == ids.OUT_OF_STEP and not found.findings[0].ranks
+    assert found.verdict.startswith("Rank 2 is the odd one out: ")
+    assert "none can end" not in found.verdict
+    assert "its ranks may be elsewhere now" in found.verdict
+    absent = facts(2, ELSEWHERE, own=False)
+    assert "length sync, which ranks 0-1 waited in." in report(*late, absent).verdict
+
+
 def test_one_look_at_each_is_said_to_be_one() -> None:
     found = report(
         *(facts(rank, place) for rank, place in enumerate((SYNC, ELSEWHERE, SYNC)))
     )
-    assert found.verdict.startswith("At the moment of these")
+    assert ", at the moment of these stacks. It has not entered" in found.verdict
 
 
 @pytest.mark.parametrize(
@@ -250,14 +266,14 @@ def in_train(
             4,
             ids.FEWER_BATCHES,
             (
-                "at batch_idx of train (train.py) = 5, where rank 1 came to 4: rank 1"
-                " had fewer batches"
+                "Rank 1 had fewer batches: rank 0 is still in the loop, at batch_idx of"
+                " train (train.py) = 5, where rank 1 came to 4."
             ),
         ),
         (
             5,
             ids.SKIPPED,
-            "rank 1 came to the loop's end, after as many steps, without this call",
+            "Rank 1 came to the loop's end, after as many steps, without this call",
         ),
     ],
 )

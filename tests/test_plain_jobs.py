@@ -270,7 +270,7 @@ def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_o
         report = json.loads(done.stdout)
         assert report["findings"][0]["id"] == ids.OUT_OF_STEP
         lines = (
-            r"Further on: in skips_a_collective \(plain_job.py\) rank 1 is at line \d+,"
-            r" rank 0 at line \d+"
+            r"Rank 1 is at line \d+ of skips_a_collective \(plain_job.py\), rank 0 at line"
+            r" \d+"
         )
         assert re.search(lines, report["verdict"])

@@ -441,7 +441,7 @@ LOGS = FORMS | {
         (),
         (
             (
-                "rank 1 alone had no time-out, and somebody else ended it: most likely"
+                "Rank 1 alone had no time-out, and somebody else ended it: most likely"
                 " it had not come"
             ),
         ),
@@ -450,7 +450,7 @@ LOGS = FORMS | {
         log(*ALL_BUT_ONE, CLOSING, *table(-6, -9, -6, -6)),
         ids.WAITED_IN_VAIN,
         (),
-        ("rank 1 alone had no time-out",),
+        ("Rank 1 alone had no time-out",),
         ("was killed",),
     ),
     "a prefix twice, and what a checkpoint of all ranks passes on": Report(
@@ -508,10 +508,10 @@ LOGS = FORMS | {
         ids.WAITED_IN_VAIN,
         (),
         (
-            "rank 0 in ALLREDUCE of 1, number 3 of group 3 (dp)",
+            "Rank 0 in ALLREDUCE of 1, number 3 of group 3 (dp)",
             "rank 1 in _ALLGATHER_BASE",
         ),
-        ("another rank did not come",),
+        ("nother rank did not come",),
     ),
     "all have enqueued it": Report(
         log(
@@ -521,7 +521,7 @@ LOGS = FORMS | {
         ),
         ids.WAITED_IN_VAIN,
         (),
-        ("all ranks had enqueued it", "56320 on rank 0", "76800 on rank 1"),
+        ("All ranks had enqueued it", "56320 on rank 0", "76800 on rank 1"),
         ("did not come",),
     ),
     "sizes that no buffer of a model has": Report(
@@ -707,7 +707,7 @@ LOGS = FORMS | {
         ),
         ids.WAITED_IN_VAIN,
         (),
-        ("closed by gpu-14.cluster<51234>", "another rank had gone before"),
+        ("closed by gpu-14.cluster<51234>", "Another rank had gone before"),
     ),
     "a start-up without the address": Report(
         log(
@@ -743,7 +743,7 @@ LOGS = FORMS | {
         ids.WAITED_IN_VAIN,
         (),
         ("that are heard had enqueued it", "a rank that is not heard has not come"),
-        ("all ranks had enqueued it", "another rank did not come"),
+        ("ll ranks had enqueued it", "nother rank did not come"),
     ),
     "the peer of an InfiniBand transfer": Report(
         log(

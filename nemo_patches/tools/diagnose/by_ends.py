@@ -107,18 +107,20 @@ def _in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Fin
         (inner(o.condition.where), o.rank) for o in waited if o.condition.where
     )
     unseen = _unseen(hearing)
-    text = f"{'; '.join(ends)}: {_why(waited, hearing)}{unseen}."
+    text = f"{'; '.join(ends)}{unseen}. {_why(waited, hearing)}."
+    if alone := _alone(waited, hearing):
+        text = f"{alone}. {capital('; '.join(ends))}."
     if len(groups) > 1:
         told = by_party((title_of(fact.entered), fact.rank) for fact in entered)
         text = (
-            "Ranks waited in collectives of several groups until a time limit, perhaps"
-            f" for each other: {told}{unseen}."
+            f"{told}: they waited until a time limit, in collectives of several groups,"
+            f" perhaps for each other{unseen}."
         )
         step = _UNLIKE
     elif places:
         text = (
-            f"{'; '.join(ends)}, at different places: {places}. One of them may have"
-            f" made a collective more or fewer{unseen}."
+            f"{'; '.join(ends)}, at different places{unseen}: {places}. One of them may"
+            " have made a collective more or fewer."
         )
         step = step or _UNLIKE
     lines = [cited(fact, title_of(fact.entered)) for fact in entered[:8]]
@@ -153,7 +155,7 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     """
     if not waited:
         return (
-            "another rank had gone before, or the network failed. Which, this does not"
+            "Another rank had gone before, or the network failed. Which, this does not"
             " tell"
         )
     entered = [fact.entered for one in waited for fact in one.entered]
@@ -166,25 +168,28 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         size = hearing.evidence.world_size
         unheard = "" if size else ", or a rank that is not heard has not come"
         return (
-            f"all ranks{'' if size else ' that are heard'} had enqueued it, so that the"
+            f"All ranks{'' if size else ' that are heard'} had enqueued it, so that the"
             f" transfer failed, or hangs on one of them{unheard}{more}"
         )
     text = (
-        "another rank did not come, or had gone before, or the transfer failed. Which,"
+        "Another rank did not come, or had gone before, or the transfer failed. Which,"
         " this does not tell"
     )
-    ended = [
-        o.rank for o in hearing.having(conditions.TERMINATED) if o.rank != NOT_TOLD
-    ]
-    if len(ended) == 1 and hearing.world_size == len(waited) + 1 > 2:
-        text = (
-            f"{named(ended)} alone had no time-out, and somebody else ended it: most"
-            " likely it had not come"
-        )
     if heard := hearing.having(conditions.HEARD):
         was = "was" if len(heard) == 1 else "were"
         text += f"; {names(heard)} {was} told of it, and had no time-out"
     return text + more
+
+
+def _alone(waited: list[Account], hearing: Hearing) -> str:
+    """The rank that alone had no time-out, and was ended by somebody else; empty if none."""
+    ended = [one for one in hearing.having(conditions.TERMINATED) if one.rank >= 0]
+    if len(ended) != 1 or not 2 < hearing.world_size == len(waited) + 1:
+        return ""
+    why = (
+        "alone had no time-out, and somebody else ended it: most likely it had not come"
+    )
+    return f"{names(ended)} {why}"
 
 
 def _unseen(hearing: Hearing) -> str:
@@ -196,8 +201,8 @@ def _start_up(waited: list[Account], hearing: Hearing) -> Finding:
     told = first.condition.text.removeprefix(f"{conditions.AT_START}: ")
     rank = "It" if len(waited) == 1 else capital(who([first.rank]))
     text = (
-        f"The job did not start: {names(waited)} waited for the process group in vain,"
-        f" and training had not begun. {rank} says: {told}{_unseen(hearing)}."
+        f"{names(waited)} waited for the process group in vain: the job did not"
+        f" start{_unseen(hearing)}. {rank} says: {told}."
     )
     for fact in hearing.told(conditions.UNRESOLVED)[:1]:
         text += (
@@ -217,14 +222,15 @@ def _collective_of(
     places = {one.condition.where for one in waited}
     if len(places) != 1:
         return "for others", ""
+    where = at(places.pop())
     text = waited[0].condition.text
-    return f"for others{at(places.pop())}{f' ({text})' if text else ''}", ""
+    return f"for others{where or (f' ({text})' if text else '')}", ""
 
 
 def _stuck(hearing: Hearing) -> list[Finding]:
     stuck = hearing.having(conditions.STUCK)
     text = (
-        f"The NCCL watchdog of {names(stuck)} got stuck, and no collective timed out: a"
+        f"{names(stuck)}: the NCCL watchdog got stuck, and no collective timed out. A"
         " call of CUDA or NCCL does not return, or something holds Python's lock."
         " Perhaps it waits for another rank."
     )
@@ -297,7 +303,7 @@ def _ended_by_others(hearing: Hearing) -> list[Finding]:
             else "by SIGTERM"
         )
         text = (
-            f"{ended} ended {how} [{first.cite}]{before}: a user, the scheduler, another"
+            f"{ended} ended {how} [{first.cite}]{before}. A user, the scheduler, another"
             " program or another host's launcher sent it."
         )
     return [finding(ids.FIRST_FAILURE, text, next_step=step)]

@@ -101,8 +101,8 @@ def _of_judgement(
         lines = [cited(fact, title_of(fact.entered)) for fact in earlier if fact]
         evidence = [*lines, *evidence]
         text = (
-            f"All wait, and their collectives have drifted apart: {named(one.absent)} in"
-            f" {titles[0]}, {named(one.waiting)} in {title}."
+            f"{named(one.absent)} in {titles[0]}, {named(one.waiting)} in {title}: all"
+            " wait, and their collectives have drifted apart."
         )
     elif one.id == judging.CROSSED:
         text = (
@@ -116,7 +116,7 @@ def _of_judgement(
             " completed it"
         )
         if hearing.unseen:
-            text += f"; nothing is known of {named(hearing.unseen)}, of which some may be missing"
+            text += f". Nothing is known of {named(hearing.unseen)}, of which some may be missing"
             step = ids.NEXT_STEPS[ids.NOT_SEEN]
         text += "."
     else:

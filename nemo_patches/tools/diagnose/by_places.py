@@ -155,7 +155,7 @@ def _all_in(waiting: list[Account], hearing: Hearing) -> Finding:
     else:
         kind = ids.ALL_IN
         text = (
-            f"Every rank waits in the same collective, {_titles(waiting)}: one is a"
+            f"Every rank waits in the same collective, {_titles(waiting)}. One is a"
             " call ahead, their process groups differ, or the network has failed."
         )
         if waiting[0].place.collective.startswith(_OF_TWO):
@@ -250,9 +250,11 @@ def _aged(
         one.place_fact and one.place_fact.own and not one.motion_fact for one in waiting
     )
     if is_moment and not any(one.condition.kind in ended for one in accused):
+        said, _, more = first.text.rstrip(".").partition(". ")
         text = (
-            f"At the moment of these stacks: {lower} One look at each rank cannot tell a"
-            " hang from a slow step; look again: who has moved is not stuck."
+            f"{said}, at the moment of these stacks. {more}{'. ' if more else ''}One look"
+            " at each rank cannot tell a hang from a slow step; look again: a rank that has"
+            " moved is not stuck."
         )
         first = replace(first, text=text)
     return [first, *rest]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +23,8 @@ _LEGEND = (
     "waited: seconds in length syncs, also in vain; lag: by how many milliseconds it came after the"
     " first rank, the median; last: seconds since its last call."
 )
+# The first line is the answer; what follows from it, the second.
+_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
 
@@ -30,14 +34,11 @@ def show(report: Diagnosis, console: Console) -> None:
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    say(
-        report.verdict,
-        (
-            _COLOURS.get(report.findings[0].severity, "bold yellow")
-            if report.findings
-            else "bold green"
-        ),
-    )
+    style = "bold green"
+    if report.findings:
+        style = _COLOURS.get(report.findings[0].severity, "bold yellow")
+    for line in _SENTENCE.split(report.verdict, 1):
+        say(line, style)
     if report.next_step:
         say(f"Next: {report.next_step}")
     for line in report.findings[0].evidence if report.findings else ():

@@ -231,6 +231,8 @@ def _absent(
 def _not_entered(wait: Wait, absent: str, has_: str) -> str:
     others = who(wait.ranks)
     is_in = f"{is_(wait.ranks)} in"
+    if wait.title.startswith(LENGTH_SYNC):  # each rank gives that up by itself
+        is_in = "waited in"
     for_s = f" for {wait.still_s:.0f} s" if wait.still_s else ""
     if is_guess(wait.title):
         return (
@@ -290,12 +292,17 @@ def out_of_step(
 ) -> Finding:
     """why, kind: the explanation, if any, and its id."""
     few, *_, most = by_title.values()
-    if not why and len(few) < len(most):
-        is_odd = "is the odd one" if len(few) == 1 else "are the odd ones"
-        why = f"{capital(named(few))} {is_odd} out."
     told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
-    text = f"The ranks are in different collectives, so none can end: {told}. {why}"
-    return finding(kind, text.strip(), evidence=evidence)
+    if why:
+        told = f"{why} {capital(told)}"
+    elif len(few) < len(most):
+        is_odd = "is the odd one" if len(few) == 1 else "are the odd ones"
+        told = f"{named(few)} {is_odd} out: {told}"
+    so = "so none can end"
+    if any(title.startswith(LENGTH_SYNC) for title in by_title):
+        # Each rank gives that up by itself, and others tell of it when it has gone on.
+        so = "of which the length sync ends by its timeout: its ranks may be elsewhere now"
+    return finding(kind, f"{told}: different collectives, {so}.", evidence=evidence)
 
 
 def most_told(facts: Iterable[Fact]) -> Entry:

@@ -38,7 +38,7 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
                 f"{capital(names(party))} {is_(party)} in a handler of SIGUSR1"
                 " (Lightning's requeue), which saves a checkpoint together with all ranks,"
                 " and a rank that waits in C++ runs no handler:"
-                " SLURMEnvironment(auto_requeue=False), and requeue in the job's script"
+                " SLURMEnvironment(auto_requeue=False), and requeue in the job's script."
             )
             return Reason(ids.OUT_OF_STEP, text)
     one = few[0].place
@@ -77,12 +77,12 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
     first, last = (few, many) if step.line > their_step.line else (many, few)
     near, far = sorted((step.line, their_step.line))
     place = (
-        f"in {step.function} {names(first)} {is_(first)} at line {far},"
-        f" {names(last)} at line {near}"
+        f"{names(first)} {is_(first)} at line {far} of {step.function}, {names(last)} at"
+        f" line {near}"
     )
     inner = {_step(way).function for way in last[0].place.way[level:]}
     return _by_loops(first, last, inner, place) or Reason(
-        ids.OUT_OF_STEP, f"Further on: {place}."
+        ids.OUT_OF_STEP, f"{capital(place)}."
     )
 
 
@@ -115,7 +115,7 @@ def _by_loops(
             continue
         came_to = theirs.counters.get(name, -1)
         begins = mine.loops.get(name, NO_LOOP)
-        at_step = f"At the same step ({name} = {value}) {place}: {ahead}"
+        at_step = f"{capital(place)}, at the same step ({name} = {value})."
         # The innermost loop decides: batches within an epoch.
         if came_to == value and (begins > 0 or not same):
             same = at_step
@@ -124,30 +124,31 @@ def _by_loops(
             continue
         if came_to == value and theirs.loops.get(name, begins) < begins:
             text = (
-                f"{at_step} came to the loop's end, after as many steps, without this"
-                f" call: a step before has left one out, or {behind} made one more."
+                f"{capital(ahead)} came to the loop's end, after as many steps, without"
+                " this call: a step before has left one out, or"
+                f" {behind} made one more. {at_step}"
             )
             return Reason(ids.SKIPPED, text)
         # Which sets the same variable.
         is_in_later_loop = theirs.loops.get(name, 0) > max(begins, 0)
         if came_to < value and not is_in_later_loop:
-            text = (
-                f"Further on: {place}, {behind} still in the loop, at {name} = {value}"
-            )
+            why = f"{capital(ahead)} had fewer batches"
+            still = f"{behind} {is_(last)} still in the loop, at {name} = {value}"
             if name in theirs.counters:
-                text += f", where {ahead} came to {came_to}: {ahead} had fewer batches."
+                text = f"{why}: {still}, where {ahead} came to {came_to}. {capital(place)}."
                 return Reason(ids.FEWER_BATCHES, text)
             # It has left that function, so how far it came there is not known.
-            text += (
-                f": {ahead} had fewer batches, or left this call out in one of them, or"
-                " never came to this loop."
+            text = (
+                f"{why}, or left this call out in one of them, or never came to this loop:"
+                f" {still}. {capital(place)}."
             )
             return Reason(ids.FEWER_BATCHES if value else ids.SKIPPED, text)
     if not same:
         return None
-    return Reason(
-        ids.SKIPPED, f"{same} passed that line without this call, or came from it."
+    text = (
+        f"{capital(ahead)} passed that line without this call, or came from it. {same}"
     )
+    return Reason(ids.SKIPPED, text)
 
 
 def apart(waiting: Sequence[Account]) -> str:
