@@ -270,7 +270,7 @@ def test_not_all_ranks_have_entered_where_one_has_no_dump(tmp_path: Path) -> Non
     first, second = diagnose_dumps(tmp_path).findings
     assert (
         "All 3 ranks have entered" in first.text
-        and "nothing is known of rank 2" in first.text
+        and "Nothing is known of rank 2" in first.text
     )
     assert (first.ranks, second.id, second.ranks) == (
         (),

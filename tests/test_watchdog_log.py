@@ -189,7 +189,7 @@ def test_a_broadcast_against_an_all_gather_is_out_of_step(tmp_path: Path) -> Non
     )
     (finding,) = report.findings
     assert (finding.id, finding.ranks) == (SKIPPED, ())
-    assert "ranks 1-2 in BROADCAST of" in report.verdict
+    assert "Ranks 1-2 in BROADCAST of" in report.verdict
     assert "rank 0 in _ALLGATHER_BASE of" in report.verdict
 
 
@@ -287,7 +287,7 @@ def test_a_mismatch_that_the_debug_wrapper_found(tmp_path: Path) -> None:
     )
     assert (report.findings[0].id, report.findings[0].ranks) == (OUT_OF_STEP, ())
     assert (
-        "rank 0 in BROADCAST [25]" in report.verdict
+        "Rank 0 in BROADCAST [25]" in report.verdict
         and "rank 1 in ALLREDUCE [1]" in report.verdict
     )
 
@@ -844,6 +844,23 @@ def test_the_headline_line_names_the_missing_rank_and_its_place(tmp_path: Path) 
         assert "train.log:4" in "".join(first.evidence)
 
 
+def test_a_rank_that_gave_a_late_round_up_does_not_wait_for_ever(
+    tmp_path: Path,
+) -> None:
+    """It has gone on when it is reported where the missing rank waits."""
+    report = report_on(
+        tmp_path,
+        "nemo_patches WARNING [rank 0/2 node7] ConformerEncoder: training call 72: not"
+        " every rank's length came within 10.00 s; using this rank's own, 1176."
+        " Missing: rank 1 of 2 | rank 1 (node8, pid 7) waits itself, in all_gather:"
+        " validate (train.py:99)",
+    )
+    assert (report.findings[0].id, report.findings[0].ranks) == (OUT_OF_STEP, ())
+    assert "Rank 0 in length sync; rank 1 in all_gather" in report.verdict
+    assert "may be elsewhere now" in report.verdict
+    assert "none can end" not in report.verdict
+
+
 def test_what_else_our_lines_say(tmp_path: Path) -> None:
     ours = "12:00:00,1 nemo_patches WARNING [rank 0/8 node7] "
     call = (
@@ -1067,7 +1084,8 @@ def test_where_a_rank_waited_is_told_by_its_traceback(tmp_path: Path) -> None:
         "Timed out waiting 6000ms for recv operation",
     )
     report = report_on(tmp_path, *CLOSED.format(rank=0, error=out).splitlines())
-    assert "< main (train.py:17) (Timed" in report.verdict
+    assert "< main (train.py:17) until a time limit" in report.verdict
+    assert ". Rank 0 says: Timed out waiting 6000ms" in report.verdict
 
 
 ELASTIC = """\

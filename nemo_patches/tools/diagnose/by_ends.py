@@ -110,6 +110,10 @@ def _in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Fin
     text = f"{'; '.join(ends)}{unseen}. {_why(waited, hearing)}."
     if alone := _alone(waited, hearing):
         text = f"{alone}. {capital('; '.join(ends))}."
+    if entered:
+        text += _unlike_sizes(entered)
+    elif waited and waited[0].condition.where and waited[0].condition.text:
+        text += f" {capital(names(waited[:1]))} says: {waited[0].condition.text}."
     if len(groups) > 1:
         told = by_party((title_of(fact.entered), fact.rank) for fact in entered)
         text = (
@@ -158,18 +162,14 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
             "Another rank had gone before, or the network failed. Which, this does not"
             " tell"
         )
-    entered = [fact.entered for one in waited for fact in one.entered]
-    is_one = len({(entry.group, entry.number) for entry in entered}) == 1
-    sizes = by_party(
-        ((entry.size, entry.rank) for entry in entered if entry.size), "{what} on {who}"
-    )
-    more = f". Their sizes differ: {sizes}" if sizes and is_one else ""
+    entries = [fact.entered for one in waited for fact in one.entered]
+    is_one = len({(entry.group, entry.number) for entry in entries}) == 1
     if hearing.world_size == len(waited) > 1 and is_one and not hearing.unseen:
         size = hearing.evidence.world_size
         unheard = "" if size else ", or a rank that is not heard has not come"
         return (
             f"All ranks{'' if size else ' that are heard'} had enqueued it, so that the"
-            f" transfer failed, or hangs on one of them{unheard}{more}"
+            f" transfer failed, or hangs on one of them{unheard}"
         )
     text = (
         "Another rank did not come, or had gone before, or the transfer failed. Which,"
@@ -178,7 +178,17 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
     if heard := hearing.having(conditions.HEARD):
         was = "was" if len(heard) == 1 else "were"
         text += f"; {names(heard)} {was} told of it, and had no time-out"
-    return text + more
+    return text
+
+
+def _unlike_sizes(entered: list[Fact]) -> str:
+    """Of one collective; empty where they are alike."""
+    entries = [fact.entered for fact in entered]
+    sizes = by_party(
+        ((entry.size, entry.rank) for entry in entries if entry.size), "{what} on {who}"
+    )
+    is_one = len({(entry.group, entry.number) for entry in entries}) == 1
+    return f" Their sizes differ: {sizes}." if sizes and is_one else ""
 
 
 def _alone(waited: list[Account], hearing: Hearing) -> str:
