@@ -344,6 +344,23 @@ def test_what_a_rank_says_of_itself_outweighs_what_another_one_says_of_it(
     assert "it is in read (data.py:41)" in diagnosed(tmp_path).verdict
 
 
+def test_where_a_rank_was_before_it_moved_is_not_put_beside_where_the_others_are(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 has made no report since it came to where all wait now."""
+    write(
+        tmp_path,
+        0,
+        group([2], ELSEWHERE, READS),
+        group([0, 1], WAITING, BARRIER),
+        time=NOW - 50,
+    )
+    later = {"where": "", "collective": "all_reduce", "caller": "validate (t.py:90)"}
+    write(tmp_path, 1, group([0, 1, 2], WAITING, later))
+    [found] = diagnosed(tmp_path).findings
+    assert (found.id, found.ranks) == ("all-in", ())
+
+
 def test_a_report_of_an_earlier_stall_tells_nothing_of_the_latest(
     tmp_path: Path,
 ) -> None:

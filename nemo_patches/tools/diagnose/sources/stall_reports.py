@@ -94,6 +94,16 @@ class Group(msgspec.Struct):
         return self.kind in _GOES_ON
 
     @property
+    def is_placed(self) -> bool:
+        """Whether it is known where it is."""
+        return self.goes_on or self.kind in (WAITING, ELSEWHERE)
+
+    @property
+    def spot(self) -> str:
+        """By which it is seen that it has moved."""
+        return f"{self.collective} of {self.caller}" if self.collective else self.where
+
+    @property
     def is_unsettled(self) -> bool:
         """Whether it has called an encoder lately, or moved, and is away now: it may be stuck
         there, or not.
@@ -182,6 +192,8 @@ def read(files: list[Path], evidence: Evidence) -> None:
     answers.sort(key=lambda one: one[1].time)
     _, newest = answers[-1]
     began = newest.time - newest.idle_s
+    # Of a rank that was elsewhere in an earlier one, that tells nothing of this moment.
+    spots = {rank: group.spot for rank, group in newest.by_rank if group.is_placed}
     for file, answer in answers:
         if answer.time < began or answer.world_size != newest.world_size:
             evidence.earlier.append(
@@ -191,7 +203,12 @@ def read(files: list[Path], evidence: Evidence) -> None:
                 )
             )
         else:
-            evidence.facts += _facts(answer)
+            then = {rank: group.spot for rank, group in answer.by_rank}
+            evidence.facts += (
+                fact
+                for fact in _facts(answer)
+                if spots.get(fact.rank, then[fact.rank]) == then[fact.rank]
+            )
     evidence.world_size = newest.world_size
     evidence.patched = True
     evidence.ranks += (_summary(rank, group) for rank, group in newest.by_rank)
