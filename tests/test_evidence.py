@@ -113,6 +113,17 @@ def test_a_length_sync_ends_by_itself_so_who_reported_it_late_may_be_elsewhere()
     assert "length sync, which ranks 0-1 waited in." in report(*late, absent).verdict
 
 
+@pytest.mark.parametrize("place", [ELSEWHERE, replace(SYNC, collective="barrier")])
+def test_stacks_of_different_moments_accuse_nobody(place: Place) -> None:
+    """Of two hosts, one after the other: the second one's wait began after the first look."""
+    early = still(1, place, at=1_000.0)
+    found = report(still(0, SYNC, 40.0, at=1_300.0), early, world=2)
+    assert [(one.id, one.ranks) for one in found.findings] == [(ids.NOT_ENOUGH, ())]
+    assert found.verdict.startswith("Rank 1 was seen before the others began to wait")
+    found = report(still(0, SYNC, 400.0, at=1_300.0), early, world=2)
+    assert found.findings[0].id in (ids.MISSING_RANK, ids.OUT_OF_STEP)
+
+
 def test_one_look_at_each_is_said_to_be_one() -> None:
     found = report(
         *(facts(rank, place) for rank, place in enumerate((SYNC, ELSEWHERE, SYNC)))

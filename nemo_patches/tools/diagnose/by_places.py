@@ -36,6 +36,7 @@ _OUT = (
     conditions.KILLED,
     conditions.RAISED,
 )
+_UNLIKE_CLOCKS_S = 10.0  # of hosts
 _START = "init_process_group"
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend")
 _COLLECTIVE_IN_WORKERS = (
@@ -73,6 +74,8 @@ def by_places(hearing: Hearing) -> list[Finding]:
     unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
     not_known = f"nothing is known of {named(sorted(unseen))}, whose hosts may not be collected yet"
     # Which collective each is in counts only once all are in one.
+    if before := _seen_before(waiting, absent):
+        return [before]
     if any(map(_is_readable, absent)) or (absent and len(waits) < 2):
         found = _missing(absent, waiting, [not_known] * bool(unseen))
     elif unseen:
@@ -81,6 +84,25 @@ def by_places(hearing: Hearing) -> list[Finding]:
     else:
         found = [_different(waiting) if len(waits) > 1 else _all_in(waiting, hearing)]
     return _aged(found, waiting, hearing)
+
+
+def _seen_before(waiting: list[Account], absent: list[Account]) -> Finding | None:
+    """Ranks whose stacks were taken before the others' wait began may have moved since."""
+    known = [
+        (one, one.place_fact.at)
+        for one in (*waiting, *absent)
+        if one.place_fact and one.place_fact.own and one.place_fact.at
+    ]
+    begins = [
+        at - one.still_s for one, at in known if one.place.collective and one.still_s
+    ]
+    last = max(begins, default=0.0) - _UNLIKE_CLOCKS_S
+    if not (early := [one for one, at in known if at < last]):
+        return None
+    was = "was" if len(early) == 1 else "were"
+    text = f"{names(early)} {was} seen before the others began to wait, and may have moved."
+    step = "Collect the stacks of all hosts at one time, while the job hangs."
+    return finding(ids.NOT_ENOUGH, text, next_step=step)
 
 
 def _is_readable(one: Account) -> bool:
