@@ -134,8 +134,6 @@ NEXT_STEPS = {
         "Look at what held it up then: a slow file system, a checkpoint, a log that only"
         " one rank writes. No number of the model was changed by it."
     ),
-    TOO_EARLY: "",
-    GOES_ON: "",
 }
 ORDER = tuple(NEXT_STEPS)
 _WARNINGS = (

@@ -102,9 +102,11 @@ def _rule(hearing: Hearing) -> list[Finding]:
             because = causes[0].id
             rest = [replace(o, because=because, severity=WARNING) for o in rest]
         return [*causes, *rest]
-    hang = sorted(hang or by_ends(hearing), key=_place)
-    if hang and hang[0].id not in ids.NO_HANG:
-        hang[0] = _with_the_log(hang[0], hearing)
+    hang = hang or by_ends(hearing)
+    if not hang or hang[0].id in ids.NO_HANG:
+        return hang
+    hang.sort(key=_place)
+    hang[0] = _with_the_log(hang[0], hearing)
     return hang
 
 

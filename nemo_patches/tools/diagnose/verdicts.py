@@ -102,7 +102,7 @@ def finding(
         severity=ids.SEVERITIES.get(kind, CRITICAL),
         ranks=tuple(rank for rank in ranks if rank != NOT_TOLD)[:_MOST_RANKS],
         text=capital(text),
-        next_step=(next_step or ids.NEXT_STEPS[kind]).format(
+        next_step=(next_step or ids.NEXT_STEPS.get(kind, "")).format(
             pid=(of and of.member.pid) or "PID",
             host=(member and member.host) or "its host",
         ),
