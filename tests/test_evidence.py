@@ -277,7 +277,7 @@ def in_train(
             4,
             ids.FEWER_BATCHES,
             (
-                "Rank 1 had fewer batches: rank 0 is still in the loop, at batch_idx of"
+                "Rank 1 had fewer batches: ranks 0, 2 are still in the loop, at batch_idx of"
                 " train (train.py) = 5, where rank 1 came to 4."
             ),
         ),
