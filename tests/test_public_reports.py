@@ -1359,7 +1359,7 @@ STACKS = {
         },
         ids.OUT_OF_STEP,
         (),
-        ("rank 0 in barrier", "rank 1 in all_reduce"),
+        ("Rank 0 in barrier", "rank 1 in all_reduce"),
     ),
 }
 
