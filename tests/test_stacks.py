@@ -235,7 +235,7 @@ HANGS = [
         jobs.fewer_batches,
         {**LATE, 1: "all_gather of validate (stock_hangs.py:"},
         verdict=(ids.FEWER_BATCHES,),
-        words=("Rank 1 had fewer batches",),
+        words=("rank 1 had fewer batches",),
         reaching=(1,),
     ),
     Hang(
@@ -253,14 +253,14 @@ HANGS = [
         jobs.fewer_in_nemos_validation,
         {0: "", 1: ""},
         verdict=(ids.FEWER_BATCHES,),
-        words=("Rank 1 had fewer batches", "batch_idx of run (evaluation_loop.py)"),
+        words=("rank 1 had fewer batches", "batch_idx of run (evaluation_loop.py)"),
         reaching=(0, 1),
     ),
     Hang(
         jobs.loader_without_len,
         {0: "", 1: LENGTH_SYNC},
         verdict=OUT_OF_STEP,
-        words=("has_len_all_ranks", " is at line "),
+        words=("has_len_all_ranks", "is at line"),
         reaching=(0, 1),
     ),
 ]
