@@ -99,9 +99,9 @@ class Group(msgspec.Struct):
         return self.goes_on or self.kind in (WAITING, ELSEWHERE)
 
     @property
-    def spot(self) -> str:
-        """By which it is seen that it has moved."""
-        return f"{self.collective} of {self.caller}" if self.collective else self.where
+    def seat(self) -> tuple[str, bool]:
+        """By which it is seen that it has moved from one collective to another."""
+        return self.place.wait, self.goes_on
 
     @property
     def is_unsettled(self) -> bool:
@@ -192,8 +192,8 @@ def read(files: list[Path], evidence: Evidence) -> None:
     answers.sort(key=lambda one: one[1].time)
     _, newest = answers[-1]
     began = newest.time - newest.idle_s
-    # Of a rank that was elsewhere in an earlier one, that tells nothing of this moment.
-    spots = {rank: group.spot for rank, group in newest.by_rank if group.is_placed}
+    # Of a rank that was in another collective in an earlier one, that one tells no more.
+    seats = {rank: group.seat for rank, group in newest.by_rank if group.is_placed}
     for file, answer in answers:
         if answer.time < began or answer.world_size != newest.world_size:
             evidence.earlier.append(
@@ -203,11 +203,11 @@ def read(files: list[Path], evidence: Evidence) -> None:
                 )
             )
         else:
-            then = {rank: group.spot for rank, group in answer.by_rank}
+            then = {rank: group.seat for rank, group in answer.by_rank}
             evidence.facts += (
                 fact
                 for fact in _facts(answer)
-                if spots.get(fact.rank, then[fact.rank]) == then[fact.rank]
+                if seats.get(fact.rank, then[fact.rank]) == then[fact.rank]
             )
     evidence.world_size = newest.world_size
     evidence.patched = True
