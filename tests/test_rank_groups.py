@@ -26,7 +26,14 @@ from nemo_patches.channel.answers import (
 )
 from nemo_patches.channel.answers import LEFT as HAS_LEFT
 from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
-from nemo_patches.judging.kinds import CHECKPOINT, COMPILATION, EXPORT, is_guess
+from nemo_patches.judging.kinds import (
+    CHECKPOINT,
+    COMPILATION,
+    ELSEWHERE,
+    EXPORT,
+    is_guess,
+)
+from nemo_patches.judging.missing_rank import MissingRank
 from nemo_patches.judging.rank_groups import grouped
 from nemo_patches.judging.verdict import Verdict, judged
 from nemo_patches.watch import stacks
@@ -179,6 +186,18 @@ def test_that_a_rank_waits_for_its_gpu_is_a_guess_and_ends_no_process() -> None:
     assert (verdict(*both).level, verdict(*both).is_certain) == (logging.INFO, False)
 
 
+def test_a_rank_that_perhaps_waits_for_its_gpu_is_in_no_other_collective() -> None:
+    """As on an H100: one rank's GPU computes for minutes, the other waits in the length sync."""
+    seen = verdict(*waiting(0), state(1, "spin (job.py:24)", GPU))
+    assert (seen.level, named(seen)) == (logging.WARNING, [])
+    assert "that rank 1 waits is a guess, by a method's name; which" in seen.text()
+    assert "different collectives" not in seen.text()
+    missing = MissingRank(1, ELSEWHERE, where="spin (job.py:24)", collective=GPU)
+    assert str(missing) == (
+        "rank 1 waits itself, perhaps for the GPU, in item(): spin (job.py:24)"
+    )
+
+
 def test_a_group_has_stood_still_as_short_as_any_of_it() -> None:
     (group,) = verdict(
         *(replace(one, still=60.0 + one.rank) for one in waiting(2, 0, 1))
@@ -206,7 +225,7 @@ def test_many_groups_make_a_line_of_bounded_length() -> None:
 def test_all_in_one_dead_wait_or_the_other_are_said_to_be_so() -> None:
     dead = [state(rank, "read_audio (data.py:3)", sleeps=True) for rank in range(8)]
     seen = verdict(*dead)
-    assert (seen.level, named(seen), seen.is_certain) == (logging.WARNING, [], True)
+    assert (seen.level, named(seen)) == (logging.WARNING, [])
     assert seen.text() == "no rank moves: ranks 0-7: read_audio (data.py:3)"
     assert verdict(*dead[:7], replace(dead[7], sleeps=False)).level == logging.INFO
     assert (

@@ -861,6 +861,23 @@ def test_a_rank_that_gave_a_late_round_up_does_not_wait_for_ever(
     assert "none can end" not in report.verdict
 
 
+def test_a_missing_rank_that_perhaps_waits_for_its_gpu(tmp_path: Path) -> None:
+    """As an H100's log has it."""
+    report = report_on(
+        tmp_path,
+        "nemo_patches WARNING [rank 0/2 node7] ConformerEncoder: training call 6: not"
+        " every rank's length came within 10.00 s; using this rank's own, 1175."
+        " Missing: rank 1 of 2 | rank 1 (node8, pid 7) waits itself, perhaps for the"
+        " GPU, in cuda() or item(): spin (job.py:24); its last encoder call, 5, began"
+        " 10.4 s ago",
+    )
+    first = report.findings[0]
+    assert (first.id, first.ranks) == (NOT_ENOUGH, ())
+    assert "one of them perhaps for the GPU" in first.text
+    (line,) = [line for line in first.evidence if line.startswith("rank 1 ")]
+    assert line.endswith("waits, perhaps for the GPU, in cuda() or item()")
+
+
 def test_what_else_our_lines_say(tmp_path: Path) -> None:
     ours = "12:00:00,1 nemo_patches WARNING [rank 0/8 node7] "
     call = (

@@ -18,8 +18,10 @@ from .kinds import (
     KINDS,
     LATE,
     LEFT,
+    PERHAPS,
     SILENT,
     UNANNOUNCED,
+    is_guess,
 )
 
 NOT_ANNOUNCED = (
@@ -102,7 +104,10 @@ class MissingRank:
                 f" {self.collective}{last}"
             )
         if self.collective:
-            return f"{who} waits itself, in {self.collective}: {self.where}{last}"
+            what = f"in {self.collective}"
+            if is_guess(self.collective):
+                what = f"{PERHAPS}for {self.collective.removeprefix(PERHAPS)}"
+            return f"{who} waits itself, {what}: {self.where}{last}"
         has = "is elsewhere" if self.kind == ELSEWHERE else "is late"
         return f"{who} {has}{': ' if self.where else ''}{self.where}{last}{workers}"
 

@@ -20,6 +20,7 @@ from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
 
 _NO_RANK_MOVES = "no rank moves: "
+_IS_A_GUESS = "is a guess, by a method's name"
 _ALL_IN = (
     "every rank waits in the same collective: possibly one is a call ahead, or the"
     " network has failed"
@@ -193,14 +194,15 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
     """
     waiting = [group for group in groups if group.kind == WAITING]
     unheard = [group for group in groups if group.kind == UNHEARD]
-    are_guesses = all(is_guess(group.collective) for group in waiting)
+    guesses = [group for group in waiting if is_guess(group.collective)]
+    are_guesses = guesses == waiting
     if len(groups) > len(waiting) + len(unheard):
         if not suspects:
             remark = "the ranks that wait may have had fewer batches"
             return Verdict(logging.INFO, remark, groups)
         slow = [group for group in suspects if not group.has_ended]
         ends_by_itself = bool(slow) and all(group.activity for group in slow)
-        guess = "that they wait is a guess, by a method's name" if are_guesses else ""
+        guess = f"that they wait {_IS_A_GUESS}" if are_guesses else ""
         level = logging.INFO if ends_by_itself else logging.WARNING
         return Verdict(level, guess, groups)
     level = logging.INFO if are_guesses else logging.WARNING
@@ -210,12 +212,14 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         return Verdict(level, f"where {named(ranks)} {are}, nobody knows", groups)
     if len(waiting) == 1:
         return Verdict(level, _ALL_IN, groups)
-    at = "at different places"
-    if len({group.collective for group in waiting}) > 1:
-        at = "in different collectives"
-    return Verdict(
-        level, f"the ranks wait {at}; which of them is wrong cannot be told", groups
-    )
+    how = "the ranks wait at different places"
+    if guesses:
+        ranks = sorted(rank for group in guesses for rank in group.ranks)
+        verb = "waits" if len(ranks) == 1 else "wait"
+        how = f"that {named(ranks)} {verb} {_IS_A_GUESS}"
+    elif len({group.collective for group in waiting}) > 1:
+        how = "the ranks wait in different collectives"
+    return Verdict(level, f"{how}; which of them is wrong cannot be told", groups)
 
 
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:

@@ -166,7 +166,7 @@ def _all_in(waiting: list[Account], hearing: Hearing) -> Finding:
     elif is_guessed:
         kind = ids.NOT_ENOUGH
         text = (
-            "Every rank waits, at least one of them for the GPU: a stack does not tell"
+            "Every rank waits, at least one of them perhaps for the GPU: a stack does not tell"
             " for which collective."
         )
         step = (

@@ -30,8 +30,8 @@ _GROUP = re.compile(
     rf"{ALL_RANKS_OF}.{{1,255}}? \((?P<of_host>[\d, -]{{1,2000}})\))(?P<text>.*)$"
 )
 _WAITS = re.compile(
-    r"^ (?:waits itself,|has ended this evaluation, .{0,40} and waits) in (.{1,200}?)"
-    r"(?:: (.*)|;.*)?$"
+    r"^ (?:waits itself,|has ended this evaluation, .{0,40} and waits)"
+    r" (?:in|(perhaps )for) (.{1,200}?)(?:: (.*)|;.*)?$"
 )
 _LAST_CALL = re.compile(r"; its last encoder call, .*$|, after encoder call \d+$")
 _CAME = re.compile(
@@ -155,7 +155,8 @@ def _value_of(text: str) -> Place | Motion | Condition | None:
         if re.search(words, text.lower()):
             return condition
     if waits := _WAITS.match(text):
-        return Place(where=shown(waits[2] or ""), collective=shown(waits[1]))
+        collective = (waits[1] or "") + waits[2]
+        return Place(where=shown(waits[3] or ""), collective=shown(collective))
     # " is elsewhere: read (data.py:41)", " writes a checkpoint: save (nemo.py:7)"
     where, *details = text.partition(": ")[2].split("; ")
     if _IS_PLACE.search(where) and not _CALLER.search(where):
