@@ -37,6 +37,7 @@ _PID_AND_RANK = re.compile(
 _STAMP = re.compile(
     r"\d{4}-\d\d-\d\dT[\d:.]{8,18}(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?"
 )
+_LONGEST_JSON = 1 << 20  # characters of a line
 # Of JSON, as Docker and structured loggers write it: what has a line, or several.
 _TEXTS = re.compile(
     "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
@@ -68,7 +69,7 @@ def said(line: str) -> str:
     """The line without its stamp; of JSON the lines that it has in it, with the rank."""
     if stamp := _STAMP.match(line):
         line = line[stamp.end() :]
-    if not line.startswith("{"):
+    if not line.startswith("{") or len(line) > _LONGEST_JSON:
         return line
     try:
         told = json.loads(line)
