@@ -183,7 +183,7 @@ def test_a_start_up_that_timed_out_is_called_so(folder: Path) -> None:
     start_up = [finding for finding in report.findings if finding.id == "start-up"]
     assert len(start_up) == 1, report.verdict
     assert not start_up[0].ranks
-    assert "rank 0 waited for the process group in vain" in start_up[0].text
+    assert "Rank 0 waited for the process group in vain" in start_up[0].text
     assert "1/2 clients joined" in start_up[0].text
 
 

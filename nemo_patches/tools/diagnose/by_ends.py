@@ -113,7 +113,8 @@ def _in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Fin
     if entered:
         text += _unlike_sizes(entered)
     elif waited and waited[0].condition.where and waited[0].condition.text:
-        text += f" {capital(names(waited[:1]))} says: {waited[0].condition.text}."
+        says = waited[0].condition.text.rstrip(".")
+        text += f" {capital(names(waited[:1]))} says: {says}."
     if len(groups) > 1:
         told = by_party((title_of(fact.entered), fact.rank) for fact in entered)
         text = (
@@ -208,7 +209,7 @@ def _unseen(hearing: Hearing) -> str:
 
 def _start_up(waited: list[Account], hearing: Hearing) -> Finding:
     first = waited[0]
-    told = first.condition.text.removeprefix(f"{conditions.AT_START}: ")
+    told = first.condition.text.removeprefix(f"{conditions.AT_START}: ").rstrip(".")
     rank = "It" if len(waited) == 1 else capital(who([first.rank]))
     text = (
         f"{names(waited)} waited for the process group in vain: the job did not"
