@@ -326,7 +326,7 @@ def test_of_a_rank_whose_trace_was_stopped_the_others_reports_tell(
 
 def test_uneven_evaluation(folder: Path, tmp_path: Path) -> None:
     first = report_of(folder / "uneven").findings[0]
-    odd = "rank 1 in length sync; ranks 0, 2 in barrier. Rank 1 is the odd one out."
+    odd = "Rank 1 is the odd one out: rank 1 in length sync; ranks 0, 2 in barrier:"
     assert first.id == ids.OUT_OF_STEP and odd in first.text, first
     shutil.copytree(folder / "uneven", tmp_path / "uneven")
     leave_out(tmp_path / "uneven", b'{"k":"stalled"')
@@ -352,7 +352,7 @@ def test_a_skipped_training_call(folder: Path) -> None:
     report = report_of(folder / "skip")
     first = report.findings[0]
     if first.id == ids.OUT_OF_STEP:  # by a stall report, if one came before the end
-        odd = r"rank 1 in (barrier|all_reduce); ranks 0, 2 in length sync\. Rank 1 is the odd one"
+        odd = r"1 is the odd one out: rank 1 in (barrier|all_reduce); ranks 0, 2 in length sync:"
         assert re.search(odd, first.text), first.text
     else:
         assert first.id == ids.UNEVEN_CALLS
