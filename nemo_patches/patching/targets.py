@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import cast
 
 from nemo_patches.sync.places import function_of, is_ours, layers, place_of
 
@@ -70,10 +70,8 @@ class Target:
         """The class itself: NeMo's @experimental wraps some classes in a callable that prints a
         warning.
         """
-        owner: Any = getattr(module, self.owner, None)
         # Not inspect.unwrap(): from Python 3.11.8 on it takes a class's wrapper for the class.
-        while not issubclass(type(owner), type) and hasattr(owner, "__wrapped__"):
-            owner = owner.__wrapped__
+        owner = layers(getattr(module, self.owner, None))[-1]
         return cast("type | None", owner)
 
     def nothing_to_bound(self, module: ModuleType) -> str:
