@@ -51,8 +51,8 @@ _RICH_FRAME = re.compile(r"^(\S.{0,999}):(\d{1,9}) in (\S{1,200})$")
 # torch puts its prefix before each line of a traceback that ends a process, and one blank before
 # the last of them.
 _ERROR = re.compile(
-    r"^(?:  )?((?=[A-Z_]|\w{1,80}\.)(?:\w{1,80}\.){0,8}[A-Za-z_]\w{0,80}(?:\(\w{1,80}\))?)(?::"
-    r" (.{0,2000})|:?$)"
+    r"^(?:  )?((?=[A-Z_]|\w{1,80}\.)(?:[A-Za-z_]\w{0,80}\.){0,8}[A-Za-z_]\w{0,80}"
+    r"(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)"
 )
 _ERROR_NAME = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$"

@@ -38,7 +38,8 @@ FAILED_LINE = re.compile(
 )  # a terminal may have wrapped it at a blank
 # Processes that torchrun ends, as others had failed
 _SENT = re.compile(
-    r"ending process (\d{1,9}) closing signal |rocess (\d{1,9}) via \S{1,20}, forcefully exiting"
+    r"[Ss]ending process (\d{1,9}) closing signal |"
+    r"[Pp]rocess (\d{1,9}) via \S{1,20}, forcefully exiting"
 )
 _SIGNALS = {
     9: "SIGKILL",
@@ -118,16 +119,17 @@ class _End(NamedTuple):
 _ENDS = (
     _End(
         re.compile(
-            r"oom[_-]kill event|tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
-            r"ut of memory: Killed process|exceeded (?:job )?memory limit|"
-            r"killed due to (?:memory pressure|the node running low on memory)|"
-            r"TERM_MEMLIMIT|low on resource: memory|OOMKilled"
+            r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
+            r"(?:Out of|cgroup out of) memory: Killed process|exceeded (?:job )?memory limit|"
+            r"killed due to memory pressure|"
+            r"worker was killed due to the node running low on memory|"
+            r"^TERM_MEMLIMIT|low on resource: memory|OOMKilled"
         ),
         conditions.KILLED,
         conditions.FOR_MEMORY + ": {line}",
     ),
     _End(
-        re.compile("Unexpected bus error encountered in worker. This might be"),
+        re.compile(r"Unexpected bus error encountered in worker\. This might be"),
         conditions.KILLED,
         "a data loader's worker: bus error, as for want of shared memory (/dev/shm)",
         is_ranks=True,
