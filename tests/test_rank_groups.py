@@ -189,7 +189,7 @@ def test_that_a_rank_waits_for_its_gpu_is_a_guess_and_ends_no_process() -> None:
 def test_a_rank_that_perhaps_waits_for_its_gpu_is_in_no_other_collective() -> None:
     """As on an H100: one rank's GPU computes for minutes, the other waits in the length sync."""
     seen = verdict(*waiting(0), state(1, "spin (job.py:24)", GPU))
-    assert (seen.level, named(seen)) == (logging.WARNING, [])
+    assert (seen.level, named(seen), seen.is_certain) == (logging.WARNING, [], True)
     assert "that rank 1 waits is a guess, by a method's name; which" in seen.text()
     assert "different collectives" not in seen.text()
     missing = MissingRank(1, ELSEWHERE, where="spin (job.py:24)", collective=GPU)
@@ -225,7 +225,7 @@ def test_many_groups_make_a_line_of_bounded_length() -> None:
 def test_all_in_one_dead_wait_or_the_other_are_said_to_be_so() -> None:
     dead = [state(rank, "read_audio (data.py:3)", sleeps=True) for rank in range(8)]
     seen = verdict(*dead)
-    assert (seen.level, named(seen)) == (logging.WARNING, [])
+    assert (seen.level, named(seen), seen.is_certain) == (logging.WARNING, [], True)
     assert seen.text() == "no rank moves: ranks 0-7: read_audio (data.py:3)"
     assert verdict(*dead[:7], replace(dead[7], sleeps=False)).level == logging.INFO
     assert (

@@ -99,7 +99,7 @@ class Group(msgspec.Struct):
         return self.goes_on or self.kind in (WAITING, ELSEWHERE)
 
     @property
-    def seat(self) -> tuple[str, bool]:
+    def position(self) -> tuple[str, bool]:
         """By which it is seen that it has moved from one collective to another."""
         return self.place.wait, self.goes_on
 
@@ -193,7 +193,9 @@ def read(files: list[Path], evidence: Evidence) -> None:
     _, newest = answers[-1]
     began = newest.time - newest.idle_s
     # Of a rank that was in another collective in an earlier one, that one tells no more.
-    seats = {rank: group.seat for rank, group in newest.by_rank if group.is_placed}
+    positions = {
+        rank: group.position for rank, group in newest.by_rank if group.is_placed
+    }
     for file, answer in answers:
         if answer.time < began or answer.world_size != newest.world_size:
             evidence.earlier.append(
@@ -203,11 +205,11 @@ def read(files: list[Path], evidence: Evidence) -> None:
                 )
             )
         else:
-            then = {rank: group.seat for rank, group in answer.by_rank}
+            then = {rank: group.position for rank, group in answer.by_rank}
             evidence.facts += (
                 fact
                 for fact in _facts(answer)
-                if seats.get(fact.rank, then[fact.rank]) == then[fact.rank]
+                if positions.get(fact.rank, then[fact.rank]) == then[fact.rank]
             )
     evidence.world_size = newest.world_size
     evidence.patched = True
