@@ -26,7 +26,6 @@ import wrapt
 from ranks import Result, run_ranks, wait_until
 
 import nemo_patches
-from nemo_patches.options.metric_targets import METRIC_TARGETS
 from nemo_patches.patching import (
     COLLECTION,
     TARGET_MODULES,
@@ -34,6 +33,7 @@ from nemo_patches.patching import (
     start_lines,
     start_up,
 )
+from nemo_patches.patching.metric_targets import METRIC_TARGETS
 from nemo_patches.patching.replacements import Replacement
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS
 

@@ -12,9 +12,9 @@ import pytest
 
 import nemo_patches.sync
 from nemo_patches.judging import kinds
-from nemo_patches.patching import TARGET_MODULES
+from nemo_patches.patching import DISABLE_VARIABLE, TARGET_MODULES
 from nemo_patches.patching.targets import TARGETS
-from nemo_patches.sync import protocol
+from nemo_patches.sync import protocol, settings
 from nemo_patches.watch import late_modules
 
 pytestmark = pytest.mark.one_nemo
@@ -27,8 +27,8 @@ MAY_IMPORT = {
     "sync": {"text", "growth", "channel", "sync"},
     "judging": {"text", "facts", "channel", "judging"},
     "watch": {"text", "facts", "channel", "sync", "watch", "judging"},
-    "tracing": {"text", "channel", "sync", "watch", "judging", "patching", "tracing"},
-    "options": {"text", "channel", "sync", "patching", "options"},
+    "tracing": {"text", "channel", "sync", "watch", "judging", "tracing"},
+    "options": {"text", "channel", "sync", "options"},
     "patching": {"text", "growth", "channel", "sync", "watch", "judging", "patching"},
     "vendoring": {"patching", "vendoring"},
     # "" is the package: its public API.
@@ -48,6 +48,10 @@ LOADERS = {  # the files of the layer that import such a package: by setting
     "patching/chosen.py": "options",
     "patching/trace.py": "tracing",
     "patching/trainer_callbacks.py": "tracing",
+}
+WITH_SETTING = {  # what these import by setting alone imports such a package at once
+    "patching/deferred.py": "options",
+    "patching/recorded.py": "tracing",
 }
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
 TORCH_ONLY = (
@@ -129,10 +133,20 @@ def test_imports_go_towards_the_channel(path: Path) -> None:
         parts = name.split(".")
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
-            loads = LOADERS.get(str(path.relative_to(PACKAGE)))
+            loads = (LOADERS | WITH_SETTING).get(str(path.relative_to(PACKAGE)))
             assert target in MAY_IMPORT[package(path)] or target == loads, name
         elif package(path) in TORCH_ONLY:
             assert parts[0] in {"torch", *sys.stdlib_module_names}, name
+
+
+@pytest.mark.parametrize("file", WITH_SETTING)
+def test_what_a_setting_switches_on_is_imported_by_no_file_at_once(file: str) -> None:
+    name = module(PACKAGE / file)
+    assert not [
+        path
+        for path in FILES
+        if name in {modules_of(each) for each in imports(path, at_once=True)}
+    ]
 
 
 @pytest.mark.parametrize("file", LOADERS)
@@ -246,6 +260,11 @@ def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
     documentation = ast.get_docstring(ast.parse(path.read_text()))
     assert documentation
     assert documentation.splitlines()[0].endswith((".", ":"))
+
+
+def test_the_sync_has_the_name_of_the_switch() -> None:
+    """patching/__init__.py has it, too, and imports nothing: all Python processes import that."""
+    assert settings.DISABLE_VARIABLE == DISABLE_VARIABLE
 
 
 def test_there_is_one_version() -> None:

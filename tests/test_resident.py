@@ -1,5 +1,5 @@
-"""How much of nemo_patches a rank imports by default: no command, no option, no trace, and how many
-tokens of code.
+"""How much of nemo_patches a rank can run by default: no command, no option, no trace, and how many
+tokens of code, those included that it executes when there is something to judge.
 
 Tokens, not lines: a limit on lines once packed the code.
 """
@@ -7,6 +7,7 @@ Tokens, not lines: a limit on lines once packed the code.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import sys
 import tokenize
@@ -28,11 +29,13 @@ NOT_BY_DEFAULT = (
     "nemo_patches.tracing",
     "nemo_patches.vendoring",
     "nemo_patches.patching.process_status",  # for status()
+    "nemo_patches.patching.deferred",  # with its setting
+    "nemo_patches.patching.recorded",  # the same
     "nemo_patches.patching.source",  # for a NeMo that is newer than the tested ones
 )
 NOT_IN_A_RANK = {"ast", "dis"}  # no code is read there
-AIM_TOKENS = 40_000
-MARGIN = 1.1  # above the aim
+# All that a rank can run; the aim is 46,000. What is above it may not grow.
+MOST_TOKENS = 60_000
 STEPS = 20
 NO_CODE = {
     tokenize.COMMENT,
@@ -97,6 +100,14 @@ def imported_by(path: Path) -> set[str]:
     return names
 
 
+def file_of(name: str) -> Path:
+    """Of a module of ours, which is not imported for that."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin)
+
+
 def test_a_rank_imports_the_layer_and_no_more() -> None:
     modules: dict[str, str] = {}
     for result in run_ranks(train, 2):
@@ -110,10 +121,15 @@ def test_a_rank_imports_the_layer_and_no_more() -> None:
         for path in files
         if (names := imported_by(path) & NOT_IN_A_RANK)
     }
-    tokens = {path.relative_to(PACKAGE): code_tokens(path) for path in files}
+    at_a_stall = [file_of(name) for name in late_modules.NAMES]
+    tokens = {path: code_tokens(path) for path in (*files, *at_a_stall)}
     total = sum(tokens.values())
-    print(f"{total:,} tokens of code in {len(files)} modules; aim {AIM_TOKENS:,}")
+    imported = sum(tokens[path] for path in files)
+    print(
+        f"{total:,} tokens of code: {imported:,} in {len(files)} imported modules,"
+        f" {total - imported:,} in {len(at_a_stall)} that are executed at a stall"
+    )
     largest = sorted(tokens.items(), key=lambda item: -item[1])
-    assert total <= MARGIN * AIM_TOKENS, "\n".join(
-        f"{count:7,} {path}" for path, count in largest
+    assert total <= MOST_TOKENS, "\n".join(
+        f"{count:7,} {path.relative_to(PACKAGE)}" for path, count in largest
     )

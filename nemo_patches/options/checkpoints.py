@@ -22,8 +22,8 @@ import torch
 from nemo_patches.channel.exchange import RoundFailed
 from nemo_patches.channel.extremes import VALUE_BITS, VALUES, Extremes
 from nemo_patches.options.patient_rounds import PatientRounds
-from nemo_patches.patching.replacements import with_names
 from nemo_patches.sync.length_sync import GroupSyncs, current, process
+from nemo_patches.sync.places import with_names
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
 
 _LATE = "not every rank has come to this checkpoint within {waited:.2f} s; all wait for that"

@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_patches.options.metric_targets import METRIC_TARGETS
-from nemo_patches.patching.replacements import Replacements
 from nemo_patches.sync.rank_log import is_distributed, report
 
 # What NeMo's epoch ends add up: val_wer_num, test_wer_denom_ctc, val_inter_wer_num_l4,
@@ -280,18 +277,15 @@ def _is_sum(metric: Any) -> bool:
 deferred_metrics = DeferredMetrics()  # of this process
 
 
-def patch(replacements: Replacements, in_force: Callable[[], bool]) -> None:
-    """Put the deferred metrics around NeMo's evaluation epochs, unless they are there."""
-    for target in METRIC_TARGETS:
-        owner = target.find_owner(sys.modules[target.module])
-        if owner is None or replacements.has(owner, target.method):
-            continue
-        original = vars(owner)[target.method]
-        _, stage, _, begins_or_ends = target.method.split("_")
-        if stage == "train":
-            replacement = deferred_metrics.training(original)
-        elif begins_or_ends == "start":
-            replacement = deferred_metrics.beginning(original, stage, in_force)
-        else:
-            replacement = deferred_metrics.end(original, stage, in_force)
-        replacements.put(owner, target.method, replacement)
+def replacement(
+    method: str, original: Any, in_force: Callable[[], bool]
+) -> Callable[..., None]:
+    """What stands in for a method of NeMo's that begins or ends an evaluation, or training after
+    an exception: on_validation_epoch_start and others of such names.
+    """
+    _, stage, _, begins_or_ends = method.split("_")
+    if stage == "train":
+        return deferred_metrics.training(original)
+    if begins_or_ends == "start":
+        return deferred_metrics.beginning(original, stage, in_force)
+    return deferred_metrics.end(original, stage, in_force)

@@ -17,8 +17,8 @@ from nemo_patches.options.agreement import (
     agreement_of,
 )
 from nemo_patches.options.cut_pass import PassEnds
-from nemo_patches.patching import DISABLE_VARIABLE
 from nemo_patches.sync.rank_log import rank_and_size, report
+from nemo_patches.sync.settings import DISABLE_VARIABLE
 
 T = TypeVar("T")
 

@@ -125,14 +125,14 @@ def wanted(settings: Settings) -> tuple[ChosenPatch, ...]:
     """What these settings patch. Imports what is ours of it, and raises what that raises."""
     patches = []
     if settings.metrics == DEFERRED:
-        from nemo_patches.options import deferred_metrics, metric_targets
+        from nemo_patches.patching import deferred, metric_targets
 
         patches.append(
             ChosenPatch(
                 setting="metrics",
                 targets=metric_targets.METRIC_TARGETS,
                 others=metric_targets.METRIC_SUMS,
-                patch=deferred_metrics.patch,
+                patch=deferred.defer,
                 refusal="metrics cannot be deferred",
                 left="metrics are not deferred",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import wrapt
 
 from nemo_patches.patching.targets import Target
 from nemo_patches.sync.own_syncs import watching
-from nemo_patches.sync.places import place_of
+from nemo_patches.sync.places import place_of, with_names
 from nemo_patches.sync.rank_log import report
 
 _ABSENT = object()
@@ -132,14 +132,3 @@ def _without_reduce(original: FunctionType) -> Callable[..., None]:
         with_names(original, {"torch": _WithoutGroup()})(encoder, length, device)
 
     return grow
-
-
-def with_names(function: FunctionType, names: Mapping[str, object]) -> FunctionType:
-    """The same function, which sees other objects under these names of its module."""
-    return FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )

@@ -8,13 +8,14 @@ import sys
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.sync.settings import Settings
 
-_TRACING = "nemo_patches.tracing.recorded_forward"
+# What of patching/ imports tracing/.
+_RECORDED = "nemo_patches.patching.recorded"
 
 
 def import_wanted(settings: Settings) -> None:
     """Import what these settings switch on, before anything is changed. Raises ImportError."""
     if settings.trace:
-        importlib.import_module(_TRACING)
+        importlib.import_module(_RECORDED)
 
 
 def use(settings: Settings, replacements: Replacements) -> None:
@@ -22,25 +23,25 @@ def use(settings: Settings, replacements: Replacements) -> None:
     if not settings.trace:
         stop(replacements)
         return
-    from nemo_patches.tracing import recorded_forward
+    from nemo_patches.patching import recorded
     from nemo_patches.tracing.recorder import tracing
 
     tracing.use(settings)
-    recorded_forward.record(replacements)
+    recorded.record(replacements)
 
 
 def stop(replacements: Replacements) -> None:
-    if _TRACING in sys.modules:
-        from nemo_patches.tracing import recorded_forward
+    if _RECORDED in sys.modules:
+        from nemo_patches.patching import recorded
         from nemo_patches.tracing.recorder import tracing
 
         tracing.stop()
-        recorded_forward.restore(replacements)
+        recorded.restore(replacements)
 
 
 def where() -> str:
     """The file that is being written, or why there is none; empty without a trace."""
-    if _TRACING not in sys.modules:
+    if _RECORDED not in sys.modules:
         return ""
     from nemo_patches.tracing.recorder import tracing
 

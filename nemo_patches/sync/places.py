@@ -1,9 +1,10 @@
-"""Whose code a method of NeMo's class is now: its module, name, file and line. No torch."""
+"""Whose code a method of NeMo's class is now, and the same code with other names. No torch."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -69,4 +70,15 @@ def is_ours(thing: Any) -> bool:
     function = function_of(thing)
     return function is not None and str(function.__globals__.get("__name__")).endswith(
         _OURS
+    )
+
+
+def with_names(function: FunctionType, names: Mapping[str, object]) -> FunctionType:
+    """The same function, which sees other objects under these names of its module."""
+    return FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )

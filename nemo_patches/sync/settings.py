@@ -15,6 +15,7 @@ from typing import Any
 from .protocol import SHORTEST_WAIT
 
 PREFIX = "NEMO_PATCHES_"
+DISABLE_VARIABLE = f"{PREFIX}DISABLE"  # no setting: it switches all of them off
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Packages that a setting switches on, and that are imported only then.
 TRACING = "tracing"
