@@ -71,9 +71,11 @@ LAYER = {
     "patching",
 }  # what a rank imports by default
 FILES = sorted(PACKAGE.rglob("*.py"))
-each_file = pytest.mark.parametrize(
-    "path", FILES, ids=lambda path: str(path.relative_to(PACKAGE))
-)
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
 
 
 def module(path: Path) -> str:
@@ -107,7 +109,7 @@ def imports(path: Path, at_once: bool = False) -> set[str]:
     at_once: only those that are imported with it.
     """
     names = set()
-    tree = ast.parse(path.read_text())
+    tree = TREES[path]
     for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -127,16 +129,25 @@ def modules_of(name: str) -> str:
     return name
 
 
-@each_file
-def test_imports_go_towards_the_channel(path: Path) -> None:
+def imports_back(path: Path) -> list[str]:
+    """The imports of a file that its package may not have."""
+    loads = (LOADERS | WITH_SETTING).get(name_of(path))
+    found = []
     for name in imports(path):
         parts = name.split(".")
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
-            loads = (LOADERS | WITH_SETTING).get(str(path.relative_to(PACKAGE)))
-            assert target in MAY_IMPORT[package(path)] or target == loads, name
-        elif package(path) in TORCH_ONLY:
-            assert parts[0] in {"torch", *sys.stdlib_module_names}, name
+            is_allowed = target in MAY_IMPORT[package(path)] or target == loads
+        else:
+            known = {"torch", *sys.stdlib_module_names}
+            is_allowed = package(path) not in TORCH_ONLY or parts[0] in known
+        if not is_allowed:
+            found.append(name)
+    return found
+
+
+def test_imports_go_towards_the_channel() -> None:
+    assert not {name_of(path): back for path in FILES if (back := imports_back(path))}
 
 
 @pytest.mark.parametrize("file", WITH_SETTING)
@@ -161,15 +172,16 @@ def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -
     ]
 
 
-@each_file
-def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone(
-    path: Path,
-) -> None:
+def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone() -> None:
     """By files that a rank always imports."""
-    if package(path) in LAYER and module(path) not in late_modules.NAMES:
-        assert not {
-            modules_of(name) for name in imports(path, at_once=True)
-        }.intersection(late_modules.NAMES)
+    late = set(late_modules.NAMES)
+    assert not {
+        name_of(path): found
+        for path in FILES
+        if package(path) in LAYER
+        and module(path) not in late
+        and (found := late & set(map(modules_of, imports(path, at_once=True))))
+    }
 
 
 def test_a_watch_reads_all_of_judging() -> None:
@@ -218,14 +230,15 @@ def test_judging_has_the_words_of_the_sync() -> None:
     assert kinds.IS_LOCAL == protocol.IS_LOCAL
 
 
-@each_file
-def test_training_needs_wrapt_alone(path: Path) -> None:
+def test_training_needs_wrapt_alone() -> None:
     """What the commands need is the extra `tools`."""
-    if package(path) != "tools":
-        others = {
-            name.split(".")[0] for name in imports(path)
-        } - sys.stdlib_module_names
-        assert others <= {"nemo_patches", "nemo", *TRAINING_NEEDS, ""}
+    known = {"nemo_patches", "nemo", "", *TRAINING_NEEDS, *sys.stdlib_module_names}
+    assert not {
+        name_of(path): others
+        for path in FILES
+        if package(path) != "tools"
+        and (others := {name.split(".")[0] for name in imports(path)} - known)
+    }
 
 
 def test_there_is_no_import_circle() -> None:
@@ -238,28 +251,31 @@ def test_there_is_no_import_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@each_file
-def test_nothing_draws_from_the_generators_that_training_draws_from(path: Path) -> None:
-    if package(path) == "tools":
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "random"
-        ):
-            assert node.attr == "Random", ast.unparse(node)
-        assert not (
-            isinstance(node, ast.ImportFrom)
-            and node.module in ("random", "numpy.random")
-        ), ast.unparse(node)
+def draws(node: ast.AST) -> bool:
+    """Whether it is `random.anything` but a generator of its own, or imports such a thing."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id == "random" and node.attr != "Random"
+    return isinstance(node, ast.ImportFrom) and node.module in (
+        "random",
+        "numpy.random",
+    )
 
 
-@each_file
-def test_the_first_line_says_what_a_file_is_for(path: Path) -> None:
-    documentation = ast.get_docstring(ast.parse(path.read_text()))
-    assert documentation
-    assert documentation.splitlines()[0].endswith((".", ":"))
+def test_nothing_draws_from_the_generators_that_training_draws_from() -> None:
+    assert not [
+        f"{name_of(path)}: {ast.unparse(node)}"
+        for path in FILES
+        if package(path) != "tools"
+        for node in ast.walk(TREES[path])
+        if draws(node)
+    ]
+
+
+def test_the_first_line_says_what_a_file_is_for() -> None:
+    first = {
+        path: (ast.get_docstring(TREES[path]) or "").split("\n")[0] for path in FILES
+    }
+    assert not [name_of(path) for path in FILES if not first[path].endswith((".", ":"))]
 
 
 def test_the_sync_has_the_name_of_the_switch() -> None:
