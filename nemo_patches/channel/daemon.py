@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from . import signals
+
 
 class Daemon(threading.Thread):
     """A thread that an interpreter does not wait for; `begin` starts it."""
@@ -19,6 +21,11 @@ class Daemon(threading.Thread):
         super().__init__(
             target=run, args=arguments, name=f"nemo_patches {name}", daemon=True
         )
+
+    def run(self) -> None:
+        """No write in it ends this process by a signal."""
+        signals.block()
+        super().run()
 
     def begin(self) -> str:
         """Why it cannot start; empty where it runs.

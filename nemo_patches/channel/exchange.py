@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import random
 import selectors
-import socket
 import threading
 import time
 import weakref
@@ -58,8 +57,10 @@ from .link import (
     Message,
 )
 from .meeting import Member
+from .own_socket import Socket, host_name
 from .process_hooks import AtExit, InForkedChild
 from .questions import Questions, Watch
+from .waker import Waker
 
 CLOSED = "closed"  # this rank needs no more of these rounds
 _DESTROYED = "the process group was destroyed"
@@ -183,7 +184,7 @@ class Exchange:
         self._token = b""
         self._here = Member("", "", 0, 0)
         self._store_address = ""
-        self._listener: socket.socket | None = None
+        self._listener: Socket | None = None
         self._listener_rests_until = 0.0
         self._parents = [0] * size  # until all have come, all are below rank 0
         self._parents[0] = -1
@@ -207,11 +208,8 @@ class Exchange:
         self._inbox: deque[Callable[[], object]] = deque()
         self._chance = random.Random()  # training's random numbers stay as they are
         self._selector = selectors.PollSelector()  # needs no file
-        # A file that wakes the thread; without, it looks twice a second.
-        self._wakes = -1
-        self._close_wakes: Callable[[], object] = lambda: None
-        with contextlib.suppress(OSError):  # no file is left
-            self._have_wakes()
+        # Without, as where no file is left, the thread looks twice a second.
+        self._waker: Waker | None = None
         _exchanges.add(self)
         self._thread: Daemon | None = None
         self._starting = threading.Lock()
@@ -317,30 +315,28 @@ class Exchange:
         """In a forked child: the sockets are its parent's."""
         self._is_closing = True
         self.over = "this process was forked from the rank's own"
-        self._wakes = -1
-        self._close_wakes()
+        self._waker = None
         for link in self._all_links:
             link.socket.close()
         if self._listener is not None:
             self._listener.close()
 
     def _wake(self) -> None:
-        if self._wakes >= 0:
-            os.eventfd_write(self._wakes, 1)
-
-    def _have_wakes(self) -> None:
-        """Raises OSError."""
-        wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Not before the end of this object: any thread may write to it.
-        closes = weakref.finalize(self, os.close, wakes)
-        closes.atexit = False
-        self._close_wakes = closes
-        self._selector.register(wakes, selectors.EVENT_READ)
-        self._wakes = wakes
+        waker = self._waker  # its file lives at least until this returns
+        if waker is not None:
+            waker.wake()
 
     # What follows runs in the exchange's thread.
 
+    def _have_waker(self) -> None:
+        """Raises OSError."""
+        waker = Waker()
+        self._selector.register(waker.file, selectors.EVENT_READ)
+        self._waker = waker
+
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # no file is left
+            self._have_waker()
         try:
             while not self._is_closing:
                 self._step()
@@ -379,8 +375,8 @@ class Exchange:
                 self._read(entry.data)
             elif entry.fileobj is self._listener and self._listener is not None:
                 self._accept(self._listener)
-            else:
-                os.eventfd_read(self._wakes)
+            elif self._waker is not None:
+                self._waker.rest()
 
     def _watch(self, link: Link) -> None:
         """Wait until something comes, and for room if something is still to be sent."""
@@ -399,9 +395,9 @@ class Exchange:
         """Do what the tree, and the way to it, still need; return after what time to look again."""
         pauses = [math.inf]
         try:
-            if self._wakes < 0:
+            if self._waker is None:
                 pauses.append(_NO_FILE_S)
-                self._have_wakes()
+                self._have_waker()
             if self._listener is None:
                 self._listen()
             elif self._listener_rests_until:
@@ -441,7 +437,7 @@ class Exchange:
             address = "127.0.0.1"
         self._listener = meeting.listen(address)
         port = self._listener.getsockname()[1]
-        self._here = Member(socket.gethostname(), address, port, os.getpid(), trouble)
+        self._here = Member(host_name(), address, port, os.getpid(), trouble)
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _present_store(self) -> Any:
@@ -593,10 +589,10 @@ class Exchange:
             return math.inf
         return self._listener_rests_until - now
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: Socket) -> None:
         for _ in range(meeting.FAN_OUT):  # then others have their turn
             try:
-                visitor, _ = listener.accept()
+                visitor = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -762,6 +758,7 @@ class Exchange:
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
+        self._waker = None
         self._end(_DESTROYED)
 
     # Questions.

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import _socket
 import errno
 import hashlib
 import hmac
 import json
 import secrets
-import socket
 import struct
 import time
 from typing import Any, NamedTuple
 
 from .meeting import family_of
+from .own_socket import Socket
 
 # Kinds of messages.
 WELCOME, REGISTER, RANKS, UP, DOWN, OVER, ASK, HERE, QUESTION, ANSWER, VERDICT = range(
@@ -58,7 +59,7 @@ class Message(NamedTuple):
 class Link:
     """Only the exchange's thread uses it."""
 
-    def __init__(self, own_socket: socket.socket, rank: int, is_ours: bool) -> None:
+    def __init__(self, own_socket: Socket, rank: int, is_ours: bool) -> None:
         """rank: -1 where it is not known yet. is_ours: whether this rank has opened it."""
         self.socket = own_socket
         self.rank = rank
@@ -74,12 +75,12 @@ class Link:
         self._received = bytearray()
         self._unsent = bytearray()
         own_socket.setblocking(False)
-        own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+        own_socket.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
+        own_socket.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
+        own_socket.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        own_socket.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_KEEPINTVL, _KEEPALIVE_S)
         own_socket.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _CUT_OFF_S
+            _socket.IPPROTO_TCP, _socket.TCP_USER_TIMEOUT, 1000 * _CUT_OFF_S
         )
 
     @classmethod
@@ -87,9 +88,7 @@ class Link:
         cls, address: str, port: int, own_rank: int, rank: int, token: bytes
     ) -> Link:
         """A connection that is being made; what is sent meanwhile follows. Raises OSError."""
-        link = cls(
-            socket.socket(family_of(address), socket.SOCK_STREAM), rank, is_ours=True
-        )
+        link = cls(Socket(family_of(address), _socket.SOCK_STREAM), rank, is_ours=True)
         link.error = link.socket.connect_ex((address, port))
         if link.error not in (0, errno.EINPROGRESS):
             link.socket.close()
@@ -121,7 +120,7 @@ class Link:
         """
         try:
             data = self.socket.getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size
+                _socket.IPPROTO_TCP, _socket.TCP_INFO, _TCP_INFO.size
             )
         except OSError:
             return -1.0
@@ -137,7 +136,7 @@ class Link:
     def has_gap(self) -> bool:
         """Whether something has come, and what was sent before it has not: all else is read."""
         try:
-            held = self.socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4)
+            held = self.socket.getsockopt(_socket.SOL_SOCKET, _SO_MEMINFO, 4)
         except OSError:  # an old kernel, or lost
             return False
         return any(held)

@@ -7,18 +7,20 @@ this one key, before there are any rounds.
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import ipaddress
 import json
 import os
 import secrets
-import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..text import safe
+from .own_socket import Socket
 
 try:
     import fcntl
@@ -98,14 +100,21 @@ def end_requests(store: Any) -> None:
 
     It must not return into an interpreter that ends, where C++ aborts the process.
     """
-    port = port_of(store)
+    for one in _connections_to(port_of(store)):
+        with contextlib.suppress(OSError):
+            one.shutdown(_socket.SHUT_RDWR)
+
+
+def _connections_to(port: int) -> Iterator[Socket]:
+    """This process's to a port of any host, each as a copy that is closed after its turn."""
     for name in os.listdir("/proc/self/fd") if port else ():
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(int(name))) as one,
-        ):
-            if one.getpeername()[1] == port:
-                one.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with Socket(fileno=os.dup(int(name))) as one:
+                is_tcp = one.family in (_socket.AF_INET, _socket.AF_INET6)
+                if is_tcp and one.getpeername()[1] == port:
+                    yield one
 
 
 def port_of(store: Any) -> int:
@@ -128,14 +137,7 @@ def own_addresses(store: Any) -> tuple[str, str]:
     GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME may name the interface. Raises OSError, and ValueError
     where Gloo's interface has no address.
     """
-    host, port = _server_of(store)
-    family, _, _, _, way = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[
-        0
-    ]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(way)
-        here = str(probe.getsockname()[0])
-        there = str(probe.getpeername()[0])
+    here, there = _way_to(*_server_of(store))
     gloo = os.environ.get("GLOO_SOCKET_IFNAME", "")
     nccl = os.environ.get("NCCL_SOCKET_IFNAME", "")
     if nccl.startswith("^"):  # any but these
@@ -149,26 +151,48 @@ def own_addresses(store: Any) -> tuple[str, str]:
     return here, there
 
 
+def _way_to(host: str, port: int) -> tuple[str, str]:
+    """This end's address and the other one's: of the store's own connection, where there is one.
+
+    Then no name is resolved. Raises OSError.
+    """
+    for one in _connections_to(port):
+        here, there = one.getsockname(), one.getpeername()
+        if here[1] != port:  # else it is the server's end
+            return _plain(here[0]), _plain(there[0])
+    family, _, _, _, way = _socket.getaddrinfo(host, port or 1, 0, _socket.SOCK_DGRAM)[
+        0
+    ]
+    with Socket(family, _socket.SOCK_DGRAM) as probe:
+        probe.connect(way)
+        return _plain(probe.getsockname()[0]), _plain(probe.getpeername()[0])
+
+
+def _plain(address: str) -> str:
+    """An IPv4 address as such, where a socket for both families has it."""
+    return address.removeprefix("::ffff:") if "." in address else address
+
+
 def _address_of(interface: str) -> str:
     """Its IPv4 address, or else its global IPv6 address; empty without."""
     if not interface:
         return ""
     request = struct.pack("256s", interface.encode())
     with (
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+        Socket(_socket.AF_INET, _socket.SOCK_DGRAM) as probe,
         contextlib.suppress(OSError),
     ):
         reply = fcntl.ioctl(probe.fileno(), _ASK_FOR_ADDRESS, request)
-        return socket.inet_ntoa(reply[20:24])
+        return _socket.inet_ntoa(reply[20:24])
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
             if name == interface and scope == "00":
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+                return _socket.inet_ntop(_socket.AF_INET6, bytes.fromhex(digits))
     return ""
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str) -> Socket:
     """A port at this address.
 
     At a loopback address other than 127.0.0.1 (Debian's 127.0.1.1) it listens on all: other hosts
@@ -177,14 +201,22 @@ def listen(address: str) -> socket.socket:
     family = family_of(address)
     if address.startswith("127.") and address != "127.0.0.1":
         address = ""
-    listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    listener.setblocking(False)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_S)
+    listener = Socket(family, _socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        if family == _socket.AF_INET6:
+            listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
+        listener.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_DEFER_ACCEPT, _SILENT_S)
+        listener.bind((address, 0))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
     return listener
 
 
-def family_of(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+def family_of(address: str) -> int:
+    return _socket.AF_INET6 if ":" in address else _socket.AF_INET
 
 
 def make_room(files: int) -> None:

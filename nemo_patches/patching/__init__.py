@@ -53,9 +53,12 @@ def say_error(text: str) -> None:
     rank = variable("RANK") or variable("SLURM_PROCID") or "?"
     size = variable("WORLD_SIZE") or variable("SLURM_NTASKS") or "?"
     line = f"nemo_patches ERROR [rank {rank}/{size} {os.uname().nodename}] {text}"
-    try:  # noqa: SIM105
-        sys.stderr.write(
-            "".join(one if one.isprintable() else "?" for one in line) + "\n"
-        )
+    try:
+        from nemo_patches.channel import signals
+
+        with signals.kept_off():
+            sys.stderr.write(
+                "".join(one if one.isprintable() else "?" for one in line) + "\n"
+            )
     except Exception:
         pass  # it cannot be reported anywhere

@@ -47,7 +47,7 @@ class StartLines(Observer):
             say(source.compared(version, admission.SUPPORTED), logging.WARNING)
 
     def end(self) -> None:
-        observers.remove(self.name)
+        observers.remove(self)
 
     def misspelt(self) -> None:
         if not self._said_misspelt:

@@ -218,6 +218,9 @@ class Observer:
     def process_exits(self, code: int) -> None:
         """stall_exit ends this process as soon as this returns."""
 
+    def has_failed(self) -> None:
+        """It has raised, and is told nothing more. Must not raise."""
+
 
 class Observers:
     """An observer that raises is logged once, and is told nothing more."""
@@ -229,8 +232,9 @@ class Observers:
         if observer not in self._all:
             self._all = (*self._all, observer)
 
-    def remove(self, name: str) -> None:
-        self._all = tuple(observer for observer in self._all if observer.name != name)
+    def remove(self, which: Observer | str) -> None:
+        """This one; or by its name, and others of that name with it."""
+        self._all = tuple(one for one in self._all if which not in (one, one.name))
 
     def tell(self, call: Callable[[Observer], object]) -> bool:
         """Whether one has answered yes. Raises only what a signal handler raises meanwhile."""
@@ -242,7 +246,8 @@ class Observers:
             except Exception as error:
                 if raised_by_signal_handler(error):
                     raise
-                self.remove(observer.name)
+                self.remove(observer)
+                observer.has_failed()
                 text = "has ended by an error of its own, please report it"
                 report(logging.ERROR, f"{observer.name} {text}: {error!r}")
         return has_answered

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import socket
 import threading
 import time
 import weakref
@@ -26,7 +25,6 @@ import torch
 from ..channel import meeting, process_hooks
 from ..channel.exchange import Exchange, RoundFailed, Rounds
 from ..channel.process_hooks import InForkedChild
-from ..text import first_line
 from .events import CallLeft, Group, Round, WatchedRounds, observers
 from .protocol import (
     CAME,
@@ -241,8 +239,6 @@ class GroupSyncs:
         # Weak: a strong reference would keep rank 0's server, and its port, after the group's end.
         warn = functools.partial(report, logging.WARNING)
         self.exchange = Exchange(weakref.ref(default_store), rank, size, warn)
-        if why := _no_sockets():
-            self.exchange.close(why)
         self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()
         self.turn = Turn()
         self.end_said = False
@@ -413,17 +409,6 @@ class EncoderSync(WatchedRounds):
             )
         if settings.on_timeout == "raise":
             raise LengthSyncTimeout(f"{text}: {reason}")
-
-
-def _no_sockets() -> str:
-    """Why this process makes no socket, where another class is in Python's place; or empty."""
-    try:
-        with socket.socket():
-            return ""
-    except OSError:
-        return ""  # no file is left: the exchange says so, and tries again
-    except Exception as error:
-        return f"{socket.socket!r} is in the place of Python's socket.socket: {first_line(error)}"
 
 
 def _apart(encoder: torch.nn.Module, settings: Settings) -> str:

@@ -8,12 +8,13 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import traceback
 
 import torch
 
+from ..channel import signals
+from ..channel.own_socket import host_name
 from ..text import safe
 
 logger = logging.getLogger("nemo_patches")
@@ -46,7 +47,8 @@ def report(level: int, text: str) -> None:
     """
     try:
         enable()
-        logger.log(level, "[%s] %s", _who(), safe(text, _LONGEST))
+        with signals.kept_off():  # nobody may read stderr any more
+            logger.log(level, "[%s] %s", _who(), safe(text, _LONGEST))
     except Exception as error:
         if raised_by_signal_handler(error):
             raise  # anything else cannot be reported anywhere
@@ -118,4 +120,4 @@ def launchers_number(*variables: str) -> int | None:
 
 def _who() -> str:
     rank, size = ("?" if number is None else number for number in _rank_and_size())
-    return f"rank {rank}/{size} {safe(socket.gethostname())}"
+    return f"rank {rank}/{size} {safe(host_name())}"

@@ -61,7 +61,7 @@ class Tracing:
         """End the trace, if there is one."""
         ending, self.recorder = self.recorder, None
         if ending is not None:
-            observers.remove(ending.name)
+            observers.remove(ending)
             ending.close("revert(), or apply() with another trace")
 
     def where(self) -> str:

@@ -9,18 +9,19 @@ No torch, no port: who may enter the folder, and has this user's id, is answered
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import errno
 import os
 import select
 import shutil
-import socket
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..channel.own_socket import Socket, host_name
 from .job_folder import private_folder
 
 # Of "rank_3.4026531836-9f1c02d7.4711.ask": the rank, its pid namespace, its host, its process.
@@ -38,7 +39,7 @@ class JobSocket:
         remove_left(self._folder)
         _remove_old_jobs(self._folder.parent)
         self._name = f"rank_{rank}.{_here()}.{os.getpid()}{ENDING}"
-        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener = Socket(_socket.AF_UNIX)
         try:
             self.listener.setblocking(False)
             with near(self._folder, self._name) as path:
@@ -123,11 +124,11 @@ def _here() -> str:
 
 def _host() -> str:
     """Short, whatever the host's name: a socket's path may have only 107 bytes."""
-    return f"{zlib.crc32(os.fsencode(socket.gethostname())):08x}"
+    return f"{zlib.crc32(os.fsencode(host_name())):08x}"
 
 
 def _is_refused(folder: Path, name: str) -> bool:
     """Whether nobody listens there any more. Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as own, near(folder, name) as path:
+    with Socket(_socket.AF_UNIX) as own, near(folder, name) as path:
         own.setblocking(False)
         return own.connect_ex(path) == errno.ECONNREFUSED

@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 
+from ..channel import signals
 from ..channel.daemon import Daemon
 from ..text import first_line
 from .log_line import report
@@ -58,6 +59,8 @@ def _ended(command: list[str], data: bytes) -> str:
     exit_code, told_by = os.pipe()
     try:
         try:
+            # The command has its signals. Beside the Popen nothing here writes.
+            signals.unblock()
             shell = subprocess.Popen(
                 [_SHELL, "-c", _SCRIPT, str(told_by), program, *command[1:]],
                 stdin=subprocess.PIPE,
@@ -65,10 +68,8 @@ def _ended(command: list[str], data: bytes) -> str:
                 pass_fds=(told_by,),
             )
         finally:
+            signals.block()  # a command that does not read its input ends no process
             os.close(told_by)
-        # In this thread, after the shell has begun: a command that does not read its input must not
-        # end a process whose user has given this signal its default action.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
         with contextlib.suppress(subprocess.TimeoutExpired):
             # It has ended, also if the user's os.wait() got that.
             shell.communicate(data, _LIMIT_S)

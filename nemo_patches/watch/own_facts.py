@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
 
+from ..channel.own_socket import host_name
 from ..facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING, ROUNDS_OF, RankFacts
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
@@ -62,7 +62,7 @@ class OwnFacts:
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         facts = RankFacts(
             rank=self._group.rank,
-            host=safe(socket.gethostname()),
+            host=safe(host_name()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
             settings="; ".join(filter(None, texts)),

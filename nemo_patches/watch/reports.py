@@ -6,10 +6,10 @@ Until then the stall monitor imports none of it (late_modules.py).
 
 from __future__ import annotations
 
-import socket
 import time
 
 from ..channel.exchange import Exchange
+from ..channel.own_socket import Socket
 from ..judging.found import Found
 from ..judging.missing_rank import Stall
 from ..sync.events import Group, WatchedRounds
@@ -53,7 +53,8 @@ class Reports:
         self._end_report = SyncEndReport(exchange, group.size, looks.begin)
         report_file = ReportFile(group.rank, group.store_port)
         self.job_stall = JobStallWatch(notes, group, progress, looks.begin, report_file)
-        self._visitors: list[tuple[socket.socket, Look, FlightRecording]] = []
+        self._visitors: list[tuple[Socket, Look, FlightRecording]] = []
+        self.sending: list[visitors.Sending] = []
 
     def stalls(self) -> tuple[Stall, ...]:
         """The reported rounds that have not completed; the ranks that have died, if one failed; a
@@ -88,20 +89,25 @@ class Reports:
         self._end_report.look(now, is_last)
         self.job_stall.look(time.monotonic(), settings, is_over)
 
-    def answer(self, listener: socket.socket) -> None:
+    def answer(self, listener: Socket) -> None:
         """Clients of this host that ask for what is known."""
+        self.sending = [one for one in self.sending if not one.go_on()]
         for visitor in visitors.visitors(listener):
             self._visitors.append((visitor, self._looks.begin(), FlightRecording()))
         for visitor, look, recording in [
             one for one in self._visitors if one[1].is_done and one[2].is_done
         ]:
             answer = self.job_stall.answer(look.found, time.monotonic())
-            visitors.answer(visitor, as_json(answer, recording.wait()))
+            sending = visitors.answer(visitor, as_json(answer, recording.wait()))
             self._visitors.remove((visitor, look, recording))
+            if sending is not None:
+                self.sending.append(sending)
 
     def close(self) -> None:
         for visitor, _, _ in self._visitors:
             visitor.close()
+        for sending in self.sending:
+            sending.visitor.close()
 
     def _watch_encoders(self, now: float, is_last: bool) -> None:
         group = self._group

@@ -25,7 +25,7 @@ import torch.distributed
 from ..channel import process_hooks
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
-from ..sync.events import Group, WatchedRounds, observers
+from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
 from ..sync.settings import Settings
 from ..text import first_line
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from ..judging.missing_rank import Stall
     from .reports import Reports
 
-SUBSCRIBER = TrainingNotes.name
 _TICK_S = 0.25
 _TICK_IN_A_STALL_S = 0.05
 _SHORTEST_TICK_S = 0.02
@@ -79,16 +78,9 @@ class StallMonitor:
             weakref.ref(world) if world is not None else lambda: None
         )
         self._socket: JobSocket | None = None
-        self._wakes = -1  # a file that wakes the thread
+        self._wakes = -1  # a file that wakes the thread, while it runs
         # So that none writes to a file that has this one's number next.
         self._wakes_lock = threading.Lock()
-        try:
-            self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError as error:
-            report(
-                logging.WARNING,
-                f"this rank's stall reports are slow: {first_line(error)}",
-            )
         exchange.watch = self.looks
         exchange.start()
         self._exiting = False  # written at exit, and in a forked child
@@ -143,16 +135,24 @@ class StallMonitor:
                 self._wait(self._pause_s())
             self._tick(is_last=True)
         except Exception as error:
-            observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            self._leave_to_the_sync()
             report(
                 logging.ERROR,
-                f"{SUBSCRIBER} has ended by an error of its own, please report it: {error!r}",
+                "the stall monitor has ended by an error of its own, please report it:"
+                f" {error!r}",
             )
         finally:
             self.looks.cancel()
             self._end()
 
     def _begin(self) -> None:
+        try:
+            self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            report(
+                logging.WARNING,
+                f"this rank's stall reports are slow: {first_line(error)}",
+            )
         self._late.read()
         try:
             self._socket = JobSocket(self.group.rank, self.group.store_port)
@@ -180,8 +180,10 @@ class StallMonitor:
             poll.register(self._wakes, select.POLLIN)
         if self._socket is not None:
             poll.register(self._socket.listener, select.POLLIN)
+        for sending in self.reports.sending if self.reports is not None else ():
+            poll.register(sending.visitor, select.POLLOUT)
         if poll.poll(1000 * pause_s):
-            with contextlib.suppress(BlockingIOError, OSError):
+            with contextlib.suppress(OSError):
                 os.eventfd_read(self._wakes)
 
     def _pause_s(self) -> float:
@@ -204,6 +206,7 @@ class StallMonitor:
         is_over = (
             is_last
             or self._notes.is_reverted
+            or self._notes.is_broken
             or torch.distributed.group.WORLD is not self._world()
         )
         if limit_s and not is_over:
@@ -243,7 +246,7 @@ class StallMonitor:
 
     def _make_reports(self, now: float, limit_s: float) -> None:
         if why := self._late.run():
-            observers.remove(SUBSCRIBER)  # so that the sync logs its late rounds itself
+            self._leave_to_the_sync()
             if self._socket is not None:  # nobody can answer
                 self._socket.close()
                 self._socket = None
@@ -254,6 +257,11 @@ class StallMonitor:
         self.reports = Reports(
             self.group, self.exchange, self._notes, self.progress, self.looks
         )
+
+    def _leave_to_the_sync(self) -> None:
+        """It logs its late rounds itself from now on, unless another group's monitor does."""
+        if not self.group.closed:
+            self._notes.are_watched = False
 
     def _heard(self, heard: Heard) -> None:
         """A question's answers, also of one that another rank has asked."""

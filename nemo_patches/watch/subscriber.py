@@ -22,7 +22,7 @@ from ..sync import length_sync
 from ..sync.events import Group, Observer, observers
 from ..sync.rank_log import report
 from .late_modules import LateModules
-from .stall_monitor import SUBSCRIBER, StallMonitor
+from .stall_monitor import StallMonitor
 from .training_notes import TrainingNotes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _MOST_FAILURES = 8  # looks in a row; then it is said
 class StallSubscriber(Observer):
     """From the process group's beginning on, a monitor watches it."""
 
-    name = SUBSCRIBER
+    name = "the stall monitor"
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,6 +87,8 @@ class StallSubscriber(Observer):
             self._start()
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
+        self._notes.begin_anew()
+        observers.add(self._notes)  # an error may have taken it out
         self._monitor = StallMonitor(
             group, exchange, self._notes, length_sync.current, self._late
         )
@@ -98,8 +100,7 @@ class StallSubscriber(Observer):
                 return
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
-                # So that the sync logs its late rounds itself.
-                observers.remove(SUBSCRIBER)
+                self._notes.are_watched = False
                 report(
                     logging.WARNING,
                     f"there are no stall reports of this rank, training goes on: {why}",

@@ -36,13 +36,17 @@ class TrainingNotes(Observer):
     whole.
     """
 
-    name = "the stall monitor"
+    name = "what the stall monitor notes"
 
     def __init__(self) -> None:
         self.last = LastCall()
         self.encoder_flag = ""  # of the first encoder, which must match, too
         # NeMo is stock again: calls that are not seen are not a stall.
         self.is_reverted = False
+        # Why calls are not seen under the present process group: an error in a note.
+        self.is_broken = False
+        # Whether a monitor logs the late rounds of the present process group.
+        self.are_watched = True
         # Lightning's, the last one that began; weak.
         self._trainer: Callable[[], object] = lambda: None
         self._syncs: tuple[WatchedRounds, ...] = ()
@@ -68,6 +72,14 @@ class TrainingNotes(Observer):
         """As before the first."""
         self.last = LastCall()
 
+    def begin_anew(self) -> None:
+        """There is a new process group."""
+        self.is_broken = False
+        self.are_watched = True
+
+    def has_failed(self) -> None:
+        self.is_broken = True
+
     def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
         if sync is None:
             return
@@ -91,7 +103,7 @@ class TrainingNotes(Observer):
 
     def reports_late_rounds_of(self, sync: WatchedRounds) -> bool:
         self._note(sync)
-        return True
+        return self.are_watched
 
     def _note(self, sync: WatchedRounds) -> None:
         """When an encoder is new, forget those that were deleted."""
