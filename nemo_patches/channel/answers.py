@@ -125,17 +125,20 @@ class Answers:
         return [*by_size[:_MOST_ALONE], *kinds.items()]
 
     def add_json(self, told: dict[str, Any]) -> None:
-        """Another rank's. Raises ValueError, TypeError or KeyError if it is not of this format."""
+        """Another rank's. Raises ValueError, TypeError or KeyError if it is not of this format.
+
+        What a later version says more is passed over: a silence that is not known is NOT_HEARD.
+        """
         groups = [
             (text_of(key), ranks_of(runs), state_of(state), float(still))
-            for key, runs, still, state in told["groups"]
+            for key, runs, still, state, *_ in told["groups"]
         ]
         silent = [
-            (Silence(text_of(how), float(seconds)), ranks_of(runs))
-            for how, seconds, runs in told["silent"]
+            (Silence(_known(text_of(how)), float(seconds)), ranks_of(runs))
+            for how, seconds, runs, *_ in told["silent"]
         ]
         for silence, _ in silent:
-            if silence.how not in SILENCES or not -1 <= silence.seconds < _LONGEST_S:
+            if not -1 <= silence.seconds < _LONGEST_S:
                 raise ValueError("not a silence")
         for key, ranks, state, still in groups:
             self.add(key, ranks, state, still)
@@ -148,6 +151,10 @@ def _join(groups: dict[str, Group], key: str, group: Group) -> None:
         groups[key].join(group)
     else:
         groups[key] = group
+
+
+def _known(how: str) -> str:
+    return how if how in SILENCES else NOT_HEARD
 
 
 def text_of(value: Any) -> str:

@@ -35,6 +35,7 @@ from .answers import (
     LEFT,
     LOST,
     NO_ANSWER,
+    NO_WATCH,
     NOT_COME,
     NOT_HEARD,
     NOT_THROUGH,
@@ -65,11 +66,14 @@ from .waker import Waker
 CLOSED = "closed"  # this rank needs no more of these rounds
 _DESTROYED = "the process group was destroyed"
 _QUESTION_KINDS = {ASK, HERE, QUESTION, ANSWER, VERDICT}
-_HOW = (LEFT, ENDED)  # a rank has ended; with OVER: their numbers
+_FAILED = "failed"  # a rank lives, and takes no part in rounds any more
+_HOW = (LEFT, ENDED, _FAILED)  # why there are no more rounds; with OVER: their numbers
 _HOW_TEXTS = {
     LEFT: "has left: it ended, or destroyed its process group",
     ENDED: "has ended: its port is closed",
+    _FAILED: "has had an error of nemo_patches' own, which its stderr says, and trains on",
 }
+_MOST_ERRORS = 8  # of our own; then this rank answers no questions either
 _CONNECT_S = 2.0  # for a connection to be made; longer where there are many ranks
 _IDLE_S = 5.0  # then a connection that no round needs is closed
 _FIRST_PAUSE_S = 0.02
@@ -80,12 +84,17 @@ _NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
 _MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
 _SIGNAL_S = 0.5  # a signal's handler runs at most so late during a wait
 _LEAVE_S = 1.0  # a connection that was lost just now may come back
-_EXIT_S = 1.2
+_LEAVE_AT_EXIT_S = 0.15  # the same, where the process waits for it
+_EXIT_S = 1.2  # for the thread to be given a core, and say that this rank leaves
 _STORE_EXIT_S = 1.0  # c10d writes a stack to the log first
 
 
 class RoundFailed(Exception):
     """There are no more rounds: a rank has ended or left, or cannot take part."""
+
+
+class _NotOfThisGroup(Exception):
+    """What has sent this is none of its ranks; it gets no answer."""
 
 
 class Latest(NamedTuple):
@@ -173,6 +182,8 @@ class Exchange:
         self.rank = rank
         self.size = size
         self.watch: Watch | None = None  # answers questions
+        # Called in the exchange's thread when it has heard that a rank has ended without a word.
+        self.on_death: Callable[[], object] = lambda: None
         self.over = ""  # why there are no more rounds
         self.is_joined = False
         self.trouble = ""  # the last that was said about a connection or the store
@@ -198,11 +209,15 @@ class Exchange:
         self._tries: dict[int, tuple[float, float]] = {}
         # By rank: how, and time.monotonic().
         self._ended: dict[int, tuple[str, float]] = {}
+        # Those that live, and take no part in rounds after an error of ours.
+        self._failed: set[int] = set()
+        self._errors = 0  # of ours, in the thread
         # By rank: since when there is no connection any more.
         self._lost_at: dict[int, float] = {}
         self._questions = Questions(self)
         self._mend_at = 0.0
         self._leaves_at = math.inf
+        self._leaves_by = math.inf  # written at exit
         self._trouble_pause_s = _FIRST_PAUSE_S
         self._connect_s = _CONNECT_S + size * _PAUSE_PER_RANK_S
         self._inbox: deque[Callable[[], object]] = deque()
@@ -273,6 +288,23 @@ class Exchange:
         """Whether a rank has ended without a word: it was killed, or has crashed."""
         return any(silence.how == ENDED for silence in self.ended.values())
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a connection to a neighbour is lost, which may have ended."""
+        return self.is_joined and not self.is_whole
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a rank may live that this one could hear of."""
+        return (
+            self.is_joined and not self._is_closing and len(self._ended) < self.size - 1
+        )
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a living rank has told that an error of ours has ended its rounds."""
+        return bool(self._failed)
+
     def check(self) -> None:
         """Raise RoundFailed if there are no more rounds."""
         if self.over:
@@ -300,7 +332,9 @@ class Exchange:
 
     def end(self) -> None:
         """At exit."""
+        self._leaves_by = time.monotonic() + _LEAVE_AT_EXIT_S
         self.close()
+        self._wake()
         thread = self._thread
         # None: interrupted before it started.
         if thread is None or thread.ident is None:
@@ -337,24 +371,34 @@ class Exchange:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # no file is left
             self._have_waker()
-        try:
-            while not self._is_closing:
-                self._step()
-            self._leaves_at = time.monotonic() + _LEAVE_S
-            while (
-                self.is_joined
-                and not self.is_whole
-                and time.monotonic() < self._leaves_at
-            ):
-                # A connection that was lost just now comes back: say there, too, that this rank
-                # leaves
-                self._step()
-        except Exception as error:
-            self._say(
-                f"the exchange has ended by an error of its own, please report it: {error!r}"
-            )
-            self.over = self.over or first_line(error)
+        while not self._is_closing and self._errors < _MOST_ERRORS:
+            self._try_step()
+        self._leaves_at = time.monotonic() + _LEAVE_S
+        while (
+            self.is_joined
+            and not self.is_whole
+            and self._errors < _MOST_ERRORS
+            and time.monotonic() < min(self._leaves_at, self._leaves_by)
+        ):
+            # A connection that was lost just now comes back: say there, too, that this rank
+            # leaves
+            self._try_step()
         self._leave()
+
+    def _try_step(self) -> None:
+        """After an error of ours there are no more rounds, but this rank can still be asked."""
+        try:
+            self._step()
+        except Exception as error:
+            self._errors += 1
+            if self._errors == 1:
+                self._say(
+                    "the exchange has ended by an error of its own, please report it:"
+                    f" {error!r}"
+                )
+            with contextlib.suppress(Exception):
+                self._has_failed(self.rank)
+            self._end(first_line(error))
 
     def _step(self) -> None:
         while self._inbox:
@@ -364,7 +408,10 @@ class Exchange:
         if now >= self._mend_at:
             self._mend_at = now + self._mend(now)
         until = min(
-            self._mend_at, self._leaves_at, self._of_questions(self._questions.tick)
+            self._mend_at,
+            self._leaves_at,
+            self._leaves_by,
+            self._of_questions(self._questions.tick),
         )
         for link in self._all_links:
             if link.waits != link.is_watched_for_room:
@@ -422,7 +469,11 @@ class Exchange:
         return min(pauses)
 
     def _trouble(self, text: str) -> None:
+        """Why this rank is not connected to the others, or so."""
         self.trouble = text
+        self._say_once(text)
+
+    def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._say(text)
@@ -482,7 +533,7 @@ class Exchange:
         elif before == member:  # it had lost its connection
             self._links[rank].send(RANKS, body=self._ranks())
         else:
-            raise ValueError("its process group is another one")
+            raise _NotOfThisGroup
 
     def _ranks(self) -> bytes:
         members = [member.to_json() for member in self.members if member is not None]
@@ -622,7 +673,10 @@ class Exchange:
         try:
             for message in messages or ():
                 self._hear(link, message)
-        except (ValueError, TypeError, KeyError):  # no rank of this format sends it
+        except _NotOfThisGroup:
+            messages = None
+        except (ValueError, TypeError, KeyError) as error:
+            self._say_once(f"rank {link.rank} has sent what cannot be read: {error!r}")
             messages = None
         if messages is None:
             self._lost(link)
@@ -671,14 +725,14 @@ class Exchange:
             if message.kind != WELCOME or not link.welcomed(
                 self.rank, self._token, message.body
             ):
-                raise ValueError("not a rank of this job")
+                raise _NotOfThisGroup
             self._is_ready(link)
         elif message.kind == UP:
             self.arrive(self._of(message.key), message.number, message.value, link.rank)
         elif message.kind == DOWN and link.rank == self._parents[self.rank]:
             self._deliver(self._of(message.key), message.number, message.value)
-        elif message.kind == OVER and self.is_joined:
-            self._has_ended(message.number, _HOW[message.value])
+        elif message.kind == OVER:
+            self._is_over(link, message.number, message.value)
         elif message.kind == REGISTER and self.rank == 0:
             self._registered(link.rank, Member.from_json(message.content()["member"]))
         elif message.kind == RANKS and link.rank == 0 and not self.is_joined:
@@ -688,6 +742,8 @@ class Exchange:
                 self._joined()
         elif message.kind in _QUESTION_KINDS:
             self._of_questions(self._questions.heard, link, message)
+        elif message.kind > VERDICT:
+            self._pass_over(link, f"a message of kind {message.kind}")
 
     # Rounds.
 
@@ -729,6 +785,8 @@ class Exchange:
         """What the other end may have missed. It is at most one round of a key behind."""
         for rank, (how, _) in self._ended.items():
             _say_ended(link, rank, how)
+        for rank in self._failed:
+            _say_ended(link, rank, _FAILED)
         for rounds in list(self._rounds.values()):
             number, value, _ = rounds.latest
             if link.rank in self._children:
@@ -737,6 +795,33 @@ class Exchange:
             elif self._is_complete(rounds):
                 self._pass_on(rounds)
 
+    def _is_over(self, link: Link, rank: int, number: int) -> None:
+        """A rank takes no more part in rounds. number: why, of _HOW."""
+        # Rank 0's key may be an earlier group's; those that have registered with it are not.
+        if not 0 <= rank < self.size or not (self.is_joined or self.rank == 0):
+            return
+        if not 0 <= number < len(_HOW):
+            self._pass_over(link, f"an end of kind {number}")
+        elif _HOW[number] == _FAILED:
+            self._has_failed(rank)
+        else:
+            self._has_ended(rank, _HOW[number])
+
+    def _pass_over(self, link: Link, what: str) -> None:
+        """What a later version says."""
+        self._say_once(
+            f"rank {link.rank} has sent {what}, which this version does not know: it is"
+            " passed over"
+        )
+
+    def _has_failed(self, rank: int) -> None:
+        if rank in self._failed:
+            return
+        self._failed.add(rank)
+        for neighbour in self._neighbours() & self._links.keys():
+            _say_ended(self._links[neighbour], rank, _FAILED)
+        self._end(f"rank {rank} {_HOW_TEXTS[_FAILED]}")
+
     def _has_ended(self, rank: int, how: str) -> None:
         if rank in self._ended or not 0 <= rank < self.size:
             return
@@ -744,6 +829,8 @@ class Exchange:
         for neighbour in self._neighbours() & self._links.keys():
             _say_ended(self._links[neighbour], rank, how)
         self._end(f"rank {rank} {_HOW_TEXTS[how]}")
+        if how == ENDED:
+            self.on_death()
 
     def _end(self, why: str) -> None:
         self.over = self.over or why
@@ -751,11 +838,14 @@ class Exchange:
             rounds.wake()
 
     def _leave(self) -> None:
+        lives = not self._is_closing
+        self._is_closing = True
         for link in self._all_links:
             if link.is_ready and link.rank in self._neighbours():
-                _say_ended(link, self.rank, LEFT)
+                _say_ended(link, self.rank, _FAILED if lives else LEFT)
             link.socket.close()
-        if self._listener is not None:
+        # A closed port says that the process has ended.
+        if self._listener is not None and not lives:
             self._listener.close()
         self._selector.close()
         self._waker = None
@@ -788,6 +878,8 @@ class Exchange:
 
     def silence_of(self, rank: int, link: Link | None) -> Silence:
         """Of a rank that was asked over this connection, and has said nothing."""
+        if rank in self._failed:
+            return Silence(NO_WATCH)
         if rank in self._lost_at:
             return Silence(LOST, time.monotonic() - self._lost_at[rank])
         if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:

@@ -190,7 +190,9 @@ class Link:
         return bool(data)
 
     def receive(self) -> list[Message] | None:
-        """The messages that have come; None if the connection is lost, or what comes is none."""
+        """The messages that have come, also of kinds that only a later version has; None if the
+        connection is lost, or what comes is none.
+        """
         is_there = self._read(1 << 16)
         messages = []
         start = 0
@@ -199,7 +201,7 @@ class Link:
                 self._received, start
             )
             end = start + _HEADER.size + length
-            if length > _LONGEST_BODY or kind > VERDICT:
+            if length > _LONGEST_BODY or (kind > VERDICT and not self.is_ready):
                 return None
             if len(self._received) < end:
                 break

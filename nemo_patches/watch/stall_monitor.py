@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import select
 import sys
@@ -47,6 +48,9 @@ _TICK_S = 0.25
 _TICK_IN_A_STALL_S = 0.05
 _SHORTEST_TICK_S = 0.02
 _EXIT_S = 0.8  # at exit, for the last report
+# At exit, for the exchange to learn which rank has died.
+_DEATH_S = 0.4
+_UNLIKELY_S = 0.1  # a healthy end waits so long
 
 
 class StallMonitor:
@@ -82,7 +86,11 @@ class StallMonitor:
         # So that none writes to a file that has this one's number next.
         self._wakes_lock = threading.Lock()
         exchange.watch = self.looks
+        exchange.on_death = self._wake
         exchange.start()
+        # Such a process leaves without atexit. Before the exchange says that it does.
+        if multiprocessing.parent_process() is not None:
+            process_hooks.at_last(_at_exit)
         self._exiting = False  # written at exit, and in a forked child
         self._thread: threading.Thread | None = None  # that runs this
         _monitors.add(self)
@@ -133,6 +141,8 @@ class StallMonitor:
             while not self._stopped():
                 self._tick()
                 self._wait(self._pause_s())
+            if self._exiting:
+                self._wait_for_a_death()
             self._tick(is_last=True)
         except Exception as error:
             self._leave_to_the_sync()
@@ -241,8 +251,22 @@ class StallMonitor:
             )
             or self.exchange.any_died
             or (self._socket is not None and self._socket.has_visitors())
-            or (is_last and hasattr(sys, "last_value"))
+            or (is_last and _has_raised())
         )
+
+    def _wait_for_a_death(self) -> None:
+        """This process ends: maybe since a collective has failed, because another rank has died.
+
+        The exchange hears of that at once, but not before Gloo does. A lost connection, and an
+        exception that ends this process, are signs of it; sys.exit() after one shows none.
+        """
+        began = time.monotonic()
+        exchange = self.exchange
+        while exchange.has_others and not exchange.any_died:
+            is_likely = exchange.has_lost or _has_raised()
+            if time.monotonic() - began >= (_DEATH_S if is_likely else _UNLIKELY_S):
+                return
+            time.sleep(_SHORTEST_TICK_S)
 
     def _make_reports(self, now: float, limit_s: float) -> None:
         if why := self._late.run():
@@ -269,6 +293,11 @@ class StallMonitor:
             self._make_reports(time.monotonic(), 0.0)
         if self.reports is not None:
             self.reports.heard(heard.found())
+
+
+def _has_raised() -> bool:
+    """Whether an exception ends this process."""
+    return hasattr(sys, "last_value")
 
 
 def _is_late(sync: WatchedRounds, now: float, timeout_s: float) -> bool:

@@ -6,7 +6,6 @@ when a round has failed, or one ended without a word.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,9 +22,7 @@ from .looks import Look
 
 _JOB = "this job"  # in place of an encoder
 _PATIENCE_S = 2.6  # for a look that is not done when its report is due
-# For the exchange to learn which rank has ended, where an exception ends this process.
-_AT_EXIT_S = 0.4
-_PAUSE_S = 0.02
+_PATIENCE_AFTER_A_DEATH_S = 0.05
 
 
 class SyncEndReport:
@@ -60,28 +57,19 @@ class SyncEndReport:
             self._look = self._begin_look()
 
     def look(self, now: float, is_last: bool) -> None:
-        if is_last and self._answer is None and hasattr(sys, "last_value"):
-            self._wait_for_an_end()
         if self._look is None and self._exchange.any_died:
             self._title = _JOB
             self._look = self._begin_look()
         look = self._look
         if look is None or self._answer is not None:
             return
-        if look.is_done or is_last or now - look.began > _PATIENCE_S:
+        patience_s = _PATIENCE_S
+        if (
+            self._exchange.any_died
+        ):  # this rank's collectives fail, too: it may end at once
+            patience_s = _PATIENCE_AFTER_A_DEATH_S
+        if look.is_done or is_last or now - look.began > patience_s:
             self._say(self._answer_of(look.found), is_last)
-
-    def _wait_for_an_end(self) -> None:
-        """An exception ends this process: maybe because another rank has ended, of which this one
-        hears at once.
-        """
-        ends_at = time.monotonic() + _AT_EXIT_S
-        while (
-            self._exchange.is_joined
-            and not self._exchange.any_died
-            and time.monotonic() < ends_at
-        ):
-            time.sleep(_PAUSE_S)
 
     def _answer_of(self, found: Found) -> Answer:
         """Ranks that have died are named before those that have left: these may have left because
@@ -106,6 +94,8 @@ class SyncEndReport:
         text = answer.text(self._size)
         if answer.missing:
             report(logging.WARNING, f"{self._title}: gone: {text}")
+        elif self._exchange.any_failed:
+            report(logging.WARNING, f"{self._title}: no rank is gone: {answer.unknown}")
         elif answer.unknown and not is_last:
             report(logging.WARNING, f"{self._title}: which rank is gone {text}")
         self._answer = answer  # after the line: `stall` may be looking
