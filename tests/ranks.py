@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["nemo_once"])
+_server_lock = threading.Lock()
 
 # What a busy machine may add.
 # To a call: less than the shortest timeout that is waited for, so that a second wait is seen
@@ -55,8 +56,14 @@ class Result:
         return [line for line in own if all(word in line for word in words)]
 
 
-@functools.cache
 def _start_server() -> None:
+    """Once, also where several threads run ranks."""
+    with _server_lock:
+        _start_server_once()
+
+
+@functools.cache
+def _start_server_once() -> None:
     """What ranks are forked from, which finds nemo_once.py only on PYTHONPATH."""
     before = os.environ.get("PYTHONPATH")
     here = str(Path(__file__).parent)

@@ -37,6 +37,7 @@ class Job:
         self.size, self.ended = size, ""
         self.changed = threading.Condition()
         self.values: dict[tuple[str, int], dict[int, int]] = {}
+        self.stopped: dict[str, int] = {}  # by key: from which round on there is none
 
 
 class MemoryRounds:
@@ -46,8 +47,18 @@ class MemoryRounds:
         self.issued = 0
         self.over = ""
 
-    def close(self, why: str) -> None:
+    def close(self, why: str = "closed") -> None:
         self.over = self.over or why
+
+    def leave(self) -> None:
+        self.close()
+        with self.job.changed:
+            stop = min(self.issued + 1, self.job.stopped.get(self.key, self.issued + 1))
+            self.job.stopped[self.key] = stop
+            self.job.changed.notify_all()
+
+    def is_stopped(self) -> bool:
+        return self.issued >= self.job.stopped.get(self.key, self.issued + 1)
 
     def issue(self, value: int) -> None:
         with self.job.changed:
@@ -59,10 +70,13 @@ class MemoryRounds:
         arrived = self.job.values[self.key, self.issued]
         with self.job.changed:
             assert self.job.changed.wait_for(
-                lambda: len(arrived) == self.job.size or self.job.ended, LIMIT_S
+                lambda: (
+                    len(arrived) == self.job.size or self.job.ended or self.is_stopped()
+                ),
+                LIMIT_S,
             )
         if len(arrived) < self.job.size:
-            raise RoundFailed(self.job.ended)
+            raise RoundFailed(self.job.ended or "a rank has stopped that")
         self.latest = Latest(self.issued, max(arrived.values()))
         return self.latest.result
 

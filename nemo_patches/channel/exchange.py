@@ -51,6 +51,7 @@ from .link import (
     QUESTION,
     RANKS,
     REGISTER,
+    STOP,
     UP,
     VERDICT,
     WELCOME,
@@ -97,6 +98,24 @@ class _NotOfThisGroup(Exception):
     """What has sent this is none of its ranks; it gets no answer."""
 
 
+class RoundsStopped(RoundFailed):
+    """A rank has stopped these rounds: from the same one on, no rank gets a result."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} has stopped that, which its stderr says")
+        self.rank = rank
+
+
+class Stop(NamedTuple):
+    """No rank gets the result of this round, nor of a later one. rank: it wanted that."""
+
+    number: int
+    rank: int
+
+
+_NEVER = Stop(1 << 62, -1)
+
+
 class Latest(NamedTuple):
     """The last round that came. came_at: time.monotonic()."""
 
@@ -119,6 +138,9 @@ class Rounds:
         self.latest = Latest()  # the exchange's thread replaces it as a whole
         # The exchange's thread: by rank, of the next round.
         self.arrived: dict[int, int] = {}
+        # The exchange's thread: what this rank, or one below it, has asked for, and what holds.
+        self.wanted_stop = _NEVER
+        self.stopped = _NEVER
         self.key = key
         self.exchange = exchange
         # Released when a result has come. No SimpleQueue: before Python 3.13 its get(timeout=)
@@ -138,7 +160,10 @@ class Rounds:
             self.issued = number
 
     def wait(self, limit: timedelta) -> int | None:
-        """The outstanding round's result; None if it does not come in time. Raises RoundFailed."""
+        """The outstanding round's result; None if it does not come in time.
+
+        Raises RoundFailed, RoundsStopped.
+        """
         end = time.monotonic() + limit.total_seconds()
         while (result := self.poll()) is None:
             left_s = end - time.monotonic()
@@ -152,8 +177,25 @@ class Rounds:
         latest = self.latest
         if latest.number >= self.issued:
             return latest.result
+        if self.issued >= self.stopped.number:
+            raise RoundsStopped(self.stopped.rank)
         self.exchange.check()
         return None
+
+    def give_up(self) -> None:
+        """Have the outstanding round come on no rank, unless it has come on rank 0, which decides.
+
+        `wait` then ends as on all ranks.
+        """
+        stop = Stop(self.issued, self.exchange.rank)
+        self.exchange.post(functools.partial(self.exchange.stop, self, stop))
+
+    def leave(self) -> None:
+        """This rank issues no more of a name whose results all ranks must have alike: no rank
+        waits for it. The garbage collector may call this.
+        """
+        self.close()
+        self.exchange.post(functools.partial(self.exchange.leave, self))
 
     def has_come(self) -> bool:
         """Whether the outstanding round has a result; any thread may ask."""
@@ -733,6 +775,12 @@ class Exchange:
             self._deliver(self._of(message.key), message.number, message.value)
         elif message.kind == OVER:
             self._is_over(link, message.number, message.value)
+        elif message.kind == STOP:
+            stop = Stop(message.number, message.value)
+            if link.rank == self._parents[self.rank]:
+                self._stopped(self._of(message.key), stop)
+            else:
+                self.stop(self._of(message.key), stop)
         elif message.kind == REGISTER and self.rank == 0:
             self._registered(link.rank, Member.from_json(message.content()["member"]))
         elif message.kind == RANKS and link.rank == 0 and not self.is_joined:
@@ -758,7 +806,8 @@ class Exchange:
 
     def _is_complete(self, rounds: Rounds) -> bool:
         needed = {self.rank, *self._children}
-        return self.is_joined and needed <= rounds.arrived.keys()
+        is_next = rounds.latest.number + 1 < rounds.stopped.number
+        return self.is_joined and is_next and needed <= rounds.arrived.keys()
 
     def _pass_on(self, rounds: Rounds) -> None:
         if not self._is_complete(rounds):
@@ -781,6 +830,38 @@ class Exchange:
                 self._links[child].send(DOWN, rounds.key, number, value)
         rounds.wake()
 
+    # How rounds end on all ranks alike. A result comes only with every rank's value, and from
+    # rank 0; so does a stop. Before this rank has joined, none of its values has left it: there
+    # is no result that another rank could have.
+
+    def stop(self, rounds: Rounds, stop: Stop) -> None:
+        """A rank wants this: this one, or one below it."""
+        if rounds.latest.number < stop.number < rounds.wanted_stop.number:
+            rounds.wanted_stop = stop
+            if self.rank == 0 or not self.is_joined:
+                self._stopped(rounds, stop)
+            else:
+                self._ask_for_stop(rounds)
+
+    def leave(self, rounds: Rounds) -> None:
+        """Stop at the first round for which this rank has given no value."""
+        has_given = self.rank in rounds.arrived
+        self.stop(rounds, Stop(rounds.latest.number + 1 + has_given, self.rank))
+
+    def _ask_for_stop(self, rounds: Rounds) -> None:
+        parent = self._parents[self.rank]
+        if parent in self._links and rounds.wanted_stop is not _NEVER:
+            self._links[parent].send(STOP, rounds.key, *rounds.wanted_stop)
+
+    def _stopped(self, rounds: Rounds, stop: Stop) -> None:
+        """Rank 0 has decided it, or it holds on this rank already."""
+        if rounds.latest.number < stop.number < rounds.stopped.number:
+            rounds.stopped = stop
+            for child in self._children:
+                if child in self._links:
+                    self._links[child].send(STOP, rounds.key, *stop)
+            rounds.wake()
+
     def _repeat(self, link: Link) -> None:
         """What the other end may have missed. It is at most one round of a key behind."""
         for rank, (how, _) in self._ended.items():
@@ -792,7 +873,10 @@ class Exchange:
             if link.rank in self._children:
                 if number:
                     link.send(DOWN, rounds.key, number, value)
-            elif self._is_complete(rounds):
+                if rounds.stopped is not _NEVER:
+                    link.send(STOP, rounds.key, *rounds.stopped)
+            else:
+                self._ask_for_stop(rounds)
                 self._pass_on(rounds)
 
     def _is_over(self, link: Link, rank: int, number: int) -> None:

@@ -71,3 +71,8 @@ class ExtremesRounds:
         """As Rounds.close."""
         self._first.close(why)
         self.last.close(why)
+
+    def leave(self) -> None:
+        """As Rounds.leave."""
+        self._first.leave()
+        self.last.leave()

@@ -20,6 +20,7 @@ from .own_socket import Socket
 WELCOME, REGISTER, RANKS, UP, DOWN, OVER, ASK, HERE, QUESTION, ANSWER, VERDICT = range(
     11
 )
+STOP = 11
 _HEADER = struct.Struct("<BQqqI")
 # What this is, from which rank, to which rank, a random number, the proof.
 _HELLO = struct.Struct("<8sII16s16s")
@@ -201,7 +202,7 @@ class Link:
                 self._received, start
             )
             end = start + _HEADER.size + length
-            if length > _LONGEST_BODY or (kind > VERDICT and not self.is_ready):
+            if length > _LONGEST_BODY or (kind > STOP and not self.is_ready):
                 return None
             if len(self._received) < end:
                 break

@@ -124,7 +124,7 @@ class Agreement:
         return self._error(f"the ranks cannot end together any more: {lost}. {to_do}")
 
     def _error(self, text: str) -> StopTogetherError:
-        self._rounds.end(text)
+        self._rounds.leave(text)
         return StopTogetherError(f"{self.title}: {text}")
 
 

@@ -19,12 +19,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_patches.channel.exchange import RoundFailed
+from nemo_patches.channel.answers import ENDED, LEFT
+from nemo_patches.channel.exchange import RoundFailed, RoundsStopped
 from nemo_patches.channel.extremes import VALUE_BITS, VALUES, Extremes
 from nemo_patches.options.patient_rounds import PatientRounds
 from nemo_patches.sync.length_sync import GroupSyncs, current, process
 from nemo_patches.sync.places import with_names
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.text import first_line
 
 _LATE = "not every rank has come to this checkpoint within {waited:.2f} s; all wait for that"
 _AS_STOCK = "each rank decides for itself, as in stock NeMo"
@@ -49,7 +51,13 @@ class CheckpointError(RuntimeError):
 
 
 class RankZero:
-    """Rank 0's answers, under one process group. Only the training thread asks."""
+    """Rank 0's answers, under one process group. Only the training thread asks.
+
+    No rank leaves alone: the others would wait for it without limit, where it waits for them in a
+    barrier of NeMo's. There is one way out, a stop of the rounds, which all ranks see at the same
+    one. A rank wants it that has waited for the first round in vain, that has met an error, or that
+    is interrupted.
+    """
 
     def __init__(self, group_syncs: GroupSyncs) -> None:
         self.group_syncs = weakref.ref(group_syncs)
@@ -64,12 +72,17 @@ class RankZero:
             place="step {}".format,
         )
         self._step = 0
-        self._ended = False  # each rank decides for itself
+        self._ended = False  # as stock, on every rank
         self._begin = group_syncs.exchange.rounds("checkpoints begin")
         try:
             self._begin.issue(0)
         except RoundFailed as error:
             self._end(str(error))
+
+    def leave(self, why: str) -> None:
+        """This rank can ask no more: have all ranks go on as stock."""
+        self._ended = True
+        self._rounds.leave(why)
 
     def answer(self, question: str, own: T, step: int) -> T:
         """Return rank 0's answer on every rank; each gives its own, as JSON has it. Waits for all
@@ -82,14 +95,14 @@ class RankZero:
             return own
         self._step = step
         text = json.dumps([question, own]).encode()
-        digest = (
-            int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
-            % VALUES
-        )
-        extremes = self._round(digest)
-        if extremes.highest.value == extremes.lowest.value:
+        try:
+            said = self._said(text)
+        except RoundFailed as error:
+            if self._any_is_gone():
+                seen = time.strftime("%H:%M:%S")
+                raise self._error(f"{error}; seen at {seen}") from None
+            self._end(str(error))
             return own
-        said = self._told(text if self._is_rank_zero else b"")
         if said == text:
             return own
         rank_0s, answer = json.loads(said)
@@ -102,6 +115,9 @@ class RankZero:
         """Whether the first round has come, which every rank issues before the first collective of
         a training. Where a rank is without nemo_patches, or no connection leads to it, none
         comes on any rank, and all go on as stock.
+
+        That is decided by rank 0, for all: it may come on one rank just before another one's
+        timeout. So a rank that has waited in vain waits for that decision.
         """
         try:
             if (
@@ -109,18 +125,37 @@ class RankZero:
                 or self._begin.wait(current().timeout) is not None
             ):
                 return True
+            self._begin.give_up()
+            while self._begin.wait(current().timeout) is None:
+                pass
+            return True
+        except RoundsStopped as stopped:
             why = "one is not patched, or has checkpoints=stock, or is out of reach"
-            self._end(f"not every rank takes part: {why}")
+            self._end(
+                f"not every rank takes part, as rank {stopped.rank} has found: {why}"
+            )
         except RoundFailed as error:
-            if self._exchange.ended:
+            if self._any_is_gone():
                 raise self._error(str(error)) from None
             self._end(str(error))
         return False
 
+    def _any_is_gone(self) -> bool:
+        """Whether a rank has died or left; else our own part has failed."""
+        gone = self._exchange.ended.values()
+        return any(silence.how in (LEFT, ENDED) for silence in gone)
+
     def _end(self, why: str) -> None:
-        self._ended = True
-        self._rounds.end(why)
+        self.leave(why)
         report(logging.ERROR, f"checkpoints: {_AS_STOCK}: {why}")
+
+    def _said(self, text: bytes) -> bytes:
+        """What rank 0 has as its text here."""
+        digest = hashlib.blake2b(text, digest_size=8).digest()
+        extremes = self._round(int.from_bytes(digest, "big") % VALUES)
+        if extremes.highest.value == extremes.lowest.value:
+            return text
+        return self._told(text if self._is_rank_zero else b"")
 
     def _told(self, text: bytes) -> bytes:
         """Rank 0's text; the other ranks pass an empty one."""
@@ -132,11 +167,8 @@ class RankZero:
         return b"".join(chunk.to_bytes(_CHUNK, "big") for chunk in chunks)[:size]
 
     def _round(self, value: int) -> Extremes:
-        try:
-            self._rounds.issue(value, self._step)
-            return self._rounds.result()
-        except RoundFailed as error:
-            raise self._error(f"{error}; seen at {time.strftime('%H:%M:%S')}") from None
+        self._rounds.issue(value, self._step)
+        return self._rounds.result()
 
     def _error(self, text: str) -> CheckpointError:
         self._rounds.end(text)
@@ -171,18 +203,28 @@ class Checkpoints:
         return own if rank_zero is None else rank_zero.answer(question, own, step)
 
     def safely(self, function: Callable[[], T], otherwise: T) -> T:
-        """What the function returns; an error of ours must not reach training."""
+        """What the function returns; an error of ours must not reach training.
+
+        Whatever it raises, this rank asks no more.
+        """
         try:
             return function()
-        except Exception as error:
-            if isinstance(error, CheckpointError) or raised_by_signal_handler(error):
+        except CheckpointError:
+            raise
+        except BaseException as error:
+            self._leave(error)
+            if not isinstance(error, Exception) or raised_by_signal_handler(error):
                 raise
-            group = torch.distributed.group.WORLD
-            if group is not None:
-                self._given_up = weakref.ref(group)
             text = f"{_AS_STOCK}, after an error of ours, please report it"
             report(logging.ERROR, f"checkpoints: {text}: {error!r}")
             return otherwise
+
+    def _leave(self, error: BaseException) -> None:
+        group = torch.distributed.group.WORLD
+        if group is not None:
+            self._given_up = weakref.ref(group)
+        if self._rank_zero is not None:
+            self._rank_zero.leave(first_line(error))
 
 
 checkpoints = Checkpoints()  # of this process

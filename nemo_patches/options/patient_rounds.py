@@ -29,7 +29,7 @@ class PatientRounds(WatchedRounds):
         late_text: str,
         place: Callable[[int], str],
     ) -> None:
-        """owner: closes the rounds when it is deleted. key, late_text: as in WatchedRounds.
+        """owner: when it is deleted, this rank leaves. key, late_text: as in WatchedRounds.
 
         place: names a call.
         """
@@ -38,7 +38,7 @@ class PatientRounds(WatchedRounds):
         self._place = place
         self._outstanding: Round | None = None
         self.waited = timedelta(0)
-        weakref.finalize(owner, self._extremes.close).atexit = False
+        weakref.finalize(owner, self._extremes.leave).atexit = False
         observers.tell(lambda observer: observer.rounds_began(self))
 
     @property
@@ -77,5 +77,12 @@ class PatientRounds(WatchedRounds):
         return extremes
 
     def end(self, reason: str) -> None:
-        """There will be no more."""
+        """No rank can go on with them."""
         self._extremes.close(reason)
+
+    def leave(self, reason: str) -> None:
+        """This rank goes on without them: on the others they end, too, so that none waits for
+        it.
+        """
+        self._extremes.close(reason)
+        self._extremes.leave()

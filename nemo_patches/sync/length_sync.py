@@ -93,7 +93,7 @@ class ProcessSync:
                 raise
             # An error of ours must not reach training. Without a group, it was destroyed just now.
             group = torch.distributed.group.WORLD
-            if group is not None and self._given_up() is not group:
+            if group is not None and not self._has_given_up():
                 self._given_up = weakref.ref(group)
                 text = (
                     "the length sync has ended by an error of its own, please report it"
@@ -130,14 +130,17 @@ class ProcessSync:
         return tuple(sync.counters() for sync in self.group_syncs.by_encoder.values())
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync | None:
-        """The encoder's sync under the current process group; None as in present_group()."""
+        """The encoder's sync under the current process group; None as in present_group(), or after
+        an error of ours.
+        """
         with self._lock:
             group_syncs = self.present_group()
-            return None if group_syncs is None else group_syncs.sync_of(encoder)
+            if group_syncs is None or self._has_given_up():
+                return None
+            return group_syncs.sync_of(encoder)
 
     def present_group(self) -> GroupSyncs | None:
-        """The syncs under the current process group; None without other ranks, or after an error of
-        ours. Any thread.
+        """The syncs under the current process group; None without other ranks. Any thread.
 
         The first one to see another process group tells the observers that it has begun.
         """
@@ -157,9 +160,13 @@ class ProcessSync:
             group_syncs.turn = Turn()
             group_syncs.exchange.forget()
 
+    def _has_given_up(self) -> bool:
+        """Data loaders and checkpoints go on: the others wait for them without limit."""
+        return torch.distributed.group.WORLD is self._given_up()
+
     def _of_present_group(self) -> GroupSyncs | None:
         default_group = torch.distributed.group.WORLD if is_distributed() else None
-        if default_group is None or default_group is self._given_up():
+        if default_group is None:
             return None
         group_syncs = self.group_syncs
         if group_syncs is None or group_syncs.default_group() is not default_group:
