@@ -12,9 +12,11 @@ from pathlib import Path
 
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor.divergences import Divergence, divergences
 from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.plain_syntax import plain
+from nemo_patches.tools.doctor.finding import Finding, Findings
+from nemo_patches.tools.doctor.interpreter import sentences
+from nemo_patches.tools.doctor.interpreter.divergences import divergences
+from nemo_patches.tools.doctor.interpreter.plain_python import plain
 from nemo_patches.tools.doctor.syntax import functions, last_part, nodes
 
 _MOST_BYTES = 1 << 20
@@ -51,13 +53,17 @@ class Class:
 
 @dataclass(frozen=True)
 class Code:
-    """One Python file."""
+    """One Python file. divergences: what the interpreter finds, each with its rule."""
 
     path: Path
     tree: ast.Module
     classes: tuple[Class, ...]
-    divergences: tuple[Divergence, ...]
+    divergences: tuple[tuple[str, Finding], ...]
     nemo: Path | None
+
+    def found(self, rule: str) -> Findings:
+        """What the interpreter finds of one rule."""
+        return (each for identifier, each in self.divergences if identifier == rule)
 
     @property
     def headline(self) -> str:
@@ -85,7 +91,7 @@ def read(path: Path, nemo: Path | None = None) -> Code:
                 _class(node, tree, nemo, in_nemo=_in_nemo(path))
                 for node in nodes(tree, ast.ClassDef)
             ),
-            divergences=divergences(tree),
+            divergences=tuple(map(sentences.finding, divergences(tree))),
             nemo=nemo,
         )
     except RecursionError:

@@ -1,17 +1,13 @@
-"""Shorthands for Python's syntax trees, as plain_syntax.py makes them."""
+"""Shorthands for Python's syntax trees, as plain_python.py makes them."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeVar
 
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef)
-LOOPS = (ast.For, ast.comprehension)
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-IDENTITIES = (ast.Is, ast.IsNot)
-TESTED = (ast.If, ast.While, ast.IfExp, ast.BoolOp)
 
 Function = ast.FunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -33,6 +29,8 @@ def dotted(node: ast.AST) -> str:
         parts.append(node.attr)
         node = node.value
     first = node.id if isinstance(node, ast.Name) else "()"
+    if isinstance(node, ast.Call) and dotted(node.func) == "super":
+        first = "super()"
     return ".".join([first, *reversed(parts)])
 
 
@@ -45,17 +43,6 @@ def text_of(node: ast.AST) -> str:
 def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
     """The nodes of some kinds in a tree."""
     return (each for each in ast.walk(node) if isinstance(each, kinds))
-
-
-def assigned(node: ast.AST | None, holds: Callable[[ast.expr], bool]) -> frozenset[str]:
-    """The names in a tree that are assigned such a value."""
-    return frozenset(
-        dotted(name)
-        for each in nodes(node or ast.Pass(), ast.Assign)
-        if holds(each.value)
-        for target in each.targets
-        for name in (target, *getattr(target, "elts", ()))
-    )
 
 
 def constant(node: ast.AST | None) -> object:
@@ -81,3 +68,7 @@ def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, (*DEFINITIONS, ast.Lambda)):
             waiting += ast.iter_child_nodes(node)
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {each.id for each in nodes(node, ast.Name)}

@@ -9,12 +9,8 @@ Link: https://github.com/Lightning-AI/pytorch-lightning/issues/5243
 
 from __future__ import annotations
 
-import re
-
 from nemo_patches.tools.doctor.code import Code
-from nemo_patches.tools.doctor.collectives import BACKWARD
-from nemo_patches.tools.doctor.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.finding import NOTE, Findings, Severity, at
+from nemo_patches.tools.doctor.finding import Findings
 
 BAD = """\
 import torch
@@ -31,37 +27,7 @@ GOOD = BAD.replace(
     "        if", "        torch.distributed.all_reduce(bad)\n        if"
 )
 
-_EMPTY = re.compile(r"not [\w.]+\b|len\([\w.]+\)")
-
 
 def check(code: Code) -> Findings:
     """Not where what decides has been reduced over all ranks before."""
-    for each in code.divergences:
-        if each.kind is Kind.EXIT:
-            what = (
-                f"{each.function}: `{each.exit}` in line {each.exit_line}, by"
-                f" `{each.cause}`, leaves out {each.names}: "
-            )
-            if each.by_rank:
-                what += "the other ranks wait in it"
-                instead = "the collective before it, on every rank"
-            else:
-                what += "ranks where that differs wait in it"
-                instead = (
-                    "a decision that all ranks share: all_reduce a flag, and leave"
-                    " where any rank has it"
-                )
-            read = (at(each.exit, each.exit_line), *each.places)
-            yield each.finding(what, read, instead, severity=_severity(each))
-
-
-def _severity(each: Divergence) -> Severity:
-    """A note where only a rank that has had no batch at all in an evaluation would leave."""
-    at_end = (
-        each.function.endswith("_end") and not each.by_rank and _EMPTY.match(each.cause)
-    )
-    return (
-        NOTE
-        if at_end and all(one.pairs_with != BACKWARD for one in each.collectives)
-        else each.severity
-    )
+    return code.found("NP405")

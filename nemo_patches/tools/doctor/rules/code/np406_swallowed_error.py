@@ -10,8 +10,7 @@ Link: https://github.com/pytorch/pytorch/issues/44353
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Code
-from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import Findings, at
+from nemo_patches.tools.doctor.finding import Findings
 
 BAD = """\
 from torch.nn.parallel import DistributedDataParallel
@@ -30,16 +29,4 @@ def check(code: Code) -> Findings:
     """Not where the handler raises in the end, nor of errors that all ranks have, such as
     ImportError.
     """
-    for each in code.divergences:
-        if each.kind is Kind.ERROR:
-            what = (
-                f"{each.function}: after {each.cause} a rank goes on with other"
-                " collectives than the ranks without "
-            )
-            what += f"it ({each.names}), and they wait for each other"
-            read = (at(f"except {each.cause}", each.line), *each.places[:-1])
-            instead = (
-                "raise in the handler, or a decision to skip that all ranks share,"
-                " before the next collective"
-            )
-            yield each.finding(what, read, instead)
+    return code.found("NP406")

@@ -9,9 +9,7 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Code
-from nemo_patches.tools.doctor.collectives import BACKWARD
-from nemo_patches.tools.doctor.divergences import Kind
-from nemo_patches.tools.doctor.finding import NOTE, Findings
+from nemo_patches.tools.doctor.finding import Findings
 
 BAD = """\
 class Long:
@@ -25,25 +23,4 @@ def check(code: Code) -> Findings:
     """Not where the ranks have agreed on something before; a note where only gradients are reduced,
     which no_sync may have put off, and at the end of an evaluation, where the turns are its
     batches."""
-    for each in code.divergences:
-        if each.kind is Kind.LOOP:
-            what = (
-                f"{each.function}: {each.names} {each.are} made in each turn of a loop"
-                f" over `{each.cause}`"
-            )
-            what += (
-                ": ranks whose batches give another number of turns wait for each other"
-            )
-            only_backward = all(
-                one.pairs_with == BACKWARD or one.guess for one in each.collectives
-            )
-            severity = (
-                NOTE
-                if only_backward or each.function.endswith("_end")
-                else each.severity
-            )
-            instead = (
-                "as many turns on all ranks: all_reduce their number with MAX, and fill"
-                " up with padding"
-            )
-            yield each.finding(what, each.places, instead, severity=severity)
+    return code.found("NP407")

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from nemo_patches.tools.doctor.batch_data import assignments
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.finding import (
     Finding,
@@ -20,9 +19,10 @@ from nemo_patches.tools.doctor.finding import (
     at,
     warning,
 )
-from nemo_patches.tools.doctor.rank_tests import UNKNOWN, applied
+from nemo_patches.tools.doctor.interpreter.members import OPERATIONS
 from nemo_patches.tools.doctor.syntax import (
     dotted,
+    expressions,
     last_part,
     nodes,
     own_nodes,
@@ -49,7 +49,7 @@ def check(code: Code) -> Findings:
     for function in nodes(code.tree, ast.FunctionDef, ast.Module):
         names = {
             name: given[0]
-            for name, given in assignments(function).items()
+            for name, given in _assigned(function).items()
             if len(given) == 1
         }
         steps = [
@@ -147,11 +147,40 @@ def _meet(condition: ast.expr, holds: bool, step: ast.expr) -> bool:
 def _holds(test: ast.expr, known: Mapping[str, int]) -> bool | None:
     """Whether a test holds; None if that is not known."""
     value = _value(test, known)
-    return None if value is UNKNOWN else bool(value)
+    return None if value is None else bool(value)
 
 
 def _value(node: ast.expr, known: Mapping[str, int]) -> Any:
+    """What an expression of known numbers is; None if that is not known."""
     text = text_of(node)
     if text in known:
         return known[text]
-    return applied(node, lambda each: _value(each, known))
+    if isinstance(node, ast.Constant):
+        return node.value
+    values = [_value(each, known) for each in expressions(node)]
+    if isinstance(node, ast.BoolOp):
+        ends = isinstance(node.op, ast.Or)
+        if any(bool(each) is ends for each in values if each is not None):
+            return ends
+        return None if None in values else not ends
+    if None in values or not isinstance(node, (ast.BinOp, ast.Compare, ast.UnaryOp)):
+        return None
+    try:
+        if isinstance(node, ast.Compare):
+            pairs = zip(node.ops, values, values[1:], strict=False)
+            return all(OPERATIONS[type(op)](*sides) for op, *sides in pairs)
+        return OPERATIONS[type(node.op)](*values)
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        return None
+
+
+def _assigned(function: ast.AST) -> dict[str, list[ast.expr]]:
+    """What each name of a function is assigned; a loop's variable nothing."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in own_nodes(function):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                found.setdefault(dotted(target), []).append(node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            found.update((each.id, []) for each in nodes(node.target, ast.Name))
+    return found

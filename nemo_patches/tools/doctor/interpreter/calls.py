@@ -1,0 +1,189 @@
+"""What a call gives that is neither a helper of the file nor a collective."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.members import OPERATIONS, applied
+from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
+from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
+from nemo_patches.tools.doctor.interpreter.values import (
+    AGREED,
+    DATA,
+    SAME,
+    UNKNOWN,
+    VARIES,
+    Abstract,
+    mixed,
+    tagged,
+)
+from nemo_patches.tools.doctor.syntax import constant, dotted, last_part, text_of
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call with what is known of it.
+
+    name: as written; origin: by the imports; function: what is called; owner: what it is a method
+    of. env: the names where it is called; subjects: what the file and the class are about;
+    in_module: whether its class has a forward of its own.
+    """
+
+    node: ast.Call
+    name: str
+    origin: str
+    function: Abstract
+    owner: Abstract
+    args: Sequence[Abstract]
+    given: Mapping[str, Abstract]
+    file: SourceFile
+    env: Mapping[str, Abstract]
+    subjects: frozenset[str]
+    in_module: bool
+
+    @property
+    def last(self) -> str:
+        return last_part(self.name)
+
+
+def called(call: Call) -> Abstract:
+    """By what is known of the function, and else by its name and what it is given."""
+    for known in (_of_ranks(call), _known(call), _of_items(call)):
+        if known is not None:
+            return known
+    return _by_name(call)
+
+
+def _of_ranks(call: Call) -> Abstract | None:
+    """What the ranks' numbers decide."""
+    node = call.node
+    file = call.file
+    if call.origin in ("os.environ.get", "os.getenv"):
+        variable = constant(node.args[0]) if node.args else None
+        return file.source(f"${variable}") or Abstract()
+    if not call.given:
+        columns = [each.at for each in call.args]
+        at = applied(OPERATIONS.get(call.name), columns, text_of(node))
+        if at is not None:
+            return replace(mixed(call.args), at=at)
+    bare = not node.args and not node.keywords
+    if bare or knowledge.SAID_BY.get(call.last) == "ranks":
+        return file.source(call.name)
+    return None
+
+
+def _known(call: Call) -> Abstract | None:
+    node = call.node
+    ref = call.function.ref
+    if isinstance(ref, Definition):
+        return replace(tagged("instance"), ref=ref)
+    if call.origin.startswith("torchmetrics."):
+        return tagged("metric")
+    if call.last == "Trainer":
+        numbers = {each.arg: constant(each.value) for each in node.keywords}
+        alone = numbers.get("devices") == 1 and numbers.get("num_nodes", 1) == 1
+        return tagged("one device") if alone else Abstract()
+    kind = dotted(node.args[1]) if len(node.args) > 1 else ""
+    if call.name == "isinstance" and kind.endswith("SingleDeviceStrategy"):
+        return call.file.constant(False)
+    if (
+        call.name == "getattr"
+        and len(node.args) > 1
+        and constant(node.args[1]) == "grad"
+    ):
+        return tagged("gradient")
+    if re.search(knowledge.OF_PROCESS, call.origin):
+        return tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
+    if call.last in knowledge.FILES:
+        return tagged("file", level=VARIES)
+    return AGREED if parts_of(call.last) & knowledge.AGREEING else None
+
+
+def _by_name(call: Call) -> Abstract:
+    node = call.node
+    features = (
+        call.last in ("len", "size")
+        and call.args
+        and (call.args[0].has("shape") or isinstance(node.args[0], ast.UnaryOp))
+    )
+    of_form = (
+        call.last in knowledge.STRUCTURE
+        or parts_of(call.last) & knowledge.GRADIENTS
+        or parts_of(call.name) & knowledge.GROUP_WORDS
+    )
+    if of_form or features:
+        return Abstract()
+    value = _mixed(call)
+    if call.name == "len" and call.args:
+        first = call.args[0]
+        varies = first.turns >= DATA or (first.has("letter") and first.level == DATA)
+        return replace(value, level=VARIES if varies else SAME).without("gradient")
+    by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
+    enough = DATA if by_function else UNKNOWN
+    if call.last in knowledge.READ_OFF and value.level >= enough:
+        value = replace(value, level=VARIES).without("gradient")
+    if call.origin in knowledge.NEW_TENSORS and all(
+        isinstance(each, (ast.Constant, ast.List)) for each in node.args
+    ):
+        new = [] if "requires_grad" in call.given else ["new"]
+        value = value.tagged("nothing", *new)
+    if call.name == "next":
+        value = value.tagged("next")
+    return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
+
+
+def _mixed(call: Call) -> Abstract:
+    value = mixed([call.owner, *call.args, *call.given.values()])
+    keeps = call.last in knowledge.CONTAINERS
+    return value if keeps else value.without("ddp", "fsdp")
+
+
+def _of_items(call: Call) -> Abstract | None:
+    """How surely ranks differ in its number of items, and what one is; None of other calls."""
+    value = _mixed(call)
+    if call.last in knowledge.SAME_COUNT:
+        return _entries(call, value)
+    items = [
+        item_of(each, text_of(inner))
+        for each, inner in zip(call.args, call.node.args, strict=True)
+    ]
+    if call.last == "zip":
+        count = min((each.turns for each in call.args), default=SAME)
+        item = replace(mixed(items), parts=tuple(items))
+        return replace(value, count=count, item=item)
+    if call.last == "range":
+        count = max((each.level for each in call.args), default=SAME)
+        return replace(value, count=count, item=Abstract())
+    if call.last in knowledge.PASSED_ON and call.args:
+        item = items[0]
+        if call.last == "enumerate":
+            item = Abstract(parts=(Abstract(), item))
+        return replace(value, count=call.args[0].turns, item=item)
+    return None
+
+
+def _entries(call: Call, value: Abstract) -> Abstract:
+    of_dict = call.last in ("items", "keys", "values")
+    count = VARIES if of_dict and call.owner.level == VARIES else SAME
+    item = Abstract() if call.last == "keys" else None
+    if call.last in ("items", "named_parameters"):
+        entry = replace(value, level=min(value.level, DATA))
+        item = Abstract(parts=(Abstract(), entry))
+    return replace(value, count=count, item=item)
+
+
+def item_of(value: Abstract, text: str) -> Abstract:
+    """One of the items of what is iterated."""
+    if value.item is not None:
+        return value.item
+    level = min(value.level, DATA) if value.has("gradient") else value.level
+    if level < DATA and is_loader(text):
+        level = DATA
+    elif level == UNKNOWN and parts_of(text) & knowledge.MODEL:
+        level = SAME
+    batch = {"batch"} if is_loader(text) else set[str]()
+    return Abstract(level, tags=value.tags & knowledge.CARRIED | batch)

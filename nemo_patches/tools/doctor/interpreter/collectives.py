@@ -1,0 +1,161 @@
+"""Which call is a collective, and of which ranks."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.calls import Call
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    FORWARD,
+    LOG,
+    Collective,
+    Condition,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
+from nemo_patches.tools.doctor.interpreter.values import DATA, VARIES, Abstract
+from nemo_patches.tools.doctor.syntax import (
+    dotted,
+    last_part,
+    names_in,
+    nodes,
+    text_of,
+)
+
+
+def collective_of(call: Call) -> Collective | None:
+    """The collective that a call is; None of a group that may have some ranks only."""
+    name = call.name
+    last = "forward" if name == "self" else last_part(call.origin)
+    if name in knowledge.LOGS:
+        return _logged(call)
+    rows = knowledge.ROWS.get(last, ())
+    subjects = _subjects(call) if rows else frozenset[str]()
+    for row in rows:
+        if any(_owns(each, call.origin, subjects) for each in row.owners):
+            if "gathers sharded" not in row.why and _of_a_group(call):
+                return None
+            return Collective(
+                name=name,
+                pairs_with=row.pairs_with or last,
+                line=call.node.lineno,
+                why=row.why,
+                guess=row.guess,
+            )
+    return _of_wrapped(call)
+
+
+def _subjects(call: Call) -> frozenset[str]:
+    """What a method's owner is: by its whole name (=a.b) and the words in it (@word), by its value,
+    and by its file and class.
+    """
+    full = "self" if call.name == "self" else call.name.rpartition(".")[0]
+    holder = last_part(full)
+    parts = {f"@{each}" for each in holder.lower().split("_")}
+    return frozenset(
+        {f"={full}", f"@{holder}", *parts, *call.owner.tags, *call.subjects}
+    )
+
+
+def _owns(owner: str, origin: str, subjects: frozenset[str]) -> bool:
+    if owner == "*":
+        return "." in origin
+    if "." in owner and not owner.startswith("="):
+        return origin.startswith(owner)
+    return subjects.issuperset(owner.split("+"))
+
+
+def _of_wrapped(call: Call) -> Collective | None:
+    """A call of a module that is wrapped for several ranks."""
+    function = call.node.func
+    if isinstance(function, ast.Call) or not call.function.has("fsdp", "ddp"):
+        return None
+    sharded = call.function.has("fsdp")
+    why, guess = knowledge.ON_FSDP if sharded else knowledge.ON_DDP
+    module = function.value if isinstance(function, ast.Subscript) else function
+    part = dotted(module).startswith("self.") and call.in_module
+    sure = not call.function.has("perhaps") if sharded else part
+    return Collective(
+        name=text_of(function),
+        pairs_with=FORWARD,
+        line=call.node.lineno,
+        why=why,
+        guess="" if sure else guess,
+    )
+
+
+def _logged(call: Call) -> Collective | None:
+    """A log that is reduced: by sync_dist, or as the value is a metric."""
+    said = {each.arg: getattr(each.value, "value", "?") for each in call.node.keywords}
+    synced = said.get("sync_dist", False) is not False
+    values = list(call.args[1:2])
+    if "value" in call.given:
+        values.append(call.given["value"])
+    is_metric = any(each.has("metric") for each in values)
+    alone = said.get("rank_zero_only") is True or "sync_dist_group" in said
+    if alone or not (synced or is_metric):
+        return None
+    return Collective(
+        name=call.name,
+        pairs_with=LOG,
+        line=call.node.lineno,
+        why=knowledge.LOG_SYNCED if synced else knowledge.LOG_OF_METRIC,
+        on_step=said.get("on_step") if synced else False,
+    )
+
+
+def name_by_batch(call: Call) -> Condition | None:
+    """What of a batch is in the name that something is logged under: each rank then reduces under
+    its own.
+    """
+    if call.name not in knowledge.LOGS or not call.node.args:
+        return None
+    texts = getattr(call.node.args[0], "values", ())
+    for text, value in zip(texts, call.args[0].parts, strict=False):
+        if not isinstance(text, ast.FormattedValue) or value.level < DATA:
+            continue
+        if knowledge.BATCHES & names_in(text):
+            return Condition(
+                text=text_of(text.value),
+                key=text_of(text.value),
+                value=Abstract(VARIES),
+                kind="name",
+                line=call.node.lineno,
+                end=call.node.end_lineno or 0,
+            )
+    return None
+
+
+def _of_a_group(call: Call) -> bool:
+    """Whether it is given another group than that of all ranks, or to be made alone."""
+    if any(each.arg == "no_dist" for each in call.node.keywords):
+        return True
+    keywords = [each for each in call.node.keywords if each.arg not in ("src", "dst")]
+    names = {
+        dotted(inner)
+        for each in (*call.node.args, *keywords)
+        for inner in nodes(each, ast.Name, ast.Attribute)
+    } - {"dist.group", "torch.distributed.group"}
+    return any(
+        not each.endswith("WORLD")
+        and (
+            re.search(knowledge.GROUP_NAME, each.lower())
+            or call.env.get(each, Abstract()).has("group")
+        )
+        for each in names
+    )
+
+
+def guess_of_helper(called: Definition, call: Call | None, file: SourceFile) -> str:
+    """What must hold for a helper's collectives to be made by all ranks; empty if nothing."""
+    of_parameters = "param_groups" in file.mentioned
+    if call is not None and _of_a_group(call) and not of_parameters:
+        return "its group has all ranks"
+    once = any(
+        isinstance(each, ast.If)
+        and isinstance(each.body[-1], ast.Return)
+        and names_in(each.test) & file.changed
+        for each in called.node.body
+    )
+    return "it is called for the first time" if once else ""

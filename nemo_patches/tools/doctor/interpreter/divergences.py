@@ -1,0 +1,396 @@
+"""Where ranks that run one function may make different collectives: two ways, compared.
+
+A function is followed once for each rank that its tests tell apart, and twice for each test that
+data decide, with everything else left open. Where two ways make the same collectives, in the same
+order, there is nothing to say.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+from nemo_patches.tools.doctor.interpreter.members import truths
+from nemo_patches.tools.doctor.interpreter.names import is_loader
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    FORWARD,
+    LOG,
+    UNUSED,
+    Collective,
+    Condition,
+    conditions_in,
+    tries_in,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
+from nemo_patches.tools.doctor.interpreter.values import VARIES, Abstract
+from nemo_patches.tools.doctor.interpreter.way import (
+    Caught,
+    Decide,
+    Event,
+    Way,
+    difference,
+    either,
+    on_member,
+    reordered,
+    undecided,
+)
+from nemo_patches.tools.doctor.syntax import nodes, words
+
+# After which ranks may know each other's lengths.
+_AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
+_RECEIVED = ("broadcast", "scatter")
+# Collectives of a mesh, whose ranks may have the same batch; and a test for those of a group.
+_OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute")
+_IN_GROUP = re.compile(r"\bin [\w.]*group")
+_WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
+# What is found under a guess, and not only left open by it.
+_TOLD = ("the module is sharded", "a rank whose")
+_MOST_MEMBERS = 16
+_MOST_TESTS = 100  # of one function on its data; NeMo's largest has 20
+_ROUNDS = (
+    2  # the second one knows what the first has seen of attributes and wrapped modules
+)
+
+
+class Kind(Enum):
+    """What parts the ranks."""
+
+    BRANCH = "a test around the collective"
+    ORDER = "a test that changes the order of collectives"
+    EXIT = "a return, continue or break before it"
+    ERROR = "an error that is caught"
+    LOOP = "how often a loop goes round"
+    NAME = "the name that it is logged under"
+    FIRST_RANK = "a function that runs on one rank"
+
+
+_KINDS = {
+    "for": Kind.LOOP,
+    "filter": Kind.LOOP,
+    "name": Kind.NAME,
+}  # of conditions; of others a branch
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Collectives that one rank of a function makes and another does not.
+
+    cause: the test, the exception or the decorator, as it is written, and its line; about: what is
+    known of it. by_rank: whether the rank decides. exit: of the early exit, with its line. trains:
+    whether the function is a step of training.
+    """
+
+    function: str
+    kind: Kind
+    collectives: tuple[Collective, ...]
+    cause: str
+    line: int
+    by_rank: bool = False
+    exit: str = ""
+    exit_line: int = 0
+    trains: bool = False
+    about: str = ""
+
+    def places(self) -> dict[Collective, object]:
+        """By what a collective of it is known again: each is said once."""
+        if self.kind in (Kind.EXIT, Kind.ERROR):
+            place = (self.kind, self.exit_line or self.line)
+            return dict.fromkeys(self.collectives, place)
+        loop = self.kind is Kind.LOOP
+        return {each: (loop, each.place, each.line) for each in self.collectives}
+
+
+def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
+    """Those of all functions of a file, which plain_python.py has made, and of the module."""
+    file = SourceFile(tree)
+    read: list[Interpreter] = []
+    for _ in range(_ROUNDS):
+        read = _read(file)
+    return tuple(one for each in read for one in Comparison(each).divergences())
+
+
+def _read(file: SourceFile) -> list[Interpreter]:
+    file.begin_round()
+    module = Interpreter(file, Definition("the module", file.tree), file.env)
+    module.block(file.tree.body)
+    file.env = {
+        name: each for name, each in module.env.items() if name not in file.changed
+    }
+    read = [module]
+    set_by_methods: list[tuple[str, dict[str, Abstract]]] = []
+    for definition in file.definitions:
+        reader = Interpreter(file, definition, file.start(definition, {}))
+        reader.block(definition.node.body)
+        read.append(reader)
+        if definition.owner:
+            here = {
+                key: reader.env[key]
+                for key in reader.set_here & reader.env.keys()
+                if key.startswith("self.")
+            }
+            set_by_methods.append((definition.owner.name, here))
+    file.attributes = {}
+    for of_class, known in set_by_methods:
+        file.keep_attributes(of_class, known)
+    return read
+
+
+class Comparison:
+    """The ways through one function."""
+
+    def __init__(self, reader: Interpreter) -> None:
+        self.reader = reader
+        self.file = reader.file
+        self.name = reader.definition.name
+        self.items = reader.items
+        self.job = reader.file.members.job
+        by_key = {each.key: each for each in conditions_in(self.items)}
+        self.conditions = list(by_key.values())
+
+    def divergences(self) -> Iterator[Divergence]:
+        said = set[object]()
+        for each in self._all():
+            places = each.places()
+            left = tuple(one for one, place in places.items() if place not in said)
+            said.update(places.values())
+            if left:
+                yield replace(each, collectives=left, trains=self._trains)
+
+    def _all(self) -> Iterator[Divergence]:
+        yield from self._by_error()
+        if not self._usual.events:
+            return
+        alone = self.reader.one_rank(self.reader.definition)
+        if alone:
+            yield Divergence(
+                function=self.name,
+                kind=Kind.FIRST_RANK,
+                collectives=_made(self._usual.events),
+                cause=alone,
+                line=self.reader.definition.node.lineno,
+                by_rank=True,
+            )
+            return
+        yield from self._by_rank()
+        yield from self._by_data()
+
+    @cached_property
+    def _usual(self) -> Way:
+        return self._follow(undecided)
+
+    @cached_property
+    def _attributes(self) -> frozenset[str]:
+        names = nodes(self.reader.definition.node, ast.Attribute)
+        return frozenset(each.attr for each in names)
+
+    @cached_property
+    def _trains(self) -> bool:
+        """Whether it is a step, or runs the backward pass itself."""
+        return self.name.endswith("_step") or "backward" in self._attributes
+
+    def _follow(self, decide: Decide, caught: Caught | None = None) -> Way:
+        way = Way(decide, caught)
+        way.follow(self.items)
+        return way
+
+    def _follow_both(self, key: str) -> tuple[Way, Way]:
+        return self._follow(either(key, True)), self._follow(either(key, False))
+
+    def _by_rank(self) -> Iterator[Divergence]:
+        members = self.file.members
+        ranked = [
+            each
+            for each in self.conditions
+            if each.kind != "for" and members.differ(each.value.at)
+        ]
+        columns = [
+            truths(each.value.at, each.key, len(members))[: self.job] for each in ranked
+        ]
+        # One member for each different column of decisions.
+        unlike: dict[tuple[object, ...], int] = {}
+        for number in range(self.job):
+            unlike.setdefault(tuple(column[number] for column in columns), number)
+        ways = [
+            self._follow(on_member(number, len(members)))
+            for number in list(unlike.values())[:_MOST_MEMBERS]
+        ]
+        for other in ways[1:]:
+            yield from self._compared(ways[0], other, ranked, by_rank=True)
+        # Those that a rank's number does not decide, such as rank == source.
+        for each in self.conditions:
+            if each.value.has("rank") and each not in ranked:
+                ways_of = self._follow_both(each.key)
+                yield from self._compared(*ways_of, [each], by_rank=True)
+
+    def _by_data(self) -> Iterator[Divergence]:
+        for each in self.conditions[:_MOST_TESTS]:
+            loads = self._loads(each)
+            if loads or (each.value.level == VARIES and not each.value.has("rank")):
+                ways_of = self._follow_both(each.key)
+                yield from self._compared(*ways_of, [each], loads=loads)
+
+    def _loads(self, condition: Condition) -> bool:
+        """Whether it is an evaluation until this rank's own loader ends, where nothing shares the
+        batches out.
+        """
+        return (
+            condition.kind == "for"
+            and condition.value.level != VARIES
+            and is_loader(condition.text)
+            and "DistributedSampler" not in self.file.mentioned
+            and not _WITHOUT_GRADIENTS.isdisjoint(self._attributes)
+        )
+
+    def _by_error(self) -> Iterator[Divergence]:
+        for tried in tries_in(self.items):
+            for number, (condition, _) in enumerate(tried.handlers):
+                if condition.value.level != VARIES or tried.harmless:
+                    continue
+                for early in (False, True):
+                    way = self._follow(undecided, (tried, number, early))
+                    missing = [] if way.raised else difference(self._usual, way)
+                    if missing:
+                        yield Divergence(
+                            function=self.name,
+                            kind=Kind.ERROR,
+                            collectives=_made(missing),
+                            cause=condition.text,
+                            line=condition.line,
+                        )
+                    if missing or way.raised:
+                        break
+
+    def _compared(
+        self,
+        way: Way,
+        other: Way,
+        conditions: Sequence[Condition],
+        *,
+        by_rank: bool = False,
+        loads: bool = False,
+    ) -> Iterator[Divergence]:
+        """What two ways through it differ in. conditions: those that make them."""
+        if way.raised or other.raised:
+            return  # that rank ends, and its launcher ends the others
+        missing = [
+            each
+            for each in difference(way, other)
+            if each.made.name not in self.reader.settled
+        ]
+        if by_rank:
+            missing = _not_served(way, other, missing)
+        else:
+            missing = [each for each in missing if self._tells(each, conditions, loads)]
+        keys = {each.key for each in conditions}
+        every = [each for each in conditions_in(self.items) if each.key in keys]
+        if every and not missing and reordered(way, other):
+            yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
+        for each in every:
+            inside = [one for one in missing if each.around(one.made.line)]
+            missing = [one for one in missing if one not in inside]
+            pairs_with = {one.made.pairs_with for one in inside}
+            of_a_group = by_rank and _IN_GROUP.search(each.text)
+            if inside and not (of_a_group and pairs_with <= _OF_A_MESH):
+                kind = Kind.BRANCH if by_rank else _KINDS.get(each.kind, Kind.BRANCH)
+                made = self._guessed(inside, by_rank, loads)
+                yield self._parted(kind, made, each, by_rank)
+        if missing and not loads:
+            yield from self._left_early(way, other, missing, every, by_rank)
+
+    def _left_early(
+        self,
+        way: Way,
+        other: Way,
+        missing: Sequence[Event],
+        conditions: Sequence[Condition],
+        by_rank: bool,
+    ) -> Iterator[Divergence]:
+        exits = {*way.exits} ^ {*other.exits}
+        for each in sorted(exits, key=lambda one: (one.sets, one.line)):
+            around = next((one for one in conditions if one.around(each.line)), None)
+            if around is not None:
+                made = self._guessed(missing, by_rank, loads=False)
+                parted = self._parted(Kind.EXIT, made, around, by_rank)
+                yield replace(parted, exit=each.text, exit_line=each.line)
+                return
+
+    def _parted(
+        self,
+        kind: Kind,
+        made: tuple[Collective, ...],
+        condition: Condition,
+        by_rank: bool,
+    ) -> Divergence:
+        return Divergence(
+            function=self.name,
+            kind=kind,
+            collectives=made,
+            cause=condition.text,
+            line=condition.line,
+            by_rank=by_rank,
+            about=" ".join([condition.key, *sorted(condition.value.tags)]),
+        )
+
+    def _tells(
+        self, event: Event, conditions: Sequence[Condition], loads: bool
+    ) -> bool:
+        """Whether it can be told that ranks differ in it: a loop may go round as often as they
+        agreed on before.
+        """
+        made = event.made
+        if made.pairs_with in _OF_A_MESH:
+            return False
+        if loads:
+            sharded = "gathers" in made.why and not made.guess
+            return made.pairs_with == UNUSED or (sharded and made.pairs_with == FORWARD)
+        for each in conditions:
+            if each.kind == "for" and each.around(made.line):
+                return made.pairs_with != LOG and not self._agreed_before(each.line)
+        return not made.guess or made.guess.startswith(_TOLD)
+
+    def _agreed_before(self, line: int) -> bool:
+        return any(
+            each.made.line < line and each.made.pairs_with.startswith(_AGREEMENTS)
+            for each in self._usual.events
+        )
+
+    def _guessed(
+        self, events: Iterable[Event], by_rank: bool, loads: bool
+    ) -> tuple[Collective, ...]:
+        return tuple(
+            replace(each, guess=self._guess(each, by_rank, loads) or each.guess)
+            for each in _made(events)
+        )
+
+    def _guess(self, made: Collective, by_rank: bool, loads: bool) -> str:
+        """What must hold for ranks to differ in it, beside what must hold for it at all."""
+        if loads:
+            return "the ranks' loaders have unlike numbers of batches, as those of streams do"
+        at_once = made.on_step
+        if at_once is None:
+            at_once = self.name.endswith("training_step")
+        if by_rank or made.pairs_with != LOG or at_once or self.name.endswith("_end"):
+            return ""
+        # Reduced at the epoch's end.
+        return "a rank does not come to it in all of an epoch"
+
+
+def _made(events: Iterable[Event]) -> tuple[Collective, ...]:
+    return tuple(dict.fromkeys(each.made for each in events))
+
+
+def _not_served(way: Way, other: Way, missing: Sequence[Event]) -> list[Event]:
+    """Without what one side makes in an endless loop for those that wait for it."""
+    served = [each for each in way.endless if each not in other.endless]
+    served += [each for each in other.endless if each not in way.endless]
+    return [
+        each
+        for each in missing
+        if not each.made.pairs_with.startswith(_RECEIVED)
+        or not any(loop.around(each.made.line) for loop in served)
+    ]

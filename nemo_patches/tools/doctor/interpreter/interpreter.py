@@ -1,0 +1,1159 @@
+"""Follows a function's statements in order: a value for each expression, and a skeleton."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter.members import (
+    OPERATIONS,
+    Open,
+    applied,
+    both,
+    negated,
+    truths,
+)
+from nemo_patches.tools.doctor.interpreter.names import (
+    parts_of,
+    sounds_like_data,
+)
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    BACKWARD,
+    FORWARD,
+    UNUSED,
+    WITHOUT_AGREEMENT,
+    Assigned,
+    Branch,
+    Collective,
+    Condition,
+    End,
+    Exit,
+    Inlined,
+    Items,
+    Loop,
+    Tried,
+    Unseen,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import (
+    Definition,
+    SourceFile,
+    is_property,
+    methods_of,
+)
+from nemo_patches.tools.doctor.interpreter.values import (
+    AGREED,
+    DATA,
+    SAME,
+    UNKNOWN,
+    VARIES,
+    Abstract,
+    joined,
+    mixed,
+    tagged,
+)
+from nemo_patches.tools.doctor.syntax import (
+    dotted,
+    last_part,
+    names_in,
+    nodes,
+    text_of,
+)
+
+_MOST_DEEP = 6  # helpers that call each other
+_MOST_WORK = 40_000  # expressions of one file
+_MOST_TURNED = 3  # loops in each other that are read twice
+_ENDS: dict[type[ast.stmt], End] = {
+    ast.Raise: End.RAISE,
+    ast.Break: End.BREAK,
+    ast.Continue: End.CONTINUE,
+}
+_COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+_DENYING = (ast.NotIn, ast.NotEq)
+_ASKED = (ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
+Environment = dict[str, Abstract]
+
+
+class Interpreter:
+    """Follows one function, or the module's own statements.
+
+    chosen: how surely ranks differ in coming here; turns: and in how often they do.
+    """
+
+    def __init__(
+        self,
+        file: SourceFile,
+        definition: Definition,
+        env: Environment,
+        depth: int = 0,
+    ) -> None:
+        self.file = file
+        self.definition = definition
+        self.owner = definition.owner
+        self.env = env
+        self.depth = depth
+        self.items: Items = []
+        self.set_here = set[str]()
+        self.settled = set[str]()
+        self.yields: list[tuple[int, int]] = []
+        self.chosen = SAME
+        self.turns = SAME
+        self.branches = 0
+        self.loops = 0
+        self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
+        self.unsynced = False  # within no_sync
+        self.caught_as = ""  # the name of the error in its handler
+        self.subjects = _subjects(file, self.owner)
+        automatic = env.get("self.automatic_optimization", Abstract())
+        self.runs_backward = (
+            last_part(definition.name) == "training_step"
+            and definition.owner is not None
+            and automatic.decided is not False
+            and not depth
+        )
+
+    @property
+    def returned(self) -> Abstract:
+        if self.yields:
+            varies = any(
+                chosen == VARIES or turns > DATA for chosen, turns in self.yields
+            )
+            count = VARIES if varies else UNKNOWN
+            return Abstract(DATA, count=count, tags=frozenset({"loader"}))
+        return self.env.get("return") or self.file.constant(None)
+
+    # --- statements
+
+    def block(self, body: Sequence[ast.stmt]) -> End | None:
+        """Returns how it ends; None where it goes on."""
+        for each in body:
+            visit = getattr(self, f"visit_{type(each).__name__}", self._statement)
+            end: End | None = visit(each)
+            if end is not None:
+                return end
+        return None
+
+    @contextmanager
+    def inside(self) -> Iterator[Items]:
+        """Keep apart the items of a block."""
+        outer = self.items
+        self.items = []
+        yield self.items
+        self.items = outer
+
+    def _statement(self, node: ast.stmt) -> End | None:
+        first = len(self.items)
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, ast.expr):
+                self.of(each)
+        end = _ENDS.get(type(node))
+        called = _called(node) if isinstance(node, ast.Expr) else None
+        if called is not None:
+            last = self.items[-1] if self.items else None
+            if getattr(last, "name", "") == text_of(called.func):
+                self._unused(first)
+            if dotted(called.func) in knowledge.PROCESS_ENDS:
+                end = End.RAISE
+        if end is not None:
+            self.items.append(Exit(end, node.lineno))
+        return end
+
+    def _unused(self, first: int) -> None:
+        """No backward pass begins at what nothing uses."""
+        for number, each in enumerate(self.items[first:], first):
+            if isinstance(each, Collective) and each.pairs_with == FORWARD:
+                why = knowledge.NOT_FOR_BACKWARD if each.guess else each.why
+                self.items[number] = replace(each, pairs_with=UNUSED, guess="", why=why)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        in_module = self.definition.node is self.file.tree
+        made = Definition(node.name, node, outer=None if in_module else self.env)
+        self.env[node.name] = Abstract(ref=made)
+        self.file.definitions.append(made)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        made = methods_of(node)
+        for each in node.body:
+            if isinstance(each, ast.ClassDef):
+                self.visit_ClassDef(each)
+        self.file.definitions += made.methods.values()
+        self.env[node.name] = Abstract(ref=made)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        first = len(self.items)
+        value = self.of(node.value)
+        if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
+            value = value.tagged("const")
+        origin = self.origin(dotted(node.value))
+        if value.ref is None and origin.partition(".")[0] in self.file.imported:
+            value = replace(value, ref=origin)
+        for target in node.targets:
+            self.assign(target, value)
+            if isinstance(target, ast.Name) and isinstance(node.value, _ASKED):
+                self.meanings[target.id] = self._meaning(node.value)
+        if all(
+            isinstance(each, ast.Name) and each.id not in self.file.loaded
+            for each in node.targets
+        ):
+            self._unused(first)
+        for target in node.targets if self.runs_backward else ():
+            name = dotted(target)
+            nothing = value.has("nothing")
+            self.items.append(Assigned(name, node.lineno, text_of(node), nothing))
+
+    def assign(self, target: ast.expr, value: Abstract) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            self._unpack(target, value)
+            return
+        if isinstance(target, (ast.Starred, ast.Subscript)):
+            whole = self.of(target.value)
+            put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
+            value = put.tagged(*value.tags & {"const"})
+            target = target.value
+        name = dotted(target)
+        last = last_part(name)
+        if name.startswith(("()", "super")):
+            return
+        drawn = value.has("drawn") and name in knowledge.BATCHES
+        if drawn or (value.has("next") and sounds_like_data(name)):
+            value = replace(value, level=DATA).tagged("batch")
+        of_loader = parts_of(name) & knowledge.LOADERS
+        if value.level == DATA and value.count is None and of_loader:
+            value = replace(value, count=UNKNOWN)
+        if self.chosen == VARIES and value.has("const") and not value.has("agreed"):
+            value = replace(value, level=VARIES, at=None, count=SAME)
+        if value.has("agreed"):
+            self.settled.add(name)
+        elif last in knowledge.SHARED_SETTINGS and last != name:
+            why = knowledge.SHARED_SETTINGS[last]
+            self.emit(Collective(name, last, target.lineno, why))
+        self.set(name, value)
+        if value.has("ddp", "fsdp"):
+            self.file.wrapped[last] = value.tags & knowledge.CARRIED
+
+    def _unpack(self, target: ast.Tuple | ast.List, value: Abstract) -> None:
+        fit = len(value.parts) == len(target.elts)
+        for number, each in enumerate(target.elts):
+            if fit:
+                self.assign(each, value.parts[number])
+                continue
+            at = applied(lambda column, place=number: column[place], [value.at], "")
+            self.assign(each, replace(value, at=at, item=None, parts=(), ref=None))
+
+    def set(self, name: str, value: Abstract) -> None:
+        if name != "self":  # the attributes of what it was before
+            for each in [key for key in self.env if key.startswith(f"{name}.")]:
+                del self.env[each]
+        self.env[name] = value
+        self.set_here.add(name)
+        self.meanings.pop(name, None)
+
+    def condition(self, node: ast.expr, whole: ast.stmt | ast.expr) -> Condition:
+        value = self.truth(node)
+        filters = hasattr(whole, "filters")
+        return Condition(
+            text=text_of(node),
+            key=self._meaning(node),
+            value=value,
+            kind="filter" if filters else type(whole).__name__.lower(),
+            line=whole.lineno,
+            end=whole.end_lineno or 0,
+        )
+
+    def _meaning(self, node: ast.expr) -> str:
+        """What a test asks: of a name, what it was set to."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return negated(self._meaning(node.operand))
+        text = text_of(node)
+        return self.meanings.get(text, text)
+
+    def origin(self, name: str) -> str:
+        """Where a name is from, by what it was set to here and by the imports."""
+        first, dot, rest = name.partition(".")
+        for known, left in ((name, ""), (first, f"{dot}{rest}")):
+            ref = self.env.get(known, Abstract()).ref
+            if isinstance(ref, str):
+                return f"{ref}{left}"
+        return self.file.origin(name)
+
+    def visit_If(self, node: ast.If) -> End | None:
+        condition = self.condition(node.test, node)
+        decided = condition.value.decided
+        if decided is None and self.caught_as in names_in(node.test):
+            decided = not _denies(node.test)  # it is the error that is looked for
+        if decided is not None:
+            return self.block(node.body if decided else node.orelse)
+        before = self.env
+        outer = self.chosen
+        if condition.value.level == VARIES and not condition.value.has("file"):
+            self.chosen = VARIES
+        self.branches += 1
+        yes, left, taken = self._side(node.body, before)
+        no, left_too, other = self._side(node.orelse, before)
+        self.chosen = outer
+        self.branches -= 1
+        self.items.append(Branch(condition, yes, no))
+        if left is None and left_too is None:
+            self.env = self._merged(condition, before, taken, other)
+        elif left is not None and left_too is not None:
+            self.env = self._merged(condition, before, taken, other)
+            return left_too if left is End.RAISE else left
+        else:
+            self.env = taken if left is None else other
+        return None
+
+    def _side(
+        self, body: Sequence[ast.stmt], before: Environment
+    ) -> tuple[Items, End | None, Environment]:
+        self.env = dict(before)
+        with self.inside() as items:
+            end = self.block(body)
+        return items, end, self.env
+
+    def _merged(
+        self,
+        condition: Condition,
+        before: Environment,
+        env: Environment,
+        other: Environment,
+    ) -> Environment:
+        """The names behind a branch. What a group has agreed on is the same: without a group there
+        are no others.
+        """
+        nothing = Abstract()
+        agree = {
+            side
+            for side, here in enumerate((env, other))
+            for name, each in here.items()
+            if each.has("agreed") and each is not before.get(name)
+        }
+        agreeing = (
+            len(agree) == 1
+            and condition.value.level != VARIES
+            and "%" not in condition.text
+        )
+        side = min(agree, default=0)
+        merged = {}
+        for name in {**env, **other}:
+            pair = env.get(name, nothing), other.get(name, nothing)
+            mine, theirs = pair[side], pair[1 - side]
+            if agreeing and (mine.has("agreed") or mine.level < theirs.level):
+                merged[name] = mine
+            elif pair[0] is pair[1]:
+                merged[name] = pair[0]
+            else:
+                merged[name] = self._either(condition, *pair, name)
+        return merged
+
+    def _either(
+        self, condition: Condition, one: Abstract, other: Abstract, name: str = ""
+    ) -> Abstract:
+        """What a branch makes of two values."""
+        value = joined(one, other)
+        if one == other:
+            return value
+        if name == "return" and condition.value.level == VARIES:
+            value = replace(value, level=VARIES)
+        if not self.by_rank(condition.value):
+            return value
+        at = None
+        if condition.value.at and one.at and other.at:
+            at = tuple(
+                Open(condition.text)
+                if isinstance(holds, Open)
+                else yes
+                if holds
+                else no
+                for holds, yes, no in zip(
+                    condition.value.at, one.at, other.at, strict=True
+                )
+            )
+        known = at and not any(isinstance(each, Open) for each in at)
+        level = value.level if known else VARIES
+        return replace(value, at=at, level=level, count=value.count or SAME).tagged(
+            "alone"
+        )
+
+    def by_rank(self, value: Abstract) -> bool:
+        return value.has("rank") or self.file.members.differ(value.at)
+
+    def visit_While(self, node: ast.While) -> None:
+        endless = isinstance(node.test, ast.Constant)
+        self.loops += 1
+        for _ in range(self._readings()):
+            condition = self.condition(node.test, node)
+            items = self._turn(node.body, endless)
+        condition = max(
+            condition,
+            self.condition(node.test, node),
+            key=lambda each: each.value.level,
+        )
+        self.loops -= 1
+        self._loop(condition, items, node.orelse, endless)
+
+    def visit_For(self, node: ast.For) -> None:
+        iterated = self.of(node.iter)
+        level = VARIES if iterated.turns >= DATA else SAME
+        condition = Condition(
+            text=text_of(node.iter),
+            key=text_of(node.iter),
+            value=replace(iterated, level=level, at=None),
+            kind="for",
+            line=node.lineno,
+            end=node.end_lineno or 0,
+        )
+        turns = self.turns
+        self.turns = max(turns, iterated.turns)
+        self.loops += 1
+        for _ in range(self._readings()):
+            drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+            items = self._turn(
+                node.body, endless=False, target=node.target, drawn=drawn
+            )
+        self.loops -= 1
+        self.turns = turns
+        self._loop(condition, items, node.orelse, endless=False)
+
+    def _readings(self) -> int:
+        """A body is read twice, as what a turn sets may be asked for in the next one."""
+        return 2 if self.loops <= _MOST_TURNED else 1
+
+    def _turn(
+        self,
+        body: Sequence[ast.stmt],
+        endless: bool,
+        target: ast.expr | None = None,
+        drawn: Abstract | None = None,
+    ) -> Items:
+        before = dict(self.env)
+        with self.inside() as items:
+            if target is not None and drawn is not None:
+                self.assign(target, drawn)
+            self.block(body)
+        for name, value in before.items() if not endless else ():
+            if name in self.env and not self.env[name].has("agreed"):
+                self.env[name] = joined(value, self.env[name])
+        return items
+
+    def _loop(
+        self,
+        condition: Condition,
+        items: Items,
+        orelse: Sequence[ast.stmt],
+        endless: bool,
+    ) -> None:
+        with self.inside() as last:
+            self.block(orelse)
+        self.items.append(Loop(condition, items, last, endless))
+
+    def visit_Try(self, node: ast.Try) -> End | None:
+        before = dict(self.env)
+        with self.inside() as body:
+            end = self.block(node.body)
+        with self.inside() as orelse:
+            end = end or self.block(node.orelse)
+        handlers = []
+        after = self.env
+        for each in node.handlers:
+            condition = _of_handler(each)
+            old = {
+                name: joined(value, after[name])
+                for name, value in before.items()
+                if name in after
+            }
+            items, left = self._handler(each, condition.value.level, {**after, **old})
+            handlers.append((condition, items))
+            if left is None:
+                known = {
+                    name: joined(value, self.env.get(name, value))
+                    for name, value in after.items()
+                }
+                after = {**self.env, **known}
+        self.env = after
+        with self.inside() as final:
+            last = self.block(node.finalbody)
+        calls_in = [call for each in node.body for call in nodes(each, ast.Call)]
+        self.items.append(
+            Tried(
+                body=body,
+                handlers=handlers,
+                orelse=orelse,
+                final=final,
+                first=_first_call(node.body),
+                harmless=self._harmless(calls_in),
+            )
+        )
+        return last or (None if node.handlers else end)
+
+    def _handler(
+        self, node: ast.ExceptHandler, level: int, env: Environment
+    ) -> tuple[Items, End | None]:
+        outer = self.chosen, self.caught_as
+        self.env = env
+        self.chosen = max(self.chosen, level)
+        self.caught_as = node.name or ""
+        with self.inside() as items:
+            end = self.block(node.body)
+        self.chosen, self.caught_as = outer
+        return items, end
+
+    def _harmless(self, tried: Sequence[ast.Call]) -> bool:
+        """Whether nothing is tried but collectives and what torch makes for them: their errors are
+        all ranks'.
+        """
+        agreements = 0
+        for each in tried:
+            with self.inside():
+                call = self._call_of(each)
+            made = collectives.collective_of(call)
+            if made is not None and made.pairs_with not in WITHOUT_AGREEMENT:
+                agreements += 1
+                continue
+            origin = call.origin
+            if not origin.startswith("torch.") and origin not in knowledge.HARMLESS:
+                return False
+        return agreements > 0
+
+    def visit_With(self, node: ast.With) -> End | None:
+        outer = self.unsynced
+        for item in node.items:
+            value = self.of(item.context_expr)
+            self.unsynced |= "no_sync(" in text_of(item.context_expr)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value)
+        end = self.block(node.body)
+        self.unsynced = outer
+        return end
+
+    def visit_Return(self, node: ast.Return) -> End:
+        value = self.file.constant(None) if node.value is None else self.of(node.value)
+        if self.runs_backward and value.has("new"):  # backward raises at once
+            self.items.append(Exit(End.RAISE, node.lineno))
+            return End.RAISE
+        if self.runs_backward and not value.has("nothing", "const"):
+            why = "in which the gradients are reduced"
+            of = dotted(node.value) if node.value else ""
+            made = Collective("the backward pass", BACKWARD, node.lineno, why, of=of)
+            self.emit(made)
+        self.env["return"] = value
+        self.items.append(Exit(End.RETURN, node.lineno))
+        return End.RETURN
+
+    # --- expressions
+
+    def of(self, node: ast.AST) -> Abstract:
+        """Its value; its collectives are added in the order in which they are made."""
+        self.file.work += 1
+        visit = getattr(self, f"visit_{type(node).__name__}", self._made_of)
+        value: Abstract = visit(node)
+        return value
+
+    def _made_of(self, node: ast.AST) -> Abstract:
+        parts = ast.iter_child_nodes(node)
+        return mixed([self.of(each) for each in parts if isinstance(each, ast.expr)])
+
+    def visit_Constant(self, node: ast.Constant) -> Abstract:
+        return self.file.constant(node.value)
+
+    def visit_Lambda(self, node: ast.Lambda) -> Abstract:
+        return Abstract(ref=node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> Abstract:
+        value = self.of(node.value)
+        self.assign(node.target, value)
+        return value
+
+    def visit_Yield(self, node: ast.Yield) -> Abstract:
+        self.yields.append((self.chosen, self.turns))
+        return self._made_of(node) if node.value else Abstract()
+
+    def visit_Name(self, node: ast.Name) -> Abstract:
+        wrapped = self.file.wrapped.get(node.id, frozenset())
+        return self._named(node.id, Abstract(tags=wrapped))
+
+    def _named(self, name: str, otherwise: Abstract) -> Abstract:
+        """What is known of a name: what it was set to here, or what it says."""
+        known = self.env.get(name)
+        blank = known == Abstract()
+        if known is not None and not blank:
+            return known
+        # What the rank of a matrix is set to is no rank.
+        if blank and knowledge.SAID_BY.get(last_part(name)) != "ranks":
+            return Abstract()
+        said = None if name in self.file.changed else self.file.source(name)
+        return said or otherwise
+
+    def visit_Attribute(self, node: ast.Attribute) -> Abstract:
+        name = dotted(node)
+        owner = name.rpartition(".")[0]
+        if name in self.env:
+            return self._named(name, self.env[name])
+        method = self.file.method(self.owner, node.attr) if owner == "self" else None
+        if method and is_property(method):
+            return self.call(method, None, node, name)
+        if owner in ("trainer", "self.trainer") and node.attr in knowledge.PROPERTIES:
+            pairs_with, why, guess = knowledge.PROPERTIES[node.attr]
+            self.emit(Collective(name, pairs_with, node.lineno, why, guess))
+        return self._attribute(node, self.of(node.value))
+
+    def _attribute(self, node: ast.Attribute, inner: Abstract) -> Abstract:
+        """An attribute of something that is known already."""
+        name = dotted(node)
+        if name in self.env:
+            return self._named(name, self.env[name])
+        if isinstance(inner.ref, Definition):
+            known = self.file.attributes.get(inner.ref.name, {})
+            if f"self.{node.attr}" in known:
+                return known[f"self.{node.attr}"]
+        said = self.file.source(name)
+        if said is not None:
+            return said
+        if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
+            return tagged("gradient") if node.attr == "grad" else Abstract()
+        if node.attr == "shape" and inner.level:
+            return tagged("shape", level=VARIES)
+        wrapped = self.file.wrapped.get(node.attr, frozenset[str]())
+        if node.attr == "module":
+            wrapped = frozenset()
+        return Abstract(inner.level, tags=wrapped | inner.tags & {"alone", "file"})
+
+    def visit_Subscript(self, node: ast.Subscript) -> Abstract:
+        constant = getattr(node.slice, "value", None)
+        if dotted(node.value).endswith("environ"):
+            return self.file.source(f"${constant}") or Abstract()
+        value = self.of(node.value)
+        key = self.of(node.slice)
+        if isinstance(constant, int) and constant < len(value.parts):
+            return value.parts[constant]
+        at = applied(
+            lambda given, where: given[where], [value.at, key.at], text_of(node)
+        )
+        of_model = isinstance(constant, str) and parts_of(constant) & knowledge.MODEL
+        features = value.has("shape") and isinstance(node.slice, ast.UnaryOp)
+        if at or of_model or features:  # the number of features is the model's
+            return Abstract(at=at)
+        return Abstract(
+            value.level,
+            tags=value.tags & (knowledge.CARRIED | {"agreed"}),
+            count=value.count if value.level == VARIES else None,
+        )
+
+    def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Abstract:
+        values = tuple(map(self.of, node.elts))
+        columns = [each.at for each in values]
+        at = applied(lambda *parts: parts, columns, text_of(node))
+        return replace(mixed(values), at=at, count=SAME, parts=values)
+
+    visit_Tuple = visit_Set = visit_List
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Abstract:
+        values = tuple(map(self.of, node.values))
+        return replace(mixed(values), parts=values)
+
+    def visit_Dict(self, node: ast.Dict) -> Abstract:
+        values = list(map(self.of, node.values))
+        value = replace(mixed(values), count=SAME)
+        nothing = values and all(each.has("nothing", "const") for each in values)
+        return value.tagged("nothing") if nothing else value
+
+    def visit_ListComp(self, node: Any) -> Abstract:
+        """As the loop that it is."""
+        name = f"[{node.lineno}:{node.col_offset}]"
+        if not hasattr(node, "as_loop"):
+            node.as_loop = _as_loop(node, name)
+        outer = dict(self.env)
+        turns = self.turns
+        self.env[name] = Abstract(count=SAME)
+        self.turns = SAME
+        self.block([node.as_loop])
+        value = self.env[name]
+        self.turns = turns
+        agreed = {key: each for key, each in self.env.items() if each.has("agreed")}
+        self.env = {**outer, **agreed}
+        if isinstance(node, ast.DictComp) and value.count != VARIES:
+            return replace(value, level=SAME, count=SAME)  # its keys are the data set's
+        return value
+
+    visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+    def truth(self, node: ast.expr) -> Abstract:
+        """The value of a test: whether what is in a batch decides it, and not only whether it has
+        something.
+        """
+        value = self.of(node)
+        asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
+        if value.level != DATA or isinstance(node, asked):
+            return value
+        if isinstance(node, ast.Call):
+            plausible = bool(parts_of(dotted(node.func)) & knowledge.PLAUSIBLE)
+        else:
+            plausible = sounds_like_data(dotted(node)) and not value.has("optional")
+        return replace(value, level=VARIES if plausible else UNKNOWN)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Abstract:
+        ends = isinstance(node.op, ast.Or)
+        members = len(self.file.members)
+        first = node.values[0]
+        value = self.truth(first)
+        at: Sequence[Any] = truths(value.at, text_of(first), members)
+        known = [value]
+        for each in node.values[1:]:
+            if value.decided is ends:
+                break
+            with self.inside() as items:
+                value = self.truth(each)
+            if items:
+                condition = Condition(
+                    text=text_of(first),
+                    key=self._meaning(first),
+                    value=known[0],
+                    kind="if",
+                    line=node.lineno,
+                    end=node.end_lineno or 0,
+                )
+                sides = ([], items) if ends else (items, [])
+                self.items.append(Branch(condition, *sides))
+            known.append(value)
+            at = both(at, truths(value.at, text_of(each), members), ends)
+        left = mixed([each for each in known if each.decided is None])
+        decided = any(each.at for each in known)
+        return replace(left, at=tuple(at) if decided else None)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Abstract:
+        if not isinstance(node.op, ast.Not):
+            value = self.of(node.operand)
+            operation = OPERATIONS.get(type(node.op))
+            return replace(value, at=applied(operation, [value.at], text_of(node)))
+        value = self.truth(node.operand)
+        at = value.at and tuple(
+            negated(each) if isinstance(each, Open) else not each for each in value.at
+        )
+        return replace(value, at=at, tags=value.tags & knowledge.CARRIED)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Abstract:
+        sides = [self.of(node.left), self.of(node.right)]
+        operation = OPERATIONS.get(type(node.op))
+        at = applied(operation, [each.at for each in sides], text_of(node))
+        return replace(mixed(sides), at=at).without("gradient")
+
+    def visit_IfExp(self, node: ast.IfExp) -> Abstract:
+        condition = self.condition(node.test, node)
+        asked = condition.value
+        if asked.decided is not None:
+            return self.of(node.body if asked.decided else node.orelse)
+        with self.inside() as yes:
+            one = self.of(node.body)
+        with self.inside() as no:
+            other = self.of(node.orelse)
+        if yes or no:
+            self.items.append(Branch(condition, yes, no))
+        for each in (one, other):  # get_rank() if known else 0
+            if asked.at is None and self.file.members.differ(each.at):
+                return each
+        if one.has("agreed") != other.has("agreed") and asked.level != VARIES:
+            return AGREED
+        value = self._either(condition, one, other)
+        chosen = asked.level == VARIES and one.at and other.at
+        return replace(value, level=VARIES) if chosen else value
+
+    def visit_Compare(self, node: ast.Compare) -> Abstract:
+        sides = [node.left, *node.comparators]
+        if dotted(sides[1]).endswith("environ"):
+            known = self.file.source(f"${getattr(sides[0], 'value', '')}")
+            there = isinstance(node.ops[0], ast.In)
+            return self.file.constant(there) if known else Abstract()
+        values = list(map(self.of, sides))
+        constants = [each.value for each in sides if isinstance(each, ast.Constant)]
+        if None in constants and _may_lack(values[0], dotted(sides[0])):
+            return mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
+        at = self._compared(node, values)
+        if at is not None:
+            return replace(mixed(values), at=at)
+        identity = any(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
+        if not identity and any(map(self.by_rank, values)):
+            return tagged("rank", level=VARIES)
+        if _of_form(node, values, constants):
+            return Abstract()
+        value = mixed(values)
+        itself = text_of(sides[0]) == text_of(sides[1])  # loss != loss
+        if value.level == DATA and (
+            itself or any(isinstance(each, _COMPARING) for each in node.ops)
+        ):
+            value = replace(value, level=VARIES)
+        return value.without("gradient")
+
+    def _compared(
+        self, node: ast.Compare, values: Sequence[Abstract]
+    ) -> tuple[Any, ...] | None:
+        """What a comparison says on each member."""
+        text = text_of(node)
+        at: tuple[Any, ...] = (True,) * len(self.file.members)
+        for op, left, right in zip(node.ops, values, values[1:], strict=False):
+            part = applied(OPERATIONS[type(op)], [left.at, right.at], text)
+            if part is None:
+                return None
+            at = both(at, truths(part, text, 0), False)
+        return at
+
+    # --- calls
+
+    def emit(self, made: Collective) -> None:
+        if made.pairs_with != BACKWARD or not self.unsynced:
+            self.items.append(replace(made, place=(made.line, made.name)))
+
+    def visit_Call(self, node: ast.Call) -> Abstract:
+        call = self._call_of(node)
+        last = last_part(call.origin)
+        kind, package = knowledge.WRAPPERS.get(last, ("", ""))
+        if kind and package in call.origin:
+            return self._wrap(node, kind, last)
+        if call.owner.has("one device"):
+            return Abstract()
+        own = self.own(node)
+        if own and self.depth < _MOST_DEEP and self.file.work < _MOST_WORK:
+            return self.call(own, call, node, call.name)
+        made = collectives.collective_of(call) if own is None else None
+        if made is not None:
+            named = collectives.name_by_batch(call)
+            if named is not None:
+                self.items.append(Branch(named, [made], []))
+            return self._agree(node, made)
+        sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
+        if sounds and last not in self.file.env:
+            self.items.append(Unseen(call.name))
+        if call.last in knowledge.ADDING and isinstance(node.func, ast.Attribute):
+            return self._add(dotted(node.func.value), call)
+        if call.name in ("filter", "map") and len(call.args) == 2:
+            return self._mapped(call)
+        return calls.called(call)
+
+    def _call_of(self, node: ast.Call) -> calls.Call:
+        """Read what is called, and what it is given."""
+        owner = Abstract()
+        if isinstance(node.func, ast.Attribute):
+            owner = self.of(node.func.value)
+            function = self._attribute(node.func, owner)
+        else:
+            function = self.of(node.func)
+        return calls.Call(
+            node=node,
+            name=dotted(node.func),
+            origin=self.origin(dotted(node.func)),
+            function=function,
+            owner=owner,
+            args=[self.of(each) for each in node.args],
+            given={each.arg or "": self.of(each.value) for each in node.keywords},
+            file=self.file,
+            env=self.env,
+            subjects=self.subjects,
+            in_module=self.owner is not None and "forward" in self.owner.methods,
+        )
+
+    def _add(self, name: str, call: calls.Call) -> Abstract:
+        """Add to a list or a set: where data decide on it, its length is this rank's own."""
+        owner = call.owner
+        chosen = self.chosen == VARIES
+        added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
+        count = None if owner.count is None else max(owner.count, self.turns)
+        if chosen:
+            count = VARIES
+        self.set(
+            name, replace(added, level=VARIES if chosen else added.level, count=count)
+        )
+        return Abstract()
+
+    def _mapped(self, call: calls.Call) -> Abstract:
+        """`filter` and `map`."""
+        function, iterated = call.args
+        value = replace(iterated, count=None)
+        if isinstance(function.ref, ast.Lambda):
+            outer = dict(self.env)
+            self.env.update((each.arg, value) for each in function.ref.args.args)
+            value = self.truth(function.ref.body)
+            self.env = outer
+        elif value.has("gradient"):  # filter(None, grads)
+            value = Abstract(VARIES)
+        if call.last == "map":
+            return replace(value, at=None, count=iterated.turns)
+        count = VARIES if value.level == VARIES else iterated.turns
+        return replace(iterated, level=max(value.level, iterated.level), count=count)
+
+    def _wrap(self, node: ast.Call, kind: str, last: str) -> Abstract:
+        perhaps = ["perhaps"] if self.branches and kind == "fsdp" else []
+        value = tagged(kind, *perhaps)
+        if last != "fully_shard" or not node.args:
+            return value
+        # In place; and what a loop takes it from: for layer in model.layers.
+        name = dotted(node.args[0])
+        wrapped = [name]
+        for loop in nodes(self.definition.node, ast.For):
+            if name in names_in(loop.target):
+                wrapped += map(dotted, nodes(loop.iter, ast.Name, ast.Attribute))
+        for each in wrapped:
+            self.file.wrapped[last_part(each)] = value.tags
+            if each != "self":
+                self.env[each] = self.env.get(each, value).tagged(*value.tags)
+                self.set_here.add(each)
+        return value
+
+    def own(self, node: ast.Call) -> Definition | None:
+        """The function of this file that a call leads to."""
+        name = dotted(node.func)
+        first, _, rest = name.partition(".")
+        if first in ("super()", "self", "cls") and self.owner and "." not in rest:
+            beyond = first == "super()"
+            found = self.file.method(self.owner, rest or "forward", beyond=beyond)
+            return None if found and is_property(found) else found
+        known = self.env.get(name, Abstract())
+        holder = self.env.get(name.rpartition(".")[0], Abstract()).ref
+        if isinstance(holder, Definition) and holder.methods:
+            return self.file.method(holder, last_part(name))
+        ref = known.ref
+        if known.has("instance"):
+            wrapped = known.has("ddp", "fsdp")
+            return None if wrapped else self.file.method(ref, "forward")
+        is_function = isinstance(ref, Definition) and isinstance(
+            ref.node, ast.FunctionDef
+        )
+        return ref if is_function else None
+
+    def call(
+        self,
+        called: Definition,
+        call: calls.Call | None,
+        node: ast.Call | ast.Attribute,
+        name: str,
+    ) -> Abstract:
+        """A helper of this file, read with what it is given. call: None of a property."""
+        decorators = list(map(text_of, called.node.decorator_list))
+        manages = any(each.endswith("contextmanager") for each in decorators)
+        if called in self.file.being_read or manages:
+            return Abstract(UNKNOWN)
+        parameters = [each.arg for each in called.node.args.posonlyargs]
+        parameters += [each.arg for each in called.node.args.args]
+        if called.owner and "staticmethod" not in decorators:
+            parameters = parameters[1:]
+        given: Mapping[str, Abstract] = {}
+        if call is not None:
+            given = {**dict(zip(parameters, call.args, strict=False)), **call.given}
+        of_self = self.owner is not None and called.owner is self.owner
+        own = _attributes(self.env) if of_self else {}
+        key = called, tuple(given.items()), tuple(own.items())
+        if key not in self.file.summaries:
+            self.file.summaries[key] = self._read(called, given, own)
+        inner: Interpreter = self.file.summaries[key]
+        if self.one_rank(called):
+            return inner.returned
+        if inner.items and not inner.yields:
+            guess = collectives.guess_of_helper(called, call, self.file)
+            self.items.append(Inlined(name, node.lineno, inner.items, guess))
+        arguments = [] if call is None else call.node.args
+        for parameter, expression in zip(parameters, arguments, strict=False):
+            after = inner.env.get(parameter, Abstract())
+            if after.has("agreed") and not given[parameter].has("agreed"):
+                self._agree_on(expression)
+        if of_self:
+            self.env.update(_attributes(inner.env))
+        return inner.returned
+
+    def one_rank(self, definition: Definition) -> str:
+        """What runs a function on one rank only: a decorator, or Lightning; empty if none."""
+        for node in getattr(definition.node, "decorator_list", ()):
+            name = self.file.origin(dotted(getattr(node, "func", node)))
+            own = self.file.env.get(name, Abstract()).ref
+            if last_part(name) in knowledge.ONE_RANK or self._calls_on_some_ranks(own):
+                return f"@{text_of(node)}"
+        prepares = definition.name.endswith(".prepare_data")
+        return "prepare_data" if prepares and "lightning" in self.subjects else ""
+
+    def _calls_on_some_ranks(self, decorator: object) -> bool:
+        """Whether a decorator of this file calls what it is given under a test on the rank only."""
+        if not isinstance(decorator, Definition):
+            return False
+        node = decorator.node
+        if not isinstance(node, ast.FunctionDef) or not node.args.args:
+            return False
+        given = node.args.args[0].arg
+        inner = Interpreter(self.file, decorator, self.file.start(decorator, {}), 1)
+
+        def calls_of(tree: ast.AST) -> set[ast.Call]:
+            return {
+                each for each in nodes(tree, ast.Call) if dotted(each.func) == given
+            }
+
+        guarded = set[ast.Call]()
+        for branch in nodes(node, ast.If):
+            sides = [
+                calls_of(ast.Module(body, [])) for body in (branch.body, branch.orelse)
+            ]
+            if not all(sides) and inner.by_rank(inner.truth(branch.test)):
+                guarded |= sides[0] | sides[1]
+        return bool(guarded) and calls_of(node) <= guarded
+
+    def _read(
+        self,
+        called: Definition,
+        given: Mapping[str, Abstract],
+        own: Mapping[str, Abstract],
+    ) -> Interpreter:
+        env = {**self.file.start(called, given), **own}
+        inner = Interpreter(self.file, called, env, self.depth + 1)
+        self.file.being_read.append(called)
+        inner.block(called.node.body)
+        self.file.being_read.pop()
+        return inner
+
+    def _agree_on(self, node: ast.AST, value: Abstract = AGREED) -> None:
+        """What the names in it are from now on."""
+        for each in nodes(node, ast.Name, ast.Attribute):
+            name = dotted(each)
+            if not name.startswith("()") and name not in ("self", "torch", "dist"):
+                old = self.env.get(name, Abstract())
+                tags = value.tags | old.tags & {"ddp", "fsdp"}
+                self.env[name] = replace(value, tags=tags, ref=old.ref)
+                self.set_here.add(name)
+
+    def _agree(self, node: ast.Call, made: Collective) -> Abstract:
+        """Make a collective: what it gives, and what is the same on all ranks behind it."""
+        last = last_part(made.name)
+        if made.pairs_with == "generate":
+            self._generate(node, made)
+            return Abstract(DATA)
+        self.emit(made)
+        if made.pairs_with in (*WITHOUT_AGREEMENT, "state_dict"):
+            encodes = made.pairs_with not in (BACKWARD, "log", "state_dict")
+            return Abstract(DATA if encodes else SAME)
+        keywords = [
+            each.value for each in node.keywords if each.arg not in ("group", "op")
+        ]
+        every = [*node.args, *keywords]
+        of_torch = self.origin(made.name).startswith(("torch.distributed", "dist."))
+        if last in knowledge.TO_ONE and of_torch:
+            if last == "reduce":  # one rank alone has the result
+                self._agree_on(every[0], tagged("alone", level=VARIES))
+            return Abstract()
+        if last in knowledge.READING:
+            into_first = last.startswith("all_") and len(every) > 1
+            every = every[:1] if into_first else []
+        for each in every:
+            self._agree_on(each)
+        return AGREED.tagged("group") if last in knowledge.GROUPS else AGREED
+
+    def _generate(self, node: ast.Call, made: Collective) -> None:
+        """As long as this rank's sequences go on, if ranks do not wait for each other."""
+        for each in node.keywords:
+            if each.arg == "synced_gpus" and getattr(each.value, "value", True):
+                return
+        condition = Condition(
+            text=text_of(node.func),
+            key=text_of(node.func),
+            value=Abstract(VARIES),
+            kind="for",
+            line=node.lineno,
+            end=node.end_lineno or 0,
+        )
+        self.items.append(Loop(condition, [made], []))
+
+
+def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
+    """What a file and a class are about."""
+    _, bases = file.bases(owner)
+    subjects = set(file.subjects)
+    methods = owner.methods.keys() if owner else set()
+    if {last_part(each) for each in bases} & knowledge.LIGHTNING_BASES or (
+        methods & knowledge.LIGHTNING_METHODS
+    ):
+        subjects.add("lightning")
+    if any(each.startswith("nemo.") and last_part(each) != "ModelPT" for each in bases):
+        subjects.add("nemo")
+    return frozenset(subjects)
+
+
+def _called(node: ast.Expr) -> ast.Call | None:
+    """The call of a statement that uses nothing of it: `model(x).sum() * 0`."""
+    inner: ast.expr = node.value
+    while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
+        inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
+    return inner if isinstance(inner, ast.Call) else None
+
+
+def _denies(test: ast.expr) -> bool:
+    """Whether a test holds where what it names is not there."""
+    if isinstance(test, ast.UnaryOp):
+        return True
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
+
+
+def _of_handler(node: ast.ExceptHandler) -> Condition:
+    """Whether it takes errors of one rank's batch or memory, or those that all ranks share."""
+    types = getattr(node.type, "elts", [node.type])
+    kinds = {last_part(dotted(each)) for each in types if each is not None}
+    text = text_of(node.type) if node.type else "any error"
+    of_all = kinds and kinds <= knowledge.ALL_RANKS
+    return Condition(
+        text=text,
+        key=text,
+        value=Abstract(SAME if of_all else VARIES),
+        kind="except",
+        line=node.lineno,
+        end=node.end_lineno or 0,
+    )
+
+
+def _first_call(body: Sequence[ast.stmt]) -> int:
+    """The last line of the first statement that calls something: what comes after it may not have
+    been come to.
+    """
+    for each in body:
+        if isinstance(each, ast.With):
+            return _first_call(each.body)
+        if any(nodes(each, ast.Call)):
+            return each.end_lineno or 0
+    return 0
+
+
+def _as_loop(node: Any, name: str) -> ast.stmt:
+    """A comprehension as a loop that appends to a name."""
+    element: Any = getattr(node, "elt", getattr(node, "value", None))
+    add = ast.Attribute(ast.Name(name, ast.Load()), "append", ast.Load())
+    made: ast.stmt = ast.Expr(ast.Call(add, [element], []))
+    for each in reversed(node.generators):
+        for test in reversed(each.ifs):
+            made = ast.copy_location(ast.If(test, [made], []), node)
+            made.filters = True  # type: ignore[attr-defined]
+        loop = ast.For(each.target, each.iter, [made], [])
+        made = ast.copy_location(loop, node)
+    return ast.fix_missing_locations(made)
+
+
+def _may_lack(value: Abstract, name: str) -> bool:
+    """Whether some ranks may have None there: a gradient, a batch, the result of one rank."""
+    batch = value.has("batch") and name in knowledge.BATCHES
+    alone = value.has("alone") and value.level == VARIES
+    return value.has("gradient") or batch or alone
+
+
+def _of_form(
+    node: ast.Compare, values: Sequence[Abstract], constants: Sequence[object]
+) -> bool:
+    """Whether a comparison asks for the form of something, which is equal on all ranks."""
+    sides = [node.left, *node.comparators]
+    fields = any(re.fullmatch(r"len\(\w+\)", text_of(each)) for each in sides) and any(
+        isinstance(each, int) and each > 1 for each in constants
+    )
+    shapes = any(
+        each.has("shape") and isinstance(side, ast.Attribute)
+        for each, side in zip(values, sides, strict=True)
+    )
+    textual = any(isinstance(each, str) or each is None for each in constants)
+    belongs = any(isinstance(each, _BELONGING) for each in node.ops)
+    return belongs or textual or fields or shapes
+
+
+def _attributes(env: Mapping[str, Abstract]) -> Environment:
+    return {name: value for name, value in env.items() if name.startswith("self.")}

@@ -1,0 +1,270 @@
+"""What is known by name: of torch, Lightning, NeMo, and of what people call things. No code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_patches.tools.doctor.syntax import words
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of collective. owners: where it is from, or what its owner is (collectives.py)."""
+
+    owners: tuple[str, ...]
+    why: str
+    guess: str
+    pairs_with: str
+
+
+# Where it is from, or what its owner is | names | why it is a collective | what must hold for that
+# | what it pairs with, if not with its name. Of owners: a.b a module; =a.b its whole name; @part a
+# word of its name's last part; others what is known of its value, its class or its file.
+COLLECTIVES = """
+torch.distributed,deepspeed.comm,dist.,distributed. |
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list
+    gather gather_object init_device_mesh initialize_mesh_device monitored_barrier new_group
+    reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list
+    | | |
+torch.distributed.checkpoint |
+    async_save get_model_state_dict get_optimizer_state_dict get_state_dict load
+    load_state_dict save save_state_dict set_model_state_dict set_optimizer_state_dict
+    set_state_dict
+    | in which all ranks take part | |
+megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
+* | GatheredParameters consolidate_state_dict distribute_module distribute_tensor
+    full_optim_state_dict full_tensor optim_state_dict redistribute
+    scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params unshard
+    | which gathers sharded parameters | |
+* | optim_state_dict_to_load | | the state is sharded, or on rank 0 alone |
+@accelerator | gather gather_for_metrics reduce wait_for_everyone | | |
+@accelerator | get_state_dict save_model save_state
+    | | the model is sharded, by FSDP or DeepSpeed |
+@fabric | all_gather all_reduce barrier broadcast save | | |
+@pl_module,=self+lightning | all_gather | | |
+@strategy,@training_type_plugin | all_gather barrier broadcast reduce reduce_boolean_decision
+    | | |
+=trainer,=self.trainer | fit predict save_checkpoint test validate
+    | which waits for all ranks | |
+=trainer+transformers | evaluate | which waits for all ranks | |
+@engine+parallel | save_16bit_model save_checkpoint save_fp16_model
+    | which all ranks of DeepSpeed save in | |
+fsdp | clip_grad_norm_ | which reduces the norm of sharded gradients | |
+metric | compute | which gathers the metric from all ranks | |
+@acc,@accuracy,@auroc,@bleu,@cer,@f1,@metric,@metrics,@wer | compute
+    | which gathers the metric from all ranks | it is a metric of torchmetrics |
+fsdp | state_dict | which gathers sharded parameters | |
+@model+sharded | state_dict | which gathers sharded parameters | the model is wrapped in FSDP |
+fsdp,@engine+zero,=engine.module+zero | generate
+    | which gathers sharded parameters until this rank's own sequences end
+    | a rank whose sequences end sooner does not wait for the others | generate
+=super()+nemo | forward test_step training_step validation_pass validation_step
+    | which runs NeMo's encoder | | encoder
+=self+nemo | forward | which runs NeMo's encoder | | encoder
+=self | manual_backward | which reduces the gradients | | backward
+@accelerator,@fabric | backward | | | backward
+lightning,parallel | backward | which reduces the gradients | | backward
+=self+sharded,=self+ours | encoder perception pre_encoder | | | encoder
+"""
+# A call of a wrapped module: why it is a collective, and what must hold where that is not sure.
+ON_FSDP = (
+    "which gathers sharded parameters",
+    "the module is sharded, which a test decides",
+)
+ON_DDP = (
+    "whose gradients are reduced",
+    "the model has buffers, which are broadcast at each call",
+)
+NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
+LOG_SYNCED = "which reduces over all ranks by sync_dist"
+LOG_OF_METRIC = "which gathers a metric from all ranks"
+SHARED_SETTINGS = {"should_stop": "which every rank must set, or none"}
+_OF_LOGS = (
+    "metrics",
+    "which reduces what was logged",
+    "a metric in it was logged with sync_dist, and has not been reduced yet",
+)
+# Properties of a trainer: what each pairs with, why, and what must hold.
+PROPERTIES = {
+    "log_dir": ("broadcast", "which broadcasts rank 0's folder", ""),
+    "callback_metrics": _OF_LOGS,
+    "logged_metrics": _OF_LOGS,
+}
+# Those that leave their result on one rank, and those that read what they are given.
+TO_ONE = words("reduce gather gather_object")
+READING = words("""
+    all_gather all_gather_into_tensor all_gather_object gather gather_for_metrics gather_object
+    reduce
+    """)
+AGREEING = words("""
+    across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist
+    distributed gather gathered rank ranks reduce reduced sync synced synchronize world
+    """)
+# What wraps a module for several ranks, what it makes of it, and a part of where it is from.
+WRAPPERS = {
+    "DistributedDataParallel": ("ddp", ""),
+    "DDP": ("ddp", ""),
+    "FullyShardedDataParallel": ("fsdp", ""),
+    "FSDP": ("fsdp", ""),
+    "fully_shard": ("fsdp", ""),
+    "auto_wrap": ("fsdp", "fsdp"),
+    "wrap": ("fsdp", "fsdp"),
+    "initialize": ("ddp", "deepspeed"),
+}
+SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
+IN_PARALLEL = words("""
+    DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group deepspeed
+    accelerate
+    """)
+CONTAINERS = words("""
+    ModuleList ModuleDict Sequential dict enumerate iter items list next reversed sorted tqdm
+    tuple values zip compile to cuda train eval prepare
+    """)
+# Packages beside which an encoder may be NeMo's, in a file that does not import NeMo.
+BESIDE_NEMO = words("""
+    accelerate deepspeed einops hydra lhotse librosa lightning megatron nemo numpy omegaconf
+    pytorch_lightning scipy soundfile torch torchaudio torchmetrics tqdm wandb
+    """)
+LIGHTNING_BASES = words("LightningDataModule LightningModule ModelPT")
+LIGHTNING_METHODS = words("training_step configure_optimizers validation_step")
+ONE_RANK = words("""
+    main_process_only master_only on_last_process on_local_main_process on_main_process
+    rank_zero_only
+    """)
+GROUPS = words("new_group new_subgroups new_subgroups_by_enumeration")
+GROUP_NAME = r"group|mesh|\bpg\b|_pg\b"
+LOGS = words("self.log self.log_dict pl_module.log pl_module.log_dict")
+
+# What a name says on a member, by its last part; source_file.py has what each line says.
+SOURCES = {
+    "rank": words("""
+        get_global_rank get_local_rank get_rank get_world_rank global_rank local_process_index
+        local_rank node_rank process_index rank world_rank
+        """),
+    "first rank": words("""
+        is_first_rank is_global_rank_zero is_global_zero is_local_main_process
+        is_local_process_zero is_main is_main_process is_main_rank is_master is_master_process
+        is_master_rank is_rank0 is_rank_0 is_rank_zero is_world_process_zero main_process
+        master_process
+        """),
+    "last rank": words("is_last_process is_last_rank"),
+    "ranks": words("""
+        data_parallel_size data_parallel_world_size ddp_world_size distributed_world_size dp_size
+        dp_world_size get_data_parallel_world_size get_num_processes get_world_size n_procs nprocs
+        num_gpus num_processes num_replicas world_size
+        """),
+    "ranks of a node": words("""
+        devices_per_node get_local_world_size gpus gpus_per_node local_world_size n_gpus
+        ngpus_per_node nproc_per_node num_devices num_gpus_per_node
+        """),
+    "nodes": words("n_nodes nnodes nodes num_nodes"),
+    "one rank": words("is_single_gpu is_single_process single_gpu single_process"),
+    "several ranks": words("""
+        ddp ddp_enabled dist_enabled distributed distributed_enabled is_ddp is_dist
+        is_dist_avail_and_initialized is_dist_initialized is_distributed
+        is_distributed_initialized is_multi_gpu is_torch_distributed multi_gpu use_ddp use_dist
+        use_distributed using_ddp is_available is_initialized is_torchelastic_launched
+        """),
+    "distributed type": words("distributed_type"),
+    "not distributed": words("NO"),
+    "rank's text": words("""
+        $RANK $LOCAL_RANK $NODE_RANK $GROUP_RANK $SLURM_PROCID $SLURM_LOCALID
+        $OMPI_COMM_WORLD_RANK
+        """),
+    "ranks' text": words("$WORLD_SIZE $SLURM_NTASKS $OMPI_COMM_WORLD_SIZE"),
+}
+# Of these only those of torch.distributed and alike.
+READY = words("is_available is_initialized is_torchelastic_launched NO")
+READY_OWNERS = ("dist", "distributed", "comm", "DistributedType")
+
+# Levels of what has a name only.
+DATA_NAMES = words("""
+    audio audios batch batches chunks data example examples feats features images input inputs
+    items labels len length lengths lens logits losses loss mel metrics mels output outputs outs
+    preds predictions sample samples segments signal signals spec target targets tokens
+    transcripts wav wavs waveform waveforms x xs y results
+    """)
+OTHER_NAMES = words("""
+    by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min mode
+    name nb num path scale size step type weight weights use with is has return no
+    """)
+BATCHES = words("batch batches data sample samples")
+LOADERS = words("dataloader dl loader loaders")
+LOADED = LOADERS | words("batches dataset")
+MODEL = words("""
+    tensors bias buf buffer buffers grad gradient gradients grads model module norm optimizer p
+    param parameters params state weight weights
+    """)
+GRADIENTS = words("grad grads gradient gradients")
+GROUP_WORDS = words("group groups mesh pg")
+PLAIN_TYPES = words("bool float int str")
+READ_OFF = words("""
+    all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
+    size sum tolist
+    """)
+FILES = words("glob rglob iterdir scandir exists is_dir is_file isdir isfile listdir")
+OF_PROCESS = (
+    r"(datetime\.now|monotonic|perf_counter|random\.random|random\.uniform|random\.rand"
+    r"|random\.randint|time\.time|torch\.rand)$"
+)
+STRUCTURE = words("""
+    callable dim getattr hasattr id is_floating_point isinstance issubclass type
+    """)
+STRUCTURE_ATTRIBUTES = words("""
+    device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim requires_grad
+    training
+    """)
+PARAMETER = words("bias grad weight")
+# Of a method that is asked of data: its answer may differ.
+PLAUSIBLE = words("stop bad corrupt empty finite inf invalid nan valid") | GRADIENTS
+PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
+SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
+ADDING = words("append extend add")
+# Errors that all ranks have, if one has them.
+ALL_RANKS = words("""
+    AssertionError AttributeError ConnectionError FileNotFoundError ImportError KeyError
+    KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
+    StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
+    """)
+HARMLESS = words("float getattr int len")
+PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
+# A method in which all ranks take part, or the others of a rank; not torch's own.
+SOUNDS_COLLECTIVE = (
+    r"^(?!torch\.|.*\bdist\.|.*distributed\.).*"
+    r"\.\w*((all|other)_ranks|all_?gather|all_?reduce|barrier|receive|recv"
+    r"|broadcast(?!_to|_tensors))[^.]*$"
+)
+NEW_TENSORS = words("torch.tensor torch.zeros torch.as_tensor")
+# What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
+NO_GRADIENT = r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None"
+NO_BATCH = r"\b(batch(es)?|data|samples?) is (not )?None\b"
+GUESSES = {
+    NO_GRADIENT: "a rank's batches leave parameters without a gradient",
+    r"\brandom\b|\brand\(": (
+        "the ranks draw other random numbers, as they do without a seed"
+    ),
+    NO_BATCH: "the loader gives some ranks None for a batch",
+    r"\bfile\b|exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
+        "the ranks' hosts, or moments, see other files"
+    ),
+}
+# Of what something is made of, what it has, too.
+CARRIED = words("alone ddp file fsdp gradient loader perhaps random rank")
+
+
+def _rows() -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = {}
+    cells = [each.strip() for each in COLLECTIVES.replace("\n    ", " ").split("\n")]
+    for line in filter(None, cells):
+        owners, names, why, guess, pairs_with = (
+            each.strip() for each in line.split("|")
+        )
+        row = Row(tuple(owners.split(",")), why, guess, pairs_with)
+        for name in names.split():
+            rows.setdefault(name, []).append(row)
+    return rows
+
+
+ROWS = _rows()
+SAID_BY = {name: said for said, names in SOURCES.items() for name in names}

@@ -1,0 +1,124 @@
+"""Python in fewer forms: match and early exits as if and else, suppress as try, += as =."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from nemo_patches.tools.doctor.syntax import text_of
+
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+_SAME_AS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.AsyncFor: ast.For,
+    ast.AsyncFunctionDef: ast.FunctionDef,
+    ast.AsyncWith: ast.With,
+    getattr(ast, "TryStar", ast.Try): ast.Try,
+}
+_BODIES = ("body", "orelse", "finalbody")
+
+
+def plain(tree: ast.Module) -> ast.Module:
+    """A new form of a module; the lines stay."""
+    made = _Plain().visit(tree)
+    assert isinstance(made, ast.Module)
+    return ast.fix_missing_locations(made)
+
+
+def _leaves(body: list[ast.stmt]) -> bool:
+    last = body[-1] if body else None
+    return isinstance(last, _LEAVING) or (
+        isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse)
+    )
+
+
+def _nested(body: list[ast.stmt]) -> list[ast.stmt]:
+    """What comes after `if test: return` is its else."""
+    for number, each in enumerate(body[:-1]):
+        if isinstance(each, ast.If) and _leaves(each.body) != _leaves(each.orelse):
+            side = each.orelse if _leaves(each.body) else each.body
+            side += _nested(body[number + 1 :])
+            return body[: number + 1]
+    return body
+
+
+class _Plain(ast.NodeTransformer):
+    def visit(self, node: ast.AST) -> Any:
+        self.generic_visit(node)
+        for name in _BODIES:
+            body = getattr(node, name, None)
+            if isinstance(body, list):
+                setattr(node, name, _nested(body))
+        kind = _SAME_AS.get(type(node))
+        made = kind(**dict(ast.iter_fields(node))) if kind else node
+        change = getattr(self, f"visit_{type(made).__name__}", None)
+        return ast.copy_location(change(made) if change else made, node)
+
+    def visit_Await(self, node: ast.Await) -> ast.AST:
+        return node.value
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        value = ast.BinOp(node.target, node.op, node.value)
+        return ast.Assign([node.target], value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        return ast.Assign([node.target], node.value) if node.value else node
+
+    def visit_With(self, node: ast.With) -> ast.AST:
+        calls = [each.context_expr for each in node.items]
+        errors = [
+            each
+            for call in calls
+            if isinstance(call, ast.Call) and text_of(call.func).endswith("suppress")
+            for each in call.args
+        ]
+        if not errors:
+            return node
+        handler = ast.ExceptHandler(ast.Tuple(errors, ast.Load()), None, [ast.Pass()])
+        return ast.Try(node.body, [handler], [], [])
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        """The two halves of a context manager as one."""
+        own = {
+            each.name: each for each in node.body if isinstance(each, ast.FunctionDef)
+        }
+        if "__enter__" in own and "__exit__" in own:
+            enter = own["__enter__"]
+            body = [each for each in enter.body if not isinstance(each, ast.Return)]
+            enter.body = body + own["__exit__"].body
+            node.body.remove(own["__exit__"])
+        return node
+
+    def visit_Match(self, node: ast.Match) -> ast.AST:
+        chain: list[ast.stmt] = []
+        for case in reversed(node.cases):
+            test = _test(node.subject, case.pattern)
+            if case.guard:
+                test = ast.BoolOp(ast.And(), [test, case.guard])
+            name = getattr(case.pattern, "name", None)
+            body = case.body
+            if name:
+                body = [ast.Assign([ast.Name(name, ast.Store())], node.subject), *body]
+            made = ast.copy_location(ast.If(test, body, chain), case.pattern)
+            made.end_lineno = node.end_lineno
+            chain = [made]
+        return chain[0]
+
+
+def _test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
+    """What a case of match asks."""
+    if isinstance(pattern, ast.MatchOr):
+        tests = [_test(subject, each) for each in pattern.patterns]
+        return ast.BoolOp(ast.Or(), tests)
+    if isinstance(pattern, ast.MatchSequence):
+        parts = getattr(subject, "elts", [])
+        if len(parts) == len(pattern.patterns):
+            pairs = zip(parts, pattern.patterns, strict=True)
+            return ast.BoolOp(ast.And(), [_test(*pair) for pair in pairs])
+    if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
+        return ast.Constant(True)
+    if isinstance(pattern, ast.MatchValue):
+        return ast.Compare(subject, [ast.Eq()], [pattern.value])
+    kind: ast.expr = ast.Name(ast.unparse(pattern), ast.Load())
+    if isinstance(pattern, ast.MatchSingleton):
+        kind = ast.Constant(pattern.value)
+    return ast.Compare(subject, [ast.Is()], [kind])

@@ -1,0 +1,167 @@
+"""What is said of ranks that part: one sentence for each kind, and the rule that it belongs to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Severity, at
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.divergences import Divergence, Kind
+from nemo_patches.tools.doctor.interpreter.skeleton import BACKWARD, ENCODER, End
+
+_MOST_NAMED = 3  # collectives of a finding
+_EMPTY = re.compile(r"not \(?[\w.]+\b|len\([\w.]+\)")
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """what: with the fields of a divergence in it, and its `names` and their verb `are`."""
+
+    rule: str
+    what: str
+    instead: str
+
+
+_SENTENCES = {
+    Kind.BRANCH: Sentence(
+        "NP401",
+        "{names} {depend} on `{cause}`: a rank where that is otherwise leaves the others"
+        " waiting",
+        "the collective in any case, or a test that all ranks share",
+    ),
+    Kind.ORDER: Sentence(
+        "NP401",
+        "{names} come in another order where `{cause}`: ranks where that differs make"
+        " unlike ones",
+        "one order on all ranks",
+    ),
+    Kind.NAME: Sentence(
+        "NP401",
+        "{names} {are} made under a name that depends on `{cause}`: ranks with unlike"
+        " names reduce unlike values, or wait",
+        "names that all ranks log, each of them",
+    ),
+    Kind.FIRST_RANK: Sentence(
+        "NP401",
+        "{names} {are} made on one rank of the job or of a node only, by {cause}",
+        "the collective in a method that every rank runs",
+    ),
+    Kind.EXIT: Sentence(
+        "NP405",
+        "`{exit}` in line {exit_line}, by `{cause}`, leaves out {names}: ranks where that"
+        " differs wait in it",
+        "a decision that all ranks share: all_reduce a flag, and leave where any rank has"
+        " it",
+    ),
+    Kind.ERROR: Sentence(
+        "NP406",
+        "after {cause} a rank goes on with other collectives than the ranks without it"
+        " ({names}), and they wait for each other",
+        "raise in the handler, or a decision to skip that all ranks share, before the next"
+        " collective",
+    ),
+    Kind.LOOP: Sentence(
+        "NP407",
+        "{names} {are} made in each turn of a loop over `{cause}`: ranks whose batches give"
+        " another number of turns wait for each other",
+        "as many turns on all ranks: all_reduce their number with MAX, and fill up with"
+        " padding",
+    ),
+}
+_BY_RANK = {
+    Kind.BRANCH: Sentence(
+        "NP401",
+        "{names} {are} made only where a test on the rank holds (`{cause}`), and nowhere"
+        " else here",
+        "the collective outside of that branch, on every rank",
+    ),
+    Kind.EXIT: Sentence(
+        "NP405",
+        "`{exit}` in line {exit_line}, by `{cause}`, leaves out {names}: the other ranks"
+        " wait in it",
+        "the collective before it, on every rank",
+    ),
+}
+_OF_ENCODER = Sentence(
+    "NP401",
+    "{names} {are} called only if `{cause}`: ranks where that differs wait for each other"
+    " in it",
+    "the call in any case, and its result left out",
+)
+
+
+def finding(each: Divergence) -> tuple[str, Finding]:
+    """The rule's identifier, and its finding."""
+    sentence = _sentence(each)
+    one = len({made.name for made in each.collectives}) == 1
+    said = sentence.what.format(
+        names=_names(each),
+        are="is" if one else "are",
+        depend="depends" if one else "depend",
+        cause=each.cause,
+        exit=each.exit,
+        exit_line=each.exit_line,
+    )
+    guess = _guess(each)
+    made = [at(made.name, made.line) for made in each.collectives]
+    read = [*made, at(each.cause, each.line)]
+    if each.kind is Kind.EXIT:
+        read = [at(each.exit, each.exit_line), *read]
+    elif each.kind is Kind.ERROR:
+        read = [at(f"except {each.cause}", each.line), *made]
+    return sentence.rule, Finding(
+        severity=NOTE if guess else _severity(each),
+        what=f"{each.function}: {said}{guess}",
+        read=tuple(read),
+        instead=sentence.instead,
+    )
+
+
+def _sentence(each: Divergence) -> Sentence:
+    if each.by_rank and each.kind in _BY_RANK:
+        return _BY_RANK[each.kind]
+    if each.kind is Kind.BRANCH and each.collectives[0].pairs_with == ENCODER:
+        return _OF_ENCODER
+    return _SENTENCES[each.kind]
+
+
+def _names(each: Divergence) -> str:
+    """The collectives, and what makes one alone a collective, where its name does not say so."""
+    names = list(dict.fromkeys(made.name for made in each.collectives))
+    why = each.collectives[0].why
+    if len(names) == 1:
+        return f"{names[0]} ({why})" if why else names[0]
+    if len(names) > _MOST_NAMED:
+        names[_MOST_NAMED:] = [f"{len(names) - _MOST_NAMED} more"]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _guess(each: Divergence) -> str:
+    """What must hold for a guess to be right, at the end of a sentence; empty where it is none."""
+    guesses = [made.guess for made in each.collectives]
+    said = f"{each.cause} {each.about}"
+    # That a batch may be None.
+    expected = each.function.endswith("_step") or each.exit == End.CONTINUE.value
+    if re.search(knowledge.NO_GRADIENT, said):
+        expected = each.trains
+    if not each.by_rank and not (expected and re.search(knowledge.NO_BATCH, said)):
+        known = [
+            text for words, text in knowledge.GUESSES.items() if re.search(words, said)
+        ]
+        guesses = known or guesses
+    return f". A guess: {guesses[0]}" if all(guesses) else ""
+
+
+def _severity(each: Divergence) -> Severity:
+    """A note where only gradients are reduced, which no_sync may have put off, and at the end of an
+    evaluation, where the turns are its batches and only a rank without any would leave.
+    """
+    backward = [made.pairs_with == BACKWARD for made in each.collectives]
+    at_end = each.function.endswith("_end")
+    if each.kind is Kind.LOOP:
+        guessed = [made.guess for made in each.collectives]
+        only = all(one or guess for one, guess in zip(backward, guessed, strict=True))
+        return NOTE if only or at_end else WARNING
+    empty = each.kind is Kind.EXIT and not each.by_rank and _EMPTY.match(each.cause)
+    return NOTE if empty and at_end and not any(backward) else WARNING

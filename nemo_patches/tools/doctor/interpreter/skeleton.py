@@ -1,0 +1,156 @@
+"""What a function comes to: its collectives, and the branches, loops, exits and handlers around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from nemo_patches.tools.doctor.interpreter.values import Abstract
+
+# Kinds of collectives that pair by something else than their names.
+BACKWARD = "backward"
+ENCODER = "encoder"
+FORWARD = "forward"
+LOG = "log"
+UNUSED = "forward, and no backward"
+WITHOUT_AGREEMENT = (ENCODER, BACKWARD, FORWARD, LOG, UNUSED)
+
+
+class End(Enum):
+    """How a block ends that does not go on."""
+
+    RETURN = "return"
+    BREAK = "break"
+    CONTINUE = "continue"
+    RAISE = "raise"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call that every rank must make. pairs_with: its kind; why: what makes it one; guess: what
+    must hold for that. of: the name that is used in it. on_step: of a log, whether it is reduced at
+    once, where it says so. place: its own line and name, also where a helper makes it.
+    """
+
+    name: str
+    pairs_with: str
+    line: int
+    why: str = ""
+    guess: str = ""
+    of: str = ""
+    on_step: object = None
+    place: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What decides a branch or how often a loop goes round.
+
+    text: as it is written; key: what it asks, the same wherever that is asked. kind: if, while,
+    except, name, for, or filter, that of a comprehension.
+    """
+
+    text: str
+    key: str
+    value: Abstract
+    kind: str
+    line: int
+    end: int
+
+    def around(self, line: int) -> bool:
+        return self.line <= line <= self.end
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    condition: Condition
+    yes: Items
+    no: Items
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    condition: Condition
+    body: Items
+    orelse: Items
+    endless: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    end: End
+    line: int
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """A name of a training_step that is set, perhaps to nothing that backward could begin at."""
+
+    name: str
+    line: int
+    text: str
+    nothing: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """first: the line of the first call, behind which an error may have come. harmless: whether
+    only what all ranks fail in alike is tried.
+    """
+
+    body: Items
+    handlers: list[tuple[Condition, Items]]
+    orelse: Items
+    final: Items
+    first: int
+    harmless: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Inlined:
+    """A helper of the same file."""
+
+    name: str
+    line: int
+    body: Items
+    guess: str = ""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A method of another file that may make collectives, by its name."""
+
+    name: str
+
+
+Item = Collective | Branch | Loop | Exit | Assigned | Tried | Inlined | Unseen
+Items = list[Item]
+
+
+def inner_blocks(item: Item) -> list[Items]:
+    if isinstance(item, Branch):
+        return [item.yes, item.no]
+    if isinstance(item, Tried):
+        handlers = [body for _, body in item.handlers]
+        return [item.body, *handlers, item.orelse, item.final]
+    if isinstance(item, Loop):
+        return [item.body, item.orelse]
+    return [item.body] if isinstance(item, Inlined) else []
+
+
+def conditions_in(items: Iterable[Item]) -> Iterator[Condition]:
+    for each in items:
+        if isinstance(each, (Branch, Loop)):
+            yield each.condition
+        for block in inner_blocks(each):
+            yield from conditions_in(block)
+
+
+def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
+    """Those of a function itself: a helper's are found in the helper."""
+    for each in items:
+        if isinstance(each, Tried):
+            yield each
+        for block in () if isinstance(each, Inlined) else inner_blocks(each):
+            yield from tries_in(block)

@@ -1,0 +1,262 @@
+"""What is known of a file as a whole: imports, classes, wrapped modules, attributes."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.members import Member, Members, members_of
+from nemo_patches.tools.doctor.interpreter.names import parts_of, sounds_like_data
+from nemo_patches.tools.doctor.interpreter.values import (
+    DATA,
+    SAME,
+    UNKNOWN,
+    Abstract,
+    joined,
+)
+from nemo_patches.tools.doctor.syntax import dotted, functions, last_part, nodes
+
+_MOST_BASES = 20
+# What each line of knowledge.SOURCES says on a member.
+_ON_MEMBER: dict[str, Callable[[Member], Any]] = {
+    "rank": lambda each: each.rank,
+    "first rank": lambda each: each.rank == 0,
+    "last rank": lambda each: each.rank == each.ranks - 1,
+    "ranks": lambda each: each.ranks,
+    "ranks of a node": lambda each: each.ranks // each.nodes,
+    "nodes": lambda each: each.nodes,
+    "one rank": lambda _: False,
+    "several ranks": lambda _: True,
+    "distributed type": lambda _: "several",
+    "not distributed": lambda _: "NO",
+    "rank's text": lambda each: str(each.rank),
+    "ranks' text": lambda each: str(each.ranks),
+}
+# What a file is about, by the names in it.
+_SUBJECTS = {
+    "parallel": knowledge.IN_PARALLEL,
+    "sharded": knowledge.SHARDING,
+    "transformers": {"transformers"},
+    "zero": {"zero_optimization"},
+}
+_NAMING = (
+    "id",
+    "attr",
+    "module",
+    "name",
+    "value",
+)  # fields of nodes with names in them
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A function or a class of the file, or the module. outer: the names around a function in a
+    function.
+    """
+
+    name: str
+    node: Any
+    owner: Definition | None = None
+    methods: dict[str, Definition] = field(default_factory=dict)
+    outer: Mapping[str, Abstract] | None = None
+
+
+class SourceFile:
+    """What does not change while it is read, and what its functions tell each other."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.members: Members = members_of(tree)
+        self.origins = dict(_origins(tree))
+        self.mentioned = {
+            part
+            for node in ast.walk(tree)
+            for kind in _NAMING
+            if isinstance(text := getattr(node, kind, ""), str)
+            for part in text.split(".")
+        }
+        self.changed = {name for each in nodes(tree, ast.Global) for name in each.names}
+        self.loaded = {
+            each.id
+            for each in nodes(tree, ast.Name)
+            if not isinstance(each.ctx, ast.Store)
+        }
+        self.subjects = {
+            subject
+            for subject, names in _SUBJECTS.items()
+            if not names.isdisjoint(self.mentioned)
+        }
+        packages = _packages(tree)
+        self.imported = packages - {""}
+        if (
+            "nemo" in packages
+            or packages <= knowledge.BESIDE_NEMO | sys.stdlib_module_names
+        ):
+            self.subjects.add("ours")
+        self.wrapped = dict(_deepspeed_engines(tree))
+        self.attributes: dict[str, dict[str, Abstract]] = {}
+        self.env: dict[str, Abstract] = {}
+        self.definitions: list[Definition] = []
+        self.being_read: list[Definition] = []
+        self.summaries: dict[Any, Any] = {}
+        self.work = 0
+
+    def begin_round(self) -> None:
+        """Forget what is read anew, but not attributes and wrapped modules."""
+        self.definitions = []
+        self.summaries = {}
+        self.work = 0
+        self.env = {}
+
+    def origin(self, name: str) -> str:
+        """Where a name is from, by the imports: `dist.barrier` is torch.distributed.barrier."""
+        first, dot, rest = name.partition(".")
+        return f"{self.origins.get(first, first)}{dot}{rest}"
+
+    def constant(self, value: object) -> Abstract:
+        tag = "nothing" if value is None else "const"
+        return Abstract(at=(value,) * len(self.members), tags=frozenset({tag}))
+
+    def source(self, name: str) -> Abstract | None:
+        """What a name says on each member; None where it says nothing of ranks."""
+        said = knowledge.SAID_BY.get(last_part(name))
+        if said is None:
+            return None
+        owner = self.origin(name).rpartition(".")[0]
+        if last_part(name) in knowledge.READY and not owner.endswith(
+            knowledge.READY_OWNERS
+        ):
+            return None
+        return Abstract(at=tuple(map(_ON_MEMBER[said], self.members.every)))
+
+    def start(
+        self, definition: Definition, given: Mapping[str, Abstract]
+    ) -> dict[str, Abstract]:
+        """The names that a function begins with: its arguments, as they are given or by what they
+        are called.
+        """
+        env = dict(self.env if definition.outer is None else definition.outer)
+        if definition.owner:
+            env.update(self.attributes.get(definition.owner.name, {}))
+        args = definition.node.args
+        for argument, default in _arguments(args):
+            value = given.get(argument.arg) or self._argument(argument, default)
+            if (
+                given
+                and argument.arg not in given
+                and isinstance(default, ast.Constant)
+            ):
+                value = self.constant(default.value)
+            env[argument.arg] = value
+        for each in filter(None, (args.vararg, args.kwarg)):
+            env[each.arg] = Abstract(UNKNOWN)
+        return env
+
+    def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
+        name = argument.arg
+        said = self.source(name)
+        if said is not None:
+            return said
+        types = {last_part(dotted(each)) for each in ast.walk(argument)}
+        optional = isinstance(default, ast.Constant)
+        level = DATA if sounds_like_data(name) else UNKNOWN
+        if (
+            (isinstance(default, ast.Constant) and default.value is not None)
+            or types & knowledge.PLAIN_TYPES
+            or parts_of(name) & (knowledge.MODEL | knowledge.AGREEING)
+            or name in ("self", "cls")
+        ):
+            level = SAME
+        wrapped = {
+            knowledge.WRAPPERS[each][0] for each in types & knowledge.WRAPPERS.keys()
+        }
+        tags = {*self.wrapped.get(name, ()), *wrapped}
+        if level == DATA and optional:
+            tags.add("optional")
+        elif level == DATA and name in knowledge.BATCHES:
+            tags.add("batch")
+        if len(name) == 1:  # a list of anything; a tensor, if its length is asked for
+            return Abstract(
+                level, tags=frozenset({*tags, "letter"}), count=min(level, UNKNOWN)
+            )
+        return Abstract(level, tags=frozenset(tags))
+
+    def bases(self, definition: Definition | None) -> tuple[list[Definition], set[str]]:
+        """A class and its bases in this file, the nearest first, and the names of the others."""
+        found = [definition] if definition else []
+        others = set[str]()
+        for each in found[:_MOST_BASES]:
+            for base in each.node.bases:
+                ref = self.env.get(dotted(base), Abstract()).ref
+                if isinstance(ref, Definition) and ref not in found:
+                    found.append(ref)
+                elif ref is None:
+                    others.add(self.origin(dotted(base)))
+        return found, others
+
+    def method(
+        self, definition: Definition | None, name: str, *, beyond: bool = False
+    ) -> Definition | None:
+        """A method of a class or of its bases. beyond: of its bases alone, as super() has it."""
+        for each in self.bases(definition)[0]:
+            if name in each.methods and not (beyond and each is definition):
+                return each.methods[name]
+        return None
+
+    def keep_attributes(self, of_class: str, known: Mapping[str, Abstract]) -> None:
+        """What a method has set, joined with what others have."""
+        kept = self.attributes.setdefault(of_class, {})
+        for key, value in known.items():
+            kept[key] = joined(kept[key], value) if key in kept else value
+
+
+def methods_of(node: ast.ClassDef) -> Definition:
+    """A class with its methods."""
+    made = Definition(node.name, node)
+    for name, each in functions(node).items():
+        made.methods[name] = Definition(f"{node.name}.{name}", each, made)
+    return made
+
+
+def is_property(definition: Definition) -> bool:
+    return any(
+        "property" in ast.unparse(each) for each in definition.node.decorator_list
+    )
+
+
+def _arguments(args: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    every = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    defaults = [*args.defaults, *args.kw_defaults]
+    without: list[ast.expr | None] = [None] * (len(every) - len(defaults))
+    return zip(every, [*without, *defaults], strict=True)
+
+
+def _origins(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in nodes(tree, ast.Import):
+        for each in node.names:
+            if each.asname:
+                yield each.asname, each.name
+    for source in nodes(tree, ast.ImportFrom):
+        for each in () if source.level else source.names:
+            yield each.asname or each.name, f"{source.module}.{each.name}"
+
+
+def _packages(tree: ast.Module) -> set[str]:
+    """Those that a file imports from; "" is its own."""
+    whole = {each.name for node in nodes(tree, ast.Import) for each in node.names}
+    parts = {
+        "" if node.level else str(node.module) for node in nodes(tree, ast.ImportFrom)
+    }
+    return {name.partition(".")[0] for name in whole | parts}
+
+
+def _deepspeed_engines(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
+    """`model_engine` of model_engine.backward(loss)."""
+    for node in nodes(tree, ast.Call):
+        name = dotted(node.func)
+        if name.endswith("engine.backward"):
+            yield name.split(".")[-2], frozenset({"ddp"})

@@ -1,0 +1,85 @@
+"""Abstract values: how surely ranks differ in something, and what it is on a job's members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.members import Column, Open
+
+# The same on all ranks; unknown; this rank's data, of the same form on all; or read off data, time,
+# files, errors or the rank.
+SAME, UNKNOWN, DATA, VARIES = range(4)
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """What is known of an expression.
+
+    at: what it is on each member. count: how surely ranks differ in its number of items; item: one
+    of them; parts: those of a tuple. ref: the function, class or lambda that it is.
+    """
+
+    level: int = SAME
+    at: Column | None = None
+    tags: frozenset[str] = frozenset()
+    count: int | None = None
+    item: Abstract | None = None
+    parts: tuple[Abstract, ...] = ()
+    ref: Any = None
+
+    @property
+    def turns(self) -> int:
+        """How surely ranks differ in how often a loop over it goes round."""
+        return self.level if self.count is None else self.count
+
+    def has(self, *tags: str) -> bool:
+        return not self.tags.isdisjoint(tags)
+
+    def tagged(self, *tags: str) -> Abstract:
+        return replace(self, tags=self.tags.union(tags))
+
+    def without(self, *tags: str) -> Abstract:
+        return replace(self, tags=self.tags.difference(tags))
+
+    @property
+    def decided(self) -> bool | None:
+        """What a test says wherever there are several ranks; None where that depends."""
+        said = {
+            None if isinstance(each, Open) else bool(each)
+            for each in self.at or (Open(),)
+        }
+        return said.pop() if len(said) == 1 else None
+
+
+def tagged(*tags: str, level: int = SAME) -> Abstract:
+    return Abstract(level, tags=frozenset(tags))
+
+
+# What holds of a value of two paths only if it holds of both, or is of one path alone.
+_OF_BOTH = {"agreed", "const", "new", "nothing"}
+AGREED = tagged("agreed")
+
+
+def mixed(values: Sequence[Abstract]) -> Abstract:
+    """Of something that is made of these."""
+    tags = frozenset[str]().union(*(each.tags for each in values))
+    level = max((each.level for each in values), default=SAME)
+    return Abstract(level, tags=tags & knowledge.CARRIED)
+
+
+def joined(one: Abstract, other: Abstract) -> Abstract:
+    """Of two paths that the ranks are not known to part on."""
+    if one == other:
+        return one
+    counts = [each.count for each in (one, other) if each.count is not None]
+    return Abstract(
+        level=max(one.level, other.level),
+        at=one.at if one.at == other.at else None,
+        tags=(one.tags | other.tags) - _OF_BOTH | one.tags & other.tags & {"nothing"},
+        count=max(counts, default=None),
+        item=one.item or other.item,
+        ref=one.ref or other.ref,
+    )

@@ -1,0 +1,304 @@
+"""One way through a skeleton: the collectives that a rank makes with some conditions decided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_patches.tools.doctor.interpreter.members import Open, negated, truths
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    ENCODER,
+    Assigned,
+    Branch,
+    Collective,
+    Condition,
+    End,
+    Exit,
+    Inlined,
+    Item,
+    Items,
+    Loop,
+    Tried,
+    Unseen,
+)
+
+_LOOPS = ("for ", "while ")  # how their guards begin
+Guards = tuple[str, ...]  # the texts of the open conditions around something
+Decide = Callable[[Condition], Any]  # True, False, or an Open text
+# The block, which of its handlers, and whether the error came before all but its first call.
+Caught = tuple[Tried, int, bool]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A collective on a way. guards: the open conditions around it; after: those under which it is
+    not come to.
+    """
+
+    made: Collective
+    guards: Guards
+    after: frozenset[Guards] = frozenset()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.made.pairs_with, self.guards, self.after
+
+    def behind(self, left: Iterable[Guards]) -> Event:
+        """Behind these ways out, but those of a test that is decided the other way here."""
+        opposite = set(map(negated, self.guards))
+        others = (each for each in left if opposite.isdisjoint(each))
+        return replace(self, after=self.after.union(others))
+
+
+@dataclass(frozen=True)
+class WayOut:
+    """Of a function or a turn, or, of a training_step, a loss that is set to None: its text."""
+
+    text: str
+    line: int
+    sets: bool
+    guards: Guards
+
+
+@dataclass
+class Way:
+    """decide: what each condition says on it. raised: whether it always ends in an error."""
+
+    decide: Decide
+    caught: Caught | None = None
+    events: list[Event] = field(default_factory=list)
+    exits: list[WayOut] = field(default_factory=list)
+    unseen: set[str] = field(default_factory=set)
+    endless: list[Condition] = field(default_factory=list)
+    raised: bool = False
+    _guards: Guards = ()
+    _left: Mapping[End, tuple[Guards, ...]] = field(default_factory=dict)
+    _call: Inlined | None = None
+    _nothing: set[str] = field(default_factory=set)  # names without a gradient
+
+    def follow(self, items: Items) -> End | None:
+        """Returns how they end; None where it goes on behind them."""
+        for each in items:
+            end = self._one(each)
+            if end is not None:
+                return end
+        return None
+
+    def _one(self, item: Item) -> End | None:
+        if isinstance(item, Branch):
+            return self._branch(item)
+        if isinstance(item, Loop):
+            return self._loop(item)
+        if isinstance(item, Tried):
+            return self._tried(item)
+        if isinstance(item, Inlined):
+            return self._inlined(item)
+        if isinstance(item, Exit):
+            return self._exit(item)
+        if isinstance(item, Assigned):
+            self._assigned(item)
+        elif isinstance(item, Unseen):
+            self.unseen.add(item.name)
+        else:
+            self._collective(item)
+        return None
+
+    def _collective(self, made: Collective) -> None:
+        if made.of in self._nothing:
+            return
+        call = self._call
+        if call:
+            made = replace(
+                made,
+                name=f"{call.name}()",
+                line=call.line,
+                why=made.why or f"which makes {made.name}",
+                guess=made.guess or call.guess,
+            )
+        left = (guards for each in self._left.values() for guards in each)
+        self.events.append(Event(made, self._guards).behind(left))
+
+    def _exit(self, item: Exit) -> End | None:
+        if not self._call and item.end is not End.RAISE:
+            self._leave_by(item.end.value, item.line)
+        return item.end
+
+    def _leave_by(self, text: str, line: int, sets: bool = False) -> None:
+        self.exits.append(WayOut(text, line, sets, self._guards))
+
+    def _assigned(self, item: Assigned) -> None:
+        self._nothing.discard(item.name)
+        if item.nothing and all(each.startswith(_LOOPS) for each in self._guards):
+            self._nothing.add(item.name)
+            self._leave_by(item.text, item.line, sets=True)
+
+    def _branch(self, item: Branch) -> End | None:
+        decided = self.decide(item.condition)
+        if isinstance(decided, Open):  # it may be asked again in its own branch
+            if decided in self._guards:
+                decided = True
+            elif negated(decided) in self._guards:
+                decided = False
+        if not isinstance(decided, Open):
+            before = self._left
+            end = self.follow(item.yes if decided else item.no)
+            always = end is End.RAISE and self._left == before and not self._call
+            self.raised = self.raised or always
+            return end
+        yes = self._perhaps(item.yes, decided)
+        no = self._perhaps(item.no, negated(decided))
+        if yes is None or no is None:
+            return None
+        return yes if no is End.RAISE else no
+
+    def _perhaps(self, items: Items, guard: str) -> End | None:
+        """A block that may not be run: where it leaves, what follows is come to without it."""
+        with self._under(guard):
+            end = self.follow(items)
+            if end is not None and end is not End.RAISE:
+                self._leave(end)
+        return end
+
+    def _leave(self, end: End) -> None:
+        self._left = {**self._left, end: (*self._left.get(end, ()), self._guards)}
+
+    @contextmanager
+    def _under(self, guard: str) -> Iterator[None]:
+        outer = self._guards
+        self._guards = (*outer, guard)
+        yield
+        self._guards = outer
+
+    def _loop(self, item: Loop) -> End | None:
+        condition = item.condition
+        if self.decide(condition) is False and not item.endless:
+            return self.follow(item.orelse)
+        if item.endless:
+            self.endless.append(condition)
+        first = len(self.events)
+        outer = self._left
+        self._left = {**outer, End.CONTINUE: (), End.BREAK: ()}
+        with self._under(f"{condition.kind} {condition.key}"):
+            end = self.follow(item.body)
+            returned = self._left.get(End.RETURN, ())
+            already = len(outer.get(End.RETURN, ()))
+            ways_out = {*self._left[End.BREAK], *returned[already:]}
+            if end in (End.BREAK, End.RETURN):
+                ways_out.add(("once",))
+            # The next turn is not come to, either.
+            self.events[first:] = [
+                each.behind(ways_out) for each in self.events[first:]
+            ]
+            self._left = {**outer, End.RETURN: returned}
+            if end is End.RETURN:
+                self._leave(end)
+        return self.follow(item.orelse)
+
+    def _tried(self, item: Tried) -> End | None:
+        if self.caught is not None and self.caught[0] is item:
+            end = self._error(item)
+        else:
+            end = self.follow(item.body)
+            if end is None:
+                end = self.follow(item.orelse)
+            elif end is End.RAISE and item.handlers:  # it may be caught
+                end = None
+        last = self.follow(item.final)
+        return last if last is not None else end
+
+    def _error(self, item: Tried) -> End | None:
+        """Follow the handler, after the collectives of the block or those of its first call."""
+        assert self.caught is not None
+        _, number, early = self.caught
+        tried = replace(
+            self, events=[], exits=[], unseen=set(), _nothing=set(self._nothing)
+        )
+        tried.follow(item.body)
+        self.raised = tried.raised
+        self.events += [
+            each for each in tried.events if _comes_before(each.made, item, early)
+        ]
+        before = self._left
+        end = self.follow(item.handlers[number][1])
+        self.raised = self.raised or (end is End.RAISE and self._left == before)
+        return end
+
+    def _inlined(self, item: Inlined) -> End | None:
+        outer = self._left, self._call
+        self._left = {**self._left, End.RETURN: self._left.get(End.RETURN, ())}
+        self._call = self._call or item
+        end = self.follow(item.body)
+        self._left, self._call = outer
+        return end if end is End.RAISE else None
+
+
+def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
+    """Whether a collective of a block was made when its error came."""
+    if made.name == "the backward pass":
+        return False
+    if not early:
+        return True
+    # Of a helper's calls it is not known which one fails.
+    by_helper = made.place is not None and made.place[0] != made.line
+    return made.line <= item.first and (by_helper or made.pairs_with != ENCODER)
+
+
+def difference(way: Way, other: Way) -> list[Event]:
+    """What one way makes more often than the other, by line.
+
+    A call that both make is the same one; what is left pairs with another call of its kind, or with
+    one that cannot be seen here.
+    """
+    left = {}
+    for one, another in ((way, other), (other, way)):
+        if another.unseen - one.unseen:
+            continue
+        for each in _surplus(one.events, another.events):
+            left[each.made.name, each.made.line] = each
+    return sorted(left.values(), key=lambda each: each.made.line)
+
+
+def _surplus(events: list[Event], others: list[Event]) -> Iterator[Event]:
+    too_many = Counter(each.key for each in events)
+    too_many -= Counter(each.key for each in others)
+    theirs = set(others)
+    last_first = reversed(events)  # the last of several is the one too many
+    for each in sorted(last_first, key=lambda one: one in theirs):
+        if too_many[each.key]:
+            too_many[each.key] -= 1
+            yield each
+
+
+def reordered(way: Way, other: Way) -> bool:
+    """Whether both make the same collectives in another order, none of them in a branch."""
+    own = [each.key for each in way.events]
+    theirs = [each.key for each in other.events]
+    is_open = any(each.guards or each.after for each in way.events)
+    return own != theirs and Counter(own) == Counter(theirs) and not is_open
+
+
+def undecided(condition: Condition) -> Any:
+    return Open(condition.key)
+
+
+def on_member(number: int, members: int) -> Decide:
+    """The conditions as one member of a job decides them."""
+
+    def decide(condition: Condition) -> Any:
+        if condition.kind == "for":
+            return Open(condition.key)
+        return truths(condition.value.at, condition.key, members)[number]
+
+    return decide
+
+
+def either(key: str, holds: bool) -> Decide:
+    """One condition decided, wherever it is asked, and all others left open."""
+
+    def decide(condition: Condition) -> Any:
+        return holds if condition.key == key else Open(condition.key)
+
+    return decide
