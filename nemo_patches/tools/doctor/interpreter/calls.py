@@ -83,10 +83,13 @@ def _known(call: Call) -> Abstract | None:
         return replace(tagged("instance"), ref=ref)
     if call.origin.startswith("torchmetrics."):
         return tagged("metric")
+    made = knowledge.MAKERS.get(last_part(call.origin))
+    if made and call.last != "Trainer":
+        return tagged(made)
     if call.last == "Trainer":
         numbers = {each.arg: constant(each.value) for each in node.keywords}
         alone = numbers.get("devices") == 1 and numbers.get("num_nodes", 1) == 1
-        return tagged("one device") if alone else Abstract()
+        return tagged("one device") if alone else tagged("=trainer")
     kind = dotted(node.args[1]) if len(node.args) > 1 else ""
     if call.name == "isinstance" and kind.endswith("SingleDeviceStrategy"):
         return call.file.constant(False)

@@ -153,9 +153,6 @@ def guess_of_helper(called: Definition, call: Call | None, file: SourceFile) -> 
     if call is not None and _of_a_group(call) and not of_parameters:
         return "its group has all ranks"
     once = any(
-        isinstance(each, ast.If)
-        and isinstance(each.body[-1], ast.Return)
-        and names_in(each.test) & file.changed
-        for each in called.node.body
+        names_in(each.test) & file.changed for each in nodes(called.node, ast.If)
     )
     return "it is called for the first time" if once else ""

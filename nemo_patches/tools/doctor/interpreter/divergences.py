@@ -294,7 +294,7 @@ class Comparison:
             inside = [one for one in missing if each.around(one.made.line)]
             missing = [one for one in missing if one not in inside]
             pairs_with = {one.made.pairs_with for one in inside}
-            of_a_group = by_rank and _IN_GROUP.search(each.text)
+            of_a_group = by_rank and _IN_GROUP.search(each.key)
             if inside and not (of_a_group and pairs_with <= _OF_A_MESH):
                 kind = Kind.BRANCH if by_rank else _KINDS.get(each.kind, Kind.BRANCH)
                 made = self._guessed(inside, by_rank, loads)

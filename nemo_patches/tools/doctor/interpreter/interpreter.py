@@ -38,6 +38,8 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Loop,
     Tried,
     Unseen,
+    collectives_in,
+    inner_blocks,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -76,6 +78,7 @@ _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 _DENYING = (ast.NotIn, ast.NotEq)
 _ASKED = (ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
+_SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
 Environment = dict[str, Abstract]
 
 
@@ -293,8 +296,13 @@ class Interpreter:
         if condition.value.level == VARIES and not condition.value.has("file"):
             self.chosen = VARIES
         self.branches += 1
+        meanings = self.meanings
         yes, left, taken = self._side(node.body, before)
+        of_yes = self.meanings
+        self.meanings = meanings
         no, left_too, other = self._side(node.orelse, before)
+        common = of_yes.items() & self.meanings.items()
+        self.meanings = dict(common)
         self.chosen = outer
         self.branches -= 1
         self.items.append(Branch(condition, yes, no))
@@ -311,6 +319,7 @@ class Interpreter:
         self, body: Sequence[ast.stmt], before: Environment
     ) -> tuple[Items, End | None, Environment]:
         self.env = dict(before)
+        self.meanings = dict(self.meanings)
         with self.inside() as items:
             end = self.block(body)
         return items, end, self.env
@@ -335,7 +344,7 @@ class Interpreter:
         agreeing = (
             len(agree) == 1
             and condition.value.level != VARIES
-            and "%" not in condition.text
+            and "%" not in condition.key
         )
         side = min(agree, default=0)
         merged = {}
@@ -885,7 +894,8 @@ class Interpreter:
 
     def _wrap(self, node: ast.Call, kind: str, last: str) -> Abstract:
         perhaps = ["perhaps"] if self.branches and kind == "fsdp" else []
-        value = tagged(kind, *perhaps)
+        engine = ["@engine"] if last == "initialize" else []
+        value = tagged(kind, *perhaps, *engine)
         if last != "fully_shard" or not node.args:
             return value
         # In place; and what a loop takes it from: for layer in model.layers.
@@ -973,27 +983,29 @@ class Interpreter:
 
     def _calls_on_some_ranks(self, decorator: object) -> bool:
         """Whether a decorator of this file calls what it is given under a test on the rank only."""
-        if not isinstance(decorator, Definition):
+        if not isinstance(decorator, Definition) or decorator in self.file.being_read:
             return False
-        node = decorator.node
-        if not isinstance(node, ast.FunctionDef) or not node.args.args:
+        args = getattr(decorator.node, "args", None)
+        if args is None or not args.args:
             return False
-        given = node.args.args[0].arg
-        inner = Interpreter(self.file, decorator, self.file.start(decorator, {}), 1)
+        given = {args.args[0].arg: Abstract(ref=_SOME_COLLECTIVE)}
+        made = self._read(decorator, given, {}).returned.ref
+        if not isinstance(made, Definition) or not isinstance(
+            made.node, ast.FunctionDef
+        ):
+            return False
+        return self._parts_ranks(self._read(made, {}, {}).items)
 
-        def calls_of(tree: ast.AST) -> set[ast.Call]:
-            return {
-                each for each in nodes(tree, ast.Call) if dotted(each.func) == given
-            }
-
-        guarded = set[ast.Call]()
-        for branch in nodes(node, ast.If):
-            sides = [
-                calls_of(ast.Module(body, [])) for body in (branch.body, branch.orelse)
-            ]
-            if not all(sides) and inner.by_rank(inner.truth(branch.test)):
-                guarded |= sides[0] | sides[1]
-        return bool(guarded) and calls_of(node) <= guarded
+    def _parts_ranks(self, items: Items) -> bool:
+        """Whether a collective is made on one side of a test on the rank only."""
+        for each in items:
+            blocks = inner_blocks(each)
+            if isinstance(each, Branch) and self.by_rank(each.condition.value):
+                if any(collectives_in(each.yes)) != any(collectives_in(each.no)):
+                    return True
+            if any(map(self._parts_ranks, blocks)):
+                return True
+        return False
 
     def _read(
         self,
@@ -1085,7 +1097,7 @@ def _called(node: ast.Expr) -> ast.Call | None:
 def _denies(test: ast.expr) -> bool:
     """Whether a test holds where what it names is not there."""
     if isinstance(test, ast.UnaryOp):
-        return True
+        return not _denies(test.operand)
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
 
 

@@ -112,6 +112,8 @@ WRAPPERS = {
     "wrap": ("fsdp", "fsdp"),
     "initialize": ("ddp", "deepspeed"),
 }
+# What a class makes, whatever it is called: as COLLECTIVES has its owner.
+MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "=trainer"}
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 IN_PARALLEL = words("""
     DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group deepspeed

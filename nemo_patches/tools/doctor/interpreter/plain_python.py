@@ -83,8 +83,8 @@ class _Plain(ast.NodeTransformer):
         }
         if "__enter__" in own and "__exit__" in own:
             enter = own["__enter__"]
-            body = [each for each in enter.body if not isinstance(each, ast.Return)]
-            enter.body = body + own["__exit__"].body
+            _GoesOn().visit(enter)
+            enter.body += own["__exit__"].body
             node.body.remove(own["__exit__"])
         return node
 
@@ -102,6 +102,13 @@ class _Plain(ast.NodeTransformer):
             made.end_lineno = node.end_lineno
             chain = [made]
         return chain[0]
+
+
+class _GoesOn(ast.NodeTransformer):
+    """Without a function's returns."""
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        return ast.copy_location(ast.Pass(), node)
 
 
 def _test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:

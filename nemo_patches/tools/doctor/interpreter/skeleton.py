@@ -154,3 +154,11 @@ def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
             yield each
         for block in () if isinstance(each, Inlined) else inner_blocks(each):
             yield from tries_in(block)
+
+
+def collectives_in(items: Iterable[Item]) -> Iterator[Collective]:
+    for each in items:
+        if isinstance(each, Collective):
+            yield each
+        for block in inner_blocks(each):
+            yield from collectives_in(block)
