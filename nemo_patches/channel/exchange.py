@@ -790,7 +790,7 @@ class Exchange:
                 self._joined()
         elif message.kind in _QUESTION_KINDS:
             self._of_questions(self._questions.heard, link, message)
-        elif message.kind > VERDICT:
+        elif message.kind > STOP:
             self._pass_over(link, f"a message of kind {message.kind}")
 
     # Rounds.
