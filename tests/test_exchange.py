@@ -433,6 +433,27 @@ def test_a_rank_that_has_not_come_is_named_and_comes() -> None:
         assert set(job.do([0, 1, 2], Rank.outstanding)) == {2}
 
 
+def test_a_rank_that_leaves_before_all_have_come_has_left() -> None:
+    """And no rank waits at its own end for a connection to it."""
+    with Job(3, joins=False) as job:
+        job.do([0, 1], Rank.join)
+        wait_for(lambda: set(silences(job.do([0], Rank.ask)[0][1])) == {2})
+        job.do([1], Rank.close)
+        wait_for(lambda: job.do([0], ranks_that_have_left)[0] == [1])
+        job.do([2], Rank.join)
+        job.do([0, 2], Rank.wait_joined)
+        wait_for(lambda: job.do([0, 2], ranks_that_have_left) == [[1], [1]])
+        assert job.do([0, 2], is_whole) == [True, True]
+
+
+def ranks_that_have_left(rank: Rank) -> list[int]:
+    return [one for one, silence in rank.exchange.ended.items() if silence.how == LEFT]
+
+
+def is_whole(rank: Rank) -> bool:
+    return rank.exchange.is_whole
+
+
 def test_without_rank_0_the_others_know_that_it_is_the_one() -> None:
     with Job(3, joins=False) as job:
         job.do([1, 2], Rank.join)

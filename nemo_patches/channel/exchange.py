@@ -568,10 +568,10 @@ class Exchange:
         if not self.is_joined:
             self.members[rank] = member
             if None not in self.members:
-                self._joined()
                 body = self._ranks()
                 for link in self._links.values():
                     link.send(RANKS, body=body)
+                self._joined()  # then it says which of them have left
         elif before == member:  # it had lost its connection
             self._links[rank].send(RANKS, body=self._ranks())
         else:

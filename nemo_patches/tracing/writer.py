@@ -9,6 +9,7 @@ import queue
 import time
 from datetime import timedelta
 from pathlib import Path
+from time import sleep
 
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.sync.settings import STDERR
@@ -98,7 +99,7 @@ class TraceWriter:
         """Write what has gathered; false where that was the last."""
         batch = [self._queue.get()]
         if not isinstance(batch[0], End):
-            time.sleep(_GATHER_S)
+            sleep(_GATHER_S)
         batch += [self._queue.get() for _ in range(self._queue.qsize())]
         for record in batch:
             has_room = self.output.add(record)

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from time import sleep
 from typing import TYPE_CHECKING
 
 import torch.distributed
@@ -266,7 +267,7 @@ class StallMonitor:
             is_likely = exchange.has_lost or _has_raised()
             if time.monotonic() - began >= (_DEATH_S if is_likely else _UNLIKELY_S):
                 return
-            time.sleep(_SHORTEST_TICK_S)
+            sleep(_SHORTEST_TICK_S)
 
     def _make_reports(self, now: float, limit_s: float) -> None:
         if why := self._late.run():

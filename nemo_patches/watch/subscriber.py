@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
-import time
+from time import sleep
 from typing import TYPE_CHECKING
 
 from ..channel import process_hooks
@@ -130,7 +130,7 @@ class StallSubscriber(Observer):
             elif self._is_not_needed():
                 return
             else:
-                time.sleep(_LOOK_S)
+                sleep(_LOOK_S)
 
     def _look_for_group(self) -> None:
         """Publishes a new one. After revert(), no group is watched."""
