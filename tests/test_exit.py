@@ -214,3 +214,75 @@ def write(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write("\n")
         process.stdin.flush()
+
+
+KILLED = """
+import datetime, multiprocessing, os, signal, sys, time
+import torch, torch.distributed as dist
+
+def train(rank, port, ending):
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3,
+                            timeout=datetime.timedelta(seconds=120))
+    from nemo_patches.watch import subscriber
+    subscriber.subscribe()
+    while subscriber.monitor() is None or not subscriber.monitor().exchange.is_whole:
+        time.sleep(0.01)
+    number = torch.ones(1)
+    for _ in range(20):
+        dist.all_reduce(number)
+    if ending == "healthy":
+        dist.barrier()
+        return
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            dist.all_reduce(number)
+    except RuntimeError:
+        if ending == "sys.exit":
+            sys.exit(3)
+        raise
+
+if __name__ == "__main__":
+    rank, port, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if ending in ("fork", "spawn"):
+        context = multiprocessing.get_context(ending)
+        child = context.Process(target=train, args=(rank, port, ending))
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+    train(rank, port, ending)
+"""
+EXIT_CODES = {"exception": 1, "sys.exit": 3, "fork": 1, "spawn": 1, "healthy": 0}
+
+
+@pytest.mark.parametrize("ending", EXIT_CODES)
+def test_a_rank_that_was_killed_is_named_at_the_others_exit_however_they_end(
+    ending: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), port, ending],
+            stderr=-1,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
+        for rank in (0, 2):
+            assert ranks[rank].returncode == EXIT_CODES[ending], errors[rank]
+            said = [line for line in errors[rank].splitlines() if "gone: " in line]
+            if ending == "healthy":
+                assert said == []
+            else:
+                (line,) = said
+                assert "gone: rank 1 of 3 | rank 1 (" in line
+                assert "its process has gone" in line
+    finally:
+        for one in ranks:
+            one.kill()
+            one.communicate(timeout=LIMIT)
