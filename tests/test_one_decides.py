@@ -95,11 +95,11 @@ def test_after_an_error_of_ours_on_one_rank_no_other_waits_for_it() -> None:
         assert seen["after the length sync's"] == 0, "rank 0's"
         assert seen["after its own"] and seen["then"] == rank
         (line,) = [line for line in lines if "as in stock NeMo" in line]
-        reason = "please report it" if rank == 1 else "rank 1 has stopped that"
+        reason = "please report it" if rank == 1 else "rank 1 takes part no more"
         assert reason in line
         assert seen["passes"] == [10]
         if rank != 1:
-            assert "rank 1 has stopped that" in seen["dropped"]
+            assert "rank 1 takes part no more" in seen["dropped"]
 
 
 def breaks(rank: int, size: int) -> Any:

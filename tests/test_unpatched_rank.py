@@ -5,7 +5,9 @@ in every mode.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 import threading
 import time
 from typing import Any
@@ -319,3 +321,43 @@ def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(
         in line
         for line in lines
     )
+
+
+def one_cannot_reach_rank_0(rank: int, size: int) -> Any:
+    """As behind a firewall that rejects: rank 2 finds rank 0's port closed."""
+    from nemo_patches.channel import meeting
+
+    encoder = encoders.conformer()
+    if rank == 2:
+        closed, find_root = free_port(), meeting.find_root
+
+        def elsewhere(store: Any) -> Any:
+            found = find_root(store)
+            if found is None:
+                return None
+            return dataclasses.replace(found[0], port=closed), found[1]
+
+        meeting.find_root = elsewhere
+    wait_for_others("ready", size)
+    nemo_patches.apply(timeout=5.0)
+    said = Said()
+    encoders.sync(encoder, 100)
+    if rank != 2:
+        words = "is patched, and cannot be reached"
+        wait_until(lambda: any(words in line for line in said.lines))
+        wait_until(lambda: nemo_patches.status().unannounced == ())
+    wait_for_others("named", size)
+    return said.lines, str(nemo_patches.status())
+
+
+def test_a_rank_that_cannot_reach_rank_0_is_not_called_unpatched() -> None:
+    first, second, third = run_ranks(one_cannot_reach_rank_0, 3)
+    for result in (first, second):
+        lines, status = result.value
+        (line,) = [line for line in lines if "cannot be reached" in line]
+        assert "rank 2 of 3" in line
+        assert re.search(r", pid \d+: no connection to rank 0 \(.*refused", line), line
+        assert not any("not patched" in line for line in lines), lines
+        assert "not patched, or not started" not in status
+    lines, _ = third.value
+    assert any("no connection to rank 0 (" in line for line in lines)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..text import ranges
+from ..text import ranges, safe
 
 LONGEST_STATE = 8192  # bytes of JSON
 _LONGEST_TEXT = 200  # characters
@@ -28,19 +28,26 @@ NO_ANSWER = "no answer"  # its connection stands, and it says nothing
 NOT_THROUGH = "not through"
 HELD_UP = "held up"  # its exchange answers, its watch does not
 NO_WATCH = "no watch"  # its exchange answers, and there is no watch
+UNREACHED = "unreached"  # it has not registered, and its note in the store says why
 NOT_HEARD = "not heard"  # a rank between has said nothing, or there is no way to it yet
+# Of a rank that was never connected to this one.
+NEVER_HEARD = frozenset({NOT_COME, NOT_HEARD, UNREACHED})
 SILENCES = (
     *(NOT_COME, LEFT, ENDED, LOST, NO_ANSWER),
-    *(NOT_THROUGH, HELD_UP, NO_WATCH, NOT_HEARD),
+    *(NOT_THROUGH, HELD_UP, NO_WATCH, NOT_HEARD, UNREACHED),
 )
 
 
 @dataclass(frozen=True)
 class Silence:
-    """Why nothing is heard of a rank. seconds: since it left, ended or was lost; -1: not known."""
+    """Why nothing is heard of a rank. seconds: since it left, ended or was lost; -1: not known.
+
+    note: what it has left, if it is unreached.
+    """
 
     how: str  # one of SILENCES
     seconds: float = -1.0
+    note: str = ""
 
 
 @dataclass
@@ -94,14 +101,13 @@ class Answers:
             [key, runs_of(group.ranks), group.still, group.state]
             for key, group in self._kept()
         ]
-        by_silence: dict[tuple[str, float], list[int]] = {}
+        by_silence: dict[tuple[str, float, str], list[int]] = {}
         for rank, silence in self.silent.items():
-            by_silence.setdefault((silence.how, round(silence.seconds)), []).append(
-                rank
-            )
+            key = (silence.how, round(silence.seconds), silence.note)
+            by_silence.setdefault(key, []).append(rank)
         silent = [
-            [how, seconds, runs_of(ranks)]
-            for (how, seconds), ranks in by_silence.items()
+            [how, seconds, runs_of(ranks), *filter(None, [note])]
+            for (how, seconds, note), ranks in by_silence.items()
         ]
         return {"groups": groups, "silent": silent}
 
@@ -134,8 +140,11 @@ class Answers:
             for key, runs, still, state, *_ in told["groups"]
         ]
         silent = [
-            (Silence(_known(text_of(how)), float(seconds)), ranks_of(runs))
-            for how, seconds, runs, *_ in told["silent"]
+            (
+                Silence(_known(text_of(how)), float(seconds), _note_of(note)),
+                ranks_of(runs),
+            )
+            for how, seconds, runs, *note in told["silent"]
         ]
         for silence, _ in silent:
             if not -1 <= silence.seconds < _LONGEST_S:
@@ -162,6 +171,10 @@ def text_of(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("not a text")
     return value[:_LONGEST_TEXT]
+
+
+def _note_of(told: list[Any]) -> str:
+    return safe(text_of(told[0])) if told else ""
 
 
 def state_of(state: Any) -> Any:

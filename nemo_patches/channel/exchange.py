@@ -11,6 +11,7 @@ ended: then there are no more rounds.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -39,6 +40,7 @@ from .answers import (
     NOT_COME,
     NOT_HEARD,
     NOT_THROUGH,
+    UNREACHED,
     Silence,
 )
 from .daemon import Daemon
@@ -59,6 +61,7 @@ from .link import (
     Message,
 )
 from .meeting import Member
+from .notes import Notes
 from .own_socket import Socket, host_name
 from .process_hooks import AtExit, InForkedChild
 from .questions import Questions, Watch
@@ -102,7 +105,7 @@ class RoundsStopped(RoundFailed):
     """A rank has stopped these rounds: from the same one on, no rank gets a result."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has stopped that, which its stderr says")
+        super().__init__(f"rank {rank} takes part no more; its stderr may say why")
         self.rank = rank
 
 
@@ -237,6 +240,12 @@ class Exchange:
         self._token = b""
         self._here = Member("", "", 0, 0)
         self._store_address = ""
+        # Rank 0's addresses that a joining rank tries; the first one is tried now, or has worked.
+        self._root_addresses: list[str] = []
+        self._root_tries = 0
+        self._root_since = 0.0
+        self._has_left_note = False
+        self._notes = Notes(self.post)
         self._listener: Socket | None = None
         self._listener_rests_until = 0.0
         self._parents = [0] * size  # until all have come, all are below rank 0
@@ -386,6 +395,7 @@ class Exchange:
         if thread.is_alive() and store is not None:
             meeting.end_requests(store)
             thread.join(_STORE_EXIT_S)
+        self._notes.end(_STORE_EXIT_S)
 
     def forget(self) -> None:
         """In a forked child: the sockets are its parent's."""
@@ -528,7 +538,8 @@ class Exchange:
         except ValueError as error:
             trouble = str(error)
             address = "127.0.0.1"
-        self._listener = meeting.listen(address)
+        on_all = meeting.listens_on_all(address, self.rank, self.size)
+        self._listener = meeting.listen(address, on_all)
         port = self._listener.getsockname()[1]
         self._here = Member(host_name(), address, port, os.getpid(), trouble)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -546,7 +557,11 @@ class Exchange:
             if not self._token:
                 self._token = meeting.leave_root(self._present_store(), self._here)
                 self._registered(0, self._here)
-            return math.inf
+            absent = [rank for rank in range(self.size) if self.members[rank] is None]
+            store = self._store() if absent else None
+            if store is None:
+                return math.inf
+            return self._notes.look(store, self._token, absent, now)
         if 0 in self._links or any(link.is_ours for link in self._all_links):
             return math.inf
         at, pause_s = self._tries.get(0, (0.0, _FIRST_PAUSE_S))
@@ -556,11 +571,32 @@ class Exchange:
         self._tries[0] = (now + pause_s, min(1.5 * pause_s, longest_s))
         root = meeting.find_root(self._present_store())
         if root is not None:
-            self.members[0], self._token = root
-            link = self._open(0)
-            if link is not None:
-                link.tell(REGISTER, {"member": self._here.to_json()})
+            self._try_root(*root, now)
         return pause_s
+
+    def _try_root(self, root: Member, token: bytes, now: float) -> None:
+        """At its own address, then at the one by which this rank has reached the store."""
+        if token != self._token:
+            self.members[0], self._token = root, token
+            own = root.reached_from(self._here, self._store_address)
+            self._root_addresses = list(dict.fromkeys([own, self._store_address]))
+            self._root_tries = 0
+            self._root_since = now
+            self._has_left_note = False
+        else:
+            self._root_addresses.append(self._root_addresses.pop(0))
+        if self._root_tries >= len(self._root_addresses) and self.trouble:
+            # With an earlier group's token it is read by nobody.
+            if not self._has_left_note:
+                note = dataclasses.replace(self._here, trouble=self.trouble[:256])
+                meeting.leave_note(self._present_store(), token, self.rank, note)
+                self._has_left_note = True
+            if now - self._root_since >= self._connect_s:
+                self._trouble(self.trouble)
+        self._root_tries += 1
+        link = self._open(0)
+        if link is not None:
+            link.tell(REGISTER, {"member": self._here.to_json()})
 
     def _registered(self, rank: int, member: Member) -> None:
         """As rank 0."""
@@ -629,7 +665,7 @@ class Exchange:
         member = self.members[rank]
         if member is None:
             return None
-        address = member.reached_from(self._here, self._store_address)
+        address = self._address_of(rank, member)
         try:
             link = Link.opened(address, member.port, self.rank, rank, self._token)
         except OSError as error:
@@ -640,11 +676,16 @@ class Exchange:
         self._watch(link)
         return link
 
+    def _address_of(self, rank: int, member: Member) -> str:
+        if rank == 0 and self._root_addresses:
+            return self._root_addresses[0]
+        return member.reached_from(self._here, self._store_address)
+
     def _address_text(self, rank: int) -> str:
         member = self.members[rank]
         if member is None:
             return f"rank {rank}"
-        address = member.reached_from(self._here, self._store_address)
+        address = self._address_of(rank, member)
         return f"rank {rank} ({member.host}, {address}, port {member.port})"
 
     def _reconnect(self, rank: int, now: float) -> float:
@@ -954,6 +995,10 @@ class Exchange:
     def why_unreachable(self, rank: int) -> Silence | None:
         """Why a rank cannot be asked; None if it can."""
         if self.members[rank] is None:  # only rank 0 knows which ranks have registered
+            note = self._notes.of.get(rank)
+            if note is not None:
+                text = f"{note.host}, pid {note.pid}: {note.trouble}"
+                return Silence(UNREACHED, note=text)
             return Silence(NOT_COME if 0 in (rank, self.rank) else NOT_HEARD)
         if rank in self._ended:
             how, at = self._ended[rank]
@@ -969,7 +1014,7 @@ class Exchange:
         if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
             return Silence(ENDED)
         links = [one for one in self._all_links if one.rank == rank]
-        if any(one.has_gap for one in links):
+        if any(one.is_ready and one.has_gap for one in links):
             return Silence(NOT_THROUGH)
         cut_s = max((one.unacknowledged_s for one in links), default=-1.0)
         # One that is being made says nothing: a firewall may keep it from being made.

@@ -140,7 +140,15 @@ class Link:
             held = self.socket.getsockopt(_socket.SOL_SOCKET, _SO_MEMINFO, 4)
         except OSError:  # an old kernel, or lost
             return False
-        return any(held)
+        return any(held) and not self.has_unread
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has come that this rank has not read yet: it was held up itself."""
+        try:
+            return bool(self.socket.recv(1, _socket.MSG_PEEK))
+        except OSError:  # nothing is there, or lost
+            return False
 
     @property
     def waits(self) -> bool:

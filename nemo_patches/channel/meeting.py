@@ -1,7 +1,7 @@
 """Where the ranks of a process group meet, and the shape of their tree.
 
 Rank 0 leaves its address in the job's store, and the others register with it. The store is used for
-this one key, before there are any rounds.
+this one key, before there are any rounds; and for a note of each rank that cannot reach rank 0.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -32,6 +32,7 @@ except (
 
 FAN_OUT = 16  # connections of a rank to those below it, at most
 ROOT_KEY = "nemo_patches/root"
+_NOTE_KEY = "nemo_patches/unreached/{rank}"
 _FORMAT = 1
 _BACKLOG = 1024
 # The kernel holds back a client that says nothing for so long: it costs no file.
@@ -68,7 +69,7 @@ class Member:
 
     def reached_from(self, here: Member, store_address: str) -> str:
         """Its address for a rank: another host's loopback address means the store's host."""
-        if self.host != here.host and ipaddress.ip_address(self.address).is_loopback:
+        if self.host != here.host and is_loopback(self.address):
             return store_address
         return self.address
 
@@ -93,6 +94,28 @@ def find_root(store: Any) -> tuple[Member, bytes] | None:
             f"rank 0 has another version of nemo_patches: format {told[0]!r}, here {_FORMAT}"
         )
     return Member.from_json(told[2]), bytes.fromhex(told[1])
+
+
+def leave_note(store: Any, token: bytes, rank: int, member: Member) -> None:
+    """As a rank that cannot reach rank 0, which its member's trouble says.
+
+    Right after find_root(), when the store answers: a set waits only for room to send.
+    """
+    told = json.dumps([_FORMAT, token.hex(), member.to_json()])
+    store.set(_NOTE_KEY.format(rank=rank), told)
+
+
+def find_notes(store: Any, token: bytes, ranks: list[int]) -> dict[int, Member]:
+    """By rank, the notes of this group's; others' may be there still. Raises the store's errors."""
+    found = {}
+    for rank in ranks:
+        key = _NOTE_KEY.format(rank=rank)
+        if store.check([key]):
+            with contextlib.suppress(ValueError, TypeError, KeyError, IndexError):
+                told = json.loads(store.get(key))
+                if told[:2] == [_FORMAT, token.hex()]:
+                    found[rank] = Member.from_json(told[2])
+    return found
 
 
 def end_requests(store: Any) -> None:
@@ -192,20 +215,40 @@ def _address_of(interface: str) -> str:
     return ""
 
 
-def listen(address: str) -> Socket:
-    """A port at this address.
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
-    At a loopback address other than 127.0.0.1 (Debian's 127.0.1.1) it listens on all: other hosts
-    come by the name that this host has for them.
+
+def listens_on_all(address: str, rank: int, size: int) -> bool:
+    """Whether other hosts may come by another address than this host has for itself.
+
+    To the store's host, a name that it resolves to its loopback address; to rank 0, the address of
+    the store. Not where the user has named an interface, nor where all ranks run on this host.
     """
-    family = family_of(address)
-    if address.startswith("127.") and address != "127.0.0.1":
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    is_chosen = any(os.environ.get(name) for name in names)
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    may_be_reached = rank == 0 or is_loopback(address)
+    return may_be_reached and not is_chosen and not is_one_host
+
+
+def listen(address: str, on_all: bool) -> Socket:
+    """A port at this address, or at all addresses, of both families if they are there."""
+    if on_all:
+        with contextlib.suppress(OSError):  # this network namespace has no IPv6
+            return _listener(_socket.AF_INET6, "", with_ipv4=True)
         address = ""
+    return _listener(family_of(address), address)
+
+
+def _listener(family: int, address: str, with_ipv4: bool = False) -> Socket:
     listener = Socket(family, _socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
         if family == _socket.AF_INET6:
-            listener.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 1)
+            listener.setsockopt(
+                _socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, int(not with_ipv4)
+            )
         listener.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_DEFER_ACCEPT, _SILENT_S)
         listener.bind((address, 0))
         listener.listen(_BACKLOG)

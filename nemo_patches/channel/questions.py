@@ -282,6 +282,8 @@ class Questions:
         for rank, until in list(question.pending.items()):
             if now < until and not is_late:
                 continue
+            if rank != self._owner.rank and question.asked[rank].has_unread:
+                continue  # the next step reads it
             del question.pending[rank]
             if rank == self._owner.rank:
                 question.found.add_silent([rank], Silence(HELD_UP))

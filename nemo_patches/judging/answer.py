@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from ..facts import LENGTH_SYNC, ROUNDS_OF, RankFacts
 from ..text import named
 from .found import KINDS_OF_SILENT, Found
-from .kinds import APART, ELSEWHERE, EVALUATED, LATE, UNANNOUNCED, is_guess
+from .kinds import (
+    APART,
+    ELSEWHERE,
+    EVALUATED,
+    LATE,
+    UNANNOUNCED,
+    UNREACHED,
+    is_guess,
+)
 from .missing_rank import MissingRank, described
 
 
@@ -121,6 +129,10 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
         for rank in states.keys() - has_come
     }
     missing |= {rank: MissingRank(rank, UNANNOUNCED) for rank in found.absent}
+    missing |= {
+        rank: MissingRank(rank, UNREACHED, where=note)
+        for rank, note in found.unreached.items()
+    }
     silent = ended(found)
     unheard = set(range(found.size)) - has_come - missing.keys() - silent.keys()
     waited_for = {rank: one for rank, one in silent.items() if rank not in had_come}

@@ -17,6 +17,7 @@ from ..channel.answers import (
     NOT_COME,
     NOT_HEARD,
     OTHERS,
+    UNREACHED,
     Answers,
     Silence,
 )
@@ -73,6 +74,15 @@ class Found:
         """The ranks that have not registered."""
         return {
             rank for rank, silence in self.silent.items() if silence.how == NOT_COME
+        }
+
+    @property
+    def unreached(self) -> dict[int, str]:
+        """By rank, what those say that cannot reach rank 0."""
+        return {
+            rank: silence.note
+            for rank, silence in self.silent.items()
+            if silence.how == UNREACHED
         }
 
     def process_of(self, rank: int) -> tuple[str, int]:

@@ -16,6 +16,8 @@ ANSWERS_NOTHING = (
 ALL_RANKS_OF = "all ranks of "  # how it begins where a host is lost with all its ranks
 LEFT = "left"  # it has ended, or destroyed its process group
 UNANNOUNCED = "unannounced"  # it has not registered
+# It has not registered: it cannot reach rank 0, as it says itself.
+UNREACHED = "unreached"
 # It has not come, or came after the others gave up; not known more exactly.
 LATE = "late"
 EVALUATED = "evaluation ended"  # it had fewer batches than the others, which need not wait for it
@@ -29,7 +31,7 @@ PERHAPS = "perhaps "  # how a guess begins
 FLAG_IS_OFF = "sync_max_audio_length is false"
 IS_LOCAL = "sync=local"
 APART = (FLAG_IS_OFF, IS_LOCAL)
-KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, LATE, EVALUATED, *APART)
+KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, UNREACHED, LATE, EVALUATED, *APART)
 
 
 def is_guess(collective: str) -> bool:

@@ -21,12 +21,14 @@ from .kinds import (
     PERHAPS,
     SILENT,
     UNANNOUNCED,
+    UNREACHED,
     is_guess,
 )
 
 NOT_ANNOUNCED = (
     "not patched, or not started, or it cannot connect, which its stderr says"
 )
+REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 
 UNPATCHED = (
@@ -41,8 +43,8 @@ UNPATCHED = (
 class MissingRank:
     """A rank that the others wait for.
 
-    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "evaluation ended": it had
-    fewer batches than
+    kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "unreached": it is patched,
+    and cannot reach rank 0; "evaluation ended": it had fewer batches than
     the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length
     sync. The rest is what it last reported: empty, 0 and -1 if it reported nothing, or if too many
     ranks are missing to describe each.
@@ -85,6 +87,8 @@ class MissingRank:
         )
         if self.kind == UNANNOUNCED:
             return f"{who} has not announced itself: {NOT_ANNOUNCED}"
+        if self.kind == UNREACHED:
+            return f"{who} {REACHED_BY_NONE}: {self.where}"
         if self.kind == LEFT:
             return f"{who} has left: it ended, or destroyed its process group{last}"
         if self.kind == SILENT:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from ..channel.answers import HELD_UP, NO_WATCH, NOT_THROUGH
+from ..channel.answers import HELD_UP, NO_WATCH, NOT_THROUGH, UNREACHED
 from ..facts import CALLING, COMPUTING, MOVING, RankFacts
 from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
@@ -24,7 +24,7 @@ from .kinds import (
     UNANNOUNCED,
     is_guess,
 )
-from .missing_rank import NOT_ANNOUNCED, MissingRank
+from .missing_rank import NOT_ANNOUNCED, REACHED_BY_NONE, MissingRank
 
 WAITING = "waiting"  # in a collective
 UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that
@@ -233,5 +233,8 @@ def _of_state(rank: int, state: RankFacts) -> RankGroup:
 
 def _of_silent(rank: int, how: str, found: Found) -> RankGroup:
     kind = KINDS_OF_SILENT.get(how, UNHEARD)
+    if how == UNREACHED:
+        where = f"it {REACHED_BY_NONE}: {found.unreached[rank]}"
+        return RankGroup(((rank, rank),), kind, where=where)
     where = _WHY.get(how, _NO_WAY) if kind == UNHEARD else found.evidence(rank)
     return RankGroup(((rank, rank),), kind, *found.process_of(rank), where=where)

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from ..channel.answers import NOT_COME, NOT_HEARD
+from ..channel.answers import NEVER_HEARD
 from ..channel.daemon import Daemon
 from ..judging.found import Found
 from ..judging.missing_rank import Stall
@@ -214,7 +214,7 @@ class JobStallWatch:
         for rank, state in found.states.items():
             self._moved_at[rank] = now - max(state.still, 0.0)
         for rank, silence in found.silent.items():
-            if silence.how not in (NOT_COME, NOT_HEARD):
+            if silence.how not in NEVER_HEARD:
                 self._moved_at.setdefault(rank, now)
         return verdict
 
@@ -348,7 +348,7 @@ class JobStallWatch:
     def _is_alone(self, found: Found) -> bool:
         """Whether no other rank can be asked."""
         silences = {silence.how for silence in found.silent.values()}
-        return found.heard == {self._rank} and silences <= {NOT_COME, NOT_HEARD}
+        return found.heard == {self._rank} and silences <= NEVER_HEARD
 
     def _evidence(self, found: Found, verdict: Verdict) -> str:
         """Why the wait will not end by itself; empty if it may."""

@@ -4,7 +4,7 @@ Asked from half the sync's timeout after this rank's first encoder call on.
 
 A rank of stock NeMo never registers with rank 0. It waits in the default process group, where the
 patched ranks' next collective meets its reduce; nobody can help it from outside, so it must be
-seen.
+seen. A rank that is patched and cannot reach rank 0 leaves a note, which says that.
 """
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
@@ -15,14 +15,24 @@ import logging
 from collections.abc import Callable
 
 from ..channel.exchange import Exchange
-from ..judging.kinds import UNANNOUNCED
-from ..judging.missing_rank import NOT_ANNOUNCED, UNPATCHED, Stall
+from ..judging.kinds import UNANNOUNCED, UNREACHED
+from ..judging.missing_rank import (
+    DETAILED,
+    NOT_ANNOUNCED,
+    REACHED_BY_NONE,
+    UNPATCHED,
+    Stall,
+)
 from ..sync.length_sync import current
 from ..text import named
 from .log_line import report
 from .looks import Look
 
 _LONGEST_PAUSE_S = 60.0  # between two looks
+_WITHOUT_THEM = (
+    "Until they can, no length comes in time, and stall reports do not know where"
+    " they are"
+)
 
 
 class RollCall:
@@ -51,6 +61,8 @@ class RollCall:
         self._said_at = 0.0
         self._is_seen = False  # whether `missing` is from after the sync's timeout
         self._is_warned = False
+        self._unreached: dict[int, str] = {}  # at the last look
+        self._said_unreached: set[int] = set()
 
     def look(self, now: float, began: float) -> None:
         """Take the next step, if it is time. began: this rank's first encoder call; 0.0: none
@@ -71,6 +83,7 @@ class RollCall:
             waited_s = self._look.began - began
             self._look = None
             self.missing = tuple(sorted(found.absent))
+            self._unreached = found.unreached
             self._is_seen = waited_s >= limit_s and not found.trouble
             self._next_look = now + min(waited_s, _LONGEST_PAUSE_S)
             if waited_s < limit_s:
@@ -83,6 +96,24 @@ class RollCall:
                 self._said_at = now  # after the line
         if self._is_seen and self.missing and not self._is_warned:
             self._warn(now)
+        if self._is_seen and self._unreached.keys() - self._said_unreached:
+            self._say_unreached(now)
+
+    def _say_unreached(self, now: float) -> None:
+        """Log these once, unless a report names them."""
+        stalls = self._stalls()
+        if self._has_late_round() and not stalls:
+            return
+        new = sorted(self._unreached.keys() - self._said_unreached)
+        self._said_unreached.update(new)
+        if not _named_in(stalls, UNREACHED).issuperset(new):
+            verb = REACHED_BY_NONE
+            if len(new) > 1:
+                verb = verb.replace("is ", "are ", 1)
+            notes = " | ".join(self._unreached[rank] for rank in new[:DETAILED])
+            of_all = f"{named(new)} of {self._exchange.size}"
+            report(logging.WARNING, f"{of_all} {verb}: {notes}. {_WITHOUT_THEM}")
+            self._said_at = now
 
     def _warn(self, now: float) -> None:
         """Log it once, unless a report names the same ranks; a report may also say that it does not
@@ -92,13 +123,7 @@ class RollCall:
         if self._has_late_round() and not stalls:
             return
         self._is_warned = True
-        named_there = {
-            one.rank
-            for stall in stalls
-            for one in stall.missing
-            if one.kind == UNANNOUNCED
-        }
-        if not named_there.issuperset(self.missing):
+        if not _named_in(stalls, UNANNOUNCED).issuperset(self.missing):
             report(logging.WARNING, self._warning())
             self._said_at = now
 
@@ -125,3 +150,7 @@ class RollCall:
                 f"every rank has announced itself now, {now - began:.2f} s after"
                 " this one",
             )
+
+
+def _named_in(stalls: tuple[Stall, ...], kind: str) -> set[int]:
+    return {one.rank for stall in stalls for one in stall.missing if one.kind == kind}
