@@ -434,6 +434,23 @@ def test_several_jobs_in_one_folder_are_named(
         assert live.diagnose_job(jobs[1]).verdict.endswith("all is well")
 
 
+def test_jobs_of_one_run_id_are_told_apart_by_the_stores_address(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "RUN")
+    monkeypatch.setenv("MASTER_ADDR", "node-a")
+    name = f"rank_0.{os.getpid()}{ENDING}"
+    with contextlib.ExitStack() as stack:
+        for port in (1, 2):
+            there = answering(private_folder(port), name, json.dumps(GOOD).encode())
+            stack.enter_context(there)
+            if port == 1:  # the only one that has this name, as far as it is known
+                report = live.diagnose_job(Path("RUN"))
+                assert report.verdict.endswith("all is well")
+        with pytest.raises(UnreadableError, match="--job=RUN: several jobs; give one"):
+            live.diagnose_job(Path("RUN"))
+
+
 def test_the_command_takes_one_thing_to_look_at(tmp_path: Path) -> None:
     plot = ["--job", str(tmp_path), "--plot", "x.png"]
     for arguments in ([".", "--job", str(tmp_path)], plot, ["--job", str(tmp_path)]):

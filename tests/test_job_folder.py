@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
+import subprocess
 import sys
 import tempfile
 import threading
+import time as clock
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +23,14 @@ from ranks import wait_until
 
 from nemo_patches.judging.kinds import ELSEWHERE, SILENT
 from nemo_patches.judging.rank_groups import WAITING
-from nemo_patches.watch import log_line, report_file, torch_knows
-from nemo_patches.watch.job_folder import goes_with_the_job, job_name, private_folder
+from nemo_patches.watch import job_socket, log_line, report_file, torch_knows
+from nemo_patches.watch.job_folder import (
+    goes_with_the_job,
+    is_called,
+    job_name,
+    private_folder,
+)
+from nemo_patches.watch.process_id import machine, own_process
 from nemo_patches.watch.report_file import ReportFile
 from nemo_patches.watch.torch_knows import (
     LONGEST,
@@ -93,6 +102,22 @@ def test_a_job_has_a_name_that_all_its_ranks_know(
     environment: dict[str, str], name: str
 ) -> None:
     assert job_name(environment, 2950, 77) == name
+
+
+def test_two_jobs_of_one_run_id_have_folders_of_their_own() -> None:
+    run = {"TORCHELASTIC_RUN_ID": "RUN", "MASTER_ADDR": "node-a", "RANK": "0"}
+    name = job_name(run, 29400, 77)
+    assert job_name({**run, "RANK": "1"}, 29400, 78) == name  # of another agent
+    others = {
+        job_name(run, 29401, 77),
+        job_name({**run, "MASTER_ADDR": "node-b"}, 29400, 77),
+        job_name({**run, "SLURM_STEP_ID": "1"}, 29400, 77),
+    }
+    assert len({name, *others}) == 4
+    for one in (name, *others):
+        assert re.fullmatch("RUN-[0-9a-f]{8}", one)
+        assert is_called(Path("/tmp/nemo_patches-0", one), "RUN")
+        assert not is_called(Path("/tmp/nemo_patches-0", one), "RU")
 
 
 @pytest.mark.parametrize(("job", "goes"), [("4711", True), ("", False), ("471", False)])
@@ -280,7 +305,12 @@ def group(
 
 
 def write(
-    folder: Path, rank: int, *groups: dict[str, Any], time: float = NOW, size: int = 3
+    folder: Path,
+    rank: int,
+    *groups: dict[str, Any],
+    time: float = NOW,
+    size: int = 3,
+    **more: Any,
 ) -> Path:
     content = {
         "rank": rank,
@@ -289,6 +319,7 @@ def write(
         "time": time,
         "idle_s": 60.0,
         "remark": "",
+        **more,
     }
     file = folder / f"stall_rank_{rank}.json"
     file.write_text(
@@ -391,3 +422,78 @@ def test_what_is_no_report_is_said(content: bytes, tmp_path: Path) -> None:
     report = diagnosed(tmp_path)
     assert report.findings[0].ranks == (1,)
     assert report.problems == (f"{tmp_path}/stall_rank_1.json: no stall report",)
+
+
+# Whether it is so now.
+
+
+def ended() -> dict[str, Any]:
+    """A process of this machine that has gone, as its report tells of it."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    own = own_process()
+    return {**own, "pid": process.pid, "started": own["started"] + 1, "attempt": "0"}
+
+
+def told(folder: Path, process: dict[str, Any], time: float) -> None:
+    for rank in (0, 1):
+        groups = (group([1], ELSEWHERE, READS), group([0], WAITING, BARRIER))
+        write(folder, rank, *groups, time=time, size=2, process=process)
+
+
+def test_a_report_is_no_present_hang_where_its_process_has_gone(tmp_path: Path) -> None:
+    told(tmp_path, {**ended(), "attempt": "2"}, clock.time() - 720)
+    report = diagnosed(tmp_path)
+    assert report.verdict.startswith(
+        "No present hang: the stall reports are of attempt 2, 12 min old, and their"
+        " processes have ended. It was then: Rank 1: it is in read"
+    )
+    assert not report.next_step
+
+
+def test_a_report_whose_pid_another_process_has_now_is_no_present_hang(
+    tmp_path: Path,
+) -> None:
+    own = own_process()
+    told(tmp_path, {**own, "started": own["started"] - 5}, clock.time() - 720)
+    assert diagnosed(tmp_path).verdict.startswith("No present hang")
+
+
+def test_reports_of_an_earlier_attempt_are_listed_while_a_later_one_runs(
+    tmp_path: Path,
+) -> None:
+    """The later one has left its sockets, and no report."""
+    began = clock.time()
+    told(tmp_path, ended(), began - 3600)
+    later = subprocess.Popen(["sleep", "600"])
+    try:
+        name = f"rank_0.{job_socket._here()}.{later.pid}.ask"
+        (tmp_path / name).touch()
+        report = diagnosed(tmp_path, over=False)
+    finally:
+        later.kill()
+        later.wait()
+    assert not any(one.ranks for one in report.findings), report.verdict
+    assert "Rank 1" not in report.verdict
+    assert len(report.earlier) == 2
+    assert (
+        "stall_rank_0.json: of attempt 0, 60 min old: its process has ended"
+        in report.earlier[0]
+    )
+
+
+def test_on_another_machine_a_pid_means_nothing_and_the_age_is_said(
+    tmp_path: Path,
+) -> None:
+    told(tmp_path, {**ended(), "machine": "another"}, clock.time() - 60)
+    report = diagnosed(tmp_path)
+    assert report.verdict.startswith("Rank 1: it is in read")
+    assert "cannot be seen here" in report.summary[-1]
+
+
+def test_a_report_of_a_process_that_runs_is_as_before(tmp_path: Path) -> None:
+    assert machine()
+    told(tmp_path, own_process(), clock.time() - 10)
+    report = diagnosed(tmp_path)
+    assert report.verdict.startswith("Rank 1: it is in read")
+    assert report.summary[-1] == "The newest report is 10 s old."

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import tempfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,13 +34,29 @@ def private_folders() -> Path:
 def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> str:
     """The job's name: the same for all its ranks on this host, and if possible different for every
     other job.
+
+    Two jobs may have one run id, as from a page that was pasted; two of Slurm's steps have one
+    job's. So the store's address and the step are part of it, as eight digits.
     """
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     # Torchrun's default; it is itself the parent of its ranks, also after a restart.
     if run == "none":
         run = f"torchrun-{parent}"
     name = run or environment.get("SLURM_JOB_ID", "") or f"port-{store_port}"
-    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:100]
+    name = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:100]
+    address = environment.get("MASTER_ADDR", "")
+    if not address:
+        return name
+    where = f"{address} {store_port} {environment.get('SLURM_STEP_ID', '')}"
+    return f"{name}-{zlib.crc32(where.encode(errors='replace')):08x}"
+
+
+def is_called(folder: Path, name: str) -> bool:
+    """Whether a job's folder is called so, with or without those digits."""
+    return (
+        folder.name == name
+        or re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", folder.name) is not None
+    )
 
 
 def _make_private(folder: Path) -> None:

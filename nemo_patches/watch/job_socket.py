@@ -85,15 +85,21 @@ def process_of(socket_file: Path) -> int:
     return int(number) if number.isdecimal() else 0
 
 
+def is_ours(socket_file: Path) -> bool:
+    """Whether its pid means the same process here: not in another container, nor on another
+    host.
+    """
+    return f".{_here()}." in socket_file.name
+
+
 def remove_left(folder: Path) -> None:
     """Sockets left by processes that were killed. Those of another container, which shares the
     folder, may live; those of another host cannot be tried.
     """
     for file in folder.glob(f"rank_*{ENDING}"):
-        is_ours = f".{_here()}." in file.name
         is_another_hosts = "-" in file.name and f"-{_host()}." not in file.name
         if is_another_hosts or (
-            is_ours and os.path.exists(f"/proc/{process_of(file)}")
+            is_ours(file) and os.path.exists(f"/proc/{process_of(file)}")
         ):
             continue
         with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ from ..text import named
 from . import on_stall
 from .log_line import report
 from .looks import Look
+from .process_id import own_process
 from .progress import Progress
 from .report_file import ReportFile
 from .training_notes import LastCall, TrainingNotes
@@ -302,6 +303,7 @@ class JobStallWatch:
             "idle_s": round(now - (self._last.since or self._stepped_at), 1),
             "text": text,
             "remark": verdict.remark,
+            "process": own_process(),
             "missing": [asdict(one) for one in verdict.missing],
             "groups": groups,
         }

@@ -164,7 +164,7 @@ class Evidence:
     findings: a source's own, about other things than hangs (stragglers, settings that differ).
     looked_for: for the
     report on files in which nothing was recognised. other_jobs: by name, the facts of stacks of
-    other jobs, which are judged apart.
+    other jobs, which are judged apart. past: why this is no present hang; empty: it may be one.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -179,5 +179,6 @@ class Evidence:
     summary: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     earlier: list[str] = field(default_factory=list)
+    past: str = ""
     looked_for: list[str] = field(default_factory=list)
     other_jobs: dict[str, list[Fact]] = field(default_factory=dict)

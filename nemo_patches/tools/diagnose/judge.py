@@ -61,6 +61,9 @@ def judge(
         findings = [_not_enough(hearing)]
     elif findings and findings[0] in ruled:
         findings[0] = _with_all_evidence(findings[0], hearing)
+    if findings and evidence.past:
+        text = f"{evidence.past} {findings[0].text}"
+        findings[0] = replace(findings[0], text=text, next_step="")
     first = findings[0] if findings else None
     fine = " ".join(no_hang or ("Nothing found.", *evidence.summary))
     return Diagnosis(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nemo_patches.tools.diagnose import findings as ids
@@ -26,7 +26,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
 from nemo_patches.tools.diagnose.facts import UnreadableError
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.sources import stall_reports
-from nemo_patches.watch.job_folder import private_folders
+from nemo_patches.watch.job_folder import is_called, private_folders
 from nemo_patches.watch.job_socket import ENDING, near, process_of
 
 _ANSWER_S = 15.0  # a rank waits some seconds itself, for others that do not answer
@@ -103,14 +103,14 @@ def _sockets(folder: Path) -> list[Path]:
     UnreadableError.
     """
     if not os.path.isdir(folder):  # Path's own raises for a name that is too long
-        own = next(
-            (each / folder for each in _of_jobs() if os.path.isdir(each / folder)), None
-        )  # by the job's name
-        if own is None:
+        named = list(_called(str(folder)))
+        if not named:
             raise NoSocketError(
                 f"--job={folder} is no folder, and no job here has that name: {_HERE}"
             )
-        folder = own
+        if len(named) > 1:
+            raise UnreadableError(_several(folder, named))
+        (folder,) = named
     found: dict[Path, list[Path]] = {}
     for mine in _of_jobs():
         with contextlib.suppress(OSError):
@@ -128,11 +128,28 @@ def _sockets(folder: Path) -> list[Path]:
             f"--job={folder}: no rank of a running job works there; {_HERE}"
         )
     if len(jobs) > 1:
-        raise UnreadableError(
-            f"--job={folder}: several jobs; give one of"
-            f" {', '.join(map(str, sorted(jobs)))}"
-        )
+        raise UnreadableError(_several(folder, jobs))
     return jobs.popitem()[1]
+
+
+def _several(folder: Path, jobs: Iterable[Path]) -> str:
+    return (
+        f"--job={folder}: several jobs; give one of {', '.join(map(str, sorted(jobs)))}"
+    )
+
+
+def _called(name: str) -> list[Path]:
+    """The folders of the jobs that have this name: of those that run, if any does."""
+    found = []
+    for mine in _of_jobs():
+        with contextlib.suppress(OSError):
+            found += [job for job in mine.iterdir() if is_called(job, name)]
+    running = [job for job in found if any(map(_lives, job.glob(f"*{ENDING}")))]
+    return running or found
+
+
+def _lives(file: Path) -> bool:
+    return bool(stat_fields(f"/proc/{process_of(file)}/stat"))
 
 
 def _of_jobs() -> list[Path]:

@@ -225,6 +225,7 @@ def _add(part: Evidence, source: str, whole: Evidence) -> None:
     # Of a rank that several sources have, the last one's: a trace's.
     whole.ranks = list({one.rank: one for one in (*whole.ranks, *part.ranks)}.values())
     whole.summary += part.summary
+    whole.past = whole.past or part.past
     whole.is_well |= part.is_well
     whole.patched |= part.patched
     whole.other_jobs |= part.other_jobs

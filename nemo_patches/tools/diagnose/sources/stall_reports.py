@@ -6,9 +6,11 @@ report says of itself is first-hand, and hearsay of the others. Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at
 from nemo_patches.tools.diagnose.facts import (
     Condition,
     Evidence,
@@ -39,9 +42,12 @@ from nemo_patches.tools.diagnose.findings import (
 )
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.verdicts import finding
+from nemo_patches.watch.job_socket import ENDING, is_ours, process_of
+from nemo_patches.watch.process_id import machine, started
 
 KIND = "stall reports"
 LONGEST = 1 << 20  # bytes
+_OVER = "its process has ended, and the job runs again: not taken into account"
 _NAME = re.compile(r"stall_rank_\d{1,7}\.json")
 _CONDITIONS = {
     SILENT: conditions.SILENT,
@@ -116,9 +122,28 @@ class Group(msgspec.Struct):
         return self.collective or self.where
 
 
+class Process(msgspec.Struct):
+    """As watch/process_id.py tells of it."""
+
+    pid: int
+    started: int
+    machine: str
+    attempt: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a pid of its machine means the same here."""
+        return bool(self.machine) and self.machine == machine()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it certainly has; another one may have its pid."""
+        return self.is_here and started(self.pid) != self.started
+
+
 class Answer(msgspec.Struct):
     """One rank's report. time: seconds since 1970 by its host's clock. idle_s: since its last
-    step.
+    step. process: the reporter's.
     """
 
     world_size: int
@@ -128,6 +153,11 @@ class Answer(msgspec.Struct):
     rank: int = -1
     time: float = 0.0
     idle_s: float = 0.0
+    process: Process | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is not None and self.process.has_ended
 
     @property
     def goes_on(self) -> bool:
@@ -176,7 +206,7 @@ def recognises(name: str, head: bytes) -> bool:
 
 def read(files: list[Path], evidence: Evidence) -> None:
     """Add what the reports on the latest stall say. A rank that took no part in it may have left an
-    earlier one.
+    earlier one; so may an earlier attempt, whose processes have ended.
     """
     answers: list[tuple[Path, Answer]] = []
     for file in files:
@@ -187,6 +217,14 @@ def read(files: list[Path], evidence: Evidence) -> None:
             evidence.problems.append(safe(f"{file}: {error.strerror}"))
         except (ValueError, RecursionError):
             evidence.problems.append(safe(f"{file}: no stall report"))
+    running_since = {
+        folder: _running_since(folder, [one for _, one in answers])
+        for folder in {file.parent for file in files}
+    }
+    for file, answer in list(answers):
+        if answer.has_ended and answer.time < running_since[file.parent]:
+            answers.remove((file, answer))
+            evidence.earlier.append(safe(f"{file.name}: {_dated(answer)}: {_OVER}"))
     if not answers:
         return
     answers.sort(key=lambda one: one[1].time)
@@ -215,6 +253,44 @@ def read(files: list[Path], evidence: Evidence) -> None:
     evidence.patched = True
     evidence.ranks += (_summary(rank, group) for rank, group in newest.by_rank)
     evidence.summary.append(safe(newest.text))
+    if newest.has_ended:
+        evidence.past = (
+            f"No present hang: the stall reports are {_dated(newest)}, and their"
+            " processes have ended. It was then:"
+        )
+    elif newest.process is not None:
+        unseen = "; whether its process still runs cannot be seen here"
+        seen = "" if newest.process.is_here else unseen
+        evidence.summary.append(f"The newest report is {_dated(newest)}{seen}.")
+
+
+def _running_since(folder: Path, answers: Sequence[Answer]) -> float:
+    """When the first of the job's processes that run has begun, in seconds since 1970; 0: none is
+    known to run.
+    """
+    pids = {
+        one.process.pid
+        for one in answers
+        if one.process is not None and one.process.is_here and not one.has_ended
+    }
+    began = [started_at(pid) for pid in pids]
+    for file in folder.glob(f"*{ENDING}"):
+        at = started_at(process_of(file)) if is_ours(file) else 0.0
+        with contextlib.suppress(OSError):
+            # Else another process has its pid.
+            if at and at <= file.lstat().st_mtime + CLOCK_SLACK_S:
+                began.append(at)
+    return min(began) - CLOCK_SLACK_S if began else 0.0
+
+
+def _dated(answer: Answer) -> str:
+    ago_s = max(time.time() - answer.time, 0.0)
+    ago = f"{ago_s:.0f} s" if ago_s < 120 else f"{ago_s / 60:.0f} min"
+    if ago_s > 3 * 3600:
+        ago = f"{ago_s / 3600:.0f} h"
+    attempt = answer.process.attempt if answer.process is not None else ""
+    of = f"of attempt {attempt}, " if attempt.isdecimal() else ""  # as torchrun counts
+    return f"{of}{ago} old"
 
 
 def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
