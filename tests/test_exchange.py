@@ -830,3 +830,18 @@ def test_connections_that_hang_slow_no_round() -> None:
             for one in times
         ]
         assert statistics.median(busy) < 20 * statistics.median(calm) + 0.1
+
+
+def test_what_has_come_and_is_not_read_yet_is_no_gap() -> None:
+    """A rank that was held up itself has not read the answers; large packets are not lost."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as there,
+    ):
+        own, _ = listener.accept()
+        ours = link.Link(own, 1, is_ours=False)
+        assert not ours.has_unread
+        there.sendall(b"an answer")
+        wait_for(lambda: ours.has_unread)
+        assert not ours.has_gap
+        own.close()
