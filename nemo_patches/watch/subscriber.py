@@ -41,6 +41,7 @@ class StallSubscriber(Observer):
         self._lock = threading.Lock()
         self._monitor: StallMonitor | None = None
         self._thread: threading.Thread | None = None
+        self._said = ""  # why there can be no thread
         self._notes = TrainingNotes()
         self._late = LateModules()
 
@@ -101,10 +102,12 @@ class StallSubscriber(Observer):
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
                 self._notes.are_watched = False
-                report(
-                    logging.WARNING,
-                    f"there are no stall reports of this rank, training goes on: {why}",
-                )
+                if why != self._said:  # the next process group tries again
+                    self._said = why
+                    report(
+                        logging.WARNING,
+                        f"there are no stall reports of this rank, training goes on: {why}",
+                    )
             else:
                 self._thread = thread
 
