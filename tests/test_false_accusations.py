@@ -75,6 +75,32 @@ def test_a_rank_that_takes_no_part_is_told_as_what_it_is(
         assert results[rank].lines("not patched, not started") == []
 
 
+def apart_behind_its_call(rank: int, size: int) -> list[tuple[int, str]]:
+    """It makes the same calls as the others, and waits for them in a collective after that."""
+    encoder = encoders.conformer()
+    wait_for_others("ready", size)
+    nemo_patches.apply(timeout=TIMEOUT, sync="local" if rank == 1 else "bounded")
+    missing = []
+    for _ in range(2):
+        encoders.sync(encoder, 100)
+        if rank != 1:
+            wait_until(lambda: nemo_patches.status().stalls)
+            (stall,) = nemo_patches.status().stalls
+            missing += [(one.rank, one.kind) for one in stall.missing]
+        dist.barrier()
+    return missing
+
+
+def test_a_rank_that_takes_no_part_and_waits_behind_its_call_is_told_as_what_it_is() -> (
+    None
+):
+    results = run_ranks(apart_behind_its_call, 3)
+    for rank in (0, 2):
+        assert set(results[rank].value) == {(1, "sync=local")}
+        assert results[rank].lines("not every rank's length came")
+        assert not results[rank].lines("Missing: none")
+
+
 class Interrupted(Exception):
     """The user's own."""
 

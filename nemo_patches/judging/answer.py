@@ -45,10 +45,12 @@ class Question:
         After a wait in vain a call may issue no round. Whose rank has made that call, and waits in
         a collective itself, has come to it: it may well wait for this rank.
         """
+        if state.has_come(self.key, self.round_number) is not False:
+            return True
+        if state.apart.get(self.key):
+            return False  # it makes the call, and issues no round
         made = self.clock is not None and state.calls > 0 and state.clock >= self.clock
-        return state.has_come(self.key, self.round_number) is not False or (
-            made and bool(state.collective)
-        )
+        return made and bool(state.collective)
 
     def kind_of(self, state: RankFacts) -> str:
         """The kind of a rank that has not come, by its own state."""
