@@ -19,6 +19,12 @@ CALLING = "calling"  # it goes on with encoder calls
 MOVING = "moving"  # it goes on with collectives
 # It takes no step, and its training thread, or what this waits for, takes a core
 COMPUTING = "computing"
+# Whether a rank runs on_stall: it has none, or reports no stalls; it can; it has told this stall
+# as a warning, and can; it has run it in this stall.
+NO_PAGE = ""
+CAN_PAGE = "can"
+HAS_WARNED = "warned"
+HAS_PAGED = "paged"
 MOST_ENCODERS = 64
 MOST_WORKERS = 32
 
@@ -61,6 +67,7 @@ class RankFacts:
     # What it waits in for a person or a request: "input()", "perhaps queue.get()"
     request: str = ""
     waits_for_child: bool = False  # a thread of its process is in os.wait()
+    page: str = CAN_PAGE
     workers: tuple[int, ...] = ()  # process ids of data loader workers
     worker_states: tuple[str, ...] = ()  # texts about some of them
     batch: str = ""  # its current or last one
@@ -90,7 +97,9 @@ class RankFacts:
             self.activity,
             self.request,
             self.waits_for_child,
+            self.page,
             self.sleeps,
+            self.still < 0,
         ]
         kind = [*what, sorted(self.given_up), self.apart, *does, self.calls > 0]
         place: list[str] = []

@@ -286,6 +286,48 @@ def test_out_of_memory_errors_are_read_once_a_stall_and_only_where_cuda_is_in_us
     assert (report["text"], report["out_of_memory"]) == ("hangs", {"cuda:1": 3})
 
 
+class BlockedCuda(Cuda):
+    """Its allocator's lock is held by a thread that waits for its GPU."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.go_on = threading.Event()
+
+    def memory_stats(self, device: int) -> dict[str, int]:
+        self.go_on.wait(60)
+        return {}
+
+
+def test_a_read_of_the_gpus_memory_that_blocks_holds_up_no_later_report(
+    temporary: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = BlockedCuda()
+    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+    monkeypatch.setattr(report_file, "_READ_LIMIT_S", 0.1)
+    reports = ReportFile(3, 0)
+    try:
+        for number in range(3):
+            reports.write({"text": f"report {number}"}, is_first=True)
+            assert reports._writer is not None
+            reports._writer.join(20)
+        report = json.loads((private_folder(0) / "stall_rank_3.json").read_text())
+        assert report["text"] == "report 2"
+        assert not [line for line in said if "does not answer" in line]
+    finally:
+        cuda.go_on.set()
+
+
+def test_memory_is_not_read_where_that_is_not_wanted(
+    temporary: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.cuda", Cuda(True))
+    reports = ReportFile(3, 0, lambda: False)
+    reports.write({"text": "hangs"}, is_first=True)
+    assert reports._writer is not None
+    reports._writer.join(20)
+    assert not [line for line in said if "out-of-memory" in line]
+
+
 # What `diagnose FOLDER` makes of them.
 
 

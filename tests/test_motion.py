@@ -1,6 +1,4 @@
-"""Which threads compute or get on, and which only count, poll, spin or wait: real threads, looked
-at often.
-"""
+"""What is work, and what only counts, polls or waits: real threads and processes, looked at often."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,19 +19,21 @@ import torch
 import torch.distributed as dist
 from ranks import Said, wait_until
 
-from nemo_patches.watch import loader_workers, stacks
+from nemo_patches.channel.daemon import Daemon
+from nemo_patches.watch import descendants, loader_workers, motion
+from nemo_patches.watch.descendants import Descendants
 from nemo_patches.watch.late_modules import LateModules
-from nemo_patches.watch.motion import ThreadMotion
+from nemo_patches.watch.motion import RankMotion
 from nemo_patches.watch.progress import NOT_COUNTED, Progress
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 pytestmark = pytest.mark.one_nemo
-LOOKS, PAUSE_S = 60, 0.02
-WINDOW_S = 0.25
+LOOKS, PAUSE_S = 40, 0.05
+WINDOW_S = 0.5
 
 
 class Thread:
-    """It runs `work` until told to stop."""
+    """It runs `work` until told to stop; meanwhile a thread of ours looks at this process."""
 
     def __init__(self, work: Callable[[Thread], None]) -> None:
         self.stopped = threading.Event()
@@ -41,16 +42,22 @@ class Thread:
         self.thread = threading.Thread(target=work, args=(self,), daemon=True)
         self.thread.start()
         wait_until(lambda: self.thread.native_id)
-        self.motion = ThreadMotion(self.thread.native_id or 0, WINDOW_S)
 
-    def looks(self, count: int = LOOKS) -> list[tuple[bool, bool]]:
-        """At each look: whether it computes, and whether it moves."""
-        found = []
-        for _ in range(count):
-            time.sleep(PAUSE_S)
-            self.motion.look(stacks.seen(self.thread.ident or 0))
-            found.append((self.motion.computes, self.motion.moves))
+    def looks(self) -> list[bool]:
+        """At each look: whether this process works."""
+        found: list[bool] = []
+        watch = Daemon("a test", self._look, found)
+        assert not watch.begin()
+        watch.join(60)
         return found
+
+    def _look(self, found: list[bool]) -> None:
+        motion = RankMotion(WINDOW_S)
+        descendants = Descendants()
+        for _ in range(LOOKS):
+            motion.look(descendants.look(()))
+            found.append(motion.works)
+            time.sleep(PAUSE_S)
 
     def end(self) -> None:
         self.stopped.set()
@@ -102,6 +109,13 @@ def polls(thread: Thread) -> None:
         time.sleep(0.002)
 
 
+def samples_the_machine(thread: Thread) -> None:
+    """As a monitor's thread, every second."""
+    while not thread.stopped.wait(1.0):
+        for name in ("stat", "meminfo", "net/dev", "diskstats"):
+            Path("/proc", name).read_text().split()
+
+
 def computes(thread: Thread) -> None:
     """That it will not end would be a guess."""
     while not thread.stopped.is_set():
@@ -126,38 +140,106 @@ def waits(thread: Thread) -> None:
         thread.stopped.wait(60)
 
 
-def test_who_computes_is_seen_to() -> None:
-    thread = Thread(computes)
+def starts_threads(thread: Thread) -> None:
+    """Each ends before there is another look."""
+    while not thread.stopped.is_set():
+        one = threading.Thread(target=sum, args=(range(200_000),))
+        one.start()
+        one.join()
+
+
+def starts_commands(thread: Thread) -> None:
+    while not thread.stopped.is_set():
+        subprocess.run(["sh", "-c", "for i in $(seq 5000); do :; done"], check=True)
+
+
+LOOP = "import time; end = time.monotonic() + 20\nwhile time.monotonic() < end: pass"
+
+
+def has_a_grandchild(thread: Thread) -> None:
+    """By a shell that waits."""
+    with subprocess.Popen(["sh", "-c", f"{sys.executable} -c '{LOOP}'; :"]) as process:
+        thread.stopped.wait(60)
+        for pid in [*descendants._children(process.pid), process.pid]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def has_an_orphan(thread: Thread) -> None:
+    """Its parent, a shell, has ended: this thread waits for its output."""
+    command = f"{sys.executable} -c '{LOOP}' & echo $!"
+    with subprocess.Popen(command, shell=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        process.wait()
+        thread.stopped.wait(60)
+        os.kill(orphan, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        computes,
+        spins,
+        is_in_one_call,
+        starts_threads,
+        starts_commands,
+        has_a_grandchild,
+        has_an_orphan,
+    ],
+)
+def test_what_a_rank_or_what_it_has_started_computes_is_work(
+    work: Callable[[Thread], None],
+) -> None:
+    thread = Thread(work)
     try:
-        assert (True, True) in thread.looks()
+        assert any(thread.looks())
     finally:
         thread.end()
 
 
 @pytest.mark.parametrize(
     "work",
-    [counts, reads_batches, goes_from_one_to_the_next, polls, tries_again, waits],
+    [
+        counts,
+        reads_batches,
+        goes_from_one_to_the_next,
+        polls,
+        samples_the_machine,
+        tries_again,
+        waits,
+    ],
 )
-def test_who_counts_polls_or_waits_does_not_compute(
+def test_who_counts_polls_or_waits_does_not_work(
     work: Callable[[Thread], None],
 ) -> None:
     thread = Thread(work)
     try:
-        thread.looks(2)  # it begins
-        assert set(thread.looks()) == {(False, False)}
+        assert not any(thread.looks())
     finally:
         thread.end()
 
 
-@pytest.mark.parametrize("work", [spins, is_in_one_call])
-def test_who_spins_or_is_in_one_call_computes_and_does_not_move(
-    work: Callable[[Thread], None],
-) -> None:
-    thread = Thread(work)
+def test_what_our_own_threads_compute_is_no_work() -> None:
+    thread = Thread(waits)
+    ours = [Daemon("a test", spins, thread) for _ in range(2)]
+    brief = [Daemon("a test", sum, range(2_000_000)) for _ in range(5)]
     try:
-        thread.looks(2)
-        assert (True, False) in (seen := thread.looks())
-        assert not any(moves for _, moves in seen)
+        for one in ours:
+            assert not one.begin()
+        looked = Daemon("a test", lambda: [one.begin() for one in brief])
+        assert not looked.begin()
+        assert not any(thread.looks())
+    finally:
+        thread.end()
+
+
+def test_a_process_of_which_the_kernel_tells_nothing_counts_by_its_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(motion, "_threads", lambda *_, **__: {})
+    thread = Thread(computes)
+    try:
+        assert any(thread.looks())
     finally:
         thread.end()
 
@@ -166,8 +248,9 @@ def test_the_first_look_shows_nothing() -> None:
     thread = Thread(computes)
     try:
         for _ in range(10):
-            assert thread.looks(1) == [(False, False)]
-            thread.motion = ThreadMotion(thread.thread.native_id or 0, WINDOW_S)
+            one = RankMotion(WINDOW_S)
+            one.look(())
+            assert not one.works
     finally:
         thread.end()
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,33 @@ def waits_for_a_child(
         is_own = os.wait() == (child, 0)
     dist.barrier()
     return is_own, of_on_stall()
+
+
+def the_lowest_computes(rank: int, size: int, page: str) -> list[str]:
+    """Until another rank has run the command: it reports no stall itself."""
+    nemo_patches.apply(stall_timeout=0)
+    said = Said()
+    encoder = encoders.conformer()
+    for _ in range(2):
+        encoders.sync(encoder, 80)
+        dist.barrier()
+    wait_until(all_have_come)
+    dist.barrier()
+    nemo_patches.apply(stall_timeout=STALL_TIMEOUT, on_stall=f"tee {page}")
+    if rank == 0:
+        end = time.monotonic() + LIMIT_S
+        while not is_whole(Path(page)) and time.monotonic() < end:
+            sum(range(10_000))
+    dist.barrier()
+    return said.lines
+
+
+@pytest.mark.alone
+def test_where_the_lowest_rank_computes_another_one_pages(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    results = run_ranks(the_lowest_computes, 2, str(page), limit=120)
+    assert json.loads(page.read_text())["rank"] == 1
+    assert any("rank 0 (" in line for line in results[1].value)
 
 
 def is_whole(page: Path) -> bool:

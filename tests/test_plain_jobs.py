@@ -211,14 +211,10 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stal
             answer["flight_recorder"]["entries"][-1]["profiling_name"]
             == "gloo:all_reduce"
         )
-        # An empty loop is no sign of life: ten times stall_timeout is enough.
-        wait_until(
-            lambda: EXIT_CODE in [process.poll() for process in job.ranks], LONG_S
-        )
-        assert (
-            "more than stall_exit=6 s, and some wait in a collective, and whatever"
-            " it is" in job.log()
-        )
+        # An endless loop cannot be told from work, however long it takes.
+        wait_until(lambda: job.levels(0).count("WARNING") == 2, LONG_S)
+        assert [process.poll() for process in job.ranks] == [None, None]
+        assert "stall_exit" not in job.log()
 
 
 def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(

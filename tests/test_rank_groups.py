@@ -84,7 +84,7 @@ def test_the_smallest_group_comes_first() -> None:
             NO_ANSWER,
             (
                 "rank 1 answers nothing, its connection stands: stopped, or Python's"
-                " lock (GIL) is held | "
+                " lock (GIL) is held, or it has no core | "
             ),
         ),
         (ENDED, "rank 1: its process has gone | "),

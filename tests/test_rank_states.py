@@ -28,6 +28,15 @@ from nemo_patches.channel.answers import (
 from nemo_patches.channel.meeting import Member
 from nemo_patches.judging.answer import Question, answered
 from nemo_patches.judging.found import Found, found_of
+from nemo_patches.judging.kinds import (
+    ANSWERS_NOTHING,
+    ELSEWHERE,
+    GONE,
+    IS_LOCAL,
+    LATE,
+    SILENT,
+)
+from nemo_patches.judging.missing_rank import MissingRank, been
 from nemo_patches.judging.read_facts import read_facts
 
 pytestmark = pytest.mark.one_nemo
@@ -238,7 +247,7 @@ def test_a_silent_rank_has_the_host_and_pid_that_it_joined_with() -> None:
     assert (
         str(one)
         == "rank 1 (node-b, pid 101) answers nothing, its connection stands: stopped,"
-        " or Python's lock (GIL) is held"
+        " or Python's lock (GIL) is held, or it has no core"
     )
 
 
@@ -268,3 +277,47 @@ def test_where_others_of_a_host_are_heard_it_is_the_network() -> None:
         == "rank 2 (node-b, pid 102): its connection was lost 7 s ago: the network;"
         " node-b answers otherwise"
     )
+
+
+def test_a_rank_that_takes_no_part_is_missing_also_where_it_waits_behind_its_call() -> (
+    None
+):
+    apart = state(1, "gather (metric.py:9)", "all_gather", apart={"key": IS_LOCAL})
+    question = Question("key", 5, (40, 0))
+    answer = answered(question, found(*at_round(5, 0, 2), apart), None)
+    assert missing(answer) == [(1, IS_LOCAL)]
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (
+            MissingRank(2, ELSEWHERE, where="read (a.py:1)"),
+            "; rank 2 had been in read (a.py:1)",
+        ),
+        (MissingRank(2, SILENT, where=ANSWERS_NOTHING), "; rank 2 had not answered"),
+        (
+            MissingRank(2, SILENT, where="its connection was lost: the network"),
+            "; rank 2 had not answered",
+        ),
+        (
+            MissingRank(
+                2,
+                SILENT,
+                where="all ranks of host-b (2-3): their connections were lost 9 s ago: the host",
+            ),
+            "; all ranks of host-b (2-3) could not be reached",
+        ),
+        (MissingRank(2, SILENT, where=GONE), ""),
+        (MissingRank(2, LATE), ""),
+    ],
+)
+def test_where_a_rank_had_been_is_a_sentence(one: MissingRank, text: str) -> None:
+    assert been([one, one]) == text
+
+
+def test_ranks_of_which_it_is_not_known_how_long_they_stand_still_are_told_apart() -> (
+    None
+):
+    states = [state(0, "a (a.py:1)", still=60.0), state(1, "a (a.py:1)", still=-1.0)]
+    assert [one.still for one in found(*states).states.values()] == [60.0, -1.0]

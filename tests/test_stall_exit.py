@@ -8,18 +8,21 @@ SCHEDULES=1000 runs so many, a seed for each 25, instead of a few.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
 import io
+import multiprocessing
 import os
 import random
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,9 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 HELD_UP_S, TOGETHER_S = 0.3, 0.3  # in place of 2 s each
 STALL_TIMEOUT, STALL_EXIT = 0.6, 1.5
 LONG_S = 2.2 * STALL_EXIT
+LONGEST_S = (
+    12 * STALL_TIMEOUT
+)  # after ten times, what may end by itself counts as a hang
 PIECE_S = STALL_EXIT / 5  # of work, in which nothing is seen to move
 RANKS = 3
 PER_SEED, MOST_RUNS = 25, 4
@@ -108,6 +114,13 @@ def one_computes(job: Job) -> None:
     if job.rank == who:
         compute(sum(pieces))
     dist.barrier()
+
+
+def is_at_one_place(seconds: float) -> None:
+    """As in one long call of a library."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
 
 
 def one_decodes_in_steps(job: Job) -> None:
@@ -264,7 +277,136 @@ def the_job_is_suspended(job: Job) -> None:
         job.other_step()
 
 
+FORKED = multiprocessing.get_context("fork")
+
+
+def a_thread_pool(seconds: float) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(compute, seconds).result()
+
+
+def a_thread(seconds: float) -> None:
+    thread = threading.Thread(target=compute, args=(seconds,))
+    thread.start()
+    thread.join()
+
+
+def brief_threads(seconds: float) -> None:
+    """One after the other, each shorter than the time from one look to the next."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        a_thread(0.1)
+
+
+def a_process_pool(seconds: float) -> None:
+    with ProcessPoolExecutor(1, mp_context=FORKED) as pool:
+        pool.submit(count, seconds).result()
+
+
+def a_process(seconds: float) -> None:
+    process = FORKED.Process(target=count, args=(seconds,))
+    process.start()
+    process.join()
+
+
+def a_child(seconds: float) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            count(seconds)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def count(seconds: float) -> None:
+    """Without torch, whose threads a forked process has not."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def loop_of(seconds: float) -> str:
+    """A command that starts at once, as Python does not on a busy machine."""
+    end = time.time() + seconds
+    return f"while [ $(date +%s%N) -lt {int(end * 1e9)} ]; do :; done"
+
+
+def a_command(seconds: float) -> None:
+    assert os.system(loop_of(seconds)) == 0
+
+
+def a_commands_output(seconds: float) -> None:
+    """Of a process that the shell has left behind."""
+    command = f"({loop_of(seconds)}) & :"
+    subprocess.run(command, shell=True, check=True, stdout=subprocess.PIPE)
+
+
+def an_asyncio_command(seconds: float) -> None:
+    async def run() -> None:
+        process = await asyncio.create_subprocess_exec("sh", "-c", loop_of(seconds))
+        await process.wait()
+
+    asyncio.run(run())
+
+
+def a_command_that_is_killed(seconds: float) -> None:
+    """And is started again."""
+    for _ in range(2):
+        with subprocess.Popen(["sh", "-c", loop_of(60)]) as process:
+            time.sleep(seconds / 2)
+            process.kill()
+
+
+def besides(work: Callable[[float], None]) -> Callable[[Job], None]:
+    """A schedule: one rank waits for what works beside its training thread."""
+
+    def schedule(job: Job) -> None:
+        who, long_s = job.someone(), job.chance.uniform(1.5 * STALL_EXIT, LONG_S)
+        if job.rank == who:
+            work(long_s)
+        dist.barrier()
+
+    schedule.__name__ = work.__name__
+    return schedule
+
+
+def one_trains_in_a_thread(job: Job) -> None:
+    """Its main thread waits for that, which is in no collective."""
+    who, long_s = job.someone(), job.chance.uniform(1.5 * STALL_EXIT, LONG_S)
+
+    def train() -> None:
+        job.other_step()
+        if job.rank == who:
+            compute(long_s)
+        job.other_step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    dist.barrier()
+
+
+BESIDES = tuple(
+    map(
+        besides,
+        (
+            a_thread_pool,
+            a_thread,
+            brief_threads,
+            a_process_pool,
+            a_process,
+            a_child,
+            a_command,
+            a_commands_output,
+            an_asyncio_command,
+            a_command_that_is_killed,
+        ),
+    )
+)
 HEALTHY: tuple[Callable[[Job], None], ...] = (
+    *BESIDES,
+    one_trains_in_a_thread,
     one_decodes,
     one_computes,
     one_decodes_in_steps,
@@ -282,6 +424,7 @@ HEALTHY: tuple[Callable[[Job], None], ...] = (
 
 
 WITHOUT_STEPS = (
+    *BESIDES,
     one_decodes,
     one_computes,
     one_decodes_in_steps,
@@ -294,7 +437,7 @@ WITHOUT_STEPS = (
 
 def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool]]:
     """Each schedule's name, and whether it was looked at for stall_exit; at last one rank alone
-    exports.
+    exports, and then computes for long.
     """
     job = Job(rank, size, seed)
     order: list[Callable[[Job], None]] = []
@@ -314,6 +457,10 @@ def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool
     job.encode()
     if rank == 0:
         torch.jit.trace(SlowModel(LONG_S), torch.ones(1), check_trace=False)
+    job.encode()
+    if rank == 0:
+        is_at_one_place(LONGEST_S)
+    dist.barrier()
     return found
 
 
@@ -445,11 +592,6 @@ def makes_another_collective(job: Job) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def loops_for_ever(job: Job) -> None:
-    while True:
-        pass
-
-
 def polls_for_ever(job: Job) -> None:
     wait_until(lambda: Path("/no such file").exists(), 100)
 
@@ -480,7 +622,6 @@ HUNG: dict[str, Callable[[Job], None]] = {
         is_killed,
         holds_the_gil,
         makes_another_collective,
-        loops_for_ever,
         polls_for_ever,
         retries_for_ever,
         has_fewer_batches,

@@ -42,7 +42,7 @@ from ranks import (
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.channel.answers import ENDED, NOT_COME, Answers, Silence
+from nemo_patches.channel.answers import ENDED, LOST, NOT_COME, Answers, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
@@ -51,7 +51,7 @@ from nemo_patches.sync.settings import Settings
 from nemo_patches.watch.all_ranks import AllRanks
 from nemo_patches.watch.encoder_watch import EncoderWatch
 from nemo_patches.watch.job_stall import JobStallWatch
-from nemo_patches.watch.looks import Heard, Look
+from nemo_patches.watch.looks import Heard, Look, Looks
 from nemo_patches.watch.progress import Progress
 from nemo_patches.watch.report_file import ReportFile
 from nemo_patches.watch.roll_call import RollCall
@@ -510,6 +510,31 @@ def test_a_report_can_be_seen_once_its_line_is_said(kind: str) -> None:
     logging.getLogger("nemo_patches").removeHandler(said)
     assert said.seen == [None]
     assert said.look() is not None
+
+
+def test_since_when_a_connection_is_lost_never_goes_backwards() -> None:
+    """Whoever is asked lost it at another time, and it is lost anew at each attempt."""
+    exchange = SimpleNamespace(
+        rank=0, size=2, members=[None, None], trouble="", is_closed=False
+    )
+    heard = list[Heard]()
+    looks = Looks(
+        cast(Exchange, exchange), lambda: state(0), lambda: None, heard.append
+    )
+    for seconds in (24.0, 3.0, -1.0):
+        answers = Answers()
+        answers.add_silent([1], Silence(LOST, seconds))
+        looks.told("id", answers.to_json())
+        looks.tick(time.monotonic())
+    assert all(one.answers.silent[1].seconds >= 24 for one in heard)
+    heard.clear()
+    back = answers_of(state(1))
+    looks.told("id", back.to_json())
+    answers = Answers()
+    answers.add_silent([1], Silence(LOST, 3.0))
+    looks.told("id", answers.to_json())
+    looks.tick(time.monotonic())
+    assert 3 <= heard[-1].answers.silent[1].seconds < 24
 
 
 class AllAnnounced(Observer):

@@ -11,7 +11,8 @@ SILENT = "no heartbeat"  # it does not answer, or has ended without a word
 # What shows why it does not answer:
 GONE = "its process has gone"
 ANSWERS_NOTHING = (
-    "answers nothing, its connection stands: stopped, or Python's lock (GIL) is held"
+    "answers nothing, its connection stands: stopped, or Python's lock (GIL) is held,"
+    " or it has no core"
 )
 ALL_RANKS_OF = "all ranks of "  # how it begins where a host is lost with all its ranks
 LEFT = "left"  # it has ended, or destroyed its process group

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from .kinds import (
     ELSEWHERE,
     EVALUATED,
     FLAG_IS_OFF,
+    GONE,
     KINDS,
     LATE,
     LEFT,
@@ -114,6 +116,21 @@ class MissingRank:
             return f"{who} waits itself, {what}: {self.where}{last}"
         has = "is elsewhere" if self.kind == ELSEWHERE else "is late"
         return f"{who} {has}{': ' if self.where else ''}{self.where}{last}{workers}"
+
+
+def been(missing: Iterable[MissingRank]) -> str:
+    """For the line that says that they have come: where they had been, if anywhere."""
+    texts = dict.fromkeys(filter(None, map(_been, missing)))  # a host's ranks have one
+    return "".join(f"; {text}" for text in texts)
+
+
+def _been(one: MissingRank) -> str:
+    who = f"rank {one.rank}"
+    if one.kind == SILENT:
+        if one.where.startswith(ALL_RANKS_OF):
+            return f"{one.where.partition(':')[0]} could not be reached"
+        return f"{who} had not answered" if one.where != GONE else ""
+    return f"{who} had been in {one.where}" if one.where else ""
 
 
 @dataclass(frozen=True)

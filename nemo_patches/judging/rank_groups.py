@@ -46,7 +46,7 @@ _WHY = {
 _OF_SEVERAL = {
     ANSWERS_NOTHING: (
         "answer nothing, their connections stand: stopped, or Python's lock (GIL) is"
-        " held"
+        " held, or they have no core"
     ),
     GONE: "their processes have gone",
 }

@@ -15,7 +15,7 @@ from datetime import timedelta
 from ..judging.answer import Answer, Question, answered
 from ..judging.found import Found
 from ..judging.kinds import LATE
-from ..judging.missing_rank import MissingRank, Stall
+from ..judging.missing_rank import MissingRank, Stall, been
 from ..sync.events import Round, WatchedRounds, observers
 from ..text import named
 from .log_line import report
@@ -218,15 +218,10 @@ class EncoderWatch:
     def _say_recovered(self, late: _LateRound) -> None:
         missing = late.answer.missing
         who = named(rank.rank for rank in missing) if missing else "the missing length"
-        been = "".join(
-            f"; rank {rank.rank} had been in {rank.where}"
-            for rank in missing
-            if rank.where
-        )
         late_s = (late.came_at or time.monotonic()) - late.round.issued_at
         report(
             late.level,
-            f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been}",
+            f"{self._sync.title}: recovered: {who} came {late_s:.2f} s late{been(missing)}",
         )
 
 

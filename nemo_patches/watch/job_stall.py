@@ -14,21 +14,23 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 from ..channel.answers import NEVER_HEARD
 from ..channel.daemon import Daemon
+from ..facts import CAN_PAGE, HAS_PAGED, HAS_WARNED, NO_PAGE, RankFacts
 from ..judging.found import Found
-from ..judging.missing_rank import Stall
+from ..judging.missing_rank import Stall, been
 from ..judging.rank_groups import grouped
 from ..judging.verdict import Verdict, judged
 from ..sync.events import Group, observers
 from ..sync.settings import Settings
 from ..text import named
 from . import on_stall
+from .descendants import Descendants, end, ends_by_itself
 from .log_line import report
 from .looks import Look
 from .process_id import own_process
@@ -41,6 +43,7 @@ EXIT_CODE = 83  # of a process that stall_exit has ended
 _LONG_FACTOR = 10
 # Times stall_timeout, while the job has not begun its steps.
 _FIRST_LOOKS = (1, 2, 4, 8, _LONG_FACTOR)
+_MOST_PLACES = 2
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
 _LEAD_S = 0.3  # a rank begins to look this long before its report is due
 _SLACK_PART = 1 / 8  # of stall_exit: ranks are not asked all at the same moment
@@ -63,13 +66,16 @@ class JobStallWatch:
         progress: Progress,
         begin_look: Callable[[], Look],
         report_file: ReportFile,
+        ranks_here: Callable[[], Collection[int] | None] = lambda: None,
     ) -> None:
+        """ranks_here: the processes of this host's other ranks; None: not known."""
         self._notes = notes
         self._rank = group.rank
         self._size = group.size
         self._progress = progress
         self._begin_look = begin_look
         self._report_file = report_file
+        self._ranks_here = ranks_here
         last = notes.last
         is_of_group = last.sync is not None and last.sync.group is group
         # The one that the fields below are of.
@@ -86,7 +92,8 @@ class JobStallWatch:
         # By rank: when it was last seen to move, or first seen silent.
         self._moved_at: dict[int, float] = {}
         self._have_waited: set[int] = set()  # ranks that were seen in a collective
-        self._is_paged = False
+        self.page = CAN_PAGE  # in this stall: what it has come to
+        self._pager = -1  # the rank that was to run on_stall, at the last line
         self._command: threading.Thread | None = None  # of this stall
         self._anew_at = progress.anew_at  # the same
         self._leaves_at = 0.0  # the process ends then
@@ -152,9 +159,13 @@ class JobStallWatch:
             if is_due:
                 self._looks += 1
             verdict = self._judge(found, now)
-            self._report(found, verdict, now, settings, is_due)
+            why_leave = ""
             if exit_at <= due_at + limit_s / 8:
-                self._exit_or_look_again(found, verdict, now, exit_s, limit_s)
+                why_leave = self._why_leave(found, verdict, now, exit_s, limit_s)
+            # Who ends says no place again.
+            self._report(found, verdict, now, settings, is_due and not why_leave)
+            if why_leave:
+                self._decide_to_leave(why_leave, now, exit_s)
 
     def _times(self) -> int:
         """stall_timeout, until the next report."""
@@ -181,7 +192,8 @@ class JobStallWatch:
         self._stepped_at = self._progress.stepped_at
         self._told = None
         self._command = None
-        self._is_paged = False
+        self.page = CAN_PAGE
+        self._pager = -1
         self._forget_looks()
 
     def _forget_looks(self) -> None:
@@ -196,12 +208,7 @@ class JobStallWatch:
 
     def _been(self) -> str:
         missing = self._verdict.missing if self._verdict is not None else ()
-        places = [
-            f"{named([rank.rank])} had been in {rank.where}"
-            for rank in missing
-            if rank.where
-        ]
-        return "".join(f"; {place}" for place in places[:2])
+        return been(missing[:_MOST_PLACES])
 
     def _judge(self, found: Found, now: float) -> Verdict:
         verdict = judged(grouped(found))
@@ -260,22 +267,38 @@ class JobStallWatch:
         if verdict.level < logging.WARNING:
             return
         content = self._content(verdict, text, now)
-        is_first = not self._is_paged
-        self._is_paged = True
-        if is_first and settings.on_stall:
-            self._page(found, settings.on_stall, json.dumps(content))
+        is_first = self.page == CAN_PAGE
+        if settings.on_stall:
+            self._run_on_stall(found, settings.on_stall, json.dumps(content))
+        if is_first and self.page == CAN_PAGE:
+            self.page = HAS_WARNED
         self._report_file.write(content, is_first)
 
-    def _page(self, found: Found, command: str, text: str) -> None:
-        """The first rank that is heard runs the command, but for those whose os.wait() might get
-        what starts it.
+    def _run_on_stall(self, found: Found, command: str, text: str) -> None:
+        """Unless a rank has in this stall. The first one does that stands still, too, and so tells
+        the same, but for those whose os.wait() might get what starts the command. If it has not by
+        the next line, the first one that has told does.
         """
-        can = [
-            rank for rank, state in found.states.items() if not state.waits_for_child
+        states = found.states
+        is_first = self._pager < 0
+        has_paged = any(state.page == HAS_PAGED for state in states.values())
+        # Who was to do it and is not heard any more may have.
+        if has_paged or not (is_first or self._pager in states):
+            return
+        tell = [
+            rank
+            for rank, state in states.items()
+            if rank == self._rank
+            or (_tells(state) if is_first else state.page == HAS_WARNED)
         ]
-        if self._rank == min(can, default=-1):
+        can = [rank for rank in tell if not states[rank].waits_for_child]
+        self._pager = min(can or tell)
+        if self._pager != self._rank:
+            return
+        if can:
+            self.page = HAS_PAGED
             self._command = on_stall.start(command, text)
-        elif not can and self._rank == min(found.heard):
+        elif is_first:
             why = "each rank that can be asked is in os.wait(), for any child"
             report(logging.WARNING, f"on_stall={command!r} is not run: {why}")
 
@@ -308,10 +331,15 @@ class JobStallWatch:
             "groups": groups,
         }
 
-    def _exit_or_look_again(
+    def _why_leave(
         self, found: Found, verdict: Verdict, now: float, exit_s: float, limit_s: float
-    ) -> None:
-        """Decide by the last look, and by what this rank itself does at this moment."""
+    ) -> str:
+        """By the last look, and by what this rank itself does at this moment; empty: it is looked
+        at again. A rank of which that is not known may have moved just now.
+        """
+        if not (self._notes.last.calls or self._progress.has_begun):
+            self._exit_look_at = now + exit_s  # setting up may take any time
+            return ""
         moved_at = max(
             (at for rank, at in self._moved_at.items() if rank not in found.have_ended),
             default=now,
@@ -320,10 +348,10 @@ class JobStallWatch:
         slack_s = min(_SLACK_PART * exit_s, _MOST_SLACK_S)
         if verdict.is_idle:
             self._exit_look_at = now + exit_s
-            return
+            return ""
         if stood_still_s < exit_s - slack_s:
             self._exit_look_at = now + max(exit_s - stood_still_s, limit_s / 4)
-            return
+            return ""
         evidence = self._evidence(found, verdict)
         is_alone = self._is_alone(found)
         may_wait = not is_alone or bool(verdict.waiting_for_sure)
@@ -334,13 +362,16 @@ class JobStallWatch:
             self._exit_look_at = now + max(
                 _LONG_FACTOR * limit_s - stood_still_s, limit_s / 4
             )
-            return
-        self._leaves_at = now + _TOGETHER_S
-        self._leaves_since = self._progress.moved_at
+            return ""
         if not evidence:
             evidence = "whatever it is, it has not ended"
             if verdict.waiting_for_sure:
                 evidence = f"some wait in a collective, and {evidence}"
+        return evidence
+
+    def _decide_to_leave(self, evidence: str, now: float, exit_s: float) -> None:
+        self._leaves_at = now + _TOGETHER_S
+        self._leaves_since = self._progress.moved_at
         why = f"more than stall_exit={exit_s:g} s, and {evidence}"
         report(
             logging.ERROR,
@@ -389,12 +420,37 @@ class JobStallWatch:
         observers.tell(lambda observer: observer.process_exits(EXIT_CODE))
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
+        self._end_what_it_has_started()
         flushing = Daemon("flush", _flush)
         if not flushing.begin():
             # The training thread may hold a stream's lock.
             flushing.join(_FLUSH_LIMIT_S)
         # The training thread is in a collective, which Python cannot interrupt.
         os._exit(EXIT_CODE)
+
+    def _end_what_it_has_started(self) -> None:
+        """It would hold this process's stdout, and the next attempt's memory."""
+        ranks = self._ranks_here()
+        started = Descendants().look(ranks or (), with_orphans=False)
+        found = [pid for pid in started if not ends_by_itself(pid)]
+        if not found:
+            return
+        pids = ", ".join(map(str, sorted(found)))
+        what = f"what this rank has started (pids {pids})"
+        if ranks is None:
+            report(
+                logging.WARNING,
+                f"{what} goes on: it is not known which of these are other ranks",
+            )
+            return
+        report(logging.INFO, f"{what} is ended with it")
+        if left := end(found):
+            report(logging.WARNING, f"of {what} some could not be ended: pid {left}")
+
+
+def _tells(state: RankFacts) -> bool:
+    """Whether a rank reports the stall, too, and has a command for that."""
+    return state.page != NO_PAGE and not state.goes_on
 
 
 def _flush() -> None:

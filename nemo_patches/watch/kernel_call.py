@@ -42,6 +42,7 @@ _NAMES: dict[int, str] = {
 }.get(platform.machine(), {})
 _FOR_FILES = {"poll", "select", "epoll_wait", "pselect6", "ppoll", "epoll_pwait"}
 _FOR_DEVICES = {"", "futex", "ioctl", "poll", "ppoll", "sched_yield"}
+_FOR_CHILDREN = {"wait4", "waitid"}
 _ANY_CHILD = 0xFFFFFFFF  # -1 as an int
 # What standard input is where somebody may write to it.
 _ASKED_AT = ("/dev/", "pipe:", "socket:")
@@ -72,6 +73,10 @@ class KernelCall(NamedTuple):
     def may_wait_for_a_device(self) -> bool:
         """Or for another thread: not for a file, a time or a process."""
         return self.name in _FOR_DEVICES
+
+    @property
+    def waits_for_child(self) -> bool:
+        return self.name in _FOR_CHILDREN
 
     @property
     def waits_for_any_child(self) -> bool:

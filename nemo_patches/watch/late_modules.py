@@ -29,10 +29,11 @@ _WATCH = (
     *("libraries", "kernel_call", "requests", "occupation", "stacks"),
     *(
         "motion",
+        "descendants",
         "loader_workers",
         "torch_knows",
         "last_batch",
-        "thread_at_work",
+        "at_work",
         "place",
     ),
     *("on_stall", "report_file", "job_stall"),

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .kernel_call import call_in
+from .motion import process_ran_s
 
 _STATES = {
     "D": "waits for a device or a network's file system",
@@ -21,12 +22,10 @@ _ENDED = {"Z", "X"}
 _NOT_DATA = ("/dev/", "/proc/", "/sys/", "/memfd:")
 _BETWEEN_LOOKS_S = 1.0
 _BUSY_PART = 0.02  # of a core; an idle worker looks for its parent every few seconds
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _FIFO_WAIT = "wait_for_partner"  # the kernel's function, in open()
 _LONGEST_PATH = 120  # characters
 _MOST_DESCRIBED = 8
 _MOST_FILES = 2
-_MOST_DESCENDANTS = 200
 
 
 def loader_workers() -> tuple[int, ...]:
@@ -47,8 +46,8 @@ def described(workers: tuple[int, ...], busy: Collection[int] = ()) -> tuple[str
 
 
 class WorkerMotion:
-    """Whether a data loader's worker of this process computes, or a process that its training
-    thread has started and waits for.
+    """Whether one of some processes computes: a data loader's workers, or what the training thread
+    waits for.
 
     busy: the processes that did at the last look that counted. One thread calls `moved`.
     """
@@ -58,48 +57,24 @@ class WorkerMotion:
         self._looked_at = -math.inf
         self._ran_s: dict[int, float] = {}  # by process id, at the latest look
 
-    def moved(self, now: float, waits_for_process: bool = False) -> bool:
-        """Since the look before; the first, and one that is too soon after another: no.
-
-        waits_for_process: whether the training thread does: then all descendants count, else a
-        logger's process beside it would.
-        """
+    def moved(self, now: float, processes: Collection[int]) -> bool:
+        """Since the look before; the first, and one that is too soon after another: no."""
         passed_s = now - self._looked_at
         if passed_s < _BETWEEN_LOOKS_S:
             return False
-        watched = set(loader_workers())
-        if waits_for_process:
-            watched.update(_descendants())
         before = self._ran_s
-        self._ran_s = {pid: _ran_s(pid) for pid in watched}
+        self._ran_s = {}
+        for pid in processes:
+            with contextlib.suppress(OSError):  # it has ended
+                self._ran_s[pid] = process_ran_s(pid)
         self._looked_at = now
         least_s = _BUSY_PART * passed_s
-        known = watched.intersection(before)
         self.busy = frozenset(
-            pid for pid in known if self._ran_s[pid] - before[pid] >= least_s
+            pid
+            for pid, ran_s in self._ran_s.items()
+            if pid in before and ran_s - before[pid] >= least_s
         )
         return bool(self.busy)
-
-
-def _descendants() -> list[int]:
-    """The children of this process; none if the kernel does not say."""
-    found, rest = list[int](), [os.getpid()]
-    while rest and len(found) < _MOST_DESCENDANTS:
-        with contextlib.suppress(OSError, ValueError):
-            for tasks in Path(f"/proc/{rest.pop()}/task").iterdir():
-                children = list(map(int, (tasks / "children").read_text().split()))
-                found += children
-                rest += children
-    return found
-
-
-def _ran_s(pid: int) -> float:
-    """What this process has used of a core, and those that it has started and that have ended; 0 if
-    not known.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        return sum(map(int, _stat(pid)[11:15])) / _TICKS_PER_S
-    return 0.0
 
 
 def _stat(pid: int) -> list[str]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import queue
 import time
 from collections import deque
@@ -10,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import Answers
+from ..channel.answers import LOST, Answers, Silence
 from ..channel.exchange import Exchange
 from ..channel.meeting import Member
 from ..facts import RankFacts
@@ -88,6 +90,7 @@ class Looks:
         self._verdicts = queue.SimpleQueue[tuple[str, Any]]()
         self._asked_at = deque[tuple[str, float]](maxlen=_QUESTIONS_KEPT)
         self._looks: list[Look] = []  # unfinished ones
+        self._lost_at: dict[int, float] = {}  # by rank
         self._limit_s = _LIMIT_S + exchange.size * _LIMIT_PER_RANK_S
 
     # The exchange's thread.
@@ -110,6 +113,17 @@ class Looks:
     def is_busy(self) -> bool:
         """Whether a look is under way."""
         return bool(self._looks)
+
+    def ranks_here(self) -> frozenset[int] | None:
+        """The processes of this host's other ranks; None: not all are known."""
+        members = list(self._exchange.members)
+        own = members[self._exchange.rank]
+        here = frozenset(
+            member.pid
+            for member in members
+            if member is not None and own is not None and member.host == own.host
+        )
+        return here - {os.getpid()} if None not in members else None
 
     def begin(self) -> Look:
         """Begin a look."""
@@ -153,6 +167,7 @@ class Looks:
             answers.add_json(verdict.get("not judged", verdict))
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # no rank of this format sends it
+        self._keep_since_when(answers)
         heard = self._heard_of(answers)
         asked_at = dict(self._asked_at).get(id_, 0.0)
         is_old = False
@@ -165,6 +180,21 @@ class Looks:
         self._heard(heard)
         if is_old:  # its answers may be older than the look
             self._exchange.ask()
+
+    def _keep_since_when(self, answers: Answers) -> None:
+        """A connection is lost anew whenever it could not be made, and each rank that is asked has
+        its own: the first time counts, until the rank is heard.
+        """
+        now = time.monotonic()
+        for rank in self._lost_at.keys() & answers.heard:
+            del self._lost_at[rank]
+        for rank, silence in list(answers.silent.items()):
+            if silence.how == LOST:
+                since = now - silence.seconds if silence.seconds >= 0 else math.inf
+                since = min(self._lost_at.get(rank, math.inf), since)
+                if since < math.inf:
+                    self._lost_at[rank] = since
+                    answers.silent[rank] = Silence(LOST, now - since)
 
     def _heard_of(self, answers: Answers) -> Heard:
         exchange = self._exchange

@@ -1,112 +1,205 @@
-"""Whether a thread computes, by its CPU time as Linux counts it, and whether its code gets on.
+"""Whether this rank works, by the CPU time of its process and of all that it has started.
 
-A loop that polls sleeps, and does not compute, whatever it counts. An empty loop and one call of C
-or C++ that never returns compute and do not get on: so does a rank that waits for its GPU, which
-takes a core.
+As Linux counts it, and without our own threads'.
+A loop that polls sleeps, and is no work. An endless loop that computes cannot be told from work.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from .occupation import Frame
+from ..channel.daemon import own_threads
 
-# Of the time in which the thread did not wait for a core. In a moment a thread that polls may take
-# more.
-_COMPUTING_PART = 0.5
-# It may wait for Python's lock, too, or read what it computes with, and is not to be ended; a
-# loop that polls every hundredth of a second takes 0.01 to 0.03.
-_MOVING_PART = 0.2
-# Of the time in which it had a core: so much it had Python's lock, too.
-_LEAST_PART = 0.25
+# Of a core, all threads and processes together. A thread that polls every hundredth of a second
+# takes 0.004 to 0.02 (on a busy machine, too), one that samples the machine every second 0.01.
+LEAST_PART = 0.1
+# Of the time in which a thread had a core: so much it had Python's lock, too.
+_LEAST_LOCKED_PART = 0.25
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+# Linux has a clock for each process and thread, which needs no file.
+_PROCESS_CLOCK = 2
+_THREAD_CLOCK = 6
 
 
-class ThreadMotion:
-    """What one thread of this process does, from look to look.
+class RankMotion:
+    """What this process and its descendants use of cores, from look to look.
 
-    computes: by its CPU time in the last window that is over. moves: since the last look it has
-    taken a part of a core, and it is at another place in its code. has_run: however briefly; true
-    where that cannot be told. One thread calls `look`.
+    works: in the window that ends with the latest look they have used LEAST_PART of a core; a
+    window is over as soon as they have. One thread calls `look`.
     """
 
-    def __init__(self, native_thread: int, window_s: float) -> None:
-        """native_thread: the kernel's number of it."""
-        self.native_thread = native_thread
-        self.computes = False
-        self.moves = False
-        self.has_run = True
+    def __init__(self, window_s: float) -> None:
+        self.works = False
         self._window_s = window_s
-        self._window: _Times | None = None  # its begin
-        # A whole one; before that, what there is of the first counts.
-        self._has_measured = False
-        self._before: _Times | None = None
-        self._place: tuple[tuple[int, int], ...] = ()
+        self._window_at = 0.0
+        self._worked_s = 0.0  # in this window
+        self._before: _Look | None = None
 
-    def look(self, frames: Iterable[Frame]) -> None:
-        place = tuple((id(frame.code), frame.last_instruction) for frame in frames)
-        before = self._before
-        times = _times(self.native_thread)
-        self.moves = False
-        self.has_run = True
-        if times is None:
-            self.computes = False
-            self._window = None
-        elif self._window is None:
-            self._window = times
-        else:
-            is_over = times.at - self._window.at >= self._window_s
-            if is_over or not self._has_measured:
-                self.computes = times.part_since(self._window) >= _COMPUTING_PART
-            if is_over:
-                self._window = times
-                self._has_measured = True
-        if before is not None and times is not None:
-            self.has_run = times.ran_s > before.ran_s
-            self.moves = (
-                place != self._place and times.part_since(before) >= _MOVING_PART
-            )
-        self._before = times
-        self._place = place
+    def look(
+        self, descendants: Iterable[int], *, with_own_threads: bool = True
+    ) -> None:
+        """with_own_threads: whether the threads of this process count, too."""
+        before, now = self._before, _Look.make(descendants)
+        self._before = now
+        self.works = False
+        if before is None:
+            self._window_at = now.at
+            return
+        self._worked_s += now.worked_s(before, with_own_threads)
+        self.works = self._worked_s >= LEAST_PART * self._window_s
+        if self.works or now.at - self._window_at >= self._window_s:
+            self._window_at = now.at
+            self._worked_s = 0.0
 
 
 class _Times(NamedTuple):
-    """Of a thread. waited_s: for a core. own_waited_s: the same of the thread that looks. at:
-    time.monotonic().
-    """
+    """Of a thread; waited_s: for a core."""
 
     ran_s: float
-    waited_s: float
-    own_waited_s: float
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Process:
+    """ran_s: what its threads have used of a core, also those that have ended. children_s: what
+    those have that it has waited for, and theirs. threads: of those that run.
+    """
+
+    ran_s: float = 0.0
+    children_s: float = 0.0
+    threads: dict[int, _Times] = field(default_factory=dict)
+
+    def worked_s(self, before: _Process, passed_s: float, locked_s: float) -> float:
+        """The seconds of a core that it would have used, had its threads never waited for one.
+
+        locked_s: for so long somebody may have had Python's lock without a core.
+        """
+        worked_s = self._ended_s() - before._ended_s()
+        for thread, then in before.threads.items():
+            if thread not in self.threads:
+                worked_s -= then.ran_s  # which is in what those have used that ended
+        for thread, times in self.threads.items():
+            then = before.threads.get(thread, _Times(0.0))
+            ran_s = times.ran_s - then.ran_s
+            had_a_core_s = passed_s - (times.waited_s - then.waited_s)
+            had_both_s = max(
+                had_a_core_s - locked_s, _LEAST_LOCKED_PART * had_a_core_s, ran_s
+            )
+            worked_s += passed_s * ran_s / had_both_s if ran_s > 0 else 0.0
+        return worked_s
+
+    def _ended_s(self) -> float:
+        return self.ran_s - sum(times.ran_s for times in self.threads.values())
+
+
+@dataclass(frozen=True)
+class _Look:
+    """own_waited_s: for a core, of the thread that looks."""
+
     at: float
+    own_waited_s: float
+    own: _Process
+    descendants: dict[int, _Process]
 
-    def part_since(self, before: _Times) -> float:
-        """The part that it ran of the time in which it did not wait for a core."""
-        ran_s = self.ran_s - before.ran_s
-        had_a_core_s = self.at - before.at - (self.waited_s - before.waited_s)
-        # On a busy machine it waits for Python's lock, too, which the thread that looks holds while
-        # it has no core.
-        had_both_s = had_a_core_s - (self.own_waited_s - before.own_waited_s)
-        had_both_s = max(had_both_s, _LEAST_PART * had_a_core_s)
-        return min(ran_s / had_both_s, 1.0) if had_both_s > 0 else float(ran_s > 0)
+    @classmethod
+    def make(cls, descendants: Iterable[int]) -> _Look:
+        here = threading.get_native_id()
+        found = dict[int, _Process]()
+        for pid in descendants:
+            with contextlib.suppress(OSError):  # it has ended
+                found[pid] = _process(pid)
+        waited_s = _threads(os.getpid(), only=(here,)).get(here, _Times(0.0)).waited_s
+        return cls(time.monotonic(), waited_s, _own_process(), found)
+
+    def worked_s(self, before: _Look, with_own_threads: bool) -> float:
+        """In seconds of a core."""
+        passed_s = self.at - before.at
+        worked_s = 0.0
+        if with_own_threads:
+            locked_s = self.own_waited_s - before.own_waited_s
+            worked_s += self.own.worked_s(before.own, passed_s, locked_s)
+        for pid, process in self.descendants.items():
+            if then := before.descendants.get(pid):
+                worked_s += process.worked_s(then, passed_s, locked_s=0.0)
+            else:
+                worked_s += min(process.ran_s, passed_s)
+        return worked_s + self._reaped_s(before)
+
+    def _reaped_s(self, before: _Look) -> float:
+        """What those have used since then that have ended."""
+        reaped_s = self.own.children_s - before.own.children_s
+        for pid, process in self.descendants.items():
+            then = before.descendants.get(pid, _Process())
+            reaped_s += process.children_s - then.children_s
+        for pid, process in before.descendants.items():
+            if pid not in self.descendants:
+                reaped_s -= process.ran_s + process.children_s
+        return max(reaped_s, 0.0)
 
 
-def _times(native_thread: int) -> _Times | None:
-    """None where they cannot be told."""
-    try:
-        ran_s, waited_s = _ran_and_waited(native_thread)
-        _, own_waited_s = _ran_and_waited(threading.get_native_id())
-    except (OSError, ValueError):  # the thread has ended; no file left to read with
-        return None
-    return _Times(ran_s, waited_s, own_waited_s, time.monotonic())
+def thread_ran_s(native_thread: int) -> float:
+    """What this thread of this process has used of a core; -1 if it has ended."""
+    with contextlib.suppress(OSError):
+        return time.clock_gettime(_clock(native_thread, _THREAD_CLOCK))
+    return -1.0
 
 
-def _ran_and_waited(native_thread: int) -> tuple[float, float]:
-    ran_ns, waited_ns, _ = (
-        Path(f"/proc/self/task/{native_thread}/schedstat").read_text().split()
-    )
-    return int(ran_ns) / 1e9, int(waited_ns) / 1e9
+def process_ran_s(pid: int) -> float:
+    """What this process has used of a core, and those that it has waited for. Raises OSError."""
+    return time.clock_gettime(_clock(pid, _PROCESS_CLOCK)) + _children_s(pid)
+
+
+def _clock(number: int, kind: int) -> int:
+    return (~number << 3) | kind
+
+
+def _own_process() -> _Process:
+    """Without our own threads."""
+    ours = own_threads.running().values()
+    ran_s = time.process_time() - own_threads.ended_s()
+    ran_s -= sum(max(thread_ran_s(thread), 0.0) for thread in ours)
+    times = os.times()
+    children_s = times.children_user + times.children_system
+    return _Process(ran_s, children_s, _threads(os.getpid(), but=ours))
+
+
+def _process(pid: int) -> _Process:
+    """Raises OSError if there is none of this number."""
+    ran_s = time.clock_gettime(_clock(pid, _PROCESS_CLOCK))
+    return _Process(ran_s, _children_s(pid), _threads(pid))
+
+
+def _children_s(pid: int) -> float:
+    """0 if the kernel does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return sum(map(int, stat.rpartition(")")[2].split()[13:15])) / _TICKS_PER_S
+    return 0.0
+
+
+def _threads(
+    pid: int, *, only: Collection[int] = (), but: Collection[int] = ()
+) -> dict[int, _Times]:
+    """By the kernel's number. Those of which it does not tell for how long they have waited for a
+    core are left out.
+    """
+    found = dict[int, _Times]()
+    numbers: Iterable[int] = only
+    with contextlib.suppress(OSError):
+        numbers = only or map(int, os.listdir(f"/proc/{pid}/task"))
+    for number in numbers:
+        if number not in but:
+            with contextlib.suppress(OSError, ValueError):
+                ran_ns, waited_ns, _ = (
+                    Path(f"/proc/{pid}/task/{number}/schedstat").read_text().split()
+                )
+                found[number] = _Times(int(ran_ns) / 1e9, int(waited_ns) / 1e9)
+    return found

@@ -42,7 +42,6 @@ class Frame(NamedTuple):
     """What is kept of a frame: its own object would keep the function's variables."""
 
     code: CodeType
-    last_instruction: int  # its place in the code, as a number
     line: int
 
     @property

@@ -7,9 +7,19 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 from ..channel.own_socket import host_name
-from ..facts import CALLING, COMPUTING, LENGTH_SYNC, MOVING, ROUNDS_OF, RankFacts
+from ..facts import (
+    CALLING,
+    CAN_PAGE,
+    COMPUTING,
+    LENGTH_SYNC,
+    MOVING,
+    NO_PAGE,
+    ROUNDS_OF,
+    RankFacts,
+)
 from ..sync import __version__
 from ..sync.events import Group, WatchedRounds
 from ..sync.settings import Settings
@@ -21,6 +31,7 @@ from .training_notes import TrainingNotes
 # Parts of stall_timeout: for this long afterwards a rank counts as going on.
 _CALLING_PART = 1 / 2
 _MOVING_PART = 1 / 4
+_COMPUTING_PART = 3 / 8  # longer than from one window to the next (progress.py)
 
 
 class OwnFacts:
@@ -33,12 +44,15 @@ class OwnFacts:
         progress: Progress,
         settings: Callable[[], Settings],
         late: LateModules,
+        page: Callable[[], str] = lambda: CAN_PAGE,
     ) -> None:
+        """page: HAS_WARNED or HAS_PAGED in a stall, else CAN_PAGE."""
         self._group = group
         self._notes = notes
         self._progress = progress
         self._settings = settings
         self._late = late
+        self._page = page
 
     def make(self) -> RankFacts:
         """As of now."""
@@ -60,6 +74,7 @@ class OwnFacts:
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
         texts = (settings.alike(), self._notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
+        reports_stalls = settings.stall_timeout > timedelta(0)
         facts = RankFacts(
             rank=self._group.rank,
             host=safe(host_name()),
@@ -76,8 +91,9 @@ class OwnFacts:
             training=last.training,
             goes_on=goes_on,
             goes_on_for=goes_on_for,
-            still=self._progress.still_s(now),
+            still=self._still_s(now),
             sleeps=self._progress.sleeps,
+            page=self._page() if reports_stalls and settings.on_stall else NO_PAGE,
             collective=in_sync,
         )
         since_s = now - (last.since or self._progress.stepped_at)
@@ -93,6 +109,11 @@ class OwnFacts:
             return with_place(facts, self._notes, self._progress, is_away=is_away)
         return facts
 
+    def _still_s(self, now: float) -> float:
+        """-1: not known, as where it is not known which thread trains."""
+        is_known = self._progress.training_thread.known() is not None
+        return self._progress.still_s(now) if is_known else -1.0
+
     def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
         """How this rank goes on, and for how many seconds that counts."""
         last = self._notes.last
@@ -100,7 +121,7 @@ class OwnFacts:
         left = {
             CALLING: last.since + _CALLING_PART * limit_s - now if last.since else 0.0,
             MOVING: progress.stepped_at + _MOVING_PART * limit_s - now,
-            COMPUTING: progress.computed_at + _MOVING_PART * limit_s - now,
+            COMPUTING: progress.worked_at + _COMPUTING_PART * limit_s - now,
         }
         goes_on = next((how for how, seconds in left.items() if seconds > 0), "")
         return goes_on, max(*left.values(), 0.0)

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .job_folder import goes_with_the_job, private_folder
 from .log_line import report
 from .torch_knows import FlightRecording, out_of_memory_errors
 
+_READ_LIMIT_S = 1.0
 NAME = "stall_rank_{rank}.json"
 
 
@@ -26,12 +28,21 @@ class ReportFile:
     answer.
     """
 
-    def __init__(self, rank: int, store_port: int) -> None:
-        """store_port: 0 if the job's store has none."""
+    def __init__(
+        self,
+        rank: int,
+        store_port: int,
+        may_read_memory: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """store_port: 0 if the job's store has none. may_read_memory: whether that holds up nobody:
+        who reads what the GPU's allocator knows may wait with Python's lock.
+        """
+        self._may_read_memory = may_read_memory
         self._rank = rank
         self._store_port = store_port
         self._writer: threading.Thread | None = None
         self._out_of_memory: dict[str, int] = {}  # as last read
+        self._reader: threading.Thread | None = None  # of the GPU's memory
         self._said = ""  # why the last report could not be written
 
     def write(self, content: dict[str, Any], is_first: bool) -> None:
@@ -70,12 +81,20 @@ class ReportFile:
                     " to one that stays, such as a shared one"
                 )
             report(logging.INFO, text)
-            self._read_memory(file, content, recording)
+            is_blocked = self._reader is not None and self._reader.is_alive()
+            if not is_blocked and self._may_read_memory():
+                # One that does not return must not keep the next report from being written.
+                reader = Daemon(
+                    "GPU's memory", self._read_memory, file, content, recording
+                )
+                if not reader.begin():
+                    self._reader = reader
+                    reader.join(_READ_LIMIT_S)
 
     def _read_memory(
         self, file: Path, content: dict[str, Any], recording: FlightRecording
     ) -> None:
-        """Once a stall, and at last: it may wait for the GPU."""
+        """Once a stall, and at last: it may wait for the GPU. In a thread of its own."""
         try:
             counts = out_of_memory_errors()
         except Exception as error:  # torch's, of another version

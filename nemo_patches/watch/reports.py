@@ -19,6 +19,7 @@ from . import visitors
 from .all_ranks import AllRanks
 from .encoder_watch import EncoderWatch
 from .job_stall import JobStallWatch
+from .kernel_call import kernel_call
 from .late_return import LateReturn
 from .looks import Look, Looks
 from .progress import Progress
@@ -51,8 +52,11 @@ class Reports:
             exchange, looks.begin, self.has_late_round, self.stalls
         )
         self._end_report = SyncEndReport(exchange, group.size, looks.begin)
-        report_file = ReportFile(group.rank, group.store_port)
-        self.job_stall = JobStallWatch(notes, group, progress, looks.begin, report_file)
+        self._progress = progress
+        report_file = ReportFile(group.rank, group.store_port, self._may_read_memory)
+        self.job_stall = JobStallWatch(
+            notes, group, progress, looks.begin, report_file, looks.ranks_here
+        )
         self._visitors: list[tuple[Socket, Look, FlightRecording]] = []
         self.sending: list[visitors.Sending] = []
 
@@ -108,6 +112,15 @@ class Reports:
             visitor.close()
         for sending in self.sending:
             sending.visitor.close()
+
+    def _may_read_memory(self) -> bool:
+        """Not before an exit, nor where the training thread may wait for the GPU."""
+        thread = self._progress.training_thread.known()
+        return (
+            not current().stall_exit
+            and thread is not None
+            and not kernel_call(thread.native).may_wait_for_a_device
+        )
 
     def _watch_encoders(self, now: float, is_last: bool) -> None:
         group = self._group

@@ -5,13 +5,10 @@ the user's own code in full, innermost first, runs of library frames folded.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Iterator
 from itertools import groupby, takewhile
 from types import FrameType
-from typing import NamedTuple
 
 from .kernel_call import kernel_call
 from .libraries import origin
@@ -21,13 +18,6 @@ from .occupation import occupation as occupation_of
 LONGEST = 600  # characters
 _OWN_FRAMES = 5
 _FOLDS = 4
-
-
-class Thread(NamedTuple):
-    """ident: Python's. native: the kernel's number."""
-
-    ident: int
-    native: int
 
 
 def where(thread: int) -> str:
@@ -63,27 +53,11 @@ def occupation(thread: int, native_thread: int = 0) -> Occupation:
     return occupation_of(seen(thread), kernel_call(native_thread))
 
 
-def training_thread(caller: int, native_id: int) -> Thread:
-    """The thread that has called an encoder; if that has ended or runs no Python, the main thread.
-
-    A GPU's backward has a thread of its own, which calls an encoder within torch.utils.checkpoint
-    once more. native_id: the identifier of a thread that has ended is soon another's.
-    """
-    if caller in sys._current_frames() and os.path.exists(
-        f"/proc/self/task/{native_id}"
-    ):
-        return Thread(caller, native_id)
-    return Thread(threading.main_thread().ident or 0, os.getpid())
-
-
 def seen(thread: int) -> list[Frame]:
     """What is kept of the frames of the thread with this identifier, innermost first; none if there
     is no such one.
     """
-    return [
-        Frame(frame.f_code, frame.f_lasti, frame.f_lineno or 0)
-        for frame in frames(thread)
-    ]
+    return [Frame(frame.f_code, frame.f_lineno or 0) for frame in frames(thread)]
 
 
 def frames(thread: int) -> Iterator[FrameType]:

@@ -27,6 +27,7 @@ import torch.distributed
 from ..channel import process_hooks
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
+from ..facts import CAN_PAGE
 from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
 from ..sync.settings import Settings
@@ -71,8 +72,10 @@ class StallMonitor:
         self._notes = notes
         self._settings = settings
         self._late = late
-        self.progress = Progress(notes, late)
-        self._own_facts = OwnFacts(group, notes, self.progress, settings, late)
+        self.progress = Progress(notes, late, self._ranks_here)
+        self._own_facts = OwnFacts(
+            group, notes, self.progress, settings, late, self._page
+        )
         self.looks = Looks(exchange, self._own_facts.make, self._wake, self._heard)
         self.all_ranks = AllRanks(group, exchange, notes, self.looks.begin)
         self.reports: Reports | None = None  # until there is something to judge
@@ -128,6 +131,12 @@ class StallMonitor:
         with self._wakes_lock:
             if self._wakes >= 0:
                 os.eventfd_write(self._wakes, 1)
+
+    def _ranks_here(self) -> frozenset[int]:
+        return self.looks.ranks_here() or frozenset()
+
+    def _page(self) -> str:
+        return self.reports.job_stall.page if self.reports is not None else CAN_PAGE
 
     def _stopped(self) -> bool:
         return self._exiting or self.group.closed
