@@ -49,7 +49,7 @@ help:
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
 	@echo "make check-tag TAG=v0.1.0  whether a release's tag is this version's"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
-	@echo "make pictures   docs/pictures/ anew"
+	@echo "make pictures   docs/pictures/stall.png anew, with an installed Chromium or Chrome"
 	@echo "make clean      remove .venv/"
 
 demo: .venv/nemo-$(DEMO_NEMO)/ready
@@ -330,11 +330,17 @@ stacks.pyz:
 	touch $(PYZ)/nemo_patches/__init__.py $(PYZ)/nemo_patches/tools/__init__.py $(PYZ)/nemo_patches/tools/diagnose/__init__.py
 	$(PYTHON) -m zipapp $(PYZ) --compress --python "/usr/bin/env python3" --main $(subst /,.,$(COLLECTOR)).host_jobs:main --output $(PYZ).pyz
 
-# diagnose's exit code is 1 here: it has found the stuck rank.
+# The page of a stuck job, as an installed Chromium or Chrome shows it. diagnose's exit code is 1: it has found the rank.
+CHROMIUM ?= $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 pictures: .venv/nemo-$(DEMO_NEMO)/ready
+	@test -n "$(CHROMIUM)" || { echo "pictures: no Chromium or Chrome on the PATH; CHROMIUM=/path/to/it" >&2; exit 1; }
 	rm -rf .venv/pictures
-	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/stalled_job.py .venv/pictures
-	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches diagnose .venv/pictures --plot docs/pictures/stall.png; test $$? = 1
+	mkdir -p .venv/pictures
+	.venv/nemo-$(DEMO_NEMO)/bin/python docs/programs/stalled_job.py .venv/pictures/traces
+	cd .venv/pictures && ../nemo-$(DEMO_NEMO)/bin/nemo-patches diagnose traces --html stall.html; test $$? = 1
+	timeout 120 "$(CHROMIUM)" --headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars \
+		--user-data-dir=.venv/pictures/profile --force-device-scale-factor=1.5 --window-size=1060,675 \
+		--screenshot=docs/pictures/stall.png file://$(CURDIR)/.venv/pictures/stall.html
 
 # Not with --quiet: what it does not print does not count as an error.
 docs: .venv/docs/ready

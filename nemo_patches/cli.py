@@ -297,10 +297,11 @@ def diagnose(
         list[Path] | None, typer.Argument(metavar="PATH", hidden=True)
     ] = None,
     json: _Json = False,
-    plot: Annotated[
+    html: Annotated[
         Path | None,
         with_value(
-            metavar="FILE", help_="Draw each rank's encoder calls over time, as a PNG."
+            metavar="FILE",
+            help_="Write a page too: all ranks in time, their stacks, what is cited.",
         ),
     ] = None,
     job: Annotated[
@@ -333,7 +334,7 @@ def diagnose(
 
     try:
         raise typer.Exit(
-            command.run(paths or [], json=json, plot=plot, job=job, pids=pids)
+            command.run(paths or [], json=json, html=html, job=job, pids=pids)
         )
     except command.DiagnoseError as error:
         refused = _refused("diagnose", error)

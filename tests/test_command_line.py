@@ -135,7 +135,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "doctor --select NP9": ("NP9",),
         "diagnose --job . --pids 1": ("give files", "--job DIR"),
         "diagnose --pids 1,x": ("--pids=1,x", "with commas"),
-        "diagnose --plot x.png": ("--plot", "a folder of traces"),
+        f"diagnose --html {missing}/x.html": (f"--html={missing}/x.html", "folder"),
     }
     for command in ("doctor", "diagnose", "diff --nemo", "demo --manifest"):
         for path in (empty, binary, missing, folder / "nothing", empty / "below"):

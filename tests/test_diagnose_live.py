@@ -432,6 +432,10 @@ def test_several_jobs_in_one_folder_are_named(
         ):
             live.diagnose_job(folders)
         assert live.diagnose_job(jobs[1]).verdict.endswith("all is well")
+        page = folders / "report.html"
+        asked = ["diagnose", "--job", str(jobs[1]), "--html", str(page)]
+        assert CliRunner().invoke(app, asked).exit_code == 0
+        assert "all is well</h1>" in page.read_text()
 
 
 def test_jobs_of_one_run_id_are_told_apart_by_the_stores_address(
@@ -452,6 +456,5 @@ def test_jobs_of_one_run_id_are_told_apart_by_the_stores_address(
 
 
 def test_the_command_takes_one_thing_to_look_at(tmp_path: Path) -> None:
-    plot = ["--job", str(tmp_path), "--plot", "x.png"]
-    for arguments in ([".", "--job", str(tmp_path)], plot, ["--job", str(tmp_path)]):
+    for arguments in ([".", "--job", str(tmp_path)], ["--job", str(tmp_path)]):
         assert CliRunner().invoke(app, ["diagnose", *arguments]).exit_code == 2

@@ -144,11 +144,18 @@ def test_the_commands_as_a_user_types_them(
     collected = run([*nemo_patches, "stacks", "--json", *given], environment(), LIMIT_S)
     assert collected.returncode == 0, collected.stderr
     (tmp_path / "node1.json").write_text(collected.stdout)
+    page = tmp_path / "report.html"
     for arguments in (given, ["--job", str(folder)], [str(tmp_path)]):
-        done = run([*nemo_patches, "diagnose", *arguments], environment(), LIMIT_S)
+        command = [*nemo_patches, "diagnose", *arguments, "--html", str(page)]
+        done = run(command, environment(), LIMIT_S)
         assert done.returncode == 1, done
         assert done.stdout.startswith("Rank 1: it is in "), done.stdout
         assert "in read_audio (job.py:7) < " in done.stdout
+        shown = page.read_text()
+        assert '<rect class="waits-at-end"' in shown
+        assert '<b class="ranks">ranks 0, 2</b>' in shown
+        assert "<code>read_audio (job.py:7)</code>" in shown
+        page.unlink()
     nobody = run(
         [*nemo_patches, "diagnose", "--pids", "999999999"], environment(), LIMIT_S
     )

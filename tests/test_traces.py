@@ -650,7 +650,7 @@ JSON_KEYS = {
     [
         (("nowhere",), "No such file or directory"),
         (("folder",), "it is empty"),
-        (("log.txt", "--plot", "x.png"), "no trace here"),
+        (("log.txt", "--html", "folder/no/x.html"), "its folder, is not there"),
     ],
 )
 def test_what_cannot_be_read_gets_exit_code_2_and_one_line(

@@ -3,7 +3,7 @@ stuck.
 
     python docs/programs/stalled_job.py DIR
 
-`make pictures` draws them. The ranks run the real protocol in simulated time
+`make pictures` shows them in a browser. The ranks run the real protocol in simulated time
 (tests/simulated_job.py).
 """
 

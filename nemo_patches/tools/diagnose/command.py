@@ -1,14 +1,15 @@
-"""The command `nemo-patches diagnose`: read, diagnose, print, and draw what is asked for."""
+"""The command `nemo-patches diagnose`: read, diagnose, print, and write the page."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, fields, is_dataclass, replace
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -21,18 +22,21 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     jobs_here,
     pids_in,
 )
+from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.facts import Evidence, Member, UnreadableError
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.live import NoSocketError, diagnose_job
+from nemo_patches.tools.diagnose.live import NoSocketError, ask_job
 from nemo_patches.tools.diagnose.report_text import show
-from nemo_patches.tools.diagnose.sources import stall_reports, traces
+from nemo_patches.tools.diagnose.sources import stall_reports
 
 JSON_FORMAT = 3  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
 _NARROWEST = 80  # columns, of a table that can be read
 _LONG_BYTES = 32_000_000  # some seconds' reading
 _LONGEST_TEXT = 4000  # characters of anything that is printed
+
+Judged: TypeAlias = tuple[Diagnosis, Evidence]  # a report, and what it is from
 
 
 class DiagnoseError(Exception):
@@ -43,23 +47,25 @@ def run(
     paths: list[Path],
     *,
     json: bool,
-    plot: Path | None = None,
+    html: Path | None = None,
     job: str | None = None,
     pids: str = "",
 ) -> int:
-    """Print the report, draw the picture that is asked for, and return the exit code. Raises
+    """Print the report, write it as a page if one is asked for, and return the exit code. Raises
     DiagnoseError.
     """
     if sum(map(bool, (paths, job is not None, pids))) > 1:
         raise DiagnoseError(
             "give files and folders, or --job DIR, or --pids: one of them, or none"
         )
-    if plot is not None and not paths:
-        raise DiagnoseError("--plot needs a folder of traces")
+    if html is not None:
+        _refuse_unwritable(html)
     try:
-        if paths:
-            return _of_files(paths, json, plot)
-        return _ask(job, pids, json)
+        judged, count = _of_files(paths) if paths else _ask(job, pids)
+        if html is not None:
+            judged = list(judged)
+            _write(html, judged)
+        return _print_all((report for report, _ in judged), json, count)
     except (UnreadableError, NothingToLookAtError) as error:
         raise DiagnoseError(safe(str(error))) from error
     except BrokenPipeError:  # cli.py has the answer
@@ -72,13 +78,8 @@ def run(
         return 130
 
 
-def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
+def _of_files(paths: list[Path]) -> tuple[Iterable[Judged], int]:
     found = reading.find(paths)
-    of_traces = found.by_reader.get(traces.KIND, [])
-    if plot is not None and not of_traces:
-        raise DiagnoseError(
-            f"{safe(str(paths[0]))}: no trace here: --plot needs traces"
-        )
     _say_size(found)
     evidence = reading.joined(reading.read(found), found.problems, found.earlier)
     # A rank that reports a stall has waited for stall_timeout.
@@ -87,10 +88,8 @@ def _of_files(paths: list[Path], json: bool, plot: Path | None) -> int:
     for name, facts in evidence.other_jobs.items():
         sizes = (f.value.world_size for f in facts if isinstance(f.value, Member))
         jobs[f"job {name}"] = Evidence(facts, world_size=max(sizes, default=0))
-    reports = [judge(of, name, stuck_after_s) for name, of in jobs.items()]
-    if plot is not None:
-        _draw(of_traces, reports[0], plot)
-    return _print_all(reports, json, len(reports))
+    judged = [(judge(of, name, stuck_after_s), of) for name, of in jobs.items()]
+    return judged, len(judged)
 
 
 def _say_size(found: reading.Found) -> None:
@@ -103,18 +102,23 @@ def _say_size(found: reading.Found) -> None:
             print(f"reading {size / 1e6:.0f} MB in {some} ...", file=sys.stderr)
 
 
-def _ask(job: str | None, pids: str, json: bool) -> int:
+def _ask(job: str | None, pids: str) -> tuple[Iterable[Judged], int]:
     """Diagnose a running job: through its sockets (--job), or its processes on this host."""
     try:
         if job is not None:
-            return _print_all([diagnose_job(Path(job))], json, 1)
+            return [ask_job(Path(job))], 1
         jobs = jobs_here(pids=pids_in(pids))
     except NoSocketError as error:
         try:
             jobs = jobs_here(job or "")
         except NothingToLookAtError:
             raise error from None
-    return _print_all(map(running.diagnose, jobs), json, len(jobs))
+    return map(_judged, jobs), len(jobs)
+
+
+def _judged(ranks: list[HostRank]) -> Judged:
+    name, evidence = running.evidence_of(ranks)
+    return judge(evidence, name), evidence
 
 
 def _print_all(reports: Iterable[Diagnosis], json: bool, count: int) -> int:
@@ -137,6 +141,27 @@ def _print_all(reports: Iterable[Diagnosis], json: bool, count: int) -> int:
     return 1 if 1 in codes else max(codes)
 
 
+def _refuse_unwritable(file: Path) -> None:
+    """Before a look that takes a minute."""
+    if not os.access(file if os.path.exists(file) else file.parent, os.W_OK):
+        why = "it, or its folder, is not there or may not be written to"
+        raise DiagnoseError(f"--html={safe(str(file))}: {why}")
+
+
+def _write(file: Path, judged: Iterable[Judged]) -> None:
+    from nemo_patches.tools.diagnose.page import page
+    from nemo_patches.tools.diagnose.page_content import content_of
+
+    text = page(
+        [content_of(_printable(report), evidence) for report, evidence in judged]
+    )
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        why = f"{error.strerror or error}; a file that can be written is wanted"
+        raise DiagnoseError(f"--html={safe(str(file))}: {why}") from error
+
+
 def error_as_json(error: DiagnoseError) -> str:
     """On standard output, where a program that asked for JSON looks."""
     return dumps({"format": JSON_FORMAT, "error": str(error), "exit_code": 2})
@@ -154,17 +179,3 @@ def _printable(content: Any) -> Any:
         told = {one.name: getattr(content, one.name) for one in fields(content)}
         return replace(content, **{name: _printable(told[name]) for name in told})
     return content
-
-
-def _draw(of_traces: list[Path], report: Diagnosis, file: Path) -> None:
-    try:
-        from nemo_patches.tools.diagnose.plot import draw
-    except ImportError as error:
-        raise DiagnoseError(
-            f"--plot needs matplotlib: pip install matplotlib ({error})"
-        ) from error
-    try:
-        draw(traces.load(of_traces, Evidence()), file, _printable(report).verdict)
-    except OSError as error:
-        why = f"{error.strerror or error}; a file that can be written is wanted"
-        raise DiagnoseError(f"--plot={safe(str(file))}: {why}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeAlias
 
 from nemo_patches.judging.judge import Entry
@@ -165,6 +166,7 @@ class Evidence:
     looked_for: for the
     report on files in which nothing was recognised. other_jobs: by name, the facts of stacks of
     other jobs, which are judged apart. past: why this is no present hang; empty: it may be one.
+    files: by reader, those that it is from.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -182,3 +184,4 @@ class Evidence:
     past: str = ""
     looked_for: list[str] = field(default_factory=list)
     other_jobs: dict[str, list[Fact]] = field(default_factory=dict)
+    files: dict[str, list[Path]] = field(default_factory=dict)

@@ -23,8 +23,9 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     started_at,
     stat_fields,
 )
-from nemo_patches.tools.diagnose.facts import UnreadableError
+from nemo_patches.tools.diagnose.facts import Evidence, UnreadableError
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
+from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources import stall_reports
 from nemo_patches.watch.job_folder import is_called, private_folders
 from nemo_patches.watch.job_socket import ENDING, near, process_of
@@ -39,7 +40,13 @@ class NoSocketError(UnreadableError):
 
 
 def diagnose_job(folder: Path) -> Diagnosis:
-    """folder: the job's own, or one that its processes work in. Raises UnreadableError.
+    """The report of ask_job()."""
+    return ask_job(folder)[0]
+
+
+def ask_job(folder: Path) -> tuple[Diagnosis, Evidence]:
+    """The report, and what it is from. folder: the job's own, or one that its processes work in.
+    Raises UnreadableError.
 
     Where the job knows of a hang and of no rank that it is for, the ranks on this host are looked
     at from outside, too.
@@ -50,11 +57,9 @@ def diagnose_job(folder: Path) -> Diagnosis:
         try:
             answer = stall_reports.decode(_ask(file))
             report = stall_reports.diagnose_answer(answer, str(folder), tuple(problems))
-            return (
-                report
-                if _is_enough(report, answer)
-                else _seen_from_outside(report, answer, sockets)
-            )
+            if _is_enough(report, answer):
+                return report, stall_reports.evidence_of(answer)
+            return _seen_from_outside(report, answer, sockets)
         except OSError as error:
             problems.append(f"{file.name}: {error.strerror or error}")
         except (ValueError, RecursionError):
@@ -77,7 +82,7 @@ def _is_enough(report: Diagnosis, answer: stall_reports.Answer) -> bool:
 
 def _seen_from_outside(
     report: Diagnosis, answer: stall_reports.Answer, sockets: Sequence[Path]
-) -> Diagnosis:
+) -> tuple[Diagnosis, Evidence]:
     """With the stacks of the ranks on this host, unless these show no hang."""
     ranks = [
         HostRank(
@@ -90,12 +95,13 @@ def _seen_from_outside(
         for file in sockets
         if stat_fields(f"/proc/{process_of(file)}/stat")
     ]
-    seen = running.diagnose(
-        ranks,
-        stuck_after_s=0.0,
-        also=[("the job's answer", stall_reports.evidence_of(answer))],
-    )
-    return seen if any(one.severity == CRITICAL for one in seen.findings) else report
+    answered = stall_reports.evidence_of(answer)
+    also = [("the job's answer", answered)]
+    name, evidence = running.evidence_of(ranks, stuck_after_s=0.0, also=also)
+    seen = judge(evidence, name, stuck_after_s=0.0)
+    if any(one.severity == CRITICAL for one in seen.findings):
+        return seen, evidence
+    return report, answered
 
 
 def _sockets(folder: Path) -> list[Path]:

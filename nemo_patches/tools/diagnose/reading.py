@@ -29,7 +29,7 @@ _FOLDERS_OF_CODE = frozenset(
 )
 _NO_EVIDENCE = re.compile(
     r"\.(pyi?|ipynb|md|rst|diff|patch|sh|c|cc|cpp|cu|h|ya?ml|toml|cfg|wav|flac|mp3|tar|"
-    r"nemo|ckpt|pt|png|svg)$"
+    r"nemo|ckpt|pt|png|svg|html)$"
 )
 _OF_RAS = (b"Job summary", b"Communicators...")  # lines of what `ncclras` prints
 _MOST_FILES = 10_000
@@ -55,7 +55,7 @@ _READERS = (
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
     Reader(traces.KIND, traces.recognises, traces.read),
 )
-_LOGS = Reader("logs", logs.recognises, logs.read)
+_LOGS = Reader(logs.KIND, logs.recognises, logs.read)
 
 
 @dataclass
@@ -174,7 +174,7 @@ def read(found: Found) -> list[tuple[str, Evidence]]:
     parts = []
     for reader in (*_READERS, _LOGS):
         if files := found.by_reader.get(reader.name):
-            evidence = Evidence()
+            evidence = Evidence(files={reader.name: files})
             reader.read(files, evidence)
             parts.append((reader.name, evidence))
     return parts
@@ -229,6 +229,8 @@ def _add(part: Evidence, source: str, whole: Evidence) -> None:
     whole.is_well |= part.is_well
     whole.patched |= part.patched
     whole.other_jobs |= part.other_jobs
+    for reader, files in part.files.items():
+        whole.files[reader] = [*whole.files.get(reader, ()), *files]
 
 
 def _world_size(parts: Sequence[tuple[str, Evidence]]) -> int:

@@ -19,12 +19,13 @@ from nemo_patches.tools.diagnose.findings import (
 
 _MOST_RANKS = 32  # rows of the table
 _WIDEST_HOST = 12  # characters: the table has to fit a terminal of 80
-_LEGEND = (
+COLUMNS = ("rank", "host", "pid", "calls", "waited", "lag", "last", "at the end")
+LEGEND = (
     "waited: seconds in length syncs, also in vain; lag: by how many milliseconds it came after the"
     " first rank, the median; last: seconds since its last call."
 )
 # The first line is the answer; what follows from it, the second.
-_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
+SENTENCE = re.compile(r"(?<=\.) (?=[A-Z])")
 _COLOURS = {CRITICAL: "bold red", NOTE: "dim"}
 
 
@@ -37,7 +38,7 @@ def show(report: Diagnosis, console: Console) -> None:
     style = "bold green"
     if report.findings:
         style = _COLOURS.get(report.findings[0].severity, "bold yellow")
-    for line in _SENTENCE.split(report.verdict, 1):
+    for line in SENTENCE.split(report.verdict, 1):
         say(line, style)
     if report.next_step:
         say(f"Next: {report.next_step}")
@@ -52,7 +53,7 @@ def show(report: Diagnosis, console: Console) -> None:
     say("")
     if report.ranks:  # logs and the like have none
         _show_ranks(report, console)
-        say(_LEGEND, "dim")
+        say(LEGEND, "dim")
     for line in report.summary if report.findings else ():  # else the verdict has it
         say(line)
     for line in report.problems:
@@ -81,16 +82,16 @@ def _show_ranks(report: Diagnosis, console: Console) -> None:
         report.ranks, key=lambda one: (one.rank not in concerned, one.rank)
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("rank", "host", "pid"):
+    for name in COLUMNS[:3]:
         table.add_column(
             name, max_width=_WIDEST_HOST, no_wrap=True, overflow="ellipsis"
         )
-    for name in ("calls", "waited", "lag", "last"):
+    for name in COLUMNS[3:-1]:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("at the end")
+    table.add_column(COLUMNS[-1])
     for one in sorted(concerned_first[:_MOST_RANKS], key=lambda each: each.rank):
         style = "bold" if one.rank in concerned else None
-        table.add_row(*map(Text, _row(one)), style=style)
+        table.add_row(*map(Text, row(one)), style=style)
     console.print(table)
     if left_out := sorted(one.rank for one in concerned_first[_MOST_RANKS:]):
         console.print(
@@ -98,7 +99,7 @@ def _show_ranks(report: Diagnosis, console: Console) -> None:
         )
 
 
-def _row(summary: RankSummary) -> list[str]:
+def row(summary: RankSummary) -> list[str]:
     lag = summary.lag * 1000 if summary.lag is not None else None
     return [
         str(summary.rank),

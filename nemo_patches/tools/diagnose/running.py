@@ -38,9 +38,19 @@ def diagnose(
     stuck_after_s: float = STUCK_AFTER_S,
     also: Sequence[tuple[str, Evidence]] = (),
 ) -> Diagnosis:
+    """The report on what evidence_of() gathers."""
+    source, evidence = evidence_of(ranks, stuck_after_s, also)
+    return judge(evidence, source, stuck_after_s)
+
+
+def evidence_of(
+    ranks: Sequence[HostRank],
+    stuck_after_s: float = STUCK_AFTER_S,
+    also: Sequence[tuple[str, Evidence]] = (),
+) -> tuple[str, Evidence]:
     """Look until the ranks move, or have waited for longer than this; then read the job's files.
 
-    also: what is known from elsewhere, by source.
+    also: what is known from elsewhere, by source. Returns the job's name and host, too.
     """
     found = f"{counted(len(ranks), 'rank')} found"
     _say(found, "looking")
@@ -67,9 +77,7 @@ def diagnose(
     ]
     evidence = reading.joined([("stacks", seen), *also, *beside], problems)
     evidence.summary += _how(job)
-    return judge(
-        evidence, f"job {job.name or 'without a name'} on {job.host}", stuck_after_s
-    )
+    return f"job {job.name or 'without a name'} on {job.host}", evidence
 
 
 def _say(found: str = "", text: str = "") -> None:

@@ -49,6 +49,7 @@ LOOKED_FOR = (
     " DeepSpeed, Ray, Slurm, mpirun and kubectl, exceptions and CUDA errors that ended a rank,"
     " kills for want of memory, nemo_patches' own lines"
 )
+KIND = "logs"
 STANDARD_INPUT = Path("-")
 _BLOCK_BYTES = 1 << 20
 _LONGEST_LINE = 1 << 14  # characters that are looked at

@@ -78,6 +78,9 @@ class RankTrace:
     entered: array[float] = field(default_factory=lambda: array("d"))
     gave_up: array[float] = field(default_factory=lambda: array("d"))
     last: float = 0.0  # when its last record was made
+    called: float = 0.0  # likewise, of those that its calls make
+    # In its length syncs: from when to when, one after the other.
+    waits: array[float] = field(default_factory=lambda: array("d"))
     # Of the last call, by encoder
     numbers: dict[str, int] = field(default_factory=dict)
     encoder: str = ""  # of the last call
@@ -168,6 +171,8 @@ class RankTrace:
         elif isinstance(record, records.End):
             self.end = record
         self.last = record.t
+        if not isinstance(record, (records.Stalled, records.End)):
+            self.called = record.t
 
     def _check(self, encoder: str, number: int) -> None:
         """Whether it is in this call."""
@@ -201,6 +206,7 @@ class RankTrace:
         self.phase = ids.LAYERS if self.phase else ""
         self.outcome = record.outcome
         self.waited += record.waited
+        self.waits.extend((record.t - record.waited, record.t))
         if self.outcome in (records.LOCAL, records.ENDED):
             return
         if self.round and number not in (self.round, self.round + 1, 1):
