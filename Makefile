@@ -84,7 +84,7 @@ test-%: .venv/nemo-%/ready
 
 # On another NeMo all that depends on it in one run, also what waits, but for what `make test-matrix` has of that.
 # What judges files alone, whatever is installed beside it, is run once: by test-wheel.
-FROM_THE_WHEEL = diagnose_fault_free evidence judge one_folder one_judge public_reports told_apart watchdog_log
+FROM_THE_WHEEL = diagnose_fault_free entries evidence one_folder one_judge public_reports told_apart watchdog_log
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import CHECKPOINT, PERHAPS
 from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.source import NO_LOOP
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
     Condition,
     Evidence,

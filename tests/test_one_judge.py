@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 from simulated_job import Collective, Event
-from test_judge import Hang, hang_of, played
+from test_entries import Hang, hang_of, played
 
-from nemo_patches.judging.judge import Entry
 from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
     Condition,
     Evidence,

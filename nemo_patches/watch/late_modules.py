@@ -22,7 +22,7 @@ from ..text import first_line
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 # Each after those that it imports.
 _JUDGING = (
-    *("", ".kinds", ".waits", ".judge", ".missing_rank"),
+    *("", ".kinds", ".waits", ".missing_rank"),
     *(".read_facts", ".found", ".answer", ".rank_groups", ".verdict"),
 )
 _WATCH = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from nemo_patches.judging.judge import Entry
 from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
     NOT_TOLD,
     Call,
@@ -37,6 +37,7 @@ class Account:
     member: Member = field(default_factory=Member)
     reported: Fact | None = None  # missing, by another rank
     call: Call | None = None
+    threads: list[Fact] = field(default_factory=list)  # places of several threads
     conditions: list[Fact] = field(default_factory=list)
     entered: list[Fact] = field(default_factory=list)
 
@@ -75,6 +76,8 @@ class Account:
                 self.entered.append(fact)
             case Condition():
                 self.conditions.append(fact)
+            case Place(thread=thread) if thread:
+                self.threads.append(fact)
             case Place() as place:
                 if _counts(fact, self.place_fact):
                     self.place_fact = fact
@@ -132,8 +135,13 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
     """By rank, in rising order."""
     accounts: dict[int, Account] = {}
     for fact in evidence.facts:
-        accounts.setdefault(fact.rank, Account(fact.rank)).take(fact)
+        if fact.condition_kind != conditions.HINT:
+            accounts.setdefault(fact.rank, Account(fact.rank)).take(fact)
+    time_outs = [f for f in evidence.facts if f.condition_kind == conditions.WAITED]
     for account in accounts.values():
+        account.conditions = [
+            _of_dead(f, account, time_outs) for f in account.conditions
+        ]
         if account.rank != NOT_TOLD:  # facts without a rank may be about several ranks
             account.conditions = _that_count(account.conditions)
         account.condition_fact = min(
@@ -146,6 +154,22 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
             default=None,
         )
     return dict(sorted(accounts.items()))
+
+
+def _of_dead(fact: Fact, account: Account, time_outs: list[Fact]) -> Fact:
+    """A death of which nobody saw the reason is a kill; after the rank's own time-out it is that
+    time-out's consequence. When it was counts only where time-outs came before it.
+    """
+    if fact.condition_kind != conditions.DIED:
+        return fact
+    has_waited = any(
+        one.condition_kind == conditions.WAITED for one in account.conditions
+    )
+    is_over = has_waited and account.rank != NOT_TOLD
+    kind = conditions.ABORTED if is_over else conditions.KILLED
+    is_late = account.rank == NOT_TOLD or any(is_before(one, fact) for one in time_outs)
+    value = replace(fact.condition, kind=kind)
+    return replace(fact, value=value, at=fact.at if is_late else 0.0)
 
 
 def _counts(fact: Fact, before: Fact | None) -> bool:

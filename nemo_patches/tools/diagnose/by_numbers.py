@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging import judge as judging
-from nemo_patches.judging.judge import Judgement
 from nemo_patches.text import named
+from nemo_patches.tools.diagnose import entries as judging
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
+from nemo_patches.tools.diagnose.entries import Judgement
 from nemo_patches.tools.diagnose.facts import OF_MODEL, Fact
 from nemo_patches.tools.diagnose.findings import Finding
 from nemo_patches.tools.diagnose.verdicts import (
@@ -116,7 +116,14 @@ def _of_judgement(
             " completed it"
         )
         if hearing.unseen:
-            text += f". Nothing is known of {named(hearing.unseen)}, of which some may be missing"
+            unseen = named(hearing.unseen)
+            is_few = 2 * len(hearing.unseen) < hearing.world_size
+            some = "of which some may be missing"
+            if is_few and one.entry.kind:
+                # A record is made where a failure is seen; who is missing sees none.
+                text = f"{unseen} may be missing: no record of {_it(unseen)} is here. {text}"
+                some = "as of a rank that others wait for"
+            text += f". Nothing is known of {unseen}, {some}"
             step = ids.NEXT_STEPS[ids.NOT_SEEN]
         text += "."
     else:
@@ -127,6 +134,10 @@ def _of_judgement(
         )
         step = "Take the dumps of all ranks while the job hangs."
     return [finding(kind, text, evidence=evidence, next_step=step)]
+
+
+def _it(ranks: str) -> str:
+    return "it" if ranks.startswith("rank ") else "them"
 
 
 def _may_be_buffers(fact: Fact) -> bool:
@@ -145,7 +156,9 @@ def _missing(
         if not _has_come_since(hearing[rank], one, there[0], hearing)
     ]
     lines = [_last_entered(account) for account in accused]
-    wait = Wait(one.waiting, title_of(one.entry), how=how)
+    last = [fact.entered for fact in map(_last, accused) if fact]
+    inside = any(each.counted and each.number == one.entry.number - 1 for each in last)
+    wait = Wait(one.waiting, title_of(one.entry), how=how, may_be_inside=inside)
     step = reading_of(most_told(there), hearing.evidence.patched)[1]
     return [
         replace(each, next_step=f"{each.next_step} {step}".strip())

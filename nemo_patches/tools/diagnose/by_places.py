@@ -4,6 +4,7 @@ in its stack, in stall reports, or when it ended.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,15 +13,17 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing
-from nemo_patches.tools.diagnose.facts import NOT_TOLD
+from nemo_patches.tools.diagnose.facts import MAIN_THREAD, NOT_TOLD, Fact, Place
 from nemo_patches.tools.diagnose.findings import WARNING, Finding
 from nemo_patches.tools.diagnose.verdicts import (
     ENDING,
     Wait,
     all_absent,
+    by_party,
     finding,
     has,
     in_no_collective,
+    inner,
     is_,
     names,
     out_of_step,
@@ -39,6 +42,10 @@ _OUT = (
 _UNLIKE_CLOCKS_S = 10.0  # of hosts
 _START = "init_process_group"
 _OF_TWO = ("send", "recv", "isend", "irecv", "batch_isend")
+_OF_TWO_THREADS = (
+    "Give the second thread a process group of its own (dist.new_group), or let the"
+    " training thread make its collectives."
+)
 _COLLECTIVE_IN_WORKERS = (
     "Take the collective out of what the data loader's workers run: a worker has no"
     " part in its rank's process group, and ranks may fetch unlike numbers of samples."
@@ -73,6 +80,9 @@ def by_places(hearing: Hearing) -> list[Finding]:
     waits = {one.place.wait for one in waiting if not is_guess(one.place.collective)}
     unseen = set(range(hearing.world_size)) - {one.rank for one in seen}
     not_known = f"nothing is known of {named(sorted(unseen))}, whose hosts may not be collected yet"
+    both = [one for one in seen if _has_two_at_work(one)]
+    if both and all(one in both or not _is_readable(one) for one in absent):
+        return _aged([_two_threads(both)], waiting, hearing)
     # Which collective each is in counts only once all are in one.
     if before := _seen_before(waiting, absent):
         return [before]
@@ -87,22 +97,65 @@ def by_places(hearing: Hearing) -> list[Finding]:
 
 
 def _seen_before(waiting: list[Account], absent: list[Account]) -> Finding | None:
-    """Ranks whose stacks were taken before the others' wait began may have moved since."""
+    """Ranks whose stacks were taken before the others' wait began may have moved since.
+
+    Hosts' clocks may differ by hours: by them alone nobody on another host is early.
+    """
     known = [
-        (one, one.place_fact.at)
+        (one, one.place_fact)
         for one in (*waiting, *absent)
         if one.place_fact and one.place_fact.own and one.place_fact.at
     ]
-    begins = [
-        at - one.still_s for one, at in known if one.place.collective and one.still_s
+    waits = [
+        (fact.at - one.still_s, one.still_s, fact.host)
+        for one, fact in known
+        if one.place.collective and one.still_s
     ]
-    last = max(begins, default=0.0) - _UNLIKE_CLOCKS_S
-    if not (early := [one for one, at in known if at < last]):
+    if not waits:
+        return None
+    by_host = {host: begin for begin, _, host in sorted(waits)}
+    last, for_s, _ = max(waits)
+
+    def is_early(one: Account, fact: Fact) -> bool:
+        if fact.at < by_host.get(fact.host, -math.inf) - _UNLIKE_CLOCKS_S:
+            return True
+        ran_since = one.still_s is not None and one.still_s < for_s - _UNLIKE_CLOCKS_S
+        works = any(text.startswith("it computes") for text in one.place.details)
+        return fact.at < last - _UNLIKE_CLOCKS_S and ran_since and not works
+
+    if not (early := [one for one, fact in known if is_early(one, fact)]):
         return None
     was = "was" if len(early) == 1 else "were"
     text = f"{names(early)} {was} seen before the others began to wait, and may have moved."
     step = "Collect the stacks of all hosts at one time, while the job hangs."
     return finding(ids.NOT_ENOUGH, text, next_step=step)
+
+
+def _has_two_at_work(one: Account) -> bool:
+    """Whether a second thread of the rank is in a collective beside the training's, or beside
+    backward.
+    """
+    places = [fact.value for fact in one.threads if isinstance(fact.value, Place)]
+    return any(
+        place.thread == MAIN_THREAD
+        and (place.collective or place.where.startswith("backward ("))
+        for place in places
+    )
+
+
+def _two_threads(both: list[Account]) -> Finding:
+    told = [
+        (f"{place.wait or inner(place.where)} in thread {place.thread}", one.rank)
+        for one in both
+        for fact in one.threads
+        if isinstance(place := fact.value, Place)
+    ]
+    text = (
+        f"{names(both)} {has(both)} two threads in collectives at once:"
+        f" {by_party(told) or told[0][0]}. In one process group their order differs from"
+        " rank to rank, and then none can end."
+    )
+    return finding(ids.OUT_OF_STEP, text, next_step=_OF_TWO_THREADS)
 
 
 def _is_readable(one: Account) -> bool:

@@ -4,10 +4,14 @@ the kinds of facts.Condition, and how some of its texts begin.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 # The first two explain what other ranks say after them.
 RAISED = "raised"  # an exception of its own, or a CUDA error; one that nobody else brought about
 # A signal but SIGTERM, SIGINT, SIGHUP and SIGABRT; or for want of memory.
 KILLED = "killed"
+# Somebody saw its process go, and nobody saw why (Ray): a consequence, after its own time-out
+DIED = "died"
 STOPPED = "stopped"  # state T: SIGSTOP, Ctrl-Z
 TRACED = "traced"  # a debugger holds it
 ENDED = "ended"  # its interpreter came to its end, or it left its process group
@@ -33,6 +37,8 @@ PASSED_ON = "passed on"  # it ended by an exception that another rank had raised
 NODE = "node"  # its node failed, says the scheduler or the launcher
 # It cannot resolve the address at which the ranks meet; harmless if it starts all the same
 UNRESOLVED = "unresolved"
+# Something that was wrong around the ranks, and decides nothing: told beside a verdict
+HINT = "hint"
 HEARD = "heard"  # it was told of another rank's time-out, and had none itself
 RUNS = "runs"  # it is there
 UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says why
@@ -56,7 +62,19 @@ NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
 # Of several that are told of a rank the first counts: causes before consequences, what is known
 # before what is not.
 RANKED = (
-    *(RAISED, KILLED, NODE, STOPPED, TRACED, WAITED, CUT, PASSED_ON, STUCK, ABORTED),
+    *(
+        RAISED,
+        KILLED,
+        NODE,
+        STOPPED,
+        TRACED,
+        WAITED,
+        CUT,
+        PASSED_ON,
+        STUCK,
+        ABORTED,
+        DIED,
+    ),
     *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, LOGGED),
     *(UNRESOLVED, HEARD, RUNS),
 )
@@ -94,3 +112,10 @@ EVIDENCE = {
     UNREADABLE: "its stack could not be read",
     LOGGED: "a traceback, which may have been caught",
 }
+
+
+def in_words(kind: str, text: str, words: Mapping[str, str] = WORDS) -> str:
+    """What a rank did, or what its line of evidence says. text: the condition's."""
+    if kind in (TERMINATED, ABORTED) and text.startswith(STALL_EXIT):
+        return "it ended itself"
+    return words[kind]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from nemo_patches.judging.judge import Entry
 from nemo_patches.tools.diagnose.conditions import NOT_HEARD
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 
 # A summary of logs
@@ -19,6 +19,7 @@ ALL_WELL = "nemo_patches is on, and no line tells of a stall, an error or an end
 OF_MODEL = "the model"  # in place of a Entry's group: what DDP's construction compares
 # The rank of a Fact, or the number of a Entry, that its source does not name
 NOT_TOLD = -1
+MAIN_THREAD = "MainThread"  # as Python names it
 
 
 class UnreadableError(Exception):
@@ -43,14 +44,14 @@ class Condition:
 class Place:
     """Where a rank's training thread is: it explains, and accuses nobody.
 
-    where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, named as in a
-    stall report; empty:
-    none. caller: who called that: "the length sync (conformer_encoder.py:794)". activity: one of
-    judging/kinds.py or verdicts.py. worker: "its worker (pid 24950) is in __getitem__ (hang.py:24),
-    at a.wav". way: its Python frames, outermost first. counters: integers of its loops, by
-    "batch_idx of run (evaluation_loop.py)". loops: by the same names, the line at which that loop
-    begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that variable; no entry
-    where the source is not known.
+        where: "read (data.py:41) < main (train.py:80)". collective: what it waits in, named as in a
+    stall report; empty: none. caller: who called that: "the length sync (conformer_encoder.py:4)".
+    activity: one of judging/kinds.py or verdicts.py. worker: "its worker (pid 24950) is in
+    __getitem__ (hang.py:24), at a.wav". way: its Python frames, outermost first. counters: integers
+    of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the same names, the line at
+    which that loop begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that
+    variable; no entry where the source is not known. thread: its name, where several threads of the
+    rank are in collectives: each has a place, beside the rank's.
     """
 
     where: str = ""
@@ -62,6 +63,7 @@ class Place:
     way: tuple[str, ...] = ()
     counters: Mapping[str, int] = field(default_factory=dict)
     loops: Mapping[str, int] = field(default_factory=dict)
+    thread: str = ""
 
     @property
     def wait(self) -> str:

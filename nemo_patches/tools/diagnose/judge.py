@@ -45,6 +45,11 @@ from nemo_patches.tools.diagnose.verdicts import (
 
 _MOST_RANKS = 1 << 20  # whatever world size a file claims
 _MOST_SHOWN = 20
+_MOST_HINTS = 2
+_BESIDE_HINTS = (
+    *(ids.WAITED_IN_VAIN, ids.ALL_IN, ids.MISSING_RANK, ids.STUCK_WATCHDOG),
+    *(ids.NOT_ENOUGH, ids.START_UP),
+)
 
 
 def judge(
@@ -58,7 +63,7 @@ def judge(
     no_hang = [ruled.pop(0).text] if ruled and ruled[0].id in ids.NO_HANG else []
     findings = sorted((*ruled, *evidence.findings), key=_place)
     if not findings and not no_hang and not _is_healthy(hearing):
-        findings = [_not_enough(hearing)]
+        findings = [_with_all_evidence(_not_enough(hearing), hearing)]
     elif findings and findings[0] in ruled:
         findings[0] = _with_all_evidence(findings[0], hearing)
     if findings and evidence.past:
@@ -142,7 +147,15 @@ def _with_the_log(first: Finding, hearing: Hearing) -> Finding:
 def _with_all_evidence(first: Finding, hearing: Hearing) -> Finding:
     of_ranks = evidence_of(hearing.accounts.values())
     lines = (*hearing.contradictions[:4], *first.evidence, *of_ranks)
-    return replace(first, evidence=shown_lines(lines))
+    hints = [
+        f"{fact.condition_text} [{fact.cite}]"
+        for fact in hearing.evidence.facts
+        if fact.condition_kind == conditions.HINT
+    ]
+    text = first.text
+    if hints and first.id in _BESIDE_HINTS:
+        text += f" Beside that: {'; '.join(hints[:_MOST_HINTS])}."
+    return replace(first, text=text, evidence=shown_lines(lines))
 
 
 def _is_healthy(hearing: Hearing) -> bool:
@@ -152,7 +165,7 @@ def _is_healthy(hearing: Hearing) -> bool:
     evidence = hearing.evidence
     if all(isinstance(fact.value, Member) for fact in evidence.facts):
         return evidence.is_well or ALL_WELL in evidence.summary
-    kinds = {fact.condition_kind for fact in evidence.facts} - {""}
+    kinds = {fact.condition_kind for fact in evidence.facts} - {"", conditions.HINT}
     return kinds == {conditions.ENDED}
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import (
     CHECKPOINT,
     COMPILATION,
@@ -22,6 +21,7 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
 
@@ -83,6 +83,7 @@ class Wait:
     title: str
     still_s: float | None = None
     how: str = ""  # instead of "are in"
+    may_be_inside: bool = False  # the absent rank, in the call for it
 
 
 def finding(
@@ -240,6 +241,11 @@ def _not_entered(wait: Wait, absent: str, has_: str) -> str:
             f" {wait.title.removeprefix(PERHAPS)}, and {absent.lower()} {has_} not come."
         )
     how = wait.how or (f"{has(wait.ranks)} waited in{for_s}" if for_s else is_in)
+    if wait.may_be_inside:
+        return (
+            f"{absent} {has_} not got past {wait.title}, which {others} {how}: not"
+            " entered, or inside the call for it."
+        )
     return f"{absent} {has_} not entered {wait.title}, which {others} {how}."
 
 
@@ -264,7 +270,7 @@ def doing(account: Account) -> str:
     if condition.kind == conditions.UNSEEN and condition.text:
         return f"there is no sign of it: {condition.text}"
     if condition.kind in conditions.WORDS:
-        text = conditions.WORDS[condition.kind]
+        text = conditions.in_words(condition.kind, condition.text)
         if condition.text:
             text += f"{' ' if condition.kind == conditions.MISSING else ', '}{condition.text}"
         # Which came after it had held the others up.
@@ -389,7 +395,9 @@ def _of_group(group: list[Account]) -> Iterable[str]:
         if fact.condition_kind == conditions.UNREADABLE:
             text = "".join(f"; {detail}" for detail in fact.condition.details)
             text += _when(first)
-        how = conditions.EVIDENCE[fact.condition_kind]
+        how = conditions.in_words(
+            fact.condition_kind, fact.condition_text, conditions.EVIDENCE
+        )
         yield f"{ranks} [{fact.cite}{others}]: {how}{text}"
     if first.place_fact is not None:
         where = _where(first.place, "waits" if len(group) == 1 else "wait")

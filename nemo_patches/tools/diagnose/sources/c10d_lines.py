@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nemo_patches.judging.judge import Entry
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions, frame_text
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
     NOT_TOLD,
     OF_MODEL,
@@ -387,7 +387,7 @@ class C10dLines:
             kind = safe(match[3])
             size = f"[{match[4] or ''}] {match[5] or ''}"
             size = size.removeprefix("[] ").strip()
-            # judging/judge.py allows any size here, torch's check does not
+            # entries.py allows any size here, torch's check does not
             if any_size:
                 kind, size = f"{kind} of {size}", ""
             entry = Entry(rank, _CHECKED, number, kind, size)
@@ -500,7 +500,8 @@ class C10dLines:
             if name == group and rank not in timed_out and is_near:
                 number = min(enqueued, highest)
                 lowest = min(lowest, number)
-                entry = Entry(rank, group, number, done=completed >= number)
+                done = completed >= number
+                entry = Entry(rank, group, number, done=done, counted=True)
                 self._found.add(rank, entry, line)
         for fact in self._found.facts.values():
             if fact.entry and fact.entry.group == group:

@@ -17,10 +17,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from nemo_patches.judging.kinds import is_guess
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.facts import (
+    MAIN_THREAD,
     Condition,
     Evidence,
     Fact,
@@ -36,7 +38,7 @@ from nemo_patches.tools.diagnose.places import (
     went_on,
 )
 from nemo_patches.tools.diagnose.sources.log_facts import said
-from nemo_patches.tools.diagnose.verdicts import LOADER
+from nemo_patches.tools.diagnose.verdicts import ENDING, LOADER
 
 _LONGEST_LINE = 2000  # characters
 _MOST_FRAMES, _MOST_THREADS = 300, 200
@@ -472,6 +474,18 @@ def _place(dump: Dump, main: Thread, workers: Sequence[Dump]) -> Place:
     return replace(found, worker=worker, details=tuple(details[:MOST_DETAILS]))
 
 
+def threads_in_collectives(main: Thread, threads: Sequence[Thread]) -> list[Place]:
+    """Of the training's thread and others, if others are in collectives, too; else empty."""
+    others = [
+        replace(at, thread=one.name or "without a name")
+        for one in threads
+        if one.tid != main.tid and of_autograd(main, [one]) is None
+        if (at := place(one.frames)).collective not in ("", ENDING)
+        and not is_guess(at.collective)
+    ]
+    return [replace(place(main.frames), thread=MAIN_THREAD), *others] if others else []
+
+
 def _of_dumped(
     rank: int, dumps: Sequence[Dump], workers: Sequence[Dump]
 ) -> Iterator[Fact]:
@@ -482,6 +496,8 @@ def _of_dumped(
     if last.form != _FAULTHANDLER:  # faulthandler writes when a process ends, too
         yield Fact(rank, Condition(conditions.RUNS), last.cite)
     yield Fact(rank, _place(last, main, workers), last.cite)
+    for one in threads_in_collectives(main, last.threads):
+        yield Fact(rank, one, last.cite)
     for before in dumps[:-1]:
         if before.pid == last.pid and before.form == last.form:
             by = went_on(before.training, main)

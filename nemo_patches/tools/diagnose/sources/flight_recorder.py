@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from nemo_patches.judging.judge import Entry
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import plain_pickle
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
 from nemo_patches.tools.diagnose.frame_text import is_library, shown
 

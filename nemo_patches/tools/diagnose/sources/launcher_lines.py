@@ -394,6 +394,7 @@ class LauncherLines:
         line: Line,
         rank: int = NOT_TOLD,
         at: float = 0.0,
+        clock: str = CLOCK,
     ) -> None:
         """Of a process that ended after training had, an end is no cause."""
         if condition is None:
@@ -403,8 +404,7 @@ class LauncherLines:
         if finished is not None and is_after and not self._found.is_over:
             text = f"{condition.text}, after training had come to its end [{finished.cite}]"
             condition = Condition(conditions.FAILED, text)
-        clock = CLOCK if at else ""
-        fact = Fact(rank, condition, line.cite, at, clock, own=False)
+        fact = Fact(rank, condition, line.cite, at, clock if at else "", own=False)
         self._found.keep(fact, line.local_rank)
 
     def _take_ray(self, line: Line) -> None:
@@ -427,7 +427,9 @@ class LauncherLines:
         if line is not None:
             process = f" (pid {pid})" if pid else ""
             text = f"Ray: a worker{process} died: killed, out of memory, or crashed"
-            self._tell(Condition(conditions.KILLED, text), line, self._rank_of(pid))
+            died = Condition(conditions.DIED, text)
+            at = float(line.number)  # it tells at once
+            self._tell(died, line, self._rank_of(pid), at, line.file)
 
     def finish(self) -> None:
         self._end_ray("")
@@ -498,13 +500,13 @@ def _condition_of(code: int, who: str) -> Condition | None:
         return None
     name = _SIGNALS.get(-code, "")
     text = f"{name or f'exit code {code}'}, says {who}"
+    if code == STALL_EXIT:
+        return Condition(conditions.ABORTED, f"{conditions.STALL_EXIT}, {text}")
     if -code in _BY_OTHERS:
         return Condition(conditions.TERMINATED, text)
     if -code in _BY_NOBODY_ELSE:
         return Condition(conditions.KILLED, text)
-    return Condition(
-        conditions.ABORTED if code in (-6, STALL_EXIT) else conditions.FAILED, text
-    )
+    return Condition(conditions.ABORTED if code == -6 else conditions.FAILED, text)
 
 
 def _signed(code: str) -> int:

@@ -183,6 +183,8 @@ def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
         values.append(_condition(samples))
         if last.main is not None:
             values.append(_place(samples, motion))
+            main = _training(last) or last.main
+            values += dumps.threads_in_collectives(main, last.threads)
         if motion is not None:
             values.append(motion)
     cite = f"{safe(job.host, 100)}, pid {rank.pid}"

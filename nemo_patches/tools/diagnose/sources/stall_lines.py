@@ -61,6 +61,8 @@ _CONDITIONS = (
 # A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)|takes no part|^$|where is not known")
 _CALLER = re.compile(r", (?:in|while|during) ")
+# Of what follows a place, as judging/rank_groups.py writes it; "last batch 7" is none.
+_WORKER = "its data loader's "
 
 
 class StallLines:
@@ -160,7 +162,9 @@ def _value_of(text: str) -> Place | Motion | Condition | None:
     # " is elsewhere: read (data.py:41)", " writes a checkpoint: save (nemo.py:7)"
     where, *details = text.partition(": ")[2].split("; ")
     if _IS_PLACE.search(where) and not _CALLER.search(where):
-        worker, *others = [shown(one) for one in details] or [""]
-        return Place(where=shown(where), worker=worker, details=tuple(others))
+        told = [shown(one) for one in details]
+        workers = [one for one in told if one.startswith(_WORKER)]
+        others = [one for one in told if one not in workers[:1]]
+        return Place(shown(where), worker=(workers or [""])[0], details=tuple(others))
     collective, *callers = _CALLER.split(where)
     return Place(collective=shown(collective), caller=shown(", in ".join(callers)))

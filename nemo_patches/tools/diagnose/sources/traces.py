@@ -20,7 +20,6 @@ from typing import get_args
 import msgspec
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.judge import Entry
 from nemo_patches.judging.kinds import GONE, LEFT, SILENT, UNANNOUNCED
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
@@ -31,6 +30,7 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     started_at,
     stat_fields,
 )
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
     Call,
     Condition,
@@ -478,9 +478,13 @@ def _add_entries(traces: list[RankTrace], evidence: Evidence) -> None:
     members = evidence.groups.setdefault(_GROUP, set())
     if len(known) < evidence.world_size:
         evidence.partly_known.add(_GROUP)
+    reports = [one.missing for one in known if one.round == latest and one.missing]
+    awaited = {rank for report in reports for rank in report.ranks}
     for one in known:
         if not one.came_to or one.outcome == records.ENDED:
             continue
+        if awaited and one.came_to < latest and one.rank not in awaited:
+            continue  # the job has asked it: it waits itself, before its encoder
         members.add(one.rank)
         done = {
             number: True for number in (one.round - one.in_vain, one.round) if number

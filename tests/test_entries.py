@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 from simulated_job import Collective, Event, Job, Listener, Rank, run
 
-from nemo_patches.judging import judge as j
-from nemo_patches.judging.judge import Entry, Judgement, judge
+from nemo_patches.tools.diagnose import entries as j
+from nemo_patches.tools.diagnose.entries import Entry, Judgement, judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 

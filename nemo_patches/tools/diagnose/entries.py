@@ -5,7 +5,6 @@ Needs no torch.
 Every source that numbers them (Flight Recorder dumps, watchdogs' lines, traces) becomes Entries.
 What is odd about a source, its reader tells by leaving a rank out.
 """
-# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
@@ -42,6 +41,7 @@ class Entry(NamedTuple):
     rank has come out of it, or given it up; None: its source never tells, so that it is in it
     excuses nobody.
     completed: all ranks had entered it. caller: from where in the user's code; not compared.
+    counted: its source counts a call when it returns, so the rank may be inside the next one.
     """
 
     rank: int
@@ -52,6 +52,7 @@ class Entry(NamedTuple):
     done: bool | None = False
     completed: bool = False
     caller: str = ""
+    counted: bool = False
 
     @property
     def may_have_any_size(self) -> bool:

@@ -1,0 +1,207 @@
+"""Ranks that evidence seems to accuse and does not, and the places, ends and threads that are told
+instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from diagnosing import report_of
+from simulated_traces import Setup, file_name, header
+from test_evidence import ELSEWHERE, SYNC, facts, report, still
+
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.facts import Fact
+from nemo_patches.tracing import records
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
+ENCODER = "ConformerEncoder"
+CALLS = 6
+OURS = "2026-11-28 18:46:13,278 nemo_patches WARNING [rank {}/3 vm] "
+
+
+def told(folder: Path, *lines: str, name: str = "train.log") -> ids.Diagnosis:
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return report_of(folder / name)
+
+
+def call(
+    n: int, outcome: str = records.CAME, encoder: str = ENCODER
+) -> list[records.Record]:
+    at = {"t": float(n), "e": encoder, "n": n}
+    enter = records.Enter(
+        **at, training=True, shape=[2, 16, 100], dtype="float32", device="cpu"
+    )
+    sync = records.Sync(
+        **at, outcome=outcome, round=n, waited=0.01, local=100, result=100
+    )
+    return [enter, sync, records.Leave(**at, shape=[2, 16, 13])]
+
+
+def traced(folder: Path, rank: int, *more: records.Record, size: int = 3) -> None:
+    """A trace of some steps that went well, and what follows."""
+    well = [one for n in range(1, CALLS + 1) for one in call(n)]
+    lines = [header(rank, size, 1000.0, Setup()), *well, *more]
+    (folder / file_name(rank, 1000.0)).write_bytes(
+        b"".join(records.encode(one) for one in lines)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("no heartbeat", "answers nothing"), ("elsewhere", "acquire_lock (train.py:9)")],
+)
+def test_of_ranks_behind_only_those_are_missing_that_the_running_job_named(
+    kind: str, where: str, tmp_path: Path
+) -> None:
+    """Under DDP's defaults rank 0 waits for rank 1 before its encoder: it is behind, too."""
+    missing = records.Stalled(
+        10.0, ENCODER, 7, [1], [kind], [where], [""], text="", waited=True
+    )
+    traced(tmp_path, 0)
+    traced(tmp_path, 1)
+    traced(tmp_path, 2, *call(7, records.TIMEOUT), missing)
+    found = report_of(tmp_path)
+    assert [one.ranks for one in found.findings] == [(1,)], found
+    line = (
+        f"{OURS.format(2)}{ENCODER}: training call 7: not every rank's length came within"
+        " 3.00 s; using this rank's own, 100. Missing: rank 1 of 3 | rank 1 (vm, pid 9) is"
+        f" elsewhere: {where}; its last encoder call, 6, began 3.0 s ago"
+    )
+    told(tmp_path, line)
+    found = report_of(tmp_path)
+    assert [one.ranks for one in found.findings] == [(1,)], found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_last_batch_is_a_note_and_hides_no_place(rank: int, tmp_path: Path) -> None:
+    places = (
+        f"rank {rank} (vm, pid 11): read_label (train.py:63) < main (train.py:80); last batch"
+        " 0 | rank 2 (vm, pid 13): backward, which reduces the gradients, in step (train.py:9)"
+    )
+    found = told(tmp_path, f"{OURS.format(2)}no encoder call for 40 s. {places}")
+    first = found.findings[0]
+    assert first.ranks == (rank,)
+    assert first.text.startswith(f"Rank {rank}: it is in read_label (train.py:63)")
+    assert "last batch 0" in first.text
+
+
+def test_exit_code_83_is_stall_exit_and_no_wait_in_vain(tmp_path: Path) -> None:
+    table = (
+        "  rank      : {0} (local_rank: {0})",
+        "  exitcode  : {1} (pid: 10{0})",
+    )
+    lines = [
+        "Root Cause (first observed failure):",
+        "  time      : 2026-11-28_18:46:10",
+        *(one.format(0, 83) for one in table),
+    ]
+    found = told(tmp_path, *lines)
+    assert "stall_exit, exit code 83" in found.verdict
+    assert not any("waited in vain" in one for one in found.findings[0].evidence)
+
+
+def test_clocks_that_differ_take_no_verdict_away() -> None:
+    """Of two hosts: how long each has waited decides, and not whose clock is ahead."""
+    for off in (40.0, 3 * 3600.0, -3 * 3600.0):
+        there = [
+            replace(one, host="node2", at=one.at + off) if one.at else one
+            for one in still(1, ELSEWHERE, 60.0, at=1_000.0)
+        ]
+        found = report(still(0, SYNC, 60.0, at=1_000.0), there, world=2)
+        assert (found.findings[0].id, found.findings[0].ranks) == (
+            ids.MISSING_RANK,
+            (1,),
+        ), off
+
+
+def test_a_rank_that_has_enqueued_all_but_this_may_be_inside_the_call(
+    tmp_path: Path,
+) -> None:
+    """NCCL's counter rises when a call returns."""
+    timeout = (
+        "[rank0]:[E1128 03:56:02.1 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught"
+        " collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLREDUCE, NumelIn=7,"
+        " NumelOut=7, Timeout(ms)=600000) ran for 600013 milliseconds before timing out."
+    )
+    signal = (
+        "[rank1]:[E1128 03:56:03.1 ProcessGroupNCCL.cpp:1590] [PG ID 0 PG GUID"
+        " 0(default_pg) Rank 1] Received a dump signal due to a collective timeout from"
+        " rank 0 and we will try our best to dump the debug info. Last enqueued NCCL work:"
+        " 8, last completed NCCL work: 8."
+    )
+    status = (
+        "[rank0]:[E1128 03:56:02.2 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID"
+        " 0(default_pg) Rank 0] Exception (either an error or timeout) detected by watchdog"
+        " at work: 9, last enqueued NCCL work: 9, last completed NCCL work: 8."
+    )
+    first = told(tmp_path, timeout, status, signal).findings[0]
+    assert first.ranks == (1,)
+    assert "has not got past ALLREDUCE of 7, number 9" in first.text
+    assert "inside the call for it" in first.text
+
+
+DIED = "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."
+WORKER_DIED = "A worker died or was killed while executing a task. Worker PID: 230 Node IP: 10.0.0.2"
+OF_RANK = (
+    "(WorkerDict pid=230) [rank2]:[E1128 03:56:02.1 ProcessGroupNCCL.cpp:632] [Rank 2] Watchdog"
+    " caught collective operation timeout: WorkNCCL(SeqNum=9, OpType=ALLGATHER, NumelIn=7,"
+    " NumelOut=7, Timeout(ms)=600000) ran for 600013 milliseconds before timing out."
+)
+
+
+@pytest.mark.parametrize("death", [DIED, WORKER_DIED])
+def test_a_death_of_unknown_kind_after_its_own_time_out_is_a_consequence(
+    death: str, tmp_path: Path
+) -> None:
+    found = told(tmp_path, OF_RANK, death, "\tpid: 230")
+    assert found.findings[0].id == ids.WAITED_IN_VAIN
+    assert not any(one.id == ids.KILLED for one in found.findings)
+    found = told(tmp_path, OF_RANK.replace("230", "231"), death)
+    assert not any(2 in one.ranks for one in found.findings)
+
+
+def test_a_death_of_unknown_kind_is_a_kill_where_nobody_has_waited(
+    tmp_path: Path,
+) -> None:
+    assert told(tmp_path, WORKER_DIED).findings[0].id == ids.KILLED
+
+
+THREADS = """Process {pid}: python train.py
+Python v3.11.9 (/usr/bin/python3.11)
+
+Thread {pid} (active): "MainThread"
+    {main}
+    train_step (recipe/sft.py:288)
+    <module> (recipe/run.py:9)
+
+Thread 19{pid} (idle): "saver"
+    all_gather_object (torch/distributed/distributed_c10d.py:3092)
+    gather_shards (saver.py:21)
+    run (threading.py:58)
+"""
+REDUCES = "all_reduce (torch/distributed/distributed_c10d.py:2810)"
+
+
+def test_two_threads_of_a_rank_in_collectives_are_both_told(tmp_path: Path) -> None:
+    for rank in range(2):
+        dump = THREADS.format(pid=610 + rank, main=REDUCES)
+        (tmp_path / f"rank{rank}.txt").write_text(dump)
+    first = report_of(tmp_path).findings[0]
+    assert (first.id, first.ranks) == (ids.OUT_OF_STEP, ())
+    assert "two threads" in first.text and "in thread saver" in first.text
+    absent = THREADS.format(pid=612, main="read (data.py:4)").partition("\nThread 19")[
+        0
+    ]
+    (tmp_path / "rank2.txt").write_text(absent)
+    assert report_of(tmp_path).findings[0].ranks == (2,)
+
+
+def test_a_place_of_a_thread_is_not_the_ranks() -> None:
+    thread = [
+        Fact(0, replace(SYNC, thread="saver"), "node1, pid 100", at=9.0, host="node1")
+    ]
+    found = report(facts(0, ELSEWHERE), thread, still(1, SYNC), still(2, SYNC))
+    assert found.findings[0].ranks == (0,)
