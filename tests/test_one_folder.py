@@ -81,15 +81,19 @@ Communicators... (0.00s)
 """
 
 
-def test_what_ncclras_has_printed_is_said_once_to_be_not_read(tmp_path: Path) -> None:
+def test_what_ncclras_has_printed_of_even_ranks_changes_nothing(tmp_path: Path) -> None:
     traces_of_a_stuck_rank(tmp_path)
     before = diagnosed(tmp_path)
     (tmp_path / "ras.txt").write_text(RAS)
     after = diagnosed(tmp_path)
-    assert after.findings == before.findings
-    assert [line for line in after.problems if "ras" in line] == [
-        "ras.txt: NCCL RAS output: not read; see `ncclras`"
-    ]
+    assert (after.findings, after.problems) == (before.findings, before.problems)
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    """As `stacks.pyz > f.json` leaves, where it fails."""
+    traces_of_a_stuck_rank(tmp_path)
+    (tmp_path / "node1.json").touch()
+    assert diagnosed(tmp_path).problems == ("node1.json: it is empty",)
 
 
 def test_dumps_name_the_rank_and_stacks_say_where_it_is(tmp_path: Path) -> None:

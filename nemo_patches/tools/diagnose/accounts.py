@@ -19,6 +19,7 @@ from nemo_patches.tools.diagnose.facts import (
 )
 
 _NO_CONDITION = Condition("")
+_IS_NO_MORE = (conditions.KILLED, conditions.GONE)
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Account:
 
     @property
     def moved(self) -> bool:
-        return self.motion.moved
+        return self.motion.moved and self.condition.kind not in _IS_NO_MORE
 
     @property
     def still_s(self) -> float | None:

@@ -11,7 +11,7 @@ from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing, first_of, is_before
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact
-from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
+from nemo_patches.tools.diagnose.findings import CRITICAL, WARNING, Finding
 from nemo_patches.tools.diagnose.verdicts import (
     Wait,
     all_absent,
@@ -58,6 +58,8 @@ def by_ends(hearing: Hearing) -> list[Finding]:
     waited = hearing.having(conditions.WAITED)
     cut = hearing.having(conditions.CUT)
     if not waited and not cut:
+        if missing := hearing.having(conditions.MISSING):
+            return all_absent(missing, None)
         stuck = _stuck(hearing)
         return [*stuck, *by_launcher(hearing, of_ranks_that_waited=bool(stuck))]
     kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
@@ -76,6 +78,36 @@ def by_ends(hearing: Hearing) -> list[Finding]:
     else:
         first_finding = _in_vain(waited, cut, hearing)
     return [first_finding, *by_launcher(hearing, of_ranks_that_waited=True)]
+
+
+def by_words(hearing: Hearing) -> list[Finding]:
+    """By general words of lines that no table knows: hearsay, told with its line.
+
+    Nothing is told of ranks that say themselves that they waited, or where most are told so.
+    """
+    found = []
+    for kind, id_ in (
+        (conditions.TOLD_ABSENT, ids.MISSING_RANK),
+        (conditions.TOLD_DEAD, ids.FIRST_FAILURE),
+    ):
+        facts = [
+            fact
+            for fact in hearing.told(kind)
+            if fact.rank == NOT_TOLD or hearing[fact.rank].waits is None
+        ]
+        ranks = {fact.rank for fact in facts} - {NOT_TOLD}
+        if not facts or 2 * len(ranks) > max(hearing.world_size, 1) > 2:
+            continue
+        first = facts[0]
+        of_first = [fact.rank for fact in facts if fact.cite == first.cite]
+        text = f'by a line of the log: "{first.condition_text}" [{first.cite}].'
+        if first.rank != NOT_TOLD:
+            how = "is not there" if kind == conditions.TOLD_ABSENT else "ended"
+            how = how if len(of_first) == 1 else how.replace("is", "are")
+            text = f"{who(of_first)} {how}, {text}"
+        one = finding(id_, text, of_first, of=hearing[first.rank])
+        found.append(replace(one, severity=WARNING))
+    return found[:1]
 
 
 def _behind(waited: list[Account], hearing: Hearing) -> list[Finding]:

@@ -37,6 +37,8 @@ PASSED_ON = "passed on"  # it ended by an exception that another rank had raised
 NODE = "node"  # its node failed, says the scheduler or the launcher
 # It cannot resolve the address at which the ranks meet; harmless if it starts all the same
 UNRESOLVED = "unresolved"
+# By general words of a line, which no table knows: that it died, or that it is not there
+TOLD_DEAD, TOLD_ABSENT = "told dead", "told absent"
 # Something that was wrong around the ranks, and decides nothing: told beside a verdict
 HINT = "hint"
 HEARD = "heard"  # it was told of another rank's time-out, and had none itself
@@ -76,7 +78,7 @@ RANKED = (
         DIED,
     ),
     *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, LOGGED),
-    *(UNRESOLVED, HEARD, RUNS),
+    *(TOLD_DEAD, TOLD_ABSENT, UNRESOLVED, HEARD, RUNS),
 )
 
 # What a rank did, in words.

@@ -17,7 +17,7 @@ from nemo_patches.tools.diagnose.accounts import (
     accounts_of,
 )
 from nemo_patches.tools.diagnose.by_causes import by_causes
-from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher
+from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher, by_words
 from nemo_patches.tools.diagnose.by_numbers import by_numbers
 from nemo_patches.tools.diagnose.by_places import by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
@@ -111,9 +111,15 @@ def _rule(hearing: Hearing) -> list[Finding]:
             rest = [replace(o, because=because, severity=WARNING) for o in rest]
         return [*causes, *rest]
     hang = hang or by_ends(hearing)
-    if not hang or hang[0].id in ids.NO_HANG:
+    if hang and hang[0].id in ids.NO_HANG:
         return hang
+    if not any(one.ranks for one in hang):
+        hang += by_words(hearing)
+    if not hang:
+        return []
     hang.sort(key=_place)
+    if len(hang) > 1 and hang[-1].ranks and not hang[0].ranks:
+        hang[0] = replace(hang[0], text=f"{hang[0].text} {hang[-1].text}")
     hang[0] = _with_the_log(hang[0], hearing)
     return hang
 

@@ -31,7 +31,6 @@ _NO_EVIDENCE = re.compile(
     r"\.(pyi?|ipynb|md|rst|diff|patch|sh|c|cc|cpp|cu|h|ya?ml|toml|cfg|wav|flac|mp3|tar|"
     r"nemo|ckpt|pt|png|svg|html)$"
 )
-_OF_RAS = (b"Job summary", b"Communicators...")  # lines of what `ncclras` prints
 _MOST_FILES = 10_000
 _HEAD_BYTES = 1 << 16
 
@@ -104,10 +103,9 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
             raise UnreadableError(f"{given}: {error.strerror}") from error
         found.problems.append(safe(f"{file}: {error.strerror}"))
         return
-    if all(line in head for line in _OF_RAS):
-        found.problems.append(
-            f"{safe(file.name)}: NCCL RAS output: not read; see `ncclras`"
-        )
+    is_of_torchrun = file != given and file.name.startswith(("stdout", "stderr"))
+    if not head and os.path.isfile(file) and not is_of_torchrun:
+        found.problems.append(f"{safe(file.name)}: it is empty")
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
     if not readers or (
         traces.KIND not in {reader.name for reader in readers}

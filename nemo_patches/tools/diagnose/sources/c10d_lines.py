@@ -50,9 +50,10 @@ _FINGERPRINT = re.compile(
     r"(?:, ?TensorDtypes=(\w{1,40}))?"
 )
 _SIGNAL = re.compile(
-    r"dump ?signal ?due ?to ?a ?collective ?timeout ?from {0,3}(?:(this ?local)|rank ?(\d{1,7}))?"
-    r".{0,120}?Last ?enqueued ?NCCL ?work: ?(-?\d{1,18}), ?last ?completed ?NCCL ?work:"
-    r" ?(-?\d{1,18})"
+    r"(?:dump ?signal ?due ?to ?a ?collective|global) ?timeout ?from {0,3}"
+    r"(?:(this ?local)|(?:another ?)?rank ?(\d{1,7})?)?"
+    r".{0,120}?[Ll]ast ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?"
+    r"work: ?(-?\d{1,18})"
 )
 # DDP's check of its parameters, on each rank against another one.
 _PARAMETERS = re.compile(
@@ -211,7 +212,10 @@ _OF_RANKS = (
     ),
     (STUCK_WATCHDOG, Condition(conditions.STUCK, "its NCCL watchdog got stuck")),
     (
-        re.compile("Observed flight recorder dump signal from"),
+        re.compile(
+            "Observed flight recorder dump signal from|"
+            "Received a global timeout from another rank"
+        ),
         Condition(conditions.HEARD),
     ),
 )

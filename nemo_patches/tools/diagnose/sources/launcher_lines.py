@@ -16,6 +16,7 @@ from typing import NamedTuple
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact, Member
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT
+from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
     LaunchFacts,
@@ -54,6 +55,9 @@ _BY_OTHERS = frozenset({15, 2, 1})
 _MPICH_SIGNALS = _SIGNALS.keys() - {1, 2}  # as exit codes of its own
 _BY_NOBODY_ELSE = frozenset({9, 7})  # no rank that waits for others ends so
 DEEPSPEED = re.compile(r"exits ?with ?return ?code ?= ?(?P<code>-?\d{1,9})")
+_OUT_OF_MEMORY = re.compile(
+    r"srun: error: \S{1,80}: tasks? (?P<tasks>[\d,\-]{1,200}): Out Of Memory"
+)
 _SRUN = re.compile(
     r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): "
     r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code"
@@ -272,6 +276,9 @@ class LauncherLines:
         self._terminated: list[tuple[Condition, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
+        # Tasks that srun tells to be out of memory: ranks, unless torchrun has started these.
+        self._out_of_memory: dict[int, Line] = {}
+        self._saw_torchrun = False
         # The last that tells of an end in good order.
         self._finished: Line | None = None
 
@@ -280,25 +287,31 @@ class LauncherLines:
         """Whether Slurm has ended all of it, to start it again."""
         return self._is_requeued and self._saw_srun
 
-    def take(self, line: Line) -> None:
+    def take(self, line: Line) -> bool:
+        """Whether a row knows the line."""
         if " : " in line.text and (found := _OF_TABLE.search(line.text)):
             self._take_table(found, line)
         if "rain" in line.text and _FINISHED.search(line.text):
             self._finished = line
-        self._take_end(line)
+        if told := _OUT_OF_MEMORY.search(line.text):
+            self._out_of_memory |= dict.fromkeys(ranks_in(told["tasks"]), line)
+        self._saw_torchrun |= "elastic" in line.text or "torchrun" in line.text
+        is_known = self._take_end(line)
         self._take_ray(line)
+        return is_known
 
-    def _take_end(self, line: Line) -> None:
+    def _take_end(self, line: Line) -> bool:
         for pattern, take in _READERS:
             if found := pattern.search(line.text):
                 take(self, found, line)
-                return
+                return True
         for end in _ENDS:
             if found := end.pattern.search(line.text):
                 # Where the rank has a prefix its traceback tells it
                 if not (end.is_ranks and line.has_prefix):
                     self._take_condition(end, found.groupdict(""), line)
-                return
+                return True
+        return False
 
     def _take_condition(self, end: _End, told: dict[str, str], line: Line) -> None:
         words = {name: shown(text) for name, text in told.items()}
@@ -433,6 +446,7 @@ class LauncherLines:
 
     def finish(self) -> None:
         self._end_ray("")
+        self._finish_out_of_memory()
         for condition, line in self._terminated:
             if line.file not in self._cancelled:
                 self._tell(condition, line)
@@ -449,6 +463,18 @@ class LauncherLines:
                 who = f"torchrun, of local rank {failed['local']} (pid {failed['pid']})"
                 told = _condition_of(_signed(failed["code"]), who)
                 self._tell(told, line, self._rank_of(failed["pid"]))
+
+    def _finish_out_of_memory(self) -> None:
+        """Where srun has started the ranks themselves, its tasks are the ranks."""
+        size = self._found.world_size
+        if self._saw_torchrun or not size > 1 or not self._out_of_memory:
+            return
+        if max(self._out_of_memory) >= size:
+            return
+        for rank, line in self._out_of_memory.items():
+            text = f"{conditions.FOR_MEMORY}: {shown(line.text)}"
+            self._tell(Condition(conditions.KILLED, text), line, rank)
+        self._found.leave_out_not_told(conditions.FOR_MEMORY)
 
     def leave_out_woken(self) -> None:
         """Slurm wakes a stopped rank to end it: that rank then meets closed connections, of ranks

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nemo_patches.text import safe
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
     NOT_TOLD,
@@ -148,7 +149,8 @@ class LaunchFacts:
             return
         if not NOT_TOLD <= fact.rank < MOST_RANKS or len(self.facts) >= _MOST_FACTS:
             return
-        if fact.rank == NOT_TOLD:
+        is_hint = fact.condition_kind == conditions.HINT
+        if fact.rank == NOT_TOLD and not is_hint:
             self.not_told += 1
             if self.not_told > _MOST_NOT_TOLD:
                 return
@@ -187,6 +189,14 @@ class LaunchFacts:
             key: fact
             for key, fact in self.facts.items()
             if fact.rank != NOT_TOLD or fact.cite not in told
+        }
+
+    def leave_out_not_told(self, begin: str) -> None:
+        """Conditions without a rank whose text begins so, where others tell the rank."""
+        self.facts = {
+            key: fact
+            for key, fact in self.facts.items()
+            if fact.rank != NOT_TOLD or not fact.condition_text.startswith(begin)
         }
 
     def note_pid(self, text: str) -> None:

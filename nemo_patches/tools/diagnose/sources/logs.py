@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 from nemo_patches.text import safe
@@ -35,12 +36,14 @@ from nemo_patches.tools.diagnose.sources.launcher_lines import (
     MPIRUN,
     LauncherLines,
 )
+from nemo_patches.tools.diagnose.sources.lines import Prefixes
 from nemo_patches.tools.diagnose.sources.log_facts import (
     MOST_KEPT,
     LaunchFacts,
     Line,
     said,
 )
+from nemo_patches.tools.diagnose.sources.rows import RowLines
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 LOOKED_FOR = (
@@ -91,7 +94,9 @@ _NEEDLES = (
     b"Duplicate GPU|execve(|pair closure|lagging ranks|inconsistent|Error|gai error|"
     b"eturning from train|raining finished|raining complete|raining done|inished training|"
     b"Trainer.fit` stopped|PBS: job killed|MPI_A|RUNNING AT|EXIT |BY SIGNAL|xit Code|e: memory|"
-    b"OOMKilled"
+    b"OOMKilled|EI00|NVRM|NVLink|managed by|blocked for|not responding|mlx5|SIGSEGV|SIGBUS|"
+    b"anks have |ank has |rank |Rank |ranks |Ranks |orker |orker-|task |Task |node |"
+    b"Node |rocess |crashed|unresponsive|stalled|missing|global timeout"
 ).split(b"|")
 # That are looked at where they, or those before them, hold such a word.
 _PART_BYTES = 1 << 13
@@ -162,6 +167,7 @@ class _Launch:
         self.launcher = LauncherLines(self.found)
         self.exceptions = ExceptionLines(self.found)
         self.stalls = StallLines(self.found)
+        self.rows = RowLines(self.found)
         # For each file, the ranks that its lines are from.
         self.by_file: list[set[int]] = []
 
@@ -181,13 +187,22 @@ class _Launch:
         found.is_over = found.is_over or _TELL_OF_AN_END.search(text) is not None
         if "nemo_patches" in text:
             self.stalls.take(line)
+        before = len(found.facts)
         self.c10d.take(line)
-        self.launcher.take(line)
+        is_known = self.launcher.take(line)
         self.exceptions.take(line)
+        self.rows.take(line)
+        if (
+            not is_known
+            and len(found.facts) == before
+            and not self.exceptions.is_reading
+        ):
+            self.rows.take_words(line)
 
     def finish(self, evidence: Evidence) -> None:
         self.launcher.finish()
         self.exceptions.finish()
+        self.rows.finish()
         self.launcher.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.c10d.finish(evidence, self.by_file)
@@ -233,7 +248,9 @@ class _Reading:
                         f"{path}: compressed, or in UTF-16: give its plain text"
                     )
                 labels = _TEE
-                blocks = iter(lambda: file.read(_BLOCK_BYTES), b"")
+                head = file.read(_BLOCK_BYTES)
+                prefixes = Prefixes(head)
+                blocks = chain([head], iter(lambda: file.read(_BLOCK_BYTES), b""))
                 for number, message in _messages(self._lines(blocks)):
                     if alone and self._is_next_attempt(message):
                         self._launches = max(self._launches, 1)
@@ -242,7 +259,10 @@ class _Reading:
                     elif alone and _PROCESSES.search(message):
                         self._begin_launch()
                     labels = _SRUN_LABEL if _LABELLED.match(message) else labels
+                    message, labelled = prefixes.strip(message)
                     prefixed, tee = rank_in(message), labels.match(message)
+                    if prefixed is None and tee is None and labelled >= 0:
+                        prefixed = labelled
                     local_rank = int(tee[tee.lastindex or 1]) if tee else rank
                     line_rank = local_rank if prefixed is None else prefixed
                     message = message[tee.end() :] if tee else message
