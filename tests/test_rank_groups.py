@@ -522,3 +522,17 @@ def test_a_method_that_may_wait_for_the_gpu_is_a_guess_by_its_name(method: str) 
         True,
     )
     assert found.caller == "step (train.py:1)"
+
+
+def test_the_line_names_what_helps_where_batches_are_uneven() -> None:
+    trains = replace(
+        state(0, "x", "backward, which reduces the gradients"), caller="step (a.py:9)"
+    )
+    evaluates = replace(state(1, "x", "barrier"), caller="validation_step (a.py:20)")
+    told = verdict(trains, evaluates).text()
+    assert (
+        "rank 1 ran out of training batches: `NEMO_PATCHES_STOP_TOGETHER=training`"
+        in told
+    )
+    other = replace(state(1, "x", "barrier"), caller="save (a.py:20)")
+    assert "`NEMO_PATCHES_METRICS=deferred`" in verdict(trains, other).text()

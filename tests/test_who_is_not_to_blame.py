@@ -4,6 +4,7 @@ instead.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from simulated_traces import Setup, file_name, header
 from test_evidence import ELSEWHERE, SYNC, facts, report, still
 
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.facts import Fact
+from nemo_patches.tools.diagnose.sources import dumps
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -205,3 +208,101 @@ def test_a_place_of_a_thread_is_not_the_ranks() -> None:
     ]
     found = report(facts(0, ELSEWHERE), thread, still(1, SYNC), still(2, SYNC))
     assert found.findings[0].ranks == (0,)
+
+
+def second_encoder(left_out_at: int) -> list[records.Record]:
+    """Of steps that call two encoders."""
+    lines: list[records.Record] = []
+    for n in range(1, CALLS + 1):
+        lines += call(n)
+        if n != left_out_at:
+            number = n - (0 < left_out_at < n)
+            lines += call(number, outcome=records.LOCAL, encoder=f"{ENCODER} #2")
+    return lines
+
+
+def test_an_encoder_that_one_rank_has_left_out_is_told_by_where_the_calls_part(
+    tmp_path: Path,
+) -> None:
+    for rank in range(3):
+        calls = second_encoder(4 if rank == 1 else 0)
+        lines = [header(rank, 3, 1000.0, Setup()), *calls, records.End(90.0)]
+        (tmp_path / file_name(rank, 1000.0)).write_bytes(
+            b"".join(records.encode(one) for one in lines)
+        )
+    first = report_of(tmp_path).findings[0]
+    assert first.id == ids.UNEVEN_CALLS
+    part = "part at call 8, after a training call of ConformerEncoder: next, rank 1 a"
+    assert part in first.text
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        (
+            (
+                "backward, which reduces the gradients, in step (a.py:9)",
+                "barrier, in validation_step (a.py:20)",
+            ),
+            "rank 1 ran out of training batches: `NEMO_PATCHES_STOP_TOGETHER=training`",
+        ),
+        (
+            (
+                "all_gather, in validation_step (a.py:9)",
+                "barrier, in on_validation_epoch_end (a.py:20)",
+            ),
+            "uneven evaluation: `NEMO_PATCHES_METRICS=deferred`",
+        ),
+        (
+            ("all_reduce, in average_loss (a.py:9)", "barrier, in save (a.py:20)"),
+            "if it is uneven training: `NEMO_PATCHES_STOP_TOGETHER=training`; if it is"
+            " uneven evaluation: `NEMO_PATCHES_METRICS=deferred`",
+        ),
+    ],
+)
+def test_the_remedy_of_uneven_batches_is_named(
+    places: tuple[str, str], said: str, tmp_path: Path
+) -> None:
+    first, second = places
+    line = f"no step for 40 s. rank 0 (vm, pid 10): {first} | rank 1 (vm, pid 11): {second}"
+    found = told(tmp_path, OURS.format(0).replace("/3", "/2") + line)
+    assert found.findings[0].id == ids.OUT_OF_STEP
+    assert said.lower() in found.next_step.lower()
+
+
+def test_reports_of_all_ranks_are_read_once(tmp_path: Path) -> None:
+    """Each rank reports all ranks: read line by line that is quadratic, and takes minutes."""
+    size = 1024
+    lines = []
+    for seconds in (40, 100):
+        for rank in range(size):
+            begin = f"nemo_patches WARNING [rank {rank}/{size} n{rank // 8}]"
+            lines += [
+                f"{begin} {ENCODER}: training call 9: Missing: ranks 5-{size - 1} of {size} |"
+                f" rank 5 (n0, pid 5) is elsewhere: read (a.py:4); its last encoder call, 8,"
+                f" began {rank % 7}.0 s ago",
+                f"{begin} no step for {seconds + rank % 3} s. rank 5 (n0, pid 5): read (a.py:4)"
+                f" | ranks 0-4, 6-{size - 1}: barrier, in save (a.py:9)",
+            ]
+    begin_s = time.process_time()
+    found = told(tmp_path, *lines)
+    assert found.findings[0].ranks == (5,)
+    assert time.process_time() - begin_s < 20  # 2 s; line by line 70
+
+
+def test_counters_of_torchs_own_start_and_its_own_threads_are_no_remarks() -> None:
+    started = {
+        "frames": [
+            {
+                "name": "start_processes",
+                "filename": "torch/multiprocessing/spawn.py",
+                "line": 298,
+                "locals": [{"name": "i", "repr": "0"}],
+            }
+        ]
+    }
+    assert not thread_of(1, started).counters
+    at = (Frame("read", "/home/u/data.py", 4),)
+    others = [Thread("MainThread", 2, frames=at), Thread("length sync", 3, frames=at)]
+    assert not dumps.other_threads(Thread(tid=1), others)
+    assert dumps.other_threads(Thread(tid=1), [Thread("saver", 4, frames=at)])

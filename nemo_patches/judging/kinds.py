@@ -35,6 +35,12 @@ APART = (FLAG_IS_OFF, IS_LOCAL)
 KINDS = (ELSEWHERE, SILENT, LEFT, UNANNOUNCED, UNREACHED, LATE, EVALUATED, *APART)
 
 
+# What to switch on where batches are uneven.
+OF_TRAINING = "`NEMO_PATCHES_STOP_TOGETHER=training`"
+OF_EVALUATION = "uneven evaluation: `NEMO_PATCHES_METRICS=deferred`"
+IF_UNEVEN = f"if it is uneven training: {OF_TRAINING}; if it is {OF_EVALUATION}"
+
+
 def is_guess(collective: str) -> bool:
     """Whether this is only a guess, from a method's name."""
     return collective.startswith(PERHAPS)

@@ -142,7 +142,7 @@ class RankGroup:
                 if with_calls and self.calls
                 else ""
             )
-            return f"{ranks}: {self.collective}{self._from()}{after}"
+            return f"{ranks}: {self.wait}{after}"
         if self.kind == CALLING:
             return f"{ranks}: {go} on with encoder calls"
         at = (
@@ -169,6 +169,11 @@ class RankGroup:
         batch = f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
         where = self.where or "where is not known"
         return f"{ranks}{_DOES.get(self.activity, '')}: {where}{self._workers()}{batch}"
+
+    @property
+    def wait(self) -> str:
+        """What it waits in, and from where."""
+        return f"{self.collective}{self._from()}"
 
     def _workers(self) -> str:
         return "".join(f"; its data loader's {text}" for text in self.worker_states)

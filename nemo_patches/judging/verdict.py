@@ -18,6 +18,7 @@ from ..text import named
 from .kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
 from .missing_rank import DETAILED, UNPATCHED, MissingRank
 from .rank_groups import UNHEARD, WAITING, RankGroup
+from .waits import remedy
 
 _NO_RANK_MOVES = "no rank moves: "
 _IS_A_GUESS = "is a guess, by a method's name"
@@ -219,7 +220,10 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         how = f"that {named(ranks)} {verb} {_IS_A_GUESS}"
     elif len({group.collective for group in waiting}) > 1:
         how = "the ranks wait in different collectives"
-    return Verdict(level, f"{how}; which of them is wrong cannot be told", groups)
+    told = f"{how}; which of them is wrong cannot be told"
+    if not guesses and len({group.collective for group in waiting}) > 1:
+        told = f"{remedy((group.ranks, group.wait) for group in waiting)}; {told}"
+    return Verdict(level, told, groups)
 
 
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:

@@ -10,7 +10,17 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .kinds import CHECKPOINT, COMPILATION, DEBUGGER, EXPORT, PERHAPS
+from ..text import named
+from .kinds import (
+    CHECKPOINT,
+    COMPILATION,
+    DEBUGGER,
+    EXPORT,
+    IF_UNEVEN,
+    OF_EVALUATION,
+    OF_TRAINING,
+    PERHAPS,
+)
 
 # What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions
 # begin.
@@ -85,6 +95,12 @@ _DEBUGGER_FILES = (
     "/pydevd",
     "/IPython/core/debugger",
 )
+# Words of where ranks wait: in an evaluation, at the end of a loop, in a training step.
+_EVALUATES = re.compile(
+    r"(?<!in)valid|evaluat|\beval_|_eval\b|\bval_|sanity_check|test_step"
+)
+_ENDS = re.compile(r"(?:train\w*|fit|epoch)_end\b|the end of its script")
+_TRAINS = re.compile(r"backward|gradients|train(?:ing)?_(?:step|batch)|optimizer_step")
 
 
 class Call(NamedTuple):
@@ -183,3 +199,31 @@ def _title(call: Call, table: Iterable[tuple[str, str]]) -> str:
     """What a table of torch's files and functions says of a call; empty if it is not in it."""
     at = f"{call.in_torch}:{call.function}"
     return next((title for words, title in table if re.match(words, at)), "")
+
+
+def remedy(places: Iterable[tuple[Iterable[int], str]]) -> str:
+    """What to switch on where all ranks wait, in unlike collectives. places: ranks, and where they
+    wait, in words.
+
+    A rank in an evaluation, or at the end of its loop, beside one in a training step ran out of
+    batches.
+    """
+    past, training, other = list[int](), False, False
+    ends_evaluation, evaluates = False, False
+    for ranks, place in places:
+        is_end = _ENDS.search(place) is not None
+        if _EVALUATES.search(place):
+            past += ranks
+            ends_evaluation |= is_end or "compute" in place
+            evaluates |= not is_end
+        elif is_end:
+            past += ranks
+        elif _TRAINS.search(place):
+            training = True
+        else:
+            other = True
+    if past and training:
+        return f"most likely {named(sorted(past))} ran out of training batches: {OF_TRAINING}"
+    if evaluates and ends_evaluation and not other:
+        return f"most likely {OF_EVALUATION}"
+    return IF_UNEVEN

@@ -66,6 +66,10 @@ def judge(
         findings = [_with_all_evidence(_not_enough(hearing), hearing)]
     elif findings and findings[0] in ruled:
         findings[0] = _with_all_evidence(findings[0], hearing)
+    uneven = [one for one in findings if one.id == ids.UNEVEN_CALLS]
+    if uneven and findings[0].id in (ids.OUT_OF_STEP, ids.LATE):
+        step = f"{uneven[0].text} {uneven[0].next_step}"
+        findings[0] = replace(findings[0], next_step=step)
     if findings and evidence.past:
         text = f"{evidence.past} {findings[0].text}"
         findings[0] = replace(findings[0], text=text, next_step="")

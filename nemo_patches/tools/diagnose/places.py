@@ -55,14 +55,14 @@ _STDLIB_WAITS = re.compile(
 )
 # Wrappers: the caller of a collective is the first frame outside them.
 _PASSES_ON = re.compile(
-    r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/)|torchmetrics/|"
+    r"(lightning|pytorch_lightning|lightning_fabric)/.*(strategies/|utilities/distributed\.py|plugins/|trainer/call\.py)|torchmetrics/|"
     r"lightning_utilities/|accelerate/|deepspeed/(?:comm|utils)/|wrapt/|functools\.py|contextlib\.py"
 )
 # Of NeMo's, by their functions.
 _CALLERS = {"update_max_seq_length": "the length sync", "sync_gradients": "gradients"}
 _OUR_SYNC = re.compile(r"(^|/)sync/length_sync\.py$")
 _SERVICE_THREADS = re.compile(
-    r"QueueFeederThread|pin_memory|tqdm|MsgRouter|monitor|Thread-monitor|asyncio|pt_"
+    r"QueueFeederThread|pin_memory|tqdm|MsgRouter|monitor|Thread-monitor|asyncio|pt_|^length sync$"
 )
 # Code of threads that are no part of the user's program: this package may be a checkout.
 _SERVICE_FILES = re.compile(r"(^|/)(tqdm|nemo_patches)/")

@@ -17,6 +17,7 @@ from nemo_patches.judging.kinds import (
     PERHAPS,
     is_guess,
 )
+from nemo_patches.judging.waits import remedy
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
@@ -308,7 +309,12 @@ def out_of_step(
     if any(title.startswith(LENGTH_SYNC) for title in by_title):
         # Each rank gives that up by itself, and others tell of it when it has gone on.
         so = "of which the length sync ends by its timeout: its ranks may be elsewhere now"
-    return finding(kind, f"{told}: different collectives, {so}.", evidence=evidence)
+    step = ""
+    if kind == ids.OUT_OF_STEP:
+        uneven = remedy((ranks, title) for title, ranks in by_title.items())
+        step = f"{ids.NEXT_STEPS[kind]} {capital(uneven)}."
+    text = f"{told}: different collectives, {so}."
+    return finding(kind, text, evidence=evidence, next_step=step)
 
 
 def most_told(facts: Iterable[Fact]) -> Entry:

@@ -375,7 +375,8 @@ def thread_of(pid: int, told: Mapping[str, Any]) -> Thread:
     counters, loops = dict[str, int](), dict[str, int]()
     for frame in reversed(frames):
         function, file = frame["name"], frame["filename"]
-        is_rank = function == "_wrap"  # torch.multiprocessing.spawn()'s "i"
+        # torch.multiprocessing.spawn()'s "i"
+        is_rank = function in ("_wrap", "start_processes")
         for variable in () if is_rank else frame.get("locals") or ():
             name, value = variable["name"], variable.get("repr") or ""
             if name not in _COUNTERS or not re.fullmatch(r"\d{1,12}", value):

@@ -223,6 +223,7 @@ def other_threads(main: Thread, threads: Sequence[Thread]) -> list[str]:
         f"its thread {safe(one.name or str(one.tid), 60)!r} is in {place(one.frames).where}"
         for one in threads
         if one.tid != main.tid
+        and one.name != MAIN_THREAD
         and one.frames[:1] != main.frames[:1]  # autograd's are main's, too
         and is_users(one.name, one.frames)
     ]

@@ -200,6 +200,7 @@ class _Launch:
             self.rows.take_words(line)
 
     def finish(self, evidence: Evidence) -> None:
+        self.stalls.finish()
         self.launcher.finish()
         self.exceptions.finish()
         self.rows.finish()

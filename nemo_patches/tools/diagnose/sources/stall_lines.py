@@ -5,7 +5,7 @@ which rank was missing, where it was, and where the others waited.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.kinds import ALL_RANKS_OF, GONE
@@ -13,7 +13,11 @@ from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
-from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line, shown
+from nemo_patches.tools.diagnose.sources.log_facts import (
+    LaunchFacts,
+    Line,
+    shown,
+)
 
 _OURS = re.compile(
     r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
@@ -41,6 +45,7 @@ _CAME = re.compile(
 _REPORT_IN = re.compile(
     r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host"
 )
+_AGE = re.compile(r"\d+(?:\.\d+)? s\b")  # by which reports of one look differ
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
 _GOES_ON = re.compile(r":? (?:go(?:es)? on|computes? but takes? no step)|.* go on with")
 # Words of a group's text, and what has become of these ranks
@@ -61,6 +66,7 @@ _CONDITIONS = (
 # A place in a group's text: these ranks are in no collective. Else the text is a collective's name.
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)|takes no part|^$|where is not known")
 _CALLER = re.compile(r", (?:in|while|during) ")
+_MOST_REPORTS = 1 << 16  # unlike ones
 # Of what follows a place, as judging/rank_groups.py writes it; "last batch 7" is none.
 _WORKER = "its data loader's "
 
@@ -70,11 +76,14 @@ class StallLines:
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
+        # What is not read yet, in the order of the lines.
+        self._unread: dict[tuple[object, ...], Callable[[], None]] = {}
 
     def take(self, line: Line) -> None:
         if (ours := _OURS.search(line.text)) is None:
             return
         level, rank, size, host, text = ours.groups()
+        line = line._replace(has_prefix=True)  # ranks in it are the job's
         if size != "?":
             self._found.has_size(size)
         reporter = int(rank) if rank != "?" else NOT_TOLD
@@ -85,24 +94,42 @@ class StallLines:
             self._found.patched = self._found.patched or "not patched" not in text
         if came := _CAME.search(text):
             late = ranks_in(came["late"]) if came["late"] else [reporter]
-            for rank_ in late:
-                self._tell(rank_, Motion(True, shown(text)), line)
-            self._found.facts.pop((reporter, Place), None)
+            self._put((text, rank), lambda: self._came(late, reporter, text, line))
         elif stall:
             if stall["call"]:
-                self._tell(reporter, Place(collective=LENGTH_SYNC), line)
-            waited_for = Condition(conditions.UNSEEN, "others waited for it")
-            for missing in ranks_in(stall["missing"] or ""):
-                self._tell(missing, waited_for, line)
-            self._take_groups(text, line, goes_on=level == "INFO")
+                waits = Place(collective=LENGTH_SYNC)
+                self._put((reporter,), lambda: self._tell(reporter, waits, line))
+            report = _AGE.sub("", text.rpartition("Missing: ")[2]), level
+            goes_on = level == "INFO"
+            self._put(report, lambda: self._take_groups(text, line, goes_on))
         elif _STALL_EXIT.search(text):
             ended = Condition(conditions.TERMINATED, conditions.STALL_EXIT)
             self._found.add(reporter, ended, line)
         elif report_in := _REPORT_IN.search(text):
             self._found.note_reports(shown(report_in[1]))
 
+    def _put(self, key: tuple[object, ...], read: Callable[[], None]) -> None:
+        """All ranks may report the same: it is read once, in the place of the last one."""
+        self._unread.pop(key, None)
+        if len(self._unread) < _MOST_REPORTS:
+            self._unread[key] = read
+
+    def finish(self) -> None:
+        unread, self._unread = self._unread, {}
+        for read in unread.values():
+            read()
+
+    def _came(self, late: list[int], reporter: int, text: str, line: Line) -> None:
+        for rank in late:
+            self._tell(rank, Motion(True, shown(text)), line)
+        self._found.facts.pop((reporter, Place), None)
+
     def _take_groups(self, text: str, line: Line, goes_on: bool) -> None:
         """goes_on: these ranks do, or will by themselves, and their earlier places are over."""
+        stall = _STALL.search(text)
+        waited_for = Condition(conditions.UNSEEN, "others waited for it")
+        for missing in ranks_in((stall and stall["missing"]) or ""):
+            self._tell(missing, waited_for, line)
         for group, value in _groups_in(text):
             for rank in ranks_in(group["ranks"] or group["of_host"]):
                 if group["pid"]:

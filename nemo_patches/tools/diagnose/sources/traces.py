@@ -9,6 +9,7 @@ damaged tells how its process ended, and nothing of its last call.
 from __future__ import annotations
 
 import socket
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,14 @@ from typing import get_args
 import msgspec
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.kinds import GONE, LEFT, SILENT, UNANNOUNCED
+from nemo_patches.judging.kinds import (
+    GONE,
+    LEFT,
+    OF_EVALUATION,
+    OF_TRAINING,
+    SILENT,
+    UNANNOUNCED,
+)
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
@@ -58,6 +66,10 @@ _KEPT_ROUNDS = 1024  # of each rank: by these lateness is told
 _LEAST_ROUNDS = 48  # fewer show no habit
 _LEAST_LAG_S = 0.005
 _LEAST_WAITING = 0.05  # share of the time; less does no harm
+_OTHER_ENCODER = (
+    "Look at what decides there which encoder is called: it must be the same on all"
+    " ranks."
+)
 _GROUP = "length sync"  # all encoders share the rounds
 _CONDITIONS = {
     LEFT: conditions.GONE,
@@ -76,6 +88,9 @@ class RankTrace:
     header: records.Header
     path: Path
     entered: array[float] = field(default_factory=lambda: array("d"))
+    calls: list[str] = field(
+        default_factory=list
+    )  # of which kind, and encoder, each was
     gave_up: array[float] = field(default_factory=lambda: array("d"))
     last: float = 0.0  # when its last record was made
     called: float = 0.0  # likewise, of those that its calls make
@@ -191,6 +206,8 @@ class RankTrace:
         else:
             self.evaluation += 1
         self.entered.append(record.t)
+        kind = "training" if record.training else "evaluation"
+        self.calls.append(sys.intern(f"{kind} call of {record.e}"))
         self.phase = LENGTH_SYNC
         self.raised = self.stalled = None
 
@@ -501,6 +518,7 @@ def _add_entries(traces: list[RankTrace], evidence: Evidence) -> None:
 def _uneven(traces: list[RankTrace], ends: list[Condition | None]) -> Iterator[Finding]:
     """Of ranks that have all ended."""
     calls = parties((len(one.entered), one.rank) for one in traces if not one.bad)
+    parts, step = _parting(traces)
     have_ended = all(
         one.went_well or (end is not None and end.kind == conditions.ENDED)
         for one, end in zip(traces, ends, strict=True)
@@ -508,7 +526,44 @@ def _uneven(traces: list[RankTrace], ends: list[Condition | None]) -> Iterator[F
     if len(calls) > 1 and have_ended:
         told = "; ".join(f"{named(ranks)} {count}" for count, ranks in calls.items())
         text = f"The ranks made unlike numbers of calls: {told}."
-        yield finding(ids.UNEVEN_CALLS, text)
+        yield finding(ids.UNEVEN_CALLS, f"{text} {parts}".strip(), next_step=step)
+    elif parts:
+        yield finding(ids.UNEVEN_CALLS, parts, next_step=step)
+
+
+def _parting(traces: list[RankTrace]) -> tuple[str, str]:
+    """Where the ranks' calls part, and what to switch on; empty where they do not, as far as all
+    have come. Of a compiled encoder not all calls are recorded.
+    """
+    whole = [
+        one for one in traces if not one.bad and len(one.calls) == len(one.entered)
+    ]
+    if len(whole) < 2 or len(whole) < len(traces):
+        return "", ""
+    for number, next_ones in enumerate(
+        zip(*(one.calls for one in whole), strict=False)
+    ):
+        by_call = parties(
+            (call, one.rank) for call, one in zip(next_ones, whole, strict=True)
+        )
+        if len(by_call) < 2:
+            continue
+        before = whole[0].calls[number - 1] if number else "its start"
+        told = "; ".join(f"{named(ranks)} a {call}" for call, ranks in by_call.items())
+        text = f"Their calls part at call {number + 1}, after a {before}: next, {told}."
+        evaluates = [
+            rank
+            for call, ranks in by_call.items()
+            for rank in ranks
+            if call.startswith("evaluation")
+        ]
+        if not 0 < len(evaluates) < len(whole):
+            return text, _OTHER_ENCODER
+        if before.startswith("evaluation"):
+            return text, f"{OF_EVALUATION[0].upper()}{OF_EVALUATION[1:]}."
+        ran_out = f"{named(sorted(evaluates))} ran out of training batches"
+        return text, f"{ran_out[0].upper()}{ran_out[1:]}: {OF_TRAINING}."
+    return "", ""
 
 
 def _lags(traces: list[RankTrace]) -> dict[int, list[float]]:
