@@ -187,6 +187,186 @@ case(
 )
 
 
+WD = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum={n}, OpType={op}, NumelIn={s}, NumelOut={s}, Timeout(ms)=600000) ran for 600012 milliseconds before timing out."
+
+
+def wd(r, n=52, op="ALLREDUCE", s=9, pre=""):
+    return f"{pre}[rank{r}]:[E1128 03:00:0{r % 9}.1 ProcessGroupNCCL.cpp:632] [Rank {r}] {WD.format(n=n, op=op, s=s)}"
+
+
+case(
+    "skypilot",
+    "\n".join(
+        f"(worker{i}, rank={i}, pid=41{i}, ip=10.0.0.{i}) step {s} loss 2"
+        for s in range(4)
+        for i in (1, 0, 2)
+    )
+    + '\n(worker2, rank=2, pid=412, ip=10.0.0.2) Traceback (most recent call last):\n(worker2, rank=2, pid=412, ip=10.0.0.2)   File "/a/t.py", line 3, in f\n(worker2, rank=2, pid=412, ip=10.0.0.2) OSError: [Errno 5] Input/output error',
+    ["[Rr]ank 2 raised OSError"],
+)
+case(
+    "determined",
+    "\n".join(
+        f"[2026-11-28T03:0{s}:0{i}Z] [rank={i}] INFO: batch {s}"
+        for s in range(4)
+        for i in (1, 0, 3, 2)
+    )
+    + "\n[2026-11-28T03:09:00Z] [rank=3] Traceback (most recent call last):\n[2026-11-28T03:09:00Z] [rank=3]   File \"/a/t.py\", line 3, in f\n[2026-11-28T03:09:00Z] [rank=3] KeyError: 'x'",
+    ["[Rr]ank 3 raised KeyError"],
+)
+case(
+    "job agent exit",
+    "agent: Rank 6 terminated with exit code 139 (SIGSEGV)\nagent: killing remaining ranks\n",
+    ["[Rr]ank 6"],
+    ["[Rr]ank 139"],
+)
+case(
+    "watchdog + gone words",
+    wd(0)
+    + "\n"
+    + wd(1)
+    + "\n"
+    + wd(3)
+    + "\ncluster-monitor: task 2 stopped responding: no heartbeat for 900 s\n",
+    ["[Rr]ank 2", "no heartbeat"],
+)
+case(
+    "harmless recovered",
+    "cluster-monitor: worker 4 was unresponsive for 12 s, recovered\nstep 10 ok\n",
+    [],
+    ["[Rr]ank 4 is not there"],
+)
+case(
+    "harmless gpu idle",
+    "\n".join(f"[GPU {g}] util 99% mem 70%" for g in (1, 0, 2, 3) * 4),
+    [],
+    ["missing-rank", r"[Rr]ank \d"],
+)
+case(
+    "harmless resume",
+    "Resuming from step 100: restoring rank 0..7 states\nrank 0 loaded; rank 1 loaded\nTraining done\n",
+    [],
+    ["is not there", "ended, by"],
+)
+case(
+    "harmless question",
+    "If worker 3 died you will see it here. Tip: run nvidia-smi when a rank is stuck.\n",
+    [],
+    ["[Rr]ank 3 ended"],
+)
+case(
+    "mosaic",
+    "ERROR:composer.cli.launcher:Rank 5 crashed with exit code -9.\nWaiting up to 30 seconds for all training processes to terminate.\n",
+    ["[Rr]ank 5"],
+)
+case(
+    "horovod stall",
+    "[2026-11-28 03:00:00.1: W horovod/common/stall_inspector.cc:107] One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 seconds. This may indicate that different ranks are trying to submit different tensors or that only subset of ranks is submitting tensors, which will cause deadlock.\nMissing ranks:\n3: [allreduce.noname.7]\n",
+    ["[Rr]ank 3: it had not come"],
+)
+case(
+    "k8s labels with clean",
+    "\n".join(f"worker-{i} epoch {e} done" for e in range(3) for i in (1, 0)),
+    [],
+    ["missing-rank", "is not there"],
+)
+case(
+    "ecc",
+    "kernel: NVRM: Xid (PCI:0000:81:00): 48, pid=2, Double Bit ECC Error\n"
+    + "\n".join(wd(r) for r in range(4)),
+    ["Double Bit ECC|Xid"],
+    ["has not entered"],
+)
+case(
+    "pipe in tqdm",
+    "\n".join(f"Epoch 0:  {p}%|###   | {p}/100 [00:01<00:09]" for p in range(0, 90, 7))
+    + "\n"
+    + wd(1)
+    + "\n"
+    + wd(0),
+    ["[Rr]anks 0-1 waited"],
+    ["has not entered"],
+)
+case(
+    "brackets times",
+    "\n".join(f"[{i}] worker ready" for i in (0, 2, 1, 3))
+    + "\n"
+    + "\n".join(f"[{i}] step {s}" for s in range(3) for i in (2, 0, 3, 1))
+    + '\n[3] Traceback (most recent call last):\n[3]   File "/a/t.py", line 9, in g\n[3] ValueError: empty cut',
+    ["[Rr]ank 3 raised ValueError"],
+)
+case(
+    "deadlock slurm tasks",
+    "srun: error: node7: task 5: Exited with exit code 1\nsrun: Terminating StepId=1.0\n",
+    ["task 5"],
+)
+case("pdsh", "node3: worker 9 killed (signal 9)\n", ["[Rr]ank 9"])
+case(
+    "spam retry",
+    "rank 2: connection lost, retrying (1/5)\nrank 2: reconnected\nTrainer done\n",
+    [],
+    ["[Rr]ank 2 is not there"],
+)
+
+
+case(
+    "torchx replica",
+    "\n".join(f"trainer/{i} step {s}" for s in range(4) for i in (2, 1, 0))
+    + '\ntrainer/1 Traceback (most recent call last):\ntrainer/1   File "/a/t.py", line 3, in f\ntrainer/1 ValueError: nan loss',
+    ["ValueError: nan loss"],
+    ["rank 0 raised"],
+)
+case(
+    "dead worker list",
+    "orchestrator: lost workers 4, 5 (no heartbeat 300s)\n",
+    ["[Rr]anks 4-5|[Rr]anks 4, 5"],
+)
+case("exit -11", "pool: process 1 exit code: -11\n", ["[Rr]ank 1"])
+case(
+    "harmless shutdown",
+    "rank 0: shutting down\nrank 1: shutting down\nProcess 0 finished with exit code 0\n",
+    [],
+    ["is not there", "ended, by", "was killed"],
+)
+case(
+    "harmless metric",
+    "task 2 error rate 0.1, rank 5 in leaderboard, worker 3 killed 4 bugs\n",
+    [],
+    ["was killed", "[Rr]ank 3 ended"],
+)
+case(
+    "evicted pod",
+    "kubelet: pod trainer-3 evicted: node was low on resource: memory\n",
+    ["memory"],
+)
+case(
+    "stalled",
+    "2026-11-28 alert[hang]: task=7 stalled since 03:10 (backward)\n",
+    ["[Rr]ank 7"],
+)
+case(
+    "no heartbeat prefix",
+    "[coordinator] worker#2: no heartbeat for 120s; marking dead\n",
+    ["[Rr]ank 2"],
+)
+case(
+    "unpaired",
+    "rank 1 crashed\n[rank1]: Traceback (most recent call last):\n[rank1]:   File \"/a/t.py\", line 3, in f\n[rank1]: KeyError: 'z'",
+    ["[Rr]ank 1 raised KeyError"],
+)
+case(
+    "nccl2 abort",
+    "[TC][rank=3][name=default] Aborting process on rank 3 due to timeout - foo\n",
+    ["[Rr]ank 3 waited"],
+)
+case(
+    "harmless wait",
+    "rank 0 is waiting for rank 3; rank 3 not stuck\n",
+    [],
+    ["[Rr]ank 3 is not there", "[Rr]ank 0 is not there"],
+)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_log_in_other_words(name: str, tmp_path: Path) -> None:
     text, must, mustnot = CASES[name]

@@ -23,6 +23,10 @@ _PREFIXES = tuple(
             r"(?=\[(?:rank\d|default\d|\d{1,9},)|\(\w{1,80} pid=)",
             r"[\w.-]{1,80}/\d{1,6} (?=\[default\d)",  # NeMo-Run
             r"\[\d{1,7}\] (?=\[rank\d)",
+            # What people write: "[time] [rank=3] ", "(worker2, rank=2, ip=..) "
+            r"(?!.{0,120}(?:Aborting process|\[name=))(?:\[[^\[\]]{1,60}\] ?){0,2}"
+            r"[\[(][^\[\]()]{0,60}?\b[Rr]ank= ?(?P<rank>\d{1,6})\b[^\[\]()]{0,80}[\])]"
+            r":? ?(?!pid=)(?:\|{1,2} )?",
             # HCCL
             r"\[(?:ERROR|WARNING|INFO)\] [\d:-]{10,24} \(PID:\d{1,9}, Device:\d{1,4},"
             r" RankID:(?P<rank>\d{1,7})\) ?",

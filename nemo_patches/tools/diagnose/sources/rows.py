@@ -96,6 +96,7 @@ _RAS_STATE = re.compile(
 _RAS_RANK = re.compile(
     r"^\s{1,8}Rank (\d{1,7}) -- GPU \S{1,20} managed by process (\d{1,9}) on node (\S{1,80})"
 )
+_HOROVOD = re.compile(r"^(\d{1,7}): \[(\S{1,200}?)[,\]]")
 # General rows. Between the rank and the word nothing may stand that changes who or whether.
 _WHO = r"\b(?P<who>[Rr]ank|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|RANK)s?"
 _NUMBER = r"(?: ?[#:=_-] ?| )?\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
@@ -105,7 +106,9 @@ _BETWEEN = (
     r"detected|reports?|saw|other|others)\b)[^.;|\d\n]){0,40}?"
 )
 _DIED = (
-    r"crashed|died|is dead|was killed|killed|segfault(?:ed)?|core dumped|aborted|"
+    r"crashed|died|is dead|(?:was|been|got) killed|"
+    r"killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|"
+    r"segfault(?:ed)?|core dumped|aborted|"
     r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally)|"
     r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
     r"(?:exit ?|return ?)?(?:code|status)|exit ?code|returncode|rc)\W{1,3}-?[1-9]\d{0,2}\b|"
@@ -141,7 +144,8 @@ _GENERAL_WORDS = re.compile(
 )
 # Lines that tell of something else by the same words.
 _OTHER = re.compile(
-    r"(?i)data ?loader|recover|restarted|succe|gracefully|cleanly|missing keys?|"
+    r"(?i)\b(?:if|unless|whether|tip|hint|example)\b|data ?loader|recover|restarted|succe|"
+    r"gracefully|cleanly|missing keys?|"
     r"\bok\b|\bretry|healthy|no longer|thread|nemo_patches |^(?:srun|slurmstepd|prterun|mpirun)\b"
 )
 
@@ -163,6 +167,7 @@ class RowLines:
         self._found = found
         self._ras: dict[str, list[_State]] = defaultdict(list)
         self._communicator = ""
+        self._lists_missing = False  # Horovod, in the next lines
 
     def take(self, line: Line) -> None:
         text = line.text
@@ -176,6 +181,14 @@ class RowLines:
                 for rank in ranks:
                     self._found.add(rank, condition, line, own=False)
         self._take_ras(line)
+        self._take_horovod(line)
+
+    def _take_horovod(self, line: Line) -> None:
+        told = _HOROVOD.match(line.text)
+        if told and self._lists_missing:
+            missing = Condition(conditions.MISSING, f"to {told[2]}, by Horovod")
+            self._found.add(int(told[1]), missing, line, own=False)
+        self._lists_missing = told is not None or line.text == "Missing ranks:"
 
     def take_words(self, line: Line) -> None:
         """Of a line that no row knows."""
