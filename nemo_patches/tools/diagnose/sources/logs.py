@@ -95,8 +95,9 @@ _NEEDLES = (
     b"eturning from train|raining finished|raining complete|raining done|inished training|"
     b"Trainer.fit` stopped|PBS: job killed|MPI_A|RUNNING AT|EXIT |BY SIGNAL|xit Code|e: memory|"
     b"OOMKilled|EI00|NVRM|NVLink|managed by|blocked for|not responding|mlx5|SIGSEGV|SIGBUS|"
-    b"anks have |ank has |rank |Rank |ranks |Ranks |orker |orker|task |Task |node |"
-    b"Node |rocess |crashed|unresponsive|stalled|missing|Missing ranks|global timeout"
+    b"anks have |ank has |issing|talled|stuck|Stuck|hung|is hanging|nresponsive|respond|"
+    b"heartbeat|lost |Lost |lagging|Lagging|crash|dead|Dead|segfault|core dumped|aborted|"
+    b"unreachable|did not |never |has not |returncode|silent|abnormally|unexpectedly|global timeout"
 ).split(b"|")
 # That are looked at where they, or those before them, hold such a word.
 _PART_BYTES = 1 << 13

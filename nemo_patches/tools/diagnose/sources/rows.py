@@ -87,6 +87,7 @@ _ROWS = (
         "its native stack is in {what}",
     ),
 )
+_BY_WORDS = tuple((tuple(row.words.split("|")), row) for row in _ROWS)
 # NCCL's RAS: a communicator, ranks of one state, and these ranks if they are few.
 _RAS_GROUP = re.compile(r"^#(\d{1,6}-\d{1,6}) \(\w{1,40}\) [A-Z]")
 _RAS_STATE = re.compile(
@@ -135,6 +136,11 @@ _GENERAL = (
         conditions.TOLD_ABSENT,
     ),
 )
+_VERBS = re.compile(
+    "issing|talled|tuck|h[au]ng|espon|heartbeat|ost |agging|crash|died|[Dd]ead|kill|exit|code|"
+    "segfault|core dump|abort|unreachable|did not|never|has not|silent|rc[=: ]|terminated|"
+    "unexpected|abnormal"
+)
 _GENERAL_WORDS = re.compile(
     "(?:rank|worker|process|task|node)s?\\b.{0,120}(?:missing|stall|stuck|h[au]ng|respon|heartbeat|"
     "lost|crash|died|dead|kill|exit|segfault|core dump|abort|terminated|return|unreachable|"
@@ -171,8 +177,8 @@ class RowLines:
 
     def take(self, line: Line) -> None:
         text = line.text
-        for row in _ROWS:
-            if any(word in text for word in row.words.split("|")) and (
+        for words_of, row in _BY_WORDS:
+            if any(word in text for word in words_of) and (
                 told := row.pattern.search(text)
             ):
                 words = told.groupdict("")
@@ -192,7 +198,10 @@ class RowLines:
 
     def take_words(self, line: Line) -> None:
         """Of a line that no row knows."""
-        if not _GENERAL_WORDS.search(line.text) or _OTHER.search(line.text):
+        text = line.text
+        if not _VERBS.search(text) or not _GENERAL_WORDS.search(text):
+            return
+        if _OTHER.search(text):
             return
         for pattern, kind in _GENERAL:
             if told := pattern.search(line.text):
