@@ -81,6 +81,14 @@ def _known(call: Call) -> Abstract | None:
     ref = call.function.ref
     if isinstance(ref, Definition):
         return replace(tagged("instance"), ref=ref)
+    if last_part(call.origin) == "partial" and call.args:
+        return Abstract(ref=call.args[0].ref)
+    if call.last == "get" and call.owner.entries and node.args:
+        return call.owner.entry(constant(node.args[0])) or Abstract(call.owner.level)
+    if last_part(call.origin) in knowledge.DEALING or (
+        last_part(call.origin) == "islice" and _of_rank(call)
+    ):
+        return _dealt(call)
     if call.origin.startswith("torchmetrics."):
         return tagged("metric")
     made = knowledge.MAKERS.get(last_part(call.origin))
@@ -106,6 +114,20 @@ def _known(call: Call) -> Abstract | None:
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
 
 
+def _of_rank(call: Call) -> bool:
+    values = (*call.args, *call.given.values())
+    return any(each.has("rank") or call.file.members.differ(each.at) for each in values)
+
+
+def _dealt(call: Call) -> Abstract:
+    """Shares of something, or this rank's: one more or less than another's."""
+    value = _mixed(call)
+    even = value.has("even") or "apply_padding" in call.given
+    if _of_rank(call):
+        return replace(value, count=SAME if even else VARIES)
+    return replace(value, count=SAME).tagged("dealt")
+
+
 def _by_name(call: Call) -> Abstract:
     node = call.node
     features = (
@@ -121,6 +143,10 @@ def _by_name(call: Call) -> Abstract:
     if of_form or features:
         return Abstract()
     value = _mixed(call)
+    if "norm" in parts_of(call.last) and value.has(
+        "gradient"
+    ):  # they have been reduced
+        return Abstract()
     if call.name == "len" and call.args:
         first = call.args[0]
         varies = first.turns >= DATA or (first.has("letter") and first.level == DATA)
@@ -134,6 +160,8 @@ def _by_name(call: Call) -> Abstract:
     ):
         new = [] if "requires_grad" in call.given else ["new"]
         value = value.tagged("nothing", *new)
+    if call.name == "dict" or call.last[:1].isupper():
+        value = replace(value, entries=tuple(call.given.items())).tagged("object")
     if call.name == "next":
         value = value.tagged("next")
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value

@@ -52,9 +52,8 @@ _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 _TOLD = ("the module is sharded", "a rank whose")
 _MOST_MEMBERS = 16
 _MOST_TESTS = 100  # of one function on its data; NeMo's largest has 20
-_ROUNDS = (
-    2  # the second one knows what the first has seen of attributes and wrapped modules
-)
+# Each knows what the one before has seen of attributes and wrapped modules.
+_MOST_ROUNDS = 3
 
 
 class Kind(Enum):
@@ -109,8 +108,12 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     """Those of all functions of a file, which plain_python.py has made, and of the module."""
     file = SourceFile(tree)
     read: list[Interpreter] = []
-    for _ in range(_ROUNDS):
+    known: object = None
+    for _ in range(_MOST_ROUNDS):
         read = _read(file)
+        if known == file.attributes:
+            break
+        known = file.attributes
     return tuple(one for each in read for one in Comparison(each).divergences())
 
 
@@ -229,10 +232,24 @@ class Comparison:
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self.conditions[:_MOST_TESTS]:
-            loads = self._loads(each)
-            if loads or (each.value.level == VARIES and not each.value.has("rank")):
+            guess = self._guess_of_batches(each)
+            if guess or (each.value.level == VARIES and not each.value.has("rank")):
                 ways_of = self._follow_both(each.key)
-                yield from self._compared(*ways_of, [each], loads=loads)
+                yield from self._compared(*ways_of, [each], guess=guess)
+
+    def _guess_of_batches(self, condition: Condition) -> str:
+        """What must hold for ranks to differ in a test that they mostly agree in, which counts
+        where the parts of a sharded model are gathered.
+        """
+        if condition.value.level == VARIES:
+            return ""
+        if condition.value.has("lacks"):
+            return "a rank's batch has none of it, and another's has"
+        own = self._loads(condition)
+        unlike = (
+            "the ranks' loaders have unlike numbers of batches, as those of streams do"
+        )
+        return unlike if own else ""
 
     def _loads(self, condition: Condition) -> bool:
         """Whether it is an evaluation until this rank's own loader ends, where nothing shares the
@@ -240,7 +257,6 @@ class Comparison:
         """
         return (
             condition.kind == "for"
-            and condition.value.level != VARIES
             and is_loader(condition.text)
             and "DistributedSampler" not in self.file.mentioned
             and not _WITHOUT_GRADIENTS.isdisjoint(self._attributes)
@@ -272,7 +288,7 @@ class Comparison:
         conditions: Sequence[Condition],
         *,
         by_rank: bool = False,
-        loads: bool = False,
+        guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
         if way.raised or other.raised:
@@ -285,7 +301,7 @@ class Comparison:
         if by_rank:
             missing = _not_served(way, other, missing)
         else:
-            missing = [each for each in missing if self._tells(each, conditions, loads)]
+            missing = [each for each in missing if self._tells(each, conditions, guess)]
         keys = {each.key for each in conditions}
         every = [each for each in conditions_in(self.items) if each.key in keys]
         if every and not missing and reordered(way, other):
@@ -297,9 +313,9 @@ class Comparison:
             of_a_group = by_rank and _IN_GROUP.search(each.key)
             if inside and not (of_a_group and pairs_with <= _OF_A_MESH):
                 kind = Kind.BRANCH if by_rank else _KINDS.get(each.kind, Kind.BRANCH)
-                made = self._guessed(inside, by_rank, loads)
+                made = self._guessed(inside, by_rank, guess)
                 yield self._parted(kind, made, each, by_rank)
-        if missing and not loads:
+        if missing and not guess:
             yield from self._left_early(way, other, missing, every, by_rank)
 
     def _left_early(
@@ -314,7 +330,7 @@ class Comparison:
         for each in sorted(exits, key=lambda one: (one.sets, one.line)):
             around = next((one for one in conditions if one.around(each.line)), None)
             if around is not None:
-                made = self._guessed(missing, by_rank, loads=False)
+                made = self._guessed(missing, by_rank, "")
                 parted = self._parted(Kind.EXIT, made, around, by_rank)
                 yield replace(parted, exit=each.text, exit_line=each.line)
                 return
@@ -336,18 +352,16 @@ class Comparison:
             about=" ".join([condition.key, *sorted(condition.value.tags)]),
         )
 
-    def _tells(
-        self, event: Event, conditions: Sequence[Condition], loads: bool
-    ) -> bool:
+    def _tells(self, event: Event, conditions: Sequence[Condition], guess: str) -> bool:
         """Whether it can be told that ranks differ in it: a loop may go round as often as they
         agreed on before.
         """
         made = event.made
         if made.pairs_with in _OF_A_MESH:
             return False
-        if loads:
+        if guess:
             sharded = "gathers" in made.why and not made.guess
-            return made.pairs_with == UNUSED or (sharded and made.pairs_with == FORWARD)
+            return sharded and made.pairs_with in (FORWARD, UNUSED)
         for each in conditions:
             if each.kind == "for" and each.around(made.line):
                 return made.pairs_with != LOG and not self._agreed_before(each.line)
@@ -360,17 +374,15 @@ class Comparison:
         )
 
     def _guessed(
-        self, events: Iterable[Event], by_rank: bool, loads: bool
+        self, events: Iterable[Event], by_rank: bool, guess: str
     ) -> tuple[Collective, ...]:
         return tuple(
-            replace(each, guess=self._guess(each, by_rank, loads) or each.guess)
+            replace(each, guess=guess or self._guess(each, by_rank) or each.guess)
             for each in _made(events)
         )
 
-    def _guess(self, made: Collective, by_rank: bool, loads: bool) -> str:
+    def _guess(self, made: Collective, by_rank: bool) -> str:
         """What must hold for ranks to differ in it, beside what must hold for it at all."""
-        if loads:
-            return "the ranks' loaders have unlike numbers of batches, as those of streams do"
         at_once = made.on_step
         if at_once is None:
             at_once = self.name.endswith("training_step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,6 +29,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     WITHOUT_AGREEMENT,
     Assigned,
     Branch,
+    Choice,
     Collective,
     Condition,
     End,
@@ -36,6 +37,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Inlined,
     Items,
     Loop,
+    Managed,
     Tried,
     Unseen,
     collectives_in,
@@ -110,7 +112,11 @@ class Interpreter:
         self.loops = 0
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
         self.unsynced = False  # within no_sync
+        self.sized = False  # where a test asks what is left over by the number of ranks
         self.caught_as = ""  # the name of the error in its handler
+        # Of a context manager: what runs the block of the with statement, and its statements.
+        self.run_managed: Callable[[Abstract], Items] | None = None
+        self.managed: Sequence[ast.stmt] = ()
         self.subjects = _subjects(file, self.owner)
         automatic = env.get("self.automatic_optimization", Abstract())
         self.runs_backward = (
@@ -192,9 +198,8 @@ class Interpreter:
         value = self.of(node.value)
         if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
             value = value.tagged("const")
-        origin = self.origin(dotted(node.value))
-        if value.ref is None and origin.partition(".")[0] in self.file.imported:
-            value = replace(value, ref=origin)
+        if self.sized:  # filled up, or cut
+            value = value.tagged("even")
         for target in node.targets:
             self.assign(target, value)
             if isinstance(target, ast.Name) and isinstance(node.value, _ASKED):
@@ -216,6 +221,11 @@ class Interpreter:
         if isinstance(target, (ast.Starred, ast.Subscript)):
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
+            put = replace(put, entries=whole.entries, ref=None)
+            if isinstance(target, ast.Subscript) and isinstance(
+                target.slice, ast.Constant
+            ):
+                put = put.with_entry(target.slice.value, value)
             value = put.tagged(*value.tags & {"const"})
             target = target.value
         name = dotted(target)
@@ -228,8 +238,13 @@ class Interpreter:
         of_loader = parts_of(name) & knowledge.LOADERS
         if value.level == DATA and value.count is None and of_loader:
             value = replace(value, count=UNKNOWN)
+        is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
+        if value.level == UNKNOWN and last == name and is_loss:
+            value = replace(value, level=DATA)
+        if isinstance(target, ast.Attribute) or name in self.file.changed:
+            self.file.set_to.setdefault(last, []).append(value)
         if self.chosen == VARIES and value.has("const") and not value.has("agreed"):
-            value = replace(value, level=VARIES, at=None, count=SAME)
+            value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
         if value.has("agreed"):
             self.settled.add(name)
         elif last in knowledge.SHARED_SETTINGS and last != name:
@@ -296,6 +311,8 @@ class Interpreter:
         if condition.value.level == VARIES and not condition.value.has("file"):
             self.chosen = VARIES
         self.branches += 1
+        sized = self.sized
+        self.sized |= condition.value.has("sized")
         meanings = self.meanings
         yes, left, taken = self._side(node.body, before)
         of_yes = self.meanings
@@ -304,6 +321,7 @@ class Interpreter:
         common = of_yes.items() & self.meanings.items()
         self.meanings = dict(common)
         self.chosen = outer
+        self.sized = sized
         self.branches -= 1
         self.items.append(Branch(condition, yes, no))
         if left is None and left_too is None:
@@ -366,8 +384,10 @@ class Interpreter:
         value = joined(one, other)
         if one == other:
             return value
+        if one.ref != other.ref and (_callable(one.ref) or _callable(other.ref)):
+            value = replace(value, ref=Choice(condition, one.ref, other.ref))
         if name == "return" and condition.value.level == VARIES:
-            value = replace(value, level=VARIES)
+            value = replace(value, level=VARIES).tagged("chosen")
         if not self.by_rank(condition.value):
             return value
         at = None
@@ -396,7 +416,10 @@ class Interpreter:
         self.loops += 1
         for _ in range(self._readings()):
             condition = self.condition(node.test, node)
+            sized = self.sized
+            self.sized |= condition.value.has("sized")
             items = self._turn(node.body, endless)
+            self.sized = sized
         condition = max(
             condition,
             self.condition(node.test, node),
@@ -486,15 +509,17 @@ class Interpreter:
         self.env = after
         with self.inside() as final:
             last = self.block(node.finalbody)
-        calls_in = [call for each in node.body for call in nodes(each, ast.Call)]
+        body_of = node.body
+        if any(nodes(each, ast.Yield) for each in node.body) and self.managed:
+            body_of = list(self.managed)
         self.items.append(
             Tried(
                 body=body,
                 handlers=handlers,
                 orelse=orelse,
                 final=final,
-                first=_first_call(node.body),
-                harmless=self._harmless(calls_in),
+                first=_first_call(body_of),
+                harmless=self._harmless(body_of),
             )
         )
         return last or (None if node.handlers else end)
@@ -511,12 +536,12 @@ class Interpreter:
         self.chosen, self.caught_as = outer
         return items, end
 
-    def _harmless(self, tried: Sequence[ast.Call]) -> bool:
+    def _harmless(self, body: Sequence[ast.stmt]) -> bool:
         """Whether nothing is tried but collectives and what torch makes for them: their errors are
         all ranks'.
         """
         agreements = 0
-        for each in tried:
+        for each in (call for statement in body for call in nodes(statement, ast.Call)):
             with self.inside():
                 call = self._call_of(each)
             made = collectives.collective_of(call)
@@ -529,15 +554,79 @@ class Interpreter:
         return agreements > 0
 
     def visit_With(self, node: ast.With) -> End | None:
+        return self._with(node, list(node.items))
+
+    def _with(self, node: ast.With, items: list[ast.withitem]) -> End | None:
+        """Its items one in another."""
+        if not items:
+            return self.block(node.body)
+        item, *inner = items
+        manager = self._manager(item.context_expr)
+        if manager is not None:
+            return self._managed(node, item, inner, manager)
         outer = self.unsynced
-        for item in node.items:
-            value = self.of(item.context_expr)
-            self.unsynced |= "no_sync(" in text_of(item.context_expr)
+        value = self.of(item.context_expr)
+        self.unsynced |= "no_sync(" in text_of(item.context_expr)
+        if item.optional_vars is not None:
+            self.assign(item.optional_vars, value)
+        with self.inside() as body:
+            end = self._with(node, inner)
+        self.unsynced = outer
+        if getattr(getattr(value.ref, "node", None), "swallows", False):
+            condition = Condition(
+                text="any error",
+                key="any error",
+                value=Abstract(VARIES),
+                kind="except",
+                line=node.lineno,
+                end=node.end_lineno or 0,
+            )
+            first = _first_call(node.body)
+            harmless = self._harmless(node.body)
+            body = [Tried(body, [(condition, [])], [], [], first, harmless)]
+            end = None if end is End.RAISE else end
+        self.items += body
+        return end
+
+    def _manager(self, node: ast.expr) -> Definition | None:
+        """The context manager of this file that a call makes, as a generator."""
+        own = self.own(node) if isinstance(node, ast.Call) else None
+        if own is None or own in self.file.being_read or self.depth >= _MOST_DEEP:
+            return None
+        return own if _manages(own) else None
+
+    def _managed(
+        self,
+        node: ast.With,
+        item: ast.withitem,
+        inner: list[ast.withitem],
+        manager: Definition,
+    ) -> End | None:
+        """A block in the generator that is its context manager, at the yield."""
+        assert isinstance(item.context_expr, ast.Call)
+        call = self._call_of(item.context_expr)
+        given = self._given(manager, call)
+        own = _attributes(self.env) if manager.owner is self.owner else {}
+        env = {**self.file.start(manager, given), **own}
+        reader = Interpreter(self.file, manager, env, self.depth + 1)
+        ends: list[End | None] = []
+
+        def run(value: Abstract) -> Items:
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value)
-        end = self.block(node.body)
-        self.unsynced = outer
-        return end
+            with self.inside() as items:
+                ends.append(self._with(node, inner))
+            return items
+
+        reader.run_managed = run
+        reader.managed = node.body
+        self.file.being_read.append(manager)
+        reader.block(manager.node.body)
+        self.file.being_read.pop()
+        made = Inlined(call.name, node.lineno, reader.items, manages=True)
+        self.items.append(made)
+        end = ends[-1] if ends else None
+        return None if end is End.RAISE else end
 
     def visit_Return(self, node: ast.Return) -> End:
         value = self.file.constant(None) if node.value is None else self.of(node.value)
@@ -579,11 +668,15 @@ class Interpreter:
 
     def visit_Yield(self, node: ast.Yield) -> Abstract:
         self.yields.append((self.chosen, self.turns))
-        return self._made_of(node) if node.value else Abstract()
+        value = self.of(node.value) if node.value else Abstract()
+        if self.run_managed is not None:
+            self.items.append(Managed(self.run_managed(value)))
+        return value
 
     def visit_Name(self, node: ast.Name) -> Abstract:
         wrapped = self.file.wrapped.get(node.id, frozenset())
-        return self._named(node.id, Abstract(tags=wrapped))
+        ref = self.file.reference(node.id)
+        return self._named(node.id, Abstract(tags=wrapped, ref=ref))
 
     def _named(self, name: str, otherwise: Abstract) -> Abstract:
         """What is known of a name: what it was set to here, or what it says."""
@@ -594,8 +687,9 @@ class Interpreter:
         # What the rank of a matrix is set to is no rank.
         if blank and knowledge.SAID_BY.get(last_part(name)) != "ranks":
             return Abstract()
-        said = None if name in self.file.changed else self.file.source(name)
-        return said or otherwise
+        if name in self.file.changed:
+            return self.file.by_rank.get(name, otherwise)
+        return self.file.source(name) or otherwise
 
     def visit_Attribute(self, node: ast.Attribute) -> Abstract:
         name = dotted(node)
@@ -615,13 +709,23 @@ class Interpreter:
         name = dotted(node)
         if name in self.env:
             return self._named(name, self.env[name])
+        entry = inner.entry(node.attr)
+        if entry is not None:
+            return entry
         if isinstance(inner.ref, Definition):
             known = self.file.attributes.get(inner.ref.name, {})
             if f"self.{node.attr}" in known:
                 return known[f"self.{node.attr}"]
-        said = self.file.source(name)
+        said = self.file.source(name) or self.file.by_rank.get(node.attr)
         if said is not None:
-            return said
+            return replace(said, ref=said.ref or self.file.reference(name))
+        method = (
+            self.file.method(self.owner, node.attr)
+            if name == f"self.{node.attr}"
+            else None
+        )
+        if method is not None and not is_property(method):
+            return Abstract(ref=method)
         if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
             return tagged("gradient") if node.attr == "grad" else Abstract()
         if node.attr == "shape" and inner.level:
@@ -629,14 +733,23 @@ class Interpreter:
         wrapped = self.file.wrapped.get(node.attr, frozenset[str]())
         if node.attr == "module":
             wrapped = frozenset()
-        return Abstract(inner.level, tags=wrapped | inner.tags & {"alone", "file"})
+        tags = wrapped | inner.tags & {"alone", "file", "object"}
+        level = inner.level
+        kept = sounds_like_data(node.attr) or parts_of(name) & knowledge.HOLDING
+        if inner.has("object") and not kept:
+            level = min(level, UNKNOWN)
+        return Abstract(level, tags=tags, ref=self.file.reference(name))
 
     def visit_Subscript(self, node: ast.Subscript) -> Abstract:
         constant = getattr(node.slice, "value", None)
         if dotted(node.value).endswith("environ"):
             return self.file.source(f"${constant}") or Abstract()
         value = self.of(node.value)
+        if isinstance(node.slice, ast.Slice):
+            return self._slice(value, node.slice)
         key = self.of(node.slice)
+        if value.entries:
+            return self._entry(value, key, node)
         if isinstance(constant, int) and constant < len(value.parts):
             return value.parts[constant]
         at = applied(
@@ -646,11 +759,60 @@ class Interpreter:
         features = value.has("shape") and isinstance(node.slice, ast.UnaryOp)
         if at or of_model or features:  # the number of features is the model's
             return Abstract(at=at)
-        return Abstract(
-            value.level,
-            tags=value.tags & (knowledge.CARRIED | {"agreed"}),
-            count=value.count if value.level == VARIES else None,
+        count = value.count if value.level == VARIES else None
+        if value.has("dealt") and self.by_rank(key):
+            count = SAME if value.has("even") else VARIES
+        tags = value.tags & (knowledge.CARRIED | {"agreed"})
+        return Abstract(value.level, tags=tags, count=count)
+
+    def _slice(self, value: Abstract, node: ast.Slice) -> Abstract:
+        """Every so many items from the rank's number on are this rank's share, one more or less
+        than another's.
+        """
+        bounds = {
+            name: self.of(each)
+            for name in ("lower", "upper", "step")
+            if (each := getattr(node, name)) is not None
+        }
+        sized = any(each.has("sized") for each in bounds.values())
+        own = [name for name, each in bounds.items() if self.by_rank(each)]
+        text = text_of(node)
+        unequal = bool(own) and (
+            "step" in bounds or "ceil" in self._spelled(node) or "min(" in text
         )
+        tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
+        if sized and not own:
+            tags |= {"even"}
+        count = value.count if value.level == VARIES else None
+        if unequal and not value.has("even"):
+            count = VARIES
+        return Abstract(value.level, tags=tags, count=count)
+
+    def _spelled(self, node: ast.AST) -> str:
+        """Its text, with what its names were set to."""
+        set_to = [self.meanings.get(name, "") for name in sorted(names_in(node))]
+        return " ".join([text_of(node), *set_to])
+
+    def _entry(self, value: Abstract, key: Abstract, node: ast.Subscript) -> Abstract:
+        """Of a dict by a key: by one that is known, or one of all."""
+        if isinstance(node.slice, ast.Constant):
+            return value.entry(node.slice.value) or Abstract(value.level)
+        text = text_of(node.slice)
+        found = value.entries[-1][1]
+        for name, each in value.entries[-2::-1]:
+            at = applied(
+                OPERATIONS[ast.Eq], [key.at, self.file.constant(name).at], text
+            )
+            condition = Condition(
+                text=f"{text} == {name!r}",
+                key=f"{self._meaning(node.slice)} == {name!r}",
+                value=replace(key, at=at),
+                kind="if",
+                line=node.lineno,
+                end=node.end_lineno or 0,
+            )
+            found = self._either(condition, each, found)
+        return found
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Abstract:
         values = tuple(map(self.of, node.elts))
@@ -666,7 +828,12 @@ class Interpreter:
 
     def visit_Dict(self, node: ast.Dict) -> Abstract:
         values = list(map(self.of, node.values))
-        value = replace(mixed(values), count=SAME)
+        pairs = zip(node.keys, values, strict=True)
+        known = tuple(
+            (key.value, each) for key, each in pairs if isinstance(key, ast.Constant)
+        )
+        entries = known if len(known) == len(values) else ()
+        value = replace(mixed(values), count=SAME, entries=entries)
         nothing = values and all(each.has("nothing", "const") for each in values)
         return value.tagged("nothing") if nothing else value
 
@@ -696,13 +863,20 @@ class Interpreter:
         """
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
+        named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.level == VARIES and value.count in (UNKNOWN, DATA):
+            return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
         if value.level != DATA or isinstance(node, asked):
             return value
         if isinstance(node, ast.Call):
             plausible = bool(parts_of(dotted(node.func)) & knowledge.PLAUSIBLE)
         else:
-            plausible = sounds_like_data(dotted(node)) and not value.has("optional")
-        return replace(value, level=VARIES if plausible else UNKNOWN)
+            said = parts_of(last_part(dotted(node))) & knowledge.PLAUSIBLE
+            plausible = sounds_like_data(dotted(node)) or bool(said)
+            plausible = plausible and not value.has("optional")
+        if plausible:
+            return replace(value, level=VARIES)
+        return replace(value, level=UNKNOWN).tagged("lacks")
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Abstract:
         ends = isinstance(node.op, ast.Or)
@@ -748,7 +922,9 @@ class Interpreter:
         sides = [self.of(node.left), self.of(node.right)]
         operation = OPERATIONS.get(type(node.op))
         at = applied(operation, [each.at for each in sides], text_of(node))
-        return replace(mixed(sides), at=at).without("gradient")
+        value = replace(mixed(sides), at=at).without("gradient")
+        by_rank = at is None and any(map(self.by_rank, sides))
+        return value.tagged("rank") if by_rank else value
 
     def visit_IfExp(self, node: ast.IfExp) -> Abstract:
         condition = self.condition(node.test, node)
@@ -768,7 +944,7 @@ class Interpreter:
             return AGREED
         value = self._either(condition, one, other)
         chosen = asked.level == VARIES and one.at and other.at
-        return replace(value, level=VARIES) if chosen else value
+        return replace(value, level=VARIES).tagged("chosen") if chosen else value
 
     def visit_Compare(self, node: ast.Compare) -> Abstract:
         sides = [node.left, *node.comparators]
@@ -787,7 +963,9 @@ class Interpreter:
         if not identity and any(map(self.by_rank, values)):
             return tagged("rank", level=VARIES)
         if _of_form(node, values, constants):
-            return Abstract()
+            asked = any(isinstance(each, _BELONGING) for each in node.ops)
+            own = any(each.level in (UNKNOWN, DATA) for each in values)
+            return tagged("lacks") if asked and own else Abstract()
         value = mixed(values)
         itself = text_of(sides[0]) == text_of(sides[1])  # loss != loss
         if value.level == DATA and (
@@ -823,9 +1001,33 @@ class Interpreter:
             return self._wrap(node, kind, last)
         if call.owner.has("one device"):
             return Abstract()
-        own = self.own(node)
-        if own and self.depth < _MOST_DEEP and self.file.work < _MOST_WORK:
-            return self.call(own, call, node, call.name)
+        return self._lead_to(self.own(node) or call.function.ref, call)
+
+    def _lead_to(self, target: object, call: calls.Call) -> Abstract:
+        """A call of what it leads to: a function of this file or another's, or one or the other."""
+        node = call.node
+        if isinstance(target, Choice):
+            with self.inside() as yes:
+                one = self._lead_to(target.yes, call)
+            with self.inside() as no:
+                other = self._lead_to(target.no, call)
+            if yes or no:
+                condition = replace(
+                    target.condition, line=node.lineno, end=node.end_lineno or 0
+                )
+                self.items.append(Branch(condition, yes, no))
+            return self._either(target.condition, one, other)
+        goes_on = self.depth < _MOST_DEEP and self.file.work < _MOST_WORK
+        own = target if isinstance(target, Definition) else None
+        if own and goes_on:
+            if isinstance(own.node, ast.FunctionDef):
+                return self.call(own, call, node, call.name)
+            return self._make(own, call)
+        if isinstance(target, ast.Lambda) and goes_on:
+            return self._lambda(target, call)
+        if isinstance(target, str) and own is None:
+            call = replace(call, origin=target)
+        last = last_part(call.origin)
         made = collectives.collective_of(call) if own is None else None
         if made is not None:
             named = collectives.name_by_batch(call)
@@ -839,7 +1041,54 @@ class Interpreter:
             return self._add(dotted(node.func.value), call)
         if call.name in ("filter", "map") and len(call.args) == 2:
             return self._mapped(call)
+        if call.last == "setattr" and len(node.args) == 3:
+            name = getattr(node.args[1], "value", "")
+            self.assign(
+                ast.Attribute(node.args[0], str(name), ast.Store()), call.args[2]
+            )
+            return Abstract()
+        self._keep(call)
         return calls.called(call)
+
+    def _keep(self, call: calls.Call) -> None:
+        """An object of another file that is given data may hold them."""
+        held, _, _ = call.name.rpartition(".")
+        name = held or call.name
+        given = mixed([*call.args, *call.given.values()])
+        known = self.env.get(name)
+        holds = known is not None and parts_of(last_part(name)) & knowledge.HOLDING
+        if known is not None and given.level >= DATA and holds:
+            self.set(name, replace(known, level=DATA))
+
+    def _lambda(self, function: ast.Lambda, call: calls.Call) -> Abstract:
+        if function in self.file.being_read:
+            return Abstract(UNKNOWN)
+        outer = dict(self.env)
+        names = [each.arg for each in function.args.args]
+        self.env.update(zip(names, call.args, strict=False))
+        self.file.being_read.append(function)
+        with self.inside() as items:
+            value = self.truth(function.body)
+        self.file.being_read.pop()
+        self.env = outer
+        if items:
+            self.items.append(Inlined(call.name, call.node.lineno, items))
+        return value
+
+    def _make(self, of_class: Definition, call: calls.Call) -> Abstract:
+        """An object of a class of this file: what its constructor sets."""
+        made = replace(tagged("instance"), ref=of_class)
+        begin = self.file.method(of_class, "__init__")
+        if begin is None:
+            fields = [
+                each.target.id
+                for each in of_class.node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            ]
+            given = {**dict(zip(fields, call.args, strict=False)), **call.given}
+            return replace(made, entries=tuple(given.items()))
+        self.call(begin, call, call.node, call.name)
+        return made
 
     def _call_of(self, node: ast.Call) -> calls.Call:
         """Read what is called, and what it is given."""
@@ -871,9 +1120,8 @@ class Interpreter:
         count = None if owner.count is None else max(owner.count, self.turns)
         if chosen:
             count = VARIES
-        self.set(
-            name, replace(added, level=VARIES if chosen else added.level, count=count)
-        )
+        added = replace(added, level=VARIES if chosen else added.level, count=count)
+        self.set(name, added.tagged("even") if self.sized else added)
         return Abstract()
 
     def _mapped(self, call: calls.Call) -> Abstract:
@@ -940,17 +1188,12 @@ class Interpreter:
         name: str,
     ) -> Abstract:
         """A helper of this file, read with what it is given. call: None of a property."""
-        decorators = list(map(text_of, called.node.decorator_list))
-        manages = any(each.endswith("contextmanager") for each in decorators)
-        if called in self.file.being_read or manages:
+        if called in self.file.being_read or _manages(called):
             return Abstract(UNKNOWN)
-        parameters = [each.arg for each in called.node.args.posonlyargs]
-        parameters += [each.arg for each in called.node.args.args]
-        if called.owner and "staticmethod" not in decorators:
-            parameters = parameters[1:]
-        given: Mapping[str, Abstract] = {}
-        if call is not None:
-            given = {**dict(zip(parameters, call.args, strict=False)), **call.given}
+        given = {} if call is None else self._given(called, call)
+        for parameter, value in given.items():
+            seen = self.file.given.setdefault(called, {})
+            seen.setdefault(parameter, []).append(value)
         of_self = self.owner is not None and called.owner is self.owner
         own = _attributes(self.env) if of_self else {}
         key = called, tuple(given.items()), tuple(own.items())
@@ -963,6 +1206,7 @@ class Interpreter:
             guess = collectives.guess_of_helper(called, call, self.file)
             self.items.append(Inlined(name, node.lineno, inner.items, guess))
         arguments = [] if call is None else call.node.args
+        parameters = _parameters(called)
         for parameter, expression in zip(parameters, arguments, strict=False):
             after = inner.env.get(parameter, Abstract())
             if after.has("agreed") and not given[parameter].has("agreed"):
@@ -998,14 +1242,20 @@ class Interpreter:
 
     def _parts_ranks(self, items: Items) -> bool:
         """Whether a collective is made on one side of a test on the rank only."""
-        for each in items:
-            blocks = inner_blocks(each)
-            if isinstance(each, Branch) and self.by_rank(each.condition.value):
-                if any(collectives_in(each.yes)) != any(collectives_in(each.no)):
-                    return True
-            if any(map(self._parts_ranks, blocks)):
-                return True
-        return False
+        return any(
+            any(map(self._parts_ranks, inner_blocks(each)))
+            or (
+                isinstance(each, Branch)
+                and self.by_rank(each.condition.value)
+                and any(collectives_in(each.yes)) != any(collectives_in(each.no))
+            )
+            for each in items
+        )
+
+    def _given(self, called: Definition, call: calls.Call) -> dict[str, Abstract]:
+        """What a call gives, by the names of the parameters."""
+        by_place = zip(_parameters(called), call.args, strict=False)
+        return {**dict(by_place), **call.given}
 
     def _read(
         self,
@@ -1086,6 +1336,14 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
     return frozenset(subjects)
 
 
+def _callable(ref: object) -> bool:
+    if isinstance(ref, Definition):
+        return isinstance(ref.node, ast.FunctionDef)
+    if isinstance(ref, Choice):  # not those of turn after turn
+        return not isinstance(ref.yes, Choice) or not isinstance(ref.no, Choice)
+    return isinstance(ref, (str, ast.Lambda))
+
+
 def _called(node: ast.Expr) -> ast.Call | None:
     """The call of a statement that uses nothing of it: `model(x).sum() * 0`."""
     inner: ast.expr = node.value
@@ -1164,7 +1422,21 @@ def _of_form(
     )
     textual = any(isinstance(each, str) or each is None for each in constants)
     belongs = any(isinstance(each, _BELONGING) for each in node.ops)
-    return belongs or textual or fields or shapes
+    chosen = any(each.has("chosen") for each in values)  # a name that data decide
+    return fields or shapes or ((belongs or textual) and not chosen)
+
+
+def _manages(definition: Definition) -> bool:
+    decorators = map(text_of, definition.node.decorator_list)
+    return any(each.endswith("contextmanager") for each in decorators)
+
+
+def _parameters(definition: Definition) -> list[str]:
+    """The names of a function's parameters by place, without self."""
+    args = definition.node.args
+    names = [each.arg for each in (*args.posonlyargs, *args.args)]
+    static = "staticmethod" in map(text_of, definition.node.decorator_list)
+    return names[1:] if definition.owner and not static else names
 
 
 def _attributes(env: Mapping[str, Abstract]) -> Environment:

@@ -189,8 +189,16 @@ DATA_NAMES = words("""
     """)
 OTHER_NAMES = words("""
     by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min mode
-    name nb num path scale size step type weight weights use with is has return no
+    name nb num path rate scale size step type weight weights use with is has return no
     """)
+# What takes tensors, and what moves one.
+FED = words("criterion encoder model module net network")
+MOVING = words("cuda to")
+# What deals something out to ranks, in shares that differ by one.
+DEALING = words("array_split shard split_between_processes split_dataset_by_node")
+# Objects that decide by what they have been given.
+HOLDING = words("early meter monitor patience stop stopper stopping tracker")
+LOSSES = words("loss losses")
 BATCHES = words("batch batches data sample samples")
 LOADERS = words("dataloader dl loader loaders")
 LOADED = LOADERS | words("batches dataset")
@@ -219,7 +227,9 @@ STRUCTURE_ATTRIBUTES = words("""
     """)
 PARAMETER = words("bias grad weight")
 # Of a method that is asked of data: its answer may differ.
-PLAUSIBLE = words("stop bad corrupt empty finite inf invalid nan valid") | GRADIENTS
+PLAUSIBLE = GRADIENTS | words("""
+    bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
+    """)
 PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 ADDING = words("append extend add")
@@ -252,7 +262,9 @@ GUESSES = {
     ),
 }
 # Of what something is made of, what it has, too.
-CARRIED = words("alone ddp file fsdp gradient loader perhaps random rank")
+CARRIED = words(
+    "alone ddp even file fsdp gradient lacks loader perhaps random rank sized"
+)
 
 
 def _rows() -> dict[str, list[Row]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from nemo_patches.tools.doctor.syntax import text_of
+from nemo_patches.tools.doctor.syntax import nodes, text_of
 
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 _SAME_AS: dict[type[ast.AST], type[ast.AST]] = {
@@ -84,7 +84,12 @@ class _Plain(ast.NodeTransformer):
         if "__enter__" in own and "__exit__" in own:
             enter = own["__enter__"]
             _GoesOn().visit(enter)
-            enter.body += own["__exit__"].body
+            leave = own["__exit__"]
+            enter.body += leave.body
+            node.swallows = any(  # type: ignore[attr-defined]
+                each.value and getattr(each.value, "value", True)
+                for each in nodes(leave, ast.Return)
+            )
             node.body.remove(own["__exit__"])
         return node
 

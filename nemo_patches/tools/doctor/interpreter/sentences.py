@@ -11,7 +11,7 @@ from nemo_patches.tools.doctor.interpreter.divergences import Divergence, Kind
 from nemo_patches.tools.doctor.interpreter.skeleton import BACKWARD, ENCODER, End
 
 _MOST_NAMED = 3  # collectives of a finding
-_EMPTY = re.compile(r"not \(?[\w.]+\b|len\([\w.]+\)")
+_EMPTY = re.compile(r"not \(?[\w.]+\b|len\([\w.]+\)|[\w.]+ is (not )?None$")
 
 
 @dataclass(frozen=True)
@@ -163,5 +163,6 @@ def _severity(each: Divergence) -> Severity:
         guessed = [made.guess for made in each.collectives]
         only = all(one or guess for one, guess in zip(backward, guessed, strict=True))
         return NOTE if only or at_end else WARNING
-    empty = each.kind is Kind.EXIT and not each.by_rank and _EMPTY.match(each.cause)
+    empty = each.kind in (Kind.EXIT, Kind.BRANCH) and not each.by_rank
+    empty = empty and bool(_EMPTY.match(each.cause))
     return NOTE if empty and at_end and not any(backward) else WARNING

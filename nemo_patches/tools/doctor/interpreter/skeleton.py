@@ -62,6 +62,15 @@ class Condition:
         return self.line <= line <= self.end
 
 
+@dataclass(frozen=True)
+class Choice:
+    """One function or another, by a condition."""
+
+    condition: Condition
+    yes: object
+    no: object
+
+
 @dataclass(frozen=True, eq=False)
 class Branch:
     condition: Condition
@@ -109,12 +118,20 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Inlined:
-    """A helper of the same file."""
+    """A helper of the same file. manages: whether it is a context manager, with its block in it."""
 
     name: str
     line: int
     body: Items
     guess: str = ""
+    manages: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Managed:
+    """The block of a with statement, in the context manager that runs it."""
+
+    body: Items
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,7 @@ class Unseen:
     name: str
 
 
-Item = Collective | Branch | Loop | Exit | Assigned | Tried | Inlined | Unseen
+Item = Collective | Branch | Loop | Exit | Assigned | Tried | Inlined | Managed | Unseen
 Items = list[Item]
 
 
@@ -136,7 +153,7 @@ def inner_blocks(item: Item) -> list[Items]:
         return [item.body, *handlers, item.orelse, item.final]
     if isinstance(item, Loop):
         return [item.body, item.orelse]
-    return [item.body] if isinstance(item, Inlined) else []
+    return [item.body] if isinstance(item, (Inlined, Managed)) else []
 
 
 def conditions_in(items: Iterable[Item]) -> Iterator[Condition]:
@@ -152,7 +169,8 @@ def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
     for each in items:
         if isinstance(each, Tried):
             yield each
-        for block in () if isinstance(each, Inlined) else inner_blocks(each):
+        helper = isinstance(each, Inlined) and not each.manages
+        for block in () if helper else inner_blocks(each):
             yield from tries_in(block)
 
 

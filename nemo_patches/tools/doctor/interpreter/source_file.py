@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -99,14 +99,27 @@ class SourceFile:
             self.subjects.add("ours")
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
+        # By the last part of a name, what attributes of any object and globals are set to.
+        self.set_to: dict[str, list[Abstract]] = {}
+        self.by_rank: dict[str, Abstract] = {}
+        self.given: dict[Definition, dict[str, list[Abstract]]] = {}
+        self.given_before: dict[ast.AST, dict[str, list[Abstract]]] = {}
         self.env: dict[str, Abstract] = {}
         self.definitions: list[Definition] = []
-        self.being_read: list[Definition] = []
+        self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
         self.work = 0
 
     def begin_round(self) -> None:
         """Forget what is read anew, but not attributes and wrapped modules."""
+        for name, values in self.set_to.items():
+            told = [each for each in values if self.members.differ(each.at)]
+            others = [each for each in values if not each.has("const", "nothing")]
+            if told and all(each in told for each in others):
+                self.by_rank[name] = told[0]
+        self.set_to = {}
+        self.given_before = {each.node: known for each, known in self.given.items()}
+        self.given = {}
         self.definitions = []
         self.summaries = {}
         self.work = 0
@@ -116,6 +129,15 @@ class SourceFile:
         """Where a name is from, by the imports: `dist.barrier` is torch.distributed.barrier."""
         first, dot, rest = name.partition(".")
         return f"{self.origins.get(first, first)}{dot}{rest}"
+
+    def reference(self, name: str) -> str | None:
+        """The whole name of what is imported; None of others."""
+        first = name.partition(".")[0]
+        return (
+            self.origin(name)
+            if first in self.origins or first in self.imported
+            else None
+        )
 
     def constant(self, value: object) -> Abstract:
         tag = "nothing" if value is None else "const"
@@ -131,7 +153,9 @@ class SourceFile:
             knowledge.READY_OWNERS
         ):
             return None
-        return Abstract(at=tuple(map(_ON_MEMBER[said], self.members.every)))
+        at = tuple(map(_ON_MEMBER[said], self.members.every))
+        sized = said in ("ranks", "ranks' text", "ranks of a node")
+        return Abstract(at=at, tags=frozenset({"sized"} if sized else ()))
 
     def start(
         self, definition: Definition, given: Mapping[str, Abstract]
@@ -145,6 +169,8 @@ class SourceFile:
         args = definition.node.args
         for argument, default in _arguments(args):
             value = given.get(argument.arg) or self._argument(argument, default)
+            if not given and value.level == UNKNOWN and value.at is None:
+                value = self._as_called(definition, argument.arg, value)
             if (
                 given
                 and argument.arg not in given
@@ -156,6 +182,24 @@ class SourceFile:
             env[each.arg] = Abstract(UNKNOWN)
         return env
 
+    def _as_called(
+        self, definition: Definition, name: str, value: Abstract
+    ) -> Abstract:
+        """What an argument is that its name says nothing of: as the file's calls give it, or by
+        what the function does with it.
+        """
+        given = self.given_before.get(definition.node, {}).get(name, [])
+        for each in given:
+            if self.members.differ(each.at):
+                return each
+        called = value
+        for each in given:
+            called = joined(each, called) if called is not value else each
+        if parts_of(name) & knowledge.OTHER_NAMES:
+            return value
+        fed = called.level < DATA and name in _fed(definition.node)
+        return replace(value, level=DATA) if fed else called
+
     def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
         name = argument.arg
         said = self.source(name)
@@ -163,7 +207,8 @@ class SourceFile:
             return said
         types = {last_part(dotted(each)) for each in ast.walk(argument)}
         optional = isinstance(default, ast.Constant)
-        level = DATA if sounds_like_data(name) else UNKNOWN
+        tensor = "Tensor" in types
+        level = DATA if tensor or sounds_like_data(name) else UNKNOWN
         if (
             (isinstance(default, ast.Constant) and default.value is not None)
             or types & knowledge.PLAIN_TYPES
@@ -220,6 +265,18 @@ def methods_of(node: ast.ClassDef) -> Definition:
     for name, each in functions(node).items():
         made.methods[name] = Definition(f"{node.name}.{name}", each, made)
     return made
+
+
+def _fed(function: ast.AST) -> set[str]:
+    """The names that a function feeds to a model or moves to a GPU: tensors."""
+    found = set[str]()
+    for call in nodes(function, ast.Call):
+        name = dotted(call.func)
+        if last_part(name).rpartition("_")[2] in knowledge.FED:
+            found |= {each.id for each in call.args if isinstance(each, ast.Name)}
+        elif last_part(name) in knowledge.MOVING and name.count(".") == 1:
+            found.add(name.partition(".")[0])
+    return found
 
 
 def is_property(definition: Definition) -> bool:

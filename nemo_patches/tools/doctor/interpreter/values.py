@@ -19,7 +19,8 @@ class Abstract:
     """What is known of an expression.
 
     at: what it is on each member. count: how surely ranks differ in its number of items; item: one
-    of them; parts: those of a tuple. ref: the function, class or lambda that it is.
+    of them; parts: those of a tuple; entries: those of a dict or an object, by key or attribute.
+    ref: the function, class or lambda that it is, or, of another file's, its name.
     """
 
     level: int = SAME
@@ -29,6 +30,14 @@ class Abstract:
     item: Abstract | None = None
     parts: tuple[Abstract, ...] = ()
     ref: Any = None
+    entries: tuple[tuple[object, Abstract], ...] = ()
+
+    def entry(self, key: object) -> Abstract | None:
+        return next((value for name, value in self.entries if name == key), None)
+
+    def with_entry(self, key: object, value: Abstract) -> Abstract:
+        others = [each for each in self.entries if each[0] != key]
+        return replace(self, entries=(*others, (key, value)))
 
     @property
     def turns(self) -> int:
@@ -82,4 +91,5 @@ def joined(one: Abstract, other: Abstract) -> Abstract:
         count=max(counts, default=None),
         item=one.item or other.item,
         ref=one.ref or other.ref,
+        entries=one.entries if one.entries == other.entries else (),
     )

@@ -21,6 +21,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Item,
     Items,
     Loop,
+    Managed,
     Tried,
     Unseen,
 )
@@ -77,6 +78,9 @@ class Way:
     _guards: Guards = ()
     _left: Mapping[End, tuple[Guards, ...]] = field(default_factory=dict)
     _call: Inlined | None = None
+    _outside: list[Inlined | None] = field(
+        default_factory=list
+    )  # of the calls in each other
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
     def follow(self, items: Items) -> End | None:
@@ -96,6 +100,8 @@ class Way:
             return self._tried(item)
         if isinstance(item, Inlined):
             return self._inlined(item)
+        if isinstance(item, Managed):
+            return self._managed(item)
         if isinstance(item, Exit):
             return self._exit(item)
         if isinstance(item, Assigned):
@@ -227,12 +233,25 @@ class Way:
         return end
 
     def _inlined(self, item: Inlined) -> End | None:
-        outer = self._left, self._call
-        self._left = {**self._left, End.RETURN: self._left.get(End.RETURN, ())}
-        self._call = self._call or item
+        left = self._left
+        call = self._call
+        self._outside = [*self._outside, call]
+        self._left = {**left, End.RETURN: left.get(End.RETURN, ())}
+        self._call = call or item
         end = self.follow(item.body)
-        self._left, self._call = outer
+        self._outside = self._outside[:-1]
+        self._call = call
+        if item.manages:
+            return end
+        self._left = left
         return end if end is End.RAISE else None
+
+    def _managed(self, item: Managed) -> End | None:
+        call = self._call
+        self._call = self._outside[-1]
+        end = self.follow(item.body)
+        self._call = call
+        return end
 
 
 def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
