@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ from nemo_patches.tools.doctor.syntax import functions, last_part, nodes
 
 _MOST_BYTES = 1 << 20
 _MOST_BASES = 20
+_MOST_NESTED = 5000  # calls of ours: some 300 tests in each other
 
 _ENCODERS = [
     target
@@ -82,6 +84,8 @@ def read(path: Path, nemo: Path | None = None) -> Code:
         # A top-level package is found without running it.
         nemo = Path(found.origin).parent
     tree = _tree(path, _content(path))
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _MOST_NESTED))
     try:
         tree = plain(tree)
         return Code(
@@ -98,6 +102,8 @@ def read(path: Path, nemo: Path | None = None) -> Code:
         raise DoctorError(
             f"{path}: its code is nested too deep to be followed"
         ) from None
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _in_nemo(path: Path) -> bool:

@@ -152,7 +152,7 @@ def guess_of_helper(called: Definition, call: Call | None, file: SourceFile) -> 
     of_parameters = "param_groups" in file.mentioned
     if call is not None and _of_a_group(call) and not of_parameters:
         return "its group has all ranks"
-    once = any(
+    once = bool(file.changed) and any(
         names_in(each.test) & file.changed for each in nodes(called.node, ast.If)
     )
     return "it is called for the first time" if once else ""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
@@ -42,6 +43,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Unseen,
     collectives_in,
     inner_blocks,
+    size_of,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -69,6 +71,7 @@ from nemo_patches.tools.doctor.syntax import (
 )
 
 _MOST_DEEP = 6  # helpers that call each other
+_MOST_OF_A_HELPER = 200  # items, with those of its own helpers
 _MOST_WORK = 40_000  # expressions of one file
 _MOST_TURNED = 3  # loops in each other that are read twice
 _ENDS: dict[type[ast.stmt], End] = {
@@ -79,7 +82,7 @@ _ENDS: dict[type[ast.stmt], End] = {
 _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 _DENYING = (ast.NotIn, ast.NotEq)
-_ASKED = (ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
+_ASKED = (ast.Attribute, ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
 _SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
 Environment = dict[str, Abstract]
 
@@ -302,7 +305,7 @@ class Interpreter:
     def visit_If(self, node: ast.If) -> End | None:
         condition = self.condition(node.test, node)
         decided = condition.value.decided
-        if decided is None and self.caught_as in names_in(node.test):
+        if decided is None and self.caught_as and self.caught_as in names_in(node.test):
             decided = not _denies(node.test)  # it is the error that is looked for
         if decided is not None:
             return self.block(node.body if decided else node.orelse)
@@ -871,7 +874,7 @@ class Interpreter:
         if isinstance(node, ast.Call):
             plausible = bool(parts_of(dotted(node.func)) & knowledge.PLAUSIBLE)
         else:
-            said = parts_of(last_part(dotted(node))) & knowledge.PLAUSIBLE
+            said = parts_of(last_part(self._meaning(node))) & knowledge.PLAUSIBLE
             plausible = sounds_like_data(dotted(node)) or bool(said)
             plausible = plausible and not value.has("optional")
         if plausible:
@@ -1204,7 +1207,13 @@ class Interpreter:
             return inner.returned
         if inner.items and not inner.yields:
             guess = collectives.guess_of_helper(called, call, self.file)
-            self.items.append(Inlined(name, node.lineno, inner.items, guess))
+            items = inner.items
+            size = size_of(items)
+            if size > _MOST_OF_A_HELPER:  # its collectives are one
+                items = list(islice(collectives_in(items), 1))
+                size = 1
+            made = Inlined(name, node.lineno, items, guess, size=size)
+            self.items.append(made)
         arguments = [] if call is None else call.node.args
         parameters = _parameters(called)
         for parameter, expression in zip(parameters, arguments, strict=False):

@@ -13,6 +13,8 @@ _NODES = 128
 _MOST_NUMBERS = 12  # of a file that ranks are taken at and around
 _MOST_DIGITS = 3
 _MOST_SHIFTED = 64  # bits
+_MOST_BITS = 1000  # of a number that is computed
+_MOST_ITEMS = 1000  # and of a text or a list
 
 Column = tuple[Any, ...]
 
@@ -69,12 +71,30 @@ def members_of(tree: ast.AST) -> Members:
     return Members(every=(*job, *others), job=len(job))
 
 
+def _multiplied(left: Any, right: Any) -> Any:
+    if isinstance(left, (int, float)) and isinstance(right, (int, float)):
+        return _small(left * right)
+    raise ValueError("no numbers")  # a text or a list of any length
+
+
+def _added(left: Any, right: Any) -> Any:
+    return _small(left + right)
+
+
+def _small(value: Any) -> Any:
+    """What a file asks of ranks is small: others would grow from one statement to the next."""
+    too_long = isinstance(value, (str, list, tuple)) and len(value) > _MOST_ITEMS
+    if too_long or (isinstance(value, int) and value.bit_length() > _MOST_BITS):
+        raise ValueError("too large")
+    return value
+
+
 OPERATIONS: dict[Any, Callable[..., Any]] = {
     ast.Not: operator.not_,
     ast.USub: operator.neg,
-    ast.Add: operator.add,
+    ast.Add: _added,
     ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
+    ast.Mult: _multiplied,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: lambda left, right: operator.mod(int(left), right),

@@ -125,6 +125,7 @@ class Inlined:
     body: Items
     guess: str = ""
     manages: bool = False
+    size: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +173,16 @@ def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
         helper = isinstance(each, Inlined) and not each.manages
         for block in () if helper else inner_blocks(each):
             yield from tries_in(block)
+
+
+def size_of(items: Iterable[Item]) -> int:
+    """How many items there are, with those of helpers."""
+    return sum(
+        each.size
+        if isinstance(each, Inlined) and each.size
+        else 1 + sum(map(size_of, inner_blocks(each)))
+        for each in items
+    )
 
 
 def collectives_in(items: Iterable[Item]) -> Iterator[Collective]:

@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -267,6 +268,7 @@ def methods_of(node: ast.ClassDef) -> Definition:
     return made
 
 
+@lru_cache(maxsize=1000)
 def _fed(function: ast.AST) -> set[str]:
     """The names that a function feeds to a model or moves to a GPU: tensors."""
     found = set[str]()
