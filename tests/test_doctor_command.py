@@ -15,6 +15,7 @@ import pytest
 from interpreters import CHECKOUT, python
 
 from nemo_patches.tools.doctor import command, examination
+from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.doctor.rules import all_rules
 
@@ -649,3 +650,21 @@ def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
         assert rule.identifier[2] in numbers[rule.about], (
             f"{rule.identifier} is in {rule.about}/"
         )
+
+
+def test_json_has_the_fields_of_its_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("import torch\n")
+    (printed,) = json.loads(doctor(capfd, path, json=True)[1])
+    assert printed["format"] == 1
+    table = (CHECKOUT / "docs" / "doctor.md").read_text()
+    assert {
+        f"| `{name}` |" for name in printed if f"| `{name}` |" not in table
+    } == set()
+
+
+def test_an_unknown_rule_is_refused_in_sentences() -> None:
+    with pytest.raises(DoctorError, match=r"^no rule 'NP999'.*\.$"):
+        examination.named("NP999")

@@ -96,8 +96,8 @@ def named(identifier: str) -> Rule:
 def _no_rule(identifier: str) -> DoctorError:
     known = ", ".join(rule.identifier for rule in all_rules())
     return DoctorError(
-        f"no rule {identifier!r}; allowed: {known}; to select or ignore, also how some"
-        " of them begin"
+        f"no rule {identifier!r}; allowed: {known}. To select or ignore, also how some"
+        " of them begin, such as NP4."
     )
 
 

@@ -56,9 +56,13 @@ def show(
         _print(console, f"{len(reports)} configs: {_counts(readable)}{also}")
 
 
+JSON_FORMAT = 1  # rises where a field changes its meaning, or goes
+
+
 def as_json(report: Examination) -> dict[str, Any]:
     """One report, for programs; the docs say what each key is."""
     return {
+        "format": JSON_FORMAT,
         "config": report.name,
         "error": report.error or None,
         "unchecked": list(report.unchecked),
