@@ -524,7 +524,8 @@ def refused(variables: dict[str, str], version: str) -> tuple[int, list[str]]:
             {},
             "9.9.0",
             (
-                "NeMo 9.9.0 is not supported; supported: 2.1 to 3.0. With"
+                "NeMo 9.9.0 is not supported; supported: 2.1, 2.2, 2.3, 2.4, 2.5, 2.6,"
+                " 2.7, 3.0. With"
                 " NEMO_PATCHES_UNSUPPORTED=1"
             ),
         ),

@@ -42,6 +42,21 @@ def test_why_two_series_have_diffs_only_is_said_where_the_refusal_points() -> No
     assert not set(DIFFS_ONLY) & set(SUPPORTED_SERIES)
 
 
+@pytest.mark.parametrize("version", ["2.8.0", "1.22.0", "3.1.0", "2.9.0rc1"])
+def test_an_unknown_series_is_compared_by_its_code(version: str) -> None:
+    """Also one between two that are supported; the sentence lists them."""
+    with pytest.raises(UnsupportedNeMo) as refused:
+        require_supported(version, {})
+    text = str(refused.value)
+    assert f"supported: {', '.join(SUPPORTED_SERIES)}. With" in text
+    newer = (
+        "newer than any that was tested" if version > "3" else "of a series that was"
+    )
+    assert f"NeMo {version} is {newer}" in text
+    assert "were compared with those of" in text and "no difference" in text
+    require_supported(version, {"NEMO_PATCHES_UNSUPPORTED": "1"})
+
+
 def this_nemo(rank: int = 0, size: int = 1) -> str:
     import nemo.collections.asr  # so that the version is that of the code under test
     import nemo.package_info

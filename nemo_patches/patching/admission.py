@@ -66,26 +66,29 @@ def require_supported(
         and _series(version) not in SUPPORTED_SERIES
     ):
         raise UnsupportedNeMo(
-            f"NeMo {version} is not supported; supported: {SUPPORTED}. "
+            f"NeMo {version} is not supported; supported: {', '.join(SUPPORTED_SERIES)}. "
             f"With {UNSUPPORTED_VARIABLE}=1 it is patched all the same if its code looks as "
             f"expected{_about(version)}"
         )
 
 
-def is_newer(version: str) -> bool:
-    """Whether this NeMo is newer than all tested ones."""
-    return _number(_series(version)) > _number(SUPPORTED_SERIES[-1])
+def how_unknown(version: str) -> str:
+    """How the series of this NeMo differs from all that are known, in words; else empty."""
+    series = _series(version)
+    if series in (*SUPPORTED_SERIES, *DIFFS_ONLY):
+        return ""
+    if _number(series) > _number(SUPPORTED_SERIES[-1]):
+        return "newer than any that was tested"
+    return "of a series that was not tested"
 
 
 def _about(version: str) -> str:
     if _series(version) in DIFFS_ONLY:
         series = " and ".join(DIFFS_ONLY)
         return f"; for {series} there are diffs, and docs/vendors.md says why not more"
-    if not is_newer(version):
-        return ""
     from nemo_patches.patching import source
 
-    return f". {source.compared(version, SUPPORTED)}"
+    return f". {source.compared(version, SUPPORTED, how_unknown(version))}"
 
 
 def _series(version: str) -> str:

@@ -1,4 +1,4 @@
-"""NeMo's code as its files have it, not imported: for a NeMo newer than all tested ones."""
+"""NeMo's code as its files have it, not imported: for a NeMo of a series that was not tested."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def drift(target: Target, file: Path) -> str:
     return target.drift_of(lambda method: _code_in(owner, method) or "None")
 
 
-def compared(version: str, supported: str) -> str:
-    """For a NeMo newer than the supported ones: what was compared in its code, what to run."""
+def compared(version: str, supported: str, how_unknown: str) -> str:
+    """For a NeMo of an unknown series: what was compared in its code, what to run."""
     try:
         files = {target: file for target in TARGETS if (file := target.source_file())}
         differences = [
             text for target, file in files.items() if (text := drift(target, file))
         ]
     except (ImportError, OSError, SyntaxError, ValueError) as error:
-        text = "is newer than any that was tested, and its code could not be compared"
+        text = f"is {how_unknown}, and its code could not be compared"
         return f"NeMo {version} {text}: {error}"
     return (
-        f"NeMo {version} is newer than any that was tested. Its length syncs' parameters and the "
+        f"NeMo {version} is {how_unknown}. Its length syncs' parameters and the "
         f"names that they read were compared with those of {supported}: "
         f"{' | '.join(differences) or 'no difference'} (looked at: {', '.join(map(str, files))}). "
         "Nothing else was; try it on this machine's CPU: "

@@ -41,10 +41,11 @@ class StartLines(Observer):
         observers.add(self)
         self.misspelt()
         version = admission.nemo_version()
-        if rank_and_size()[0] == 0 and admission.is_newer(version):
+        how = admission.how_unknown(version)
+        if rank_and_size()[0] == 0 and how:
             from nemo_patches.patching import source
 
-            say(source.compared(version, admission.SUPPORTED), logging.WARNING)
+            say(source.compared(version, admission.SUPPORTED, how), logging.WARNING)
 
     def end(self) -> None:
         observers.remove(self)
