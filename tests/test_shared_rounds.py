@@ -4,12 +4,13 @@ named.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -128,6 +129,48 @@ def test_of_forty_encoders_only_the_rank_that_stays_away_is_missing_and_said_onc
         (line,) = [line for line in lines(ended) if "not every rank" in line]
         assert "Missing: rank 3 of 4" in line
     assert not [line for line in lines(last) if "Missing" in line]
+
+
+class StreamingRouter(Router):
+    """As NeMo's StreamingTransformerEncoder: it inherits the sync, and its streaming step calls it."""
+
+
+@contextlib.contextmanager
+def hidden_group() -> Iterator[None]:
+    """What NeMo's ParallelExpertEncoder does around its experts, in the inference of one recording."""
+    is_initialized = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = is_initialized
+
+
+def hides_its_group(rank: Rank) -> list[int]:
+    """For calls of rank 0 alone, and for as long as the watch needs to look a few times."""
+    begin(rank)
+    router, expert = StreamingRouter(1, 1), Expert(1, 1)
+    found = [length_sync.synced_length(router, 100 + rank.number)]
+    group = length_sync.process.group_syncs
+    dist.barrier()
+    if rank.number == 0:
+        with hidden_group():
+            found += [length_sync.synced_length(expert, 200) for _ in range(3)]
+            time.sleep(1.0)  # the watch looks four times a second
+    dist.barrier()
+    for step in range(3):
+        found.append(length_sync.synced_length(router, 300 + step + rank.number))
+    assert length_sync.process.group_syncs is group
+    assert sum(one.timeouts + one.fallbacks for one in length_sync.counters()) == 0
+    dist.barrier()
+    return found
+
+
+def test_calls_while_the_group_is_hidden_are_local_and_disturb_no_round() -> None:
+    first, second = light_ranks.run(hides_its_group, 2)
+    assert first.value == [101, 200, 200, 200, 301, 302, 303]
+    assert second.value == [101, 301, 302, 303]
+    assert lines(first) == lines(second) == []
 
 
 def one_encoder_is_apart(rank: Rank) -> list[tuple[int, str]]:
