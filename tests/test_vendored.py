@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,8 @@ SCENARIOS = (
         "flag is off",
     ),
     *("switched off", "again", "inference"),
+    *("lives on", "ends first", "ends soon", "killed", "many encoders", "many groups"),
+    *("fifo", "long evaluation", "compiled", "forked", "hidden group"),
 )
 Rank = dict[str, Any]
 
@@ -125,7 +128,7 @@ def test_a_late_rank_is_waited_for_once_and_named(found: dict[str, list[Rank]]) 
     assert timed_out(first["first"])
     assert second["first"]["seconds"] < TIMEOUT_S
     own = (
-        "[rank 0 of 2] ConformerEncoder #1: not every rank's length came within 4 s,"
+        "[rank 0 of 2] not every rank's length came within 4 s,"
         " using this rank's own, 300; "
     )
     assert lines(found["late"][0], "not every rank") == [
@@ -144,6 +147,10 @@ def test_a_late_rank_is_waited_for_once_and_named(found: dict[str, list[Rank]]) 
         "stopped rank",
         "stopped server",
         "again",
+        "many encoders",
+        "long evaluation",
+        "compiled",
+        "hidden group",
     ],
 )
 def test_they_agree_again(name: str, found: dict[str, list[Rank]]) -> None:
@@ -170,11 +177,7 @@ def test_a_dead_rank_costs_no_wait_and_one_line(found: dict[str, list[Rank]]) ->
     (calls,) = values([first])
     assert sum(call["seconds"] for call in calls) < 15  # no wait of 20 s
     assert [call["max"] for call in calls] == [300, 310, 320]
-    assert (
-        len(lines(first, "ConformerEncoder #1: the length sync has ended"))
-        == len(lines(first))
-        == 1
-    )
+    assert len(lines(first, "] the length sync has ended")) == len(lines(first)) == 1
 
 
 @pytest.mark.parametrize("name", ["leaves", "leaves unconnected"])
@@ -214,11 +217,10 @@ def test_the_watch_names_the_rank_that_does_not_call(
 ) -> None:
     """Its own log says it, too, and nothing before: six calls were made."""
     values(found["watch"])
-    text = "no encoder call for 1 s; ConformerEncoder #1: of 6 calls rank 2 made 5"
+    text = "no encoder call for 1 s; of 6 calls rank 2 made 5; this rank is at "
     for rank in (0, 1):
-        assert lines(found["watch"][rank], "of 6 calls") == [
-            f"[rank {rank} of 3] {text}"
-        ]
+        (line,) = lines(found["watch"][rank], "of 6 calls")
+        assert line.startswith(f"[rank {rank} of 3] {text}{PROGRAM.parent.parent}/")
 
 
 def test_with_the_flag_off_nobody_waits_and_the_watch_counts(
@@ -226,9 +228,7 @@ def test_with_the_flag_off_nobody_waits_and_the_watch_counts(
 ) -> None:
     if values(found["flag is off"]) != ["no flag", "no flag"]:  # NeMo 2.1
         assert values(found["flag is off"]) == [300, 60]
-        assert lines(
-            found["flag is off"][0], "ConformerEncoder #1: of 1 calls rank 1 made 0"
-        )
+        assert lines(found["flag is off"][0], "of 1 calls rank 1 made 0")
 
 
 def test_switched_off_it_does_nothing(found: dict[str, list[Rank]]) -> None:
@@ -242,6 +242,85 @@ def test_a_validation_longer_than_the_table_leaves_one_that_training_can_use(
 ) -> None:
     for value in values(found["inference"]):
         assert all(wrong == 0 and longest >= 1200 for wrong, longest in value.values())
+
+
+def test_after_a_clean_end_nothing_is_said(found: dict[str, list[Rank]]) -> None:
+    """Neither by us nor, as a request to a server that has ended would make it, by c10d."""
+    assert values(found["lives on"]) == ["", ""]
+    first, second = found["ends first"]
+    values([first, second])
+    assert lines(first) == []
+    assert [line.split("; this rank")[0] for line in lines(second, "no encoder")] == [
+        "[rank 1 of 2] no encoder call for 1 s; the job's store has ended"
+    ]
+    for rank in found["lives on"] + found["ends first"]:
+        assert "frame #" not in rank["stderr"]
+
+
+def test_a_line_is_said_before_a_rank_that_timed_out_can_end(
+    found: dict[str, list[Rank]],
+) -> None:
+    (line,) = lines(found["ends soon"][0], "not every rank")
+    assert line.endswith("own, 300; of 1 calls rank 1 made 0")
+
+
+def test_a_count_that_is_not_known_is_told_as_the_least(
+    found: dict[str, list[Rank]],
+) -> None:
+    (line,) = lines(found["killed"][0], "no encoder call")
+    assert re.search(r"; of 4 calls rank 1 made at least [123]; ", line), line
+
+
+def test_an_encoder_that_is_dropped_costs_nothing(found: dict[str, list[Rank]]) -> None:
+    for value in values(found["many encoders"]):
+        assert value["after"] == value["before"]
+
+
+def test_process_groups_that_end_cost_nothing(found: dict[str, list[Rank]]) -> None:
+    """But the round of the first group that stays in flight."""
+    first, second = values(found["many groups"])
+    assert timed_out_after(first[0], 2.0)
+    for calls in (first[1:], second):
+        assert [call["max"] for call in calls] == [101] * 11
+        # Each group costs descriptors and threads; c10d's own threads end in their own time.
+        for now, before in zip(calls[-1]["now"], calls[1]["now"], strict=True):
+            assert now <= before + 2
+
+
+def timed_out_after(call: dict[str, Any], limit: float) -> bool:
+    return bool(limit - 0.1 <= call["seconds"] and call["max"] == call["length"])
+
+
+def test_ranks_that_wait_outside_the_encoder_say_so_and_where(
+    found: dict[str, list[Rank]],
+) -> None:
+    values(found["fifo"])
+    text = "no encoder call for 2 s; all ranks made 5: they wait outside the encoder"
+    for rank, function in enumerate(("fifo", "__getitem__")):
+        (line,) = lines(found["fifo"][rank], "no encoder call")
+        assert line.startswith(f"[rank {rank} of 2] {text}; this rank is at {PROGRAM}:")
+        assert line.endswith(f" ({function})")
+
+
+def test_a_long_evaluation_is_no_training(found: dict[str, list[Rank]]) -> None:
+    for value in values(found["long evaluation"]):
+        assert [call["max"] for call in value["then"]] == [301, 401]
+
+
+def test_one_graph_takes_part_and_has_a_length_of_its_own(
+    found: dict[str, list[Rank]],
+) -> None:
+    for rank, value in enumerate(values(found["compiled"])):
+        assert value["graph"] == [[50, 101], [70, 101], [300 + rank, 300 + rank]]
+        assert value["then"][0]["max"] == 401
+    assert [lines(rank) for rank in found["compiled"]] == [[], []]
+
+
+def test_a_forked_child_is_no_rank(found: dict[str, list[Rank]]) -> None:
+    for value in values(found["forked"]):
+        assert [value[0], value[2]] == [0, 0]
+        assert [value[1]["max"], value[3]["max"]] == [201, 211]
+    assert [lines(rank) for rank in found["forked"]] == [[], []]
 
 
 # The file alone needs torch, and neither NeMo nor nemo_patches.

@@ -52,7 +52,7 @@ def use(timeout: float = TIMEOUT_S, watch: float = 0.0) -> None:
     bounded_length_sync.WATCH_S = watch
 
 
-def in_step(timeout: float = TIMEOUT_S) -> Encoder:
+def in_step(timeout: float = TIMEOUT_S, watch: float = 0.0) -> Encoder:
     """A Conformer after two calls that every rank has made: all are connected, however long that
     takes.
     """
@@ -61,7 +61,7 @@ def in_step(timeout: float = TIMEOUT_S) -> Encoder:
     for length in (100, 101):
         call(encoder, length)
     dist.barrier()
-    use(timeout)
+    use(timeout, watch)
     return encoder
 
 
@@ -358,6 +358,194 @@ def inference(rank: int) -> Any:
     return found
 
 
+def lives_on(rank: int) -> str:
+    """Rank 0 makes one evaluation call more; after a clean end both processes live on."""
+    encoder = in_step(watch=1.0)
+    encoder.eval()
+    if rank == 0:
+        call(encoder, 300)
+    dist.barrier()
+    dist.destroy_process_group()
+    before = said()
+    time.sleep(4)  # nothing is to come, in four times what the watch waits
+    return said().removeprefix(before)
+
+
+def ends_first(rank: int) -> Any:
+    """Rank 0, which has the store, ends its process group and lives on; rank 1 keeps its own."""
+    encoder = in_step(watch=1.0)
+    if rank == 0:
+        dist.destroy_process_group()
+        time.sleep(4)
+        return None
+    wait_until(lambda: "no encoder call" in said(), LONG_S)
+    return call(encoder, 300)
+
+
+def ends_soon(rank: int) -> Any:
+    """Rank 0 times out in its first call, and ends without its interpreter's end."""
+    use()
+    if rank == 0:
+        call(encoders.conformer(), 300)
+        os._exit(0)
+    time.sleep(TIMEOUT_S + 4)
+    return None
+
+
+def killed(rank: int) -> Any:
+    """Rank 1 ends right after three calls; rank 0 makes one more, and then waits."""
+    use(timeout=0, watch=1.0)
+    encoder = encoders.conformer()
+    for _ in range(3):
+        call(encoder, 100)
+    if rank == 1:
+        os._exit(0)
+    call(encoder, 100)
+    wait_until(lambda: "no encoder call" in said(), LONG_S)
+    return None
+
+
+def many_encoders(rank: int) -> Any:
+    """What 25 encoders more cost, which are made, called and dropped."""
+    first = in_step()
+    before = resources()
+    for number in range(25):
+        call(encoders.conformer(), 200 + number)
+        gc.collect()
+    after = resources()
+    dist.barrier()
+    return {"before": before, "after": after, "then": [call(first, 300 + rank)]}
+
+
+def resources() -> list[int]:
+    """Descriptors and threads of this process."""
+    return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+
+
+def many_groups(rank: int) -> Any:
+    """Process groups on one server; in the first one rank 1 calls no encoder."""
+    use(timeout=2.0)
+    base = store()
+    found = []
+    for number in range(12):
+        if number or rank == 0:
+            found.append({**call(encoders.conformer(), 100 + rank), "now": resources()})
+        dist.barrier()
+        dist.destroy_process_group()
+        wait_until(lambda: not has_thread("length sync"), LONG_S)
+        its_own = dist.PrefixStore(f"{number}", base)
+        dist.init_process_group("gloo", store=its_own, rank=rank, world_size=2)
+    return found
+
+
+def has_thread(name: str) -> bool:
+    return any(thread.name == name for thread in threading.enumerate())
+
+
+class Slow(torch.utils.data.Dataset[torch.Tensor]):
+    """Its last item comes out of a FIFO, which nobody writes to."""
+
+    def __init__(self, fifo: Path | None) -> None:
+        self._fifo = fifo
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5 and self._fifo is not None:
+            self._fifo.read_text()
+        return torch.zeros(encoders.FEATURES, 40)
+
+
+def fifo(rank: int) -> Any:
+    """Rank 1 waits in its data set, and rank 0 in DDP's broadcast of buffers, before the encoder."""
+    use(watch=2.0)
+    encoder = encoders.conformer()
+    encoder.register_buffer("broadcast", torch.zeros(1))
+    model = DistributedDataParallel(encoder)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "fifo")
+        os.mkfifo(path)
+        threading.Thread(target=write_at_last, args=(rank, path), daemon=True).start()
+        for features in torch.utils.data.DataLoader(Slow(path if rank == 1 else None)):
+            model(audio_signal=features, length=torch.tensor([40]))[0].sum().backward()
+        dist.barrier()
+    return None
+
+
+def write_at_last(rank: int, path: Path) -> None:
+    """Once both ranks have said where they are."""
+    wait_until(lambda: "no encoder call" in said(), LONG_S)
+    told(f"rank {rank} has said it")
+    wait_for(f"rank {1 - rank} has said it")
+    if rank == 1:
+        path.write_text("")
+
+
+def long_evaluation(rank: int) -> Any:
+    """More calls than 15 bits count; an encoder that is trained then starts anew."""
+    encoder = in_step(timeout=LONG_S)
+    encoder.eval()
+    for number in range(40_000):
+        encoders.sync(encoder, 50 + number % 2)
+    found = [call(encoder, 300 + rank)]
+    encoder.train()
+    return {"then": [*found, call(encoder, 400 + rank)]}
+
+
+def compiled(rank: int) -> Any:
+    """One graph, with lengths of one's own; and no graph, which agrees."""
+    encoder = in_step(timeout=LONG_S)
+    module = Synced(encoder)
+    graph = torch.compile(module, fullgraph=True, backend="eager")
+    found = [
+        [graph(torch.zeros(length)), encoder.max_audio_length]
+        for length in (50, 70, 300 + rank)
+    ]
+    dist.barrier()
+    return {"graph": found, "then": [call(encoder, 400 + rank)]}
+
+
+class Synced(torch.nn.Module):
+    """The length sync of an encoder, as its forward has it."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, signal: torch.Tensor) -> int:
+        self.encoder.update_max_seq_length(signal.size(0), signal.device)
+        return signal.size(0)
+
+
+def forked(rank: int) -> Any:
+    """A child of a rank, of before its first call and of after it, calls the encoder, too."""
+    use(timeout=LONG_S)
+    encoder = encoders.conformer()
+    found = []
+    for number in range(2):
+        pid = os.fork()
+        if pid == 0:
+            calls = [call(encoder, 500 + rank)["max"] for _ in range(3)]
+            os._exit(0 if calls == [500 + rank] * 3 else 1)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        dist.barrier()
+        found.append(call(encoder, 200 + 10 * number + rank))
+    return found
+
+
+def hidden_group(rank: int) -> Any:
+    """As a ParallelExpertEncoder does it: for one call of rank 0 there is no process group."""
+    encoder = in_step()
+    if rank == 0:
+        is_initialized = dist.is_initialized
+        dist.is_initialized = lambda: False
+        call(encoder, 200)
+        dist.is_initialized = is_initialized
+    dist.barrier()
+    return {"then": [call(encoder, 300 + rank), call(encoder, 400 + rank)]}
+
+
 SCENARIOS: dict[str, tuple[Callable[[int], Any], int]] = {
     "late": (late, 2),
     "skip": (skip, 2),
@@ -377,6 +565,17 @@ SCENARIOS: dict[str, tuple[Callable[[int], Any], int]] = {
     "switched off": (switched_off, 2),
     "again": (again, 2),
     "inference": (inference, 2),
+    "lives on": (lives_on, 2),
+    "ends first": (ends_first, 2),
+    "ends soon": (ends_soon, 2),
+    "killed": (killed, 2),
+    "many encoders": (many_encoders, 2),
+    "many groups": (many_groups, 2),
+    "fifo": (fifo, 2),
+    "long evaluation": (long_evaluation, 2),
+    "compiled": (compiled, 2),
+    "forked": (forked, 2),
+    "hidden group": (hidden_group, 2),
 }
 
 
