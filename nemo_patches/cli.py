@@ -260,10 +260,10 @@ def diff(
         checkout = checkouts.read(nemo)
         text = b"" if check else diffs.text(checkout)
         applies, answer = diffs.check(checkout) if check else (True, "")
-        note = diffs.left_out(checkout)
+        notes = diffs.notes(checkout)
     except DiffError as error:
         raise _refused("diff", error) from None
-    if note:
+    for note in notes:
         typer.echo(f"nemo-patches diff: {nemo}: {note}", err=True)
     if not applies:
         raise _refused("diff", DiffError(answer), 1)

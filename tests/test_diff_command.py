@@ -173,6 +173,71 @@ def test_an_encoder_that_a_fork_has_moved_is_said_to_keep_its_reduce(
     assert f" has it: {CONFORMER}; if it was moved, its reduce stays\n" in done.stderr
 
 
+OVERRIDES = {
+    "in the same file": (CONFORMER, "", "all_reduce"),
+    "in another file": ("nemo/collections/asr/modules/ours.py", "", "all_reduce"),
+    "in another folder of the repository": ("ours/encoder.py", "", "all_reduce"),
+    "of a class that inherits from an heir": (
+        "nemo/ours.py",
+        "class Ours(Heir):\n    pass\n",
+        "all_gather_object",
+    ),
+    "by a helper": (
+        "nemo/ours.py",
+        "def all_longest(length):\n    dist.barrier()\n",
+        "all_longest",
+    ),
+}
+OVERRIDE = """
+
+{before}
+
+class OurEncoder(ConformerEncoder):
+    def update_max_seq_length(self, seq_length: int, device):
+        super().update_max_seq_length(seq_length, device)
+        {call}(seq_length)
+"""
+
+
+@one_nemo
+@pytest.mark.parametrize("name", OVERRIDES)
+@pytest.mark.parametrize("options", [(), ("--check",)])
+def test_an_override_that_still_waits_is_named_with_its_place(
+    name: str, options: tuple[str, ...], checkout: Path
+) -> None:
+    path, before, call = OVERRIDES[name]
+    commit(checkout)
+    file = checkout / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as text:
+        text.write(OVERRIDE.format(before=before, call=call))
+    done = diff(checkout, *options)
+    assert done.exit_code == 0 and done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"nemo-patches diff: {checkout}: not bounded: {path}:")
+    number = int(line.split(f"{path}:")[1].split(" ")[0])
+    source = diff(checkout).stdout if path == CONFORMER else file.read_text()
+    if path != CONFORMER:
+        assert ("dist.barrier" if before.startswith("def") else f"{call}(") in (
+            source.splitlines()[number - 1]
+        )
+
+
+@one_nemo
+def test_a_carried_commit_that_leaves_a_new_encoder_is_told(checkout: Path) -> None:
+    """As after a rebase onto a series that has one encoder more."""
+    commit(checkout)
+    stock = (checkout / CONV).read_bytes()
+    git(checkout, "apply", "--whitespace=nowarn", OWN_DIFF)
+    (checkout / CONV).write_bytes(stock)
+    line = [b"all_reduce(" in one for one in stock.splitlines()].index(True) + 1
+    place = f"{CONV}:{line} (all_reduce in ConvASREncoder.update_max_sequence_length)"
+    for options in ("", "--check"):
+        assert_refused(
+            checkout, options, "the edit is here already", f"not bounded: {place}"
+        )
+
+
 @one_nemo
 def test_check_says_why_the_committed_one_does_not_fit(checkout: Path) -> None:
     change(checkout / CONFORMER, REDUCED, f"{REDUCED}            device = None\n")

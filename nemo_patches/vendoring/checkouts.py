@@ -9,18 +9,18 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_patches.patching.targets import BOUNDED_SYNC, TARGETS
-from nemo_patches.vendoring.edit import edited, path_of
+from nemo_patches.patching.targets import BOUNDED_SYNC
+from nemo_patches.vendoring.edit import edited, left_in
 from nemo_patches.vendoring.errors import DiffError
 from nemo_patches.vendoring.git import Files
-from nemo_patches.vendoring.tables import READS, TABLES
+from nemo_patches.vendoring.tables import READS, REDUCES, TABLES
 
 # A checkout of nemo_patches has a link there.
 DIFFS = Path(__file__).parent.parent / "patches"
 NEW_FILE = BOUNDED_SYNC.replace(".", "/") + ".py"
-PATHS = tuple(
-    dict.fromkeys([*map(path_of, TARGETS), *(table.path for table in TABLES), NEW_FILE])
-)
+PATHS = tuple(dict.fromkeys([*(one.path for one in (*REDUCES, *TABLES)), NEW_FILE]))
+# Beside NeMo's own, what a repository has: not an environment's packages.
+_OF_REPOSITORY = (".git", "pyproject.toml", "setup.py")
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,16 @@ class Checkout:
     def require_stock(self) -> None:
         """Raise DiffError if the edit is here already."""
         if NEW_FILE in self.files:
-            text = f"the edit is here already ({NEW_FILE})"
-            raise DiffError(
-                f"{self.folder}: {text}; take it out as it was put in: git apply -R FILE"
+            text = (
+                f"{self.folder}: the edit is here already ({NEW_FILE}); take it out as"
             )
+            text += " it was put in: git apply -R FILE"
+            raise DiffError("; ".join([text, *self.left({})]))
 
     def edits(self) -> list[Edit]:
         """What the edit changes here, by path. Raises DiffError."""
         self.require_stock()
-        if not self.files.keys() & set(map(path_of, TARGETS)):
+        if not self.files.keys() & {one.path for one in REDUCES}:
             raise DiffError(
                 f"{self.folder}: none of the files with a length sync is here"
             )
@@ -67,6 +68,21 @@ class Checkout:
         ]
         new_file = Edit(NEW_FILE, None, _new_file())
         return sorted([*edits, new_file], key=lambda edit: edit.path)
+
+    def left(self, after: Files) -> list[str]:
+        """Sentences about length syncs here that wait without a limit, with file and line.
+
+        after: files as the edit makes them.
+        """
+        is_repository = any((self.folder / name).exists() for name in _OF_REPOSITORY)
+        found: list[str] = []
+        for file in sorted(
+            (self.folder / ("" if is_repository else "nemo")).rglob("*.py")
+        ):
+            path = file.relative_to(self.folder).as_posix()
+            with contextlib.suppress(OSError):
+                found += left_in(after.get(path) or file.read_bytes(), path)
+        return [f"not bounded: {place}" for place in found]
 
 
 def read(folder: Path) -> Checkout:

@@ -74,10 +74,14 @@ def check(checkout: Checkout) -> tuple[bool, str]:
     return False, f"{folder}: {name} would apply{other}; {otherwise}"
 
 
-def left_out(checkout: Checkout) -> str:
-    """Which files that the diff of its series edits are not in a checkout, in a sentence; else
-    empty.
+def notes(checkout: Checkout) -> list[str]:
+    """Sentences: which files that the diff of its series edits are not in a checkout, and where a
+    length sync stays as it is.
     """
+    try:
+        left = checkout.left({edit.path: edit.after for edit in checkout.edits()})
+    except DiffError:  # the answer says it
+        left = []
     series = _series(checkout.version)
     diff = (_committed(series) or b"").decode()
     missing = [
@@ -85,10 +89,10 @@ def left_out(checkout: Checkout) -> str:
         for path in re.findall(r"^--- a/(.+)$", diff, re.MULTILINE)
         if path not in checkout.files
     ]
-    if not missing:
-        return ""
-    text = f"not here, although NeMo {series} has it: {', '.join(missing)}"
-    return f"{text}; if it was moved, its reduce stays"
+    if missing:
+        text = f"not here, although NeMo {series} has it: {', '.join(missing)}"
+        left.insert(0, f"{text}; if it was moved, its reduce stays")
+    return left
 
 
 def _committed(series: str) -> bytes | None:

@@ -9,55 +9,57 @@ here, and no files.
 from __future__ import annotations
 
 import ast
+import difflib
 import io
+import re
 import tokenize
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NoReturn
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
-from nemo_patches.patching.targets import (
-    BOUNDED_FUNCTION,
-    BOUNDED_SYNC,
-    TARGETS,
-    Target,
-)
+from nemo_patches.patching.targets import BOUNDED_FUNCTION, BOUNDED_SYNC
 from nemo_patches.vendoring.errors import DiffError
-from nemo_patches.vendoring.tables import TABLES, KnownStatement
+from nemo_patches.vendoring.tables import REDUCES, TABLES, KnownStatement
 
 _IMPORT = f"from {BOUNDED_SYNC} import {BOUNDED_FUNCTION}"
-_FLAG = "self.sync_max_audio_length"
-# Ranks no longer grow their tables in the same call: a collective there would hang.
-_COLLECTIVES = {
-    "distributed",
-    "dist",
-    "all_reduce",
-    "all_gather",
-    "broadcast",
-    "barrier",
-}
-
-
-def path_of(target: Target) -> str:
-    """Where a checkout has a target's file, from its root, with slashes."""
-    return target.module.replace(".", "/") + ".py"
+# Ranks no longer grow their tables in the same call: these would hang there.
+_COLLECTIVE = re.compile(
+    r"all_?(reduce|gather|to_all)\w*|reduce_scatter\w*|broadcast(_object_list)?"
+    r"|(monitored_)?barrier"
+)
+_BUFFER = "register_buffer"
+_SYNCS = {name for one in REDUCES for name in (one.function, one.setter)}
 
 
 def edited(source: bytes, path: str) -> bytes:
     """A file with the edit. Raises DiffError, with the place, if the code is not as expected."""
     encoding, text, tree = _read(source, path)
-    target = next((target for target in TARGETS if path_of(target) == path), None)
-    file = _KnownFile(
-        tree, text, f"{path}:%d: {target}: " if target else f"{path}:%d: "
-    )
+    file = _File(path, text, tree)
     try:
-        for table in TABLES:
-            if table.path == path:
-                file.replace(table)
-        if target:
-            file.bound(target)
-        return file.changed().encode(encoding)
+        for known in (*TABLES, *REDUCES):
+            if known.path == path:
+                file.replace(known)
+        return file.edited().encode(encoding)
     except RecursionError:  # what Python compiles may still be too deep for ast.dump
-        file.refuse(1, "found an expression too deep to compare")
+        raise DiffError(f"{path}:1: found an expression too deep to compare") from None
+
+
+def left_in(source: bytes, path: str) -> Iterator[str]:
+    """The places of an edited file, or of another one, at which a length sync still waits for all
+    ranks, also by a function of the same file that it calls.
+    """
+    if not any(name.encode() in source for name in _SYNCS):
+        return
+    try:
+        _, _, tree = _read(source, path)
+    except DiffError:
+        return  # Python would not take it either
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef):
+            for node, function in _refused(owner, tree, _SYNCS):
+                if _name(node) != _BUFFER:
+                    place = f"{path}:{getattr(node, 'lineno', 1)}"
+                    yield f"{place} ({_name(node)} in {owner.name}.{function})"
 
 
 def _read(source: bytes, path: str) -> tuple[str, str, ast.Module]:
@@ -83,307 +85,184 @@ def _read(source: bytes, path: str) -> tuple[str, str, ast.Module]:
     return encoding, text, tree
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Lines of a file that go, counted from 1, and the statements that come in their place."""
-
-    first: int
-    last: int  # first - 1 if lines are only added
-    indentation: str
-    instead: str
-    # What these lines are, or come after; None for the import.
-    node: ast.stmt | None = None
-
-    def statements(self) -> list[ast.stmt]:
-        """What there is instead of the node."""
-        kept = [self.node] if self.node is not None and self.last < self.first else []
-        return [*kept, *ast.parse(self.instead).body]
+def _name(node: ast.AST) -> str:
+    return getattr(node, "attr", None) or getattr(node, "id", None) or ""
 
 
-class _Changed(ast.NodeTransformer):
-    """Makes the changes in a syntax tree, but for the import."""
+def _refused(
+    owner: ast.ClassDef, tree: ast.Module, names: set[str]
+) -> Iterator[tuple[ast.AST, str]]:
+    """Collectives and buffers in the class's functions of these names, and in what they call."""
+    functions = defaultdict(list)
+    for one in (*owner.body, *tree.body):
+        if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions[one.name].append(one)
+    todo = {name for name in names if any(f in owner.body for f in functions[name])}
+    seen = set(names)
+    while todo:
+        function = todo.pop()
+        for body in functions[function]:
+            for node in ast.walk(body):
+                name = _name(node)
+                if name == _BUFFER or _COLLECTIVE.fullmatch(name):
+                    yield node, function
+                elif name in functions and name not in seen:
+                    seen.add(name)
+                    todo.add(name)
 
-    def __init__(self, changes: Iterable[_Change]) -> None:
-        self._changes = changes
 
-    def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt]:
-        found = [change for change in self._changes if change.node is node]
+class _Replaced(ast.NodeTransformer):
+    """Makes the changes in a syntax tree."""
+
+    def __init__(self, instead: dict[ast.AST, str]) -> None:
+        self._instead = instead
+
+    def visit(self, node: ast.AST) -> Any:
         self.generic_visit(node)
-        return found[0].statements() if found else node
+        if node not in self._instead:
+            return node
+        new = ast.parse(self._instead[node]).body
+        # Functions stay, and get others beside them.
+        return [node, *new] if isinstance(node, ast.FunctionDef) else new
 
 
-class _KnownFile:
-    """A file of NeMo whose code is found exactly as it is known; raises DiffError where it is
-    not.
-    """
+class _File:
+    """A file of NeMo, whose known statements are replaced; raises DiffError."""
 
-    def __init__(self, tree: ast.Module, text: str, refusal: str) -> None:
-        """refusal: how the text of one begins, with %d for the line."""
+    def __init__(self, path: str, text: str, tree: ast.Module) -> None:
+        self._path = path
         self._tree = tree
-        self._refusal = refusal
         self._lines = list(io.StringIO(text, newline=""))
-        self._changes: list[_Change] = []
+        self._instead: dict[ast.AST, str] = {}
+        # Line numbers from 1: the first that goes and the last, and what comes.
+        self._changes: list[tuple[int, int, str]] = []
         for number, line in enumerate(self._lines, 1):
             if BOUNDED_FUNCTION in line:
-                self.refuse(
+                self._refuse(
                     number, f"found {BOUNDED_FUNCTION}, a name that the edit brings"
                 )
 
-    def replace(self, table: KnownStatement) -> None:
-        """Put another statement into the place of a known one."""
-        function = self._function(table.owner, table.function)
+    def replace(self, known: KnownStatement) -> None:
+        title = f"{known.owner}.{known.function}: "
+        owner = self._one(known.owner, self._tree, ast.ClassDef, title)
+        function = self._one(known.function, owner, ast.FunctionDef, title)
+        forms = dict([(known.known, known.instead), *filter(None, [known.other])])
         statements = [node for node in ast.walk(function) if isinstance(node, ast.stmt)]
-        found = [node for node in statements if ast.unparse(node) == table.known]
+        found = [node for node in statements if ast.unparse(node) in forms]
         if len(found) != 1:
-            first = table.known.split("\n")[0]
-            text = (
-                f"expected `{first}` and what follows once, found it {len(found)} times"
-            )
-            self.refuse(function, f"{table.owner}.{table.function}: {text}")
-        rest = (
-            self._rest_of_line(found[0])
-            if found[0].lineno == found[0].end_lineno
-            else ""
-        )
-        self._change(found[0], table.instead + rest)
-        if table.methods:
-            last = function.end_lineno or 0
-            indentation = self._indentation(function)
-            self._changes.append(
-                _Change(last + 1, last, indentation, table.methods, function)
-            )
+            self._refuse_other(known, function, statements, forms, len(found))
+        (node,) = found
+        last = node.end_lineno or 0
+        rest = ""
+        if node.lineno == last:  # a comment, as it was
+            line = self._lines[last - 1].rstrip("\r\n").encode()
+            rest = line[node.end_col_offset :].decode()
+        self._change(node, node.lineno, last, forms[ast.unparse(node)], rest)
+        if known.methods:
+            end = function.end_lineno or 0
+            self._change(function, end + 1, end, known.methods)
+        if known.setter:
+            after = self._place_of_import(owner)
+            self._changes.append((after + 1, after, _IMPORT))
+            names = {known.function, known.setter}
+            gone = {inner for node in self._instead for inner in ast.walk(node)}
+            for place, _ in _refused(owner, self._tree, names):
+                if place not in gone:
+                    text = f"expected no {_name(place)} in what grows the tables"
+                    self._refuse(place, f"{title}{text}")
 
-    def bound(self, target: Target) -> None:
-        """Put the call of the bounded sync into the place of the reduce."""
-        method = self._function(
-            target.owner, target.method, ", ".join(target.parameters)
-        )
-        statements = (
-            method.body[1:] if ast.get_docstring(method) is not None else method.body
-        )
-        if len(statements) != 2 or not all(
-            isinstance(node, ast.If) for node in statements
-        ):
-            text = (
-                f"expected the reduce and the growth, found {len(statements)}"
-                " statements"
-            )
-            self.refuse(method, text)
-        reduce, growth = statements
-        _, length, device = target.parameters
-        local = self._require_reduce(reduce, length, device)
-        self._require_growth(growth, target, {local} - {length})
-        if target.setter:
-            setter = self._function(
-                target.owner, target.setter, "self, max_audio_length"
-            )
-            self._require_local(setter, set())
-        for node in ast.walk(self._tree):
-            is_set = isinstance(node, ast.Attribute) and not isinstance(
-                node.ctx, ast.Load
-            )
-            name = getattr(node, "attr", "")
-            if is_set and name in (target.method, target.setter):
-                text = (
-                    f"expected no other {name}, found that `{ast.unparse(node)}` is set"
-                )
-                self.refuse(node, text)
-        assert isinstance(reduce, ast.If)
-        flag = f", {_FLAG}" if _FLAG in ast.unparse(reduce.test) else ""
-        self._change(reduce, f"{length} = {BOUNDED_FUNCTION}(self, {length}{flag})")
-        after = self._place_of_import(self._one(ast.ClassDef, target.owner, self._tree))
-        self._changes.append(_Change(after + 1, after, "", _IMPORT))
-
-    def changed(self) -> str:
+    def edited(self) -> str:
         """The file with all changes. Refuses what makes another program than they should."""
         lines = list(self._lines)
         # From the end to the beginning, so that line numbers hold.
-        for change in sorted(
-            self._changes, key=lambda change: change.first, reverse=True
-        ):
-            neighbour = lines[min(change.first, len(lines)) - 1]
+        for first, last, instead in sorted(self._changes, reverse=True):
+            neighbour = lines[min(first, len(lines)) - 1]
             end = neighbour[len(neighbour.rstrip("\r\n")) :] or "\n"
-            new = change.instead.split("\n")
-            indented = [change.indentation + line if line else "" for line in new]
-            lines[change.first - 1 : change.last] = [line + end for line in indented]
+            lines[first - 1 : last] = [line + end for line in instead.split("\n")]
         text = "".join(lines)
         try:
             tree = ast.parse(text)
             compile(tree, "edited", "exec", dont_inherit=True)
+            tree.body = [node for node in tree.body if ast.unparse(node) != _IMPORT]
+            same = ast.dump(tree) == ast.dump(
+                _Replaced(self._instead).visit(self._tree)
+            )
         except SyntaxError:
-            # Of all places the import's alone can be amid a line that goes on, by a backslash.
-            last = min(change.last for change in self._changes)
-            self.refuse(last, "with our import after this line it would not be Python")
-        tree.body = [node for node in tree.body if ast.unparse(node) != _IMPORT]
-        expected = ast.dump(_Changed(self._changes).visit(self._tree))  # type: ignore[arg-type]
-        if ast.dump(tree) != expected:
-            self.refuse(1, "the edit would change more than it should")
+            same = False
+        if not same:
+            first = min(self._changes)[0]
+            self._refuse(first, "with the edit here it would be another program")
         return text
 
-    def refuse(self, place: ast.AST | int, text: str) -> NoReturn:
+    def _refuse(self, place: ast.AST | int, text: str) -> NoReturn:
         line = place if isinstance(place, int) else getattr(place, "lineno", 1)
-        raise DiffError(self._refusal % line + text)
+        raise DiffError(f"{self._path}:{line}: {text}")
 
-    def _change(self, node: ast.stmt, instead: str) -> None:
-        last = node.end_lineno or 0
-        self._changes.append(
-            _Change(node.lineno, last, self._indentation(node), instead, node)
-        )
+    def _refuse_other(
+        self,
+        known: KnownStatement,
+        function: ast.FunctionDef,
+        statements: list[ast.stmt],
+        forms: dict[str, str],
+        count: int,
+    ) -> NoReturn:
+        """Of a reduce, with the first line at which what is most like it differs."""
+        title = f"{known.owner}.{known.function}: "
+        if known.setter and not count:
+            texts = {ast.unparse(node): node for node in reversed(statements)}
+            form, near = max(
+                ((form, text) for form in forms for text in texts),
+                key=lambda pair: difflib.SequenceMatcher(None, *pair).ratio(),
+            )
+            for wanted, found in zip(form.split("\n"), near.split("\n"), strict=False):
+                if wanted != found:
+                    inner = [
+                        node for node in ast.walk(texts[near]) if node in statements
+                    ]
+                    same = (
+                        o for o in inner if ast.unparse(o).startswith(found.strip())
+                    )
+                    text = f"expected `{wanted.strip()}`, found `{found.strip()}`"
+                    self._refuse(next(same, texts[near]), title + text)
+        first = known.known.split("\n")[0]
+        text = f"expected `{first}` and what follows once, found it {count} times"
+        self._refuse(function, title + text)
 
-    def _rest_of_line(self, node: ast.stmt) -> str:
-        """What stands after a statement: spaces, or a comment of the user's."""
-        line = self._lines[(node.end_lineno or 0) - 1].rstrip("\r\n")
-        return line.encode()[node.end_col_offset :].decode()
-
-    def _indentation(self, node: ast.stmt) -> str:
+    def _change(
+        self, node: ast.stmt, first: int, last: int, instead: str, rest: str = ""
+    ) -> None:
         line = self._lines[node.lineno - 1]
-        return line[: len(line) - len(line.lstrip())]
-
-    def _require_reduce(self, node: ast.stmt, length: str, device: str) -> str:
-        """The name of its local variable."""
-        assert isinstance(node, ast.If)
-        distributed = "torch.distributed.is_initialized()"
-        tests = [f"{_FLAG} and {distributed}", distributed]
-        test = ast.unparse(node.test)
-        if test not in tests or node.orelse:
-            found = f"if {test}` with an `else" if node.orelse else f"if {test}"
-            self.refuse(
-                node, f"expected `if {'` or `if '.join(tests)}`, found `{found}`"
-            )
-        first = node.body[0]
-        assigned = first.targets[0] if isinstance(first, ast.Assign) else None
-        name = assigned.id if isinstance(assigned, ast.Name) else "?"
-        expected = [
-            f"{name} = torch.tensor([{length}], dtype=torch.float32, device={device})",
-            f"torch.distributed.all_reduce({name}, op=torch.distributed.ReduceOp.MAX)",
-            f"{length} = {name}.int().item()",
-        ]
-        texts = [ast.unparse(statement) for statement in node.body]
-        for statement, text, wanted in zip(node.body, texts, expected, strict=False):
-            if text != wanted:
-                self.refuse(statement, f"expected `{wanted}`, found `{text}`")
-        if len(texts) != len(expected):
-            self.refuse(
-                node,
-                f"expected a reduce of {len(expected)} statements, found {len(texts)}",
-            )
-        return name
-
-    def _require_growth(self, node: ast.stmt, target: Target, names: set[str]) -> None:
-        """names: what the reduce takes along."""
-        assert isinstance(node, ast.If)
-        length = target.parameters[1]
-        wanted = f"{length} > self.max_audio_length"
-        if ast.unparse(node.test) != wanted or node.orelse:
-            self.refuse(
-                node, f"expected `if {wanted}`, found `if {ast.unparse(node.test)}`"
-            )
-        found = "; ".join(ast.unparse(statement) for statement in node.body)
-        if target.setter and found != f"self.{target.setter}({length})":
-            self.refuse(
-                node.body[0],
-                f"expected `self.{target.setter}({length})`, found `{found}`",
-            )
-        self._require_local(node, names)
-
-    def _require_local(self, where: ast.stmt, names: set[str]) -> None:
-        """Refuse, in what grows the tables: these names, a collective, and another buffer."""
-        changed = [change.node for change in self._changes if change.node is not None]
-        gone = {
-            id(inner)
-            for node in changed
-            for inner in ast.walk(node)
-            if node is not where
-        }
-        refused = names | _COLLECTIVES | {"register_buffer"}
-        for node in ast.walk(where):
-            name = getattr(node, "id", None) or getattr(node, "attr", None)
-            if name in refused and id(node) not in gone:
-                text = (
-                    f"expected no {name} in what grows the tables, found"
-                    f" `{ast.unparse(node)}`"
-                )
-                self.refuse(node, text)
+        indentation = line[: len(line) - len(line.lstrip())]
+        lines = (instead + rest).split("\n")
+        text = "\n".join(indentation + line if line else "" for line in lines)
+        self._changes.append((first, last, text))
+        self._instead[node] = instead
 
     def _place_of_import(self, owner: ast.ClassDef) -> int:
         """After how many lines: where isort would have it among NeMo's own imports."""
-        imports = [node for node in self._tree.body if isinstance(node, ast.ImportFrom)]
-        nemos = [
-            node
-            for node in imports
-            if node.level == 0 and (node.module or "").startswith("nemo.")
-        ]
-        own = [node for node in nemos if node.lineno < owner.lineno]
-        if not own:
-            self.refuse(
-                owner,
-                "found no import of NeMo's own before the class to put ours beside",
-            )
-        before = [node for node in own if (node.module or "") < BOUNDED_SYNC]
-        beside = before[-1] if before else own[0]
-        first, last = beside.lineno, beside.end_lineno or 0
-        overlapping = [
+        own = [
             node
             for node in self._tree.body
-            if node.lineno <= last and first <= (node.end_lineno or 0)
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("nemo.")
+            and node.lineno < owner.lineno
         ]
-        if len(overlapping) > 1:
-            text = (
-                "expected an import of NeMo's own on a line of its own, found more on"
-                " the line"
-            )
-            self.refuse(beside, text)
-        return last if before else first - 1
+        if not own:
+            self._refuse(owner, "found no import of NeMo's own to put ours beside")
+        before = [node for node in own if (node.module or "") < BOUNDED_SYNC]
+        return (before[-1].end_lineno or 0) if before else own[0].lineno - 1
 
-    def _function(self, owner: str, name: str, arguments: str = "") -> ast.FunctionDef:
-        """A class's own function, without a decorator, and with these arguments if they are
-        given.
-        """
-        kind = self._one(ast.ClassDef, owner, self._tree)
-        function: ast.FunctionDef = self._one(ast.FunctionDef, name, kind)
-        found = ast.unparse(function.args).replace(": int", "")
-        if arguments and found != arguments:
-            self.refuse(
-                function,
-                f"arguments of {name}: expected ({arguments}), found ({found})",
-            )
-        decorators = [ast.unparse(node) for node in function.decorator_list]
-        if decorators:
-            self.refuse(
-                function, f"decorators of {name}: expected none, found {decorators}"
-            )
-        return function
-
-    def _one(self, kind: type, name: str, where: ast.Module | ast.ClassDef):  # type: ignore[no-untyped-def]
-        found = _bound(name, where)
-        if (
-            len(found) != 1
-            or not isinstance(found[0], kind)
-            or found[0] not in where.body
-        ):
-            outside = where if isinstance(where, ast.ClassDef) else 1
+    def _one(self, name: str, where: ast.AST, kind: type, title: str):  # type: ignore[no-untyped-def]
+        found = [
+            node
+            for node in ast.walk(where)
+            if getattr(node, "name", "") == name and node is not where
+        ]
+        body = getattr(where, "body", [])
+        if len(found) != 1 or type(found[0]) is not kind or found[0] not in body:
             kinds = [type(node).__name__ for node in found]
             text = (
                 f"expected one {name}, and that inside no `if` or `try`, found {kinds}"
             )
-            self.refuse(found[-1] if found else outside, text)
+            self._refuse(found[-1] if found else where, title + text)
         return found[0]
-
-
-def _bound(name: str, where: ast.Module | ast.ClassDef) -> list[ast.AST]:
-    """All that gives a name its value in a module or a class, also inside `if` and the like, by
-    line.
-    """
-    found: list[ast.AST] = []
-    rest: list[ast.AST] = list(where.body)
-    while rest:
-        node = rest.pop()
-        given = getattr(node, "asname", None) or getattr(node, "name", "")
-        is_set = isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
-        if given == name or (is_set and getattr(node, "id", "") == name):
-            found.append(node)
-        if not isinstance(
-            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
-        ):
-            rest.extend(ast.iter_child_nodes(node))
-    return sorted(found, key=lambda node: getattr(node, "lineno", 0))

@@ -1,14 +1,16 @@
-"""The tables that grow with the input's length:
-NeMo's buffers, which the edit makes plain attributes.
+"""The statements of NeMo that the edit replaces:
+the reduces, and the tables that grow with the input's length, which become plain attributes.
 
 DDP broadcasts buffers from rank 0 in every forward, in one flat tensor: where ranks have grown
 theirs to different lengths, it overwrites rows, or aborts. patches/upstream/ has the same
-statements.
+statements for the tables.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from nemo_patches.patching.targets import BOUNDED_FUNCTION, TARGETS
 
 _ATTENTION = "nemo/collections/asr/parts/submodules/multi_head_attention.py"
 _JASPER = "nemo/collections/asr/parts/submodules/jasper.py"
@@ -32,14 +34,17 @@ READS = {
 
 @dataclass(frozen=True)
 class KnownStatement:
-    """One statement of NeMo, as `ast.unparse` gives it, and what comes in its place."""
+    """One statement of NeMo, and what comes in its place."""
 
     path: str
     owner: str
     function: str
-    known: str
+    known: str  # as `ast.unparse` gives it
     instead: str
     methods: str = ""  # put after the function
+    # The same statement in another form, which some forks have.
+    other: tuple[str, str] | None = None
+    setter: str = ""  # of the reduce's class: the function that grows its tables
 
 
 def _registered(name: str) -> str:
@@ -102,6 +107,31 @@ def _pad_mask(path: str, owner: str) -> KnownStatement:
     )
 
 
+_FLAG = "self.sync_max_audio_length"
+_REDUCE = """\
+if {test}torch.distributed.is_initialized():
+    global_max_len = torch.tensor([seq_length], dtype=torch.float32, device=device)
+    torch.distributed.all_reduce(global_max_len, op=torch.distributed.ReduceOp.MAX)
+    seq_length = global_max_len.int().item()"""
+_WITHOUT = (
+    _REDUCE.format(test=""),
+    f"seq_length = {BOUNDED_FUNCTION}(self, seq_length)",
+)
+_WITH = (
+    _REDUCE.format(test=f"{_FLAG} and "),
+    f"seq_length = {BOUNDED_FUNCTION}(self, seq_length, {_FLAG})",
+)
+REDUCES = tuple(
+    KnownStatement(
+        target.module.replace(".", "/") + ".py",
+        target.owner,
+        target.method,
+        *_WITHOUT,
+        other=_WITH,
+        setter=target.setter or target.method,
+    )
+    for target in TARGETS
+)
 TABLES = (
     KnownStatement(
         _ATTENTION,
