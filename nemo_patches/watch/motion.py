@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ..channel.daemon import own_threads
 
 # Of a core, all threads and processes together. A thread that polls every hundredth of a second
-# takes 0.004 to 0.02 (on a busy machine, too), one that samples the machine every second 0.01.
+# takes 0.004 to 0.01, one that reads the state of all processes every second 0.002.
 LEAST_PART = 0.1
 # Of the time in which a thread had a core: so much it had Python's lock, too.
 _LEAST_LOCKED_PART = 0.25
