@@ -5,6 +5,7 @@ in stock.
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -132,8 +133,19 @@ def exported(rank: int, size: int, folder: str) -> dict[str, Any]:
         torch.compiler.reset()
         compiled = torch.compile(encoder, backend="eager")
         found[f"compile {patched}"] = output(compiled)  # it grows once more
+        if patched:
+            found["full graph"] = refusal_of_a_full_graph(encoder)
         nemo_patches.revert()
     return found
+
+
+def refusal_of_a_full_graph(encoder: torch.nn.Module) -> str:
+    torch.compiler.reset()
+    try:
+        output(torch.compile(encoder, backend="eager", fullgraph=True))
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.one_nemo
@@ -144,6 +156,8 @@ def test_export_trace_and_compile(tmp_path: Path) -> None:
         assert torch.equal(value["export False"], value["export True"])
         assert torch.equal(value["trace False"], value["trace True"])
         assert torch.equal(value["compile False"], value["compile True"])
+        if "reason" in inspect.signature(torch.compiler.disable).parameters:
+            assert "compile without fullgraph=True" in value["full graph"]
 
 
 def compiled_alone(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

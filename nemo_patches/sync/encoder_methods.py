@@ -20,6 +20,11 @@ from .length_sync import synced_length
 from .rank_log import is_distributed, report
 
 Method = Callable[..., None]
+# Torch puts it into the error of fullgraph=True.
+_NO_FULL_GRAPH = (
+    "nemo_patches' length sync waits for other ranks beside the graphs: compile without"
+    " fullgraph=True, or use a diff of its patches/, which can be traced"
+)
 
 
 def _is_exporting_in_torch_2_6() -> bool:
@@ -83,8 +88,17 @@ def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
     return set_max_audio_length
 
 
-# torch.compile runs it as it is, like stock's reduce.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _beside_graphs(function: Method) -> Method:
+    """torch.compile runs it as it is, like stock's reduce; with fullgraph=True it says why not."""
+    disable: Any = torch.compiler.disable
+    try:
+        ours: Method = disable(function, reason=_NO_FULL_GRAPH)
+    except TypeError:  # torch 2.6
+        ours = disable(function)
+    return ours
+
+
+@_beside_graphs
 def _sync_and_grow(
     encoder: Any, grow: Method, seq_length: int, device: torch.device
 ) -> None:
@@ -96,7 +110,7 @@ def _sync_and_grow(
         observers.tell(lambda observer: observer.grown(encoder, before, after))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_beside_graphs
 def _grow(
     encoder: Any, method: Method, *arguments: Any, register_new: bool = False
 ) -> None:

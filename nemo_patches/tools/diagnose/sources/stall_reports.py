@@ -46,7 +46,7 @@ from nemo_patches.watch.job_socket import ENDING, is_ours, process_of
 from nemo_patches.watch.process_id import machine, started
 
 KIND = "stall reports"
-LONGEST = 1 << 20  # bytes
+LONGEST = 16 << 20  # bytes
 _OVER = "its process has ended, and the job runs again: not taken into account"
 _NAME = re.compile(r"stall_rank_\d{1,7}\.json")
 _CONDITIONS = {
