@@ -44,7 +44,7 @@ def said_of(rank: Rank) -> list[str]:
     ("kind", "number", "value", "body", "what"),
     [
         (200, 1, 1, b"", "a message of kind 200"),
-        (link.VERDICT + 1, 0, 0, b"x" * 5000, f"of kind {link.VERDICT + 1}"),
+        (link.STOP + 1, 0, 0, b"x" * 5000, f"of kind {link.STOP + 1}"),
         (link.OVER, 0, 9, b"", "an end of kind 9"),
         (link.OVER, 0, -1, b"", "an end of kind -1"),
     ],

@@ -349,14 +349,9 @@ def sockets_replaced(rank: Rank, kind: str) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("kind", REPLACED)
-def test_where_sockets_are_anothers_that_is_said_at_once(kind: str) -> None:
-    for number, ended in enumerate(light_ranks.run(sockets_replaced, 2, kind)):
+def test_where_pythons_sockets_are_anothers_rounds_come_all_the_same(kind: str) -> None:
+    for ended in light_ranks.run(sockets_replaced, 2, kind):
         length, seconds = ended.value
-        assert length == 100 + number
+        assert length == 101
         assert seconds < SOON_S
-        (line,) = [line for line in lines(ended) if " ERROR " in line]
-        assert (
-            "the length sync has ended at call 1, this rank uses its own lengths from now on: "
-            in line
-        )
-        assert "is in the place of Python's socket.socket" in line
+        assert not [line for line in lines(ended) if " ERROR " in line]

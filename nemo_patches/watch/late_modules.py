@@ -36,7 +36,7 @@ _WATCH = (
         "at_work",
         "place",
     ),
-    *("on_stall", "report_file", "job_stall"),
+    *("on_stall", "process_id", "report_file", "job_stall"),
     *(
         "encoder_watch",
         "late_return",

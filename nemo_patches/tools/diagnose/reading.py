@@ -104,11 +104,12 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
         found.problems.append(safe(f"{file}: {error.strerror}"))
         return
     is_of_torchrun = file != given and file.name.startswith(("stdout", "stderr"))
-    if not head and os.path.isfile(file) and not is_of_torchrun:
-        found.problems.append(f"{safe(file.name)}: it is empty")
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
+    # A reader that knows it by its name says so itself.
+    if not head and not readers and os.path.isfile(file) and not is_of_torchrun:
+        found.problems.append(f"{safe(file.name)}: it is empty")
     if not readers or (
-        traces.KIND not in {reader.name for reader in readers}
+        {traces.KIND, stall_reports.KIND}.isdisjoint(one.name for one in readers)
         and logs.recognises(str(file), head)
     ):
         readers.append(_LOGS)
