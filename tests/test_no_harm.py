@@ -151,8 +151,8 @@ def stock_and_watched(
     dist.barrier()
     looks: list[float] = []
     progress = stall_monitor().progress
-    original = progress._look_at_the_thread
-    progress._look_at_the_thread = lambda *when: (
+    original = progress._look_at_work
+    progress._look_at_work = lambda *when: (
         looks.append(when[0]),
         original(*when),
     )

@@ -213,12 +213,13 @@ class Questions:
         self._asks = -1
         self._asks_until = math.inf
         own = self._owner.rank
-        if self._owner.watch is None:
+        watch = self._owner.watch
+        if watch is None:
             question.found.add_silent([own], Silence(NO_WATCH))
         else:
             question.pending[own] = now + _OWN_S
             reply = functools.partial(self._owner.post_question, self._reply, question)
-            self._owner.watch.asked(question.id, reply)
+            watch.asked(question.id, reply)
         if question.origin is None:
             self._next_at = question.ends_at + _GAP_S
             self._ask(question, 0, now)

@@ -102,6 +102,8 @@ class StallSubscriber(Observer):
             thread = Daemon("stall monitor", self._run)
             if why := thread.begin():
                 self._notes.are_watched = False
+                if self._monitor is not None:
+                    self._monitor.exchange.watch = None  # nobody would answer
                 if why != self._said:  # the next process group tries again
                     self._said = why
                     report(
