@@ -280,10 +280,13 @@ class JobStallWatch:
         the next line, the first one that has told does.
         """
         states = found.states
+        for rank, state in states.items():
+            if state.page == HAS_PAGED:
+                self._pager = rank  # also once it is gone
+                return
         is_first = self._pager < 0
-        has_paged = any(state.page == HAS_PAGED for state in states.values())
         # Who was to do it and is not heard any more may have.
-        if has_paged or not (is_first or self._pager in states):
+        if not (is_first or self._pager in states):
             return
         tell = [
             rank
