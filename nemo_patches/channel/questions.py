@@ -317,11 +317,12 @@ class Questions:
             question.found.add_silent(
                 [rank], self._owner.why_unreachable(rank) or Silence(NOT_HEARD)
             )
-        if self._owner.watch is None:
+        watch = self._owner.watch
+        if watch is None:
             self._judged(question, {"not judged": question.found.to_json()})
             return
         reply = functools.partial(self._owner.post_question, self._judged, question)
-        self._owner.watch.judge(question.found.to_json(), reply)
+        watch.judge(question.found.to_json(), reply)
 
     def _judged(self, question: Question, verdict: Any) -> None:
         self._publish(question.id, {"id": question.id, "verdict": verdict})
@@ -337,8 +338,9 @@ class Questions:
         self._told.append(id_)
         self._wants = False
         self._suspects.clear()
-        if self._owner.watch is not None:
-            self._owner.watch.told(id_, content.get("verdict"))
+        watch = self._owner.watch
+        if watch is not None:
+            watch.told(id_, content.get("verdict"))
 
     def _tell(self, link: Link, kind: int, content: dict[str, Any]) -> None:
         """Over this connection, or over another one if it is lost."""
