@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
-import os
 import select
 import sys
 import threading
@@ -27,6 +26,7 @@ import torch.distributed
 from ..channel import process_hooks
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
+from ..channel.waker import Waker
 from ..facts import CAN_PAGE
 from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
@@ -86,9 +86,7 @@ class StallMonitor:
             weakref.ref(world) if world is not None else lambda: None
         )
         self._socket: JobSocket | None = None
-        self._wakes = -1  # a file that wakes the thread, while it runs
-        # So that none writes to a file that has this one's number next.
-        self._wakes_lock = threading.Lock()
+        self._waker: Waker | None = None  # while the thread runs
         exchange.watch = self.looks
         exchange.on_death = self._wake
         exchange.start()
@@ -119,18 +117,15 @@ class StallMonitor:
     def forget(self) -> None:
         """In a forked child: close its copies of the parent's files."""
         self._exiting = True
-        self._wakes_lock = threading.Lock()  # a thread of the parent's may have held it
         if self._socket is not None:
             self._socket.forget()
-        if self._wakes >= 0:
-            os.close(self._wakes)
-            self._wakes = -1
+        self._waker = None
 
     def _wake(self) -> None:
         """Any thread: make the monitor look at once."""
-        with self._wakes_lock:
-            if self._wakes >= 0:
-                os.eventfd_write(self._wakes, 1)
+        waker = self._waker  # its file lives at least until this returns
+        if waker is not None:
+            waker.wake()
 
     def _ranks_here(self) -> frozenset[int]:
         return self.looks.ranks_here() or frozenset()
@@ -167,7 +162,7 @@ class StallMonitor:
 
     def _begin(self) -> None:
         try:
-            self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._waker = Waker()
         except OSError as error:
             report(
                 logging.WARNING,
@@ -188,23 +183,20 @@ class StallMonitor:
             self.reports.close()
         if self._socket is not None:
             self._socket.close()
-        with self._wakes_lock:
-            if self._wakes >= 0:
-                os.close(self._wakes)
-            self._wakes = -1
+        self._waker = None
 
     def _wait(self, pause_s: float) -> None:
         """Sleep until a question or an answer comes, at most this long."""
         poll = select.poll()
-        if self._wakes >= 0:
-            poll.register(self._wakes, select.POLLIN)
+        if self._waker is not None:
+            poll.register(self._waker.file, select.POLLIN)
         if self._socket is not None:
             poll.register(self._socket.listener, select.POLLIN)
         for sending in self.reports.sending if self.reports is not None else ():
             poll.register(sending.visitor, select.POLLOUT)
-        if poll.poll(1000 * pause_s):
-            with contextlib.suppress(OSError):
-                os.eventfd_read(self._wakes)
+        if poll.poll(1000 * pause_s) and self._waker is not None:
+            with contextlib.suppress(OSError):  # it was not this that woke
+                self._waker.rest()
 
     def _pause_s(self) -> float:
         timeout = current().timeout
