@@ -8,6 +8,7 @@ its client's lock, and rank 0's exchange is to answer questions meanwhile.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ _MOST_AT_ONCE = 32
 
 
 class Notes:
-    """As rank 0 knows them. The exchange's thread uses it; its reader is another one."""
+    """As rank 0 knows them. The exchange's thread writes the fields; its reader is another one."""
 
     def __init__(self, post: Callable[[Callable[[], object]], None]) -> None:
         """post: has a call done by the exchange's thread."""
@@ -61,8 +62,12 @@ class Notes:
             reader.join(limit_s)
 
     def _read(self, store: Any, token: bytes, ranks: list[int]) -> None:
+        found: dict[int, Member] = {}
         # The store is gone: rank 0 says so of itself.
         with contextlib.suppress(Exception):
             found = meeting.find_notes(store, token, ranks)
-            self._post(lambda: self.of.update(found))
+        self._post(functools.partial(self._have_read, found))
+
+    def _have_read(self, found: dict[int, Member]) -> None:
+        self.of.update(found)
         self._store = None
