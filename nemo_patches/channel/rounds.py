@@ -7,10 +7,7 @@ import functools
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from .exchange import Exchange
+from typing import Any, NamedTuple
 
 CLOSED = "closed"  # this rank needs no more of these rounds
 _SIGNAL_S = 0.5  # a signal's handler runs at most so late during a wait
@@ -53,7 +50,8 @@ class Rounds:
     may raise anywhere.
     """
 
-    def __init__(self, exchange: Exchange, key: int) -> None:
+    def __init__(self, exchange: Any, key: int) -> None:
+        """exchange: the Exchange, which imports this module."""
         self.issued = 0
         # Why this rank issues no more: CLOSED, or how a round has failed.
         self.over = ""
