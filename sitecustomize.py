@@ -1,23 +1,21 @@
-"""Python runs this at start-up where PYTHONPATH names this folder: NeMo is patched when a process
-imports it.
+"""Python runs this at start-up where PYTHONPATH names this folder: it runs the one of
+`nemo-patches run`, as its own.
 """
 
 import os
 import sys
 
-_package_is_in = os.path.dirname(os.path.abspath(__file__))
-# The copy of nemo_patches that this file belongs to, and no other.
-sys.path.insert(0, _package_is_in)
+_checkout = os.path.dirname(os.path.abspath(__file__))
+_path = os.path.join(_checkout, "nemo_patches", "patching", "boot", "sitecustomize.py")
 try:
-    from nemo_patches.patching import start_up
-except Exception as error:  # an incomplete copy, or a Python that is too old for it
-    sys.path.remove(_package_is_in)
-    try:  # noqa: SIM105  # contextlib would be an import
+    with open(_path) as _file:
+        _code = compile(_file.read(), _path, "exec")
+except Exception as error:  # an incomplete copy
+    _code = compile("", _path, "exec")
+    try:  # noqa: SIM105  # as there
         sys.stderr.write(
-            f"nemo_patches ERROR {__file__}: {type(error).__name__}: {error}; NeMo runs as stock\n"
+            f"nemo_patches ERROR {__file__}: {error}; NeMo runs as stock\n"
         )
     except Exception:
-        pass  # closed, or a full disk: Python could not say what we raise either, and would end
-else:
-    sys.path.remove(_package_is_in)
-    start_up.start(__file__)
+        pass
+exec(_code)

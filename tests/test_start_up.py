@@ -337,13 +337,22 @@ def test_disabled_there_is_no_hook_and_the_shadowed_one_still_runs(
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("damage", ["missing", "syntax error", "raises"])
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("start_up.py", "missing"),
+        ("start_up.py", "syntax error"),
+        ("start_up.py", "raises"),
+        ("boot/sitecustomize.py", "missing"),
+        ("boot/sitecustomize.py", "syntax error"),
+    ],
+)
 def test_a_damaged_copy_says_so_in_one_line_and_the_process_runs(
-    damage: str, tmp_path: Path
+    file: str, damage: str, tmp_path: Path
 ) -> None:
     shutil.copy(CHECKOUT / "sitecustomize.py", tmp_path)
     shutil.copytree(CHECKOUT / "nemo_patches", tmp_path / "nemo_patches")
-    damaged = tmp_path / "nemo_patches" / "patching" / "start_up.py"
+    damaged = tmp_path / "nemo_patches" / "patching" / file
     if damage == "missing":
         damaged.unlink()
     else:
@@ -358,6 +367,12 @@ def test_a_damaged_copy_says_so_in_one_line_and_the_process_runs(
     for unsayable in ("2>&-", "2>/dev/full"):
         command = ["sh", "-c", f'"$0" -c "print(1)" {unsayable}', sys.executable]
         assert run(command, environment(tmp_path)).stdout == "1\n"
+
+
+def test_a_checkout_runs_the_launchers_text() -> None:
+    words = "from nemo_patches.patching import start_up"
+    assert words in (LAUNCHER / "sitecustomize.py").read_text()
+    assert words not in (CHECKOUT / "sitecustomize.py").read_text()
 
 
 def test_spawned_and_forked_children_have_the_hook_too(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""Python runs this at start-up under `nemo-patches run`:
+"""Python runs this at start-up under `nemo-patches run`, and a checkout's sitecustomize.py runs it:
 NeMo is patched when a process imports it.
 """
 
 import os
 import sys
 
-_package_is_in = os.path.abspath(
-    os.path.join(os.path.dirname(__file__), "..", "..", "..")
-)
+_package_is_in = os.path.dirname(
+    os.path.abspath(__file__)
+)  # of the one that Python runs
+if not os.path.isdir(os.path.join(_package_is_in, "nemo_patches")):
+    _package_is_in = os.path.abspath(os.path.join(_package_is_in, "..", "..", ".."))
 # The copy of nemo_patches that this file belongs to, and no other.
 sys.path.insert(0, _package_is_in)
 try:
