@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
+    MAIN_THREAD,
     NOT_TOLD,
     Call,
     Condition,
@@ -54,6 +55,24 @@ class Account:
     @property
     def still_s(self) -> float | None:
         return self.motion.still_s
+
+    @property
+    def is_readable(self) -> bool:
+        return self.condition.kind != conditions.UNREADABLE
+
+    @property
+    def at_work(self) -> list[Place]:
+        """Of its threads that are in collectives, and the main one."""
+        return [fact.value for fact in self.threads if isinstance(fact.value, Place)]
+
+    @property
+    def has_two_at_work(self) -> bool:
+        """Whether a second thread is in a collective beside the training's, or beside backward."""
+        return any(
+            place.thread == MAIN_THREAD
+            and (place.collective or place.where.startswith("backward ("))
+            for place in self.at_work
+        )
 
     @property
     def waits(self) -> Fact | None:
@@ -221,3 +240,9 @@ def first_of(facts: Iterable[Fact]) -> list[Fact]:
     return [
         fact for fact in facts if not any(is_before(other, fact) for other in facts)
     ]
+
+
+def still_s(accounts: Iterable[Account]) -> float | None:
+    """For how long all of them have not moved, as far as is known."""
+    known = (one.still_s for one in accounts if one.still_s is not None)
+    return min(known, default=None)

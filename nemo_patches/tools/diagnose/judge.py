@@ -1,30 +1,35 @@
-"""The verdict over all evidence of a job, whatever its sources.
+"""The one judge over all evidence of a job, whatever its sources: small rules, in their order.
 
 Causes before consequences, numbers before kinds, own before hearsay, later before earlier. A place
 explains, and never accuses. Nobody whom any fact shows waiting is accused; what contradicts is
-printed with both citations, and takes the accusation away.
+printed with both citations, and takes the accusation away. Each rule's sentences are in
+verdicts.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
-from nemo_patches.text import named
-from nemo_patches.tools.diagnose import conditions
+from nemo_patches.judging.kinds import CHECKPOINT, is_guess
+from nemo_patches.tools.diagnose import conditions, entries, verdicts
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import (
+    Account,
     Hearing,
     accounts_of,
+    first_of,
+    is_before,
+    still_s,
 )
-from nemo_patches.tools.diagnose.by_causes import by_causes
-from nemo_patches.tools.diagnose.by_ends import by_ends, by_launcher, by_words
-from nemo_patches.tools.diagnose.by_numbers import by_numbers
-from nemo_patches.tools.diagnose.by_places import by_places
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.facts import (
     ALL_WELL,
     NOT_TOLD,
     Evidence,
+    Fact,
     Member,
 )
 from nemo_patches.tools.diagnose.findings import (
@@ -33,23 +38,23 @@ from nemo_patches.tools.diagnose.findings import (
     Diagnosis,
     Finding,
 )
-from nemo_patches.tools.diagnose.verdicts import (
-    at,
-    capital,
-    evidence_of,
-    finding,
-    in_no_collective,
-    shown_lines,
-    who,
-)
+from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent
+from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
 _MOST_RANKS = 1 << 20  # whatever world size a file claims
 _MOST_SHOWN = 20
-_MOST_HINTS = 2
-_BESIDE_HINTS = (
-    *(ids.WAITED_IN_VAIN, ids.ALL_IN, ids.MISSING_RANK, ids.STUCK_WATCHDOG),
-    *(ids.NOT_ENOUGH, ids.START_UP),
+_MOST_CAUSES = 6
+_UNLIKE_CLOCKS_S = 10.0  # of hosts
+_OUT = (
+    *conditions.HELD,
+    *conditions.NOT_HEARD,
+    conditions.ENDED,
+    conditions.KILLED,
+    conditions.RAISED,
+    conditions.UNREADABLE,
 )
+_NOT_COME = (conditions.GONE, conditions.SILENT, conditions.MISSING)
+_SILENT = (conditions.GONE, conditions.SILENT)
 
 
 def judge(
@@ -62,10 +67,10 @@ def judge(
     ruled = _rule(hearing)
     no_hang = [ruled.pop(0).text] if ruled and ruled[0].id in ids.NO_HANG else []
     findings = sorted((*ruled, *evidence.findings), key=_place)
-    if not findings and not no_hang and not _is_healthy(hearing):
-        findings = [_with_all_evidence(_not_enough(hearing), hearing)]
+    if not findings and not no_hang and not _is_healthy(evidence):
+        findings = [verdicts.with_all_evidence(verdicts.not_enough(hearing), hearing)]
     elif findings and findings[0] in ruled:
-        findings[0] = _with_all_evidence(findings[0], hearing)
+        findings[0] = verdicts.with_all_evidence(findings[0], hearing)
     uneven = [one for one in findings if one.id == ids.UNEVEN_CALLS]
     if uneven and findings[0].id in (ids.OUT_OF_STEP, ids.LATE):
         step = f"{uneven[0].text} {uneven[0].next_step}"
@@ -102,30 +107,33 @@ def _hearing(evidence: Evidence, stuck_after_s: float) -> Hearing:
 
 
 def _rule(hearing: Hearing) -> list[Finding]:
-    causes = by_causes(hearing)
-    hang = by_numbers(hearing) or by_places(hearing)
+    """What ended ranks, then the first rule that finds anything. What a cause explains comes behind
+    it.
+    """
+    causes = ended_first(hearing)
+    rules = _OF_A_HANG if causes else RULES
+    found = next(filter(None, (rule(hearing) for rule in rules)), [])
     if causes:
         # The rank is not known: the launcher's tables may name it.
         if not any(one.ranks for one in causes):
-            causes += by_launcher(hearing, of_ranks_that_waited=True)
+            causes += first_failure(hearing, of_ranks_that_waited=True)
         explained = {rank for one in causes for rank in one.ranks}
-        rest = [one for one in hang if not set(one.ranks) <= explained]
+        rest = [one for one in found if not set(one.ranks) <= explained]
         if causes[0].severity == CRITICAL:
             because = causes[0].id
             rest = [replace(o, because=because, severity=WARNING) for o in rest]
         return [*causes, *rest]
-    hang = hang or by_ends(hearing)
-    if hang and hang[0].id in ids.NO_HANG:
-        return hang
-    if not any(one.ranks for one in hang):
-        hang += by_words(hearing)
-    if not hang:
+    if found and found[0].id in ids.NO_HANG:
+        return found
+    if not any(one.ranks for one in found):
+        found = [*found, *by_words(hearing)]
+    if not found:
         return []
-    hang.sort(key=_place)
-    if len(hang) > 1 and hang[-1].ranks and not hang[0].ranks:
-        hang[0] = replace(hang[0], text=f"{hang[0].text} {hang[-1].text}")
-    hang[0] = _with_the_log(hang[0], hearing)
-    return hang
+    found = sorted(found, key=_place)
+    if len(found) > 1 and found[-1].ranks and not found[0].ranks:
+        found[0] = replace(found[0], text=f"{found[0].text} {found[-1].text}")
+    found[0] = verdicts.with_the_log(found[0], hearing)
+    return found
 
 
 def _place(one: Finding) -> tuple[bool, bool, int]:
@@ -133,74 +141,400 @@ def _place(one: Finding) -> tuple[bool, bool, int]:
     return bool(one.because), one.severity != CRITICAL, ids.ORDER.index(one.id)
 
 
-def _with_the_log(first: Finding, hearing: Hearing) -> Finding:
-    """With what the logs have on the accused rank, too: a thread that died, or a traceback that may
-    be its end.
-    """
-    for fact in hearing.told(conditions.LOGGED):
-        if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
-            continue
-        told = f"{fact.condition_text}{at(fact.condition.where)} [{fact.cite}]"
-        log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
-        if ", in its thread " in fact.condition_text:
-            text = f"{log} has {told}."
-        elif first.id == ids.KILLED:
-            text = f"Or it ended by {told}, which no line ties to a rank."
-        elif fact.rank in first.ranks or first.id == ids.WAITED_IN_VAIN:
-            text = f"{log} has a traceback, which may have been caught: {told}."
-        else:
-            continue
-        return replace(first, text=f"{first.text} {text}")
-    return first
-
-
-def _with_all_evidence(first: Finding, hearing: Hearing) -> Finding:
-    of_ranks = evidence_of(hearing.accounts.values())
-    lines = (*hearing.contradictions[:4], *first.evidence, *of_ranks)
-    hints = [
-        f"{fact.condition_text} [{fact.cite}]"
-        for fact in hearing.evidence.facts
-        if fact.condition_kind == conditions.HINT
-    ]
-    text = first.text
-    if hints and first.id in _BESIDE_HINTS:
-        text += f" Beside that: {'; '.join(hints[:_MOST_HINTS])}."
-    return replace(first, text=text, evidence=shown_lines(lines))
-
-
-def _is_healthy(hearing: Hearing) -> bool:
+def _is_healthy(evidence: Evidence) -> bool:
     """Whether all ended in good order, or a source knows the job and reports no trouble of any
     rank.
     """
-    evidence = hearing.evidence
     if all(isinstance(fact.value, Member) for fact in evidence.facts):
         return evidence.is_well or ALL_WELL in evidence.summary
     kinds = {fact.condition_kind for fact in evidence.facts} - {"", conditions.HINT}
     return kinds == {conditions.ENDED}
 
 
-def _not_enough(hearing: Hearing) -> Finding:
-    accounts = hearing.accounts.values()
-    unseen = sorted(set(range(hearing.world_size)) - hearing.accounts.keys())
-    of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
-    logged = hearing.having(conditions.LOGGED)
-    lines = [*evidence_of(logged), *evidence_of(accounts)]
-    placed = [one for one in accounts if one.place.where and not one.place.collective]
-    if placed and not logged:
-        text = f"{in_no_collective(placed)}: one look at each tells no more{of_others}."
-    elif lines:
-        text = f"{capital(lines[0])}{of_others}. No line tells more."
-    else:
-        text = "Nothing is recognised."
-        if accounts:
-            ranks = who(hearing.accounts)
-            text = f"Of {ranks} something is told, and nothing that decides{of_others}."
-        if hearing.evidence.looked_for:
-            text += f" Looked for: {'; '.join(hearing.evidence.looked_for)}."
-    for one in accounts:
-        if one.moved and one.motion_fact:
-            text = (
-                f"{who([one.rank])} went on ({one.motion.by}) [{one.motion_fact.cite}],"
-                " and nothing is told after that."
+# What ended ranks
+
+
+def ended_first(hearing: Hearing) -> list[Finding]:
+    """Exceptions, kills and a node's failure are causes, and of several the first one. Those that
+    came after another rank had waited in vain are none.
+    """
+    # Time-outs only: a closed connection may be logged before the error of the rank that closed it.
+    time_outs = hearing.told(conditions.WAITED)
+    facts = [
+        one.condition_fact
+        for one in hearing.having(*conditions.CAUSES)
+        if one.condition_fact
+        and not any(is_before(t, one.condition_fact) for t in time_outs)
+    ]
+    reported = [fact for fact in facts if hearing[fact.rank].reported]
+    firsts = first_of(reported or facts)
+    # The launcher kills what runs on the other nodes.
+    if nodes := hearing.told(conditions.NODE):
+        killed = (conditions.KILLED, False)
+        firsts = [fact for fact in firsts if _error(fact) != killed] + nodes
+    by_error: dict[tuple[str | bool, ...], list[Fact]] = defaultdict(list)
+    for fact in sorted(firsts, key=lambda one: (one.at, one.rank)):
+        by_error[_error(fact)].append(fact)
+    # Of an exception all that raised it.
+    for fact in facts:
+        alike = by_error.get(_error(fact), [fact])
+        if fact.condition_kind == conditions.RAISED and fact not in alike:
+            alike.append(fact)
+    causes = list(by_error.values())[:_MOST_CAUSES]
+    return [verdicts.cause(some, hearing) for some in causes]
+
+
+def _error(fact: Fact) -> tuple[str | bool, ...]:
+    """By what errors are told apart: by their type and innermost frame, since messages differ from
+    rank to rank.
+    """
+    if fact.condition_kind == conditions.RAISED:
+        kind = fact.condition_text.partition(":")[0]
+        return conditions.RAISED, kind, fact.condition.where.partition(" < ")[0]
+    return fact.condition_kind, fact.condition_text.startswith(conditions.FOR_MEMORY)
+
+
+# Who is missing
+
+
+def by_numbers(hearing: Hearing) -> list[Finding]:
+    """In one group who is behind has not entered what the others are in, unless another fact shows
+    that rank waiting, or moving. Unlike kinds or sizes of one number accuse nobody.
+    """
+    groups = hearing.evidence.groups
+    facts = {
+        (fact.entered.group, fact.entered.number, fact.rank): fact
+        for one in hearing.accounts.values()
+        for fact in one.entered
+        if fact.rank in groups.get(fact.entered.group, ())
+    }
+    known = (fact.entered for fact in facts.values())
+    found: list[Finding] = []
+    for one in entries.judge(known, groups, hearing.evidence.begins):
+        group = one.entry.group
+        # A rank of which nothing is known may be missing.
+        if one.id == entries.ALL_IN and group in hearing.evidence.partly_known:
+            continue
+        there = [facts[group, one.entry.number, rank] for rank in one.waiting]
+        accused = [hearing[rank] for rank in one.accused]
+        if one.id == entries.MISSING:
+            accused = [each for each in accused if _shows(each) is None]
+            hearing.contradictions += (
+                verdicts.contradiction(hearing[rank], one, there[0], shows)
+                for rank in one.accused
+                if (shows := _shows(hearing[rank])) is not None
             )
-    return finding(ids.NOT_ENOUGH, text, evidence=lines)
+        found += verdicts.by_number(one, hearing, there, accused)
+    if found and hearing.unseen:
+        found.append(verdicts.nothing_known(hearing.unseen))
+    return found
+
+
+def _shows(account: Account) -> Fact | None:
+    """The fact that shows the rank waiting or moving."""
+    return account.motion_fact if account.moved else account.waits
+
+
+def by_places(hearing: Hearing) -> list[Finding]:
+    """Where some wait in a collective, who is in none is missing. Where all wait, in unlike ones:
+    who went on without the others. All in one: nobody. Where nobody waits: all go on, or none.
+    """
+    seen = [
+        one
+        for one in hearing.accounts.values()
+        if one.place_fact or one.condition.kind in _OUT
+    ]
+    moving = [one for one in seen if one.moved]
+    waiting = [
+        one
+        for one in seen
+        if one.place.collective
+        and not one.moved
+        and one.condition.kind not in conditions.HELD | conditions.CAUSES
+    ]
+    # A rank at the end of its script is missing where others wait; else it waits itself, with a
+    # collective pending.
+    waiting = [one for one in waiting if one.place.activity != ENDING] or waiting
+    if not waiting:
+        return _nobody_waits(hearing, seen, moving)
+    # Ranks that move from one collective to the next go on.
+    going = [one.rank for one in moving if one.place.collective]
+    if going and len(moving) + 1 >= len(seen):
+        return [verdicts.goes_on(moving)]
+    in_one = {NOT_TOLD, *going, *(one.rank for one in waiting)}
+    absent = [one for one in seen if one.rank not in in_one]
+    waits = {one.place.wait for one in waiting if not is_guess(one.place.collective)}
+    unseen = sorted(set(range(hearing.world_size)) - {one.rank for one in seen})
+    both = [one for one in seen if one.has_two_at_work]
+    if both and all(one in both or not one.is_readable for one in absent):
+        found = verdicts.two_threads(both)
+    elif early := _seen_before(waiting, absent):
+        return [verdicts.seen_before(early)]
+    elif any(o.is_readable for o in absent) or (absent and len(waits) < 2):
+        return _aged(_missing(absent, waiting, unseen), waiting, hearing)
+    elif unseen:
+        found = verdicts.not_seen(waiting, unseen)
+    elif len(waits) > 1:
+        found = _different(waiting)
+    else:
+        is_guessed = any(is_guess(one.place.collective) for one in waiting)
+        told = apart(waiting) or ("" if is_guessed else parting(waiting))
+        found = verdicts.all_in(waiting, hearing, told)
+    return _aged([found], waiting, hearing)
+
+
+def _seen_before(waiting: list[Account], absent: list[Account]) -> list[Account]:
+    """Ranks whose stacks were taken before the others' wait began may have moved since.
+
+    Hosts' clocks may differ by hours: by them alone nobody on another host is early.
+    """
+    known = [
+        (one, one.place_fact)
+        for one in (*waiting, *absent)
+        if one.place_fact and one.place_fact.own and one.place_fact.at
+    ]
+    waits = [
+        (fact.at - one.still_s, one.still_s, fact.host)
+        for one, fact in known
+        if one.place.collective and one.still_s
+    ]
+    if not waits:
+        return []
+    by_host = {host: begin for begin, _, host in sorted(waits)}
+    last, for_s, _ = max(waits)
+
+    def is_early(one: Account, fact: Fact) -> bool:
+        if fact.at < by_host.get(fact.host, -math.inf) - _UNLIKE_CLOCKS_S:
+            return True
+        ran_since = one.still_s is not None and one.still_s < for_s - _UNLIKE_CLOCKS_S
+        works = any(text.startswith("it computes") for text in one.place.details)
+        return fact.at < last - _UNLIKE_CLOCKS_S and ran_since and not works
+
+    return [one for one, fact in known if is_early(one, fact)]
+
+
+def _missing(
+    absent: list[Account], waiting: list[Account], unseen: list[int]
+) -> list[Finding]:
+    unreadable = [o for o in absent if not o.is_readable and o.reported is None]
+    if unreadable:
+        return [verdicts.unreadable(unreadable)]
+    # Not those whose end shows that they waited as well.
+    absent = [o for o in absent if o.condition.kind not in conditions.CONSEQUENCES]
+    # A rank held up in a collective is accused only if no rank is elsewhere.
+    elsewhere = [one for one in absent if not one.place.collective]
+    wait = Wait.of(waiting)
+    evidence = [verdicts.not_known(unseen)] * bool(unseen)
+    return all_absent(elsewhere or absent, wait, evidence)
+
+
+def _different(waiting: list[Account]) -> Finding:
+    by_place = verdicts.parties((each.place.wait, each) for each in waiting)
+    first, *_, last = by_place.values()
+    why = further_on(first, last)
+    by_title = {title: [one.rank for one in ranks] for title, ranks in by_place.items()}
+    return verdicts.out_of_step(by_title, why=why.text, kind=why.id or ids.OUT_OF_STEP)
+
+
+def _nobody_waits(
+    hearing: Hearing, seen: list[Account], moving: list[Account]
+) -> list[Finding]:
+    placed = [one for one in seen if one.place_fact]
+    bad = [one for one in seen if one.condition.kind in (*conditions.HELD, *_SILENT)]
+    if bad and (
+        moving or placed or any(one.condition.kind not in _SILENT for one in bad)
+    ):
+        return all_absent(bad, None)
+    if bad or not seen:
+        return []  # how they ended says more, if it is known
+    if not any(one.is_readable for one in seen):
+        return [verdicts.unreadable(seen)]
+    if moving:
+        return [verdicts.goes_on(moving)]
+    looked_at = [
+        one
+        for one in placed
+        if one.motion_fact and one.condition.kind not in conditions.OVER
+    ]
+    stuck = [one for one in looked_at if (one.still_s or 0.0) >= hearing.stuck_after_s]
+    if stuck and (hearing.unseen or len(stuck) == len(looked_at)):
+        return [verdicts.no_rank_moves(stuck, hearing)]
+    if looked_at:
+        return [verdicts.so_far(verdicts.in_no_collective(looked_at))]
+    return []
+
+
+def _aged(
+    findings: list[Finding], waiting: list[Account], hearing: Hearing
+) -> list[Finding]:
+    """Young waits are no hang yet; who moved may still come; and a single look at each rank shows a
+    hang for that moment only.
+    """
+    if not findings:
+        return []
+    first, *rest = findings
+    lower = f"{first.text[0].lower()}{first.text[1:-1]}"
+    least = still_s(waiting)
+    looked_twice = any(one.motion_fact for one in waiting)
+    if least is not None and least < hearing.stuck_after_s and looked_twice:
+        return [verdicts.so_far(lower)]
+    accused = [hearing[rank] for rank in first.ranks]
+    moved = [one for one in accused if one.moved]
+    writes = [one for one in accused if one.place.activity == CHECKPOINT]
+    if moved and all(one in moved or one in writes for one in accused):
+        if moved == accused == writes:
+            goes_on = f"{lower}; it goes on{verdicts.moved_by(moved)}"
+            return [replace(verdicts.so_far(goes_on), id=ids.GOES_ON)]
+        text = f"{first.text[:-1]}; it works{verdicts.moved_by(moved)}, and may come."
+        first = replace(first, text=text, severity=WARNING)
+    ended = conditions.HELD | conditions.CAUSES | {conditions.GONE}
+    is_moment = all(
+        one.place_fact and one.place_fact.own and not one.motion_fact for one in waiting
+    )
+    if is_moment and not any(one.condition.kind in ended for one in accused):
+        first = replace(first, text=verdicts.at_the_moment(first.text))
+    return [first, *rest]
+
+
+# How ranks ended, where no rank is known to be missing
+
+
+def told_missing(hearing: Hearing) -> list[Finding]:
+    """Reports say who had not come, or is gone, and others waited or were cut off: these ranks,
+    unless they waited themselves.
+    """
+    waited = hearing.having(conditions.WAITED)
+    cut = hearing.having(conditions.CUT)
+    if not waited and not cut:
+        return all_absent(hearing.having(conditions.MISSING), None)
+    kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
+    suspects = [one for one in hearing.having(*kinds) if one.waits is None]
+    how = "waited until a time limit" if waited else "had their connections closed"
+    more = f"{verdicts.capital(verdicts.names(waited or cut))} {how}."
+    found = all_absent(suspects, None)
+    return [replace(one, text=f"{one.text} {more}") for one in found]
+
+
+def behind_by_calls(hearing: Hearing) -> list[Finding]:
+    """Ranks make encoder calls in step: who made fewer than one that waited is missing."""
+    waited = hearing.having(conditions.WAITED)
+    known = [(one.call, one.rank) for one in waited if one.call]
+    last, _ = max(known, key=lambda one: one[0].position, default=(None, 0))
+    if last is None:
+        return []
+    behind = [
+        one
+        for one in hearing.accounts.values()
+        if one.waits is None and one.call and one.call.position < last.position
+    ]
+    ranks = tuple(rank for call, rank in known if call.position == last.position)
+    return all_absent(behind, Wait(ranks, last.title, how="went through"))
+
+
+def left_first(hearing: Hearing) -> list[Finding]:
+    """Connections closed and no time-out: the rank that failed first, if only one comes into
+    question, or whatever else ended the job.
+    """
+    cut = hearing.having(conditions.CUT)
+    if not cut or hearing.having(conditions.WAITED):
+        return []
+    ended = [
+        fact
+        for fact in _terminated(hearing)
+        if fact.rank == NOT_TOLD or fact.condition_text == conditions.FROM_OUTSIDE
+    ]
+    of_cut = [fact for one in cut for fact in one.conditions]
+    if ended and not any(is_before(fact, ended[0]) for fact in of_cut):
+        return _ended_by_others(hearing)
+    found = first_failure(hearing)
+    if len(found) != 1 or len(found[0].ranks) != 1 or hearing.unseen:
+        return []
+    [one] = found
+    if hearing[one.ranks[0]].waits is not None:
+        return []
+    closed = f"{verdicts.capital(verdicts.names(cut))} had their connections closed."
+    return [replace(one, text=f"{one.text} {closed}", severity=CRITICAL)]
+
+
+def waited_in_vain(hearing: Hearing) -> list[Finding]:
+    """Ranks waited until a limit, or were cut off, and no fact names the reason: accuse nobody."""
+    waited = hearing.having(conditions.WAITED)
+    cut = hearing.having(conditions.CUT)
+    both = [*waited, *cut]
+    if not both:
+        return []
+    if all(one.condition.text.startswith(conditions.AT_START) for one in both):
+        first = verdicts.start_up(both, hearing)
+    else:
+        first = verdicts.in_vain(waited, cut, hearing)
+    return [first, *first_failure(hearing, of_ranks_that_waited=True)]
+
+
+def stuck(hearing: Hearing) -> list[Finding]:
+    """A watchdog without a heartbeat, and no time-out: a call of CUDA or NCCL does not return."""
+    if not (found := hearing.having(conditions.STUCK)):
+        return []
+    more = first_failure(hearing, of_ranks_that_waited=True)
+    return [verdicts.stuck(found), *more]
+
+
+def first_failure(
+    hearing: Hearing, of_ranks_that_waited: bool = False
+) -> list[Finding]:
+    """The first failure in the launchers' tables. of_ranks_that_waited: the exit code may be that
+    of a waiting rank.
+    """
+    failed = hearing.told(conditions.FAILED, conditions.ABORTED)
+    if firsts := [fact for fact in first_of(failed) if not fact.own]:
+        return [verdicts.failed_first(firsts, hearing, of_ranks_that_waited)]
+    if of_ranks_that_waited:
+        return []
+    gone = [
+        one
+        for one in hearing.having(conditions.GONE)
+        if one.condition_fact and not one.condition_fact.own
+    ]
+    return all_absent(gone, None) or _ended_by_others(hearing)
+
+
+def _terminated(hearing: Hearing) -> list[Fact]:
+    """What launchers and schedulers say about ranks, or a job, that somebody else ended."""
+    return [fact for fact in hearing.told(conditions.TERMINATED) if not fact.own]
+
+
+def _ended_by_others(hearing: Hearing) -> list[Finding]:
+    facts = _terminated(hearing)
+    return [verdicts.ended_by_others(facts, hearing)] if facts else []
+
+
+def by_words(hearing: Hearing) -> list[Finding]:
+    """By general words of lines that no table knows: hearsay, told with its line.
+
+    Nothing is told of ranks that say themselves that they waited, or where most are told so.
+    """
+    for kind, id_ in (
+        (conditions.TOLD_ABSENT, ids.MISSING_RANK),
+        (conditions.TOLD_DEAD, ids.FIRST_FAILURE),
+    ):
+        facts = [
+            fact
+            for fact in hearing.told(kind)
+            if fact.rank == NOT_TOLD or hearing[fact.rank].waits is None
+        ]
+        ranks = {fact.rank for fact in facts} - {NOT_TOLD}
+        if facts and not 2 * len(ranks) > max(hearing.world_size, 1) > 2:
+            return [verdicts.by_words(id_, facts, hearing)]
+    return []
+
+
+_OF_A_HANG: tuple[Callable[[Hearing], list[Finding]], ...] = (by_numbers, by_places)
+# The first that finds anything speaks.
+RULES = (
+    *_OF_A_HANG,
+    told_missing,
+    behind_by_calls,
+    left_first,
+    waited_in_vain,
+    stuck,
+    first_failure,
+)
