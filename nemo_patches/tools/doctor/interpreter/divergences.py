@@ -67,6 +67,7 @@ class Kind(Enum):
     LOOP = "how often a loop goes round"
     NAME = "the name that it is logged under"
     FIRST_RANK = "a function that runs on one rank"
+    ALARM = "an alarm that cannot end it"
 
 
 _KINDS = {
@@ -101,8 +102,8 @@ class Divergence:
         if self.kind in (Kind.EXIT, Kind.ERROR):
             place = (self.kind, self.exit_line or self.line)
             return dict.fromkeys(self.collectives, place)
-        loop = self.kind is Kind.LOOP
-        return {each: (loop, each.place, each.line) for each in self.collectives}
+        apart = self.kind if self.kind in (Kind.LOOP, Kind.ALARM) else None
+        return {each: (apart, each.place, each.line) for each in self.collectives}
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
@@ -129,6 +130,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
     set_by_methods: list[tuple[str, dict[str, Abstract]]] = []
     for definition in file.definitions:
         reader = Interpreter(file, definition, file.start(definition, {}))
+        reader.alarm = reader.decorated_alarm()
         reader.block(definition.node.body)
         read.append(reader)
         if definition.owner:
@@ -166,6 +168,14 @@ class Comparison:
                 yield replace(each, collectives=left, trains=self._trains)
 
     def _all(self) -> Iterator[Divergence]:
+        for made, line in self.reader.alarmed if self.file.handles_alarm else ():
+            yield Divergence(
+                function=self.name,
+                kind=Kind.ALARM,
+                collectives=(made,),
+                cause="the alarm",
+                line=line,
+            )
         yield from self._by_error()
         if not self._usual.events:
             return

@@ -63,6 +63,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
+    constant,
     dotted,
     last_part,
     names_in,
@@ -117,6 +118,9 @@ class Interpreter:
         self.unsynced = False  # within no_sync
         self.sized = False  # where a test asks what is left over by the number of ranks
         self.caught_as = ""  # the name of the error in its handler
+        # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
+        self.alarm: int | None = None
+        self.alarmed: list[tuple[Collective, int]] = []
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
         self.managed: Sequence[ast.stmt] = ()
@@ -566,28 +570,22 @@ class Interpreter:
         item, *inner = items
         manager = self._manager(item.context_expr)
         if manager is not None:
-            return self._managed(node, item, inner, manager)
-        outer = self.unsynced
+            assert isinstance(item.context_expr, ast.Call)
+            given = self._given(manager, self._call_of(item.context_expr))
+            return self._managed(node, item, inner, manager, given)
         value = self.of(item.context_expr)
+        enters = (
+            self.file.method(value.ref, "__enter__") if value.has("instance") else None
+        )
+        if enters is not None and enters not in self.file.being_read:
+            return self._managed(node, item, inner, enters, {}, value)
+        outer = self.unsynced
         self.unsynced |= "no_sync(" in text_of(item.context_expr)
         if item.optional_vars is not None:
             self.assign(item.optional_vars, value)
         with self.inside() as body:
             end = self._with(node, inner)
         self.unsynced = outer
-        if getattr(getattr(value.ref, "node", None), "swallows", False):
-            condition = Condition(
-                text="any error",
-                key="any error",
-                value=Abstract(VARIES),
-                kind="except",
-                line=node.lineno,
-                end=node.end_lineno or 0,
-            )
-            first = _first_call(node.body)
-            harmless = self._harmless(node.body)
-            body = [Tried(body, [(condition, [])], [], [], first, harmless)]
-            end = None if end is End.RAISE else end
         self.items += body
         return end
 
@@ -604,11 +602,12 @@ class Interpreter:
         item: ast.withitem,
         inner: list[ast.withitem],
         manager: Definition,
+        given: Mapping[str, Abstract],
+        entered: Abstract | None = None,
     ) -> End | None:
-        """A block in the generator that is its context manager, at the yield."""
-        assert isinstance(item.context_expr, ast.Call)
-        call = self._call_of(item.context_expr)
-        given = self._given(manager, call)
+        """A block in the generator that is its context manager, at the yield. entered: the object
+        that is one, which the block is given.
+        """
         own = _attributes(self.env) if manager.owner is self.owner else {}
         env = {**self.file.start(manager, given), **own}
         reader = Interpreter(self.file, manager, env, self.depth + 1)
@@ -616,9 +615,12 @@ class Interpreter:
 
         def run(value: Abstract) -> Items:
             if item.optional_vars is not None:
-                self.assign(item.optional_vars, value)
+                self.assign(item.optional_vars, entered or value)
+            outer = self.alarm
+            self.alarm = reader.alarm or outer
             with self.inside() as items:
                 ends.append(self._with(node, inner))
+            self.alarm = outer
             return items
 
         reader.run_managed = run
@@ -626,7 +628,8 @@ class Interpreter:
         self.file.being_read.append(manager)
         reader.block(manager.node.body)
         self.file.being_read.pop()
-        made = Inlined(call.name, node.lineno, reader.items, manages=True)
+        name = manager.owner.name if manager.owner and entered else manager.name
+        made = Inlined(name, node.lineno, reader.items, manages=True)
         self.items.append(made)
         end = ends[-1] if ends else None
         return None if end is End.RAISE else end
@@ -995,6 +998,20 @@ class Interpreter:
     def emit(self, made: Collective) -> None:
         if made.pairs_with != BACKWARD or not self.unsynced:
             self.items.append(replace(made, place=(made.line, made.name)))
+            self._under_alarm(made)
+
+    def _under_alarm(self, made: Collective) -> None:
+        if self.alarm:
+            self.alarmed.append((made, self.alarm))
+
+    def _set_alarm(self, call: calls.Call) -> None:
+        """Set or clear an alarm, or have a function of Python run at one."""
+        last = call.node.args[-1] if call.node.args else None
+        if call.origin in knowledge.ALARMS:
+            self.alarm = 0 if constant(last) == 0 else call.node.lineno
+        elif call.origin == "signal.signal" and "ALRM" in text_of(call.node):
+            default = text_of(call.node).endswith(("SIG_DFL)", "SIG_IGN)"))
+            self.file.handles_alarm |= not default
 
     def visit_Call(self, node: ast.Call) -> Abstract:
         call = self._call_of(node)
@@ -1050,6 +1067,7 @@ class Interpreter:
                 ast.Attribute(node.args[0], str(name), ast.Store()), call.args[2]
             )
             return Abstract()
+        self._set_alarm(call)
         self._keep(call)
         return calls.called(call)
 
@@ -1212,8 +1230,13 @@ class Interpreter:
             if size > _MOST_OF_A_HELPER:  # its collectives are one
                 items = list(islice(collectives_in(items), 1))
                 size = 1
-            made = Inlined(name, node.lineno, items, guess, size=size)
-            self.items.append(made)
+            self.items.append(Inlined(name, node.lineno, items, guess, size=size))
+            for each in islice(collectives_in(items), 1):
+                why = each.why or f"which makes {each.name}"
+                made = replace(each, name=f"{name}()", line=node.lineno, why=why)
+                self._under_alarm(replace(made, guess=each.guess or guess))
+        if inner.alarm is not None:
+            self.alarm = inner.alarm
         arguments = [] if call is None else call.node.args
         parameters = _parameters(called)
         for parameter, expression in zip(parameters, arguments, strict=False):
@@ -1228,26 +1251,59 @@ class Interpreter:
         """What runs a function on one rank only: a decorator, or Lightning; empty if none."""
         for node in getattr(definition.node, "decorator_list", ()):
             name = self.file.origin(dotted(getattr(node, "func", node)))
-            own = self.file.env.get(name, Abstract()).ref
-            if last_part(name) in knowledge.ONE_RANK or self._calls_on_some_ranks(own):
+            made = self._wrapper(node)
+            if last_part(name) in knowledge.ONE_RANK or (
+                made is not None and self._parts_ranks(made.items)
+            ):
                 return f"@{text_of(node)}"
         prepares = definition.name.endswith(".prepare_data")
         return "prepare_data" if prepares and "lightning" in self.subjects else ""
 
-    def _calls_on_some_ranks(self, decorator: object) -> bool:
-        """Whether a decorator of this file calls what it is given under a test on the rank only."""
-        if not isinstance(decorator, Definition) or decorator in self.file.being_read:
-            return False
-        args = getattr(decorator.node, "args", None)
+    def decorated_alarm(self) -> int | None:
+        """The line of a decorator that runs the function under an alarm."""
+        for node in getattr(self.definition.node, "decorator_list", ()):
+            made = self._wrapper(node)
+            if made is not None and made.alarmed:
+                return int(node.lineno)
+        return None
+
+    def _wrapper(self, decorator: ast.expr) -> Interpreter | None:
+        """What a decorator of this file runs in a function's place, which is a collective here."""
+        known: Any = self.file.summaries
+        if decorator not in known:
+            known[decorator] = None  # while it is read
+            before = len(self.file.definitions)
+            name = self.file.origin(dotted(getattr(decorator, "func", decorator)))
+            own = self.file.env.get(name, Abstract()).ref
+            if isinstance(decorator, ast.Call) and isinstance(own, Definition):
+                own = self._returned(own, {}) or own
+            known[decorator] = self._run_by(own)
+            del self.file.definitions[before:]  # it is no function of the file's
+        made: Interpreter | None = known[decorator]
+        return made
+
+    def _run_by(self, decorator: object) -> Interpreter | None:
+        args = getattr(getattr(decorator, "node", None), "args", None)
         if args is None or not args.args:
-            return False
+            return None
         given = {args.args[0].arg: Abstract(ref=_SOME_COLLECTIVE)}
-        made = self._read(decorator, given, {}).returned.ref
-        if not isinstance(made, Definition) or not isinstance(
-            made.node, ast.FunctionDef
+        made = self._returned(decorator, given)
+        return self._read(made, {}, {}) if made else None
+
+    def _returned(
+        self, called: Any, given: Mapping[str, Abstract]
+    ) -> Definition | None:
+        """The function that a function of this file returns."""
+        if (
+            not isinstance(called.node, ast.FunctionDef)
+            or called in self.file.being_read
         ):
-            return False
-        return self._parts_ranks(self._read(made, {}, {}).items)
+            return None
+        ref = self._read(called, given, {}).returned.ref
+        is_function = isinstance(ref, Definition) and isinstance(
+            ref.node, ast.FunctionDef
+        )
+        return ref if is_function else None
 
     def _parts_ranks(self, items: Items) -> bool:
         """Whether a collective is made on one side of a test on the rank only."""

@@ -240,6 +240,7 @@ ALL_RANKS = words("""
     StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
     """)
 HARMLESS = words("float getattr int len")
+ALARMS = words("signal.alarm signal.setitimer")
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 SOUNDS_COLLECTIVE = (

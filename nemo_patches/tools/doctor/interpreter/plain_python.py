@@ -24,18 +24,19 @@ def plain(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(made)
 
 
-def _leaves(body: list[ast.stmt]) -> bool:
+def leaves(body: list[ast.stmt]) -> bool:
+    """Whether nothing behind a block is come to."""
     last = body[-1] if body else None
     return isinstance(last, _LEAVING) or (
-        isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse)
+        isinstance(last, ast.If) and leaves(last.body) and leaves(last.orelse)
     )
 
 
 def _nested(body: list[ast.stmt]) -> list[ast.stmt]:
     """What comes after `if test: return` is its else."""
     for number, each in enumerate(body[:-1]):
-        if isinstance(each, ast.If) and _leaves(each.body) != _leaves(each.orelse):
-            side = each.orelse if _leaves(each.body) else each.body
+        if isinstance(each, ast.If) and leaves(each.body) != leaves(each.orelse):
+            side = each.orelse if leaves(each.body) else each.body
             side += _nested(body[number + 1 :])
             return body[: number + 1]
     return body
@@ -77,7 +78,9 @@ class _Plain(ast.NodeTransformer):
         return ast.Try(node.body, [handler], [], [])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        """The two halves of a context manager as one."""
+        """The two halves of a context manager as one, with the block in between as a generator has
+        it.
+        """
         own = {
             each.name: each for each in node.body if isinstance(each, ast.FunctionDef)
         }
@@ -85,12 +88,18 @@ class _Plain(ast.NodeTransformer):
             enter = own["__enter__"]
             _GoesOn().visit(enter)
             leave = own["__exit__"]
-            enter.body += leave.body
-            node.swallows = any(  # type: ignore[attr-defined]
+            swallows = any(
                 each.value and getattr(each.value, "value", True)
                 for each in nodes(leave, ast.Return)
             )
-            node.body.remove(own["__exit__"])
+            handler = ast.copy_location(
+                ast.ExceptHandler(None, None, [ast.Pass()]), leave
+            )
+            handlers = [handler] if swallows else []
+            _GoesOn().visit(leave)
+            block = ast.Try([ast.Expr(ast.Yield())], handlers, [], leave.body)
+            enter.body.append(ast.copy_location(block, enter))
+            node.body.remove(leave)
         return node
 
     def visit_Match(self, node: ast.Match) -> ast.AST:

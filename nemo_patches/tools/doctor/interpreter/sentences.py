@@ -68,6 +68,12 @@ _SENTENCES = {
         "as many turns on all ranks: all_reduce their number with MAX, and fill up with"
         " padding",
     ),
+    Kind.ALARM: Sentence(
+        "NP411",
+        "the alarm of line {line} does not end {names}: Python runs the handler of a signal"
+        " only after the call into C++ has returned, which waits as long as without it",
+        "a timeout of the process group (init_process_group(timeout=..)), or nemo_patches",
+    ),
 }
 _BY_RANK = {
     Kind.BRANCH: Sentence(
@@ -102,6 +108,7 @@ def finding(each: Divergence) -> tuple[str, Finding]:
         cause=each.cause,
         exit=each.exit,
         exit_line=each.exit_line,
+        line=each.line,
     )
     guess = _guess(each)
     made = [at(made.name, made.line) for made in each.collectives]

@@ -109,6 +109,7 @@ class SourceFile:
         self.definitions: list[Definition] = []
         self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
+        self.handles_alarm = False  # by a function of Python
         self.work = 0
 
     def begin_round(self) -> None:
