@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import logging
 import os
@@ -54,6 +55,7 @@ def play(rank: Rank, events: Connection) -> None:
     signal.alarm(LIMIT_S + 10)  # the parent, if it is there, ends it at the limit
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
     logs.write_to(rank.log)
+    faulthandler.enable()  # seen once: forked-lock's rank 0 ended by SIGSEGV, at a load of 30
     number, size = str(rank.number), str(RANKS)
     os.environ.update(
         RANK=number,

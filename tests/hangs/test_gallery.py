@@ -50,11 +50,8 @@ def test_stock_hangs_or_dies_and_nemo_patches_ends_or_names_it(
 ) -> None:
     for patched in (False, True):
         result = results[name, patched]
-        assert result.as_expected, (
-            result.ending,
-            result.ranks,
-            [logs.lines(log)[-15:] for log in result.logs],
-        )
+        last = [line for log in result.logs for line in logs.lines(log)[-40:]]
+        assert result.as_expected, "\n".join([str(result), *last])
         if patched and result.ending == NAMED:
             assert all(
                 line.after < STALL_TIMEOUT + LINE + ROOM for line in result.lines
