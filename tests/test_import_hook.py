@@ -33,9 +33,8 @@ from nemo_patches.patching import (
     start_lines,
     start_up,
 )
-from nemo_patches.patching.metric_targets import METRIC_TARGETS
 from nemo_patches.patching.replacements import Replacement
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"

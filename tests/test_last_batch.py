@@ -18,7 +18,7 @@ from lhotse.testing.dummies import dummy_cut
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset
 
-from nemo_patches.patching.known_trainer import KnownTrainer
+from nemo_patches.patching.running_trainer import RunningTrainer
 from nemo_patches.watch import subscriber
 
 pytestmark = pytest.mark.one_nemo
@@ -71,7 +71,7 @@ def trainer(**settings: Any) -> Trainer:
         max_epochs=1,
         accelerator="cpu",
         devices=1,
-        callbacks=[KnownTrainer()],
+        callbacks=[RunningTrainer()],
         **quiet,
         **settings,
     )

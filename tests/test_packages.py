@@ -44,15 +44,8 @@ MAY_IMPORT = {
         "",
     },
 }
-LOADERS = {  # the files of the layer that import such a package: by setting
-    "patching/chosen.py": "options",
-    "patching/trace.py": "tracing",
-    "patching/trainer_callbacks.py": "tracing",
-}
-WITH_SETTING = {  # what these import by setting alone imports such a package at once
-    "patching/deferred.py": "options",
-    "patching/recorded.py": "tracing",
-}
+# The file of the layer that imports these packages: by setting, in functions.
+LOADERS = {"patching/parts.py": {"options", "tracing"}}
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
 TORCH_ONLY = (
     "growth",
@@ -131,13 +124,13 @@ def modules_of(name: str) -> str:
 
 def imports_back(path: Path) -> list[str]:
     """The imports of a file that its package may not have."""
-    loads = (LOADERS | WITH_SETTING).get(name_of(path))
+    may_import = MAY_IMPORT[package(path)] | LOADERS.get(name_of(path), set())
     found = []
     for name in imports(path):
         parts = name.split(".")
         if parts[0] == "nemo_patches":
             target = parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else ""
-            is_allowed = target in MAY_IMPORT[package(path)] or target == loads
+            is_allowed = target in may_import
         else:
             known = {"torch", *sys.stdlib_module_names}
             is_allowed = package(path) not in TORCH_ONLY or parts[0] in known
@@ -150,26 +143,15 @@ def test_imports_go_towards_the_channel() -> None:
     assert not {name_of(path): back for path in FILES if (back := imports_back(path))}
 
 
-@pytest.mark.parametrize("file", WITH_SETTING)
-def test_what_a_setting_switches_on_is_imported_by_no_file_at_once(file: str) -> None:
-    name = module(PACKAGE / file)
-    assert not [
-        path
-        for path in FILES
-        if name in {modules_of(each) for each in imports(path, at_once=True)}
-    ]
-
-
 @pytest.mark.parametrize("file", LOADERS)
 def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
-    at_once = {
-        ast.unparse(node) for node in ast.parse((PACKAGE / file).read_text()).body
-    }
-    assert not [
-        line
-        for line in at_once
-        if line.startswith(("import ", "from ")) and f".{LOADERS[file]}" in line
-    ]
+    def packages(at_once: bool) -> set[str]:
+        names = imports(PACKAGE / file, at_once)
+        ours = [name.split(".") for name in names if name.startswith("nemo_patches.")]
+        return {parts[1] for parts in ours}
+
+    assert packages(at_once=False) >= LOADERS[file]
+    assert not packages(at_once=True) & LOADERS[file]
 
 
 def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone() -> None:

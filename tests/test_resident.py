@@ -29,8 +29,6 @@ NOT_BY_DEFAULT = (
     "nemo_patches.tracing",
     "nemo_patches.vendoring",
     "nemo_patches.patching.process_status",  # for status()
-    "nemo_patches.patching.deferred",  # with its setting
-    "nemo_patches.patching.recorded",  # the same
     "nemo_patches.patching.source",  # for a NeMo that is newer than the tested ones
 )
 NOT_IN_A_RANK = {"ast", "dis"}  # no code is read there

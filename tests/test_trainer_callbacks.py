@@ -81,7 +81,7 @@ OF_THE_HOOK = [
     ),
 ]
 # A callback, which imports more where the trainer has several ranks
-WATCH = "nemo_patches.patching.job_watch"
+RUNNING = "nemo_patches.patching.running_trainer"
 
 
 def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
@@ -89,7 +89,7 @@ def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
     (without, ours), *found, with_nemo, recorders, traced = seen(done)
     assert without == []
     assert set(ours) == (
-        {*OF_THE_HOOK, WATCH}
+        {*OF_THE_HOOK, RUNNING}
         if hooked
         else {*OF_THE_HOOK} - {"nemo_patches.patching.start_up"}
     )

@@ -10,7 +10,7 @@ COLLECTION = "nemo.collections.asr"
 # Whose trainers may be given a StopTogether; a user of Lightning alone is watched from there on, at
 # the latest.
 CALLBACK_CONNECTOR = "lightning.pytorch.trainer.connectors.callback_connector"
-TORCH = "torch"  # whose import begins the watch in one of several ranks
+TORCH = "torch"  # whose import begins stall reports in one of several ranks
 # The modules of targets.TARGETS, which must not be imported at start-up; a test compares the two.
 TARGET_MODULES = (
     "nemo.collections.asr.modules.conformer_encoder",

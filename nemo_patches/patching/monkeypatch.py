@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 
 from nemo_patches.growth import give_back_all
@@ -15,17 +13,17 @@ from nemo_patches.patching import (
     COLLECTION,
     DISABLE_VARIABLE,
     admission,
-    chosen,
     imported,
-    trace,
+    parts,
 )
-from nemo_patches.patching.chosen import ChosenPatch
+from nemo_patches.patching.parts import TRACE, Part, switched_on
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.start_lines import StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
 from nemo_patches.sync import length_sync
+from nemo_patches.sync.length_sync import current
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
-from nemo_patches.sync.settings import STOCK, Settings, SettingsError
+from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.watch import subscriber
 
 
@@ -60,18 +58,19 @@ class Patching:
                 f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1",
             )
             return False
-        patches = chosen.load(settings)
+        wanted = switched_on(settings)
+        for part in wanted:
+            part.load()
         with self._lock:
             if not self.in_force:  # what is imported here is patched and said here
                 self.follows_imports = self._collection_complete = False
         # No import is under the lock: a thread that imports NeMo has Python's own, and waits for
         # ours in on_import().
         modules = imported.import_targets()
-        chosen.import_targets(patches)
-        trace.import_wanted(settings)
+        parts.import_targets(wanted)
         with self._lock:
             if self.in_force:  # also where another thread has patched meanwhile
-                self._change_settings(settings)
+                self._change_settings(settings, wanted)
                 return False
             left = imported.nothing_to_bound()
             modules = {
@@ -84,16 +83,13 @@ class Patching:
             self.replacements.take_out_left()
             drift = [target.drift(module) for target, module in modules.items()]
             drift = [problem for problem in drift if problem]
-            for patch in patches:
-                if problems := self._drift(patch):
-                    drift.append(f"{patch.refusal}: {' | '.join(problems.values())}")
+            drift += parts.refusals(wanted, self.replacements)
             if drift:
                 text = f"NeMo {admission.nemo_version()} is not as expected; nothing was patched"
                 raise DriftError(f"{text}. {' | '.join(drift)}")
             self._lines.by_hand = not hook_installed
             self._begin(settings)
-            self._patch(modules)
-            self._patch_chosen()
+            self._patch(modules, wanted)
             self._say_collection_complete()
             return True
 
@@ -115,18 +111,19 @@ class Patching:
 
     def _target_imported(self, target: Target) -> None:
         module = sys.modules[target.module]
-        if self.is_patched(target):
+        if self.replacements.holds(target):
             return  # apply() has been here, or two finders have called
         modules = {} if target.nothing_to_bound(module) else {target: module}
         try:
             if not self.in_force and admission.disabled():
                 return
-            settings = length_sync.current() if self.in_force else Settings.resolve()
+            settings = current() if self.in_force else Settings.resolve()
             if modules:
                 admission.require_supported(admission.nemo_version())
                 if problem := target.drift(module):
                     raise DriftError(problem)
-            trace.import_wanted(settings)
+            if TRACE.is_on(settings):
+                TRACE.load()
         except (
             SettingsError,
             admission.UnsupportedNeMo,
@@ -137,23 +134,23 @@ class Patching:
             return
         if not self.in_force:
             self._begin(settings)
-        self._patch(modules)
+        self._patch(modules, [TRACE] if TRACE.is_on(settings) else [])
         if self._collection_complete and modules:
             self._lines.patched((target,))
 
     def _collection_imported(self) -> None:
-        drift: dict[Target, str] = {}
+        skipped: dict[Target, str] = {}
         if self.in_force:
-            for patch in self._importable():
-                if problems := self._drift(patch):
-                    drift |= problems
-                    length_sync.use(patch.without(length_sync.current()))
-                    report(
-                        logging.ERROR, f"{patch.left}: {' | '.join(problems.values())}"
-                    )
-            self._patch_chosen()
+            for part in switched_on(current()):
+                if not part.left:
+                    continue
+                if why := part.why_not(self.replacements, skipped):
+                    length_sync.use(part.without(current()))
+                    report(logging.ERROR, f"{part.left}: {why}")
+                else:
+                    self._begin_part(part)
         self._say_collection_complete()
-        self.skipped.update(drift)
+        self.skipped.update(skipped)
 
     def revert(self) -> None:
         """Restore every patched attribute to its original object, and give grown buffers back to
@@ -161,10 +158,9 @@ class Patching:
         """
         with self._lock:
             self.in_force = self.follows_imports = self._collection_complete = False
-            trace.stop(self.replacements)
             self._lines.end()
-            length_sync.use(length_sync.current().of_layer())
-            chosen.stop()
+            length_sync.use(current().of_layer())
+            parts.end_all(self.replacements)
             self.replacements.restore()
             subscriber.encoders_were_reverted()
             self.patched.clear()
@@ -179,7 +175,7 @@ class Patching:
         """
         if not self.in_force and self.follows_imports and admission.disabled():
             return Settings()
-        return length_sync.current()
+        return current()
 
     def _begin(self, settings: Settings) -> None:
         length_sync.use(settings)
@@ -188,7 +184,9 @@ class Patching:
         self.in_force = self.follows_imports = True
         self._lines.begin()
 
-    def _patch(self, modules: Mapping[Target, ModuleType]) -> None:
+    def _patch(
+        self, modules: Mapping[Target, ModuleType], wanted: Iterable[Part]
+    ) -> None:
         try:
             for target, module in modules.items():
                 self.replacements.patch(target, module, lambda: self.in_force)
@@ -196,46 +194,26 @@ class Patching:
                 # A module that is reloaded has new classes.
                 if target not in self.patched:
                     self.patched.append(target)
-            trace.use(length_sync.current(), self.replacements)
+            for part in wanted:
+                self._begin_part(part)
         except BaseException:
             self.revert()  # never half a patch
             raise
 
-    def _patch_chosen(self) -> None:
-        for patch in chosen.wanted(length_sync.current()):
-            patch.patch(self.replacements, partial(self._is_chosen, patch))
+    def _begin_part(self, part: Part) -> None:
+        part.begin(self.replacements, lambda: self.in_force and part.is_on(current()))
 
-    def _importable(self) -> tuple[ChosenPatch, ...]:
-        """What is chosen; under auto-apply, less what cannot be imported."""
-        try:
-            return chosen.wanted(length_sync.current())
-        except Exception as error:  # nothing of ours may break NeMo's import
-            report(logging.ERROR, f"metrics are not deferred: {error!r}")
-            length_sync.use(replace(length_sync.current(), metrics=STOCK))
-            return chosen.wanted(length_sync.current())
-
-    def _change_settings(self, settings: Settings) -> None:
-        before = length_sync.current()
-        for patch in chosen.wanted(settings):
-            if problems := self._drift(patch):
-                why = " | ".join(problems.values())
-                raise DriftError(f"{patch.refusal}, nothing was changed: {why}")
+    def _change_settings(self, settings: Settings, wanted: list[Part]) -> None:
+        before = current()
+        if drift := parts.refusals(wanted, self.replacements):
+            raise DriftError(f"{' | '.join(drift)}; nothing was changed")
         length_sync.use(settings)
-        self._patch_chosen()
-        trace.use(settings, self.replacements)
+        if TRACE not in wanted and TRACE.is_on(before):
+            TRACE.end(self.replacements)
+        for part in wanted:
+            self._begin_part(part)
         if before != settings:
             report(logging.INFO, f"settings changed: {settings} (before: {before})")
-
-    def _drift(self, patch: ChosenPatch) -> dict[Target, str]:
-        """Why it cannot be patched, if it is not yet."""
-        return {} if self.is_patched(patch.targets[0]) else patch.drift()
-
-    def is_patched(self, target: Target) -> bool:
-        module = sys.modules.get(target.module)
-        return module is not None and self.replacements.has(target.find_owner(module))
-
-    def _is_chosen(self, patch: ChosenPatch) -> bool:
-        return self.in_force and patch.is_wanted(length_sync.current())
 
     def refuse(self, target: Target | None, error: Exception) -> None:
         """What the import hook does when apply() would raise.

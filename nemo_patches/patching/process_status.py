@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_patches.patching import DISABLE_VARIABLE, admission, chosen, imported, trace
+from nemo_patches.patching import DISABLE_VARIABLE, admission, imported, parts
 from nemo_patches.patching.admission import CANNOT_BE, OFF, ON
 from nemo_patches.patching.monkeypatch import Patching
 from nemo_patches.patching.start_lines import NOT_INHERITED
@@ -82,9 +82,8 @@ def status_of(patching: Patching, hook_installed: bool) -> Status:
         nemo = "not installed"
     settings = length_sync.current()
     patched = list(patching.patched)
-    for patch in chosen.wanted(settings) if patching.in_force else ():
-        if patching.is_patched(patch.targets[0]):
-            patched += patch.targets
+    for part in parts.switched_on(settings) if patching.in_force else ():
+        patched += filter(patching.replacements.holds, part.targets)
     state, why = _state(patching, nemo, hook_installed, len(patched))
     overridden = imported.overridden(patching.patched)
     if overridden:
@@ -101,7 +100,7 @@ def status_of(patching: Patching, hook_installed: bool) -> Status:
         unannounced=subscriber.unannounced(),
         stalls=subscriber.stalls(),
         own_syncs=tuple(overridden.values()),
-        trace_file=trace.where(),
+        trace_file=parts.trace_file(),
         state=state,
         why=why,
     )

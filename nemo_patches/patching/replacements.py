@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -21,12 +22,16 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced attribute; `original` is _ABSENT if the class had only inherited it."""
+    """One replaced attribute; `original` is _ABSENT if the class had only inherited it.
+
+    own_name: of another attribute, which the replacement needs; empty: none.
+    """
 
     owner: type
     name: str
     original: object
     replacement: object
+    own_name: str = ""
 
     def undo(self) -> bool:
         """Whether it could be done."""
@@ -41,6 +46,8 @@ class Replacement:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.original)
+        if self.own_name:
+            delattr(self.owner, self.own_name)
         return True
 
 
@@ -56,6 +63,11 @@ class Replacements:
         return any(
             made.owner is owner and name in ("", made.name) for made in self.made
         )
+
+    def holds(self, target: Target) -> bool:
+        """Whether this target's class, as it is imported now, is replaced in part."""
+        module = sys.modules.get(target.module)
+        return module is not None and self.has(target.find_owner(module))
 
     def patch(
         self, target: Target, module: ModuleType, in_force: Callable[[], bool]
@@ -97,11 +109,28 @@ class Replacements:
                 left.undo()
                 self._inside_others.remove(left)
 
-    def put(self, owner: type, name: str, replacement: object) -> None:
-        """Replace an attribute, until restore()."""
-        self.made.append(
-            Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement)
-        )
+    def take_out(self, name: str) -> None:
+        """Undo those of this name."""
+        for made in [made for made in self.made if made.name == name]:
+            self.made.remove(made)
+            made.undo()
+
+    def put(
+        self,
+        owner: type,
+        name: str,
+        replacement: object,
+        own_name: str = "",
+        own: object = None,
+    ) -> None:
+        """Replace an attribute, until restore().
+
+        own_name, own: another attribute, which the replacement needs.
+        """
+        original = vars(owner).get(name, _ABSENT)
+        self.made.append(Replacement(owner, name, original, replacement, own_name))
+        if own_name:
+            setattr(owner, own_name, own)
         wrapt.apply_patch(owner, name, replacement)
 
 

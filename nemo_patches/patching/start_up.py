@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 _WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
-# What of ours imports torch, all but patching/: its own import must be complete before the watch
-# begins.
+# What of ours imports torch, all but patching/: its own import must be complete before stall
+# reports begin.
 _IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.watch", "nemo_patches.channel")
 
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -88,13 +88,13 @@ class _Finder:
             if name == CALLBACK_CONNECTOR:
                 from nemo_patches.patching import trainer_callbacks
 
-                trainer_callbacks.hook(sys.modules[name], begin_watch)
+                trainer_callbacks.hook(sys.modules[name], begin_reports)
             if name in (TORCH, CALLBACK_CONNECTOR):
                 # A process that stays alone has no more of ours than the hook.
                 if is_rank or _may_be_a_rank(name):
-                    from nemo_patches.patching import watch
+                    from nemo_patches.patching import stall_reports
 
-                    watch.begin()
+                    stall_reports.begin()
                 return
             from nemo_patches.patching import monkeypatch
 
@@ -142,7 +142,7 @@ class _PatchingLoader:
 
 
 def _may_be_a_rank(name: str) -> bool:
-    """Whether the watch may begin with this import, and its thread.
+    """Whether stall reports may begin with this import, and their thread.
 
     Not in what multiprocessing starts, a data loader's worker for one: it has inherited a rank's
     variables. Nor in torchrun, which Slurm has started once a host.
@@ -186,7 +186,7 @@ def installed() -> bool:
     return _finder in sys.meta_path
 
 
-def begin_watch() -> None:
+def begin_reports() -> None:
     """Report the stalls of this job, whose Lightning trainer has several ranks."""
     _finder.patch(TORCH, is_rank=True)
 

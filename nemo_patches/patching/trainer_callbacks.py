@@ -21,17 +21,20 @@ from nemo_patches.patching import is_one_of_several_ranks, is_ours, say_error
 GROUP = "lightning.pytorch.callbacks_factory"
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
 # One of them, where ours is on.
-_IN_FORCE = {"nemo_patches.patching.monkeypatch", "nemo_patches.patching.watch"}
+_IN_FORCE = {
+    "nemo_patches.patching.monkeypatch",
+    "nemo_patches.patching.stall_reports",
+}
 _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
 
 
-def hook(connector: ModuleType, begin_watch: Callable[[], None]) -> None:
+def hook(connector: ModuleType, begin_reports: Callable[[], None]) -> None:
     """Add `callbacks` to those that Lightning finds by itself, unless they are there.
 
-    begin_watch: is called once a trainer has several ranks of which this process's launcher said
+    begin_reports: is called once a trainer has several ranks of which this process's launcher said
     nothing.
     """
-    _this_process.begin_watch = begin_watch
+    _this_process.begin_reports = begin_reports
     original = getattr(connector, _LOADS, None)
     if original is None:
         if os.environ.get(_VARIABLE):
@@ -62,7 +65,7 @@ class _Callbacks:
     """Those of this process's trainers."""
 
     def __init__(self) -> None:
-        self.begin_watch: Callable[[], None] | None = None  # under auto-apply
+        self.begin_reports: Callable[[], None] | None = None  # under auto-apply
         self._failed = False
 
     def for_trainer(self) -> list[Any]:
@@ -82,26 +85,19 @@ class _Callbacks:
             return []
 
     def _by_settings(self) -> list[Any]:
-        found: list[Any] = []
-        if self.begin_watch is not None and not is_one_of_several_ranks():
-            from nemo_patches.patching.job_watch import JobWatch
+        in_force = bool(_IN_FORCE.intersection(sys.modules))
+        in_force = in_force or bool(os.environ.get(_VARIABLE))
+        begin = None if is_one_of_several_ranks() else self.begin_reports
+        if begin is None and not in_force:
+            return []
+        from nemo_patches.patching.running_trainer import RunningTrainer
 
-            found.append(JobWatch(self.begin_watch))
-        if not os.environ.get(_VARIABLE) and not _IN_FORCE.intersection(sys.modules):
-            return found
-        from nemo_patches.patching.known_trainer import KnownTrainer
-        from nemo_patches.patching.monkeypatch import this_process
+        found: list[Any] = [RunningTrainer(begin)]
+        if in_force:
+            from nemo_patches.patching import parts
+            from nemo_patches.patching.monkeypatch import this_process
 
-        found.append(KnownTrainer())
-        settings = this_process.settings_for_trainers()
-        if settings.trace:
-            from nemo_patches.tracing.trainer_exceptions import TrainerExceptions
-
-            found.append(TrainerExceptions())
-        if settings.stop_together:
-            from nemo_patches.patching import chosen
-
-            found.append(chosen.trainer_callback(settings))
+            found += parts.callbacks(this_process.settings_for_trainers())
         return found
 
 

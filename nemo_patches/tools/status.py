@@ -20,8 +20,13 @@ from nemo_patches.patching import DISABLE_VARIABLE, admission, source, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
-from nemo_patches.patching.metric_targets import METRIC_SUMS, METRIC_TARGETS
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
+from nemo_patches.patching.targets import (
+    CHECKPOINT_TARGETS,
+    METRIC_SUMS,
+    METRIC_TARGETS,
+    TARGETS,
+    Target,
+)
 from nemo_patches.sync.settings import (
     ALL_SETTINGS,
     DEFERRED,

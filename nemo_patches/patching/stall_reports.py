@@ -1,4 +1,4 @@
-"""Begins the watch of a job without NeMo, in one of several ranks, once torch is imported.
+"""Begins stall reports of a job without NeMo, in one of several ranks, once torch is imported.
 
 Of ours it imports what watches, and not what patches: that imports half of torch.
 """
@@ -18,7 +18,7 @@ from nemo_patches.watch import subscriber
 
 
 def begin() -> None:
-    """With the environment's settings, unless there are others: of apply(), or of a watch that has
+    """With the environment's settings, unless there are others: of apply(), or of reports that have
     begun.
     """
     if length_sync.has_settings():
