@@ -317,20 +317,18 @@ def test_a_process_group_that_is_destroyed_during_a_wait(
 
 def destroyed_as_the_first_call_begins(rank: int, size: int, ports: list[int]) -> int:
     """By another thread, as it seems to the call."""
-    from nemo_patches.sync.events import Observer, observers
+    from nemo_patches.sync.rounds import Notes, listeners
 
-    class OtherThread(Observer):
-        name = "the other thread"
-
+    class OtherThread(Notes):
         def call_began(self, encoder: Any, sync: Any) -> None:
             dist.destroy_process_group()
 
     nemo_patches.apply(timeout=30.0)
     encoder = encoders.conformer()
     join_group(rank, size, ports[0])
-    observers.add(OtherThread())
+    notes, listeners.notes = listeners.notes, OtherThread()
     encoders.sync(encoder, 100)
-    observers.remove(OtherThread.name)
+    listeners.notes = notes
     join_group(rank, size, ports[1])
     encoders.sync(encoder, 200 + rank)
     wait_until(all_have_come)  # so there is a stall monitor

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
-import torch
 from exchange_job import LIMIT_S, Job, Rank, heard, silences
 from ranks import Said, wait_until
 
 from nemo_patches.channel import link
 from nemo_patches.channel.answers import LEFT, NO_WATCH, NOT_HEARD, Answers
 from nemo_patches.sync import rank_log
-from nemo_patches.sync.events import Observer, observers
 
 pytestmark = pytest.mark.one_nemo
 
@@ -129,31 +126,3 @@ def test_a_rank_that_failed_and_ends_later_has_left() -> None:
         job.do(job.all, wait_for_end)
         job.do([2], Rank.close)
         wait_until(lambda: silences(job.do([0], Rank.ask)[0][1]) == {2: LEFT}, LIMIT_S)
-
-
-class Broken(Observer):
-    name = "the stall monitor"  # as another has
-
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
-        raise KeyError("a bug")
-
-
-def test_an_observer_that_fails_takes_no_other_with_it(said: Said) -> None:
-    class Other(Observer):
-        name = Broken.name
-        grown_to: ClassVar[list[int]] = []
-
-        def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
-            self.grown_to.append(new)
-
-    before = observers._all
-    try:
-        observers.add(Broken())
-        observers.add(Other())
-        for new in (2, 3):
-            observers.tell(lambda one, new=new: one.grown(torch.nn.Identity(), 1, new))
-        assert Other.grown_to == [2, 3]
-        (line,) = said.lines
-        assert "has ended by an error of its own" in line
-    finally:
-        observers._all = before

@@ -46,7 +46,7 @@ from nemo_patches.channel.answers import ENDED, LOST, NOT_COME, Answers, Silence
 from nemo_patches.channel.exchange import Exchange, Latest
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
-from nemo_patches.sync.events import Group, Observer, Round, WatchedRounds, observers
+from nemo_patches.sync.rounds import Group, Round, WatchedRounds, listeners
 from nemo_patches.sync.settings import Settings
 from nemo_patches.watch.all_ranks import AllRanks
 from nemo_patches.watch.encoder_watch import EncoderWatch
@@ -537,16 +537,14 @@ def test_since_when_a_connection_is_lost_never_goes_backwards() -> None:
     assert 3 <= heard[-1].answers.silent[1].seconds < 24
 
 
-class AllAnnounced(Observer):
+class AllAnnounced:
     """Notes what it is told of all ranks, and whether that was to be seen before."""
-
-    name = "a test"
 
     def __init__(self) -> None:
         self.events = list[tuple[int, tuple[str, ...]]]()
         self.all_ranks: AllRanks | None = None
 
-    def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
+    def told(self, size: int, differences: tuple[str, ...]) -> bool:
         assert self.all_ranks is not None and not self.all_ranks.is_done
         self.events.append((size, differences))
         return True
@@ -573,7 +571,7 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
         lambda: Look(now, now, told.pop(0), is_done=True),
     )
     told_of.all_ranks = all_ranks
-    observers.add(told_of)
+    before_told, listeners.all_announced = listeners.all_announced, told_of.told
     try:
         for second in range(60):
             all_ranks.look(now + second)
@@ -583,7 +581,7 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
         for second in range(62, 200):
             all_ranks.look(now + second)
     finally:
-        observers.remove(told_of.name)
+        listeners.all_announced = before_told
     assert told_of.events == [
         (2, ()),
         (2, ("ranks differ in their settings: here ; rank 1: sync=local",)),

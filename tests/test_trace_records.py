@@ -25,11 +25,10 @@ import torch
 import traces
 from ranks import wait_until
 
-from nemo_patches.sync.events import Observer, observers
 from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.tracing import recorded_forward, trace_file
 from nemo_patches.tracing import writer as writer_module
-from nemo_patches.tracing.recorder import tracing
+from nemo_patches.tracing.recorder import Recorder, tracing
 from nemo_patches.tracing.records import AT_ITS_SIZE, FORMAT, Enter, Grow, Header, Timed
 from nemo_patches.tracing.writer import TraceWriter
 from nemo_patches.watch import log_line
@@ -237,24 +236,22 @@ def test_a_file_that_somebody_removes_ends_the_trace_and_that_is_said(
     )
 
 
-def test_an_observers_error_is_said_once_and_it_is_told_no_more(
-    said: list[str],
+def test_an_error_of_the_tracers_is_said_once_and_records_no_more(
+    said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken(Observer):
-        name = "tracing"
-        calls = 0
+    calls = list[torch.nn.Module]()
 
-        def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
-            self.calls += 1
-            raise KeyError("a bug")
+    def fails(encoder: torch.nn.Module) -> None:
+        calls.append(encoder)
+        raise KeyError("a bug")
 
-    broken = Broken()
-    observers.add(broken)
+    recorder = Recorder(Settings(trace=tmp_path))
+    monkeypatch.setattr(recorder, "_state_of", fails)
     for _ in range(3):
-        observers.tell(lambda observer: observer.grown(torch.nn.Identity(), 1, 2))
-    assert broken.calls == 1
+        recorder.grown(torch.nn.Identity(), 1, 2)
     (line,) = said
-    assert "tracing has ended by an error of its own" in line and "a bug" in line
+    assert "tracing has ended: an error of its own" in line and "a bug" in line
+    assert recorder.where()
 
 
 def recorded_class(forward: Any) -> Any:
@@ -351,7 +348,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 from nemo_patches.tracing import recorded_forward
-from nemo_patches.tracing.recorder import tracing
+from nemo_patches.tracing.recorder import Recorder, tracing
 from nemo_patches.sync.settings import Settings
 folder = Path(sys.argv[1])
 class Encoder(torch.nn.Module):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from nemo_patches.channel.extremes import Extremes, ExtremesRounds
-from nemo_patches.sync.events import Round, WatchedRounds, observers
 from nemo_patches.sync.length_sync import GroupSyncs, current
+from nemo_patches.sync.rounds import Round, WatchedRounds, listeners
 
 
 class PatientRounds(WatchedRounds):
@@ -39,7 +39,7 @@ class PatientRounds(WatchedRounds):
         self._outstanding: Round | None = None
         self.waited = timedelta(0)
         weakref.finalize(owner, self._extremes.leave).atexit = False
-        observers.tell(lambda observer: observer.rounds_began(self))
+        listeners.notes.rounds_began(self)
 
     @property
     def is_outstanding(self) -> bool:

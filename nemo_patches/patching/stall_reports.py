@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from nemo_patches.channel.exchange import Exchange
 from nemo_patches.patching import COLLECTION, TARGET_MODULES, admission
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.events import Group, Observer, observers
 from nemo_patches.sync.rank_log import report
 from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.watch import subscriber
@@ -34,19 +32,18 @@ def begin() -> None:
         return
     length_sync.use(settings)
     if settings.trace:
-        observers.add(_NothingTraced())
-    subscriber.subscribe()
+        subscriber.subscribe(_NothingTraced().say)
+    else:
+        subscriber.subscribe()
 
 
-class _NothingTraced(Observer):
+class _NothingTraced:
     """Says once that a trace of this rank is not there, which the user has asked for, and why."""
-
-    name = "the trace"
 
     def __init__(self) -> None:
         self._said = False
 
-    def group_began(self, group: Group, exchange: Exchange) -> None:
+    def say(self) -> None:
         if self._said or any(
             name in sys.modules for name in (COLLECTION, *TARGET_MODULES)
         ):

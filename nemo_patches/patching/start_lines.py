@@ -7,25 +7,21 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from nemo_patches.channel.daemon import Daemon
 from nemo_patches.patching import admission
 from nemo_patches.patching.imported import nothing_to_bound, overridden
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.encoder_flag import FLAG, configured, flag_text
-from nemo_patches.sync.events import Observer, WatchedRounds, observers
+from nemo_patches.sync.encoder_flag import FLAG, configured
 from nemo_patches.sync.own_syncs import say as say_own_syncs
-from nemo_patches.sync.protocol import FLAG_IS_OFF
 from nemo_patches.sync.rank_log import rank_and_size
 from nemo_patches.sync.rank_log import report_of_rank as say
+from nemo_patches.sync.rounds import Listeners, listeners
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 
 
-class StartLines(Observer):
+class StartLines:
     """Of this process."""
-
-    name = "the line at the start"
 
     def __init__(self, patched: Collection[Target]) -> None:
         """patched: may change."""
@@ -34,11 +30,9 @@ class StartLines(Observer):
         self.by_hand = False
         self._said_misspelt = False
         self._said_for_all = False
-        self._said_in_a_group = False
-        self._said_without = False
 
     def begin(self) -> None:
-        observers.add(self)
+        listeners.all_announced = self.all_announced
         self.misspelt()
         version = admission.nemo_version()
         how = admission.how_unknown(version)
@@ -48,7 +42,7 @@ class StartLines(Observer):
             say(source.compared(version, admission.SUPPORTED, how), logging.WARNING)
 
     def end(self) -> None:
-        observers.remove(self)
+        listeners.all_announced = Listeners.all_announced
 
     def misspelt(self) -> None:
         if not self._said_misspelt:
@@ -99,28 +93,6 @@ class StartLines(Observer):
             # Made since, where a class of theirs keeps ours from being asked.
             say_own_syncs(overridden(self._patched).values())
         return True
-
-    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
-        """On the training thread, which does not wait until the line is written."""
-        if self._said_in_a_group or (sync is None and self._said_without):
-            return
-        if sync is None:
-            self._said_without = True
-        else:
-            self._said_in_a_group = True
-        if rank_and_size()[1] == 1:
-            return
-        text = f"first encoder call: {type(encoder).__name__}, {flag_text(encoder)}"
-        if sync is None:
-            text += "; no process group is initialized: "
-            text += "this call grows the encoder by its own length"
-        else:
-            text += "; the process group is initialized"
-            if sync.apart == FLAG_IS_OFF:
-                text += "; it grows privately, and has no length sync"
-                text += "; stall reports watch the job all the same"
-        if Daemon("line", say, text).begin():  # there may be no more threads
-            say(text)
 
     def _what(self, targets: Iterable[Target]) -> str:
         names = ", ".join(target.owner for target in targets) or "nothing yet"

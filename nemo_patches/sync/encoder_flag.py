@@ -11,6 +11,11 @@ FLAG = "sync_max_audio_length"
 NOT_SET = "not set"
 
 
+def is_off(encoder: torch.nn.Module) -> bool:
+    """Whether the encoder has no length sync: its own flag says so."""
+    return not getattr(encoder, FLAG, True)
+
+
 def configured(encoder: torch.nn.Module) -> str:
     """In the config that NeMo made the encoder from: "True", "False", NOT_SET; empty: no config."""
     config: Any = vars(encoder).get("_cfg")

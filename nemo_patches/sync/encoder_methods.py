@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ..channel.daemon import Daemon
 from ..growth import grow_privately, growth, outside_inference_mode
-from .events import observers
-from .length_sync import synced_length
-from .rank_log import is_distributed, report
+from .encoder_flag import flag_text, is_off
+from .length_sync import process, synced_length
+from .rank_log import is_distributed, rank_and_size, report, report_of_rank
+from .rounds import listeners
 
 Method = Callable[..., None]
 # Torch puts it into the error of fullgraph=True.
@@ -59,7 +61,7 @@ def make_bounded_update(
                 _grow(self, grow, seq_length, device)
         elif in_force():
             if not torch.compiler.is_compiling():
-                _tell_call_without_group(self)
+                _first_calls.say_without_group(self)
             outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)
@@ -67,8 +69,41 @@ def make_bounded_update(
     return update
 
 
-def _tell_call_without_group(encoder: torch.nn.Module) -> None:
-    observers.tell(lambda observer: observer.call_began(encoder, None))
+class _FirstCalls:
+    """The line about this process's first encoder call, without a process group and in one."""
+
+    def __init__(self) -> None:
+        self._said_without = False
+        self._said_in_group = False
+
+    def say_without_group(self, encoder: torch.nn.Module) -> None:
+        if not (self._said_without or self._said_in_group):
+            self._said_without = True
+            text = "no process group is initialized: this call grows the encoder by its own length"
+            self._say(encoder, text)
+
+    def say_in_group(self, encoder: torch.nn.Module) -> None:
+        if self._said_in_group or process.present_group() is None:
+            return
+        self._said_in_group = True
+        text = "the process group is initialized"
+        if is_off(encoder):
+            text += "; it grows privately, and has no length sync"
+            text += "; stall reports watch the job all the same"
+        self._say(encoder, text)
+
+    def _say(self, encoder: torch.nn.Module, text: str) -> None:
+        """On a thread of its own: training does not wait until the line is written."""
+        if rank_and_size()[1] == 1:
+            return
+        name = type(encoder).__name__
+        line = f"first encoder call: {name}, {flag_text(encoder)}; {text}"
+        # There may be no more threads.
+        if Daemon("line", report_of_rank, line).begin():
+            report_of_rank(line)
+
+
+_first_calls = _FirstCalls()
 
 
 def private_setter(original: Method, in_force: Callable[[], bool]) -> Method:
@@ -102,12 +137,12 @@ def _beside_graphs(function: Method) -> Method:
 def _sync_and_grow(
     encoder: Any, grow: Method, seq_length: int, device: torch.device
 ) -> None:
+    _first_calls.say_in_group(encoder)
     length = synced_length(encoder, seq_length)
     before = encoder.max_audio_length
     if length > before:
         _grow(encoder, grow, length, device)
-        after = encoder.max_audio_length
-        observers.tell(lambda observer: observer.grown(encoder, before, after))
+        listeners.tracer.grown(encoder, before, encoder.max_audio_length)
 
 
 @_beside_graphs

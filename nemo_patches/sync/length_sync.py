@@ -3,7 +3,7 @@
 `synced_length` is the whole interface to NeMo. It replaces the reduce of
 `ConformerEncoder.update_max_seq_length` (nemo/collections/asr/modules/conformer_encoder.py, NeMo
 1.20 to 3.0) and of its likes. State lives here, beside the encoders: state_dict, deepcopy, pickle
-and export see none of it. Which ranks are missing from a round, an observer says.
+and export see none of it. Which ranks are missing from a round, the watch says.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
@@ -25,7 +25,7 @@ import torch
 from ..channel import meeting, process_hooks
 from ..channel.exchange import Exchange, RoundFailed, Rounds
 from ..channel.process_hooks import InForkedChild
-from .events import CallLeft, Group, Round, WatchedRounds, observers
+from .encoder_flag import is_off
 from .protocol import (
     CAME,
     ENDED,
@@ -39,6 +39,7 @@ from .protocol import (
     LengthProtocol,
 )
 from .rank_log import is_distributed, raised_by_signal_handler, report
+from .rounds import CallLeft, Group, Round, WatchedRounds, listeners
 from .settings import Settings, SettingsError
 
 LENGTHS = "lengths"  # the key of the rounds, the same on all ranks
@@ -142,15 +143,13 @@ class ProcessSync:
     def present_group(self) -> GroupSyncs | None:
         """The syncs under the current process group; None without other ranks. Any thread.
 
-        The first one to see another process group tells the observers that it has begun.
+        The first one to see another process group tells the watch that it has begun.
         """
         with self._lock:
             before = self.group_syncs
             group_syncs = self._of_present_group()
             if group_syncs is not None and group_syncs is not before:
-                group = group_syncs.group
-                exchange = group_syncs.exchange
-                observers.tell(lambda observer: observer.group_began(group, exchange))
+                listeners.notes.group_began(group_syncs.group, group_syncs.exchange)
             return group_syncs
 
     def forget(self) -> None:
@@ -317,7 +316,7 @@ class EncoderSync(WatchedRounds):
                 self.sequence.clock = self.sequence.protocol.clock
             number = self._calls + 1
             self.latest_call = (number, self.sequence.clock)
-            observers.tell(lambda observer: observer.call_began(encoder, self))
+            listeners.notes.call_began(encoder, self)
             if self.apart or self.ended:
                 self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
@@ -333,7 +332,7 @@ class EncoderSync(WatchedRounds):
                 local=length,
                 result=result,
             )
-            observers.tell(lambda observer: observer.call_left(left))
+            listeners.tracer.call_left(left)
         return result
 
     def take_part(self, length: int, training: bool, settings: Settings) -> int:
@@ -419,7 +418,7 @@ class EncoderSync(WatchedRounds):
 
 
 def _apart(encoder: torch.nn.Module, settings: Settings) -> str:
-    if not getattr(encoder, "sync_max_audio_length", True):
+    if is_off(encoder):
         return FLAG_IS_OFF
     return IS_LOCAL if settings.sync == "local" else ""
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import multiprocessing
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -52,6 +54,19 @@ def report(level: int, text: str) -> None:
     except Exception as error:
         if raised_by_signal_handler(error):
             raise  # anything else cannot be reported anywhere
+
+
+@contextlib.contextmanager
+def contained(part: str, failed: Callable[[], object]) -> Iterator[None]:
+    """An error of ours in this part of us is said, and comes no further. failed: is called then."""
+    try:
+        yield
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        failed()
+        text = "has ended by an error of its own, please report it"
+        report(logging.ERROR, f"{part} {text}: {error!r}")
 
 
 def report_of_rank(text: str, level: int = logging.INFO) -> None:

@@ -19,8 +19,8 @@ import torch
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.events import CallLeft, Observer, observers
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
+from nemo_patches.sync.rounds import CallLeft, Tracer, listeners
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import first_line
 from nemo_patches.tracing import records
@@ -55,13 +55,13 @@ class Tracing:
         """Trace from the next encoder call on."""
         self.stop()
         self.recorder = Recorder(settings)
-        observers.add(self.recorder)
+        listeners.tracer = self.recorder
 
     def stop(self) -> None:
         """End the trace, if there is one."""
         ending, self.recorder = self.recorder, None
         if ending is not None:
-            observers.remove(ending)
+            listeners.tracer = Tracer()
             ending.close("revert(), or apply() with another trace")
 
     def where(self) -> str:
@@ -79,13 +79,11 @@ class EncoderState:
         self.running = False  # a recorded call is
 
 
-class Recorder(Observer):
+class Recorder(Tracer):
     """One trace: its writer, from the first encoder call on, and its encoders.
 
     The length sync tells on the training thread, the watch on its own.
     """
-
-    name = "tracing"
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings

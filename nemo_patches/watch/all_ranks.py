@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..channel.answers import ENDED, LEFT, NO_WATCH, OTHERS
 from ..channel.exchange import Exchange
-from ..sync.events import Group, observers
+from ..sync.rounds import Group, listeners
 from ..text import named, safe
 from .log_line import report
 from .looks import Heard, Look
@@ -110,7 +110,7 @@ class AllRanks:
     def _tell(self, differences: tuple[str, ...]) -> None:
         self._is_told = True
         size = self._group.size
-        if observers.tell(lambda observer: observer.all_announced(size, differences)):
+        if listeners.all_announced(size, differences):
             return
         for text in differences:  # nothing is patched
             report(logging.WARNING, text)

@@ -16,7 +16,7 @@ from ..judging.answer import Answer, Question, answered
 from ..judging.found import Found
 from ..judging.kinds import LATE
 from ..judging.missing_rank import MissingRank, Stall, been
-from ..sync.events import Round, WatchedRounds, observers
+from ..sync.rounds import Round, WatchedRounds, listeners
 from ..text import named
 from .log_line import report
 from .looks import Look
@@ -184,11 +184,7 @@ class EncoderWatch:
         else:
             title = self._sync.title
             call = round_.call
-            observers.tell(
-                lambda one: one.stall_reported(
-                    answer.missing, answer.unknown, title, call
-                )
-            )
+            listeners.tracer.stall_reported(answer.missing, answer.unknown, title, call)
             if waited_s < timeout_s and not answer.missing and not answer.unknown:
                 # A wait that earlier ones have shortened, on a busy machine.
                 late.level = logging.INFO

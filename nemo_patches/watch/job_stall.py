@@ -26,7 +26,7 @@ from ..judging.found import Found
 from ..judging.missing_rank import Stall, been
 from ..judging.rank_groups import grouped
 from ..judging.verdict import Verdict, judged
-from ..sync.events import Group, observers
+from ..sync.rounds import Group, listeners
 from ..sync.settings import Settings
 from ..text import named
 from . import on_stall
@@ -263,7 +263,7 @@ class JobStallWatch:
         self._told = (verdict.level, text)  # after the line: `stall` may be looking
         waited = verdict.level >= logging.WARNING
         missing = verdict.missing if waited else ()
-        observers.tell(lambda one: one.stall_reported(missing, text, waited=waited))
+        listeners.tracer.stall_reported(missing, text, waited=waited)
         if verdict.level < logging.WARNING:
             return
         content = self._content(verdict, text, now)
@@ -420,7 +420,7 @@ class JobStallWatch:
 
     def leave(self) -> None:
         """End this process."""
-        observers.tell(lambda observer: observer.process_exits(EXIT_CODE))
+        listeners.tracer.process_exits(EXIT_CODE)
         if self._command is not None:
             self._command.join(_EXIT_LIMIT_S)
         self._end_what_it_has_started()

@@ -7,7 +7,7 @@ import logging
 import time
 
 from ..judging.found import Found
-from ..sync.events import Group, Round, WatchedRounds
+from ..sync.rounds import Group, Round, WatchedRounds
 from .log_line import report
 from .training_notes import TrainingNotes
 

@@ -21,7 +21,7 @@ from ..facts import (
     RankFacts,
 )
 from ..sync import __version__
-from ..sync.events import Group, WatchedRounds
+from ..sync.rounds import Group, WatchedRounds
 from ..sync.settings import Settings
 from ..text import safe
 from .late_modules import LateModules

@@ -12,8 +12,8 @@ from ..channel.exchange import Exchange
 from ..channel.own_socket import Socket
 from ..judging.found import Found
 from ..judging.missing_rank import Stall
-from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
+from ..sync.rounds import Group, WatchedRounds
 from ..sync.settings import Settings
 from . import visitors
 from .all_ranks import AllRanks

@@ -28,8 +28,8 @@ from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
 from ..channel.waker import Waker
 from ..facts import CAN_PAGE
-from ..sync.events import Group, WatchedRounds
 from ..sync.length_sync import current
+from ..sync.rounds import Group, WatchedRounds
 from ..sync.settings import Settings
 from ..text import first_line
 from .all_ranks import AllRanks

@@ -11,16 +11,19 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
+from collections.abc import Callable
 from time import sleep
 from typing import TYPE_CHECKING
+
+import torch
 
 from ..channel import process_hooks
 from ..channel.daemon import Daemon
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
-from ..sync.events import Group, Observer, observers
-from ..sync.rank_log import report
+from ..sync.rank_log import contained, report
+from ..sync.rounds import Group, Notes, WatchedRounds, listeners
 from .late_modules import LateModules
 from .stall_monitor import StallMonitor
 from .training_notes import TrainingNotes
@@ -28,14 +31,17 @@ from .training_notes import TrainingNotes
 if TYPE_CHECKING:
     from ..judging.missing_rank import Stall
 
+_NOTES = "what the stall monitor notes"
 _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
 
 
-class StallSubscriber(Observer):
-    """From the process group's beginning on, a monitor watches it."""
+class StallSubscriber(Notes):
+    """From the process group's beginning on, a monitor watches it.
 
-    name = "the stall monitor"
+    What the length sync tells it raises nothing of ours: an error in a note ends the notes, until
+    there is another process group.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,12 +50,15 @@ class StallSubscriber(Observer):
         self._said = ""  # why there can be no thread
         self._notes = TrainingNotes()
         self._late = LateModules()
+        self._on_group: Callable[[], object] = lambda: None
 
-    def subscribe(self) -> None:
-        """Report stalls from now on; a second call does nothing."""
+    def subscribe(self, on_group: Callable[[], object] = lambda: None) -> None:
+        """Report stalls from now on. on_group: is called when there is another process group; the
+        latest one given holds.
+        """
         self._notes.is_reverted = False
-        observers.add(self._notes)
-        observers.add(self)
+        self._on_group = on_group
+        listeners.notes = self
         self._start()
 
     def trains_with(self, trainer: object) -> None:
@@ -88,12 +97,27 @@ class StallSubscriber(Observer):
             self._start()
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
-        self._notes.begin_anew()
-        observers.add(self._notes)  # an error may have taken it out
-        self._monitor = StallMonitor(
-            group, exchange, self._notes, length_sync.current, self._late
-        )
-        self._start()
+        with contained("the stall monitor", self._notes.fail):
+            self._notes.begin_anew()
+            self._monitor = StallMonitor(
+                group, exchange, self._notes, length_sync.current, self._late
+            )
+            self._start()
+            self._on_group()
+
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds) -> None:
+        if not self._notes.is_broken:
+            with contained(_NOTES, self._notes.fail):
+                self._notes.call_began(encoder, sync)
+
+    def rounds_began(self, sync: WatchedRounds) -> None:
+        if not self._notes.is_broken:
+            with contained(_NOTES, self._notes.fail):
+                self._notes.note(sync)
+
+    def reports_late(self, sync: WatchedRounds) -> bool:
+        self.rounds_began(sync)
+        return self._notes.are_watched and not self._notes.is_broken
 
     def _start(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from ..channel.exchange import Exchange
 from ..judging.answer import Answer, ended
 from ..judging.found import Found
 from ..judging.missing_rank import Stall
-from ..sync.events import WatchedRounds, observers
+from ..sync.rounds import WatchedRounds, listeners
 from .log_line import report
 from .looks import Look
 
@@ -86,11 +86,7 @@ class SyncEndReport:
 
     def _say(self, answer: Answer, is_last: bool) -> None:
         if answer.missing or (answer.unknown and not is_last):
-            observers.tell(
-                lambda one: one.stall_reported(
-                    answer.missing, answer.unknown, self._title
-                )
-            )
+            listeners.tracer.stall_reported(answer.missing, answer.unknown, self._title)
         text = answer.text(self._size)
         if answer.missing:
             report(logging.WARNING, f"{self._title}: gone: {text}")

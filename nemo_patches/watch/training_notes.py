@@ -1,4 +1,4 @@
-"""What the training thread does: noted there from the sync's events, read by the stall monitor."""
+"""What the training thread does: noted there, read by the stall monitor."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..sync.encoder_flag import flag_text
-from ..sync.events import Group, Observer, WatchedRounds
 from ..sync.length_sync import current
+from ..sync.rounds import Group, WatchedRounds
 from ..sync.settings import DEFERRED
 
 
@@ -31,12 +31,10 @@ class LastCall(NamedTuple):
     training: bool = True
 
 
-class TrainingNotes(Observer):
+class TrainingNotes:
     """The notes of this process. Only the training thread writes them; values are replaced as a
     whole.
     """
-
-    name = "what the stall monitor notes"
 
     def __init__(self) -> None:
         self.last = LastCall()
@@ -77,13 +75,11 @@ class TrainingNotes(Observer):
         self.is_broken = False
         self.are_watched = True
 
-    def has_failed(self) -> None:
+    def fail(self) -> None:
         self.is_broken = True
 
-    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
-        if sync is None:
-            return
-        self._note(sync)
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds) -> None:
+        self.note(sync)
         call, clock = sync.latest_call
         self.last = LastCall(
             sync=sync,
@@ -98,14 +94,7 @@ class TrainingNotes(Observer):
         if not self.encoder_flag:
             self.encoder_flag = f"{sync.title}: {flag_text(encoder)}"
 
-    def rounds_began(self, sync: WatchedRounds) -> None:
-        self._note(sync)
-
-    def reports_late_rounds_of(self, sync: WatchedRounds) -> bool:
-        self._note(sync)
-        return self.are_watched
-
-    def _note(self, sync: WatchedRounds) -> None:
+    def note(self, sync: WatchedRounds) -> None:
         """When an encoder is new, forget those that were deleted."""
         if sync not in self._syncs:
             self._syncs = (*(one for one in self._syncs if not one.is_settled), sync)

@@ -1,4 +1,4 @@
-"""The rounds of this rank, as others see them, and the observers that are told what happens."""
+"""The rounds of this rank, as others see them, and who is told, directly, what happens in them."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..channel.exchange import CLOSED, Exchange, Rounds
-from .rank_log import raised_by_signal_handler, report
+from .rank_log import report
 
 # Per encoder: more than a rank comes to between two looks of the watch.
 _ROUNDS_KEPT = 16
@@ -48,7 +48,7 @@ class Round:
 
 
 class WatchedRounds:
-    """The rounds of one encoder, data loader or of the checkpoints, as observers see them.
+    """The rounds of one encoder, data loader or of the checkpoints, as the watch sees them.
 
     Any thread may read them; only the training thread writes.
     """
@@ -130,11 +130,11 @@ class WatchedRounds:
         self.round = round_
 
     def was_late(self, round_: Round) -> str:
-        """A wait for this round has timed out. Log it, unless an observer does. Return the text."""
+        """A wait for this round has timed out. Log it, unless the watch does. Return the text."""
         round_.gave_up_at = time.monotonic()
         late = self.late(round_, round_.gave_up_at - round_.issued_at)
         text = f"{self.call_title(round_)}: {late}"
-        if observers.tell(lambda observer: observer.reports_late_rounds_of(self)):
+        if listeners.notes.reports_late(self):
             self.timed_out = round_
         elif self._said is None:
             self._said = round_
@@ -164,41 +164,35 @@ class CallLeft(NamedTuple):
     result: int  # the one that the encoder grows to
 
 
-class Observer:
-    """Is told what the length sync and the watch do: an observer has those methods that it needs.
+class Notes:
+    """What the watch notes: nothing, until it is there and has put its own in place of these.
 
-    They run on the thread that does it, mostly the training thread, and only note what they are
-    given. An encoder is not to be kept.
+    On the thread that does it, mostly the training thread. They raise nothing but what a signal
+    handler raises meanwhile. An encoder is not to be kept.
     """
-
-    name = ""  # for log lines
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
         """There is a new default process group of several ranks. Nothing is sent over it yet."""
 
-    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds | None) -> None:
-        """sync: None without a process group; else its `latest_call` is this one."""
+    def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds) -> None:
+        """Its `latest_call` is this one."""
+
+    def rounds_began(self, sync: WatchedRounds) -> None:
+        """Of a data loader or of the checkpoints, to be watched and reported like an encoder's."""
+
+    def reports_late(self, sync: WatchedRounds) -> bool:
+        """Whether it logs the round whose wait has just timed out, with the missing ranks."""
+        return False
+
+
+class Tracer:
+    """What a trace records: nothing where there is none. As Notes; the watch tells it, too."""
 
     def call_left(self, call: CallLeft) -> None:
         pass
 
     def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
         """old, new: positions."""
-
-    def rounds_began(self, sync: WatchedRounds) -> None:
-        """Of a data loader or of the checkpoints, to be watched and reported like an encoder's."""
-
-    def reports_late_rounds_of(self, sync: WatchedRounds) -> bool:
-        """Whether it logs the round whose wait has just timed out, with the missing ranks."""
-        return False
-
-    def all_announced(self, size: int, differences: tuple[str, ...]) -> bool:
-        """On rank 0 after its first encoder call: every rank has joined, so each is patched.
-
-        differences: between the ranks; it is told again where they are known only later. Whether it
-        logs them.
-        """
-        return False
 
     def stall_reported(
         self,
@@ -218,39 +212,18 @@ class Observer:
     def process_exits(self, code: int) -> None:
         """stall_exit ends this process as soon as this returns."""
 
-    def has_failed(self) -> None:
-        """It has raised, and is told nothing more. Must not raise."""
+
+@dataclass
+class Listeners:
+    """Of this process. Each is called directly."""
+
+    notes: Notes = field(default_factory=Notes)
+    tracer: Tracer = field(default_factory=Tracer)
+    # On rank 0, once every rank has joined, so each is patched: how many they are, and how they
+    # differ; again where that is known only later. Whether it logs the differences.
+    all_announced: Callable[[int, tuple[str, ...]], bool] = lambda size, differences: (
+        False
+    )
 
 
-class Observers:
-    """An observer that raises is logged once, and is told nothing more."""
-
-    def __init__(self) -> None:
-        self._all: tuple[Observer, ...] = ()  # replaced as a whole
-
-    def add(self, observer: Observer) -> None:
-        if observer not in self._all:
-            self._all = (*self._all, observer)
-
-    def remove(self, which: Observer | str) -> None:
-        """This one; or by its name, and others of that name with it."""
-        self._all = tuple(one for one in self._all if which not in (one, one.name))
-
-    def tell(self, call: Callable[[Observer], object]) -> bool:
-        """Whether one has answered yes. Raises only what a signal handler raises meanwhile."""
-        has_answered = False
-        for observer in self._all:
-            try:
-                if call(observer):
-                    has_answered = True
-            except Exception as error:
-                if raised_by_signal_handler(error):
-                    raise
-                self.remove(observer)
-                observer.has_failed()
-                text = "has ended by an error of its own, please report it"
-                report(logging.ERROR, f"{observer.name} {text}: {error!r}")
-        return has_answered
-
-
-observers = Observers()  # of this process
+listeners = Listeners()
