@@ -455,6 +455,25 @@ def test_a_report_of_an_earlier_stall_tells_nothing_of_the_latest(
     )
 
 
+@pytest.mark.parametrize("off_s", [-3 * 3600.0, 40.0, 3 * 3600.0])
+def test_of_another_host_the_clock_decides_nothing(
+    off_s: float, tmp_path: Path
+) -> None:
+    """The calls do: rank 2's own host has a report of this stall, and one of an earlier one."""
+    groups = group([1], ELSEWHERE, READS), group([0, 2], WAITING, BARRIER)
+    there = {"machine": "another", "pid": 4002, "started": 1}
+    here = {"machine": "this one", "pid": 4000, "started": 1}
+    write(tmp_path, 0, *groups, process=here)
+    write(tmp_path, 2, *groups, time=NOW + off_s, process=there)
+    report = diagnosed(tmp_path)
+    assert (report.earlier, report.findings[0].ranks) == ((), (1,))
+    earlier = [{**one, "calls": 5} for one in groups]
+    write(tmp_path, 2, *earlier, time=NOW + off_s, process=there)
+    report = diagnosed(tmp_path)
+    assert "stall_rank_2.json: the report of an earlier stall" in report.earlier[0]
+    assert report.findings[0].ranks == (1,)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"[", b"{}", b"[" * 100_000, b'{"world_size": "many"}', b"\xff"]
 )

@@ -15,6 +15,7 @@ from test_evidence import ELSEWHERE, SYNC, facts, report, still
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
+from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import Fact
 from nemo_patches.tools.diagnose.sources import dumps
 from nemo_patches.tracing import records
@@ -306,3 +307,90 @@ def test_counters_of_torchs_own_start_and_its_own_threads_are_no_remarks() -> No
     others = [Thread("MainThread", 2, frames=at), Thread("length sync", 3, frames=at)]
     assert not dumps.other_threads(Thread(tid=1), others)
     assert dumps.other_threads(Thread(tid=1), [Thread("saver", 4, frames=at)])
+
+
+STALL = "no encoder call for 2 s. rank 2 (vm, pid 13): read_label (train.py:63) < main (train.py:80)"
+WAITS = "barrier, in step (train.py:9)"
+
+
+def test_our_lines_of_one_host_count_in_the_order_of_their_times(
+    tmp_path: Path,
+) -> None:
+    """A rank's stderr may stand behind that of another one, as in files of their own."""
+    late = f"{STALL} | ranks 0-1: {WAITS}"
+    early = f"{STALL} | rank 1 (vm, pid 12): goes on without encoder calls, now in step (a.py:9)"
+    lines = [
+        OURS.format(0) + late,
+        OURS.format(2).replace("13,278", "12,900").replace("WARNING", "INFO") + early,
+    ]
+    found = told(tmp_path, *lines)
+    assert (found.findings[0].id, found.findings[0].ranks) == (ids.MISSING_RANK, (2,))
+    # Of several hosts, by the order of the lines: their clocks may differ.
+    lines[1] = lines[1].replace(" vm] ", " node2] ")
+    assert told(tmp_path, *lines).findings[0].ranks == ()
+
+
+def test_of_ranks_that_left_the_first_is_accused_where_connections_closed(
+    tmp_path: Path,
+) -> None:
+    """Rank 0 was cut off by rank 1's end: the line of that error has no rank."""
+    cut = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:52635"
+    left = "have left: they ended, or destroyed their process group"
+    lines = [
+        f"{OURS.format(2)}{ENCODER}: gone: rank 1 of 3 | rank 1 (vm, pid 12) has left: it ended,"
+        " or destroyed its process group",
+        f"{OURS.format(2)}no encoder call for 4 s. ranks 0-1: {left} | rank 2 (vm, pid 13): {WAITS}",
+    ]
+    traceback = [
+        "Traceback (most recent call last):",
+        '  File "/job/train.py", line 9, in step',
+        cut,
+    ]
+    first = told(tmp_path, *lines, *traceback).findings[0]
+    assert (first.id, first.ranks) == (ids.ENDED, (1,))
+    first = told(tmp_path, *lines).findings[0]
+    assert (first.id, first.ranks) == (ids.ENDED, (0, 1))
+    assert "left after the first may have been cut off" in first.text
+    assert "it left" not in first.text
+
+
+def test_a_stack_and_the_others_records_are_told_together() -> None:
+    """Rank 1 is behind, by records, and waits elsewhere, by its stack."""
+    entered = [
+        Fact(
+            rank,
+            Entry(rank, "0", 9, "nccl:all_reduce", "[9]", caller="step (a.py:3)"),
+            "dumps",
+        )
+        for rank in (0, 2)
+    ]
+    behind = Fact(1, Entry(1, "0", 8, "nccl:all_reduce", done=True), "dumps")
+    gathers = facts(1, replace(SYNC, collective="all_gather_object"))
+    found = report(entered, [behind], gathers, entries={"0": {0, 1, 2}}, world=3)
+    first = found.findings[0]
+    assert (first.id, first.ranks) == (ids.OUT_OF_STEP, ())
+    assert "Rank 1 is in all_gather_object of the length sync" in first.text
+    assert "ranks 0, 2 in nccl:all_reduce [9], number 9" in first.text
+    assert "collected yet" not in first.text
+
+
+def test_of_others_an_unknown_rank_is_not_counted(tmp_path: Path) -> None:
+    cut = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:52635"
+    gone = f"{OURS.format(2)}this job: gone: rank 1 of 3 | rank 1 (vm, pid 12): its process has gone"
+    first = told(tmp_path, gone, "Traceback (most recent call last):", cut).findings[0]
+    assert (first.id, first.ranks) == (ids.KILLED, (1,))
+    assert first.text.endswith(
+        "no record tells of its end. Others had their connections closed."
+    )
+
+
+def test_of_ranks_that_were_late_one_remark_tells(tmp_path: Path) -> None:
+    """Not one for each, with the same advice."""
+    in_vain = [*call(7, records.TIMEOUT), *call(8, records.TIMEOUT)]
+    ends = [*call(9), records.End(90.0)]
+    traced(tmp_path, 0, *in_vain, *ends)
+    traced(tmp_path, 1, *call(7), *call(8), *ends)
+    traced(tmp_path, 2, *call(7), *call(8, records.TIMEOUT), *ends)
+    [found] = report_of(tmp_path).findings
+    assert (found.id, found.ranks) == (ids.LATE, (1, 2))
+    assert "(rank 1 to 2, rank 2 to 1); ranks 0, 2 went on" in found.text

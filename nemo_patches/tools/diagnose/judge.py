@@ -9,8 +9,9 @@ verdicts.py.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
@@ -55,6 +56,7 @@ _OUT = (
 )
 _NOT_COME = (conditions.GONE, conditions.SILENT, conditions.MISSING)
 _SILENT = (conditions.GONE, conditions.SILENT)
+_LEFT = (conditions.GONE, conditions.ENDED)
 
 
 def judge(
@@ -224,6 +226,13 @@ def by_numbers(hearing: Hearing) -> list[Finding]:
                 for rank in one.accused
                 if (shows := _shows(hearing[rank])) is not None
             )
+            elsewhere = [
+                hearing[rank]
+                for rank in one.accused
+                if _is_seen_in_another(hearing[rank], there, hearing)
+            ]
+            if len(elsewhere) == len(one.accused):
+                found.append(verdicts.by_two_sources(one, there, elsewhere))
         found += verdicts.by_number(one, hearing, there, accused)
     if found and hearing.unseen:
         found.append(verdicts.nothing_known(hearing.unseen))
@@ -233,6 +242,21 @@ def by_numbers(hearing: Hearing) -> list[Finding]:
 def _shows(account: Account) -> Fact | None:
     """The fact that shows the rank waiting or moving."""
     return account.motion_fact if account.moved else account.waits
+
+
+def _is_seen_in_another(one: Account, there: Sequence[Fact], hearing: Hearing) -> bool:
+    """Whether its stack shows it in a collective of another kind than that which the others are in,
+    of which there are records alone. A barrier of NCCL's is recorded as an all_reduce.
+    """
+    if one.moved or any(hearing[fact.rank].place_fact for fact in there):
+        return False
+    name, of = (
+        re.sub("[^a-z]", "", text.lower().rpartition(":")[2])
+        for text in (one.place.collective, there[0].entered.kind)
+    )
+    is_function = re.fullmatch("[a-z_]+", one.place.collective)
+    is_alike = name.startswith(of) or of.startswith(name) or name == "barrier"
+    return bool(is_function) and not is_alike
 
 
 def by_places(hearing: Hearing) -> list[Finding]:
@@ -271,7 +295,8 @@ def by_places(hearing: Hearing) -> list[Finding]:
     elif early := _seen_before(waiting, absent):
         return [verdicts.seen_before(early)]
     elif any(o.is_readable for o in absent) or (absent and len(waits) < 2):
-        return _aged(_missing(absent, waiting, unseen), waiting, hearing)
+        missing = _missing(absent, waiting, unseen, hearing)
+        return _aged(missing, waiting, hearing)
     elif unseen:
         found = verdicts.not_seen(waiting, unseen)
     elif len(waits) > 1:
@@ -314,7 +339,10 @@ def _seen_before(waiting: list[Account], absent: list[Account]) -> list[Account]
 
 
 def _missing(
-    absent: list[Account], waiting: list[Account], unseen: list[int]
+    absent: list[Account],
+    waiting: list[Account],
+    unseen: list[int],
+    hearing: Hearing,
 ) -> list[Finding]:
     unreadable = [o for o in absent if not o.is_readable and o.reported is None]
     if unreadable:
@@ -325,7 +353,23 @@ def _missing(
     elsewhere = [one for one in absent if not one.place.collective]
     wait = Wait.of(waiting)
     evidence = [verdicts.not_known(unseen)] * bool(unseen)
-    return all_absent(elsewhere or absent, wait, evidence)
+    accused = _first_to_leave(elsewhere or absent, hearing)
+    return all_absent(accused, wait, evidence)
+
+
+def _first_to_leave(absent: list[Account], hearing: Hearing) -> list[Account]:
+    """Without ranks that left after another one, where lines tell of closed connections: these may
+    have been cut off, and a line without a rank does not tell which.
+    """
+    left = {
+        one.rank: one.condition_fact
+        for one in absent
+        if one.condition.kind in _LEFT and one.condition_fact
+    }
+    firsts = first_of(left.values())
+    if not hearing.told(conditions.CUT) or not firsts:
+        return absent
+    return [one for one in absent if left.get(one.rank, firsts[0]) in firsts]
 
 
 def _different(waiting: list[Account]) -> Finding:
@@ -410,8 +454,8 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
     suspects = [one for one in hearing.having(*kinds) if one.waits is None]
     how = "waited until a time limit" if waited else "had their connections closed"
-    more = f"{verdicts.capital(verdicts.names(waited or cut))} {how}."
-    found = all_absent(suspects, None)
+    more = f"{verdicts.others(waited or cut)} {how}."
+    found = all_absent(_first_to_leave(suspects, hearing), None)
     return [replace(one, text=f"{one.text} {more}") for one in found]
 
 
@@ -452,7 +496,7 @@ def left_first(hearing: Hearing) -> list[Finding]:
     [one] = found
     if hearing[one.ranks[0]].waits is not None:
         return []
-    closed = f"{verdicts.capital(verdicts.names(cut))} had their connections closed."
+    closed = f"{verdicts.others(cut)} had their connections closed."
     return [replace(one, text=f"{one.text} {closed}", severity=CRITICAL)]
 
 

@@ -15,7 +15,9 @@ from nemo_patches.judging.kinds import (
     COMPILATION,
     DEBUGGER,
     EXPORT,
+    GONE,
     PERHAPS,
+    SILENT,
     is_guess,
 )
 from nemo_patches.judging.waits import remedy
@@ -50,6 +52,8 @@ _DOES = {
     EXPORT: "it exports a model",
     ENDING: "its script has come to its end",
 }
+# Texts of conditions that say no more than their words do.
+_SAID = (SILENT, GONE, "it left: it ended, or destroyed its process group")
 # For a missing rank, by its activity.
 _NEXT_STEPS_AT = {
     LOADER: (
@@ -249,6 +253,12 @@ def names(accounts: Iterable[Account]) -> str:
     return who(one.rank for one in accounts)
 
 
+def others(accounts: Iterable[Account]) -> str:
+    """Whom a sentence begins with; those of which the rank is not told only where no other is."""
+    told = {one.rank for one in accounts} - {NOT_TOLD}
+    return capital(named(sorted(told))) if told else "Others"
+
+
 def reading_of(entry: Entry, patched: bool) -> tuple[str, str]:
     """What NeMo uses such a collective for, by its kind and size, and the next step for that; both
     may be empty.
@@ -323,6 +333,8 @@ def _absent(
     if wait is not None:
         absent = ("It" if len(accounts) == 1 else "They") if told else ranks
         text += f" {_not_entered(wait, absent, has(accounts))}"
+    if kind == ids.ENDED and len(accounts) > 1 and not _are_first_hand(accounts):
+        text += " Those that left after the first may have been cut off by it."
     step = _NEXT_STEPS_AT.get(accounts[0].place.activity, "")
     return finding(
         kind,
@@ -332,6 +344,10 @@ def _absent(
         accounts[0],
         next_step=step if kind == ids.MISSING_RANK else "",
     )
+
+
+def _are_first_hand(accounts: Iterable[Account]) -> bool:
+    return all(one.condition_fact and one.condition_fact.own for one in accounts)
 
 
 def _not_entered(wait: Wait, absent: str, has_: str) -> str:
@@ -376,7 +392,7 @@ def doing(account: Account) -> str:
         return f"there is no sign of it: {condition.text}"
     if condition.kind in conditions.WORDS:
         text = conditions.in_words(condition.kind, condition.text)
-        if condition.text:
+        if condition.text and condition.text not in _SAID:
             text += f"{' ' if condition.kind == conditions.MISSING else ', '}{condition.text}"
         # Which came after it had held the others up.
         if condition.kind in (conditions.TERMINATED, conditions.ABORTED) and (
@@ -504,7 +520,8 @@ def _of_group(group: list[Account]) -> Iterable[str]:
     for fact in told:
         if fact is None or fact.condition_kind not in conditions.EVIDENCE:
             continue
-        told_of = fact.condition_text + at(fact.condition.where)
+        told_of = fact.condition_text if fact.condition_text not in _SAID else ""
+        told_of += at(fact.condition.where)
         text = f" ({told_of})" if told_of else ""
         if fact.condition_kind == conditions.UNREADABLE:
             text = "".join(f"; {detail}" for detail in fact.condition.details)
@@ -718,6 +735,22 @@ def contradiction(account: Account, one: Judgement, there: Fact, shows: Fact) ->
     return (
         f"contradiction: by {there.cite} rank {account.rank} had not entered"
         f" {title_of(one.entry)}; by {shows.cite} {what}"
+    )
+
+
+def by_two_sources(
+    one: Judgement, there: Sequence[Fact], elsewhere: Sequence[Account]
+) -> Finding:
+    """These wait elsewhere, by their stacks; the others' stacks are not there to compare."""
+    seen = next(fact.cite for each in elsewhere if (fact := each.place_fact))
+    text = (
+        f"{names(elsewhere)} {is_(elsewhere)} in {titles(elsewhere)} [{seen}],"
+        f" {named(one.waiting)} in {title_of(one.entry)} [{there[0].cite}]: different"
+        " collectives, or one of these was recorded before the other."
+    )
+    step = "Take all ranks' stacks and their dumps at one time, while the job hangs."
+    return finding(
+        ids.OUT_OF_STEP, text, next_step=f"{step} {ids.NEXT_STEPS[ids.OUT_OF_STEP]}"
     )
 
 

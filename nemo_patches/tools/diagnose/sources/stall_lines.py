@@ -23,6 +23,7 @@ _OURS = re.compile(
     r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
     r" ([^\]]{0,100})\] (.*)"
 )
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}$")
 _STALL = re.compile(
     r"^no (?:encoder call|step) for \d{1,9} s\. (?:no rank moves: )?(?P<groups>.*)|"
     r"(?:(?P<call> call \d{1,12}: .*?Missing: )|: gone: )"
@@ -76,13 +77,18 @@ class StallLines:
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
-        # What is not read yet, in the order of the lines.
-        self._unread: dict[tuple[object, ...], Callable[[], None]] = {}
+        # What is not read yet, in the order of the lines, with the time that each has.
+        self._unread: dict[tuple[object, ...], tuple[str, Callable[[], None]]] = {}
+        self._hosts: set[str] = set()
+        self._time = ""  # of the present line
 
     def take(self, line: Line) -> None:
         if (ours := _OURS.search(line.text)) is None:
             return
         level, rank, size, host, text = ours.groups()
+        time = _TIME.search(line.text, 0, ours.start())
+        self._time = time[0] if time else ""
+        self._hosts.add(host)
         line = line._replace(has_prefix=True)  # ranks in it are the job's
         if size != "?":
             self._found.has_size(size)
@@ -112,11 +118,15 @@ class StallLines:
         """All ranks may report the same: it is read once, in the place of the last one."""
         self._unread.pop(key, None)
         if len(self._unread) < _MOST_REPORTS:
-            self._unread[key] = read
+            self._unread[key] = self._time, read
 
     def finish(self) -> None:
-        unread, self._unread = self._unread, {}
-        for read in unread.values():
+        """Lines may stand one rank after the other: by one host's clock they are in order."""
+        unread = list(self._unread.values())
+        self._unread = {}
+        if len(self._hosts) == 1:
+            unread.sort(key=lambda one: one[0])
+        for _, read in unread:
             read()
 
     def _came(self, late: list[int], reporter: int, text: str, line: Line) -> None:

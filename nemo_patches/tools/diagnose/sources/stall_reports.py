@@ -165,6 +165,25 @@ class Answer(msgspec.Struct):
         return any(group.goes_on for group in self.groups)
 
     @property
+    def clock(self) -> str:
+        """The machine, or the host, by whose clock `time` is."""
+        if self.process is not None:
+            return self.process.machine
+        return next((one.host for one in self.groups if self.rank in one.ranks[:1]), "")
+
+    @property
+    def calls(self) -> dict[int, int]:
+        """By rank of which it is known where it is: encoder calls, which ranks make in step."""
+        return {rank: one.calls for rank, one in self.by_rank if one.is_placed}
+
+    def is_of_the_stall_of(self, newest: Answer) -> bool:
+        """Hosts' clocks may differ by hours: of another one's report the calls tell."""
+        if self.clock == newest.clock:
+            return self.time >= newest.time - newest.idle_s
+        then = self.calls
+        return all(then.get(rank, n) == n for rank, n in newest.calls.items())
+
+    @property
     def by_rank(self) -> list[tuple[int, Group]]:
         pairs = ((rank, group) for group in self.groups for rank in group.ranks)
         return sorted(pairs, key=lambda one: one[0])
@@ -228,14 +247,18 @@ def read(files: list[Path], evidence: Evidence) -> None:
     if not answers:
         return
     answers.sort(key=lambda one: one[1].time)
-    _, newest = answers[-1]
-    began = newest.time - newest.idle_s
+    by_clock = {answer.clock: answer for _, answer in answers}
+    newest = max(
+        by_clock.values(),
+        key=lambda one: (max(one.calls.values(), default=0), one.time),
+    )
     # Of a rank that was in another collective in an earlier one, that one tells no more.
     positions = {
         rank: group.position for rank, group in newest.by_rank if group.is_placed
     }
     for file, answer in answers:
-        if answer.time < began or answer.world_size != newest.world_size:
+        is_of_its_size = answer.world_size == newest.world_size
+        if not is_of_its_size or not answer.is_of_the_stall_of(newest):
             evidence.earlier.append(
                 safe(
                     f"{file.name}: the report of an earlier stall, not taken into"

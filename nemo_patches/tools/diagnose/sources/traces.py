@@ -206,7 +206,7 @@ class RankTrace:
         else:
             self.evaluation += 1
         self.entered.append(record.t)
-        kind = "training" if record.training else "evaluation"
+        kind = "a training" if record.training else "an evaluation"
         self.calls.append(sys.intern(f"{kind} call of {record.e}"))
         self.phase = LENGTH_SYNC
         self.raised = self.stalled = None
@@ -549,17 +549,17 @@ def _parting(traces: list[RankTrace]) -> tuple[str, str]:
         if len(by_call) < 2:
             continue
         before = whole[0].calls[number - 1] if number else "its start"
-        told = "; ".join(f"{named(ranks)} a {call}" for call, ranks in by_call.items())
-        text = f"Their calls part at call {number + 1}, after a {before}: next, {told}."
+        told = "; ".join(f"{named(ranks)} {call}" for call, ranks in by_call.items())
+        text = f"Their calls part at call {number + 1}, after {before}: next, {told}."
         evaluates = [
             rank
             for call, ranks in by_call.items()
             for rank in ranks
-            if call.startswith("evaluation")
+            if call.startswith("an evaluation")
         ]
         if not 0 < len(evaluates) < len(whole):
             return text, _OTHER_ENCODER
-        if before.startswith("evaluation"):
+        if before.startswith("an evaluation"):
             return text, f"{OF_EVALUATION[0].upper()}{OF_EVALUATION[1:]}."
         ran_out = f"{named(sorted(evaluates))} ran out of training batches"
         return text, f"{ran_out[0].upper()}{ran_out[1:]}: {OF_TRAINING}."
@@ -600,15 +600,26 @@ def _straggler(
 
 
 def _late(traces: list[RankTrace]) -> Iterator[Finding]:
-    """Rounds that some ranks gave up, and others came to late."""
+    """Rounds that some ranks gave up, and others came to late: one finding for all of them."""
+    missed: dict[int, int] = {}
+    went_on: set[int] = set()
     for one in traces:
         others = [other for other in traces if other.vain_rounds & one.rounds.keys()]
         if others:
             given_up = set.union(*(other.vain_rounds for other in others))
-            text = f"rank {one.rank} came too late to"
-            text += f" {len(given_up & one.rounds.keys())} of its last rounds;"
-            text += f" {named([each.rank for each in others])} went on without it."
-            yield finding(ids.LATE, text, [one.rank])
+            missed[one.rank] = len(given_up & one.rounds.keys())
+            went_on |= {other.rank for other in others}
+    if not missed:
+        return
+    by_count = parties((count, rank) for rank, count in missed.items())
+    told = ", ".join(f"{named(ranks)} to {count}" for count, ranks in by_count.items())
+    text = f"{named(sorted(missed))} came too late to some of the last rounds ({told});"
+    text += f" {named(sorted(went_on))} went on without them."
+    if len(missed) == 1:
+        [(rank, count)] = missed.items()
+        text = f"rank {rank} came too late to {count} of its last rounds;"
+        text += f" {named(sorted(went_on))} went on without it."
+    yield finding(ids.LATE, text, sorted(missed))
 
 
 def _summary(trace: RankTrace, lags: list[float]) -> RankSummary:

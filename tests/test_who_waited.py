@@ -1,0 +1,167 @@
+"""Real ranks under DDP's defaults hang, each in its way, and die: their traces alone, their log
+alone and both name who is waited for, and nobody else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import encoders
+import pytest
+import torch
+import torch.distributed as dist
+from diagnosing import report_of
+from ranks import CONNECTING_S, come_in, run_ranks, wait_until
+
+import nemo_patches
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.findings import CRITICAL
+
+pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
+SIZE, TIMEOUT, STALL = 3, 1.5, 2.0
+STALLED = b'{"k":"stalled"'
+LOCK = "lock"  # the file that the test holds locked
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    folder: Path
+
+    def pid_of(self, rank: int) -> Path:
+        return self.folder / f"pid.{rank}"
+
+
+def be_stopped(place: Place) -> None:
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def acquire_manifest_lock(place: Place) -> None:
+    if place.rank == 2:
+        with (place.folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def save_checkpoint(place: Place) -> None:
+    if place.rank == 0:
+        dist.barrier()
+
+
+def gather_metrics(place: Place) -> None:
+    if place.rank == 1:
+        dist.all_gather([torch.zeros(1) for _ in range(SIZE)], torch.zeros(1))
+    else:
+        dist.all_reduce(torch.zeros(1))
+
+
+def read_batch(place: Place) -> None:
+    if place.rank == 1:
+        raise ValueError("no such audio")
+
+
+def come_to_its_end(place: Place) -> None:
+    """It had fewer batches; the others' connections to it close."""
+    if place.rank == 1:
+        raise SystemExit
+
+
+WAYS: tuple[Callable[[Place], None], ...] = (
+    *(be_stopped, acquire_manifest_lock, save_checkpoint, gather_metrics),
+    *(read_batch, come_to_its_end),
+)
+ENDS = (read_batch, come_to_its_end)  # the other ranks end by themselves
+
+
+def hang(rank: int, size: int, folder: str, way: int) -> None:
+    place = Place(rank, Path(folder))
+    settings = {"stall_timeout": STALL, "trace": place.folder / "traces"}
+    nemo_patches.apply(timeout=CONNECTING_S, **settings)
+    encoder = encoders.conformer()
+    model = torch.nn.parallel.DistributedDataParallel(encoder)
+
+    def step() -> None:
+        encoders.run(model, 100).sum().backward()
+
+    for _ in range(3):
+        step()
+        come_in(encoder)
+    nemo_patches.apply(timeout=TIMEOUT, **settings)
+    place.pid_of(rank).write_text(str(os.getpid()))
+    dist.barrier()
+    if rank == 2 and WAYS[way] not in ENDS:
+        threading.Thread(target=kill_all, args=(place,), daemon=True).start()
+    WAYS[way](place)
+    step()
+    step()
+
+
+def kill_all(place: Place) -> None:
+    """Once two ranks have recorded that the job stalls; as a scheduler does, without a trace."""
+    traces = place.folder / "traces"
+    wait_until(
+        lambda: sum(STALLED in one.read_bytes() for one in traces.glob("*.jsonl")) >= 2
+    )
+    wait_until(
+        lambda: (
+            sum(one.read_bytes().count(STALLED) for one in traces.glob("*.jsonl")) >= 4
+        )
+    )
+    for rank in sorted(range(SIZE), key=lambda one: one == place.rank):
+        os.kill(int(place.pid_of(rank).read_text()), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module", params=range(len(WAYS)), ids=lambda n: WAYS[n].__name__)
+def job(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Callable[[Place], None], Path]]:
+    """Its way, and the folder with its traces and its log."""
+    folder = tmp_path_factory.mktemp("job")
+    with (folder / LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        results = run_ranks(hang, SIZE, str(folder), request.param, dies=(0, 1, 2))
+    (folder / "train.log").write_text("".join(one.stderr for one in results))
+    yield WAYS[request.param], folder
+
+
+EXPECTED = {
+    be_stopped: (ids.SILENT, (1,), "Rank 1: it does not answer"),
+    acquire_manifest_lock: (
+        ids.MISSING_RANK,
+        (2,),
+        "Rank 2: it is in acquire_manifest_lock (",
+    ),
+    save_checkpoint: (ids.OUT_OF_STEP, (), "rank 0 in barrier of save_checkpoint ("),
+    gather_metrics: (
+        ids.OUT_OF_STEP,
+        (),
+        "rank 1 in all_gather of gather_metrics (",
+    ),
+    read_batch: (ids.EXCEPTION, (1,), "Rank 1 raised ValueError: no such audio"),
+    come_to_its_end: (ids.ENDED, (1,), "Rank 1: it has ended"),
+}
+
+
+@pytest.mark.parametrize(
+    "sources", [("traces",), ("train.log",), ("traces", "train.log")], ids="+".join
+)
+def test_who_is_waited_for(
+    job: tuple[Callable[[Place], None], Path], sources: tuple[str, ...]
+) -> None:
+    way, folder = job
+    id_, ranks, said = EXPECTED[way]
+    if way is read_batch and sources == ("train.log",):
+        # No line ties the traceback to a rank.
+        id_, said = ids.ENDED, "Rank 1: it has ended"
+    report = report_of(*(folder / one for one in sources))
+    first = report.findings[0]
+    assert (first.id, first.ranks) == (id_, ranks), report
+    assert said in first.text
+    others = [one for one in report.findings[1:] if one.severity == CRITICAL]
+    assert all(one.because for one in others), report
