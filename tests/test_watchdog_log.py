@@ -44,8 +44,10 @@ from nemo_patches.tools.diagnose.findings import (
     Diagnosis,
 )
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources import c10d_lines, logs
-from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts, Line
+from nemo_patches.tools.diagnose.sources import logs, rows
+from nemo_patches.tools.diagnose.sources.launch import Launch
+from nemo_patches.tools.diagnose.sources.lines import Line
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises
 from nemo_patches.tracing import records
 
@@ -1676,7 +1678,7 @@ def test_what_is_a_log() -> None:
         assert not recognises(name, head), name
 
 
-# A line that each pattern of c10d_lines.py reads. What fr_trace prints follows a line with a needle.
+# A line that each row of the table reads.
 EXAMPLES = (
     line(1),
     status(1, 5, 6),
@@ -1714,22 +1716,77 @@ EXAMPLES = (
     "[rank3]: Heartbeat monitor timed out! Process will be terminated",
     "[rank3]: due to ProcessGroupNCCL watchdog hang.",
     "[rank3]: Observed flight recorder dump signal from another rank via TCPStore.",
-)
-PATTERNS = (
-    *(pattern for pattern, _ in c10d_lines._READERS),
-    *(pattern for _, pattern in c10d_lines._REPORTS),
-    *(pattern for pattern, _ in c10d_lines._OF_EITHER),
+    "nemo_patches INFO [rank 1/4 host] x",
+    "... [repeated 3x across cluster]",
+    "Starting with 4 processes",
+    "(RayTrainWorker pid=12) [rank3]: x, pid: 12, rank: 3/8",
+    "[rank1]: first observed failure",
+    "#2 all_reduce from /a/distributed_c10d.py:2501",
+    "[rank0]: socketProgress: Connection closed by remote peer gpu-14.cluster<51234>",
+    "Received a global timeout from another rank",
+    "  time      : 2025-05-01_11:00:00",
+    "  host      : n1",
+    "  rank      : 1 (local_rank: 1)",
+    "  exitcode  : -9 (pid: 12)",
+    "`Trainer.fit` stopped: `max_epochs=1` reached",
+    "srun: error: n1: tasks 1,3: Out Of Memory",
+    "torch.distributed.elastic",
+    "failed (exitcode: -9) local_rank: 0 (pid: 12) of binary",
+    "Sending process 12 closing signal SIGTERM",
+    "srun: error: n1: task 0: Killed",
+    "  Process name: [[41154,1],1]",
+    "  Exit code:    1",
+    "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2025-05-01T11:00:00 ***",
+    "slurmstepd: error: Detected 1 oom_kill event",
+    "Unexpected bus error encountered in worker. This might be caused by",
+    "DataLoader worker (pid 12) is killed by signal: Killed.",
+    "Fatal Python error: Segmentation fault",
+    "[launch.py:325:sigkill_handler] ['python'] exits with return code = -9",
+    "x.sh: line 28:  8156 Killed                  python3 train.py",
+    "process rank 1 with PID 12 on node n1 exited on signal 9",
+    "process rank 1 with PID 12 on node n1 exiting improperly",
+    "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD",
+    "      Exit Code:    137",
+    "died with <Signals.SIGKILL: 9>",
+    "  Remote daemon: prted on node n1",
+    "srun: error: Node failure on n1",
+    "slurmstepd: error: execve(): python: No such file",
+    "[rank: 1] Child process with PID 22 terminated with code 1.",
+    "ProcessExitedException: process 1 terminated with signal SIGKILL",
+    "ProcessExitedException: process 1 terminated with exit code 1",
+    "Received 15 death signal, shutting down workers",
+    "A worker died or was killed while executing a task. Worker PID: 12",
+    "Worker exit type: INTENDED_USER_EXIT",
+    "has not received the Notify record from remote rank:[3]. base info: tag[HcomAllReduce_1]",
+    "Missing ranks:",
+    "3: [allreduce.noname.1]",
+    "#0-0 (FULL) RUNNING",
+    "  2 ranks have launched up to operation 7",
+    "    Rank 3 -- GPU 3 managed by process 12 on node n1",
+    "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",
+    "nfs: server fs1 not responding, still trying",
+    "Culprit rank 1; Error type: x",
+    "n1:1:1 [0] socket.c:1 NCCL WARN Net : x",
+    "!!!!!!! SIGSEGV received at time=1",
+    "  @ 0x7f00 (unknown) ncclAllReduce()",
 )
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=[one.pattern for one in PATTERNS])
-def test_each_pattern_has_an_example_that_passes_the_needles_before_it(
-    pattern: re.Pattern[str],
+@pytest.mark.parametrize(
+    "row", rows.ROWS, ids=[one.pattern.pattern for one in rows.ROWS]
+)
+def test_each_row_has_an_example_that_passes_the_filter_before_it(
+    row: rows.Row,
 ) -> None:
-    read = [one for one in EXAMPLES if pattern.search(one)]
+    read = [one for one in EXAMPLES if row.pattern.search(one)]
     assert read
     for one in read:
-        assert logs._tells(one.encode())
+        assert any(word in one for word in row.words)
+        assert row.follows or logs._tells(one.encode())
+
+
+def test_each_row_has_a_reader() -> None:
+    assert [row for row, _ in Launch()._rows] == [*rows.ROWS]
 
 
 # Whatever lines there are, and in whatever order.

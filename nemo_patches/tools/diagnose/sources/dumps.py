@@ -37,7 +37,7 @@ from nemo_patches.tools.diagnose.places import (
     waits_for_work,
     went_on,
 )
-from nemo_patches.tools.diagnose.sources.log_facts import said
+from nemo_patches.tools.diagnose.sources.lines import said
 from nemo_patches.tools.diagnose.verdicts import ENDING, LOADER
 
 _LONGEST_LINE = 2000  # characters

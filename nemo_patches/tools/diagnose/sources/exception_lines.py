@@ -12,12 +12,8 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, frame_text
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
-from nemo_patches.tools.diagnose.sources.log_facts import (
-    MOST_KEPT,
-    LaunchFacts,
-    Line,
-    shown,
-)
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
@@ -157,7 +153,7 @@ class _Writing:
     root: _Error | None = None
     last: _Error | None = None
     was_caused: bool = False  # the next exception is named as caused by the last
-    # Without a prefix, so its lines have none of logs.py's needles.
+    # Without a prefix, so its lines have none of the filter's words.
     in_traceback: bool = False
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
@@ -187,7 +183,7 @@ class ExceptionLines:
 
     @property
     def is_reading(self) -> bool:
-        """Whether lines without any of logs.py's needles may follow."""
+        """Whether lines without any of the filter's words may follow."""
         return any(one.in_traceback for one in self._writing.values())
 
     def take(self, line: Line) -> None:

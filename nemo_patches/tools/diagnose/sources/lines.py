@@ -1,16 +1,38 @@
-"""What launchers and people put before a log's lines: taken off, and the rank in it learned."""
+"""A log's lines: split, put together again where a terminal has wrapped them, and freed of what
+launchers, containers and people put before them, with the rank that this tells.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
+from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.facts import NOT_TOLD
-from nemo_patches.tools.diagnose.sources.c10d_lines import rank_in
-from nemo_patches.tools.diagnose.sources.log_facts import said
 
+MOST_KEPT = 4096  # ranks, and the like, of one launch
+DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
+_LONGEST_LINE = 1 << 14  # characters that are looked at
+_LONGEST_TEXT = 300
+_MOST_JOINED = 16  # lines that a terminal may have made of one
+_RANK = re.compile(r"\[rank(\d{1,7})\]:|\[(?:PG [^\]]{0,80})?Rank (\d{1,7})\]")
+_GROUP = re.compile(
+    r"\[PG ?(?:ID ?)?(\w{1,40})(?: ?PG ?GUID ?(\w{1,40}))?(?:\((\w{1,40})\))?"
+)
+# Before each line of a container's log: "2026-01-02T03:04:05.6Z stderr F "
+_STAMP = re.compile(
+    r"\d{4}-\d\d-\d\dT[\d:.]{8,18}(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?"
+)
+_LONGEST_JSON = 1 << 20  # characters of a line
+# Of JSON, as Docker and structured loggers write it: what has a line, or several.
+_TEXTS = re.compile(
+    "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
+    "textPayload"
+)
 _MOST_PREFIXES = 4  # before one line
 _MOST_LOOKED_AT = 20_000  # lines, for a label
 # May stand before what has the rank, or has the rank itself.
@@ -53,26 +75,210 @@ _OF_OTHERS = re.compile(
 _SIZE = re.compile(
     rb"Starting with (\d{1,7}) processes|world_?[ -]?size\W{1,3}(\d{1,7})\b|\[rank(\d{1,7})\]"
 )
+# What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
+# -l the job's.
+_TEE = re.compile(
+    r"\[default(\d{1,6})\]: ?|"
+    r"\[\d{1,9},(?:mpirank:)?(\d{1,6})(?:,[\w-]{1,80})?\]<std(?:err|out)>: ?"
+)
+_SRUN_LABEL = re.compile(r"(\d{1,6}): ")
+# From such a line on.
+_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_NEW_MESSAGE = re.compile(
+    r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
+    r" )|\[rank\d{1,7}\]:|"
+    r"ProcessGroupNCCL\.cpp:\d{1,6}\]|NCCL INFO"
+    r"|^(?:slurmstepd[\w.-]{0,80}|srun|prterun|mpirun): |^[EWIF]\d{4} \d\d:|^\d{4}-\d\d-\d\d["
+    r" T]\d\d:"
+    r"|^(?:frame #\d|Traceback |Fatal Python|Error executing|Exception"
+    r" raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
+)
+_CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
+_SEVERAL = re.compile(
+    r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)"
+)  # processes' in a line
+_QUOTED = re.compile(r"^(?:> ?){1,8}")
+# A message that a terminal may have wrapped
+_BEGINS = re.compile(
+    r"ProcessGroupNCCL|Watchdog caught|last enqueued|gloo/|failed \(exitcode|Detected mismatch|"
+    r"watchdog thread|store based barrier|client socket has timed|is setting up NCCL|"
+    r"sigkill_handler\] \[|with PID|\[Rank$"
+)
+_WHOLE = re.compile(
+    r"timing out$|ng out\.$|before timing out|timed out in blocking wait|with code -?\d+\.|"
+    r"last ?completed ?(?:NCCL ?)?work: ?-?\d|"
+    r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}"
+    r"(?:\)|TensorDtypes)|"
+    r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout"
+)
+
+
+class Line(NamedTuple):
+    """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or
+    the file's folder, which is the job's rank on a single host. number: in its file, from 1.
+    """
+
+    text: str
+    file: str = ""
+    number: int = 0
+    rank: int = NOT_TOLD
+    has_prefix: bool = False
+
+    @property
+    def cite(self) -> str:
+        return f"{self.file}:{self.number}"
+
+    @property
+    def local_rank(self) -> int:
+        return NOT_TOLD if self.has_prefix else self.rank
+
+
+class Prefixed(NamedTuple):
+    """A line without what stands before it. rank: the job's, None where no prefix tells it. local:
+    of a launcher's label, or of the file.
+    """
+
+    text: str
+    rank: int | None
+    local: int
 
 
 class Prefixes:
-    """Of one file. head: its first bytes, by which a label is learned."""
+    """Of one file. head: its first bytes, by which a label is learned. local: the rank in the
+    file's name or folder, or NOT_TOLD.
+    """
 
-    def __init__(self, head: bytes) -> None:
+    def __init__(self, head: bytes, local: int) -> None:
         self._label = _learned(head)
+        self._local = local
+        self._launchers = _TEE
 
-    def strip(self, text: str) -> tuple[str, int]:
-        """The line without them, and the rank that they tell, or NOT_TOLD."""
-        rank = NOT_TOLD
+    def strip(self, text: str) -> Prefixed:
+        if _LABELLED.match(text):
+            self._launchers = _SRUN_LABEL
+        told, local = NOT_TOLD, self._local
         for _ in range(_MOST_PREFIXES):
             found = next((one for p in _PREFIXES if (one := p.match(text))), None)
             if found is None:
                 break
-            rank = int(found.groupdict().get("rank") or rank)
+            told = int(found.groupdict().get("rank") or told)
             text = text[found.end() :]
         if self._label is not None and (found := self._label.match(text)):
-            return text[found.end() :], int(found["number"]) if rank < 0 else rank
-        return text, rank
+            text = text[found.end() :]
+            told = int(found["number"]) if told < 0 else told
+        rank = rank_in(text)
+        if label := self._launchers.match(text):
+            local = int(label[label.lastindex or 1])
+            text = text[label.end() :]
+        elif rank is None and told >= 0:
+            rank = told
+        return Prefixed(text, rank, local)
+
+
+def said(line: str) -> str:
+    """The line without its stamp; of JSON the lines that it has in it, with the rank."""
+    if stamp := _STAMP.match(line):
+        line = line[stamp.end() :]
+    if not line.startswith("{") or len(line) > _LONGEST_JSON:
+        return line
+    try:
+        told = json.loads(line)
+        lines = "\n".join(_texts_in(told)) or line
+    except (ValueError, RecursionError):
+        return line
+    if type(rank := told.get("rank")) is int:
+        return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
+    return lines
+
+
+def _texts_in(told: dict[str, object]) -> Iterator[str]:
+    for name, value in told.items():
+        if isinstance(value, dict):
+            yield from _texts_in(value)
+        elif isinstance(value, str) and _TEXTS.fullmatch(name):
+            yield value.rstrip("\n")
+
+
+def shown(text: str) -> str:
+    """A piece of a log, fit for printing."""
+    return safe(text.strip())[:_LONGEST_TEXT]
+
+
+def pieces(line: bytes) -> Iterator[str]:
+    """Split what progress bars, or processes that write at once, have put into one line."""
+    text = said(line.decode("utf-8", "replace").rstrip("\r"))
+    for part in text.replace("\r", "\n").split("\n"):
+        text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE])[:_LONGEST_LINE].rstrip()
+        text = _QUOTED.sub("", text)
+        if text.count("ProcessGroupNCCL") > 1:
+            yield from _SEVERAL.split(text)
+        else:
+            yield text
+
+
+def messages(
+    lines: Iterable[tuple[int, str]], is_whole: Callable[[str], bool]
+) -> Iterator[tuple[int, str]]:
+    """The lines, with those that a terminal has wrapped put together again. is_whole: whether a
+    line of the table's goes on in the next one.
+    """
+    begun, parts, begun_at, before = "", 0, 0, 0
+    for number, line in lines:
+        is_next = line and number <= before + 1 and not _NEW_MESSAGE.search(line)
+        before = number
+        if begun and parts < _MOST_JOINED and is_next:
+            begun += line.lstrip() if begun.endswith(" ") else line
+            parts += 1
+        elif begun:
+            yield begun_at, begun
+            begun = ""
+        if not begun:
+            begun, begun_at, parts = line, number, 0
+        is_frame = _CPP_FRAME.search(begun) is not None
+        if (
+            is_frame
+            or not _BEGINS.search(begun)
+            or _WHOLE.search(begun)
+            or is_whole(begun)
+        ):
+            yield begun_at, begun
+            begun = ""
+        elif begun.endswith(("[Rank", ":", ",", "by")):
+            begun += " "
+    if begun:
+        yield begun_at, begun
+
+
+def rank_in(text: str) -> int | None:
+    """The job's rank, by a line's prefix; None for [PG 3 Rank 1] alone, which has the group's."""
+    if (prefix := _RANK.search(text)) is None:
+        return None
+    if prefix[1]:
+        return int(prefix[1])
+    return (
+        int(prefix[2])
+        if group_of(prefix[0]) in DEFAULT_GROUPS or "PG ID" not in prefix[0]
+        else None
+    )
+
+
+def group_of(text: str) -> str:
+    group = _GROUP.search(text)
+    if group is None:
+        return ""
+    number = safe(group[2] or group[1])
+    is_named = group[3] and number not in DEFAULT_GROUPS
+    return f"{number} ({safe(group[3])})" if is_named else number
+
+
+def ranks_in(text: str) -> list[int]:
+    """ "0, 2-4": [0, 2, 3, 4]; at most MOST_KEPT."""
+    ranks: list[int] = []
+    for first, last in re.findall(r"(\d{1,7})(?:-(\d{1,7}))?", text.replace(" ", "")):
+        begin = int(first)
+        ranks += range(begin, min(int(last or first), begin + MOST_KEPT) + 1)
+    return ranks[:MOST_KEPT]
 
 
 def _learned(head: bytes) -> re.Pattern[str] | None:

@@ -1,14 +1,9 @@
-"""A line of a log with its position, and the facts of one launch."""
+"""The facts of one launch of a job, as its log tells them."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.facts import (
@@ -20,79 +15,12 @@ from nemo_patches.tools.diagnose.facts import (
     Place,
     Value,
 )
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
-MOST_KEPT = 4096  # ranks, and the like, of one launch
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
-_LONGEST_TEXT = 300
-_PID_AND_RANK = re.compile(
-    r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\]"
-    r" pid=(\d{1,9})|"
-    r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
-    r" )?(\d{1,7}))?"
-)
-
-# Before each line of a container's log: "2026-01-02T03:04:05.6Z stderr F "
-_STAMP = re.compile(
-    r"\d{4}-\d\d-\d\dT[\d:.]{8,18}(?:Z|[+-]\d\d:\d\d) (?:std(?:out|err) [FP] )?"
-)
-_LONGEST_JSON = 1 << 20  # characters of a line
-# Of JSON, as Docker and structured loggers write it: what has a line, or several.
-_TEXTS = re.compile(
-    "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
-    "textPayload"
-)
-
-
-class Line(NamedTuple):
-    """rank: from the line's prefix if has_prefix; else torchrun's local rank, from its prefix or
-    the file's folder, which is the job's rank on a single host. number: in its file, from 1.
-    """
-
-    text: str
-    file: str = ""
-    number: int = 0
-    rank: int = NOT_TOLD
-    has_prefix: bool = False
-
-    @property
-    def cite(self) -> str:
-        return f"{self.file}:{self.number}"
-
-    @property
-    def local_rank(self) -> int:
-        return NOT_TOLD if self.has_prefix else self.rank
-
-
-def said(line: str) -> str:
-    """The line without its stamp; of JSON the lines that it has in it, with the rank."""
-    if stamp := _STAMP.match(line):
-        line = line[stamp.end() :]
-    if not line.startswith("{") or len(line) > _LONGEST_JSON:
-        return line
-    try:
-        told = json.loads(line)
-        lines = "\n".join(_texts_in(told)) or line
-    except (ValueError, RecursionError):
-        return line
-    if type(rank := told.get("rank")) is int:
-        return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
-    return lines
-
-
-def _texts_in(told: dict[str, object]) -> Iterator[str]:
-    for name, value in told.items():
-        if isinstance(value, dict):
-            yield from _texts_in(value)
-        elif isinstance(value, str) and _TEXTS.fullmatch(name):
-            yield value.rstrip("\n")
-
-
-def shown(text: str) -> str:
-    """A piece of a log, fit for printing."""
-    return safe(text.strip())[:_LONGEST_TEXT]
 
 
 @dataclass
@@ -199,20 +127,12 @@ class LaunchFacts:
             if fact.rank != NOT_TOLD or not fact.condition_text.startswith(begin)
         }
 
-    def note_pid(self, text: str) -> None:
+    def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
         start.
         """
-        if (
-            "pid" in text
-            and len(self.rank_of_pid) < MOST_KEPT
-            and (both := _PID_AND_RANK.search(text))
-        ):
-            self.rank_of_pid[int(both[1] or both[4] or both[5])] = int(
-                both[2] or both[3] or both[6]
-            )
-            if both[7]:
-                self.has_size(both[7])
+        if len(self.rank_of_pid) < MOST_KEPT:
+            self.rank_of_pid[pid] = rank
 
     def note_reports(self, folder: str) -> None:
         if len(self.reports) < _MOST_REPORTS:

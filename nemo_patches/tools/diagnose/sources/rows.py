@@ -1,103 +1,609 @@
-"""The table of single lines: its words, its pattern, and the fact that such a line tells.
+"""The one table of a log's lines: a line's shape, and what it tells. Tracebacks, and the texts of
+our own lines, have files of their own.
 
-The last rows are general: words that no other row knows. What they tell is hearsay, with its line.
+A row's groups: rank, ranks, pid: whose; code, signal: how it ended; size: of the job; others go
+into the text. What several lines tell has a reader, by its name: in c10d_lines.py,
+launcher_lines.py, ras_lines.py.
+
+The filter over whole blocks of a log is made of the rows' words. The last rows are general: words
+that no other row knows. What they tell is hearsay, with its line.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
-from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
-from nemo_patches.tools.diagnose.sources.log_facts import MOST_KEPT, LaunchFacts, Line
+from nemo_patches.tools.diagnose.conditions import (
+    CUT,
+    FAILED,
+    HEARD,
+    HINT,
+    KILLED,
+    MISSING,
+    NODE,
+    RAISED,
+    STUCK,
+    TERMINATED,
+    TOLD_ABSENT,
+    TOLD_DEAD,
+    UNRESOLVED,
+    WAITED,
+)
 
-_MOST_RANK = 1 << 12  # of a general row: larger numbers are process ids
 
+class Row(NamedTuple):
+    """words: one of these is in each such line. kind: of the condition, empty: by its code or
+    signal.
 
-class _Row(NamedTuple):
-    """words: one of these is in the line, split by |. The pattern's groups: ranks: whose fact it
-    is; others go into the text.
+    reader: the method take_.. of that name reads the line. of_rank: only of a line that has a rank.
+    is_end: a launcher's, of the end of a process: the first such row of a line counts. is_whole: a
+    line that it matches does not go on in the next. follows: only near lines of other rows, so
+    its words are no part of the filter.
     """
 
-    words: str
+    words: tuple[str, ...]
     pattern: re.Pattern[str]
-    kind: str
-    text: str
+    kind: str = ""
+    text: str = ""
+    reader: str = "condition"
+    own: bool = True
+    of_rank: bool = False
+    is_end: bool = False
+    is_whole: bool = False
+    follows: bool = False
 
 
-_ROWS = (
-    _Row(
+def _row(
+    words: str, pattern: str, kind: str = "", text: str = "", **more: object
+) -> Row:
+    return Row(tuple(words.split("|")), re.compile(pattern), kind, text, **more)  # type: ignore[arg-type]  # flags
+
+
+def _end(
+    words: str,
+    pattern: str,
+    kind: str = "",
+    text: str = "",
+    reader: str = "end",
+    **more: object,
+) -> Row:
+    return _row(
+        words, pattern, kind, text, reader=reader, own=False, is_end=True, **more
+    )
+
+
+_RANKS = r"[\d, -]{1,20000}"
+_LAST_WORK = (
+    r"[Ll]ast ?enqueued ?(?:NCCL ?)?work: ?(-?\d{1,18}), ?last ?completed ?(?:NCCL ?)?"
+    r"work: ?(-?\d{1,18})"
+)
+_OF_GLOO = r"(?:gloo[/:]|ProcessGroupGloo).{0,300}?"
+_GONE = (
+    r"^(?!.*NCCL INFO).*?(?:ncclRemoteError|Connection closed by remote peer|"
+    r"remote process exited or there was a network error)"
+)
+_CLOSED = "remote process exited, or a network error"
+_OF_MPIRUN = (
+    r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<node>\S{1,80}) "
+)
+FINGERPRINT = re.compile(
+    r"Rank ?(\d{1,7}) ?is ?running ?collective: ?CollectiveFingerPrint\("
+    r"(?:SequenceNumber=(\d{1,18}),? ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?"
+    r"(?:, ?TensorDtypes=(\w{1,40}))?"
+)
+
+ROWS = (
+    # What a line says of its launch
+    _row("x across cluster]", "x across cluster]", reader="left_out"),
+    _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
+    _row(
+        "pid",
+        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\]"
+        r" pid=(\d{1,9})|"
+        r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
+        r" )?(\d{1,7}))?",
+        reader="pid",
+        follows=True,
+    ),
+    _row(
+        "timeout|timed out in|closing signal|dump signal|monitoredBarrier|failed|first observed|"
+        "return code",
+        r"collective operation timeout|timed out in blocking wait|closing signal SIG|dump signal|"
+        r"monitoredBarrier|failed \(exitcode|first observed failure|exits with return code",
+        reader="over",
+        follows=True,
+    ),
+    _row(
+        "nemo_patches ",
+        r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
+        r" ([^\]]{0,100})\] (.*)",
+        reader="ours",
+    ),
+    # torch's watchdog, and its reports
+    _row(
+        "#",
+        r"^\s{0,99}(?:\[rank\d{1,7}\]: ?)?#\d{1,3} (\S{1,200}) from (.{1,500}):(\d{1,9})\s{0,99}$",
+        reader="stack_frame",
+        follows=True,
+    ),
+    _row(
+        "WorkNCCL(",
+        r"(?:aught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\((?:SeqNum=(\d{1,18}), ?)?"
+        r"OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?",
+        reader="timeout",
+    ),
+    _row(
+        "enqueued",
+        r"(?:at ?work|NCCL ?work|work ?sequence ?id): ?(\d{1,18}).{0,40}?" + _LAST_WORK,
+        reader="status",
+    ),
+    _row(
+        "enqueued",
+        r"(?:dump ?signal ?due ?to ?a ?collective|global) ?timeout ?from {0,3}"
+        r"(?:(this ?local)|(?:another ?)?rank ?(\d{1,7})?)?"
+        r".{0,120}?" + _LAST_WORK,
+        reader="signal",
+    ),
+    Row(("ollective",), FINGERPRINT, reader="fingerprints"),
+    _row(
+        "inconsistent",
+        r"DDP expects same model across all ranks, but Rank (\d{1,7}) has (\d{1,9}) params, "
+        r"while rank (\d{1,7}) has inconsistent (\d{1,9}) params",
+        reader="parameters",
+    ),
+    _row(
+        "arrier",
+        r"(Timed out initializing|Waiting in) (?:process group in )?store based barrier.{0,80}?"
+        r"rank:? ?(\d{1,7}),.{0,20}key: ?(\S{1,80}?) ?\(world_size=(\d{1,7}),"
+        r" ?(?:worker_count|num_workers_joined)=(\d{1,7})",
+        reader="barrier",
+        is_whole=True,
+    ),
+    _row(
+        "arrier",
+        r"Rank (\d{1,7}): Completed store-based barrier for ",
+        reader="passed",
+    ),
+    _row(
+        "NCCL",
+        r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from"
+        r" \[(\d{1,7})\]",
+        reader="unique_id",
+    ),
+    _row(
+        "ollective",
+        "Stack trace of the failed collective(?!.*not found)",
+        reader="stack_begins",
+    ),
+    _row(
+        "lagging ranks",
+        rf"ranks? \[(?P<missing>{_RANKS})\] are the lagging ranks",
+        text="any collective",
+        reader="report",
+    ),
+    _row(
+        "ollective",
+        rf"\[(?P<missing>{_RANKS})\] finished coll.{{0,40}} didn't join",
+        text="the next collective",
+        reader="report",
+    ),
+    _row(
+        "joined but",
+        rf"\[(?P<joined>{_RANKS})\] joined but didn't finish collective",
+        reader="report",
+    ),
+    _row(
+        "monitoredBarrier",
+        rf"(?:\[Rank (?P<joined>\d{{1,7}})\]: )?Ranks? (?P<missing>{_RANKS}) failed to"
+        r" pass monitoredBarrier",
+        text="monitored_barrier",
+        reader="report",
+    ),
+    _row(
+        "monitoredBarrier",
+        r"Rank (?P<joined>\d{1,7}) successfully reached monitoredBarrier",
+        reader="report",
+    ),
+    # fr_trace's; who was expected is in the line after who is missing
+    _row(
+        "missing ranks: {",
+        rf"missing ranks: \{{(?P<missing>{_RANKS})\}}",
+        text="a collective, by fr_trace",
+        reader="report",
+        follows=True,
+    ),
+    _row(
+        "expected ranks: {",
+        rf"expected ranks: \{{(?P<joined>{_RANKS})\}}",
+        reader="report",
+        follows=True,
+    ),
+    # What torch, Gloo and NCCL say of one rank
+    _row(
+        "gai error",
+        r"^(?=.*\(gai error: )(?:.*network addresses of \(?(?P<at>[^,)]{1,200})[^)]{0,40}\)?"
+        r" cannot be retrieved )?.*?\(gai error: (?P<why>-?\d{1,4}[^)]{0,80})",
+        UNRESOLVED,
+        "{at}: {why}",
+    ),
+    _row(
+        "due to timeout",  # torch 2.15's nccl2 says no more than this
+        r"\[rank=(?P<rank>\d{1,7})\](?:\[name=(?P<name>[^\]]{1,40})\])? ?Aborting process on"
+        r" rank \d{1,7} due to timeout",
+        WAITED,
+        "a collective of group {name} timed out",
+    ),
+    _row(
+        "Timed out after",
+        r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\."
+        r" (?P<came>\d{1,7})/(?P<size>\d{1,7}) ",
+        WAITED,
+        f"{conditions.AT_START}: {{came}} of {{size}} ranks had joined its store",
+    ),
+    _row(
+        "gloo|Gloo|pair closure",
+        rf"(?:{_OF_GLOO}|(?=Application))(?P<error>Timed ?out ?waiting ?\d+ ?ms[\w ]{{0,60}}|"
+        r"Application timeout caused pair closure)",
+        WAITED,
+        "{error}",
+        is_whole=True,
+    ),
+    _row(
+        "gloo|Gloo",
+        rf"{_OF_GLOO}(?P<error>Connection ?(?:closed|reset) ?by ?peer)",
+        CUT,
+        "{error}",
+        is_whole=True,
+    ),
+    _row(
+        "Duplicate GPU",
+        r"Duplicate GPU detected : rank (?P<first>\d{1,7}) and rank"
+        r" (?P<second>\d{1,7}) both on CUDA device (?P<device>\w{1,20})",
+        RAISED,
+        "Duplicate GPU: ranks {first} and {second} both use CUDA device {device}",
+    ),
+    _row(
+        "imed out",
+        r"client socket has timed out after \d{1,12} ?m?s while trying to connect to"
+        r" \(?(?P<at>[^)]{1,200})",
+        WAITED,
+        f"{conditions.AT_START}: it could not connect to the store at {{at}}",
+        is_whole=True,
+    ),
+    _row(
+        "ncclRemoteError|remote peer|network error",
+        _GONE,
+        CUT,
+        _CLOSED,
+        of_rank=True,
+    ),
+    _row(
+        "socketProgress|NET/|ncclRemoteError|remote peer|network error",
+        rf"^(?:(?={_GONE})|(?!.*NCCL INFO)(?=.*(?:socketProgress|NET/))).*?"
+        r"(?:[Pp]eer|from) (?P<peer>[\w.:\-]{1,200}<\d{1,6}>)",
+        CUT,
+        _CLOSED + "; its peer: {peer}",
+        of_rank=True,
+    ),
+    _row(
+        "terminated with exception",
+        r"thread terminated with exception: (?P<error>CUDA error: .{1,200}?)(?:CUDA kernel|$)",
+        RAISED,
+        "{error}",
+        of_rank=True,
+    ),
+    _row(
+        "NCCL|To avoid data|watchdog",
+        "Some NCCL operations have failed|To avoid data inconsistency|"
+        "watchdog thread terminated with exception",
+        WAITED,
+        "its NCCL operations failed, or timed out",
+        of_rank=True,
+    ),
+    _row(
+        "watchdog|eartbeat",
+        r"watchdog got stuck for \d{1,9} seconds|Heartbeat monitor timed out|"
+        r"no heartbeat of its watchdog|watchdog hang",
+        STUCK,
+        "its NCCL watchdog got stuck",
+        of_rank=True,
+        is_whole=True,
+    ),
+    _row(
+        "Observed flight|timeout from another",
+        "Observed flight recorder dump signal from|"
+        "Received a global timeout from another rank",
+        HEARD,
+        of_rank=True,
+    ),
+    # Launchers, schedulers and the kernel, on processes that ended
+    _row(
+        " : ",
+        r"\b(?:time      : (?P<time>\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)|"
+        r"host      : (?P<host>\S{1,255})|"
+        r"rank      : (?P<rank>\d{1,7}) \(local_rank: (?P<local>\d{1,7})\)|"
+        r"exitcode  : (?P<code>-?\d{1,9}) \(pid: (?P<pid>\d{1,9})\))",
+        reader="table",
+        follows=True,
+    ),
+    _row(  # what programs write when training has come to its end, in good order
+        "eturning from train|raining finished|raining complete|raining done|inished training|"
+        "Trainer.fit` stopped",
+        r"[Rr]eturning from train|[Tt]raining (?:has |is"
+        r" )?(?:finished|completed?|done)|[Ff]inished training|"
+        r"`Trainer\.fit` stopped: `max_",
+        reader="finished",
+    ),
+    _row(
+        "Out Of Memory",
+        r"srun: error: \S{1,80}: tasks? (?P<tasks>[\d,\-]{1,200}): Out Of Memory",
+        reader="tasks_out_of_memory",
+    ),
+    _row("elastic|torchrun", "elastic|torchrun", reader="by_torchrun", follows=True),
+    _end(
+        "exitcode",
+        r"failed ?\(exitcode: ?(?P<code>-?\d{1,9})\) ?local_rank: ?(?P<local>\d{1,7})"
+        r" ?\(pid: ?(?P<pid>\d{1,9})\)",  # a terminal may have wrapped it at a blank
+        reader="failed",
+        is_whole=True,
+    ),
+    _end(  # processes that torchrun ends, as others had failed
+        "closing signal|forcefully",
+        r"[Ss]ending process (\d{1,9}) closing signal |"
+        r"[Pp]rocess (\d{1,9}) via \S{1,20}, forcefully exiting",
+        reader="sent",
+    ),
+    _end(
+        "srun: error",
+        r"srun: error: (\S{1,80}): tasks? ([\d,\-\[\]]{1,200}): "
+        r"(?:(Killed|Bus error|Segmentation fault)|Exited with exit code"
+        r" (\d{1,3})|(Aborted|Terminated))",
+        reader="srun",
+    ),
+    _end(  # mpirun's on the first process that failed, in two lines: Open MPI's, and MPICH's
+        "Process name: |RUNNING AT",
+        r"Process name: \[(?:\[\d{1,9},\d{1,9}\]|[\w.@\-]{1,200}),(?P<rank>\d{1,7})\]|"
+        r"^= {1,8}(?:RANK (?P<of>\d{1,7}) )?PID (?P<pid>\d{1,9}) RUNNING AT (?P<node>\S{1,80})",
+        reader="mpi",
+    ),
+    _end(
+        "Exit code|EXIT |BY SIGNAL",
+        r"^(?:\s{1,8}Exit code|= {1,8}EXIT CODE): {1,8}(?P<code>\d{1,3})$|"
+        r"^(?:= {1,8}KILLED BY SIGNAL: |.{0,80} EXIT STRING: .{1,80}\(signal )"
+        r"(?P<signal>\d{1,3})",
+        reader="mpi_code",
+    ),
+    _end(  # how a scheduler ends a job; each group is named as that
+        "CANCELLED|TERM_|PBS: job killed",
+        r"error: \*\*\* (?:STEP|JOB) \S{1,80} ON \S{1,80} (?P<Slurm>CANCELLED AT .{1,120}?)"
+        r" ?\*\*\*|"
+        r"^(?P<LSF>TERM_(?:RUNLIMIT|PREEMPT|OWNER)\b.{0,120})|(?P<PBS>PBS: job killed:"
+        r" walltime .{1,80})",
+        reader="cancelled",
+    ),
+    _end(
+        "oom_kill|oom-kill|Out Of Memory|ut of memory|memory limit|memory pressure|low on memory|"
+        "TERM_MEMLIMIT|e: memory|OOMKilled",
+        r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
+        r"(?:Out of|cgroup out of) memory: Killed process|exceeded (?:job )?memory limit|"
+        r"killed due to memory pressure|"
+        r"worker was killed due to the node running low on memory|"
+        r"^TERM_MEMLIMIT|low on resource: memory|OOMKilled",
+        KILLED,
+        conditions.FOR_MEMORY + ": {line}",
+    ),
+    _end(
+        "bus error",
+        r"Unexpected bus error encountered in worker\. This might be",
+        KILLED,
+        "a data loader's worker: bus error, as for want of shared memory (/dev/shm)",
+        of_rank=True,
+    ),
+    _end(
+        "killed by",
+        r"(?P<how>DataLoader worker \(pid[^)]{1,80}\) is killed by signal:"
+        r" (?!Terminated).{0,200})",
+        RAISED,
+        "RuntimeError: {how}",
+        of_rank=True,
+    ),
+    _end(
+        "Fatal Python",
+        r"^Fatal Python error: (?P<how>Segmentation fault|Bus error|"
+        r"Illegal instruction|Floating-point exception)",
+        KILLED,
+        "{how}",
+        of_rank=True,
+    ),
+    _end(
+        "exit",
+        r"exits ?with ?return ?code ?= ?(?P<code>-?\d{1,9})",
+        text="DeepSpeed's launcher",
+        is_whole=True,
+    ),
+    _end(
+        " Killed ",
+        r": line \d{1,9}: {1,8}(?P<process>\d{1,9}) Killed {2,40}\S",
+        KILLED,
+        "SIGKILL of process {process}, says the shell",
+    ),
+    _end(
+        "with PID",
+        _OF_MPIRUN + r"exited on ?signal (?P<signal>\d{1,3})",
+        text="mpirun, of node {node}",
+        is_whole=True,
+    ),
+    _end(
+        "with PID",
+        _OF_MPIRUN + "exiting ?improperly",
+        FAILED,
+        "it exited improperly, says mpirun, of node {node}",
+        is_whole=True,
+    ),
+    _end(
+        "MPI_A",
+        r"(?:MPI_ABORT was invoked on rank (?=\d{1,7} in communicator MPI_COMM_WORLD)|"
+        r"called MPI_Abort\(MPI_COMM_WORLD, -?\d{1,9}\) - process )(?P<rank>\d{1,7})",
+        FAILED,
+        "it called MPI_Abort, says mpirun",
+    ),
+    _end(
+        "xit Code|exitCode|exit code|exited with code",
+        r"(?:Exit Code: {2,8}|exitCode\"?: |-\d{1,4} exited with code |"
+        r"Process (?:finished|completed) with exit code (?=1[34]\d))(?P<code>\d{1,3})\b",
+        text="what has started its container",
+    ),
+    _end(
+        "died",
+        r"died with <Signals\.\w{1,10}: (?P<signal>\d{1,3})>",
+        text="accelerate's launcher",
+    ),
+    _end(
+        "Remote daemon",
+        r"Remote daemon: .{1,200} on node (?P<node>\S{1,200})",
+        NODE,
+        "mpirun lost the connection to node {node}",
+    ),
+    _end(
+        "Node failure",
+        r"srun: error: Node failure on (?P<node>\S{1,200})",
+        NODE,
+        "Slurm: node failure on {node}",
+    ),
+    _end(
+        "Task launch|Application launch|execve(",
+        r"(?:srun|slurmstepd): error: (?P<why>"
+        r"(?:(?:Task|Application) launch |execve\(\): ).{1,200})",
+        FAILED,
+        "Slurm could not start it: {why}",
+    ),
+    _end(
+        "Child process",
+        r"\[rank: (?P<local>\d{1,7})\] Child process with PID (?P<pid>\d{1,9})"
+        r" terminated with code (?P<code>-?\d{1,3})\.",
+        text="Lightning, of local rank {local} (pid {pid})",
+    ),
+    _end(
+        "ProcessExited",
+        r"ProcessExitedException: (?P<how>process \d{1,7} terminated with signal"
+        r" SIG(?:KILL|BUS|SEGV))",
+        KILLED,
+        "torch.multiprocessing: {how}",
+    ),
+    _end(
+        "ProcessExited",
+        r"ProcessExitedException: (?P<how>process \d{1,7} terminated with exit code"
+        r" \d{1,3})",
+        FAILED,
+        "torch.multiprocessing: {how}",
+    ),
+    _end(
+        "death signal",
+        r"Received (?:Signals\.)?(?:15|SIGTERM) death signal, shutting",
+        TERMINATED,
+        "torchrun got SIGTERM",
+    ),
+    _end(
+        "death signal",
+        r"Received (?:Signals\.)?\w{1,10} death signal, shutting",
+        TERMINATED,
+        "torchrun got a signal to end",
+    ),
+    # Ray tells of a worker's death in several lines
+    _row(
+        "died",
+        r"(?:ActorDiedError|RayActorError): The actor died |A worker died or was killed",
+        reader="ray_death",
+    ),
+    _row(
+        "Worker exit type",
+        r"Worker exit type: (?:INTENDED_(?:USER|SYSTEM)_EXIT|USER_ERROR)",
+        reader="ray_by_design",
+    ),
+    _row(
+        "pid: |Worker PID",
+        r"^\s{0,16}pid: (\d{1,9})$|Worker PID: (\d{1,9})",
+        reader="ray_pid",
+    ),
+    # Who had not come, by HCCL, Horovod and NCCL's RAS: a communicator, its ranks of one state, and
+    # these ranks if they are few
+    _row(
         "Notify record",
-        re.compile(
-            r"has not received the Notify record from remote rank: ?\[(?P<ranks>\d{1,7})\]"
-            r".{0,200}tag\[(?P<tag>\w{1,80})"
-        ),
-        conditions.MISSING,
+        r"has not received the Notify record from remote rank: ?\[(?P<ranks>\d{1,7})\]"
+        r".{0,200}tag\[(?P<tag>\w{1,80})",
+        MISSING,
         "to {tag}, by HCCL",
+        own=False,
     ),
-    # What was wrong around the ranks.
-    _Row(
+    _row("Missing ranks:", "^Missing ranks:$", reader="horovod"),
+    _row(
+        ": [", r"^(\d{1,7}): \[(\S{1,200}?)[,\]]", reader="horovod_rank", follows=True
+    ),
+    _row("#", r"^#(\d{1,6}-\d{1,6}) \(\w{1,40}\) [A-Z]", reader="ras", follows=True),
+    _row(
+        "anks have|ank has",
+        r"^\s{1,4}(?P<count>\d{1,7}) ranks? (?:has|have)"
+        r" (?P<what>(?:launched up to operation (?P<number>\d{1,18})|\w.{1,80}))$",
+        reader="ras_state",
+    ),
+    _row(
+        "managed by",
+        r"^\s{1,8}Rank (\d{1,7}) -- GPU \S{1,20} managed by process (\d{1,9})"
+        r" on node (\S{1,80})",
+        reader="ras_rank",
+    ),
+    # What was wrong around the ranks
+    _row(
         "NVRM|NVLink|nvlink",
-        re.compile(
-            r"(?:NVRM: |nvidia-nvlink: )(?P<what>(?:Xid|GPU|NVLink|Fatal).{1,200})|"
-            r"(?=.*(?:rror|atal|down))(?P<link>NVLink.{1,200})"
-        ),
-        conditions.HINT,
+        r"(?:NVRM: |nvidia-nvlink: )(?P<what>(?:Xid|GPU|NVLink|Fatal).{1,200})|"
+        r"(?=.*(?:rror|atal|down))(?P<link>NVLink.{1,200})",
+        HINT,
         "the kernel: {what}{link}",
+        own=False,
     ),
-    _Row(
-        "kernel|blocked for|not responding|mlx5",
-        re.compile(
-            r"(?P<what>INFO: task \S{1,80} blocked for more than \d{1,9} seconds|"
-            r"nfs: server \S{1,200} not responding.{0,40}|"
-            r"mlx5_\S{1,20}: .{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
-            r"EDAC .{0,80}UE .{0,80}|Machine check events logged)"
-        ),
-        conditions.HINT,
+    _row(
+        "blocked for|not responding|mlx5|EDAC|Machine check",
+        r"(?P<what>INFO: task \S{1,80} blocked for more than \d{1,9} seconds|"
+        r"nfs: server \S{1,200} not responding.{0,40}|"
+        r"mlx5_\S{1,20}: .{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
+        r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
+        HINT,
         "the kernel: {what}",
+        own=False,
     ),
-    _Row(
+    _row(
         "Culprit rank",
-        re.compile(r"(?P<what>Culprit rank \d{1,7}; Error type: .{1,2000})"),
-        conditions.HINT,
+        r"(?P<what>Culprit rank \d{1,7}; Error type: .{1,2000})",
+        HINT,
         "fr_trace: {what}",
+        own=False,
     ),
-    _Row(
+    _row(
         "NCCL WARN",
-        re.compile(r"NCCL WARN (?P<what>.{1,200})"),
-        conditions.HINT,
+        r"NCCL WARN (?P<what>.{1,200})",
+        HINT,
         "NCCL: {what}",
+        own=False,
     ),
-    _Row(
+    _row(
         "SIGSEGV|SIGBUS|SIGILL|SIGFPE",
-        re.compile(r"^\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received"),
-        conditions.HINT,
+        r"^\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
+        HINT,
         "{what} received",
+        own=False,
     ),
-    _Row(
+    _row(
         "@",
-        re.compile(
-            r"^.{0,60}?@ +0x[0-9a-f]+ +(?:\(?\w+\)? +)?(?P<what>nccl\w{1,80})\("
-        ),
-        conditions.HINT,
+        r"^.{0,60}?@ +0x[0-9a-f]+ +(?:\(?\w+\)? +)?(?P<what>nccl\w{1,80})\(",
+        HINT,
         "its native stack is in {what}",
+        own=False,
+        follows=True,
     ),
 )
-_BY_WORDS = tuple((tuple(row.words.split("|")), row) for row in _ROWS)
-# NCCL's RAS: a communicator, ranks of one state, and these ranks if they are few.
-_RAS_GROUP = re.compile(r"^#(\d{1,6}-\d{1,6}) \(\w{1,40}\) [A-Z]")
-_RAS_STATE = re.compile(
-    r"^\s{1,4}(?P<count>\d{1,7}) ranks? (?:has|have)"
-    r" (?P<what>(?:launched up to operation (?P<number>\d{1,18})|\w.{1,80}))$"
-)
-_RAS_RANK = re.compile(
-    r"^\s{1,8}Rank (\d{1,7}) -- GPU \S{1,20} managed by process (\d{1,9}) on node (\S{1,80})"
-)
-_HOROVOD = re.compile(r"^(\d{1,7}): \[(\S{1,200}?)[,\]]")
+
 # General rows. Between the rank and the word nothing may stand that changes who or whether.
 _WHO = r"\b(?P<who>[Rr]ank|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|RANK)s?"
 _NUMBER = r"(?: ?[#:=_-] ?| )?\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
@@ -123,25 +629,20 @@ _ABSENT = (
     r"has not (?:reported|arrived|joined|responded)|silent"
 )
 _GENERAL = (
-    (re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_DIED})\b"), conditions.TOLD_DEAD),
+    (re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_DIED})\b"), TOLD_DEAD),
     (
         re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_ABSENT})\b"),
-        conditions.TOLD_ABSENT,
+        TOLD_ABSENT,
     ),
     (
         re.compile(
             r"\b(?:[Mm]issing|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Ll]agging|[Ll]ost)"
             rf" {_WHO[2:]}{_NUMBER}"
         ),
-        conditions.TOLD_ABSENT,
+        TOLD_ABSENT,
     ),
 )
-_VERBS = re.compile(
-    "issing|talled|tuck|h[au]ng|espon|heartbeat|ost |agging|crash|died|[Dd]ead|kill|exit|code|"
-    "segfault|core dump|abort|unreachable|did not|never|has not|silent|rc[=: ]|terminated|"
-    "unexpected|abnormal"
-)
-_GENERAL_WORDS = re.compile(
+_GENERAL_LINE = re.compile(
     "(?:rank|worker|process|task|node)s?\\b.{0,120}(?:missing|stall|stuck|h[au]ng|respon|heartbeat|"
     "lost|crash|died|dead|kill|exit|segfault|core dump|abort|terminated|return|unreachable|"
     "did not|never|has not|silent|code)|(?:missing|stalled|unresponsive|dead|stuck|lagging|lost)"
@@ -154,92 +655,56 @@ _OTHER = re.compile(
     r"gracefully|cleanly|missing keys?|"
     r"\bok\b|\bretry|healthy|no longer|thread|nemo_patches |^(?:srun|slurmstepd|prterun|mpirun)\b"
 )
+# One of these is in each line of a general row, in place of a row's words.
+_GENERAL_WORDS = (
+    *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
+    *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
+    *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
+    *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
+    *("silent", "terminated ", "unexpectedly", "abnormally"),
+)
+_WHOLE = tuple(row for row in ROWS if row.is_whole)
 
 
-@dataclass
-class _State:
-    """Of a RAS communicator's ranks. ranks: those that are listed, with the line."""
-
-    count: int
-    what: str
-    number: int
-    ranks: dict[int, tuple[str, Line]] = field(default_factory=dict)
+def is_whole(text: str) -> bool:
+    """Whether a row matches all that a terminal may have wrapped of the line."""
+    return any(row.pattern.search(text) for row in _WHOLE)
 
 
-class RowLines:
-    """One launch's lines."""
+def general_in(text: str) -> tuple[re.Match[str], str] | None:
+    """What general words tell, and the condition's kind; of a line that no row knows."""
+    if not any(word in text for word in _GENERAL_WORDS):
+        return None
+    if not _GENERAL_LINE.search(text) or _OTHER.search(text):
+        return None
+    for pattern, kind in _GENERAL:
+        if told := pattern.search(text):
+            return told, kind
+    return None
 
-    def __init__(self, found: LaunchFacts) -> None:
-        self._found = found
-        self._ras: dict[str, list[_State]] = defaultdict(list)
-        self._communicator = ""
-        self._lists_missing = False  # Horovod, in the next lines
 
-    def take(self, line: Line) -> None:
-        text = line.text
-        for words_of, row in _BY_WORDS:
-            if any(word in text for word in words_of) and (
-                told := row.pattern.search(text)
-            ):
-                words = told.groupdict("")
-                condition = Condition(row.kind, row.text.format(**words)[:300])
-                ranks = ranks_in(words.get("ranks", "")) or [line.rank]
-                for rank in ranks:
-                    self._found.add(rank, condition, line, own=False)
-        self._take_ras(line)
-        self._take_horovod(line)
+def _filter() -> tuple[bytes, ...]:
+    """Before the rows' words: what begins a rank's line, a traceback, or a message that a terminal
+    has wrapped.
+    """
+    words = {
+        *(
+            "[rank",
+            "[Rank",
+            "Traceback (most",
+            "Error",
+            "EI00",
+            "NCCL",
+            "ollective",
+            "pid ",
+        ),
+        *("watchdog", "arrier", "sigkill_handler", "imed out"),
+        *(word for row in ROWS if not row.follows for word in row.words),
+        *_GENERAL_WORDS,
+    }
+    shortest = [one for one in words if not any(two in one for two in words - {one})]
+    return tuple(word.encode() for word in sorted(shortest))
 
-    def _take_horovod(self, line: Line) -> None:
-        told = _HOROVOD.match(line.text)
-        if told and self._lists_missing:
-            missing = Condition(conditions.MISSING, f"to {told[2]}, by Horovod")
-            self._found.add(int(told[1]), missing, line, own=False)
-        self._lists_missing = told is not None or line.text == "Missing ranks:"
 
-    def take_words(self, line: Line) -> None:
-        """Of a line that no row knows."""
-        text = line.text
-        if not _VERBS.search(text) or not _GENERAL_WORDS.search(text):
-            return
-        if _OTHER.search(text):
-            return
-        for pattern, kind in _GENERAL:
-            if told := pattern.search(line.text):
-                is_node = told["who"].lower() == "node"
-                ranks = [one for one in ranks_in(told["ranks"]) if one < _MOST_RANK]
-                for rank in [NOT_TOLD] if is_node and ranks else ranks:
-                    said = Condition(kind, line.text.strip()[:200])
-                    self._found.add(rank, said, line, own=False)
-                return
-
-    def _take_ras(self, line: Line) -> None:
-        if group := _RAS_GROUP.match(line.text):
-            self._communicator = group[1]
-        elif not self._communicator:
-            return
-        elif told := _RAS_STATE.match(line.text):
-            number = int(told["number"] or NOT_TOLD)
-            one = _State(int(told["count"]), told["what"], number)
-            if len(states := self._ras[self._communicator]) < MOST_KEPT:
-                states.append(one)
-        elif rank := _RAS_RANK.match(line.text):
-            process = f"process {rank[2]} on {rank[3]}"
-            for state in self._ras[self._communicator][-1:]:
-                state.ranks.setdefault(int(rank[1]), (process, line))
-
-    def finish(self) -> None:
-        """RAS lists the ranks of a state where they are few."""
-        for states in filter(None, self._ras.values()):
-            last = max(one.number for one in states)
-            most = max(one.count for one in states)
-            for one in states:
-                is_behind = one.number < last if last >= 0 else one.count < most
-                for rank, (process, line) in one.ranks.items() if is_behind else ():
-                    what = (
-                        f"to operation {last}"
-                        if last >= 0
-                        else f"as others: {one.what}"
-                    )
-                    text = f"{what}, by NCCL's RAS; {process}"
-                    missing = Condition(conditions.MISSING, text)
-                    self._found.add(rank, missing, line, own=False)
+# Each line of interest has one of these, or closely follows a line that has one.
+FILTER = _filter()

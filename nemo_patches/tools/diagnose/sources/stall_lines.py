@@ -12,17 +12,9 @@ from nemo_patches.judging.kinds import ALL_RANKS_OF, GONE
 from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Member, Motion, Place
-from nemo_patches.tools.diagnose.sources.c10d_lines import ranks_in
-from nemo_patches.tools.diagnose.sources.log_facts import (
-    LaunchFacts,
-    Line,
-    shown,
-)
+from nemo_patches.tools.diagnose.sources.lines import Line, ranks_in, shown
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
-_OURS = re.compile(
-    r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
-    r" ([^\]]{0,100})\] (.*)"
-)
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}$")
 _STALL = re.compile(
     r"^no (?:encoder call|step) for \d{1,9} s\. (?:no rank moves: )?(?P<groups>.*)|"
@@ -82,9 +74,7 @@ class StallLines:
         self._hosts: set[str] = set()
         self._time = ""  # of the present line
 
-    def take(self, line: Line) -> None:
-        if (ours := _OURS.search(line.text)) is None:
-            return
+    def take_ours(self, ours: re.Match[str], line: Line) -> None:
         level, rank, size, host, text = ours.groups()
         time = _TIME.search(line.text, 0, ours.start())
         self._time = time[0] if time else ""

@@ -1,0 +1,127 @@
+"""One launch of a job: each line goes through the table of rows, and to what reads tracebacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Evidence
+from nemo_patches.tools.diagnose.sources.c10d_lines import C10dLines
+from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
+from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
+from nemo_patches.tools.diagnose.sources.rows import ROWS, Row, general_in
+from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
+
+_OF_ROWS = ("condition", "end", "report")  # readers of several rows
+_MOST_RANK = 1 << 12  # of a general row: larger numbers are process ids
+
+
+class Launch:
+    """What the lines of one launch tell."""
+
+    def __init__(self) -> None:
+        self.found = LaunchFacts()
+        self.ends = LauncherLines(self.found)
+        self.tracebacks = ExceptionLines(self.found)
+        self._c10d = C10dLines(self.found)
+        self._stalls = StallLines(self.found)
+        self._ras = RasLines(self.found)
+        self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
+        self._rows = [(row, self._reader_of(row)) for row in ROWS]
+
+    def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
+        """The method that its row names, of whichever class has it."""
+        owners = (self, self._c10d, self.ends, self._stalls, self._ras)
+        name = f"take_{row.reader}"
+        reader = next(getattr(one, name) for one in owners if hasattr(one, name))
+        return partial(reader, row) if row.reader in _OF_ROWS else reader
+
+    def begin_file(self) -> None:
+        self.found.is_over = False
+        self._by_file.append(set())
+
+    def take(self, line: Line) -> None:
+        if line.has_prefix and len(self._by_file[-1]) < MOST_KEPT:
+            self._by_file[-1].add(line.rank)
+        before = len(self.found.facts)
+        is_end = self._apply_rows(line)
+        self.tracebacks.take(line)
+        is_known = is_end or len(self.found.facts) > before
+        if not is_known and not self.tracebacks.is_reading:
+            self._take_general(line)
+
+    def _apply_rows(self, line: Line) -> bool:
+        """Whether a row of an end knows the line."""
+        text, is_end = line.text, False
+        for row, read in self._rows:
+            if (row.is_end and is_end) or (
+                row.of_rank and not row.is_end and line.rank < 0
+            ):
+                continue
+            for word in row.words:
+                if word in text:
+                    if found := row.pattern.search(text):
+                        read(found, line)
+                        is_end |= row.is_end
+                    break
+        return is_end
+
+    def take_condition(self, row: Row, found: re.Match[str], line: Line) -> None:
+        told = found.groupdict("")
+        if row.kind == conditions.RAISED and self.found.is_over:
+            return
+        if "size" in told:
+            self.found.has_size(told["size"])
+        words = {name: shown(text) for name, text in told.items()}
+        condition = Condition(row.kind, row.text.format(**words).removeprefix(": "))
+        if "peer" in told:  # lines before did not name it
+            self.found.facts.pop((line.rank, Condition, row.kind, ""), None)
+        ranks = ranks_in(told.get("ranks", "")) or [int(told.get("rank", line.rank))]
+        # NCCL's are the communicator's; the job's if the first agrees with the line's
+        if "second" in told and line.rank in (NOT_TOLD, int(told["first"])):
+            ranks = [int(told["first"]), int(told["second"])]
+        for rank in ranks:
+            self.found.add(rank, condition, line, own=row.own)
+
+    def take_left_out(self, found: re.Match[str], line: Line) -> None:
+        self.found.missing_lines = True
+
+    def take_size(self, found: re.Match[str], line: Line) -> None:
+        self.found.has_size(found[1])
+
+    def take_over(self, found: re.Match[str], line: Line) -> None:
+        self.found.is_over = True
+
+    def take_pid(self, both: re.Match[str], line: Line) -> None:
+        pid, rank = both[1] or both[4] or both[5], both[2] or both[3] or both[6]
+        self.found.note_pid(int(pid), int(rank))
+        if both[7]:
+            self.found.has_size(both[7])
+
+    def _take_general(self, line: Line) -> None:
+        if (general := general_in(line.text)) is None:
+            return
+        told, kind = general
+        ranks = [one for one in ranks_in(told["ranks"]) if one < _MOST_RANK]
+        if ranks and told["who"].lower() == "node":
+            ranks = [NOT_TOLD]
+        for rank in ranks:
+            condition = Condition(kind, line.text.strip()[:200])
+            self.found.add(rank, condition, line, own=False)
+
+    def finish(self, evidence: Evidence) -> None:
+        self._stalls.finish()
+        self.ends.finish()
+        self.tracebacks.finish()
+        self._ras.finish()
+        self.ends.leave_out_woken()
+        self.found.leave_out_lines_of_ranks()
+        self._c10d.finish(evidence, self._by_file)
+        not_told = self.found.without_local_ranks()
+        for ranks in evidence.groups.values():
+            ranks -= not_told

@@ -1,0 +1,73 @@
+"""Who had not come, as NCCL's RAS and Horovod list ranks: in several lines."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+
+
+@dataclass
+class _Communicator:
+    """RAS lists the ranks of a state where they are few. last: operation that any rank has
+    launched. most: ranks of one state. state: of the next ranks, with its operation and count.
+    """
+
+    last: int = NOT_TOLD
+    most: int = 0
+    state: tuple[str, int, int] = ("", NOT_TOLD, 0)
+    ranks: dict[int, tuple[tuple[str, int, int], str, Line]] = field(
+        default_factory=dict
+    )
+
+
+class RasLines:
+    """One launch's lines."""
+
+    def __init__(self, found: LaunchFacts) -> None:
+        self._found = found
+        self._communicators: dict[str, _Communicator] = defaultdict(_Communicator)
+        self._name = ""
+        self._horovod_at = 0  # number of the line that may list a missing rank
+
+    def take_horovod(self, found: re.Match[str], line: Line) -> None:
+        self._horovod_at = line.number + 1
+
+    def take_horovod_rank(self, told: re.Match[str], line: Line) -> None:
+        if line.number == self._horovod_at:
+            self._missing(int(told[1]), f"to {told[2]}, by Horovod", line)
+            self._horovod_at += 1
+
+    def take_ras(self, group: re.Match[str], line: Line) -> None:
+        self._name = group[1]
+
+    def take_ras_state(self, told: re.Match[str], line: Line) -> None:
+        if self._name and len(self._communicators) < MOST_KEPT:
+            one = self._communicators[self._name]
+            number, count = int(told["number"] or NOT_TOLD), int(told["count"])
+            one.last, one.most = max(one.last, number), max(one.most, count)
+            one.state = told["what"], number, count
+
+    def take_ras_rank(self, rank: re.Match[str], line: Line) -> None:
+        one = self._communicators[self._name]
+        if one.state[0] and len(one.ranks) < MOST_KEPT:
+            process = f"process {rank[2]} on {rank[3]}"
+            one.ranks[int(rank[1])] = one.state, process, line
+
+    def _missing(self, rank: int, text: str, line: Line) -> None:
+        self._found.add(rank, Condition(conditions.MISSING, text), line, own=False)
+
+    def finish(self) -> None:
+        for one in self._communicators.values():
+            counts = one.last < 0
+            for rank, ((what, number, count), process, line) in one.ranks.items():
+                if count < one.most if counts else number < one.last:
+                    title = (
+                        f"as others: {what}" if counts else f"to operation {one.last}"
+                    )
+                    self._missing(rank, f"{title}, by NCCL's RAS; {process}", line)
