@@ -1716,7 +1716,6 @@ EXAMPLES = (
     "[rank3]: Heartbeat monitor timed out! Process will be terminated",
     "[rank3]: due to ProcessGroupNCCL watchdog hang.",
     "[rank3]: Observed flight recorder dump signal from another rank via TCPStore.",
-    "nemo_patches INFO [rank 1/4 host] x",
     "... [repeated 3x across cluster]",
     "Starting with 4 processes",
     "(RayTrainWorker pid=12) [rank3]: x, pid: 12, rank: 3/8",

@@ -14,7 +14,7 @@ from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
-from nemo_patches.tools.diagnose.sources.rows import ROWS, Row, general_in
+from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row, general_in
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
@@ -36,7 +36,7 @@ class Launch:
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
         """The method that its row names, of whichever class has it."""
-        owners = (self, self._c10d, self.ends, self._stalls, self._ras)
+        owners = (self, self._c10d, self.ends, self._ras)
         name = f"take_{row.reader}"
         reader = next(getattr(one, name) for one in owners if hasattr(one, name))
         return partial(reader, row) if row.reader in _OF_ROWS else reader
@@ -48,6 +48,9 @@ class Launch:
     def take(self, line: Line) -> None:
         if line.has_prefix and len(self._by_file[-1]) < MOST_KEPT:
             self._by_file[-1].add(line.rank)
+        if "nemo_patches " in line.text and (ours := OURS.search(line.text)):
+            self._stalls.take(ours, line)
+            return
         before = len(self.found.facts)
         is_end = self._apply_rows(line)
         self.tracebacks.take(line)

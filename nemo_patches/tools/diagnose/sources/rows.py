@@ -93,6 +93,11 @@ FINGERPRINT = re.compile(
     r"(?:SequenceNumber=(\d{1,18}),? ?)?OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?"
     r"(?:, ?TensorDtypes=(\w{1,40}))?"
 )
+# Our own lines, which no row reads: their texts are in stall_lines.py.
+OURS = re.compile(
+    r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
+    r" ([^\]]{0,100})\] (.*)"
+)
 
 ROWS = (
     # What a line says of its launch
@@ -114,12 +119,6 @@ ROWS = (
         r"monitoredBarrier|failed \(exitcode|first observed failure|exits with return code",
         reader="over",
         follows=True,
-    ),
-    _row(
-        "nemo_patches ",
-        r"(?:^|\s)nemo_patches (INFO|WARNING|ERROR) \[rank (\d{1,7}|\?)/(\d{1,7}|\?)"
-        r" ([^\]]{0,100})\] (.*)",
-        reader="ours",
     ),
     # torch's watchdog, and its reports
     _row(

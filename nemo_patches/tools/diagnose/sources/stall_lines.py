@@ -74,7 +74,7 @@ class StallLines:
         self._hosts: set[str] = set()
         self._time = ""  # of the present line
 
-    def take_ours(self, ours: re.Match[str], line: Line) -> None:
+    def take(self, ours: re.Match[str], line: Line) -> None:
         level, rank, size, host, text = ours.groups()
         time = _TIME.search(line.text, 0, ours.start())
         self._time = time[0] if time else ""
