@@ -149,7 +149,10 @@ def _by_name(call: Call) -> Abstract:
         return Abstract()
     if call.name == "len" and call.args:
         first = call.args[0]
-        varies = first.turns >= DATA or (first.has("letter") and first.level == DATA)
+        of_all = dotted(node.args[0]).endswith("dataset") and first.count != VARIES
+        varies = (first.turns >= DATA and not of_all) or (
+            first.has("letter") and first.level == DATA
+        )
         return replace(value, level=VARIES if varies else SAME).without("gradient")
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
@@ -199,7 +202,7 @@ def _of_items(call: Call) -> Abstract | None:
 
 def _entries(call: Call, value: Abstract) -> Abstract:
     of_dict = call.last in ("items", "keys", "values")
-    count = VARIES if of_dict and call.owner.level == VARIES else SAME
+    count = VARIES if of_dict and call.owner.turns == VARIES else SAME
     item = Abstract() if call.last == "keys" else None
     if call.last in ("items", "named_parameters"):
         entry = replace(value, level=min(value.level, DATA))

@@ -23,6 +23,7 @@ from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
     sounds_like_data,
 )
+from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
     FORWARD,
@@ -248,6 +249,9 @@ class Interpreter:
         is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
         if value.level == UNKNOWN and last == name and is_loss:
             value = replace(value, level=DATA)
+        by_signal = last_part(self.definition.name) in self.file.signalled
+        if by_signal and value.has("const"):  # which comes to each rank at another step
+            value = replace(value, level=VARIES, at=None).tagged("signal", "chosen")
         if isinstance(target, ast.Attribute) or name in self.file.changed:
             self.file.set_to.setdefault(last, []).append(value)
         if self.chosen == VARIES and value.has("const") and not value.has("agreed"):
@@ -314,20 +318,21 @@ class Interpreter:
         if decided is not None:
             return self.block(node.body if decided else node.orelse)
         before = self.env
-        outer = self.chosen
-        if condition.value.level == VARIES and not condition.value.has("file"):
-            self.chosen = VARIES
+        varies = condition.value.level == VARIES and not condition.value.has("file")
         self.branches += 1
         sized = self.sized
         self.sized |= condition.value.has("sized")
         meanings = self.meanings
-        yes, left, taken = self._side(node.body, before)
+        yes, left, taken = self._side(
+            node.body, before, varies and not _ends(node.orelse)
+        )
         of_yes = self.meanings
         self.meanings = meanings
-        no, left_too, other = self._side(node.orelse, before)
+        no, left_too, other = self._side(
+            node.orelse, before, varies and not _ends(node.body)
+        )
         common = of_yes.items() & self.meanings.items()
         self.meanings = dict(common)
-        self.chosen = outer
         self.sized = sized
         self.branches -= 1
         self.items.append(Branch(condition, yes, no))
@@ -341,12 +346,17 @@ class Interpreter:
         return None
 
     def _side(
-        self, body: Sequence[ast.stmt], before: Environment
+        self, body: Sequence[ast.stmt], before: Environment, chosen: bool
     ) -> tuple[Items, End | None, Environment]:
+        """chosen: whether data decide that it is this one, and others go on behind the other."""
         self.env = dict(before)
         self.meanings = dict(self.meanings)
+        outer = self.chosen
+        if chosen:
+            self.chosen = VARIES
         with self.inside() as items:
             end = self.block(body)
+        self.chosen = outer
         return items, end, self.env
 
     def _merged(
@@ -499,7 +509,7 @@ class Interpreter:
         handlers = []
         after = self.env
         for each in node.handlers:
-            condition = _of_handler(each)
+            condition = _of_handler(each, node)
             old = {
                 name: joined(value, after[name])
                 for name, value in before.items()
@@ -645,7 +655,10 @@ class Interpreter:
             made = Collective("the backward pass", BACKWARD, node.lineno, why, of=of)
             self.emit(made)
         self.env["return"] = value
-        self.items.append(Exit(End.RETURN, node.lineno))
+        if (
+            self.run_managed is None
+        ):  # a context manager's own return ends no block of another
+            self.items.append(Exit(End.RETURN, node.lineno))
         return End.RETURN
 
     # --- expressions
@@ -670,7 +683,7 @@ class Interpreter:
     def visit_NamedExpr(self, node: ast.NamedExpr) -> Abstract:
         value = self.of(node.value)
         self.assign(node.target, value)
-        return value
+        return self.env.get(node.target.id, value)
 
     def visit_Yield(self, node: ast.Yield) -> Abstract:
         self.yields.append((self.chosen, self.turns))
@@ -765,11 +778,12 @@ class Interpreter:
         features = value.has("shape") and isinstance(node.slice, ast.UnaryOp)
         if at or of_model or features:  # the number of features is the model's
             return Abstract(at=at)
-        count = value.count if value.level == VARIES else None
+        level = _level_at(value, constant)
+        count = value.count if level == VARIES else None
         if value.has("dealt") and self.by_rank(key):
             count = SAME if value.has("even") else VARIES
         tags = value.tags & (knowledge.CARRIED | {"agreed"})
-        return Abstract(value.level, tags=tags, count=count)
+        return Abstract(level, tags=tags, count=count)
 
     def _slice(self, value: Abstract, node: ast.Slice) -> Abstract:
         """Every so many items from the rank's number on are this rank's share, one more or less
@@ -802,7 +816,8 @@ class Interpreter:
     def _entry(self, value: Abstract, key: Abstract, node: ast.Subscript) -> Abstract:
         """Of a dict by a key: by one that is known, or one of all."""
         if isinstance(node.slice, ast.Constant):
-            return value.entry(node.slice.value) or Abstract(value.level)
+            name = node.slice.value
+            return value.entry(name) or Abstract(_level_at(value, name))
         text = text_of(node.slice)
         found = value.entries[-1][1]
         for name, each in value.entries[-2::-1]:
@@ -870,6 +885,8 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.has("taken"):  # whether all of it has been worked off
+            return replace(value, level=VARIES)
         if named and value.level == VARIES and value.count in (UNKNOWN, DATA):
             return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
         if value.level != DATA or isinstance(node, asked):
@@ -960,7 +977,8 @@ class Interpreter:
             return self.file.constant(there) if known else Abstract()
         values = list(map(self.of, sides))
         constants = [each.value for each in sides if isinstance(each, ast.Constant)]
-        if None in constants and _may_lack(values[0], dotted(sides[0])):
+        first = dotted(getattr(sides[0], "target", sides[0]))
+        if None in constants and _may_lack(values[0], first):
             return mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
         at = self._compared(node, values)
         if at is not None:
@@ -1005,13 +1023,10 @@ class Interpreter:
             self.alarmed.append((made, self.alarm))
 
     def _set_alarm(self, call: calls.Call) -> None:
-        """Set or clear an alarm, or have a function of Python run at one."""
+        """Set or clear an alarm."""
         last = call.node.args[-1] if call.node.args else None
         if call.origin in knowledge.ALARMS:
             self.alarm = 0 if constant(last) == 0 else call.node.lineno
-        elif call.origin == "signal.signal" and "ALRM" in text_of(call.node):
-            default = text_of(call.node).endswith(("SIG_DFL)", "SIG_IGN)"))
-            self.file.handles_alarm |= not default
 
     def visit_Call(self, node: ast.Call) -> Abstract:
         call = self._call_of(node)
@@ -1074,6 +1089,8 @@ class Interpreter:
     def _keep(self, call: calls.Call) -> None:
         """An object of another file that is given data may hold them."""
         held, _, _ = call.name.rpartition(".")
+        if call.last in knowledge.TAKING and call.owner.turns == VARIES:
+            self.set(held, call.owner.tagged("taken"))
         name = held or call.name
         given = mixed([*call.args, *call.given.values()])
         known = self.env.get(name)
@@ -1401,6 +1418,11 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
     return frozenset(subjects)
 
 
+def _ends(body: list[ast.stmt]) -> bool:
+    """Whether nothing of a function or its loop is come to behind a block, in no turn either."""
+    return leaves(body) and not isinstance(body[-1], ast.Continue)
+
+
 def _callable(ref: object) -> bool:
     if isinstance(ref, Definition):
         return isinstance(ref.node, ast.FunctionDef)
@@ -1424,12 +1446,15 @@ def _denies(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
 
 
-def _of_handler(node: ast.ExceptHandler) -> Condition:
-    """Whether it takes errors of one rank's batch or memory, or those that all ranks share."""
+def _of_handler(node: ast.ExceptHandler, tried: ast.Try) -> Condition:
+    """Whether it takes errors of one rank's batch or memory, or those that all ranks share, as
+    those of imports are.
+    """
+    imports = isinstance(tried.body[0], (ast.Import, ast.ImportFrom))
     types = getattr(node.type, "elts", [node.type])
     kinds = {last_part(dotted(each)) for each in types if each is not None}
     text = text_of(node.type) if node.type else "any error"
-    of_all = kinds and kinds <= knowledge.ALL_RANKS
+    of_all = (kinds and kinds <= knowledge.ALL_RANKS) or imports
     return Condition(
         text=text,
         key=text,
@@ -1489,6 +1514,14 @@ def _of_form(
     belongs = any(isinstance(each, _BELONGING) for each in node.ops)
     chosen = any(each.has("chosen") for each in values)  # a name that data decide
     return fields or shapes or ((belongs or textual) and not chosen)
+
+
+def _level_at(value: Abstract, key: object) -> int:
+    """Of what a dict has at a key: a setting's name says that it is none of its data."""
+    of_setting = isinstance(key, str) and parts_of(key) & knowledge.OTHER_NAMES
+    if of_setting and not value.has("batch"):
+        return min(value.level, UNKNOWN)
+    return value.level
 
 
 def _manages(definition: Definition) -> bool:

@@ -45,7 +45,7 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
 @pl_module,=self+lightning | all_gather | | |
 @strategy,@training_type_plugin | all_gather barrier broadcast reduce reduce_boolean_decision
     | | |
-=trainer,=self.trainer | fit predict save_checkpoint test validate
+=trainer+trains,=self.trainer+trains | fit predict save_checkpoint test validate
     | which waits for all ranks | |
 =trainer+transformers | evaluate | which waits for all ranks | |
 @engine+parallel | save_16bit_model save_checkpoint save_fp16_model
@@ -128,6 +128,8 @@ BESIDE_NEMO = words("""
     accelerate deepspeed einops hydra lhotse librosa lightning megatron nemo numpy omegaconf
     pytorch_lightning scipy soundfile torch torchaudio torchmetrics tqdm wandb
     """)
+# Packages of the trainers whose methods wait for all ranks.
+TRAINERS = words("fabric lightning nemo pytorch_lightning transformers trl")
 LIGHTNING_BASES = words("LightningDataModule LightningModule ModelPT")
 LIGHTNING_METHODS = words("training_step configure_optimizers validation_step")
 ONE_RANK = words("""
@@ -216,8 +218,14 @@ READ_OFF = words("""
 FILES = words("glob rglob iterdir scandir exists is_dir is_file isdir isfile listdir")
 OF_PROCESS = (
     r"(datetime\.now|monotonic|perf_counter|random\.random|random\.uniform|random\.rand"
-    r"|random\.randint|time\.time|torch\.rand)$"
+    r"|random\.randint|time\.time|torch\.rand"
+    r"|cuda\.(mem_get_info|(max_)?memory_(allocated|reserved))|psutil\.virtual_memory"
+    r"|gethostname|platform\.node|subprocess\.(call|run)|os\.system"
+    r"|(fut|future|job|task|thread)\.(done|is_alive)|(proc|process)\.(is_alive|poll))$"
 )
+# A test of a batch's number of samples.
+_SAMPLES = r"(shape\[0\]|size\(0\)|size\(\)\[0\]|len\([\w.]+\))"
+_LAST_BATCH = _SAMPLES + r" *[<>!=]=? *[\w.]*(batch_?size|\bbsz?\b)"
 STRUCTURE = words("""
     callable dim getattr hasattr id is_floating_point isinstance issubclass type
     """)
@@ -230,9 +238,10 @@ PARAMETER = words("bias grad weight")
 PLAUSIBLE = GRADIENTS | words("""
     bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
     """)
-PASSED_ON = words("enumerate iter list reversed sorted tqdm tuple")
+PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 ADDING = words("append extend add")
+TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.
 ALL_RANKS = words("""
     AssertionError AttributeError ConnectionError FileNotFoundError ImportError KeyError
@@ -257,6 +266,8 @@ GUESSES = {
     r"\brandom\b|\brand\(": (
         "the ranks draw other random numbers, as they do without a seed"
     ),
+    _LAST_BATCH: "the ranks' last batches are of unlike sizes, as without a DistributedSampler",
+    r"\bnext\(": "the ranks' iterators end after unlike numbers of batches",
     NO_BATCH: "the loader gives some ranks None for a batch",
     r"\bfile\b|exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
         "the ranks' hosts, or moments, see other files"

@@ -93,6 +93,8 @@ class SourceFile:
         }
         packages = _packages(tree)
         self.imported = packages - {""}
+        if packages & knowledge.TRAINERS:
+            self.subjects.add("trains")
         if (
             "nemo" in packages
             or packages <= knowledge.BESIDE_NEMO | sys.stdlib_module_names
@@ -109,7 +111,14 @@ class SourceFile:
         self.definitions: list[Definition] = []
         self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
-        self.handles_alarm = False  # by a function of Python
+        self.signalled = set[str]()  # names of functions that signals run
+        self.handles_alarm = False  # by one of them
+        for each in nodes(tree, ast.Call):
+            if self.origin(dotted(each.func)) == "signal.signal" and len(each.args) > 1:
+                name = last_part(dotted(each.args[1]))
+                if name not in ("SIG_DFL", "SIG_IGN"):
+                    self.signalled.add(name)
+                    self.handles_alarm |= dotted(each.args[0]).endswith("ALRM")
         self.work = 0
 
     def begin_round(self) -> None:
@@ -117,6 +126,7 @@ class SourceFile:
         for name, values in self.set_to.items():
             told = [each for each in values if self.members.differ(each.at)]
             others = [each for each in values if not each.has("const", "nothing")]
+            self.by_rank.update((name, each) for each in values if each.has("signal"))
             if told and all(each in told for each in others):
                 self.by_rank[name] = told[0]
         self.set_to = {}
@@ -171,6 +181,8 @@ class SourceFile:
         args = definition.node.args
         for argument, default in _arguments(args):
             value = given.get(argument.arg) or self._argument(argument, default)
+            if definition.name.endswith(".__init__") and "optional" not in value.tags:
+                value = replace(value, level=min(value.level, UNKNOWN))
             if not given and value.level == UNKNOWN and value.at is None:
                 value = self._as_called(definition, argument.arg, value)
             if (
