@@ -816,8 +816,8 @@ class Interpreter:
     def _entry(self, value: Abstract, key: Abstract, node: ast.Subscript) -> Abstract:
         """Of a dict by a key: by one that is known, or one of all."""
         if isinstance(node.slice, ast.Constant):
-            name = node.slice.value
-            return value.entry(name) or Abstract(_level_at(value, name))
+            asked = node.slice.value
+            return value.entry(asked) or Abstract(_level_at(value, asked))
         text = text_of(node.slice)
         found = value.entries[-1][1]
         for name, each in value.entries[-2::-1]:
