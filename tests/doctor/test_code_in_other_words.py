@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import changes
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,59 +17,11 @@ from nemo_patches.tools.doctor.finding import Severity
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-RULES = examination.chosen(["NP001", "NP401", "NP405", "NP406", "NP407"])
+RULES = examination.chosen(["NP001", "NP401", "NP405", "NP406", "NP407", "NP411"])
 
 
-class Named(ast.NodeTransformer):
-    """`if test:` as `asked = test; if asked:`"""
-
-    def visit_If(self, node: ast.If) -> list[ast.stmt]:
-        self.generic_visit(node)
-        if isinstance(node.test, ast.Name) or any(
-            isinstance(each, ast.NamedExpr) for each in ast.walk(node.test)
-        ):
-            return [node]
-        asked = ast.Assign([ast.Name("asked", ast.Store())], node.test)
-        return [asked, ast.If(ast.Name("asked", ast.Load()), node.body, node.orelse)]
-
-
-class Inverted(ast.NodeTransformer):
-    """`if test: a else: b` as `if not test: b else: a`"""
-
-    def visit_If(self, node: ast.If) -> ast.If:
-        self.generic_visit(node)
-        test = ast.UnaryOp(ast.Not(), node.test)
-        return ast.If(test, node.orelse or [ast.Pass()], node.body)
-
-
-class Finally(ast.NodeTransformer):
-    """A function's statements in try and finally."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        self.generic_visit(node)
-        node.body = [ast.Try(node.body, [], [], ast.parse("print('end')").body)]
-        return node
-
-
-class Helper(ast.NodeTransformer):
-    """`dist.barrier()` by a helper of the file."""
-
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        self.generic_visit(node)
-        if ast.unparse(node) == "dist.barrier()":
-            node.func = ast.Name("wait_for_others", ast.Load())
-        return node
-
-    def visit_Module(self, node: ast.Module) -> ast.Module:
-        self.generic_visit(node)
-        imports = (ast.Import, ast.ImportFrom)
-        last = max(
-            (n for n, each in enumerate(node.body) if isinstance(each, imports)),
-            default=-1,
-        )
-        helper = ast.parse("def wait_for_others():\n    dist.barrier()\n").body
-        node.body[last + 1 : last + 1] = helper
-        return node
+# A name is what tells that this object decides by this rank's loss: its class is of another file.
+ONLY_BY_NAME = {("Renamed", "NP405 stopped by an object of another file")}
 
 
 def snippets(name: str) -> list[tuple[str, str]]:
@@ -89,17 +42,21 @@ def said(folder: Path, text: str) -> list[tuple[str, Severity]]:
     return found
 
 
-@pytest.mark.parametrize("change", [Named, Inverted, Finally, Helper])
+@pytest.mark.parametrize("change", changes.ALL, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_change_that_keeps_what_code_does(
     tmp_path: Path, change: Callable[[], ast.NodeTransformer], hangs: bool
 ) -> None:
     wrong = []
     for title, text in snippets("classes_hang.txt" if hangs else "classes_fine.txt"):
-        changed = ast.fix_missing_locations(change().visit(ast.parse(text)))
-        found = said(tmp_path, ast.unparse(changed))
+        before = ast.unparse(ast.parse(text))
+        after = ast.unparse(ast.fix_missing_locations(change().visit(ast.parse(text))))
+        found = said(tmp_path, after) if after != before else []
         warned = any(severity > Severity.NOTE for _, severity in found)
-        if (hangs and not found) or (not hangs and warned):
+        missed = hangs and not found and after != before
+        if (missed and (change.__name__, title) not in ONLY_BY_NAME) or (
+            warned and not hangs
+        ):
             wrong.append(title)
     assert wrong == []
 
@@ -163,7 +120,7 @@ def programs(draw: st.DrawFn) -> str:
 def test_no_program_takes_long_or_makes_a_rule_fail(tmp_path: Path, text: str) -> None:
     begun = time.process_time()
     said(tmp_path, text)
-    assert time.process_time() - begun < 5  # it takes milliseconds
+    assert time.process_time() - begun < 1  # it takes milliseconds
 
 
 BARRIER = "import torch.distributed as dist\n"

@@ -165,6 +165,8 @@ def _by_name(call: Call) -> Abstract:
         value = value.tagged("nothing", *new)
     if call.name == "dict" or call.last[:1].isupper():
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
+        words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
+        value = value.tagged("holds") if words & knowledge.HOLDING else value
     if call.name == "next":
         value = value.tagged("next")
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value

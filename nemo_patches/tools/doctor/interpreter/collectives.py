@@ -139,6 +139,7 @@ def _of_a_group(call: Call) -> bool:
     } - {"dist.group", "torch.distributed.group"}
     return any(
         not each.endswith("WORLD")
+        and not call.env.get(each, Abstract()).has("nothing")
         and (
             re.search(knowledge.GROUP_NAME, each.lower())
             or call.env.get(each, Abstract()).has("group")

@@ -752,12 +752,13 @@ class Interpreter:
         wrapped = self.file.wrapped.get(node.attr, frozenset[str]())
         if node.attr == "module":
             wrapped = frozenset()
-        tags = wrapped | inner.tags & {"alone", "file", "object"}
+        tags = wrapped | inner.tags & {"@engine", "alone", "file", "object"}
         level = inner.level
+        count = UNKNOWN if parts_of(node.attr) & knowledge.LOADERS else None
         kept = sounds_like_data(node.attr) or parts_of(name) & knowledge.HOLDING
         if inner.has("object") and not kept:
             level = min(level, UNKNOWN)
-        return Abstract(level, tags=tags, ref=self.file.reference(name))
+        return Abstract(level, tags=tags, count=count, ref=self.file.reference(name))
 
     def visit_Subscript(self, node: ast.Subscript) -> Abstract:
         constant = getattr(node.slice, "value", None)
@@ -1094,7 +1095,9 @@ class Interpreter:
         name = held or call.name
         given = mixed([*call.args, *call.given.values()])
         known = self.env.get(name)
-        holds = known is not None and parts_of(last_part(name)) & knowledge.HOLDING
+        holds = known is not None and (
+            known.has("holds") or parts_of(last_part(name)) & knowledge.HOLDING
+        )
         if known is not None and given.level >= DATA and holds:
             self.set(name, replace(known, level=DATA))
 
@@ -1254,11 +1257,10 @@ class Interpreter:
                 self._under_alarm(replace(made, guess=each.guess or guess))
         if inner.alarm is not None:
             self.alarm = inner.alarm
-        arguments = [] if call is None else call.node.args
-        parameters = _parameters(called)
-        for parameter, expression in zip(parameters, arguments, strict=False):
+        for parameter, expression in _passed(called, call):
             after = inner.env.get(parameter, Abstract())
-            if after.has("agreed") and not given[parameter].has("agreed"):
+            before = given.get(parameter, Abstract())
+            if after.has("agreed") and not before.has("agreed"):
                 self._agree_on(expression)
         if of_self:
             self.env.update(_attributes(inner.env))
@@ -1493,7 +1495,7 @@ def _as_loop(node: Any, name: str) -> ast.stmt:
 
 def _may_lack(value: Abstract, name: str) -> bool:
     """Whether some ranks may have None there: a gradient, a batch, the result of one rank."""
-    batch = value.has("batch") and name in knowledge.BATCHES
+    batch = value.has("next") or (value.has("batch") and name in knowledge.BATCHES)
     alone = value.has("alone") and value.level == VARIES
     return value.has("gradient") or batch or alone
 
@@ -1527,6 +1529,15 @@ def _level_at(value: Abstract, key: object) -> int:
 def _manages(definition: Definition) -> bool:
     decorators = map(text_of, definition.node.decorator_list)
     return any(each.endswith("contextmanager") for each in decorators)
+
+
+def _passed(
+    called: Definition, call: calls.Call | None
+) -> Iterator[tuple[str, ast.expr]]:
+    """What a call gives, as it is written, by the names of the parameters."""
+    if call is not None:
+        yield from zip(_parameters(called), call.node.args, strict=False)
+        yield from ((each.arg, each.value) for each in call.node.keywords if each.arg)
 
 
 def _parameters(definition: Definition) -> list[str]:

@@ -203,7 +203,7 @@ HOLDING = words("early meter monitor patience stop stopper stopping tracker")
 LOSSES = words("loss losses")
 BATCHES = words("batch batches data sample samples")
 LOADERS = words("dataloader dl loader loaders")
-LOADED = LOADERS | words("batches dataset")
+LOADED = LOADERS | words("batches dataset iterator")
 MODEL = words("""
     tensors bias buf buffer buffers grad gradient gradients grads model module norm optimizer p
     param parameters params state weight weights
@@ -267,7 +267,7 @@ GUESSES = {
         "the ranks draw other random numbers, as they do without a seed"
     ),
     _LAST_BATCH: "the ranks' last batches are of unlike sizes, as without a DistributedSampler",
-    r"\bnext\(": "the ranks' iterators end after unlike numbers of batches",
+    r"\bnext\b": "the ranks' iterators end after unlike numbers of batches",
     NO_BATCH: "the loader gives some ranks None for a batch",
     r"\bfile\b|exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
         "the ranks' hosts, or moments, see other files"
@@ -275,7 +275,7 @@ GUESSES = {
 }
 # Of what something is made of, what it has, too.
 CARRIED = words(
-    "alone ddp even file fsdp gradient lacks loader perhaps random rank sized"
+    "alone ddp even file fsdp gradient lacks loader next perhaps random rank sized"
 )
 
 

@@ -1,8 +1,11 @@
-"""Python in fewer forms: match and early exits as if and else, suppress as try, += as =."""
+"""Python in fewer forms: match and early exits as if and else, suppress as try, += as =, and a loop
+that asks for the next item as for.
+"""
 
 from __future__ import annotations
 
 import ast
+from itertools import pairwise
 from typing import Any
 
 from nemo_patches.tools.doctor.syntax import nodes, text_of
@@ -42,13 +45,29 @@ def _nested(body: list[ast.stmt]) -> list[ast.stmt]:
     return body
 
 
+def _iterated(body: list[ast.stmt]) -> list[ast.stmt]:
+    """A loop over what was made an iterator just before it."""
+    for number, pair in enumerate(pairwise(body)):
+        match pair:
+            case (
+                ast.Assign(
+                    targets=[ast.Name(id=name)],
+                    value=ast.Call(func=ast.Name(id="iter"), args=[iterated]),
+                ),
+                ast.For(iter=ast.Name(id=again)) as loop,
+            ) if name == again:
+                loop.iter = iterated
+                return [*body[:number], *_iterated(body[number + 1 :])]
+    return body
+
+
 class _Plain(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> Any:
         self.generic_visit(node)
         for name in _BODIES:
             body = getattr(node, name, None)
             if isinstance(body, list):
-                setattr(node, name, _nested(body))
+                setattr(node, name, _iterated(_nested(body)))
         kind = _SAME_AS.get(type(node))
         made = kind(**dict(ast.iter_fields(node))) if kind else node
         change = getattr(self, f"visit_{type(made).__name__}", None)
@@ -63,6 +82,33 @@ class _Plain(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         return ast.Assign([node.target], node.value) if node.value else node
+
+    def visit_While(self, node: ast.While) -> ast.AST:
+        """`while True: try: x = next(it); except StopIteration: break`"""
+        match node:
+            case ast.While(
+                test=ast.Constant(value=True),
+                body=[
+                    ast.Try(
+                        body=[
+                            ast.Assign(
+                                targets=[target],
+                                value=ast.Call(
+                                    func=ast.Name(id="next"), args=[iterated]
+                                ),
+                            )
+                        ],
+                        handlers=[
+                            ast.ExceptHandler(
+                                type=ast.Name(id="StopIteration"), body=[ast.Break()]
+                            )
+                        ],
+                    ),
+                    *body,
+                ],
+            ):
+                return ast.For(target, iterated, body or [ast.Pass()], [])
+        return node
 
     def visit_With(self, node: ast.With) -> ast.AST:
         calls = [each.context_expr for each in node.items]
