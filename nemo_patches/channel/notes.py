@@ -8,7 +8,7 @@ its client's lock, and rank 0's exchange is to answer questions meanwhile.
 from __future__ import annotations
 
 import contextlib
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +30,8 @@ class Notes:
         self.of: dict[int, Member] = {}  # by rank; trouble: why it cannot reach rank 0
         self._post = post
         self._reader: Daemon | None = None
-        self._store: Any = None  # while it is read
+        # While it is read, its reader keeps it.
+        self._store: Callable[[], Any] = lambda: None
         self._asked = 0  # of the absent ranks, how many have had their turn
         self._next_at = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -48,26 +49,20 @@ class Notes:
             first = self._asked % len(unknown)
             self._asked = first + _MOST_AT_ONCE
             ranks = unknown[first : first + _MOST_AT_ONCE]
-            self._store = store
+            self._store = weakref.ref(store)
             self._reader = Daemon("notes", self._read, store, token, ranks)
-            if self._reader.begin():  # no thread can start
-                self._store = None
+            self._reader.begin()
         return self._pause_s
 
     def end(self, limit_s: float) -> None:
         """At exit: no request may return into an interpreter that ends."""
-        reader, store = self._reader, self._store
+        reader, store = self._reader, self._store()
         if reader is not None and reader.is_alive() and store is not None:
             meeting.end_requests(store)
             reader.join(limit_s)
 
     def _read(self, store: Any, token: bytes, ranks: list[int]) -> None:
-        found: dict[int, Member] = {}
         # The store is gone: rank 0 says so of itself.
         with contextlib.suppress(Exception):
             found = meeting.find_notes(store, token, ranks)
-        self._post(functools.partial(self._have_read, found))
-
-    def _have_read(self, found: dict[int, Member]) -> None:
-        self.of.update(found)
-        self._store = None
+            self._post(lambda: self.of.update(found))
