@@ -261,7 +261,7 @@ def waits_for_a_round() -> bool:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)] if frame else []
     return any(
-        code.co_name == "wait" and code.co_filename.endswith("exchange.py")
+        code.co_name == "wait" and code.co_filename.endswith("channel/rounds.py")
         for code in codes
     )
 
