@@ -120,7 +120,7 @@ def call_alone() -> tuple[float, float]:
 
     untraced = seconds()
     original: Any = Empty.forward
-    name, Empty.forward = recorded_forward.recorded(original)  # type: ignore[method-assign]
+    name, Empty.forward = recorded_forward.record_forward(original)  # type: ignore[method-assign]
     setattr(Empty, name, original)
     with tempfile.TemporaryDirectory() as folder:
         tracing.start(Settings(trace=Path(folder)))
@@ -138,7 +138,7 @@ def unheard() -> float:
     nobody, encoder = Listeners(), torch.nn.Identity()
 
     def tell() -> None:
-        nobody.tracer.grown(encoder, 0, 1)
+        nobody.tracer.encoder_grew(encoder, 0, 1)
 
     tells = min(timeit.repeat(tell, number=loops))
     return (tells - min(timeit.repeat("pass", number=loops))) / loops

@@ -122,7 +122,7 @@ def apply(
     settings = Settings.resolve(given)
     from nemo_patches.patching import monkeypatch, start_up
 
-    if monkeypatch.this_process.apply(settings, start_up.installed()):
+    if monkeypatch.this_process.apply(settings, start_up.is_installed()):
         start_up.install()
 
 
@@ -141,4 +141,4 @@ def status() -> "Status":
     """
     from nemo_patches.patching import monkeypatch, process_status, start_up
 
-    return process_status.status_of(monkeypatch.this_process, start_up.installed())
+    return process_status.status_of(monkeypatch.this_process, start_up.is_installed())

@@ -179,7 +179,7 @@ def run(
     try:
         for refusal in refusals(given):
             raise refusal
-        if admission.disabled():
+        if admission.is_disabled():
             typer.echo(
                 f"nemo-patches run: {DISABLE_VARIABLE}=1: nothing will be patched",
                 err=True,

@@ -303,8 +303,8 @@ def forget_incidents() -> None:
     group_syncs = length_sync.process.group_syncs
     if group_syncs is None:
         return
-    sequence = group_syncs.sequence(length_sync.LENGTHS)
-    rounds = sequence.rounds
+    lengths = group_syncs.rounds(length_sync.LENGTHS)
+    rounds = lengths.rounds
     # Of the first scenario there is nothing to forget, and the watch comes first.
     if not rounds.issued:
         return
@@ -314,7 +314,7 @@ def forget_incidents() -> None:
         # The one that is outstanding on other ranks: it then comes on all.
         rounds.issue(0)
     assert rounds.wait(datetime.timedelta(seconds=CONNECTING_S)) is not None
-    sequence.protocol, sequence.latest = LengthProtocol(), None
+    lengths.protocol, lengths.latest = LengthProtocol(), None
     dist.barrier()
 
 

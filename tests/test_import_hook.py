@@ -33,8 +33,9 @@ from nemo_patches.patching import (
     start_lines,
     start_up,
 )
+from nemo_patches.patching.metric_targets import METRIC_TARGETS
 from nemo_patches.patching.replacements import Replacement
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS
 
 CONFORMER = "nemo.collections.asr.modules.conformer_encoder"
 CONV = "nemo.collections.asr.modules.conv_asr"
@@ -392,7 +393,7 @@ def test_an_error_of_ours_later_does_not_say_that_what_is_patched_is_not() -> No
 
 
 def no_words() -> bool:
-    start_lines.overridden = None  # type: ignore[assignment]  # any bug of ours
+    start_lines.find_overrides = None  # type: ignore[assignment]  # any bug of ours
     nemo_patches.apply()
     return is_patched(sys.modules[CONFORMER])
 
@@ -678,9 +679,9 @@ def test_a_misspelt_variable_is_said_once_in_a_process_that_is_patched(
 
 def hook_after_apply(disabled: str) -> list[bool]:
     os.environ["NEMO_PATCHES_DISABLE"] = disabled
-    before = start_up.installed()
+    before = start_up.is_installed()
     nemo_patches.apply()
-    return [before, start_up.installed()]
+    return [before, start_up.is_installed()]
 
 
 @pytest.mark.parametrize("disabled", ["0", "1"])

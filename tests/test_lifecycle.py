@@ -398,7 +398,7 @@ def dropped_on_one(rank: int, size: int, folder: str) -> list[int]:
     group_syncs = length_sync.process.group_syncs
     assert group_syncs is not None
     # As come_in does: else rank 1 may issue no round at the next call, for which rank 0 waits.
-    wait_until(group_syncs.sequence(length_sync.LENGTHS).rounds.has_come)
+    wait_until(group_syncs.rounds(length_sync.LENGTHS).rounds.has_come)
     dist.barrier()
     second = encoders.conformer()
     found = []
@@ -457,7 +457,7 @@ def forked_under_the_lock(rank: int, size: int) -> int:
     def hold() -> None:
         group_syncs = length_sync.process.group_syncs
         assert group_syncs is not None
-        with length_sync.process._lock, group_syncs.turn.taken(timedelta(seconds=60)):
+        with length_sync.process._lock, group_syncs.turn.take(timedelta(seconds=60)):
             held.set()
             forked.wait(60)
 

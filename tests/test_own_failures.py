@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from exchange_job import LIMIT_S, Job, Rank, heard, silences
 from ranks import Said, wait_until
 
 from nemo_patches.channel import link
 from nemo_patches.channel.answers import LEFT, NO_WATCH, NOT_HEARD, Answers
-from nemo_patches.sync import rank_log
+from nemo_patches.sync import encoder_methods, rank_log
 
 pytestmark = pytest.mark.one_nemo
 
@@ -126,3 +127,16 @@ def test_a_rank_that_failed_and_ends_later_has_left() -> None:
         job.do(job.all, wait_for_end)
         job.do([2], Rank.close)
         wait_until(lambda: silences(job.do([0], Rank.ask)[0][1]) == {2: LEFT}, LIMIT_S)
+
+
+def test_an_error_in_the_line_of_the_first_call_is_said_and_comes_no_further(
+    said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(encoder_methods, "flag_text", None)  # any bug of ours
+    first_calls = encoder_methods._FirstCalls()
+    for _ in range(2):
+        first_calls.say(torch.nn.Identity(), in_group=True)
+    (line,) = said.lines
+    assert "the first encoder call has ended by an error of its own" in line

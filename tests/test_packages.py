@@ -12,7 +12,7 @@ import pytest
 
 import nemo_patches.sync
 from nemo_patches.judging import kinds
-from nemo_patches.patching import DISABLE_VARIABLE, TARGET_MODULES
+from nemo_patches.patching import DISABLE_VARIABLE, TARGET_MODULES, parts
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.sync import protocol, settings
 from nemo_patches.watch import late_modules
@@ -44,8 +44,14 @@ MAY_IMPORT = {
         "",
     },
 }
-# The file of the layer that imports these packages: by setting, in functions.
-LOADERS = {"patching/parts.py": {"options", "tracing"}}
+# What a setting switches on, by the module that imports it: itself imported with the setting.
+WITH_SETTING = {
+    "patching/parts/trace.py": "tracing",
+    "patching/parts/metrics.py": "options",
+    "patching/parts/stop_together.py": "options",
+}
+# On by default: in a function, at its first use.
+AT_FIRST_USE = {"patching/parts/checkpoints.py": "options"}
 MAY_IMPORT["tools"] = {*MAY_IMPORT, "tools"}
 TORCH_ONLY = (
     "growth",
@@ -124,7 +130,8 @@ def modules_of(name: str) -> str:
 
 def imports_back(path: Path) -> list[str]:
     """The imports of a file that its package may not have."""
-    may_import = MAY_IMPORT[package(path)] | LOADERS.get(name_of(path), set())
+    loads = (AT_FIRST_USE | WITH_SETTING).get(name_of(path), "")
+    may_import = MAY_IMPORT[package(path)] | {loads}
     found = []
     for name in imports(path):
         parts = name.split(".")
@@ -143,15 +150,33 @@ def test_imports_go_towards_the_channel() -> None:
     assert not {name_of(path): back for path in FILES if (back := imports_back(path))}
 
 
-@pytest.mark.parametrize("file", LOADERS)
-def test_what_is_imported_by_setting_is_imported_in_functions_alone(file: str) -> None:
+@pytest.mark.parametrize("file", WITH_SETTING)
+def test_what_a_setting_switches_on_is_imported_by_no_file_at_once(file: str) -> None:
+    name = module(PACKAGE / file)
+    assert not [
+        path
+        for path in FILES
+        if name in {modules_of(each) for each in imports(path, at_once=True)}
+    ]
+
+
+@pytest.mark.parametrize("file", AT_FIRST_USE)
+def test_what_is_imported_at_first_use_is_imported_in_functions_alone(
+    file: str,
+) -> None:
     def packages(at_once: bool) -> set[str]:
         names = imports(PACKAGE / file, at_once)
         ours = [name.split(".") for name in names if name.startswith("nemo_patches.")]
-        return {parts[1] for parts in ours}
+        return {name[1] for name in ours}
 
-    assert packages(at_once=False) >= LOADERS[file]
-    assert not packages(at_once=True) & LOADERS[file]
+    assert AT_FIRST_USE[file] in packages(at_once=False)
+    assert AT_FIRST_USE[file] not in packages(at_once=True)
+
+
+def test_there_is_a_module_for_each_setting_that_switches_something_on() -> None:
+    folder = PACKAGE / "patching" / "parts"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert names == set(parts.PARTS)
 
 
 def test_what_is_needed_at_a_stall_alone_is_imported_in_functions_alone() -> None:

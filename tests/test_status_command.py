@@ -18,7 +18,8 @@ import transcripts
 from interpreters import CHECKOUT, LAUNCHER, python
 
 import nemo_patches
-from nemo_patches.patching.targets import CHECKPOINT_TARGETS, METRIC_TARGETS, TARGETS
+from nemo_patches.patching.metric_targets import METRIC_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS
 
 
 def status(

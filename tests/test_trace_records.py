@@ -248,14 +248,14 @@ def test_an_error_of_the_tracers_is_said_once_and_records_no_more(
     recorder = Recorder(Settings(trace=tmp_path))
     monkeypatch.setattr(recorder, "_state_of", fails)
     for _ in range(3):
-        recorder.grown(torch.nn.Identity(), 1, 2)
+        recorder.encoder_grew(torch.nn.Identity(), 1, 2)
     (line,) = said
     assert "tracing has ended: an error of its own" in line and "a bug" in line
     assert recorder.where()
 
 
 def recorded_class(forward: Any) -> Any:
-    name, replacement = recorded_forward.recorded(forward)
+    name, replacement = recorded_forward.record_forward(forward)
     return type("Encoder", (torch.nn.Module,), {name: forward, "forward": replacement})
 
 
@@ -358,7 +358,7 @@ class Encoder(torch.nn.Module):
     def forward(self, audio_signal, length):
         return self.layers[0](audio_signal), length
 original = Encoder.forward
-name, Encoder.forward = recorded_forward.recorded(original)
+name, Encoder.forward = recorded_forward.record_forward(original)
 setattr(Encoder, name, original)
 encoder = Encoder()
 def call():

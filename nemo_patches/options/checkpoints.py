@@ -96,7 +96,7 @@ class RankZero:
         self._step = step
         text = json.dumps([question, own]).encode()
         try:
-            said = self._said(text)
+            said = self._ask(text)
         except RoundFailed as error:
             if self._any_is_gone():
                 seen = time.strftime("%H:%M:%S")
@@ -149,15 +149,15 @@ class RankZero:
         self.leave(why)
         report(logging.ERROR, f"checkpoints: {_AS_STOCK}: {why}")
 
-    def _said(self, text: bytes) -> bytes:
+    def _ask(self, text: bytes) -> bytes:
         """What rank 0 has as its text here."""
         digest = hashlib.blake2b(text, digest_size=8).digest()
         extremes = self._round(int.from_bytes(digest, "big") % VALUES)
         if extremes.highest.value == extremes.lowest.value:
             return text
-        return self._told(text if self._is_rank_zero else b"")
+        return self._take(text if self._is_rank_zero else b"")
 
-    def _told(self, text: bytes) -> bytes:
+    def _take(self, text: bytes) -> bytes:
         """Rank 0's text; the other ranks pass an empty one."""
         size = self._round(len(text)).highest.value
         chunks = []

@@ -45,7 +45,7 @@ class PassEnds:
         if self._wrapper is not None and isinstance(loader, DataLoader):
             self._in_workers = loader.num_workers > 0
 
-    def ended(self) -> None:
+    def note_end(self) -> None:
         """A pass was read to its end here.
 
         Persistent workers have counted it; so do their copies in this process.
@@ -56,7 +56,7 @@ class PassEnds:
     def cut(self) -> None:
         """A pass is over, and this rank may have more of it."""
         if self._in_workers:
-            self.ended()
+            self.note_end()
             # Ends persistent workers; new ones begin with this process's samplers.
             self._loader._iterator = None
             return

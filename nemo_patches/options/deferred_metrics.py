@@ -104,7 +104,7 @@ class DeferredMetrics:
     def _begin(self, model: Any, end: str) -> None:
         """end: the method that adds the sums up."""
         sums = _sums(model)
-        metrics = _synced(model)
+        metrics = _waiting_metrics(model)
         if sums and not _calls_nemos(model, end):
             sums = []
             self._say_as_stock(model, end)
@@ -139,12 +139,12 @@ class DeferredMetrics:
             if not summaries:
                 continue
             of_ranks = _alike([summary.sums for summary in summaries])
-            sums = {name: _added(values) for name, values in of_ranks}
+            sums = {name: _add(values) for name, values in of_ranks}
             if not sums:
                 text = "no sums of WER or BLEU in its outputs; what it logs is each rank's own"
                 self._say_once(f"{type(model).__name__}: {text}", is_wrong=True)
             of_ranks = _alike([summary.means for summary in summaries])
-            means = {name: _added(values) for name, values in of_ranks}
+            means = {name: _add(values) for name, values in of_ranks}
             if not outputs and (sums or means):
                 ranks = len(summaries)
                 of_all = {
@@ -183,9 +183,9 @@ class _Summary:
         self.means = dict[str, torch.Tensor]()
         for name, values in _alike(outputs):
             if _SUM.search(name):
-                self.sums[name] = _added(values)
+                self.sums[name] = _add(values)
             elif values[0].is_floating_point():
-                self.means[name] = _added(values) / len(outputs)
+                self.means[name] = _add(values) / len(outputs)
 
 
 def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -206,7 +206,7 @@ def _alike(parts: Sequence[_Output]) -> Iterator[tuple[str, list[torch.Tensor]]]
             yield name, tensors
 
 
-def _added(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _add(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """In the values' own type, through one that has every whole number up to 2**53."""
     return (
         torch.stack([tensor.double() for tensor in tensors]).sum(0).to(tensors[0].dtype)
@@ -230,13 +230,13 @@ def _is_shared() -> bool:
     return is_distributed() and dist.get_world_size() > 1
 
 
-def _synced(model: Any) -> list[Any]:
+def _waiting_metrics(model: Any) -> list[Any]:
     """The metrics that wait for all ranks."""
     return [module for module in model.modules() if getattr(module, "_to_sync", False)]
 
 
 def _sums(model: Any) -> list[Any]:
-    return [metric for metric in _synced(model) if _is_sum(metric)]
+    return [metric for metric in _waiting_metrics(model) if _is_sum(metric)]
 
 
 def _calls_nemos(model: Any, method: str) -> bool:

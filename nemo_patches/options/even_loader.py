@@ -119,7 +119,7 @@ class EvenLoader:
             text = f"rank {ended_by} has no more; this rank's others are left out"
             report(logging.WARNING, f"{title}: {text}")
         else:
-            self._ends.ended()
+            self._ends.note_end()
             if not all_ended:
                 report(logging.INFO, f"{title}: this rank has no more, others have")
 

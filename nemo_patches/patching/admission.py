@@ -24,7 +24,7 @@ class UnsupportedNeMo(RuntimeError):
     """The installed NeMo is outside the supported range; nothing was patched."""
 
 
-def disabled() -> bool:
+def is_disabled() -> bool:
     """Whether NEMO_PATCHES_DISABLE switches everything off.
 
     Raises SettingsError for any value but on and off.
@@ -88,7 +88,7 @@ def _about(version: str) -> str:
         return f"; for {series} there are diffs, and docs/vendors.md says why not more"
     from nemo_patches.patching import source
 
-    return f". {source.compared(version, SUPPORTED, how_unknown(version))}"
+    return f". {source.compare(version, SUPPORTED, how_unknown(version))}"
 
 
 def _series(version: str) -> str:

@@ -51,23 +51,25 @@ def nothing_to_bound() -> dict[Target, str]:
     """The targets that are left as they are, and why: a diff has bounded them, or they have no
     reduce.
     """
-    reasons = {target: target.nothing_to_bound(module) for target, module in _loaded()}
+    reasons = {
+        target: target.nothing_to_bound(module) for target, module in _loaded_modules()
+    }
     return {target: reason for target, reason in reasons.items() if reason}
 
 
-def overridden(patched: Collection[Target]) -> dict[str, str]:
+def find_overrides(patched: Collection[Target]) -> dict[str, str]:
     """A sentence for each class in this process that overrides a bounded length sync, by the
     override's name.
     """
     found: dict[str, str] = {}
-    for target, module in _loaded():
+    for target, module in _loaded_modules():
         owner = target.find_owner(module)
         if owner is not None and (target in patched or target.nothing_to_bound(module)):
             found |= overrides(owner, target.method)
     return found
 
 
-def _loaded() -> Iterator[tuple[Target, ModuleType]]:
+def _loaded_modules() -> Iterator[tuple[Target, ModuleType]]:
     for target in TARGETS:
         if target.module in sys.modules:
             yield target, sys.modules[target.module]

@@ -16,7 +16,7 @@ from nemo_patches.patching import (
     imported,
     parts,
 )
-from nemo_patches.patching.parts import TRACE, Part, switched_on
+from nemo_patches.patching.parts import LEFT, Part, switched_on
 from nemo_patches.patching.replacements import Replacements
 from nemo_patches.patching.start_lines import StartLines
 from nemo_patches.patching.targets import TARGETS, DriftError, Target
@@ -52,15 +52,13 @@ class Patching:
         UnsupportedNeMo; ModuleNotFoundError without NeMo; and, before anything is changed, what
         importing a setting's part raises.
         """
-        if admission.disabled():
+        if admission.is_disabled():
             report(
                 logging.WARNING,
                 f"not patched, NeMo runs as stock: {DISABLE_VARIABLE}=1",
             )
             return False
         wanted = switched_on(settings)
-        for part in wanted:
-            part.load()
         with self._lock:
             if not self.in_force:  # what is imported here is patched and said here
                 self.follows_imports = self._collection_complete = False
@@ -115,15 +113,14 @@ class Patching:
             return  # apply() has been here, or two finders have called
         modules = {} if target.nothing_to_bound(module) else {target: module}
         try:
-            if not self.in_force and admission.disabled():
+            if not self.in_force and admission.is_disabled():
                 return
             settings = current() if self.in_force else Settings.resolve()
             if modules:
                 admission.require_supported(admission.nemo_version())
                 if problem := target.drift(module):
                     raise DriftError(problem)
-            if TRACE.is_on(settings):
-                TRACE.load()
+            trace = switched_on(settings, among=["trace"])
         except (
             SettingsError,
             admission.UnsupportedNeMo,
@@ -134,19 +131,28 @@ class Patching:
             return
         if not self.in_force:
             self._begin(settings)
-        self._patch(modules, [TRACE] if TRACE.is_on(settings) else [])
+        self._patch(modules, trace)
         if self._collection_complete and modules:
-            self._lines.patched((target,))
+            self._lines.say_patched((target,))
 
     def _collection_imported(self) -> None:
         skipped: dict[Target, str] = {}
-        if self.in_force:
-            for part in switched_on(current()):
-                if not part.left:
-                    continue
-                if why := part.why_not(self.replacements, skipped):
-                    length_sync.use(part.without(current()))
-                    report(logging.ERROR, f"{part.left}: {why}")
+        for setting, left in LEFT.items():
+            settings = current()
+            if self.in_force and parts.is_on(setting, settings):
+                problems: dict[Target, str] = {}
+                try:
+                    part = parts.load(setting)
+                    problems = part.drift(self.replacements)
+                    why = " | ".join(problems.values())
+                except Exception as error:  # nothing of ours may break NeMo's import
+                    if raised_by_signal_handler(error):
+                        raise
+                    why = repr(error)
+                if why:
+                    skipped |= problems
+                    length_sync.use(parts.without(setting, settings))
+                    report(logging.ERROR, f"{left}: {why}")
                 else:
                     self._begin_part(part)
         self._say_collection_complete()
@@ -173,7 +179,7 @@ class Patching:
 
         Raises SettingsError for a bad switch.
         """
-        if not self.in_force and self.follows_imports and admission.disabled():
+        if not self.in_force and self.follows_imports and admission.is_disabled():
             return Settings()
         return current()
 
@@ -201,15 +207,18 @@ class Patching:
             raise
 
     def _begin_part(self, part: Part) -> None:
-        part.begin(self.replacements, lambda: self.in_force and part.is_on(current()))
+        def in_force() -> bool:
+            return self.in_force and parts.is_on(part.setting, current())
+
+        part.begin(self.replacements, in_force)
 
     def _change_settings(self, settings: Settings, wanted: list[Part]) -> None:
         before = current()
         if drift := parts.refusals(wanted, self.replacements):
             raise DriftError(f"{' | '.join(drift)}; nothing was changed")
         length_sync.use(settings)
-        if TRACE not in wanted and TRACE.is_on(before):
-            TRACE.end(self.replacements)
+        if parts.is_on("trace", before) and not parts.is_on("trace", settings):
+            parts.load("trace").end(self.replacements)
         for part in wanted:
             self._begin_part(part)
         if before != settings:

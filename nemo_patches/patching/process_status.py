@@ -82,10 +82,11 @@ def status_of(patching: Patching, hook_installed: bool) -> Status:
         nemo = "not installed"
     settings = length_sync.current()
     patched = list(patching.patched)
-    for part in parts.switched_on(settings) if patching.in_force else ():
+    among = parts.LEFT if patching.in_force else ()
+    for part in parts.switched_on(settings, among):
         patched += filter(patching.replacements.holds, part.targets)
     state, why = _state(patching, nemo, hook_installed, len(patched))
-    overridden = imported.overridden(patching.patched)
+    overridden = imported.find_overrides(patching.patched)
     if overridden:
         why = f"{why}; overridden by {', '.join(overridden)}"
     return Status(
@@ -118,7 +119,7 @@ def _state(
     if nemo == "not installed":
         return CANNOT_BE, f"NeMo is not installed for {sys.executable}"
     try:
-        disabled = admission.disabled()
+        disabled = admission.is_disabled()
         admission.require_supported(nemo)
     except (SettingsError, admission.UnsupportedNeMo) as error:
         return CANNOT_BE, str(error)

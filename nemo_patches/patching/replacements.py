@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 from nemo_patches.patching.targets import Target
-from nemo_patches.sync.own_syncs import watching
+from nemo_patches.sync.own_syncs import subclass_check
 from nemo_patches.sync.places import place_of, with_names
 from nemo_patches.sync.rank_log import report
 
@@ -22,16 +22,12 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Replacement:
-    """One replaced attribute; `original` is _ABSENT if the class had only inherited it.
-
-    own_name: of another attribute, which the replacement needs; empty: none.
-    """
+    """One replaced attribute; `original` is _ABSENT if the class had only inherited it."""
 
     owner: type
     name: str
     original: object
     replacement: object
-    own_name: str = ""
 
     def undo(self) -> bool:
         """Whether it could be done."""
@@ -46,8 +42,6 @@ class Replacement:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.original)
-        if self.own_name:
-            delattr(self.owner, self.own_name)
         return True
 
 
@@ -91,7 +85,8 @@ class Replacements:
                 target.setter,
                 encoder_methods.private_setter(owner.__dict__[target.setter], in_force),
             )
-        self.put(owner, "__init_subclass__", watching(owner, target.method, in_force))
+        check = subclass_check(owner, target.method, in_force)
+        self.put(owner, "__init_subclass__", check)
 
     def restore(self) -> None:
         """Restore every attribute, the last first."""
@@ -109,28 +104,11 @@ class Replacements:
                 left.undo()
                 self._inside_others.remove(left)
 
-    def take_out(self, name: str) -> None:
-        """Undo those of this name."""
-        for made in [made for made in self.made if made.name == name]:
-            self.made.remove(made)
-            made.undo()
-
-    def put(
-        self,
-        owner: type,
-        name: str,
-        replacement: object,
-        own_name: str = "",
-        own: object = None,
-    ) -> None:
-        """Replace an attribute, until restore().
-
-        own_name, own: another attribute, which the replacement needs.
-        """
-        original = vars(owner).get(name, _ABSENT)
-        self.made.append(Replacement(owner, name, original, replacement, own_name))
-        if own_name:
-            setattr(owner, own_name, own)
+    def put(self, owner: type, name: str, replacement: object) -> None:
+        """Replace an attribute, until restore()."""
+        self.made.append(
+            Replacement(owner, name, owner.__dict__.get(name, _ABSENT), replacement)
+        )
         wrapt.apply_patch(owner, name, replacement)
 
 

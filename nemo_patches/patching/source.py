@@ -11,20 +11,20 @@ from nemo_patches.patching.targets import TARGETS, Target
 
 def nothing_to_bound(target: Target, file: Path) -> str:
     """Like Target.nothing_to_bound()."""
-    owner = _code_in(_compiled(file), target.owner)
+    owner = _code_in(_compile(file), target.owner)
     method = _code_in(owner, target.method) if owner else None
     return target.left_in(method) if method else ""
 
 
 def drift(target: Target, file: Path) -> str:
     """Like Target.drift(). It cannot see what other packages patch at run time."""
-    owner = _code_in(_compiled(file), target.owner)
+    owner = _code_in(_compile(file), target.owner)
     if owner is None:
         return target.no_class(None)
     return target.drift_of(lambda method: _code_in(owner, method) or "None")
 
 
-def compared(version: str, supported: str, how_unknown: str) -> str:
+def compare(version: str, supported: str, how_unknown: str) -> str:
     """For a NeMo of an unknown series: what was compared in its code, what to run."""
     try:
         files = {target: file for target in TARGETS if (file := target.source_file())}
@@ -43,7 +43,7 @@ def compared(version: str, supported: str, how_unknown: str) -> str:
     )
 
 
-def _compiled(file: Path) -> CodeType:
+def _compile(file: Path) -> CodeType:
     return compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
 
 

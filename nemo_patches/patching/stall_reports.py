@@ -22,7 +22,7 @@ def begin() -> None:
     if length_sync.has_settings():
         return
     try:
-        if admission.disabled():
+        if admission.is_disabled():
             return
         settings = Settings.resolve()
     except SettingsError as error:

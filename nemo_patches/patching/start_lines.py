@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from nemo_patches.patching import admission
-from nemo_patches.patching.imported import nothing_to_bound, overridden
+from nemo_patches.patching.imported import find_overrides, nothing_to_bound
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.encoder_flag import FLAG, configured
+from nemo_patches.sync.encoder_flag import FLAG, flag_in_config
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.rank_log import rank_and_size
 from nemo_patches.sync.rank_log import report_of_rank as say
-from nemo_patches.sync.rounds import Listeners, listeners
+from nemo_patches.sync.rounds import listeners, nobody
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 
@@ -39,10 +39,10 @@ class StartLines:
         if rank_and_size()[0] == 0 and how:
             from nemo_patches.patching import source
 
-            say(source.compared(version, admission.SUPPORTED, how), logging.WARNING)
+            say(source.compare(version, admission.SUPPORTED, how), logging.WARNING)
 
     def end(self) -> None:
-        listeners.all_announced = Listeners.all_announced
+        listeners.all_announced = nobody
 
     def misspelt(self) -> None:
         if not self._said_misspelt:
@@ -57,18 +57,18 @@ class StartLines:
     ) -> None:
         """skipped: what is not patched, and why; left: of these, what has no reduce of stock's."""
         if self._patched or not left:
-            self.patched([target for target in TARGETS if target in self._patched])
+            self.say_patched([target for target in TARGETS if target in self._patched])
         for reason in dict.fromkeys(left.values()):
             owners = ", ".join(
                 target.owner for target in left if left[target] == reason
             )
             say(f"left as it is: {owners}: {reason}; stall reports watch the job")
-        say_own_syncs(overridden(self._patched).values())
+        say_own_syncs(find_overrides(self._patched).values())
         for target, reason in skipped.items():
             say(f"not patched: {target}: {reason}", logging.DEBUG)
         say(f"settings: {length_sync.current()}", logging.DEBUG)
 
-    def patched(self, targets: Iterable[Target]) -> None:
+    def say_patched(self, targets: Iterable[Target]) -> None:
         # Otherwise rank 0 logs it for all, at their first encoder calls.
         if rank_and_size()[1] == 1:
             say(
@@ -91,7 +91,7 @@ class StartLines:
             what = f"{self._what(patched)}{_ignored_flags()}{differing}"
             say(f"patched on all {size} ranks: {what}", level)
             # Made since, where a class of theirs keeps ours from being asked.
-            say_own_syncs(overridden(self._patched).values())
+            say_own_syncs(find_overrides(self._patched).values())
         return True
 
     def _what(self, targets: Iterable[Target]) -> str:
@@ -108,7 +108,7 @@ def _ignored_flags() -> str:
     encoders = [reference() for reference in group_syncs.by_encoder.keyrefs()]
     syncing = (one for one in encoders if one is not None and vars(one).get(FLAG, True))
     names = sorted(
-        {type(one).__name__ for one in syncing if configured(one) == "False"}
+        {type(one).__name__ for one in syncing if flag_in_config(one) == "False"}
     )
     said = f"{FLAG} is false in the config that it was made from, and not in force"
     return "".join(f"; {name}: {said}" for name in names)

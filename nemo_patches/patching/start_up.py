@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_WATCHED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
+_HOOKED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
 # What of ours imports torch, all but patching/: its own import must be complete before stall
 # reports begin.
 _IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.watch", "nemo_patches.channel")
@@ -40,8 +40,8 @@ _MOST_WORDS = 4  # of a command: Python, options of its own, the program
 
 
 class _Finder:
-    """The import hook: asks the other finders for a watched module, and makes its loader call
-    patch() at the end.
+    """The import hook: asks the other finders for one of _HOOKED, whose loader then calls patch()
+    at the end.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Finder:
                 self,
                 *(finder for finder in sys.meta_path if finder is not self),
             ]
-        if name not in _WATCHED:
+        if name not in _HOOKED:
             return None
         asking = (name, get_ident())
         if asking in self._asking:
@@ -174,14 +174,14 @@ _finder = _Finder()
 
 def install() -> None:
     """Patch NeMo's target modules when they are imported, or now if they have been."""
-    if not installed():
+    if not is_installed():
         sys.meta_path.insert(0, _finder)
-    for name in _WATCHED:
+    for name in _HOOKED:
         if name in sys.modules:
             _finder.patch(name)
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether the import hook is in force in this process."""
     return _finder in sys.meta_path
 

@@ -97,7 +97,9 @@ class _Callbacks:
             from nemo_patches.patching import parts
             from nemo_patches.patching.monkeypatch import this_process
 
-            found += parts.callbacks(this_process.settings_for_trainers())
+            settings = this_process.settings_for_trainers()
+            with_callbacks = parts.switched_on(settings, among=parts.WITH_CALLBACKS)
+            found += [part.callback(settings) for part in with_callbacks]
         return found
 
 

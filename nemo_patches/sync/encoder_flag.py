@@ -16,7 +16,7 @@ def is_off(encoder: torch.nn.Module) -> bool:
     return not getattr(encoder, FLAG, True)
 
 
-def configured(encoder: torch.nn.Module) -> str:
+def flag_in_config(encoder: torch.nn.Module) -> str:
     """In the config that NeMo made the encoder from: "True", "False", NOT_SET; empty: no config."""
     config: Any = vars(encoder).get("_cfg")
     try:
@@ -31,7 +31,7 @@ def flag_text(encoder: torch.nn.Module) -> str:
     in_force = vars(encoder).get(FLAG)
     if in_force is None:
         return f"no {FLAG}"
-    by_config = configured(encoder)
+    by_config = flag_in_config(encoder)
     if by_config == str(in_force):
         source = "set in the config"
     elif by_config == NOT_SET:

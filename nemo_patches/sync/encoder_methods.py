@@ -17,8 +17,14 @@ import torch
 from ..channel.daemon import Daemon
 from ..growth import grow_privately, growth, outside_inference_mode
 from .encoder_flag import flag_text, is_off
-from .length_sync import process, synced_length
-from .rank_log import is_distributed, rank_and_size, report, report_of_rank
+from .length_sync import synced_length
+from .rank_log import (
+    contain,
+    is_distributed,
+    rank_and_size,
+    report,
+    report_of_rank,
+)
 from .rounds import listeners
 
 Method = Callable[..., None]
@@ -61,7 +67,7 @@ def make_bounded_update(
                 _grow(self, grow, seq_length, device)
         elif in_force():
             if not torch.compiler.is_compiling():
-                _first_calls.say_without_group(self)
+                _first_calls.say(self, in_group=False)
             outside_inference_mode(original, self, seq_length, device)
         else:
             original(self, seq_length, device)
@@ -73,34 +79,30 @@ class _FirstCalls:
     """The line about this process's first encoder call, without a process group and in one."""
 
     def __init__(self) -> None:
-        self._said_without = False
-        self._said_in_group = False
+        self._said = set[bool]()
 
-    def say_without_group(self, encoder: torch.nn.Module) -> None:
-        if not (self._said_without or self._said_in_group):
-            self._said_without = True
-            text = "no process group is initialized: this call grows the encoder by its own length"
-            self._say(encoder, text)
-
-    def say_in_group(self, encoder: torch.nn.Module) -> None:
-        if self._said_in_group or process.present_group() is None:
-            return
-        self._said_in_group = True
-        text = "the process group is initialized"
-        if is_off(encoder):
-            text += "; it grows privately, and has no length sync"
-            text += "; stall reports watch the job all the same"
-        self._say(encoder, text)
-
-    def _say(self, encoder: torch.nn.Module, text: str) -> None:
+    def say(self, encoder: torch.nn.Module, in_group: bool) -> None:
         """On a thread of its own: training does not wait until the line is written."""
-        if rank_and_size()[1] == 1:
+        if in_group in self._said or (self._said and not in_group):
             return
-        name = type(encoder).__name__
-        line = f"first encoder call: {name}, {flag_text(encoder)}; {text}"
-        # There may be no more threads.
-        if Daemon("line", report_of_rank, line).begin():
-            report_of_rank(line)
+        self._said.add(in_group)
+        with contain("the line about the first encoder call"):
+            if rank_and_size()[1] == 1:
+                return
+            line = (
+                f"first encoder call: {type(encoder).__name__}, {flag_text(encoder)}; "
+            )
+            if in_group:
+                line += "the process group is initialized"
+                if is_off(encoder):
+                    line += "; it grows privately, and has no length sync"
+                    line += "; stall reports watch the job all the same"
+            else:
+                line += "no process group is initialized: "
+                line += "this call grows the encoder by its own length"
+            # There may be no more threads.
+            if Daemon("line", report_of_rank, line).begin():
+                report_of_rank(line)
 
 
 _first_calls = _FirstCalls()
@@ -137,12 +139,12 @@ def _beside_graphs(function: Method) -> Method:
 def _sync_and_grow(
     encoder: Any, grow: Method, seq_length: int, device: torch.device
 ) -> None:
-    _first_calls.say_in_group(encoder)
+    _first_calls.say(encoder, in_group=True)
     length = synced_length(encoder, seq_length)
     before = encoder.max_audio_length
     if length > before:
         _grow(encoder, grow, length, device)
-        listeners.tracer.grown(encoder, before, encoder.max_audio_length)
+        listeners.tracer.encoder_grew(encoder, before, encoder.max_audio_length)
 
 
 @_beside_graphs

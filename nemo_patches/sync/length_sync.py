@@ -183,7 +183,7 @@ class Turn:
         self._thread = 0  # the one that has its turn
 
     @contextlib.contextmanager
-    def taken(self, limit: timedelta) -> Iterator[bool]:
+    def take(self, limit: timedelta) -> Iterator[bool]:
         """Whether it is the caller's turn; not within its own one, nor after waiting this long."""
         thread = threading.get_ident()
         if self._thread == thread:
@@ -203,8 +203,9 @@ class Turn:
                 lock.release()
 
 
-class Sequence:
-    """The rounds of all encoders of a process group, in the order of this rank's calls.
+class LengthRounds:
+    """The rounds of all encoders of a process group, in the order of this rank's calls: the
+    protocol, and the one that may be outstanding.
 
     Like stock's reduce, a round pairs what comes, whichever encoder that is on another rank.
     """
@@ -213,17 +214,46 @@ class Sequence:
         self.rounds = rounds
         self.protocol = LengthProtocol()
         self.clock = Clock()  # before the latest call that takes part
-        # The latest round, and its encoder.
-        self.latest: tuple[EncoderSync, Round] | None = None
+        self.latest: EncoderSync | None = None  # whose round is the latest
 
-    def came(self, in_time: bool, settings: Settings) -> None:
+    def begin(self, length: int, training: bool, settings: Settings) -> bool:
+        """Whether this call is to issue a round."""
+        completed = self.rounds.poll() if self.protocol.outstanding else None
+        if completed is not None:
+            self._has_come(False, settings)
+        return self.protocol.begin(length, training, completed)
+
+    def issue(self, sync: EncoderSync, round_: Round) -> None:
+        """Issue the encoder's round, at the protocol's clock."""
+        before = self.rounds.issued
+        try:
+            self.rounds.issue(self.protocol.value())
+        finally:  # also where a signal handler has raised: its number is the exchange's
+            if self.rounds.issued > before:
+                round_.number = self.rounds.issued
+                self.latest = sync
+                sync.was_issued(round_)
+            elif self.protocol.outstanding:
+                self.protocol.withdraw()
+
+    def wait(self, limit: timedelta, training: bool, settings: Settings) -> bool:
+        """Whether the outstanding round has come within the limit."""
+        completed = self.rounds.wait(limit)
+        if completed is None:
+            self.protocol.timed_out()
+            return False
+        self.protocol.came_in_time(completed, training)
+        self._has_come(True, settings)
+        return True
+
+    def _has_come(self, in_time: bool, settings: Settings) -> None:
         """The training thread has the latest round's result."""
-        if self.latest is not None:
-            sync, round_ = self.latest
-            sync.has_arrived(round_, in_time)
-            took_s = self.rounds.latest.came_at - round_.issued_at
-            if took_s <= settings.timeout.total_seconds():
-                self.protocol.took(took_s)
+        if self.latest is None or (round_ := self.latest.round) is None:
+            return
+        self.latest.has_arrived(round_, in_time)
+        took_s = self.rounds.latest.came_at - round_.issued_at
+        if took_s <= settings.timeout.total_seconds():
+            self.protocol.took(took_s)
 
 
 class GroupSyncs:
@@ -248,7 +278,7 @@ class GroupSyncs:
         self.by_encoder = weakref.WeakKeyDictionary[torch.nn.Module, EncoderSync]()
         self.turn = Turn()
         self.end_said = False
-        self._sequences: dict[str, Sequence] = {}
+        self._rounds: dict[str, LengthRounds] = {}
         self._numbers: Counter[str] = Counter()
 
     def sync_of(self, encoder: torch.nn.Module) -> EncoderSync:
@@ -265,10 +295,11 @@ class GroupSyncs:
         self._numbers[name] += 1
         return self._numbers[name]
 
-    def sequence(self, key: str) -> Sequence:
-        if key not in self._sequences:
-            self._sequences[key] = Sequence(self.exchange.rounds(key))
-        return self._sequences[key]
+    def rounds(self, key: str) -> LengthRounds:
+        """Of all encoders: their lengths, or a check of theirs."""
+        if key not in self._rounds:
+            self._rounds[key] = LengthRounds(self.exchange.rounds(key))
+        return self._rounds[key]
 
     def close(self) -> None:
         """Takes no lock: the garbage collector may call this anywhere."""
@@ -288,10 +319,10 @@ class EncoderSync(WatchedRounds):
         late_text: str = _LATE,
     ) -> None:
         """key: of the rounds, the same for all encoders."""
-        self.sequence = group_syncs.sequence(key)
-        super().__init__(title, key, group_syncs.group, self.sequence.rounds, late_text)
+        self.lengths = group_syncs.rounds(key)
+        super().__init__(title, key, group_syncs.group, self.lengths.rounds, late_text)
         self.group_syncs = group_syncs
-        self._calls = self._issued = self._fallbacks = self._timeouts = 0
+        self._calls = self._fallbacks = self._timeouts = 0
         self._waited = timedelta(0)
         self._outcome = ""  # of the present call
 
@@ -302,7 +333,7 @@ class EncoderSync(WatchedRounds):
     def call(self, length: int, encoder: torch.nn.Module) -> int:
         """The length that one encoder call grows to. Raises LengthSyncTimeout, if chosen."""
         settings = current()
-        with self.group_syncs.turn.taken(settings.timeout) as is_own:
+        with self.group_syncs.turn.take(settings.timeout) as is_own:
             return self._call(length, encoder, settings) if is_own else length
 
     def _call(self, length: int, encoder: torch.nn.Module, settings: Settings) -> int:
@@ -313,11 +344,11 @@ class EncoderSync(WatchedRounds):
         try:
             self.apart = _apart(encoder, settings)
             if not self.apart:
-                self.sequence.clock = self.sequence.protocol.clock
+                self.lengths.clock = self.lengths.protocol.clock
             number = self._calls + 1
-            self.latest_call = (number, self.sequence.clock)
+            self.latest_call = (number, self.lengths.clock)
             listeners.notes.call_began(encoder, self)
-            if self.apart or self.ended:
+            if self.apart or self.why_over:
                 self._calls = number
                 self._outcome = LOCAL if self.apart else ENDED
             else:
@@ -337,15 +368,12 @@ class EncoderSync(WatchedRounds):
 
     def take_part(self, length: int, training: bool, settings: Settings) -> int:
         """One call's part in the rounds, while there are any."""
-        protocol = self.sequence.protocol
         self._outcome = ""
         self._calls += 1
+        protocol = self.lengths.protocol
         try:
-            completed = self.rounds.poll() if protocol.outstanding else None
-            if completed is not None:
-                self.sequence.came(False, settings)
-            if protocol.begin(length, training, completed):
-                self._wait(settings, self._issue(length, training))
+            if self.lengths.begin(length, training, settings):
+                self._issue_and_wait(length, training, settings)
         except RoundFailed as error:
             self._outcome = ENDED
             if not self.rounds.over:  # else the process group was destroyed meanwhile
@@ -357,52 +385,36 @@ class EncoderSync(WatchedRounds):
             return length
         return protocol.agreed()
 
-    def _issue(self, length: int, training: bool) -> Round:
-        before = self.rounds.issued
-        protocol = self.sequence.protocol
-        round_ = Round(before + 1, self._calls, training, length, self.in_time_at)
-        try:
-            self.rounds.issue(protocol.value())
-        finally:  # also where a signal handler has raised: its number is the exchange's
-            if self.rounds.issued > before:
-                round_.number = self.rounds.issued
-                self._issued += 1
-                self.sequence.latest = (self, round_)
-                self.was_issued(round_)
-            elif protocol.outstanding:
-                protocol.withdraw()
-        return round_
-
-    def counters(self) -> EncoderCounters:
-        return EncoderCounters(
-            encoder=self.title,
-            calls=self._calls,
-            rounds=self._issued,
-            fallbacks=self._fallbacks,
-            timeouts=self._timeouts,
-            waited=self._waited,
-            ended=self.ended,
-        )
-
-    def _wait(self, settings: Settings, round_: Round) -> None:
-        protocol = self.sequence.protocol
-        if (limit := protocol.wait_limit(settings.timeout)) is None:
+    def _issue_and_wait(self, length: int, training: bool, settings: Settings) -> None:
+        number = self.rounds.issued + 1
+        round_ = Round(number, self._calls, training, length, self.in_time_at)
+        self.lengths.issue(self, round_)
+        limit = self.lengths.protocol.wait_limit(settings.timeout)
+        if limit is None:
             return
         try:
-            completed = self.rounds.wait(limit)
+            has_come = self.lengths.wait(limit, training, settings)
         finally:  # also where a signal handler raised
             self._waited += timedelta(seconds=time.monotonic() - round_.issued_at)
-        if completed is not None:
-            protocol.came_in_time(completed, round_.training)
+        if has_come:
             self._outcome = CAME
-            self.sequence.came(True, settings)
             return
-        protocol.timed_out()
         self._timeouts += 1
         self._outcome = TIMEOUT
         text = self.was_late(round_)
         if settings.on_timeout == "raise":
             raise LengthSyncTimeout(text)
+
+    def counters(self) -> EncoderCounters:
+        return EncoderCounters(
+            encoder=self.title,
+            calls=self._calls,
+            rounds=self.issued,
+            fallbacks=self._fallbacks,
+            timeouts=self._timeouts,
+            waited=self._waited,
+            ended=self.why_over,
+        )
 
     def _end(self, reason: str, settings: Settings) -> None:
         text = f"{self.title}: the length sync has ended at call {self._calls}"

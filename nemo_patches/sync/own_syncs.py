@@ -38,7 +38,7 @@ def say(sentences: Iterable[str]) -> None:
             report_of_rank(sentence, logging.WARNING)
 
 
-def watching(
+def subclass_check(
     owner: Any, method: str, in_force: Callable[[], bool]
 ) -> classmethod[Any, Any, None]:
     """The `__init_subclass__` of an owner: looks at each subclass, after what there was before."""

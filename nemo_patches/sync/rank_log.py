@@ -57,7 +57,7 @@ def report(level: int, text: str) -> None:
 
 
 @contextlib.contextmanager
-def contained(part: str, failed: Callable[[], object]) -> Iterator[None]:
+def contain(part: str, failed: Callable[[], object] = lambda: None) -> Iterator[None]:
     """An error of ours in this part of us is said, and comes no further. failed: is called then."""
     try:
         yield

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -67,6 +66,7 @@ class WatchedRounds:
         self.group = group
         self.rounds = rounds
         self._late_text = late_text
+        self.issued = 0  # of the rounds, those of this encoder
         self.round: Round | None = None  # the latest that was issued
         self.latest_rounds = deque[Round](maxlen=_ROUNDS_KEPT)  # with it
         # The encoder's, and the clock before it.
@@ -82,7 +82,7 @@ class WatchedRounds:
         self._is_deleted = False  # the encoder
 
     @property
-    def ended(self) -> str:
+    def why_over(self) -> str:
         """Why there are no more rounds, as the training thread has seen: a rank has died, or the
         network failed.
         """
@@ -97,7 +97,7 @@ class WatchedRounds:
         no more.
         """
         if self.rounds.over:
-            return bool(self.ended)
+            return bool(self.why_over)
         return bool(self.rounds.exchange.over) and not self.rounds.has_come()
 
     def is_over(self, round_: Round) -> bool:
@@ -126,6 +126,7 @@ class WatchedRounds:
     # What follows is the training thread's.
 
     def was_issued(self, round_: Round) -> None:
+        self.issued += 1
         self.latest_rounds.append(round_)
         self.round = round_
 
@@ -191,7 +192,7 @@ class Tracer:
     def call_left(self, call: CallLeft) -> None:
         pass
 
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+    def encoder_grew(self, encoder: torch.nn.Module, old: int, new: int) -> None:
         """old, new: positions."""
 
     def stall_reported(
@@ -213,17 +214,19 @@ class Tracer:
         """stall_exit ends this process as soon as this returns."""
 
 
-@dataclass
 class Listeners:
     """Of this process. Each is called directly."""
 
-    notes: Notes = field(default_factory=Notes)
-    tracer: Tracer = field(default_factory=Tracer)
-    # On rank 0, once every rank has joined, so each is patched: how many they are, and how they
-    # differ; again where that is known only later. Whether it logs the differences.
-    all_announced: Callable[[int, tuple[str, ...]], bool] = lambda size, differences: (
-        False
-    )
+    def __init__(self) -> None:
+        self.notes = Notes()
+        self.tracer = Tracer()
+        # On rank 0, once every rank has joined, so each is patched: how many they are, and how they
+        # differ; again where that is known only later. Whether it logs the differences.
+        self.all_announced = nobody
+
+
+def nobody(size: int, differences: tuple[str, ...]) -> bool:
+    return False
 
 
 listeners = Listeners()

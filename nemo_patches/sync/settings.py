@@ -80,7 +80,7 @@ class Setting:
         text = repr(value) if is_free_text else self.text(value) + self.unit
         return f"{self.name}={text}"
 
-    def given(
+    def source_and_value(
         self, keyword: object, environment: Mapping[str, str]
     ) -> tuple[str, object]:
         """Where a value comes from, and the value: the keyword or, if that is None, the variable.
@@ -96,7 +96,7 @@ class Setting:
 
         Raises SettingsError.
         """
-        source, given = self.given(keyword, environment)
+        source, given = self.source_and_value(keyword, environment)
         if given is None:
             return self.default
         try:
@@ -298,7 +298,9 @@ class Settings:
         for setting in ALL_SETTINGS:
             is_chosen = values[setting.name] != setting.default
             if is_chosen and setting.needs and not values[setting.needs]:
-                source, refused = setting.given(given.get(setting.name), environment)
+                source, refused = setting.source_and_value(
+                    given.get(setting.name), environment
+                )
                 raise SettingsError(
                     f"{source}={refused!r} is not allowed {setting.without}"
                 )
@@ -320,16 +322,15 @@ class Settings:
 
     def short(self) -> str:
         """For the line at the start: the mode and the wait, and what else is not as by default."""
-        return self._listed(_AT_THE_START, ("", TRACING, OPTIONS))
+        return self._list(_AT_THE_START, ("", TRACING, OPTIONS))
 
     def __str__(self) -> str:
         parts = [
-            self._listed(_ALWAYS_SHOWN, (package,))
-            for package in ("", TRACING, OPTIONS)
+            self._list(_ALWAYS_SHOWN, (package,)) for package in ("", TRACING, OPTIONS)
         ]
         return "; ".join(filter(None, parts))
 
-    def _listed(self, always: Sequence[str], packages: Sequence[str]) -> str:
+    def _list(self, always: Sequence[str], packages: Sequence[str]) -> str:
         return ", ".join(
             setting.shown(value)
             for setting, value in self.items()

@@ -20,13 +20,8 @@ from nemo_patches.patching import DISABLE_VARIABLE, admission, source, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
-from nemo_patches.patching.targets import (
-    CHECKPOINT_TARGETS,
-    METRIC_SUMS,
-    METRIC_TARGETS,
-    TARGETS,
-    Target,
-)
+from nemo_patches.patching.metric_targets import METRIC_SUMS, METRIC_TARGETS
+from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS, Target
 from nemo_patches.sync.settings import (
     ALL_SETTINGS,
     DEFERRED,
@@ -200,7 +195,7 @@ def _checkpoint_callback() -> _Chosen:
 def _refusals(nemo: str) -> Iterator[str]:
     """Why apply() would raise."""
     try:
-        admission.disabled()
+        admission.is_disabled()
     except SettingsError as error:
         yield str(error)
     yield from map(str, refusals())
@@ -327,7 +322,7 @@ def _metric_target(target: Target) -> TargetReport:
 
 def _settings() -> Iterable[SettingReport]:
     for setting in ALL_SETTINGS:
-        variable, value = setting.given(None, os.environ)
+        variable, value = setting.source_and_value(None, os.environ)
         if value is None:
             yield SettingReport(setting.name, setting.text(setting.default), DEFAULT)
         else:  # as it was written, unless it is empty
@@ -340,7 +335,7 @@ def _auto_apply() -> tuple[str, str]:
     """Whether the import hook is installed in this process; and why not, if PYTHONPATH asks for it
     (else empty).
     """
-    if start_up.installed():
+    if start_up.is_installed():
         return "on", ""
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     files = (Path(folder, "sitecustomize.py").absolute() for folder in folders)

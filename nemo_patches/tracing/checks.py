@@ -60,7 +60,7 @@ class EncoderChecks:
         if CUDA in self._words:
             self._say(
                 call,
-                self._synchronized(
+                self._synchronize(
                     inputs, "before the encoder: an earlier operation has failed"
                 ),
             )
@@ -71,7 +71,7 @@ class EncoderChecks:
 
     def after(self, inputs: Inputs, call: int) -> None:
         if CUDA in self._words:
-            self._say(call, self._synchronized(inputs, "in the encoder"))
+            self._say(call, self._synchronize(inputs, "in the encoder"))
 
     def _say(self, call: int, found: Iterator[CheckFinding]) -> None:
         """Log the first, 10th, 100th ... time that each kind is found for this encoder."""
@@ -99,16 +99,18 @@ class EncoderChecks:
             )
             return
         barrier = self._barrier_beside(sync)
-        if barrier.ended:
+        if barrier.why_over:
             return
         bounded = replace(length_sync.current(), sync="bounded", on_timeout="raise")
         try:
             barrier.take_part(inputs.frames or 0, self._encoder.training, bounded)
         except LengthSyncTimeout:
             who = "who is missing, a stall report says"
-            if barrier.ended:
+            if barrier.why_over:
                 yield CheckFinding(
-                    BARRIER, "ended", f"the barrier has ended: {barrier.ended}; {who}"
+                    BARRIER,
+                    "ended",
+                    f"the barrier has ended: {barrier.why_over}; {who}",
                 )
             else:
                 yield CheckFinding(
@@ -137,7 +139,7 @@ class EncoderChecks:
         if signal is None:
             self._say_once("check inputs: does nothing, its signal is no tensor")
             return
-        yield from _placed(self._encoder, signal, lengths)
+        yield from _look_at_devices(self._encoder, signal, lengths)
         batch = signal.shape[0] if signal.ndim else 0
         if lengths is not None and (lengths.ndim != 1 or lengths.shape[0] != batch):
             yield CheckFinding(
@@ -175,7 +177,7 @@ class EncoderChecks:
             )
             yield CheckFinding(INPUTS, "lengths", text)
 
-    def _synchronized(self, inputs: Inputs, where: str) -> Iterator[CheckFinding]:
+    def _synchronize(self, inputs: Inputs, where: str) -> Iterator[CheckFinding]:
         if inputs.signal is None or not inputs.signal.is_cuda:
             self._say_once(
                 "check cuda: does nothing for an input that is not on a CUDA device"
@@ -209,7 +211,7 @@ def _count(signal: torch.Tensor) -> tuple[int, int]:
     return nan, infinite
 
 
-def _placed(
+def _look_at_devices(
     encoder: torch.nn.Module, signal: torch.Tensor, lengths: torch.Tensor | None
 ) -> Iterator[CheckFinding]:
     """Checks that need no look at the values."""

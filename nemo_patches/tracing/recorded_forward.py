@@ -29,7 +29,7 @@ _RECOMPUTED = "_StopRecomputationError"
 _numbers = itertools.count()
 
 
-def recorded(original: Any) -> tuple[str, Callable[..., Any]]:
+def record_forward(original: Any) -> tuple[str, Callable[..., Any]]:
     """`forward` of a target class, recorded; it gives what `original` gives and raises what it
     raises.
 
@@ -137,7 +137,7 @@ class _Call:
                 self._put_leave([])
             else:
                 self._recorder.put(
-                    records.raised(
+                    records.raised_by(
                         self._recorder.now(), state.name, state.number, error
                     )
                 )

@@ -180,7 +180,7 @@ class Recorder(Tracer):
         # Else the trainer's callback has told of it, and now the interpreter does.
         if said != self._failed:
             self._failed = said
-            self.put(records.raised(self.now(), "", 0, error))
+            self.put(records.raised_by(self.now(), "", 0, error))
 
     # What follows is told by the length sync, and by the watch.
 
@@ -205,7 +205,7 @@ class Recorder(Tracer):
                 )
             )
 
-    def grown(self, encoder: torch.nn.Module, old: int, new: int) -> None:
+    def encoder_grew(self, encoder: torch.nn.Module, old: int, new: int) -> None:
         with self.guard:
             state = self._state_of(encoder)
             if state is not None:

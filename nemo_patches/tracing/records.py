@@ -160,7 +160,7 @@ Timed = Enter | Sync | Grow | Leave | Raised | Stalled | End
 Record = Header | Timed
 
 
-def raised(t: float, e: str, n: int, error: BaseException) -> Raised:
+def raised_by(t: float, e: str, n: int, error: BaseException) -> Raised:
     """A long message keeps both ends: a data loader's worker has its error last."""
     message = str(error)
     if len(message) > LONGEST_MESSAGE:

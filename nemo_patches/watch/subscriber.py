@@ -22,7 +22,7 @@ from ..channel.daemon import Daemon
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
-from ..sync.rank_log import contained, report
+from ..sync.rank_log import contain, report
 from ..sync.rounds import Group, Notes, WatchedRounds, listeners
 from .late_modules import LateModules
 from .stall_monitor import StallMonitor
@@ -31,7 +31,6 @@ from .training_notes import TrainingNotes
 if TYPE_CHECKING:
     from ..judging.missing_rank import Stall
 
-_NOTES = "what the stall monitor notes"
 _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
 
@@ -97,7 +96,7 @@ class StallSubscriber(Notes):
             self._start()
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
-        with contained("the stall monitor", self._notes.fail):
+        with contain("the stall monitor", self._notes.fail):
             self._notes.begin_anew()
             self._monitor = StallMonitor(
                 group, exchange, self._notes, length_sync.current, self._late
@@ -106,18 +105,19 @@ class StallSubscriber(Notes):
             self._on_group()
 
     def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds) -> None:
-        if not self._notes.is_broken:
-            with contained(_NOTES, self._notes.fail):
-                self._notes.call_began(encoder, sync)
+        self._note(self._notes.call_began, encoder, sync)
 
     def rounds_began(self, sync: WatchedRounds) -> None:
-        if not self._notes.is_broken:
-            with contained(_NOTES, self._notes.fail):
-                self._notes.note(sync)
+        self._note(self._notes.note, sync)
 
     def reports_late(self, sync: WatchedRounds) -> bool:
         self.rounds_began(sync)
         return self._notes.are_watched and not self._notes.is_broken
+
+    def _note(self, note: Callable[..., None], *arguments: object) -> None:
+        if not self._notes.is_broken:
+            with contain("what the stall monitor notes", self._notes.fail):
+                note(*arguments)
 
     def _start(self) -> None:
         with self._lock:
