@@ -394,3 +394,30 @@ def test_of_ranks_that_were_late_one_remark_tells(tmp_path: Path) -> None:
     [found] = report_of(tmp_path).findings
     assert (found.id, found.ranks) == (ids.LATE, (1, 2))
     assert "(rank 1 to 2, rank 2 to 1); ranks 0, 2 went on" in found.text
+
+
+def test_where_one_ranks_collectives_go_on_the_stall_is_over_for_all(
+    tmp_path: Path,
+) -> None:
+    """Only one rank's log may be there."""
+    stalled = f"{OURS.format(0)}{STALL} | ranks 0-1: {WAITS}"
+    over = f"{OURS.format(0)}this rank's collectives go on, after 70 s"
+    assert told(tmp_path, stalled).findings[0].ranks == (2,)
+    found = told(tmp_path, stalled, over.replace("13,278", "14,000"))
+    assert found.findings[0].ranks == (), found
+    again = stalled.replace("13,278", "15,000")
+    found = told(tmp_path, stalled, over.replace("13,278", "14,000"), again)
+    assert found.findings[0].ranks == (2,), found
+
+
+def test_of_a_loaders_worker_that_crashed_the_traceback_is_not_the_reason(
+    tmp_path: Path,
+) -> None:
+    error = "RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly"
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/job/a.py", line 9, in step',
+    ]
+    found = told(tmp_path, *(f"[rank1]: {line}" for line in (*lines, error)))
+    assert (found.findings[0].id, found.findings[0].ranks) == (ids.EXCEPTION, (1,))
+    assert "its own lines, and `dmesg`" in found.next_step

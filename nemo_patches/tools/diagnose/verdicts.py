@@ -98,6 +98,14 @@ _CURES = (
         ),
     ),
     (
+        "DataLoader worker",
+        (
+            "A worker of its data loader crashed or was killed: its own lines, and"
+            " `dmesg` on its host, tell how; the traceback shows only where the rank met"
+            " that."
+        ),
+    ),
+    (
         "find_unused_parameters",
         (
             "Some parameters got no gradient on these ranks: make each step use all of"

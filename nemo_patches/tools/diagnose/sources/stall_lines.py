@@ -35,6 +35,7 @@ _CAME = re.compile(
     r"recovered: ranks? (?P<late>[\d, -]{1,2000}) came|"
     r"other ranks waited for this one, and gave up|(?:calls|collectives) go on, after"
 )
+_IS_OVER = re.compile(r"(?:calls|collectives) go on, after")
 _REPORT_IN = re.compile(
     r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host"
 )
@@ -123,6 +124,15 @@ class StallLines:
         for rank in late:
             self._tell(rank, Motion(True, shown(text)), line)
         self._found.facts.pop((reporter, Place), None)
+        if _IS_OVER.search(text):  # for all: what it waited for has come
+            facts = self._found.facts
+            hearsay = [
+                key
+                for key, fact in facts.items()
+                if isinstance(fact.value, Place) and not fact.own
+            ]
+            for key in hearsay:
+                del facts[key]
 
     def _take_groups(self, text: str, line: Line, goes_on: bool) -> None:
         """goes_on: these ranks do, or will by themselves, and their earlier places are over."""
