@@ -3,7 +3,7 @@
 Causes before consequences, numbers before kinds, own before hearsay, later before earlier. A place
 explains, and never accuses. Nobody whom any fact shows waiting is accused; what contradicts is
 printed with both citations, and takes the accusation away. Each rule's sentences are in
-verdicts.py.
+sentences.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nemo_patches.judging.kinds import CHECKPOINT, is_guess
-from nemo_patches.tools.diagnose import conditions, entries, verdicts
+from nemo_patches.tools.diagnose import conditions, entries, sentences, verdicts
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import (
     Account,
@@ -70,9 +70,9 @@ def judge(
     no_hang = [ruled.pop(0).text] if ruled and ruled[0].id in ids.NO_HANG else []
     findings = sorted((*ruled, *evidence.findings), key=_place)
     if not findings and not no_hang and not _is_healthy(evidence):
-        findings = [verdicts.with_all_evidence(verdicts.not_enough(hearing), hearing)]
+        findings = [sentences.with_all_evidence(sentences.not_enough(hearing), hearing)]
     elif findings and findings[0] in ruled:
-        findings[0] = verdicts.with_all_evidence(findings[0], hearing)
+        findings[0] = sentences.with_all_evidence(findings[0], hearing)
     uneven = [one for one in findings if one.id == ids.UNEVEN_CALLS]
     if uneven and findings[0].id in (ids.OUT_OF_STEP, ids.LATE):
         step = f"{uneven[0].text} {uneven[0].next_step}"
@@ -134,7 +134,7 @@ def _rule(hearing: Hearing) -> list[Finding]:
     found = sorted(found, key=_place)
     if len(found) > 1 and found[-1].ranks and not found[0].ranks:
         found[0] = replace(found[0], text=f"{found[0].text} {found[-1].text}")
-    found[0] = verdicts.with_the_log(found[0], hearing)
+    found[0] = sentences.with_the_log(found[0], hearing)
     return found
 
 
@@ -183,7 +183,7 @@ def ended_first(hearing: Hearing) -> list[Finding]:
         if fact.condition_kind == conditions.RAISED and fact not in alike:
             alike.append(fact)
     causes = list(by_error.values())[:_MOST_CAUSES]
-    return [verdicts.cause(some, hearing) for some in causes]
+    return [sentences.cause(some, hearing) for some in causes]
 
 
 def _error(fact: Fact) -> tuple[str | bool, ...]:
@@ -222,7 +222,7 @@ def by_numbers(hearing: Hearing) -> list[Finding]:
         if one.id == entries.MISSING:
             accused = [each for each in accused if _shows(each) is None]
             hearing.contradictions += (
-                verdicts.contradiction(hearing[rank], one, there[0], shows)
+                sentences.contradiction(hearing[rank], one, there[0], shows)
                 for rank in one.accused
                 if (shows := _shows(hearing[rank])) is not None
             )
@@ -232,10 +232,10 @@ def by_numbers(hearing: Hearing) -> list[Finding]:
                 if _is_seen_in_another(hearing[rank], there, hearing)
             ]
             if len(elsewhere) == len(one.accused):
-                found.append(verdicts.by_two_sources(one, there, elsewhere))
-        found += verdicts.by_number(one, hearing, there, accused)
+                found.append(sentences.by_two_sources(one, there, elsewhere))
+        found += sentences.by_number(one, hearing, there, accused)
     if found and hearing.unseen:
-        found.append(verdicts.nothing_known(hearing.unseen))
+        found.append(sentences.nothing_known(hearing.unseen))
     return found
 
 
@@ -284,27 +284,27 @@ def by_places(hearing: Hearing) -> list[Finding]:
     # Ranks that move from one collective to the next go on.
     going = [one.rank for one in moving if one.place.collective]
     if going and len(moving) + 1 >= len(seen):
-        return [verdicts.goes_on(moving)]
+        return [sentences.goes_on(moving)]
     in_one = {NOT_TOLD, *going, *(one.rank for one in waiting)}
     absent = [one for one in seen if one.rank not in in_one]
     waits = {one.place.wait for one in waiting if not is_guess(one.place.collective)}
     unseen = sorted(set(range(hearing.world_size)) - {one.rank for one in seen})
     both = [one for one in seen if one.has_two_at_work]
     if both and all(one in both or not one.is_readable for one in absent):
-        found = verdicts.two_threads(both)
+        found = sentences.two_threads(both)
     elif early := _seen_before(waiting, absent):
-        return [verdicts.seen_before(early)]
+        return [sentences.seen_before(early)]
     elif any(o.is_readable for o in absent) or (absent and len(waits) < 2):
         missing = _missing(absent, waiting, unseen, hearing)
         return _aged(missing, waiting, hearing)
     elif unseen:
-        found = verdicts.not_seen(waiting, unseen)
+        found = sentences.not_seen(waiting, unseen)
     elif len(waits) > 1:
         found = _different(waiting)
     else:
         is_guessed = any(is_guess(one.place.collective) for one in waiting)
         told = apart(waiting) or ("" if is_guessed else parting(waiting))
-        found = verdicts.all_in(waiting, hearing, told)
+        found = sentences.all_in(waiting, hearing, told)
     return _aged([found], waiting, hearing)
 
 
@@ -346,13 +346,13 @@ def _missing(
 ) -> list[Finding]:
     unreadable = [o for o in absent if not o.is_readable and o.reported is None]
     if unreadable:
-        return [verdicts.unreadable(unreadable)]
+        return [sentences.unreadable(unreadable)]
     # Not those whose end shows that they waited as well.
     absent = [o for o in absent if o.condition.kind not in conditions.CONSEQUENCES]
     # A rank held up in a collective is accused only if no rank is elsewhere.
     elsewhere = [one for one in absent if not one.place.collective]
     wait = Wait.of(waiting)
-    evidence = [verdicts.not_known(unseen)] * bool(unseen)
+    evidence = [sentences.not_known(unseen)] * bool(unseen)
     accused = _first_to_leave(elsewhere or absent, hearing)
     return all_absent(accused, wait, evidence)
 
@@ -392,9 +392,9 @@ def _nobody_waits(
     if bad or not seen:
         return []  # how they ended says more, if it is known
     if not any(one.is_readable for one in seen):
-        return [verdicts.unreadable(seen)]
+        return [sentences.unreadable(seen)]
     if moving:
-        return [verdicts.goes_on(moving)]
+        return [sentences.goes_on(moving)]
     looked_at = [
         one
         for one in placed
@@ -402,9 +402,9 @@ def _nobody_waits(
     ]
     stuck = [one for one in looked_at if (one.still_s or 0.0) >= hearing.stuck_after_s]
     if stuck and (hearing.unseen or len(stuck) == len(looked_at)):
-        return [verdicts.no_rank_moves(stuck, hearing)]
+        return [sentences.no_rank_moves(stuck, hearing)]
     if looked_at:
-        return [verdicts.so_far(verdicts.in_no_collective(looked_at))]
+        return [sentences.so_far(verdicts.in_no_collective(looked_at))]
     return []
 
 
@@ -421,22 +421,22 @@ def _aged(
     least = still_s(waiting)
     looked_twice = any(one.motion_fact for one in waiting)
     if least is not None and least < hearing.stuck_after_s and looked_twice:
-        return [verdicts.so_far(lower)]
+        return [sentences.so_far(lower)]
     accused = [hearing[rank] for rank in first.ranks]
     moved = [one for one in accused if one.moved]
     writes = [one for one in accused if one.place.activity == CHECKPOINT]
     if moved and all(one in moved or one in writes for one in accused):
         if moved == accused == writes:
-            goes_on = f"{lower}; it goes on{verdicts.moved_by(moved)}"
-            return [replace(verdicts.so_far(goes_on), id=ids.GOES_ON)]
-        text = f"{first.text[:-1]}; it works{verdicts.moved_by(moved)}, and may come."
+            goes_on = f"{lower}; it goes on{sentences.moved_by(moved)}"
+            return [replace(sentences.so_far(goes_on), id=ids.GOES_ON)]
+        text = f"{first.text[:-1]}; it works{sentences.moved_by(moved)}, and may come."
         first = replace(first, text=text, severity=WARNING)
     ended = conditions.HELD | conditions.CAUSES | {conditions.GONE}
     is_moment = all(
         one.place_fact and one.place_fact.own and not one.motion_fact for one in waiting
     )
     if is_moment and not any(one.condition.kind in ended for one in accused):
-        first = replace(first, text=verdicts.at_the_moment(first.text))
+        first = replace(first, text=sentences.at_the_moment(first.text))
     return [first, *rest]
 
 
@@ -508,9 +508,9 @@ def waited_in_vain(hearing: Hearing) -> list[Finding]:
     if not both:
         return []
     if all(one.condition.text.startswith(conditions.AT_START) for one in both):
-        first = verdicts.start_up(both, hearing)
+        first = sentences.start_up(both, hearing)
     else:
-        first = verdicts.in_vain(waited, cut, hearing)
+        first = sentences.in_vain(waited, cut, hearing)
     return [first, *first_failure(hearing, of_ranks_that_waited=True)]
 
 
@@ -519,7 +519,7 @@ def stuck(hearing: Hearing) -> list[Finding]:
     if not (found := hearing.having(conditions.STUCK)):
         return []
     more = first_failure(hearing, of_ranks_that_waited=True)
-    return [verdicts.stuck(found), *more]
+    return [sentences.stuck(found), *more]
 
 
 def first_failure(
@@ -530,7 +530,7 @@ def first_failure(
     """
     failed = hearing.told(conditions.FAILED, conditions.ABORTED)
     if firsts := [fact for fact in first_of(failed) if not fact.own]:
-        return [verdicts.failed_first(firsts, hearing, of_ranks_that_waited)]
+        return [sentences.failed_first(firsts, hearing, of_ranks_that_waited)]
     if of_ranks_that_waited:
         return []
     gone = [
@@ -548,7 +548,7 @@ def _terminated(hearing: Hearing) -> list[Fact]:
 
 def _ended_by_others(hearing: Hearing) -> list[Finding]:
     facts = _terminated(hearing)
-    return [verdicts.ended_by_others(facts, hearing)] if facts else []
+    return [sentences.ended_by_others(facts, hearing)] if facts else []
 
 
 def by_words(hearing: Hearing) -> list[Finding]:
@@ -567,7 +567,7 @@ def by_words(hearing: Hearing) -> list[Finding]:
         ]
         ranks = {fact.rank for fact in facts} - {NOT_TOLD}
         if facts and not 2 * len(ranks) > max(hearing.world_size, 1) > 2:
-            return [verdicts.by_words(id_, facts, hearing)]
+            return [sentences.by_words(id_, facts, hearing)]
     return []
 
 
