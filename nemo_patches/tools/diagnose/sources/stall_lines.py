@@ -74,6 +74,7 @@ class StallLines:
         self._unread: dict[tuple[object, ...], tuple[str, Callable[[], None]]] = {}
         self._hosts: set[str] = set()
         self._time = ""  # of the present line
+        self._placed: set[int] = set()  # ranks, by these lines
 
     def take(self, ours: re.Match[str], line: Line) -> None:
         level, rank, size, host, text = ours.groups()
@@ -125,14 +126,9 @@ class StallLines:
             self._tell(rank, Motion(True, shown(text)), line)
         self._found.facts.pop((reporter, Place), None)
         if _IS_OVER.search(text):  # for all: what it waited for has come
-            facts = self._found.facts
-            hearsay = [
-                key
-                for key, fact in facts.items()
-                if isinstance(fact.value, Place) and not fact.own
-            ]
-            for key in hearsay:
-                del facts[key]
+            for rank in self._placed:
+                self._found.facts.pop((rank, Place), None)
+            self._placed.clear()
 
     def _take_groups(self, text: str, line: Line, goes_on: bool) -> None:
         """goes_on: these ranks do, or will by themselves, and their earlier places are over."""
@@ -153,6 +149,7 @@ class StallLines:
         if isinstance(value, Motion):
             self._found.facts.pop((rank, Place), None)
         elif isinstance(value, Place):
+            self._placed.add(rank)
             self._found.facts.pop((rank, Motion), None)
             self._found.facts.pop((rank, Condition, conditions.UNSEEN, ""), None)
         self._found.add(rank, value, line, own=False)
