@@ -161,3 +161,39 @@ def test_code_beside_a_jobs_logs_is_no_evidence(tmp_path: Path) -> None:
     assert [(one.id, one.ranks) for one in content.findings] == [("exception", (2,))]
     (tmp_path / "rank0.md").write_text(KEY_ERROR.replace("rank2", "rank0"))
     assert diagnosed(tmp_path / "rank0.md").findings[0].ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    "name, text, fault",
+    [
+        ("train.log", "", "it is empty"),
+        (
+            "node1.json",
+            "python3: can't open file '/home/u/stacks.pyz': [Errno 2] No such file",
+            "no JSON is in it, it begins \"python3: can't open file"
+            " '/home/u/stacks.pyz': [Errno 2] No such file\"",
+        ),
+        (
+            "node1.json",
+            '{"host": "n3", "processes": [{"pid": 1, "sta',
+            "it is cut: its JSON has no end",
+        ),
+        (
+            "train.log",
+            "[rank0]: step 1\n[rank0]:[E1128 03:12:22 ProcessGroupNCCL.cpp:632] [Rank 0]"
+            " Watchdog caught collective operation timeout: WorkNC",
+            "it is cut: line 2 has no end",
+        ),
+    ],
+)
+def test_what_a_command_that_failed_has_left_is_named(
+    name: str, text: str, fault: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert diagnosed(tmp_path / name).problems == (f"{name}: {fault}",)
+
+
+def test_a_file_that_is_whole_has_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text("[rank0]: step 1\n[rank0]: step 2")
+    (tmp_path / "run.json").write_text('{"level": "info", "msg": "step 1"}\n\n')
+    assert not diagnosed(tmp_path).problems

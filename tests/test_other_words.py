@@ -367,6 +367,104 @@ case(
 )
 
 
+ENCODER = "".join(
+    f"[rank{rank}] step 41: About to call encoder\n[rank{rank}] step 41: encoder completed\n"
+    for rank in (0, 2, 1)
+)
+case(
+    "prints: one did not call the encoder again",
+    ENCODER
+    + "[rank0] step 42: About to call encoder\n[rank2] step 42: About to call encoder\n",
+    [
+        r'guess.*ranks 0, 2 \("step 42: About to call encoder" \[train.log:7\]\) called',
+        r'rank 1 \("step 41: encoder completed" \[train.log:6\]\) did not call it again',
+        "only slow",
+    ],
+)
+case(
+    "prints: one did not come out of it",
+    ENCODER.replace("[rank1] step 41: encoder completed\n", ""),
+    [
+        r"guess.*rank 1 \(.*\) called the encoder and did not come out of it, as ranks 0, 2"
+    ],
+)
+case(
+    "prints: none came out of it",
+    "Rank 0: about to call encoder\nRank 1: about to call encoder\n",
+    ["guess.*ranks 0-1 .*, all that print, called the encoder, and none came out"],
+)
+case("prints: all came out", ENCODER, ["Nothing is recognised"], ["guess"])
+case(
+    "prints: training has ended",
+    ENCODER + "[rank0] About to call encoder\nTraining finished\n",
+    [],
+    ["guess"],
+)
+case(
+    "prints: times",
+    "[rank0] time before encoder: 1.2 s\n[rank1] time before encoder: 1.3 s\n"
+    "[rank0] after encoder: 2\n",
+    [],
+    ["guess"],
+)
+# Words between the rank and what became of it that change neither.
+for position, line in enumerate(
+    (
+        "[pod/w-2/main] 08:01:10 rank 3 process was killed by signal 9 (SIGKILL)",
+        "[watch] rank 3 (host gpu7, pid 4411) has not reported for 300 s",
+        "launcher: task 3 on node n7 exited with code 137",
+        "[guard] rank 3 training progress stalled for 900s, dumping",
+        "guard: rank 3 GPU is stuck in kernel nccl for 601 s",
+        "coordinator: worker 3's heartbeat timed out (last 120 s ago)",
+        "watcher: rank 3 of 8 stopped sending heartbeats",
+    )
+):
+    case(f"rank 3, {position}", line, ["[Rr]ank 3", re.escape(line[-20:])])
+case(
+    "Ray tells which process is which rank",
+    "(TorchTrainer pid=812) - (node_id=dd44, ip=10.0.3.7, pid=904) world_rank=3, local_rank=0\n"
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this"
+    " task.\n\tpid: 904\n",
+    ["[Rr]ank 3"],
+)
+case(
+    "Ray: a node",
+    "(raylet) The node with node id: dd44 and address: 10.0.3.7 and node name: 10.0.3.7 has"
+    " been marked dead because the detector has missed too many heartbeats from it.\n",
+    ["node of the job failed", "10.0.3.7"],
+)
+# Harmless: another subject, what was, what was said, what somebody sees to.
+for position, line in enumerate(
+    (
+        "reference:the rank 3 process died suddenly and node 2 is missing",
+        '{"audio_filepath": "a.wav", "text": "worker 3 was killed by a train"}',
+        "Resuming: previous attempt ended since worker 3 crashed with exit code 1",
+        "INFO: resumed from checkpoint after rank 3 crashed in run 1 (see run_1.log)",
+        "Rank 3: prefetch queue stalled for 2.1s, continuing",
+        "Rank 3: shard cache missing, rebuilding",
+        "rank 3 missing optional dependency apex",
+        "wandb: ERROR Error while calling W&B API: rank 3 entity missing",
+        "pre-commit: process 211 exited with code 1 (ignored)",
+        "pool: worker 3 died, restarting it",
+        "[monitor] rank 3 unresponsive for 60 s\n[rank3]: step 101\n",
+        "[monitor] rank 3 unresponsive for 60 s\n[monitor] rank 3 is back",
+        "node 3 fan missing sensor",
+        "worker 3 silent mode on",
+        "rank 3 stuck at loss 0.69 for 3 epochs",
+        "task 3 aborted by user request, task 4 started",
+        "rank 3 missing=0 stalled=0 dead=0",
+        "rank 3 did not report metrics for this step (val only)",
+        "rank 3 hung out the washing",
+    )
+):
+    case(
+        f"harmless, {position}",
+        line,
+        ["Nothing is recognised|went on|nothing that decides"],
+        ["[Rr]ank 3 (is|ended|was)", "211"],
+    )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_log_in_other_words(name: str, tmp_path: Path) -> None:
     text, must, mustnot = CASES[name]
@@ -377,3 +475,5 @@ def test_a_log_in_other_words(name: str, tmp_path: Path) -> None:
     )
     assert not [one for one in must if not re.search(one, said)], said
     assert not [one for one in mustnot if re.search(one, said)], said
+    if "guess" in said:
+        assert not any(one.ranks for one in found.findings)

@@ -1756,6 +1756,7 @@ EXAMPLES = (
     "Received 15 death signal, shutting down workers",
     "A worker died or was killed while executing a task. Worker PID: 12",
     "Worker exit type: INTENDED_USER_EXIT",
+    "(raylet) The node with node id: dd and address: 10.0.3.7 and node name: 10.0.3.7 has been marked dead because",
     "has not received the Notify record from remote rank:[3]. base info: tag[HcomAllReduce_1]",
     "Missing ranks:",
     "3: [allreduce.noname.1]",
@@ -1782,6 +1783,20 @@ def test_each_row_has_an_example_that_passes_the_filter_before_it(
     for one in read:
         assert any(word in one for word in row.words)
         assert row.follows or logs._tells(one.encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        "nemo_patches WARNING [rank 0/2 n0] no step for 40 s. rank 1: read (a.py:4)",
+        "  rank      : 3 (local_rank: 3)",
+        "Rank 0: about to call encoder",
+        "Traceback (most recent call last):",
+        "monitor: rank 3 unresponsive",
+    ),
+)
+def test_what_no_row_reads_passes_the_filter_by_itself(text: str) -> None:
+    assert logs._tells(text.encode())
 
 
 def test_each_row_has_a_reader() -> None:

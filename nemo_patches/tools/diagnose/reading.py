@@ -50,7 +50,7 @@ _READERS = (
     Reader(
         stall_reports.KIND, stall_reports.recognises, stall_reports.read
     ),  # before stacks, which see more
-    Reader("stacks", stacks.recognises, stacks.read),
+    Reader(stacks.KIND, stacks.recognises, stacks.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
     Reader(traces.KIND, traces.recognises, traces.read),
 )
@@ -105,9 +105,11 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
         return
     is_of_torchrun = file != given and file.name.startswith(("stdout", "stderr"))
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
-    # A reader that knows it by its name says so itself.
-    if not head and not readers and os.path.isfile(file) and not is_of_torchrun:
-        found.problems.append(f"{safe(file.name)}: it is empty")
+    # A reader that knows a file by its name says itself what is wrong with it.
+    is_of_others = any(one.name != stacks.KIND for one in readers)
+    looks_at = os.path.isfile(file) and not is_of_torchrun and not is_of_others
+    if looks_at and (fault := _fault_of(file, head)):
+        found.problems.append(safe(f"{file.name}: {fault}"))
     if not readers or (
         {traces.KIND, stall_reports.KIND}.isdisjoint(one.name for one in readers)
         and logs.recognises(str(file), head)
@@ -115,6 +117,22 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
         readers.append(_LOGS)
     for reader in readers:
         found.by_reader.setdefault(reader.name, []).append(file)
+
+
+def _fault_of(file: Path, head: bytes) -> str:
+    """What a command that failed, or was ended, leaves: `stacks.pyz > node1.json`. "": nothing."""
+    begin = head.lstrip()
+    if not begin:
+        return "it is empty"
+    if file.suffix != ".json":
+        return ""
+    if begin[:1] not in (b"{", b"["):
+        first = begin.split(b"\n", 1)[0][:200].decode("utf-8", "replace")
+        return f'no JSON is in it, it begins "{first}"'
+    with file.open("rb") as opened:
+        opened.seek(max(os.path.getsize(file) - 64, 0))
+        is_whole = opened.read().rstrip().endswith((b"}", b"]"))
+    return "" if is_whole else "it is cut: its JSON has no end"
 
 
 def _files(path: Path, found: Found) -> list[Path]:

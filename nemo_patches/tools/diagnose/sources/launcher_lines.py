@@ -71,6 +71,11 @@ class LauncherLines:
         self._finished: Line | None = None
 
     @property
+    def is_finished(self) -> bool:
+        """Whether training has come to its end."""
+        return self._finished is not None
+
+    @property
     def is_requeued(self) -> bool:
         """Whether Slurm has ended all of it, to start it again."""
         return self._is_requeued and self._saw_srun

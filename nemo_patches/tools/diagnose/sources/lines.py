@@ -235,19 +235,20 @@ def messages(
             begun = ""
         if not begun:
             begun, begun_at, parts = line, number, 0
-        is_frame = _CPP_FRAME.search(begun) is not None
-        if (
-            is_frame
-            or not _BEGINS.search(begun)
-            or _WHOLE.search(begun)
-            or is_whole(begun)
-        ):
+        if not goes_on(begun, is_whole):
             yield begun_at, begun
             begun = ""
         elif begun.endswith(("[Rank", ":", ",", "by")):
             begun += " "
     if begun:
         yield begun_at, begun
+
+
+def goes_on(text: str, is_whole: Callable[[str], bool]) -> bool:
+    """Whether a message of torch or a launcher has begun, and not come to its end."""
+    if not _BEGINS.search(text) or _CPP_FRAME.search(text):
+        return False
+    return not _WHOLE.search(text) and not is_whole(text)
 
 
 def rank_in(text: str) -> int | None:

@@ -21,7 +21,13 @@ from nemo_patches.tools.diagnose.facts import (
     UnreadableError,
 )
 from nemo_patches.tools.diagnose.sources.launch import Launch
-from nemo_patches.tools.diagnose.sources.lines import Line, Prefixes, messages, pieces
+from nemo_patches.tools.diagnose.sources.lines import (
+    Line,
+    Prefixes,
+    goes_on,
+    messages,
+    pieces,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.rows import FILTER, is_whole
 
@@ -103,6 +109,7 @@ class _Reading:
         # The last earlier launch with any facts.
         self._before: tuple[LaunchFacts, Evidence] | None = None
         self._launches = 0  # begun in the one file
+        self._has_no_end = False  # the last file's last line
         self._names: dict[str, Path] = {}
         # By local rank, torchrun's folder, one for each host.
         self._runs: dict[int, Path] = {}
@@ -133,6 +140,7 @@ class _Reading:
                 head = file.read(_BLOCK_BYTES)
                 prefixes = Prefixes(head, rank)
                 blocks = chain([head], iter(lambda: file.read(_BLOCK_BYTES), b""))
+                message = ""
                 for number, message in messages(self._lines(blocks), is_whole):
                     if alone and self._is_next_attempt(message):
                         self._launches = max(self._launches, 1)
@@ -154,6 +162,9 @@ class _Reading:
                     self._launch.take(
                         Line(text, name, number, line_rank, prefixed is not None)
                     )
+                if self._has_no_end and goes_on(message, is_whole):
+                    text = f"{name}: it is cut: line {number} has no end"
+                    self._evidence.problems.append(text)
         except OSError as error:
             self._launch.found.missing_lines = True
             raise UnreadableError(f"{path}: {error.strerror}") from error
@@ -184,7 +195,7 @@ class _Reading:
     def _put_aside(self) -> None:
         told = Evidence()
         self._launch.finish(told)
-        if self._launch.found.tells_anything:
+        if self._launch.found.tells_anything or told.findings:
             self._before = self._launch.found, told
 
     def finish(self) -> None:
@@ -197,6 +208,7 @@ class _Reading:
         for group, ranks in told.groups.items():
             evidence.groups.setdefault(group, set()).update(ranks)
         evidence.begins.update(told.begins)
+        evidence.findings += told.findings
         evidence.partly_known |= told.partly_known
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)
@@ -235,6 +247,7 @@ class _Reading:
                 else:
                     number += part.count(b"\n")
                 follows = tells
+        self._has_no_end = bool(rest)
         for text in pieces(rest):
             yield number, text
 

@@ -105,7 +105,7 @@ ROWS = (
     _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
     _row(
         "pid",
-        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s.{0,200}?\[rank(\d{1,7})\]|\[rank=(\d{1,7})\]"
+        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=).){0,200}?(?:\[rank|world_rank=)(\d{1,7})\b|\[rank=(\d{1,7})\]"
         r" pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
         r" )?(\d{1,7}))?",
@@ -510,6 +510,12 @@ ROWS = (
         TERMINATED,
         "torchrun got a signal to end",
     ),
+    _end(
+        "marked dead",
+        r"The node with node id: .{1,200}address: (?P<node>\S{1,80}).{0,200} has been marked dead",
+        NODE,
+        "Ray: node {node} was marked dead",
+    ),
     # Ray tells of a worker's death in several lines
     _row(
         "died",
@@ -603,34 +609,48 @@ ROWS = (
     ),
 )
 
-# General rows. Between the rank and the word nothing may stand that changes who or whether.
+# General rows: who, its number, words that change neither who nor whether, what became of it, and
+# no word after that which makes it something else: "missing optional dependency".
 _WHO = r"\b(?P<who>[Rr]ank|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|RANK)s?"
 _NUMBER = r"(?: ?[#:=_-] ?| )?\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
 _BETWEEN = (
-    r"(?:(?!\b(?:[Rr]anks?|[Ww]orkers?|[Pp]rocess|[Tt]asks?|[Nn]odes?|not|no|never|if|when|"
-    r"whether|may|might|could|would|waits?|waiting|for|from|by|because|after|since|until|"
-    r"detected|reports?|saw|other|others)\b)[^.;|\d\n]){0,40}?"
+    r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|of \d{1,6}\b|"
+    r"(?i:(?:on|at) (?:node |host |gpu )?[\w.:/-]{1,80}|(?:process|worker|actor|pod|container|"
+    r"trainer|training|job|task|rank|gpu|device|main|progress|forward|backward|node|host|python|"
+    r"subprocess|child|state|status|is|are|was|were|been|has|have|had|it|its|seems?|appears?|to|"
+    r"be|still|now|also|just|already|suddenly|likely|probably|marked|declared|considered|"
+    r"reported|as|got|became|went|completely)\b))){0,8}[\s,:;=-]{0,4}"
+)
+_AFTER = (
+    r"(?=\s*$|\s*[,;.!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
+    r"and|due|of|via|suddenly|unexpectedly|by(?! user| request| design)|"
+    r"at (?:the |step|barrier|epoch|iter|batch|all|\d|')|to (?:the |ping|health|heartbeat))\b|"
+    r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
 )
 _DIED = (
-    r"crashed|died|is dead|(?:was|been|got) killed|"
-    r"killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|"
-    r"segfault(?:ed)?|core dumped|aborted|"
+    r"crashed|died|dead|killed|segfault(?:ed)?|core dumped|aborted|"
     r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally)|"
-    r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
-    r"(?:exit ?|return ?)?(?:code|status)|exit ?code|returncode|rc)\W{1,3}-?[1-9]\d{0,2}\b|"
     r"(?:exited|terminated|died|killed) (?:with|by|on) signal \w{1,12}"
 )
+_EXITED = (
+    r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
+    r"(?:exit ?|return ?)?(?:code|status)|exit ?code|returncode|rc)\W{1,3}-?[1-9]\d{0,2}\b"
+)
 _ABSENT = (
-    r"is missing|missing|stalled|is stuck|stuck|hung|is hanging|unresponsive|"
-    r"not responding|does not respond|no heartbeat|missed (?:its |a |the )?heartbeats?|"
+    r"missing|stalled|stuck|hung|hanging|unresponsive|not responding|does not respond|"
+    r"no (?:heartbeat|response|progress)|missed (?:its |a |the )?heartbeats?|"
     r"heartbeat (?:lost|timeout|timed out|expired)|lost contact|is lost|unreachable|"
-    r"did not (?:report|respond|arrive|join|check in)|never (?:arrived|joined|reported)|"
-    r"has not (?:reported|arrived|joined|responded)|silent"
+    r"stopped (?:sending|responding|reporting)(?: heartbeats?)?|"
+    r"(?:did not|has not|never) (?:report|respond|arrive|join|check|reach)(?:ed|d)?"
+    r"(?: (?:in|back|the|its|a|any|heartbeat|status|barrier|rendezvous|group)){0,3}|silent"
 )
 _GENERAL = (
-    (re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_DIED})\b"), TOLD_DEAD),
     (
-        re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_ABSENT})\b"),
+        re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:(?:{_DIED}){_AFTER}|{_EXITED})"),
+        TOLD_DEAD,
+    ),
+    (
+        re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_ABSENT}){_AFTER}"),
         TOLD_ABSENT,
     ),
     (
@@ -641,19 +661,21 @@ _GENERAL = (
         TOLD_ABSENT,
     ),
 )
-_GENERAL_LINE = re.compile(
-    "(?:rank|worker|process|task|node)s?\\b.{0,120}(?:missing|stall|stuck|h[au]ng|respon|heartbeat|"
-    "lost|crash|died|dead|kill|exit|segfault|core dump|abort|terminated|return|unreachable|"
-    "did not|never|has not|silent|code)|(?:missing|stalled|unresponsive|dead|stuck|lagging|lost)"
-    " (?:rank|worker|process|task|node)",
-    re.IGNORECASE,
+BACK = re.compile(
+    rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:back|alive|up|healthy|recovered|reconnected|responding)\b"
 )
-# Lines that tell of something else by the same words.
+# Lines that tell of something else by the same words: what may be or was, what was said (the texts
+# of a speech model), what somebody sees to.
 _OTHER = re.compile(
-    r"(?i)\b(?:if|unless|whether|tip|hint|example)\b|data ?loader|recover|restarted|succe|"
-    r"gracefully|cleanly|missing keys?|"
-    r"\bok\b|\bretry|healthy|no longer|thread|nemo_patches |^(?:srun|slurmstepd|prterun|mpirun)\b"
+    r"(?i)\b(?:if|unless|whether|tip|hint|example)\b|data ?loader|recover|re-?start|respawn|"
+    r"relaunch|replac|ignor|succe|gracefully|cleanly|missing keys?|"
+    r"\bok\b|\bretry|healthy|no longer|thread|nemo_patches |\bresum|\bprevious|\bearlier\b|"
+    r"last (?:run|time|attempt)|\b(?:in|of|during) (?:run|attempt) \d|"
+    r"\b(?:reference|predicted|prediction|pred_text|hypothesis|hyp|ref|transcript\w*|utterance|"
+    r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|^(?:srun|slurmstepd|prterun|mpirun)\b"
 )
+# Before the rank, such a word makes it the reason of something else.
+_REASON = re.compile(r"(?i)\b(?:because|since|once|when|in case|after(?! \d))\b")
 # One of these is in each line of a general row, in place of a row's words.
 _GENERAL_WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
@@ -672,32 +694,22 @@ def is_whole(text: str) -> bool:
 
 def general_in(text: str) -> tuple[re.Match[str], str] | None:
     """What general words tell, and the condition's kind; of a line that no row knows."""
-    if not any(word in text for word in _GENERAL_WORDS):
-        return None
-    if not _GENERAL_LINE.search(text) or _OTHER.search(text):
+    if not any(word in text for word in _GENERAL_WORDS) or _OTHER.search(text):
         return None
     for pattern, kind in _GENERAL:
         if told := pattern.search(text):
-            return told, kind
+            return None if _REASON.search(text, 0, told.start()) else (told, kind)
     return None
 
 
 def _filter() -> tuple[bytes, ...]:
-    """Before the rows' words: what begins a rank's line, a traceback, or a message that a terminal
-    has wrapped.
+    """Before the rows' words: what begins a rank's line, ours, a traceback, or a message that a
+    terminal has wrapped.
     """
     words = {
-        *(
-            "[rank",
-            "[Rank",
-            "Traceback (most",
-            "Error",
-            "EI00",
-            "NCCL",
-            "ollective",
-            "pid ",
-        ),
-        *("watchdog", "arrier", "sigkill_handler", "imed out"),
+        *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
+        *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
+        *("arrier", "sigkill_handler", "imed out", "ncoder"),
         *(word for row in ROWS if not row.follows for word in row.words),
         *_GENERAL_WORDS,
     }

@@ -47,6 +47,7 @@ from nemo_patches.tools.diagnose.sources import dumps
 from nemo_patches.tools.diagnose.sources.dumps import MOST_DETAILS, Dump
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
+KIND = "stacks"
 _LARGEST = 1 << 26  # bytes of a file; of a larger one its end
 _MOST_RANK = 1 << 20
 _MOST_RANKS_OF_HOST = 1 << 12
