@@ -75,14 +75,50 @@ def test_what_makes_more_frames(tmp_path: Path, override: str, frames: int) -> N
 
 
 @pytest.mark.parametrize(
-    "longer",
+    ("longer", "frames"),
     [
-        "augmentor={speed:{prob:0.5,min_speed_rate:0.5}}",
-        "augmentor={silence:{prob:0.5,max_start_silence_secs:6}}",
-        "random_padding={prob:1,max_total_duration:51}",
+        ("augmentor={speed:{prob:0.5,min_speed_rate:0.5}}", 8016),
+        ("augmentor={time_stretch:{prob:0.5,min_speed_rate:0.8}}", 5008),
+        (
+            "augmentor={silence:{max_start_silence_secs:6,max_end_silence_secs:6}}",
+            5216,
+        ),
+        ("random_padding={prob:1,max_total_duration:51}", 5104),
     ],
 )
-def test_what_is_made_longer_is_not_told(tmp_path: Path, longer: str) -> None:
+def test_what_is_made_longer_after_the_limit(
+    tmp_path: Path, longer: str, frames: int
+) -> None:
+    override = f"+model.train_ds.{longer}"
+    (finding,) = found(tmp_path, "NP102", NEST, override)
+    assert finding.severity is NOTE
+    assert f"may have {frames} frames" in finding.what
+    (finding,) = found(tmp_path, "NP102", NEST, override, OFF)
+    assert finding.severity is ERROR
+
+
+def test_concatenation_of_samples(tmp_path: Path) -> None:
+    longer = (
+        "+model.train_ds.use_lhotse=true",
+        "+model.train_ds.concatenate_samples=true",
+        "+model.train_ds.concatenate_duration_factor=2.0",
+        OFF,
+    )
+    (finding,) = found(tmp_path, "NP102", NEST, *longer)
+    assert finding.severity is ERROR
+    longer = (*longer[:2], "++model.train_ds.concatenate_duration_factor=1.0", OFF)
+    assert found(tmp_path, "NP102", NEST, *longer) == []
+
+
+@pytest.mark.parametrize(
+    "longer",
+    [
+        "is_code_switched=true",
+        "augmentor=???",
+        "augmentor={speed:{min_speed_rate:???}}",
+    ],
+)
+def test_what_is_made_longer_by_what_is_not_told(tmp_path: Path, longer: str) -> None:
     override = f"+model.train_ds.{longer}"
     assert found(tmp_path, "NP102", NEST, override) == []
     (finding,) = found(tmp_path, "NP102", NEST, override, OFF)

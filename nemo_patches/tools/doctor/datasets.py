@@ -5,7 +5,8 @@ how they are read, and how long their longest input may be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -49,8 +50,10 @@ _INPUTS = (
 )
 
 _SHORTENING = ("truncate_duration", "cut_into_windows_duration", "audio_duration")
-_LENGTHENING = ("concatenate_samples", "random_padding", "is_code_switched")
-_STRETCHING = ("silence", "speed", "time_stretch")  # perturbations of NeMo's
+# Of NeMo's perturbations: the slowest speed if none is given, and what silence adds, in seconds.
+_STRETCHING = ("speed", "time_stretch")
+_SLOWEST = 0.9
+_SILENCES = ("max_start_silence_secs", "max_end_silence_secs")
 
 # What speechlm2's DataModule sets for evaluation
 _ENDS = ("force_finite", "force_map_dataset")
@@ -213,7 +216,7 @@ class Dataset(Section):
             return None
 
     def longest(self) -> Longest:
-        """By its limits; not told where audio is made longer after them."""
+        """By its limits, and by what makes audio longer after them."""
         # Of diarization; a negative one is the whole recording.
         session = self.get("session_len_sec")
         if self.nemo and session.given:
@@ -221,14 +224,38 @@ class Dataset(Section):
             return Longest(math.inf if whole else session.number, (session,))
         limits = [self.get("max_duration", math.inf if self.lhotse else None)]
         limits += [limit for limit in map(self.get, _SHORTENING) if limit.given]
-        longer = [value for value in map(self.get, _LENGTHENING) if value.value]
-        augmentor = self.get("augmentor")
-        stretched = isinstance(augmentor.value, dict) and not self.lhotse
-        if stretched and not augmentor.value.keys().isdisjoint(_STRETCHING):
-            longer.append(augmentor)
-        if longer or not augmentor.known:
-            return Longest(None, (*limits, *longer))
-        return Longest(_smallest(limits), tuple(limits))
+        seconds = _smallest(limits)
+        switched = self.get("is_code_switched")
+        if switched.value or not self.get("augmentor").known:
+            return Longest(None, (*limits, switched))
+        longer = list(self._lengthening())
+        for value, lengthened in longer:
+            known = seconds is not None and value.number is not None
+            seconds = lengthened(seconds or 0.0, value.number or 0.0) if known else None
+        return Longest(seconds, (*limits, *(value for value, _ in longer)))
+
+    def _lengthening(self) -> Iterator[tuple[Value, Callable[[float, float], float]]]:
+        """Values, each with what it makes of a length in seconds."""
+        if self.get("concatenate_samples").value:
+            factor = self.get("concatenate_duration_factor", 1.0)
+            yield factor, lambda seconds, number: seconds * max(1.0, number)
+        perturbations = {} if self.lhotse else self.get("augmentor").value or {}
+        for name in _STRETCHING:
+            if isinstance(perturbations, dict) and perturbations.get(name) is not None:
+                rate = self.get(f"augmentor.{name}.min_speed_rate", _SLOWEST)
+                yield rate, _slowed
+        for end in _SILENCES:
+            if (
+                isinstance(perturbations, dict)
+                and perturbations.get("silence") is not None
+            ):
+                yield self.get(f"augmentor.silence.{end}", 0), operator.add
+        if self.get("random_padding").value:
+            yield self.get("random_padding.max_total_duration"), max
+
+
+def _slowed(seconds: float, rate: float) -> float:
+    return seconds / min(1.0, rate) if rate > 0 else math.inf
 
 
 def found_in(config: Config) -> Iterator[Dataset]:

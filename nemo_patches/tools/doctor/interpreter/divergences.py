@@ -155,7 +155,11 @@ class Comparison:
         self.name = reader.definition.name
         self.items = reader.items
         self.job = reader.file.members.job
-        by_key = {each.key: each for each in conditions_in(self.items)}
+        by_key: dict[str, Condition] = {}
+        for each in conditions_in(self.items):
+            # What is on one rank alone behind a reduce is asked for before it as what it was.
+            if each.key not in by_key or not each.value.has("alone"):
+                by_key[each.key] = each
         self.conditions = list(by_key.values())
 
     def divergences(self) -> Iterator[Divergence]:

@@ -20,6 +20,7 @@ from nemo_patches.tools.doctor.interpreter.members import (
     truths,
 )
 from nemo_patches.tools.doctor.interpreter.names import (
+    is_loader,
     parts_of,
     sounds_like_data,
 )
@@ -756,7 +757,7 @@ class Interpreter:
         level = inner.level
         count = UNKNOWN if parts_of(node.attr) & knowledge.LOADERS else None
         kept = sounds_like_data(node.attr) or parts_of(name) & knowledge.HOLDING
-        if inner.has("object") and not kept:
+        if (inner.has("object") and not kept) or is_loader(dotted(node.value)):
             level = min(level, UNKNOWN)
         return Abstract(level, tags=tags, count=count, ref=self.file.reference(name))
 
@@ -1158,7 +1159,9 @@ class Interpreter:
         owner = call.owner
         chosen = self.chosen == VARIES
         added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
-        count = None if owner.count is None else max(owner.count, self.turns)
+        # A list of this function is as long as the turns in which it is added to.
+        unknown = owner.count is None and "." in name
+        count = None if unknown else max(owner.count or SAME, self.turns)
         if chosen:
             count = VARIES
         added = replace(added, level=VARIES if chosen else added.level, count=count)
