@@ -13,6 +13,7 @@ from diagnosing import report_of
 from simulated_traces import Setup, file_name, header
 from test_evidence import ELSEWHERE, SYNC, facts, report, still
 
+from nemo_patches.judging.kinds import GONE
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.entries import Entry
@@ -421,3 +422,27 @@ def test_of_a_loaders_worker_that_crashed_the_traceback_is_not_the_reason(
     found = told(tmp_path, *(f"[rank1]: {line}" for line in (*lines, error)))
     assert (found.findings[0].id, found.findings[0].ranks) == (ids.EXCEPTION, (1,))
     assert "its own lines, and `dmesg`" in found.next_step
+
+
+def test_of_a_rank_that_crashed_after_an_evaluation_of_its_own_that_is_told(
+    tmp_path: Path,
+) -> None:
+    """Gloo aborts a process where collectives pair that are not the same."""
+    text = (
+        "no encoder call for 40 s. rank 1 (vm, pid 9): its process has gone | ranks 0, 2:"
+        " barrier, in step (train.py:9)"
+    )
+    gone = records.Stalled(
+        40.0, "", 0, [1], ["no heartbeat"], [GONE], [""], text=text, waited=True
+    )
+    odd = [
+        replace(one, training=False) if isinstance(one, records.Enter) else one
+        for one in call(7)
+    ]
+    traced(tmp_path, 1, *odd)
+    for rank in (0, 2):
+        traced(tmp_path, rank, *call(7), gone)
+    found = report_of(tmp_path)
+    assert (found.findings[0].id, found.findings[0].ranks) == (ids.KILLED, (1,))
+    assert "next, rank 1 an evaluation call" in found.next_step
+    assert "NEMO_PATCHES_STOP_TOGETHER=training" in found.next_step

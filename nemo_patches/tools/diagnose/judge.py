@@ -54,6 +54,8 @@ _OUT = (
     conditions.RAISED,
     conditions.UNREADABLE,
 )
+# Collectives that pair wrongly wait in vain, or crash a rank.
+_OF_UNEVEN_CALLS = (ids.OUT_OF_STEP, ids.LATE, ids.KILLED)
 _NOT_COME = (conditions.GONE, conditions.SILENT, conditions.MISSING)
 _SILENT = (conditions.GONE, conditions.SILENT)
 _LEFT = (conditions.GONE, conditions.ENDED)
@@ -74,8 +76,10 @@ def judge(
     elif findings and findings[0] in ruled:
         findings[0] = sentences.with_all_evidence(findings[0], hearing)
     uneven = [one for one in findings if one.id == ids.UNEVEN_CALLS]
-    if uneven and findings[0].id in (ids.OUT_OF_STEP, ids.LATE):
+    if uneven and findings[0].id in _OF_UNEVEN_CALLS:
         step = f"{uneven[0].text} {uneven[0].next_step}"
+        if findings[0].id == ids.KILLED:
+            step += f" {findings[0].next_step}"
         findings[0] = replace(findings[0], next_step=step)
     if findings and evidence.past:
         text = f"{evidence.past} {findings[0].text}"

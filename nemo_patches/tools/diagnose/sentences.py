@@ -489,7 +489,8 @@ def in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Find
     if cut:
         peers = (one.condition.text.partition("its peer: ")[2] for one in cut)
         peer = next((f" by {peer}" for peer in peers if peer), "")
-        ends.append(f"{names(cut)} had a connection closed{peer}")
+        known = [one for one in cut if one.rank != NOT_TOLD]
+        ends.append(f"{names(known or cut)} had a connection closed{peer}")
     groups = {fact.entered.group for fact in entered}
     places = by_party(
         (inner(o.condition.where), o.rank) for o in waited if o.condition.where
