@@ -1051,6 +1051,31 @@ def test_the_lines_that_decide_pass_the_filter_before_the_patterns(
     check(replace(LOGS[name], files={file: apart}, step="", never=()), tmp_path)
 
 
+# A frame, a chain's error and our own line, which nothing ends, are not put together again.
+NOT_JOINED = {
+    "times of containers before the launcher's labels",
+    "a checkpoint's exception without the other rank's traceback",
+    "the worker and its file come first in what a stall line knew",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LOGS if "JSON" not in name and name not in NOT_JOINED]
+)
+def test_a_log_that_a_terminal_has_wrapped_at_90_columns(
+    name: str, tmp_path: Path
+) -> None:
+    """As `tmux` or a pasted terminal has it, in the middle of words."""
+    [(file, text)] = LOGS[name].files.items()
+    wrapped = "\n".join(
+        line[at : at + 90]
+        for line in text.split("\n")
+        for at in range(0, max(len(line), 1), 90)
+    )
+    whole = LOGS[name]
+    check(replace(whole, files={file: wrapped}, said="", step="", unsaid=""), tmp_path)
+
+
 def py_spy(pid: int, *threads: str, command: str = "python train.py") -> str:
     return (
         f"Process {pid}: {command}\nPython v3.11.7 (/usr/bin/python3.11)\n\n"

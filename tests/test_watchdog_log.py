@@ -315,10 +315,6 @@ def public_logs() -> list[tuple[str, str, str, str]]:
     ]
 
 
-# Where a wrap is in the word by which a message is recognised.
-WRAPPED_IN_A_WORD = {("dhcode-cpp/X-R1#23", 90), ("NVIDIA-NeMo/Speech#14399", 90)}
-
-
 @pytest.mark.parametrize(
     ("issue", "finding", "ranks", "text"),
     public_logs(),
@@ -351,10 +347,7 @@ def test_public_logs(
             for line in text.splitlines()
             for at in range(0, max(len(line), 1), width)
         ]
-        if (
-            max(map(len, text.splitlines())) <= 3 * width
-            and (issue, width) not in WRAPPED_IN_A_WORD
-        ):
+        if max(map(len, text.splitlines())) <= 3 * width:
             file.write_text("\n".join(lines))
             assert diagnose_logs([file]).findings[0].id == finding, width
 

@@ -102,15 +102,17 @@ _QUOTED = re.compile(r"^(?:> ?){1,8}")
 # A message that a terminal may have wrapped
 _BEGINS = re.compile(
     r"ProcessGroupNCCL|Watchdog caught|last enqueued|gloo/|failed \(exitcode|Detected mismatch|"
-    r"watchdog thread|store based barrier|client socket has timed|is setting up NCCL|"
-    r"sigkill_handler\] \[|with PID|\[Rank$"
+    r"watchdog thread|store based barrier|client socket has timed|is setting up NC|"
+    r"sigkill_handler\] \[|with PID|\[Rank$|multiprocessing/api\.py:\d{1,5}\] |error: \*\*\* |"
+    r"DistStoreError: Timed|DistBackendError: \[\d|DDP expects same model"
 )
 _WHOLE = re.compile(
     r"timing out$|ng out\.$|before timing out|timed out in blocking wait|with code -?\d+\.|"
     r"last ?completed ?(?:NCCL ?)?work: ?-?\d|"
     r"running ?collective:.{1,2000}running ?collective: ?CollectiveFingerPrint\([^)]{0,300}"
     r"(?:\)|TensorDtypes)|"
-    r"keys: ?/\S{1,200}$|waiting for key: ?\S{1,200} after|Socket Timeout"
+    r"inconsistent \d{1,9} params|keys: ?/\S{1,200}/\w{0,20}\d$|"
+    r"waiting for key: ?\S{1,200} after|Socket Timeout"
 )
 
 

@@ -167,7 +167,7 @@ ROWS = (
     ),
     _row(
         "NCCL",
-        r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ncclUniqueId from"
+        r"\[(\d{1,7})\] is setting up NCCL communicator and retr\w{1,10} ?ncclUniqueId from"
         r" \[(\d{1,7})\]",
         reader="unique_id",
     ),
@@ -237,9 +237,10 @@ ROWS = (
     _row(
         "Timed out after",
         r"Timed out after \d{1,9} seconds waiting for (?:clients|workers)\."
-        r" (?P<came>\d{1,7})/(?P<size>\d{1,7}) ",
+        r" (?P<came>\d{1,7})/(?P<size>\d{1,7})(?: |$)",
         WAITED,
         f"{conditions.AT_START}: {{came}} of {{size}} ranks had joined its store",
+        is_whole=True,
     ),
     _row(
         "gloo|Gloo|pair closure",
@@ -353,6 +354,7 @@ ROWS = (
         r"[Ss]ending process (\d{1,9}) closing signal |"
         r"[Pp]rocess (\d{1,9}) via \S{1,20}, forcefully exiting",
         reader="sent",
+        is_whole=True,
     ),
     _end(
         "srun: error",
@@ -381,6 +383,7 @@ ROWS = (
         r"^(?P<LSF>TERM_(?:RUNLIMIT|PREEMPT|OWNER)\b.{0,120})|(?P<PBS>PBS: job killed:"
         r" walltime .{1,80})",
         reader="cancelled",
+        is_whole=True,
     ),
     _end(
         "oom_kill|oom-kill|Out Of Memory|ut of memory|memory limit|memory pressure|low on memory|"
