@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from nemo_patches.tools.doctor.interpreter import functions
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.members import truths
 from nemo_patches.tools.doctor.interpreter.names import is_loader
@@ -130,7 +131,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
     set_by_methods: list[tuple[str, dict[str, Abstract]]] = []
     for definition in file.definitions:
         reader = Interpreter(file, definition, file.start(definition, {}))
-        reader.alarm = reader.decorated_alarm()
+        reader.alarm = functions.decorated_alarm(reader)
         reader.block(definition.node.body)
         read.append(reader)
         if definition.owner:
@@ -183,7 +184,7 @@ class Comparison:
         yield from self._by_error()
         if not self._usual.events:
             return
-        alone = self.reader.one_rank(self.reader.definition)
+        alone = functions.one_rank(self.reader, self.reader.definition)
         if alone:
             yield Divergence(
                 function=self.name,

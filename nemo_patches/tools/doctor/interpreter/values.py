@@ -63,6 +63,9 @@ class Abstract:
         return said.pop() if len(said) == 1 else None
 
 
+Environment = dict[str, Abstract]  # what is known of each name
+
+
 def tagged(*tags: str, level: int = SAME) -> Abstract:
     return Abstract(level, tags=frozenset(tags))
 

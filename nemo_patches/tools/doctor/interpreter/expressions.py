@@ -1,0 +1,446 @@
+"""What each expression is: an abstract value, and the collectives that it makes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.functions import call_helper
+from nemo_patches.tools.doctor.interpreter.members import (
+    OPERATIONS,
+    Open,
+    applied,
+    both,
+    negated,
+    truths,
+)
+from nemo_patches.tools.doctor.interpreter.names import (
+    is_loader,
+    parts_of,
+    sounds_like_data,
+)
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    Branch,
+    Collective,
+    Condition,
+    Managed,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import (
+    Definition,
+    is_property,
+)
+from nemo_patches.tools.doctor.interpreter.values import (
+    AGREED,
+    DATA,
+    SAME,
+    UNKNOWN,
+    VARIES,
+    Abstract,
+    mixed,
+    tagged,
+)
+from nemo_patches.tools.doctor.syntax import (
+    dotted,
+    last_part,
+    names_in,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+
+_COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
+
+
+def made_of(reader: Interpreter, node: ast.AST) -> Abstract:
+    parts = ast.iter_child_nodes(node)
+    return mixed([reader.of(each) for each in parts if isinstance(each, ast.expr)])
+
+
+def visit_Constant(reader: Interpreter, node: ast.Constant) -> Abstract:
+    return reader.file.constant(node.value)
+
+
+def visit_Lambda(reader: Interpreter, node: ast.Lambda) -> Abstract:
+    return Abstract(ref=node)
+
+
+def visit_NamedExpr(reader: Interpreter, node: ast.NamedExpr) -> Abstract:
+    value = reader.of(node.value)
+    reader.assign(node.target, value)
+    return reader.env.get(node.target.id, value)
+
+
+def visit_Yield(reader: Interpreter, node: ast.Yield) -> Abstract:
+    reader.yields.append((reader.chosen, reader.turns))
+    value = reader.of(node.value) if node.value else Abstract()
+    if reader.run_managed is not None:
+        reader.items.append(Managed(reader.run_managed(value)))
+    return value
+
+
+def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:
+    wrapped = reader.file.wrapped.get(node.id, frozenset())
+    ref = reader.file.reference(node.id)
+    return _named(reader, node.id, Abstract(tags=wrapped, ref=ref))
+
+
+def _named(reader: Interpreter, name: str, otherwise: Abstract) -> Abstract:
+    """What is known of a name: what it was set to here, or what it says."""
+    known = reader.env.get(name)
+    blank = known == Abstract()
+    if known is not None and not blank:
+        return known
+    # What the rank of a matrix is set to is no rank.
+    if blank and knowledge.SAID_BY.get(last_part(name)) != "ranks":
+        return Abstract()
+    if name in reader.file.changed:
+        return reader.file.by_rank.get(name, otherwise)
+    return reader.file.source(name) or otherwise
+
+
+def visit_Attribute(reader: Interpreter, node: ast.Attribute) -> Abstract:
+    name = dotted(node)
+    owner = name.rpartition(".")[0]
+    if name in reader.env:
+        return _named(reader, name, reader.env[name])
+    method = reader.file.method(reader.owner, node.attr) if owner == "self" else None
+    if method and is_property(method):
+        return call_helper(reader, method, None, node, name)
+    if owner in ("trainer", "self.trainer") and node.attr in knowledge.PROPERTIES:
+        pairs_with, why, guess = knowledge.PROPERTIES[node.attr]
+        reader.emit(Collective(name, pairs_with, node.lineno, why, guess))
+    return attribute(reader, node, reader.of(node.value))
+
+
+def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abstract:
+    """An attribute of something that is known already."""
+    name = dotted(node)
+    if name in reader.env:
+        return _named(reader, name, reader.env[name])
+    entry = inner.entry(node.attr)
+    if entry is not None:
+        return entry
+    if isinstance(inner.ref, Definition):
+        known = reader.file.attributes.get(inner.ref.name, {})
+        if f"self.{node.attr}" in known:
+            return known[f"self.{node.attr}"]
+    said = reader.file.source(name) or reader.file.by_rank.get(node.attr)
+    if said is not None:
+        return replace(said, ref=said.ref or reader.file.reference(name))
+    method = (
+        reader.file.method(reader.owner, node.attr)
+        if name == f"self.{node.attr}"
+        else None
+    )
+    if method is not None and not is_property(method):
+        return Abstract(ref=method)
+    if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
+        return tagged("gradient") if node.attr == "grad" else Abstract()
+    if node.attr == "shape" and inner.level:
+        return tagged("shape", level=VARIES)
+    wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
+    if node.attr == "module":
+        wrapped = frozenset()
+    tags = wrapped | inner.tags & {"@engine", "alone", "file", "object"}
+    level = inner.level
+    count = UNKNOWN if parts_of(node.attr) & knowledge.LOADERS else None
+    kept = sounds_like_data(node.attr) or parts_of(name) & knowledge.HOLDING
+    if (inner.has("object") and not kept) or is_loader(dotted(node.value)):
+        level = min(level, UNKNOWN)
+    return Abstract(level, tags=tags, count=count, ref=reader.file.reference(name))
+
+
+def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:
+    constant = getattr(node.slice, "value", None)
+    if dotted(node.value).endswith("environ"):
+        return reader.file.source(f"${constant}") or Abstract()
+    value = reader.of(node.value)
+    if isinstance(node.slice, ast.Slice):
+        return _slice(reader, value, node.slice)
+    key = reader.of(node.slice)
+    if value.entries:
+        return _entry(reader, value, key, node)
+    if isinstance(constant, int) and constant < len(value.parts):
+        return value.parts[constant]
+    at = applied(lambda given, where: given[where], [value.at, key.at], text_of(node))
+    of_model = isinstance(constant, str) and parts_of(constant) & knowledge.MODEL
+    features = value.has("shape") and isinstance(node.slice, ast.UnaryOp)
+    if at or of_model or features:  # the number of features is the model's
+        return Abstract(at=at)
+    level = _level_at(value, constant)
+    count = value.count if level == VARIES else None
+    if value.has("dealt") and reader.by_rank(key):
+        count = SAME if value.has("even") else VARIES
+    tags = value.tags & (knowledge.CARRIED | {"agreed"})
+    return Abstract(level, tags=tags, count=count)
+
+
+def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
+    """Every so many items from the rank's number on are this rank's share, one more or less
+    than another's.
+    """
+    bounds = {
+        name: reader.of(each)
+        for name in ("lower", "upper", "step")
+        if (each := getattr(node, name)) is not None
+    }
+    sized = any(each.has("sized") for each in bounds.values())
+    own = [name for name, each in bounds.items() if reader.by_rank(each)]
+    text = text_of(node)
+    unequal = bool(own) and (
+        "step" in bounds or "ceil" in _spelled(reader, node) or "min(" in text
+    )
+    tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
+    if sized and not own:
+        tags |= {"even"}
+    count = value.count if value.level == VARIES else None
+    if unequal and not value.has("even"):
+        count = VARIES
+    return Abstract(value.level, tags=tags, count=count)
+
+
+def _spelled(reader: Interpreter, node: ast.AST) -> str:
+    """Its text, with what its names were set to."""
+    set_to = [reader.meanings.get(name, "") for name in sorted(names_in(node))]
+    return " ".join([text_of(node), *set_to])
+
+
+def _entry(
+    reader: Interpreter, value: Abstract, key: Abstract, node: ast.Subscript
+) -> Abstract:
+    """Of a dict by a key: by one that is known, or one of all."""
+    if isinstance(node.slice, ast.Constant):
+        asked = node.slice.value
+        return value.entry(asked) or Abstract(_level_at(value, asked))
+    text = text_of(node.slice)
+    found = value.entries[-1][1]
+    for name, each in value.entries[-2::-1]:
+        at = applied(OPERATIONS[ast.Eq], [key.at, reader.file.constant(name).at], text)
+        condition = Condition(
+            text=f"{text} == {name!r}",
+            key=f"{reader.meaning(node.slice)} == {name!r}",
+            value=replace(key, at=at),
+            kind="if",
+            line=node.lineno,
+            end=node.end_lineno or 0,
+        )
+        found = reader.either(condition, each, found)
+    return found
+
+
+def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abstract:
+    values = tuple(map(reader.of, node.elts))
+    columns = [each.at for each in values]
+    at = applied(lambda *parts: parts, columns, text_of(node))
+    return replace(mixed(values), at=at, count=SAME, parts=values)
+
+
+visit_Tuple = visit_Set = visit_List
+
+
+def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
+    values = tuple(map(reader.of, node.values))
+    return replace(mixed(values), parts=values)
+
+
+def visit_Dict(reader: Interpreter, node: ast.Dict) -> Abstract:
+    values = list(map(reader.of, node.values))
+    pairs = zip(node.keys, values, strict=True)
+    known = tuple(
+        (key.value, each) for key, each in pairs if isinstance(key, ast.Constant)
+    )
+    entries = known if len(known) == len(values) else ()
+    value = replace(mixed(values), count=SAME, entries=entries)
+    nothing = values and all(each.has("nothing", "const") for each in values)
+    return value.tagged("nothing") if nothing else value
+
+
+def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
+    """As the loop that it is."""
+    name = f"[{node.lineno}:{node.col_offset}]"
+    if not hasattr(node, "as_loop"):
+        node.as_loop = _as_loop(node, name)
+    outer = dict(reader.env)
+    turns = reader.turns
+    reader.env[name] = Abstract(count=SAME)
+    reader.turns = SAME
+    reader.block([node.as_loop])
+    value = reader.env[name]
+    reader.turns = turns
+    agreed = {key: each for key, each in reader.env.items() if each.has("agreed")}
+    reader.env = {**outer, **agreed}
+    if isinstance(node, ast.DictComp) and value.count != VARIES:
+        return replace(value, level=SAME, count=SAME)  # its keys are the data set's
+    return value
+
+
+visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+
+def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
+    ends = isinstance(node.op, ast.Or)
+    members = len(reader.file.members)
+    first = node.values[0]
+    value = reader.truth(first)
+    at: Sequence[Any] = truths(value.at, text_of(first), members)
+    known = [value]
+    for each in node.values[1:]:
+        if value.decided is ends:
+            break
+        with reader.inside() as items:
+            value = reader.truth(each)
+        if items:
+            condition = Condition(
+                text=text_of(first),
+                key=reader.meaning(first),
+                value=known[0],
+                kind="if",
+                line=node.lineno,
+                end=node.end_lineno or 0,
+            )
+            sides = ([], items) if ends else (items, [])
+            reader.items.append(Branch(condition, *sides))
+        known.append(value)
+        at = both(at, truths(value.at, text_of(each), members), ends)
+    left = mixed([each for each in known if each.decided is None])
+    decided = any(each.at for each in known)
+    return replace(left, at=tuple(at) if decided else None)
+
+
+def visit_UnaryOp(reader: Interpreter, node: ast.UnaryOp) -> Abstract:
+    if not isinstance(node.op, ast.Not):
+        value = reader.of(node.operand)
+        operation = OPERATIONS.get(type(node.op))
+        return replace(value, at=applied(operation, [value.at], text_of(node)))
+    value = reader.truth(node.operand)
+    at = value.at and tuple(
+        negated(each) if isinstance(each, Open) else not each for each in value.at
+    )
+    return replace(value, at=at, tags=value.tags & knowledge.CARRIED)
+
+
+def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
+    sides = [reader.of(node.left), reader.of(node.right)]
+    operation = OPERATIONS.get(type(node.op))
+    at = applied(operation, [each.at for each in sides], text_of(node))
+    value = replace(mixed(sides), at=at).without("gradient")
+    by_rank = at is None and any(map(reader.by_rank, sides))
+    return value.tagged("rank") if by_rank else value
+
+
+def visit_IfExp(reader: Interpreter, node: ast.IfExp) -> Abstract:
+    condition = reader.condition(node.test, node)
+    asked = condition.value
+    if asked.decided is not None:
+        return reader.of(node.body if asked.decided else node.orelse)
+    with reader.inside() as yes:
+        one = reader.of(node.body)
+    with reader.inside() as no:
+        other = reader.of(node.orelse)
+    if yes or no:
+        reader.items.append(Branch(condition, yes, no))
+    for each in (one, other):  # get_rank() if known else 0
+        if asked.at is None and reader.file.members.differ(each.at):
+            return each
+    if one.has("agreed") != other.has("agreed") and asked.level != VARIES:
+        return AGREED
+    value = reader.either(condition, one, other)
+    chosen = asked.level == VARIES and one.at and other.at
+    return replace(value, level=VARIES).tagged("chosen") if chosen else value
+
+
+def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
+    sides = [node.left, *node.comparators]
+    if dotted(sides[1]).endswith("environ"):
+        known = reader.file.source(f"${getattr(sides[0], 'value', '')}")
+        there = isinstance(node.ops[0], ast.In)
+        return reader.file.constant(there) if known else Abstract()
+    values = list(map(reader.of, sides))
+    constants = [each.value for each in sides if isinstance(each, ast.Constant)]
+    first = dotted(getattr(sides[0], "target", sides[0]))
+    if None in constants and _may_lack(values[0], first):
+        return mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
+    at = _compared(reader, node, values)
+    if at is not None:
+        return replace(mixed(values), at=at)
+    identity = any(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
+    if not identity and any(map(reader.by_rank, values)):
+        return tagged("rank", level=VARIES)
+    if _of_form(node, values, constants):
+        asked = any(isinstance(each, _BELONGING) for each in node.ops)
+        own = any(each.level in (UNKNOWN, DATA) for each in values)
+        return tagged("lacks") if asked and own else Abstract()
+    value = mixed(values)
+    itself = text_of(sides[0]) == text_of(sides[1])  # loss != loss
+    if value.level == DATA and (
+        itself or any(isinstance(each, _COMPARING) for each in node.ops)
+    ):
+        value = replace(value, level=VARIES)
+    return value.without("gradient")
+
+
+def _compared(
+    reader: Interpreter, node: ast.Compare, values: Sequence[Abstract]
+) -> tuple[Any, ...] | None:
+    """What a comparison says on each member."""
+    text = text_of(node)
+    at: tuple[Any, ...] = (True,) * len(reader.file.members)
+    for op, left, right in zip(node.ops, values, values[1:], strict=False):
+        part = applied(OPERATIONS[type(op)], [left.at, right.at], text)
+        if part is None:
+            return None
+        at = both(at, truths(part, text, 0), False)
+    return at
+
+
+def _as_loop(node: Any, name: str) -> ast.stmt:
+    """A comprehension as a loop that appends to a name."""
+    element: Any = getattr(node, "elt", getattr(node, "value", None))
+    add = ast.Attribute(ast.Name(name, ast.Load()), "append", ast.Load())
+    made: ast.stmt = ast.Expr(ast.Call(add, [element], []))
+    for each in reversed(node.generators):
+        for test in reversed(each.ifs):
+            made = ast.copy_location(ast.If(test, [made], []), node)
+            made.filters = True  # type: ignore[attr-defined]
+        loop = ast.For(each.target, each.iter, [made], [])
+        made = ast.copy_location(loop, node)
+    return ast.fix_missing_locations(made)
+
+
+def _may_lack(value: Abstract, name: str) -> bool:
+    """Whether some ranks may have None there: a gradient, a batch, the result of one rank."""
+    batch = value.has("next") or (value.has("batch") and name in knowledge.BATCHES)
+    alone = value.has("alone") and value.level == VARIES
+    return value.has("gradient") or batch or alone
+
+
+def _of_form(
+    node: ast.Compare, values: Sequence[Abstract], constants: Sequence[object]
+) -> bool:
+    """Whether a comparison asks for the form of something, which is equal on all ranks."""
+    sides = [node.left, *node.comparators]
+    fields = any(re.fullmatch(r"len\(\w+\)", text_of(each)) for each in sides) and any(
+        isinstance(each, int) and each > 1 for each in constants
+    )
+    shapes = any(
+        each.has("shape") and isinstance(side, ast.Attribute)
+        for each, side in zip(values, sides, strict=True)
+    )
+    textual = any(isinstance(each, str) or each is None for each in constants)
+    belongs = any(isinstance(each, _BELONGING) for each in node.ops)
+    chosen = any(each.has("chosen") for each in values)  # a name that data decide
+    return fields or shapes or ((belongs or textual) and not chosen)
+
+
+def _level_at(value: Abstract, key: object) -> int:
+    """Of what a dict has at a key: a setting's name says that it is none of its data."""
+    of_setting = isinstance(key, str) and parts_of(key) & knowledge.OTHER_NAMES
+    if of_setting and not value.has("batch"):
+        return min(value.level, UNKNOWN)
+    return value.level

@@ -1,0 +1,209 @@
+"""Helpers of the same file: what they are given, return and agree on; their decorators."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    Branch,
+    Inlined,
+    Items,
+    collectives_in,
+    inner_blocks,
+    size_of,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import (
+    Definition,
+    is_property,
+)
+from nemo_patches.tools.doctor.interpreter.values import (
+    UNKNOWN,
+    Abstract,
+    Environment,
+)
+from nemo_patches.tools.doctor.syntax import (
+    dotted,
+    last_part,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+
+MOST_DEEP = 6  # helpers that call each other
+_MOST_OF_A_HELPER = 200  # items, with those of its own helpers
+_SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
+
+
+def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
+    """The function of this file that a call leads to."""
+    name = dotted(node.func)
+    first, _, rest = name.partition(".")
+    if first in ("super()", "self", "cls") and reader.owner and "." not in rest:
+        beyond = first == "super()"
+        found = reader.file.method(reader.owner, rest or "forward", beyond=beyond)
+        return None if found and is_property(found) else found
+    known = reader.env.get(name, Abstract())
+    holder = reader.env.get(name.rpartition(".")[0], Abstract()).ref
+    if isinstance(holder, Definition) and holder.methods:
+        return reader.file.method(holder, last_part(name))
+    ref = known.ref
+    if known.has("instance"):
+        wrapped = known.has("ddp", "fsdp")
+        return None if wrapped else reader.file.method(ref, "forward")
+    is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
+    return ref if is_function else None
+
+
+def call_helper(
+    reader: Interpreter,
+    called: Definition,
+    call: calls.Call | None,
+    node: ast.Call | ast.Attribute,
+    name: str,
+) -> Abstract:
+    """A helper of this file, read with what it is given. call: None of a property."""
+    if called in reader.file.being_read or manages(called):
+        return Abstract(UNKNOWN)
+    given = {} if call is None else given_by(called, call)
+    for parameter, value in given.items():
+        seen = reader.file.given.setdefault(called, {})
+        seen.setdefault(parameter, []).append(value)
+    of_self = reader.owner is not None and called.owner is reader.owner
+    own = attributes_in(reader.env) if of_self else {}
+    key = called, tuple(given.items()), tuple(own.items())
+    if key not in reader.file.summaries:
+        reader.file.summaries[key] = reader.read(called, given, own)
+    inner: Interpreter = reader.file.summaries[key]
+    if one_rank(reader, called):
+        return inner.returned
+    if inner.items and not inner.yields:
+        guess = collectives.guess_of_helper(called, call, reader.file)
+        items = inner.items
+        size = size_of(items)
+        if size > _MOST_OF_A_HELPER:  # its collectives are one
+            items = list(islice(collectives_in(items), 1))
+            size = 1
+        reader.items.append(Inlined(name, node.lineno, items, guess, size=size))
+        for each in islice(collectives_in(items), 1):
+            why = each.why or f"which makes {each.name}"
+            made = replace(each, name=f"{name}()", line=node.lineno, why=why)
+            reader._under_alarm(replace(made, guess=each.guess or guess))
+    if inner.alarm is not None:
+        reader.alarm = inner.alarm
+    for parameter, expression in _passed(called, call):
+        after = inner.env.get(parameter, Abstract())
+        before = given.get(parameter, Abstract())
+        if after.has("agreed") and not before.has("agreed"):
+            reader.agree_on(expression)
+    if of_self:
+        reader.env.update(attributes_in(inner.env))
+    return inner.returned
+
+
+def one_rank(reader: Interpreter, definition: Definition) -> str:
+    """What runs a function on one rank only: a decorator, or Lightning; empty if none."""
+    for node in getattr(definition.node, "decorator_list", ()):
+        name = reader.file.origin(dotted(getattr(node, "func", node)))
+        made = _wrapper(reader, node)
+        if last_part(name) in knowledge.ONE_RANK or (
+            made is not None and _parts_ranks(reader, made.items)
+        ):
+            return f"@{text_of(node)}"
+    prepares = definition.name.endswith(".prepare_data")
+    return "prepare_data" if prepares and "lightning" in reader.subjects else ""
+
+
+def decorated_alarm(reader: Interpreter) -> int | None:
+    """The line of a decorator that runs the function under an alarm."""
+    for node in getattr(reader.definition.node, "decorator_list", ()):
+        made = _wrapper(reader, node)
+        if made is not None and made.alarmed:
+            return int(node.lineno)
+    return None
+
+
+def _wrapper(reader: Interpreter, decorator: ast.expr) -> Interpreter | None:
+    """What a decorator of this file runs in a function's place, which is a collective here."""
+    known: Any = reader.file.summaries
+    if decorator not in known:
+        known[decorator] = None  # while it is read
+        before = len(reader.file.definitions)
+        name = reader.file.origin(dotted(getattr(decorator, "func", decorator)))
+        own = reader.file.env.get(name, Abstract()).ref
+        if isinstance(decorator, ast.Call) and isinstance(own, Definition):
+            own = _returned(reader, own, {}) or own
+        known[decorator] = _run_by(reader, own)
+        del reader.file.definitions[before:]  # it is no function of the file's
+    made: Interpreter | None = known[decorator]
+    return made
+
+
+def _run_by(reader: Interpreter, decorator: object) -> Interpreter | None:
+    args = getattr(getattr(decorator, "node", None), "args", None)
+    if args is None or not args.args:
+        return None
+    given = {args.args[0].arg: Abstract(ref=_SOME_COLLECTIVE)}
+    made = _returned(reader, decorator, given)
+    return reader.read(made, {}, {}) if made else None
+
+
+def _returned(
+    reader: Interpreter, called: Any, given: Mapping[str, Abstract]
+) -> Definition | None:
+    """The function that a function of this file returns."""
+    if not isinstance(called.node, ast.FunctionDef) or called in reader.file.being_read:
+        return None
+    ref = reader.read(called, given, {}).returned.ref
+    is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
+    return ref if is_function else None
+
+
+def _parts_ranks(reader: Interpreter, items: Items) -> bool:
+    """Whether a collective is made on one side of a test on the rank only."""
+    return any(
+        any(_parts_ranks(reader, block) for block in inner_blocks(each))
+        or (
+            isinstance(each, Branch)
+            and reader.by_rank(each.condition.value)
+            and any(collectives_in(each.yes)) != any(collectives_in(each.no))
+        )
+        for each in items
+    )
+
+
+def given_by(called: Definition, call: calls.Call) -> dict[str, Abstract]:
+    """What a call gives, by the names of the parameters."""
+    by_place = zip(_parameters(called), call.args, strict=False)
+    return {**dict(by_place), **call.given}
+
+
+def manages(definition: Definition) -> bool:
+    decorators = map(text_of, definition.node.decorator_list)
+    return any(each.endswith("contextmanager") for each in decorators)
+
+
+def _passed(
+    called: Definition, call: calls.Call | None
+) -> Iterator[tuple[str, ast.expr]]:
+    """What a call gives, as it is written, by the names of the parameters."""
+    if call is not None:
+        yield from zip(_parameters(called), call.node.args, strict=False)
+        yield from ((each.arg, each.value) for each in call.node.keywords if each.arg)
+
+
+def _parameters(definition: Definition) -> list[str]:
+    """The names of a function's parameters by place, without self."""
+    args = definition.node.args
+    names = [each.arg for each in (*args.posonlyargs, *args.args)]
+    static = "staticmethod" in map(text_of, definition.node.decorator_list)
+    return names[1:] if definition.owner and not static else names
+
+
+def attributes_in(env: Mapping[str, Abstract]) -> Environment:
+    return {name: value for name, value in env.items() if name.startswith("self.")}

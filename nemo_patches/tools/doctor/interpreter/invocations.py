@@ -1,0 +1,285 @@
+"""What a call does to the names around it: a collective, a helper, an object, a list."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter.expressions import attribute
+from nemo_patches.tools.doctor.interpreter.functions import (
+    MOST_DEEP,
+    call_helper,
+    own_function,
+)
+from nemo_patches.tools.doctor.interpreter.names import (
+    parts_of,
+)
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    BACKWARD,
+    WITHOUT_AGREEMENT,
+    Branch,
+    Choice,
+    Collective,
+    Condition,
+    Inlined,
+    Loop,
+    Unseen,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import (
+    Definition,
+)
+from nemo_patches.tools.doctor.interpreter.values import (
+    AGREED,
+    DATA,
+    SAME,
+    UNKNOWN,
+    VARIES,
+    Abstract,
+    joined,
+    mixed,
+    tagged,
+)
+from nemo_patches.tools.doctor.syntax import (
+    constant,
+    dotted,
+    last_part,
+    names_in,
+    nodes,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+
+_MOST_WORK = 40_000  # expressions of one file
+
+
+def _set_alarm(reader: Interpreter, call: calls.Call) -> None:
+    """Set or clear an alarm."""
+    last = call.node.args[-1] if call.node.args else None
+    if call.origin in knowledge.ALARMS:
+        reader.alarm = 0 if constant(last) == 0 else call.node.lineno
+
+
+def visit_Call(reader: Interpreter, node: ast.Call) -> Abstract:
+    call = call_of(reader, node)
+    last = last_part(call.origin)
+    kind, package = knowledge.WRAPPERS.get(last, ("", ""))
+    if kind and package in call.origin:
+        return _wrap(reader, node, kind, last)
+    if call.owner.has("one device"):
+        return Abstract()
+    return _lead_to(reader, own_function(reader, node) or call.function.ref, call)
+
+
+def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
+    """A call of what it leads to: a function of this file or another's, or one or the other."""
+    node = call.node
+    if isinstance(target, Choice):
+        with reader.inside() as yes:
+            one = _lead_to(reader, target.yes, call)
+        with reader.inside() as no:
+            other = _lead_to(reader, target.no, call)
+        if yes or no:
+            condition = replace(
+                target.condition, line=node.lineno, end=node.end_lineno or 0
+            )
+            reader.items.append(Branch(condition, yes, no))
+        return reader.either(target.condition, one, other)
+    goes_on = reader.depth < MOST_DEEP and reader.file.work < _MOST_WORK
+    own = target if isinstance(target, Definition) else None
+    if own and goes_on:
+        if isinstance(own.node, ast.FunctionDef):
+            return call_helper(reader, own, call, node, call.name)
+        return _make(reader, own, call)
+    if isinstance(target, ast.Lambda) and goes_on:
+        return _lambda(reader, target, call)
+    if isinstance(target, str) and own is None:
+        call = replace(call, origin=target)
+    last = last_part(call.origin)
+    made = collectives.collective_of(call) if own is None else None
+    if made is not None:
+        named = collectives.name_by_batch(call)
+        if named is not None:
+            reader.items.append(Branch(named, [made], []))
+        return _agree(reader, node, made)
+    sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
+    if sounds and last not in reader.file.env:
+        reader.items.append(Unseen(call.name))
+    if call.last in knowledge.ADDING and isinstance(node.func, ast.Attribute):
+        return _add(reader, dotted(node.func.value), call)
+    if call.name in ("filter", "map") and len(call.args) == 2:
+        return _mapped(reader, call)
+    if call.last == "setattr" and len(node.args) == 3:
+        name = getattr(node.args[1], "value", "")
+        reader.assign(ast.Attribute(node.args[0], str(name), ast.Store()), call.args[2])
+        return Abstract()
+    _set_alarm(reader, call)
+    _keep(reader, call)
+    return calls.called(call)
+
+
+def _keep(reader: Interpreter, call: calls.Call) -> None:
+    """An object of another file that is given data may hold them."""
+    held, _, _ = call.name.rpartition(".")
+    if call.last in knowledge.TAKING and call.owner.turns == VARIES:
+        reader.set(held, call.owner.tagged("taken"))
+    name = held or call.name
+    given = mixed([*call.args, *call.given.values()])
+    known = reader.env.get(name)
+    holds = known is not None and (
+        known.has("holds") or parts_of(last_part(name)) & knowledge.HOLDING
+    )
+    if known is not None and given.level >= DATA and holds:
+        reader.set(name, replace(known, level=DATA))
+
+
+def _lambda(reader: Interpreter, function: ast.Lambda, call: calls.Call) -> Abstract:
+    if function in reader.file.being_read:
+        return Abstract(UNKNOWN)
+    outer = dict(reader.env)
+    names = [each.arg for each in function.args.args]
+    reader.env.update(zip(names, call.args, strict=False))
+    reader.file.being_read.append(function)
+    with reader.inside() as items:
+        value = reader.truth(function.body)
+    reader.file.being_read.pop()
+    reader.env = outer
+    if items:
+        reader.items.append(Inlined(call.name, call.node.lineno, items))
+    return value
+
+
+def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstract:
+    """An object of a class of this file: what its constructor sets."""
+    made = replace(tagged("instance"), ref=of_class)
+    begin = reader.file.method(of_class, "__init__")
+    if begin is None:
+        fields = [
+            each.target.id
+            for each in of_class.node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        ]
+        given = {**dict(zip(fields, call.args, strict=False)), **call.given}
+        return replace(made, entries=tuple(given.items()))
+    call_helper(reader, begin, call, call.node, call.name)
+    return made
+
+
+def call_of(reader: Interpreter, node: ast.Call) -> calls.Call:
+    """Read what is called, and what it is given."""
+    owner = Abstract()
+    if isinstance(node.func, ast.Attribute):
+        owner = reader.of(node.func.value)
+        function = attribute(reader, node.func, owner)
+    else:
+        function = reader.of(node.func)
+    return calls.Call(
+        node=node,
+        name=dotted(node.func),
+        origin=reader.origin(dotted(node.func)),
+        function=function,
+        owner=owner,
+        args=[reader.of(each) for each in node.args],
+        given={each.arg or "": reader.of(each.value) for each in node.keywords},
+        file=reader.file,
+        env=reader.env,
+        subjects=reader.subjects,
+        in_module=reader.owner is not None and "forward" in reader.owner.methods,
+    )
+
+
+def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
+    """Add to a list or a set: where data decide on it, its length is this rank's own."""
+    owner = call.owner
+    chosen = reader.chosen == VARIES
+    added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
+    # A list of this function is as long as the turns in which it is added to.
+    unknown = owner.count is None and "." in name
+    count = None if unknown else max(owner.count or SAME, reader.turns)
+    if chosen:
+        count = VARIES
+    added = replace(added, level=VARIES if chosen else added.level, count=count)
+    reader.set(name, added.tagged("even") if reader.sized else added)
+    return Abstract()
+
+
+def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
+    """`filter` and `map`."""
+    function, iterated = call.args
+    value = replace(iterated, count=None)
+    if isinstance(function.ref, ast.Lambda):
+        outer = dict(reader.env)
+        reader.env.update((each.arg, value) for each in function.ref.args.args)
+        value = reader.truth(function.ref.body)
+        reader.env = outer
+    elif value.has("gradient"):  # filter(None, grads)
+        value = Abstract(VARIES)
+    if call.last == "map":
+        return replace(value, at=None, count=iterated.turns)
+    count = VARIES if value.level == VARIES else iterated.turns
+    return replace(iterated, level=max(value.level, iterated.level), count=count)
+
+
+def _wrap(reader: Interpreter, node: ast.Call, kind: str, last: str) -> Abstract:
+    perhaps = ["perhaps"] if reader.branches and kind == "fsdp" else []
+    engine = ["@engine"] if last == "initialize" else []
+    value = tagged(kind, *perhaps, *engine)
+    if last != "fully_shard" or not node.args:
+        return value
+    # In place; and what a loop takes it from: for layer in model.layers.
+    name = dotted(node.args[0])
+    wrapped = [name]
+    for loop in nodes(reader.definition.node, ast.For):
+        if name in names_in(loop.target):
+            wrapped += map(dotted, nodes(loop.iter, ast.Name, ast.Attribute))
+    for each in wrapped:
+        reader.file.wrapped[last_part(each)] = value.tags
+        if each != "self":
+            reader.env[each] = reader.env.get(each, value).tagged(*value.tags)
+            reader.set_here.add(each)
+    return value
+
+
+def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
+    """Make a collective: what it gives, and what is the same on all ranks behind it."""
+    last = last_part(made.name)
+    if made.pairs_with == "generate":
+        _generate(reader, node, made)
+        return Abstract(DATA)
+    reader.emit(made)
+    if made.pairs_with in (*WITHOUT_AGREEMENT, "state_dict"):
+        encodes = made.pairs_with not in (BACKWARD, "log", "state_dict")
+        return Abstract(DATA if encodes else SAME)
+    keywords = [each.value for each in node.keywords if each.arg not in ("group", "op")]
+    every = [*node.args, *keywords]
+    of_torch = reader.origin(made.name).startswith(("torch.distributed", "dist."))
+    if last in knowledge.TO_ONE and of_torch:
+        if last == "reduce":  # one rank alone has the result
+            reader.agree_on(every[0], tagged("alone", level=VARIES))
+        return Abstract()
+    if last in knowledge.READING:
+        into_first = last.startswith("all_") and len(every) > 1
+        every = every[:1] if into_first else []
+    for each in every:
+        reader.agree_on(each)
+    return AGREED.tagged("group") if last in knowledge.GROUPS else AGREED
+
+
+def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:
+    """As long as this rank's sequences go on, if ranks do not wait for each other."""
+    for each in node.keywords:
+        if each.arg == "synced_gpus" and getattr(each.value, "value", True):
+            return
+    condition = Condition(
+        text=text_of(node.func),
+        key=text_of(node.func),
+        value=Abstract(VARIES),
+        kind="for",
+        line=node.lineno,
+        end=node.end_lineno or 0,
+    )
+    reader.items.append(Loop(condition, [made], []))

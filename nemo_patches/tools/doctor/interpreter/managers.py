@@ -1,0 +1,111 @@
+"""The block of a with statement, read in the middle of its context manager."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from nemo_patches.tools.doctor.interpreter.functions import (
+    MOST_DEEP,
+    attributes_in,
+    given_by,
+    manages,
+    own_function,
+)
+from nemo_patches.tools.doctor.interpreter.invocations import call_of
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    End,
+    Inlined,
+    Items,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import (
+    Definition,
+)
+from nemo_patches.tools.doctor.interpreter.values import (
+    Abstract,
+)
+from nemo_patches.tools.doctor.syntax import (
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+
+
+def visit_With(reader: Interpreter, node: ast.With) -> End | None:
+    return _with(reader, node, list(node.items))
+
+
+def _with(reader: Interpreter, node: ast.With, items: list[ast.withitem]) -> End | None:
+    """Its items one in another."""
+    if not items:
+        return reader.block(node.body)
+    item, *inner = items
+    manager = _manager(reader, item.context_expr)
+    if manager is not None:
+        assert isinstance(item.context_expr, ast.Call)
+        given = given_by(manager, call_of(reader, item.context_expr))
+        return _managed(reader, node, item, inner, manager, given)
+    value = reader.of(item.context_expr)
+    enters = (
+        reader.file.method(value.ref, "__enter__") if value.has("instance") else None
+    )
+    if enters is not None and enters not in reader.file.being_read:
+        return _managed(reader, node, item, inner, enters, {}, value)
+    outer = reader.unsynced
+    reader.unsynced |= "no_sync(" in text_of(item.context_expr)
+    if item.optional_vars is not None:
+        reader.assign(item.optional_vars, value)
+    with reader.inside() as body:
+        end = _with(reader, node, inner)
+    reader.unsynced = outer
+    reader.items += body
+    return end
+
+
+def _manager(reader: Interpreter, node: ast.expr) -> Definition | None:
+    """The context manager of this file that a call makes, as a generator."""
+    own = own_function(reader, node) if isinstance(node, ast.Call) else None
+    if own is None or own in reader.file.being_read or reader.depth >= MOST_DEEP:
+        return None
+    return own if manages(own) else None
+
+
+def _managed(
+    reader: Interpreter,
+    node: ast.With,
+    item: ast.withitem,
+    inner: list[ast.withitem],
+    manager: Definition,
+    given: Mapping[str, Abstract],
+    entered: Abstract | None = None,
+) -> End | None:
+    """A block in the generator that is its context manager, at the yield. entered: the object
+    that is one, which the block is given.
+    """
+    own = attributes_in(reader.env) if manager.owner is reader.owner else {}
+    env = {**reader.file.start(manager, given), **own}
+    within = type(reader)(reader.file, manager, env, reader.depth + 1)
+    ends: list[End | None] = []
+
+    def run(value: Abstract) -> Items:
+        if item.optional_vars is not None:
+            reader.assign(item.optional_vars, entered or value)
+        outer = reader.alarm
+        reader.alarm = within.alarm or outer
+        with reader.inside() as items:
+            ends.append(_with(reader, node, inner))
+        reader.alarm = outer
+        return items
+
+    within.run_managed = run
+    within.managed = node.body
+    reader.file.being_read.append(manager)
+    within.block(manager.node.body)
+    reader.file.being_read.pop()
+    name = manager.owner.name if manager.owner and entered else manager.name
+    made = Inlined(name, node.lineno, within.items, manages=True)
+    reader.items.append(made)
+    end = ends[-1] if ends else None
+    return None if end is End.RAISE else end

@@ -1,0 +1,424 @@
+"""What each statement does: the names behind it, and its part of the skeleton."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter.invocations import call_of
+from nemo_patches.tools.doctor.interpreter.plain_python import leaves
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    BACKWARD,
+    FORWARD,
+    UNUSED,
+    WITHOUT_AGREEMENT,
+    Assigned,
+    Branch,
+    Collective,
+    Condition,
+    End,
+    Exit,
+    Items,
+    Loop,
+    Tried,
+)
+from nemo_patches.tools.doctor.interpreter.source_file import (
+    Definition,
+    methods_of,
+)
+from nemo_patches.tools.doctor.interpreter.values import (
+    DATA,
+    SAME,
+    VARIES,
+    Abstract,
+    Environment,
+    joined,
+)
+from nemo_patches.tools.doctor.syntax import (
+    dotted,
+    last_part,
+    names_in,
+    nodes,
+    text_of,
+)
+
+if TYPE_CHECKING:
+    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+
+_MOST_TURNED = 3  # loops in each other that are read twice
+_ENDS: dict[type[ast.stmt], End] = {
+    ast.Raise: End.RAISE,
+    ast.Break: End.BREAK,
+    ast.Continue: End.CONTINUE,
+}
+_DENYING = (ast.NotIn, ast.NotEq)
+_ASKED = (ast.Attribute, ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
+
+
+def statement(reader: Interpreter, node: ast.stmt) -> End | None:
+    first = len(reader.items)
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.expr):
+            reader.of(each)
+    end = _ENDS.get(type(node))
+    called = _called(node) if isinstance(node, ast.Expr) else None
+    if called is not None:
+        last = reader.items[-1] if reader.items else None
+        if getattr(last, "name", "") == text_of(called.func):
+            _unused(reader, first)
+        if dotted(called.func) in knowledge.PROCESS_ENDS:
+            end = End.RAISE
+    if end is not None:
+        reader.items.append(Exit(end, node.lineno))
+    return end
+
+
+def _unused(reader: Interpreter, first: int) -> None:
+    """No backward pass begins at what nothing uses."""
+    for number, each in enumerate(reader.items[first:], first):
+        if isinstance(each, Collective) and each.pairs_with == FORWARD:
+            why = knowledge.NOT_FOR_BACKWARD if each.guess else each.why
+            reader.items[number] = replace(each, pairs_with=UNUSED, guess="", why=why)
+
+
+def visit_FunctionDef(reader: Interpreter, node: ast.FunctionDef) -> None:
+    in_module = reader.definition.node is reader.file.tree
+    made = Definition(node.name, node, outer=None if in_module else reader.env)
+    reader.env[node.name] = Abstract(ref=made)
+    reader.file.definitions.append(made)
+
+
+def visit_ClassDef(reader: Interpreter, node: ast.ClassDef) -> None:
+    made = methods_of(node)
+    for each in node.body:
+        if isinstance(each, ast.ClassDef):
+            visit_ClassDef(reader, each)
+    reader.file.definitions += made.methods.values()
+    reader.env[node.name] = Abstract(ref=made)
+
+
+def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
+    first = len(reader.items)
+    value = reader.of(node.value)
+    if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
+        value = value.tagged("const")
+    if reader.sized:  # filled up, or cut
+        value = value.tagged("even")
+    for target in node.targets:
+        reader.assign(target, value)
+        if isinstance(target, ast.Name) and isinstance(node.value, _ASKED):
+            reader.meanings[target.id] = reader.meaning(node.value)
+    if all(
+        isinstance(each, ast.Name) and each.id not in reader.file.loaded
+        for each in node.targets
+    ):
+        _unused(reader, first)
+    for target in node.targets if reader.runs_backward else ():
+        name = dotted(target)
+        nothing = value.has("nothing")
+        reader.items.append(Assigned(name, node.lineno, text_of(node), nothing))
+
+
+def visit_If(reader: Interpreter, node: ast.If) -> End | None:
+    condition = reader.condition(node.test, node)
+    decided = condition.value.decided
+    if decided is None and reader.caught_as and reader.caught_as in names_in(node.test):
+        decided = not _denies(node.test)  # it is the error that is looked for
+    if decided is not None:
+        return reader.block(node.body if decided else node.orelse)
+    before = reader.env
+    varies = condition.value.level == VARIES and not condition.value.has("file")
+    reader.branches += 1
+    sized = reader.sized
+    reader.sized |= condition.value.has("sized")
+    meanings = reader.meanings
+    yes, left, taken = _side(
+        reader, node.body, before, varies and not _ends(node.orelse)
+    )
+    of_yes = reader.meanings
+    reader.meanings = meanings
+    no, left_too, other = _side(
+        reader, node.orelse, before, varies and not _ends(node.body)
+    )
+    common = of_yes.items() & reader.meanings.items()
+    reader.meanings = dict(common)
+    reader.sized = sized
+    reader.branches -= 1
+    reader.items.append(Branch(condition, yes, no))
+    if left is None and left_too is None:
+        reader.env = _merged(reader, condition, before, taken, other)
+    elif left is not None and left_too is not None:
+        reader.env = _merged(reader, condition, before, taken, other)
+        return left_too if left is End.RAISE else left
+    else:
+        reader.env = taken if left is None else other
+    return None
+
+
+def _side(
+    reader: Interpreter, body: Sequence[ast.stmt], before: Environment, chosen: bool
+) -> tuple[Items, End | None, Environment]:
+    """chosen: whether data decide that it is this one, and others go on behind the other."""
+    reader.env = dict(before)
+    reader.meanings = dict(reader.meanings)
+    outer = reader.chosen
+    if chosen:
+        reader.chosen = VARIES
+    with reader.inside() as items:
+        end = reader.block(body)
+    reader.chosen = outer
+    return items, end, reader.env
+
+
+def _merged(
+    reader: Interpreter,
+    condition: Condition,
+    before: Environment,
+    env: Environment,
+    other: Environment,
+) -> Environment:
+    """The names behind a branch. What a group has agreed on is the same: without a group there
+    are no others.
+    """
+    nothing = Abstract()
+    agree = {
+        side
+        for side, here in enumerate((env, other))
+        for name, each in here.items()
+        if each.has("agreed") and each is not before.get(name)
+    }
+    agreeing = (
+        len(agree) == 1 and condition.value.level != VARIES and "%" not in condition.key
+    )
+    side = min(agree, default=0)
+    merged = {}
+    for name in {**env, **other}:
+        pair = env.get(name, nothing), other.get(name, nothing)
+        mine, theirs = pair[side], pair[1 - side]
+        if agreeing and (mine.has("agreed") or mine.level < theirs.level):
+            merged[name] = mine
+        elif pair[0] is pair[1]:
+            merged[name] = pair[0]
+        else:
+            merged[name] = reader.either(condition, *pair, name)
+    return merged
+
+
+def visit_While(reader: Interpreter, node: ast.While) -> None:
+    endless = isinstance(node.test, ast.Constant)
+    reader.loops += 1
+    for _ in range(_readings(reader)):
+        condition = reader.condition(node.test, node)
+        sized = reader.sized
+        reader.sized |= condition.value.has("sized")
+        items = _turn(reader, node.body, endless)
+        reader.sized = sized
+    condition = max(
+        condition,
+        reader.condition(node.test, node),
+        key=lambda each: each.value.level,
+    )
+    reader.loops -= 1
+    _loop(reader, condition, items, node.orelse, endless)
+
+
+def visit_For(reader: Interpreter, node: ast.For) -> None:
+    iterated = reader.of(node.iter)
+    level = VARIES if iterated.turns >= DATA else SAME
+    condition = Condition(
+        text=text_of(node.iter),
+        key=text_of(node.iter),
+        value=replace(iterated, level=level, at=None),
+        kind="for",
+        line=node.lineno,
+        end=node.end_lineno or 0,
+    )
+    turns = reader.turns
+    reader.turns = max(turns, iterated.turns)
+    reader.loops += 1
+    for _ in range(_readings(reader)):
+        drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+        items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
+    reader.loops -= 1
+    reader.turns = turns
+    _loop(reader, condition, items, node.orelse, endless=False)
+
+
+def _readings(reader: Interpreter) -> int:
+    """A body is read twice, as what a turn sets may be asked for in the next one."""
+    return 2 if reader.loops <= _MOST_TURNED else 1
+
+
+def _turn(
+    reader: Interpreter,
+    body: Sequence[ast.stmt],
+    endless: bool,
+    target: ast.expr | None = None,
+    drawn: Abstract | None = None,
+) -> Items:
+    before = dict(reader.env)
+    with reader.inside() as items:
+        if target is not None and drawn is not None:
+            reader.assign(target, drawn)
+        reader.block(body)
+    for name, value in before.items() if not endless else ():
+        if name in reader.env and not reader.env[name].has("agreed"):
+            reader.env[name] = joined(value, reader.env[name])
+    return items
+
+
+def _loop(
+    reader: Interpreter,
+    condition: Condition,
+    items: Items,
+    orelse: Sequence[ast.stmt],
+    endless: bool,
+) -> None:
+    with reader.inside() as last:
+        reader.block(orelse)
+    reader.items.append(Loop(condition, items, last, endless))
+
+
+def visit_Try(reader: Interpreter, node: ast.Try) -> End | None:
+    before = dict(reader.env)
+    with reader.inside() as body:
+        end = reader.block(node.body)
+    with reader.inside() as orelse:
+        end = end or reader.block(node.orelse)
+    handlers = []
+    after = reader.env
+    for each in node.handlers:
+        condition = _of_handler(each, node)
+        old = {
+            name: joined(value, after[name])
+            for name, value in before.items()
+            if name in after
+        }
+        items, left = _handler(reader, each, condition.value.level, {**after, **old})
+        handlers.append((condition, items))
+        if left is None:
+            known = {
+                name: joined(value, reader.env.get(name, value))
+                for name, value in after.items()
+            }
+            after = {**reader.env, **known}
+    reader.env = after
+    with reader.inside() as final:
+        last = reader.block(node.finalbody)
+    body_of = node.body
+    if any(nodes(each, ast.Yield) for each in node.body) and reader.managed:
+        body_of = list(reader.managed)
+    reader.items.append(
+        Tried(
+            body=body,
+            handlers=handlers,
+            orelse=orelse,
+            final=final,
+            first=_first_call(body_of),
+            harmless=_harmless(reader, body_of),
+        )
+    )
+    return last or (None if node.handlers else end)
+
+
+def _handler(
+    reader: Interpreter, node: ast.ExceptHandler, level: int, env: Environment
+) -> tuple[Items, End | None]:
+    outer = reader.chosen, reader.caught_as
+    reader.env = env
+    reader.chosen = max(reader.chosen, level)
+    reader.caught_as = node.name or ""
+    with reader.inside() as items:
+        end = reader.block(node.body)
+    reader.chosen, reader.caught_as = outer
+    return items, end
+
+
+def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
+    """Whether nothing is tried but collectives and what torch makes for them: their errors are
+    all ranks'.
+    """
+    agreements = 0
+    for each in (call for statement in body for call in nodes(statement, ast.Call)):
+        with reader.inside():
+            call = call_of(reader, each)
+        made = collectives.collective_of(call)
+        if made is not None and made.pairs_with not in WITHOUT_AGREEMENT:
+            agreements += 1
+            continue
+        origin = call.origin
+        if not origin.startswith("torch.") and origin not in knowledge.HARMLESS:
+            return False
+    return agreements > 0
+
+
+def visit_Return(reader: Interpreter, node: ast.Return) -> End:
+    value = reader.file.constant(None) if node.value is None else reader.of(node.value)
+    if reader.runs_backward and value.has("new"):  # backward raises at once
+        reader.items.append(Exit(End.RAISE, node.lineno))
+        return End.RAISE
+    if reader.runs_backward and not value.has("nothing", "const"):
+        why = "in which the gradients are reduced"
+        of = dotted(node.value) if node.value else ""
+        made = Collective("the backward pass", BACKWARD, node.lineno, why, of=of)
+        reader.emit(made)
+    reader.env["return"] = value
+    if (
+        reader.run_managed is None
+    ):  # a context manager's own return ends no block of another
+        reader.items.append(Exit(End.RETURN, node.lineno))
+    return End.RETURN
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    """Whether nothing of a function or its loop is come to behind a block, in no turn either."""
+    return leaves(body) and not isinstance(body[-1], ast.Continue)
+
+
+def _called(node: ast.Expr) -> ast.Call | None:
+    """The call of a statement that uses nothing of it: `model(x).sum() * 0`."""
+    inner: ast.expr = node.value
+    while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
+        inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
+    return inner if isinstance(inner, ast.Call) else None
+
+
+def _denies(test: ast.expr) -> bool:
+    """Whether a test holds where what it names is not there."""
+    if isinstance(test, ast.UnaryOp):
+        return not _denies(test.operand)
+    return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
+
+
+def _of_handler(node: ast.ExceptHandler, tried: ast.Try) -> Condition:
+    """Whether it takes errors of one rank's batch or memory, or those that all ranks share, as
+    those of imports are.
+    """
+    imports = isinstance(tried.body[0], (ast.Import, ast.ImportFrom))
+    types = getattr(node.type, "elts", [node.type])
+    kinds = {last_part(dotted(each)) for each in types if each is not None}
+    text = text_of(node.type) if node.type else "any error"
+    of_all = (kinds and kinds <= knowledge.ALL_RANKS) or imports
+    return Condition(
+        text=text,
+        key=text,
+        value=Abstract(SAME if of_all else VARIES),
+        kind="except",
+        line=node.lineno,
+        end=node.end_lineno or 0,
+    )
+
+
+def _first_call(body: Sequence[ast.stmt]) -> int:
+    """The last line of the first statement that calls something: what comes after it may not have
+    been come to.
+    """
+    for each in body:
+        if isinstance(each, ast.With):
+            return _first_call(each.body)
+        if any(nodes(each, ast.Call)):
+            return each.end_lineno or 0
+    return 0
