@@ -24,6 +24,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Managed,
     Tried,
     Unseen,
+    collectives_in,
 )
 
 _LOOPS = ("for ", "while ")  # how their guards begin
@@ -154,6 +155,9 @@ class Way:
             always = end is End.RAISE and self._left == before and not self._call
             self.raised = self.raised or always
             return end
+        for side, other in ((item.yes, item.no), (item.no, item.yes)):
+            if _only_raises(side):  # a rank that goes on is on the other one
+                return self.follow(other)
         yes = self._perhaps(item.yes, decided)
         no = self._perhaps(item.no, negated(decided))
         if yes is None or no is None:
@@ -252,6 +256,12 @@ class Way:
         end = self.follow(item.body)
         self._call = call
         return end
+
+
+def _only_raises(items: Items) -> bool:
+    last = items[-1] if items else None
+    raises = isinstance(last, Exit) and last.end is End.RAISE
+    return raises and not any(collectives_in(items))
 
 
 def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
