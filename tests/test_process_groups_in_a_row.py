@@ -17,14 +17,19 @@ from nemo_patches.watch import subscriber
 
 pytestmark = pytest.mark.one_nemo
 GROUPS = 12
+EXIT_S = (
+    30.0  # it takes a tenth of a second; it took one for each group, once more for each
+)
 
 
 def files() -> int:
     return len(os.listdir("/proc/self/fd")) - 1  # the folder itself
 
 
-def in_a_row(rank: int, size: int, ports: list[int]) -> list[tuple[int, int, int]]:
-    """Open files, threads, and sockets' files that each group has left."""
+def in_a_row(
+    rank: int, size: int, ports: list[int]
+) -> tuple[list[tuple[int, int]], float]:
+    """Open files and threads after three groups and after all, and when this was."""
     gc.disable()
     nemo_patches.apply()
     left = []
@@ -42,7 +47,7 @@ def in_a_row(rank: int, size: int, ports: list[int]) -> list[tuple[int, int, int
         dist.destroy_process_group()
         if number in (2, len(ports) - 1):
             left.append(least())
-    return left
+    return left, time.monotonic()
 
 
 def least() -> tuple[int, int]:
@@ -55,10 +60,15 @@ def least() -> tuple[int, int]:
     return found
 
 
-def test_process_groups_leave_no_file_and_no_thread() -> None:
+def test_process_groups_leave_no_file_and_no_thread_and_no_exit_waits_for_them() -> (
+    None
+):
     ports = [free_port() for _ in range(GROUPS)]
-    for result in run_ranks(in_a_row, 2, ports, group=False):
-        after_3, after_all = result.value
+    results = run_ranks(in_a_row, 2, ports, group=False)
+    now = time.monotonic()
+    for result in results:
+        (after_3, after_all), ended = result.value
+        assert now - ended < EXIT_S
         assert after_all[0] <= after_3[0]
         assert after_all[1] <= after_3[1]
 

@@ -94,7 +94,7 @@ class StallMonitor:
         if multiprocessing.parent_process() is not None:
             process_hooks.at_last(_at_exit)
         self._exiting = False  # written at exit, and in a forked child
-        self._thread: threading.Thread | None = None  # that runs this
+        self._end_of_run: threading.Event | None = None  # once a thread runs this
         _monitors.add(self)
 
     def stalls(self) -> tuple[Stall, ...]:
@@ -109,14 +109,16 @@ class StallMonitor:
         self._wake()
 
     def join(self, limit: timedelta) -> None:
-        """At exit: wait for the thread's end, for a short while."""
-        with contextlib.suppress(RuntimeError):  # it is the calling one
-            if self._thread is not None:
-                self._thread.join(limit.total_seconds())
+        """At exit: wait for the end of run(), for a short while. Its thread goes on, for the next
+        process group.
+        """
+        if self._end_of_run is not None:
+            self._end_of_run.wait(limit.total_seconds())
 
     def forget(self) -> None:
         """In a forked child: close its copies of the parent's files."""
         self._exiting = True
+        self._end_of_run = None
         if self._socket is not None:
             self._socket.forget()
         self._waker = None
@@ -140,7 +142,7 @@ class StallMonitor:
 
     def run(self) -> None:
         """Until the process group ends."""
-        self._thread = threading.current_thread()
+        self._end_of_run = threading.Event()
         try:
             self._begin()
             while not self._stopped():
@@ -159,6 +161,7 @@ class StallMonitor:
         finally:
             self.looks.cancel()
             self._end()
+            self._end_of_run.set()
 
     def _begin(self) -> None:
         try:
@@ -322,13 +325,15 @@ _monitors: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
 def _at_exit() -> None:
     # If another rank ended first, this one's collective has failed because of that: which one, its
     # report says.
-    made = [
-        monitor.reports for monitor in list(_monitors) if monitor.reports is not None
+    monitors = list(_monitors)
+    leaving = [
+        monitor.reports
+        for monitor in monitors
+        if monitor.reports is not None and monitor.reports.job_stall.leaves
     ]
-    leaving = [reports for reports in made if reports.job_stall.leaves]
-    for monitor in list(_monitors):
+    for monitor in monitors:
         monitor.stop()
-    for monitor in list(_monitors):
+    for monitor in monitors:
         monitor.join(timedelta(seconds=_EXIT_S))
     for reports in leaving:
         reports.job_stall.leave()
