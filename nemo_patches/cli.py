@@ -2,8 +2,8 @@
 
 It must start fast, so torch and NeMo are imported nowhere at module level.
 """
-
-from __future__ import annotations
+# No `from __future__ import annotations`: typer reads them, and Pythons differ in what they make of
+# one that is a text.
 
 import gc
 import inspect
@@ -67,7 +67,7 @@ def _options(
     """In place of the command's `**given`, these parameters."""
 
     def declared(function: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(function, eval_str=True)
+        signature = inspect.signature(function)
         own = [
             parameter
             for parameter in signature.parameters.values()
@@ -272,7 +272,7 @@ def diff(
 
 
 @app.command()
-@_options(inspect.signature(Request, eval_str=True).parameters.values())
+@_options(inspect.signature(Request).parameters.values())
 def doctor(**given: Any) -> None:
     """Find what in a training config can hang or stop a job.
 

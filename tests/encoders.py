@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from nemo_patches.sync.places import layers
 
 # What the encoders' positional encodings are built for; tests use longer inputs.
 POSITIONS = 60
@@ -99,7 +100,7 @@ def punctuation(built_for: int = POSITIONS) -> Any:
     parameter more.
     """
     module, name = PUNCTUATION
-    owner: Any = inspect.unwrap(getattr(importlib.import_module(module), name))
+    owner: Any = layers(getattr(importlib.import_module(module), name))[-1]
     model = owner.__new__(owner)
     torch.nn.Module.__init__(model)
     model.audio_proj = torch.nn.Linear(1, 1)

@@ -7,7 +7,6 @@ in every batch. The order in which whole numbers are added up changes none of th
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import re
 import weakref
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_patches.sync.places import layers
 from nemo_patches.sync.rank_log import is_distributed, report
 
 # What NeMo's epoch ends add up: val_wer_num, test_wer_denom_ctc, val_inter_wer_num_l4,
@@ -254,9 +254,7 @@ def _calls_nemos(model: Any, method: str) -> bool:
 
 def _names_in(method: Any) -> Sequence[str]:
     """The names that a method uses; none where it is no plain function, but a partial or so."""
-    code = (
-        getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-    )
+    code = getattr(layers(method)[-1], "__code__", None) if callable(method) else None
     return code.co_names if code else ()
 
 

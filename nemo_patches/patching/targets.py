@@ -70,9 +70,7 @@ class Target:
         """The class itself: NeMo's @experimental wraps some classes in a callable that prints a
         warning.
         """
-        # Not inspect.unwrap(): from Python 3.11.8 on it takes a class's wrapper for the class.
-        owner = layers(getattr(module, self.owner, None))[-1]
-        return cast("type | None", owner)
+        return cast("type | None", layers(getattr(module, self.owner, None))[-1])
 
     def nothing_to_bound(self, module: ModuleType) -> str:
         """Why there is nothing to patch: HAS_DIFF, or NO_REDUCE; empty where NeMo's reduce is."""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import functools
+from collections import ChainMap
 from collections.abc import Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, GetSetDescriptorType, MethodType
 from typing import Any
 
 _OURS = "nemo_patches.sync.encoder_methods"  # not imported: it needs torch
@@ -55,7 +56,10 @@ def function_of(thing: Any) -> FunctionType | None:
 
 
 def layers(thing: Any) -> list[Any]:
-    """A wrapper, what it wraps, and so on; the last one wraps nothing that can be seen."""
+    """A wrapper, what it wraps, and so on; the last one wraps nothing that can be seen.
+
+    Not inspect.unwrap(): from Python 3.11.8 on it takes a class's wrapper for the class.
+    """
     found = [thing]
     while len(found) < _MOST_LAYERS:
         inner = getattr(found[-1], "__wrapped__", None)
@@ -63,6 +67,19 @@ def layers(thing: Any) -> list[Any]:
             break
         found.append(inner)
     return found
+
+
+def stored(thing: Any, name: str) -> Any:
+    """What an object, or else its classes, hold under this name, of whose code nothing is run; None
+    if they do not.
+
+    Not inspect.getattr_static(), which raises for some classes in Python 3.13.0.
+    """
+    # As every class has them, also where its metaclass says otherwise.
+    held = ChainMap(*map(type.__dict__["__dict__"].__get__, type.mro(type(thing))))
+    own = held.get("__dict__")
+    names = own.__get__(thing) if type(own) is GetSetDescriptorType else {}
+    return dict.get(names, name, held.get(name))
 
 
 def is_ours(thing: Any) -> bool:

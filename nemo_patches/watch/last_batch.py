@@ -8,7 +8,6 @@ would wait for it.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..sync.places import stored
 from ..text import safe
 
 _ID_FIELDS = ("cuts", "sample_ids", "sample_id", "ids", "id")
@@ -49,29 +49,26 @@ def _ids_text(batch: object) -> str:
 
 def _fields(batch: object) -> Iterable[object]:
     """Those that may have the ids, by their names or their places."""
-    if type(batch) is dict:
-        return [batch.get(name) for name in _ID_FIELDS]
     if type(batch) is tuple or type(batch) is list:
         return [
             *(field for field in batch if _cuts(field) is not None),
             *batch[_SAMPLE_IDS : _SAMPLE_IDS + 1],
         ]
-    names = inspect.getattr_static(type(batch), "_fields", None)
-    if issubclass(type(batch), tuple) and type(names) is tuple and _plain(names):
-        named: dict[str, object] = dict(zip(names, tuple.__iter__(batch), strict=False))  # type: ignore[arg-type]
-        return [named.get(name) for name in _ID_FIELDS]
-    return [inspect.getattr_static(batch, name, None) for name in _ID_FIELDS]
+    names = stored(batch, "_fields")
+    if type(batch) is dict:
+        named = batch
+    elif issubclass(type(batch), tuple) and type(names) is tuple and _plain(names):
+        named = dict(zip(names, tuple.__iter__(batch), strict=False))  # type: ignore[arg-type]
+    else:
+        named = {name: stored(batch, name) for name in _ID_FIELDS}
+    return [named.get(name) for name in _ID_FIELDS]
 
 
 def _ids(field: Any) -> tuple[str, Sequence[Any], int]:
     """What they are of, the first of them, and how many there are."""
     if (cuts := _cuts(field)) is not None:
         first = islice(cuts.values() if isinstance(cuts, dict) else cuts, _SHOWN)
-        return (
-            "cuts",
-            _plain([inspect.getattr_static(cut, "id", None) for cut in first]),
-            len(cuts),
-        )
+        return "cuts", _plain([stored(cut, "id") for cut in first]), len(cuts)
     if type(field) is torch.Tensor and field.device.type == "cpu" and field.dim() == 1:
         return "samples", _plain(field[:_SHOWN].tolist()), len(field)
     if type(field) is tuple or type(field) is list:
@@ -91,9 +88,8 @@ def _plain(values: Sequence[Any]) -> Sequence[Any]:
 def _cuts(field: object) -> dict[str, Any] | list[Any] | tuple[Any, ...] | None:
     """Those of Lhotse's CutSet, where they are in memory: a lazy one would read files."""
     lhotse = sys.modules.get("lhotse.cut.set")
-    if lhotse is None or type(field) is not getattr(lhotse, "CutSet", None):
+    if type(field) is not getattr(lhotse, "CutSet", None):
         return None
-    cuts = inspect.getattr_static(field, "cuts", None)
-    if type(cuts) is dict or type(cuts) is list or type(cuts) is tuple:
-        return cuts
-    return None
+    cuts = stored(field, "cuts")
+    is_plain = type(cuts) is dict or type(cuts) is list or type(cuts) is tuple
+    return cuts if is_plain else None

@@ -2,7 +2,8 @@
 each is one field, with what typer makes of it.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: typer reads them, and Pythons differ in what they make of
+# one that is a text.
 
 from dataclasses import dataclass
 from typing import Annotated
