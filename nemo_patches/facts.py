@@ -4,7 +4,7 @@ Needs no torch.
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
-from __future__ import annotations
+# No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 import hashlib
 import json
@@ -25,6 +25,18 @@ NO_PAGE = ""
 CAN_PAGE = "can"
 HAS_WARNED = "warned"
 HAS_PAGED = "paged"
+# Fields that may differ between ranks of one kind.
+_OWN = {
+    *("rank", "host", "pid", "idle", "goes_on_for", "where", "caller", "hook"),
+    *("workers", "worker_states", "batch"),
+}
+# Fields that are dropped where a state is too long, in this order.
+_FIRST_DROPPED = (
+    ("worker_states",),
+    ("workers",),
+    ("where", "batch", "settings"),
+    ("rounds", "apart", "given_up", "late", "whole", "encoder", "caller", "hook"),
+)
 MOST_ENCODERS = 64
 MOST_WORKERS = 32
 
@@ -50,6 +62,12 @@ class RankFacts:
     whole: bool = True  # false if `rounds` has no room for all encoders
     # By encoder: since it waits no more for its open round.
     given_up: dict[str, float] = field(default_factory=dict)
+    # By encoder: the round that is late here, and before its call: the training calls, the
+    # evaluation calls since (-1: not known), and, in an evaluation of which ranks may have fewer
+    # batches, the training calls once more (else -1).
+    late: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    # Whether something is wrong here: then a verdict is judged.
+    asks: bool = False
     # By encoder: why its latest call took no part in a round.
     apart: dict[str, str] = field(default_factory=dict)
     # Whether the last call was one of training, and not of an evaluation.
@@ -82,32 +100,16 @@ class RankFacts:
         """Equal for ranks that the exchange merges: that of the kind, a space, that of the
         place.
         """
-        what = [
-            self.versions,
-            self.settings,
-            self.encoder,
-            self.clock,
-            self.training,
-            self.rounds,
-            self.whole,
-        ]
-        does = [
-            self.goes_on,
-            self.collective,
-            self.activity,
-            self.request,
-            self.waits_for_child,
-            self.page,
-            self.sleeps,
-            self.still < 0,
-        ]
-        kind = [*what, sorted(self.given_up), self.apart, *does, self.calls > 0]
+        kind = {name: one for name, one in asdict(self).items() if name not in _OWN}
+        kind["given_up"] = sorted(self.given_up)
+        kind["calls"] = self.calls > 0
+        kind["still"] = self.still < 0
         place: list[str] = []
         if not self.goes_on:  # ranks that move are elsewhere at every look
             place = [self.caller, self.hook, "" if self.collective else self.where]
-        return f"{_digest(kind)} {_digest([*kind, *place])}"
+        return f"{_digest(kind)} {_digest([kind, place])}"
 
-    def of_another(self, rank: int) -> RankFacts:
+    def of_another(self, rank: int) -> "RankFacts":
         """This state as far as it applies to another rank with the same key."""
         return replace(
             self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch=""
@@ -119,45 +121,24 @@ class RankFacts:
 
 
 def _bounded(state: RankFacts) -> RankFacts:
-    """Shorten to LONGEST_STATE bytes: the least important parts are dropped first."""
     rounds = dict(list(state.rounds.items())[-MOST_ENCODERS:])
-    apart = dict(list(state.apart.items())[-MOST_ENCODERS:])
-    given_up = {
-        key: seconds for key, seconds in state.given_up.items() if key in rounds
-    }
-    whole = state.whole and len(rounds) == len(state.rounds)
-    workers = state.workers[:MOST_WORKERS]
     short = replace(
         state,
         rounds=rounds,
-        apart=apart,
-        given_up=given_up,
-        whole=whole,
-        workers=workers,
+        apart=dict(list(state.apart.items())[-MOST_ENCODERS:]),
+        given_up={key: one for key, one in state.given_up.items() if key in rounds},
+        whole=state.whole and len(rounds) == len(state.rounds),
+        workers=state.workers[:MOST_WORKERS],
     )
-    without_workers = replace(short, workers=(), worker_states=())
-    nowhere = replace(without_workers, where="", batch="", settings="")
-    for candidate in (
-        short,
-        replace(short, worker_states=()),
-        without_workers,
-        nowhere,
-    ):
-        if len(json.dumps(asdict(candidate))) <= LONGEST_STATE:
-            return candidate
-    return replace(
-        nowhere,
-        rounds={},
-        apart={},
-        given_up={},
-        whole=False,
-        encoder="",
-        caller="",
-        hook="",
-    )
+    for names in _FIRST_DROPPED:
+        if len(json.dumps(asdict(short))) <= LONGEST_STATE:
+            return short
+        empty: dict[str, Any] = {name: type(getattr(short, name))() for name in names}
+        short = replace(short, **empty)
+    return short
 
 
-def _digest(content: list[Any]) -> str:
+def _digest(content: Any) -> str:
     return hashlib.blake2b(
         json.dumps(content, sort_keys=True).encode(), digest_size=8
     ).hexdigest()

@@ -277,9 +277,7 @@ def all_have_come() -> bool:
     ):  # a vendored NeMo with the core alone, which calls no roll
         return True
     monitor = subscriber.monitor()
-    return (
-        monitor is not None and monitor.exchange.is_whole and monitor.all_ranks.is_done
-    )
+    return monitor is not None and monitor.exchange.is_whole and monitor.roll.is_done
 
 
 def stall_monitor() -> Any:

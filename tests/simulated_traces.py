@@ -114,7 +114,7 @@ class Trace(Listener):
         self._of_call(rank, now, call, records.Leave, shape=[8, 512, length // 8])
 
     def stalled(self, rank: Rank, now: float) -> None:
-        """As watch/job_stall.py does: who waits in a collective is no suspect, and where none does,
+        """As watch/stalls.py does: who waits in a collective is no suspect, and where none does,
         nobody is.
         """
         waiting = rank.job.waiting(now)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from ranks import run_ranks, stall_monitor, wait_until
 
 import nemo_patches
-from nemo_patches.watch import job_stall, progress, subscriber
-from nemo_patches.watch.job_stall import EXIT_CODE
+from nemo_patches.watch import exits, progress, subscriber
+from nemo_patches.watch.exits import EXIT_CODE
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 0.6, 1.5
@@ -30,7 +30,7 @@ STEPS, STEP_S = 60, 0.06
 
 def begin(rank: int, stall_timeout: float = STALL_TIMEOUT) -> None:
     """All ranks can ask each other, and none has taken a step."""
-    progress._HELD_UP_S, job_stall._TOGETHER_S = 0.3, 0.3
+    progress._HELD_UP_S, exits._TOGETHER_S = 0.3, 0.3
     stall_exit = STALL_EXIT if stall_timeout else 0
     nemo_patches.apply(stall_timeout=stall_timeout, stall_exit=stall_exit)
     wait_until(lambda: subscriber.monitor() is not None)

@@ -86,7 +86,7 @@ def test_a_client_that_hangs_up_before_its_answer_ends_nobody(
             client.connect(path)
         (visitor,) = visitors.visitors(own.listener)
         client.close()
-        assert visitors.answer(visitor, b"here") is None
+        assert visitors.Sending(visitor, b"here").go_on()
         assert visitor.fileno() == -1
 
     assert in_a_child(answers) == 0
@@ -202,8 +202,7 @@ def test_an_answer_that_no_socket_holds_comes_whole(
     try:
         let_in: list[socket.socket] = []
         wait_until(lambda: let_in.extend(visitors.visitors(own.listener)) or let_in)
-        sending = visitors.answer(let_in[0], data)
-        assert sending is not None
+        sending = visitors.Sending(let_in[0], data)
         assert not sending.go_on()  # the client is slow
         may_read.set()
         wait_until(sending.go_on)

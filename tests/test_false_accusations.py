@@ -174,12 +174,10 @@ def uneven_evaluations(rank: int, size: int, metrics: str) -> list[str]:
 
 def is_reported() -> bool:
     """Whether this rank's stall monitor has dealt with a round that is late."""
-    reports = stall_monitor().reports
-    if reports is None:
-        return False
+    monitor = stall_monitor()
     return any(
-        late is not None and late.said_at
-        for late in (one._late for one in reports._watches.values())
+        reason is monitor.late_rounds and incident.said_at
+        for (reason, _), incident in list(monitor.incidents._open.items())
     )
 
 

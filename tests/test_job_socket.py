@@ -118,7 +118,7 @@ def test_a_visitor_that_waits_is_answered(folder: Path) -> None:
     try:
         let_in: list[socket.socket] = []
         wait_until(lambda: let_in.extend(visitors.visitors(own.listener)) or let_in)
-        visitors.answer(let_in[0], b"here")
+        assert visitors.Sending(let_in[0], b"here").go_on()
         thread.join(60)
         assert answers == [b"here"]
     finally:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 import nemo_patches
 from nemo_patches.judging.kinds import ANSWERS_NOTHING
 from nemo_patches.sync import rank_log
-from nemo_patches.watch.job_stall import EXIT_CODE
+from nemo_patches.watch.exits import EXIT_CODE
 from nemo_patches.watch.log_line import LogLines
 
 # Nothing here depends on NeMo's version.

@@ -101,7 +101,7 @@ def test_a_host_without_power_is_named_and_no_living_rank_with_it(
         loses_power, 4, free_port(), str(tmp_path), hosts, group=False, dies=(0, 1)
     )
     of_a = (
-        r"all ranks of nemo-a \(0-1\): their connections were lost \d+ s ago:"
+        r"all ranks of nemo-a \(0-1\): their connections were lost:"
         r" the host or the network"
     )
     for result in results[2:]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -109,23 +108,21 @@ def test_each_side_of_a_cut_network_names_the_ranks_on_the_other(
         assert missing == [(2, "no heartbeat", "nemo-b")]
         assert unknown == ""
         assert result.lines(
-            "Missing: rank 2 of 3 | all ranks of nemo-b (2): its connection was lost "
+            "Missing: rank 2 of 3 | all ranks of nemo-b (2): its connection was lost:"
         )
     _, _, missing, unknown = results[2].value
     assert missing == [(0, "no heartbeat", "nemo-a"), (1, "no heartbeat", "nemo-a")]
     assert unknown == ""
-    of_a = "all ranks of nemo-a (0-1): their connections were lost "
+    of_a = "all ranks of nemo-a (0-1): their connections were lost:"
     assert results[2].lines(
         "not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}"
     )
-    of_b = "all ranks of nemo-b (2): its connection was lost "
+    of_b = "all ranks of nemo-b (2): its connection was lost:"
     for result, apart in zip(results, (of_b, of_b, of_a), strict=True):
         # Before, who has only just begun it goes on.
         (line, *_) = result.lines("WARNING", "no encoder call for ")
         groups = line.partition(" s. ")[2].split(" | ")
-        assert re.fullmatch(
-            re.escape(apart) + r"\d+ s ago: the host or the network", groups[0]
-        )
+        assert groups[0] == f"{apart} the host or the network"
         assert ": monitored_barrier, in parted (test_partition.py:" in groups[1]
 
 
@@ -163,10 +160,10 @@ def test_a_store_whose_host_has_vanished_holds_up_no_report(
     assert report < TIMEOUT + REPORT_S
     assert missing == [(0, "no heartbeat"), (1, "elsewhere")]
     assert unknown == ""
-    of_a = "all ranks of nemo-a (0): its connection was lost "
+    of_a = "all ranks of nemo-a (0): its connection was lost:"
     assert results[2].lines(
         "not every rank's length came", f"Missing: ranks 0-1 of 3 | {of_a}"
     )
     (line, *_) = results[2].lines("no encoder call for ")
-    assert f". {of_a}" in line and " s ago: the host or the network | " in line
+    assert f". {of_a} the host or the network | " in line
     assert "rank 1 (nemo-b, pid " in line and "meet (" in line

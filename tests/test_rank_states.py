@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -26,8 +26,9 @@ from nemo_patches.channel.answers import (
     Silence,
 )
 from nemo_patches.channel.meeting import Member
-from nemo_patches.judging.answer import Question, answered
+from nemo_patches.judging.answer import Answer, Question, answered
 from nemo_patches.judging.found import Found, found_of
+from nemo_patches.judging.judgement import Judge, Judgement
 from nemo_patches.judging.kinds import (
     ANSWERS_NOTHING,
     ELSEWHERE,
@@ -37,7 +38,7 @@ from nemo_patches.judging.kinds import (
     SILENT,
 )
 from nemo_patches.judging.missing_rank import MissingRank, been
-from nemo_patches.judging.read_facts import read_facts
+from nemo_patches.judging.read_facts import REFUSALS, read, read_facts
 
 pytestmark = pytest.mark.one_nemo
 QUESTION = Question("key", 5, None)
@@ -226,8 +227,8 @@ def test_who_came_only_just_is_named_with_where_it_was() -> None:
     assert answer.text(3) == "none, every rank has come to this call by now"
 
 
-def of_hosts(hosts: str, lost: dict[int, float]) -> Found:
-    """Rank 0 has come; these are lost, since when."""
+def of_hosts(hosts: str, *lost: int) -> Found:
+    """Rank 0 has come; these are lost."""
     members = [
         Member(f"node-{host}", "127.0.0.1", 1, 100 + rank)
         for rank, host in enumerate(hosts)
@@ -237,12 +238,12 @@ def of_hosts(hosts: str, lost: dict[int, float]) -> Found:
         for rank in range(len(hosts))
         if rank not in lost
     }
-    silent = {rank: Silence(LOST, seconds) for rank, seconds in lost.items()}
+    silent = {rank: Silence(LOST, 24.0) for rank in lost}
     return Found(len(hosts), states, silent, members)
 
 
 def test_a_silent_rank_has_the_host_and_pid_that_it_joined_with() -> None:
-    seen = replace(of_hosts("ab", {1: 3.0}), silent={1: Silence(NO_ANSWER)})
+    seen = replace(of_hosts("ab", 1), silent={1: Silence(NO_ANSWER)})
     (one,) = answered(QUESTION, seen, None).missing
     assert (
         str(one)
@@ -252,29 +253,27 @@ def test_a_silent_rank_has_the_host_and_pid_that_it_joined_with() -> None:
 
 
 def test_a_host_that_is_lost_with_all_its_ranks_is_named() -> None:
-    answer = answered(QUESTION, of_hosts("aabb", {2: 24.0, 3: -1.0}), None)
+    answer = answered(QUESTION, of_hosts("aabb", 2, 3), None)
     assert [(one.rank, one.kind, one.host) for one in answer.missing] == [
         (2, "no heartbeat", "node-b"),
         (3, "no heartbeat", "node-b"),
     ]
     assert (
         answer.text(4)
-        == "ranks 2-3 of 4 | all ranks of node-b (2-3): their connections were lost 24"
-        " s ago: the host or the network"
+        == "ranks 2-3 of 4 | all ranks of node-b (2-3): their connections were lost:"
+        " the host or the network"
     )
-    (one,) = answered(QUESTION, of_hosts("ab", {1: 24.4}), None).missing
+    (one,) = answered(QUESTION, of_hosts("ab", 1), None).missing
     assert (
         str(one)
-        == "all ranks of node-b (1): its connection was lost 24 s ago: the host or the"
-        " network"
+        == "all ranks of node-b (1): its connection was lost: the host or the network"
     )
 
 
 def test_where_others_of_a_host_are_heard_it_is_the_network() -> None:
-    (one,) = answered(QUESTION, of_hosts("abb", {2: 7.0}), None).missing
+    (one,) = answered(QUESTION, of_hosts("abb", 2), None).missing
     assert (
-        str(one)
-        == "rank 2 (node-b, pid 102): its connection was lost 7 s ago: the network;"
+        str(one) == "rank 2 (node-b, pid 102): its connection was lost: the network;"
         " node-b answers otherwise"
     )
 
@@ -304,7 +303,7 @@ def test_a_rank_that_takes_no_part_is_missing_also_where_it_waits_behind_its_cal
             MissingRank(
                 2,
                 SILENT,
-                where="all ranks of host-b (2-3): their connections were lost 9 s ago: the host",
+                where="all ranks of host-b (2-3): their connections were lost: the host",
             ),
             "; all ranks of host-b (2-3) could not be reached",
         ),
@@ -314,6 +313,77 @@ def test_a_rank_that_takes_no_part_is_missing_also_where_it_waits_behind_its_cal
 )
 def test_where_a_rank_had_been_is_a_sentence(one: MissingRank, text: str) -> None:
     assert been([one, one]) == text
+
+
+def told(judge: Judge, seen: Found) -> Judgement:
+    """As it comes to the other ranks."""
+    sent = json.loads(json.dumps(asdict(judge.judgement(seen))))
+    judgement: Judgement = read(Judgement, sent)
+    return judgement
+
+
+def late_in_round_5(*ranks: int) -> list[Any]:
+    return [replace(one, late={"key": (5, -1, -1, -1)}) for one in at_round(5, *ranks)]
+
+
+def test_a_verdict_comes_to_the_other_ranks_as_it_was_made() -> None:
+    seen = found(
+        *late_in_round_5(0, 3),
+        *at_round(4, 1),
+        state(4, "wait (a.py:1)", "barrier", still=-1.0, goes_on="calling"),
+        silent={2: NO_ANSWER},
+    )
+    made = Judge().judgement(seen)
+    there = told(Judge(), seen)
+    assert there == made
+    assert there.job.text() == made.job.text()
+    assert missing(there.answer("key", 5)) == [
+        (1, "elsewhere"),
+        (2, "no heartbeat"),
+    ]
+    assert there.still_s() == {0: 60.0, 1: 60.0, 3: 60.0, 4: -1.0}
+    assert there.answer("key", 4) == Answer()  # all have come: there is a later round
+    assert there.answer("key", 6).unknown
+    assert there.answer("another", 5).unknown
+
+
+def test_of_many_missing_ranks_a_verdict_is_short_and_names_all() -> None:
+    seen = found(*late_in_round_5(0), *at_round(4, *range(1, 999)))
+    judgement = told(Judge(), seen)
+    assert len(json.dumps(asdict(judgement))) < 4 * LONGEST_STATE
+    answer = judgement.answer("key", 5)
+    assert [one.rank for one in answer.missing] == list(range(1, 999))
+    assert all(one.where for one in answer.missing[:4])
+
+
+def test_the_rank_that_judges_knows_where_a_rank_was_that_has_come_meanwhile() -> None:
+    judge = Judge()
+    told(judge, found(*late_in_round_5(0, 2), *at_round(4, 1)))
+    there = told(judge, found(*late_in_round_5(0, 1, 2)))
+    (one,) = there.answer("key", 5).missing
+    assert (one.rank, one.kind, one.where) == (1, "late", "place_4 (train.py:1)")
+
+
+def test_who_had_come_at_any_look_is_not_missing_while_another_has_not() -> None:
+    """Three looks: rank 2 had come at the first, and is silent since."""
+    judge = Judge()
+    silent = {2: NO_ANSWER}
+    told(judge, found(*late_in_round_5(0, 2, 3), *at_round(4, 1)))
+    for _ in range(2):
+        there = told(
+            judge, found(*late_in_round_5(0, 3), *at_round(4, 1), silent=silent)
+        )
+        assert missing(there.answer("key", 5)) == [(1, "elsewhere")]
+
+
+@given(anything)
+def test_what_is_no_verdict_is_refused(content: Any) -> None:
+    good = asdict(Judge().judgement(found(*late_in_round_5(0), *at_round(4, 1))))
+    for name in good:
+        with contextlib.suppress(*REFUSALS):
+            read(Judgement, json.loads(json.dumps({**good, name: content})))
+    with contextlib.suppress(*REFUSALS):
+        read(Judgement, content)
 
 
 def test_ranks_of_which_it_is_not_known_how_long_they_stand_still_are_told_apart() -> (

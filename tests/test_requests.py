@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import nemo_patches
 from nemo_patches.watch import stacks
-from nemo_patches.watch.job_stall import EXIT_CODE
+from nemo_patches.watch.exits import EXIT_CODE
 from nemo_patches.watch.kernel_call import KernelCall
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]

@@ -37,8 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nemo_patches
 from nemo_patches.channel import meeting
-from nemo_patches.watch import job_stall, progress
-from nemo_patches.watch.job_stall import EXIT_CODE
+from nemo_patches.watch import exits, progress
+from nemo_patches.watch.exits import EXIT_CODE
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 HELD_UP_S, TOGETHER_S = 0.3, 0.3  # in place of 2 s each
@@ -59,7 +59,7 @@ class Job:
     def __init__(
         self, rank: int, size: int, seed: int, is_connected: bool = True
     ) -> None:
-        progress._HELD_UP_S, job_stall._TOGETHER_S = HELD_UP_S, TOGETHER_S
+        progress._HELD_UP_S, exits._TOGETHER_S = HELD_UP_S, TOGETHER_S
         self.rank, self.size, self.chance = rank, size, random.Random(seed)
         nemo_patches.apply(stall_timeout=0)
         self.encoder = encoders.conformer()
@@ -447,13 +447,9 @@ def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool
     for schedule in order[:count]:
         job.encode()
         schedule(job)
-        reports = stall_monitor().reports
-        found.append(
-            (
-                schedule.__name__,
-                reports is not None and reports.job_stall._exit_look_at > 0,
-            )
-        )
+        stall = stall_monitor().stall.stall
+        was_looked_at = stall is not None and stall.look_at > 0
+        found.append((schedule.__name__, was_looked_at))
     job.encode()
     if rank == 0:
         torch.jit.trace(SlowModel(LONG_S), torch.ones(1), check_trace=False)

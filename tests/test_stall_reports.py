@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from rank_states import answers_of, state
+from rank_states import state
 from ranks import (
     REPORT_S,
     SLACK_S,
@@ -42,20 +43,27 @@ from ranks import (
 from torch.utils.data import DataLoader, Dataset
 
 import nemo_patches
-from nemo_patches.channel.answers import ENDED, LOST, NOT_COME, Answers, Silence
+from nemo_patches.channel.answers import (
+    ENDED,
+    LOST,
+    NOT_COME,
+    UNREACHED,
+    Silence,
+)
 from nemo_patches.channel.exchange import Exchange, Latest
+from nemo_patches.judging.found import Found
+from nemo_patches.judging.judgement import Judge
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
 from nemo_patches.sync.rounds import Group, Round, WatchedRounds, listeners
 from nemo_patches.sync.settings import Settings
-from nemo_patches.watch.all_ranks import AllRanks
-from nemo_patches.watch.encoder_watch import EncoderWatch
-from nemo_patches.watch.job_stall import JobStallWatch
-from nemo_patches.watch.looks import Heard, Look, Looks
-from nemo_patches.watch.progress import Progress
-from nemo_patches.watch.report_file import ReportFile
-from nemo_patches.watch.roll_call import RollCall
-from nemo_patches.watch.sync_end_report import SyncEndReport
+from nemo_patches.watch import late_rounds, report_file
+from nemo_patches.watch.incidents import Incident, Incidents
+from nemo_patches.watch.late_modules import LateModules
+from nemo_patches.watch.late_rounds import LateRounds
+from nemo_patches.watch.looks import Look, Told
+from nemo_patches.watch.membership import Absent, Gone, Roll
+from nemo_patches.watch.stalls import Stalls
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 # Nothing here depends on NeMo's version.
@@ -424,12 +432,58 @@ def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
         )
 
 
-def heard_of(silent: dict[int, str]) -> Heard:
-    """What a question has found of two ranks."""
-    answers = Answers()
-    for rank, how in silent.items():
-        answers.add_silent([rank], Silence(how))
-    return Heard(answers, 2)
+class Fake:
+    """One rank without a process group: what it is told, is what the test says."""
+
+    def __init__(self, size: int = 2, **exchange: Any) -> None:
+        self.told: list[Told | None] = []  # in this order; None: not yet
+        self.notes = TrainingNotes()
+        now = time.monotonic()
+        self.progress = SimpleNamespace(
+            stepped_at=now, moved_at=now, anew_at=0.0, has_started=True
+        )
+        here: Any = {"is_joined": True, "is_whole": True, "any_died": False}
+        here |= {"trouble": "", "over": "", "ended": {}, "members": [None] * size}
+        here |= {"size": size, "any_failed": False, **exchange}
+        self.exchange = SimpleNamespace(**here)
+        self.begun: list[Look] = []
+        self.latest = None
+        self.incidents = Incidents(
+            Group(0, size, 0),
+            cast(Any, self.exchange),
+            self.notes,
+            cast(Any, self.progress),
+            LateModules(),
+            cast(Any, self),
+        )
+
+    def alone(self) -> Told:
+        return told_of({})
+
+    def begin(self) -> Look:
+        look = Look(ends_at=math.inf)
+        if self.told:
+            look.told = self.told.pop(0)
+            look.is_done = look.told is not None
+        self.begun.append(look)
+        return look
+
+    def tick(self, is_last: bool = False) -> None:
+        self.incidents.tick(is_last)
+
+
+def told_of(
+    silent: dict[int, str], *states: Any, late: tuple[str, int] | None = None
+) -> Told:
+    """What the rank that judges says of two ranks, and of a late round."""
+    silences = {rank: Silence(how) for rank, how in silent.items()}
+    states_of = {one.rank: one for one in states}
+    if late is not None:
+        key, number = late
+        call = {key: (number, -1, -1, -1)}
+        states_of = {rank: replace(one, late=call) for rank, one in states_of.items()}
+    seen = Found(len(silences) + len(states_of), states_of, silences)
+    return Told(silences, None, Judge().judgement(seen))
 
 
 def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> (
@@ -437,32 +491,49 @@ def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trou
 ):
     said = Said()
     stalls = list[Stall]()
-    absent = heard_of({1: NOT_COME})
-    looks = [
-        Look(time.monotonic(), 0.0, one, is_done=True)
-        for one in (replace(absent, trouble="no way"), absent)
-    ]
-    began = time.monotonic() - 60
-    roll_call = RollCall(
-        cast(Exchange, SimpleNamespace(is_joined=False, size=2)),
-        lambda: looks.pop(0),
-        has_late_round=lambda: True,
-        stalls=lambda: tuple(stalls),
-    )
-    for _ in range(2):  # it asks, and takes what was found
-        roll_call.look(time.monotonic(), began)
+    fake = Fake(is_joined=False, trouble="no way")
+    fake.notes.last = LastCall(calls=1, since=time.monotonic() - 60)
+    late_rounds = SimpleNamespace(is_busy=True)
+    fake.incidents.stalls = lambda: tuple(stalls)  # type: ignore[method-assign]
+    absent = Absent(fake.incidents, cast(Any, late_rounds))
+    fake.told = [told_of({0: LOST, 1: NOT_COME}) for _ in range(5)]
+    fake.tick()
     (line,) = said.lines
     assert line.endswith("cannot see whether every rank is patched: no way")
-    for _ in range(2):
-        roll_call.look(time.monotonic() + 60, began)
+    fake.exchange.trouble = ""
+
+    def look_again() -> None:
+        absent._next_look = 0.0
+        fake.tick()
+
+    look_again()
+    look_again()
     stalls.append(
         Stall(
             "Encoder", 1, timedelta(seconds=60), (MissingRank(1, UNANNOUNCED),), 2, ""
         )
     )
-    roll_call.look(time.monotonic(), began)
+    look_again()
     assert said.lines == [line]
-    assert roll_call.missing == (1,)
+    assert absent.missing == (1,)
+    stalls.clear()
+    late_rounds.is_busy = False
+    look_again()
+    assert said.lines == [line]  # it has been named
+
+
+def test_an_absent_rank_that_no_report_names_is_named_once() -> None:
+    said = Said()
+    fake = Fake(size=3, is_joined=False)
+    fake.notes.last = LastCall(calls=1, since=time.monotonic() - 60)
+    absent = Absent(fake.incidents, cast(Any, SimpleNamespace(is_busy=False)))
+    fake.told = [told_of({0: LOST, 1: NOT_COME, 2: UNREACHED}) for _ in range(2)]
+    for _ in range(2):
+        absent._next_look = 0.0
+        fake.tick()
+    absent_line, unreached_line = said.lines
+    assert "rank 1 of 3 has not announced itself within 10 s" in absent_line
+    assert "rank 2 of 3 is patched, and cannot be reached: " in unreached_line
 
 
 class WhileSaid(Said):
@@ -478,74 +549,32 @@ class WhileSaid(Said):
 
 
 @pytest.mark.parametrize("kind", ["gone", "stall"])
-def test_a_report_can_be_seen_once_its_line_is_said(kind: str) -> None:
+def test_a_report_can_be_seen_once_its_line_is_said(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who waits for it may look for the line at once, or end the process."""
-    now = time.monotonic()
-    found = heard_of({1: ENDED})
     here = state(0, "train (train.py:80)", "barrier")
-    found.answers.add(here.key(), {0}, here.to_json(), here.still)
-
-    def begin_look() -> Look:
-        return Look(now, now, found, is_done=True)
-
-    if kind == "gone":
-        exchange = SimpleNamespace(any_died=True, ended={}, over="")
-        gone = SyncEndReport(cast(Exchange, exchange), 2, begin_look)
-        said = WhileSaid(gone.stall)
-        gone.look(now, is_last=False)
-    else:
-        progress = SimpleNamespace(
-            stepped_at=now - 60, moved_at=now - 60, anew_at=0.0, has_started=True
-        )
-        stall = JobStallWatch(
-            TrainingNotes(),
-            Group(0, 2, 0),
-            cast(Progress, progress),
-            begin_look,
-            cast(ReportFile, SimpleNamespace(write=lambda *_: None)),
-        )
-        said = WhileSaid(stall.stall)
-        for _ in range(2):  # it asks, and takes what was found
-            stall.look(now, Settings.resolve({"stall_timeout": 1.0}), is_last=False)
+    fake = Fake(any_died=kind == "gone")
+    fake.told = [told_of({1: ENDED}, here)]
+    fake.progress.stepped_at = fake.progress.moved_at = time.monotonic() - 100
+    Gone(fake.incidents) if kind == "gone" else Stalls(fake.incidents)
+    monkeypatch.setattr(report_file.ReportFile, "write", lambda *_: None)
+    said = WhileSaid(fake.incidents.stalls)
+    fake.tick()
     logging.getLogger("nemo_patches").removeHandler(said)
-    assert said.seen == [None]
-    assert said.look() is not None
-
-
-def test_since_when_a_connection_is_lost_never_goes_backwards() -> None:
-    """Whoever is asked lost it at another time, and it is lost anew at each attempt."""
-    exchange = SimpleNamespace(
-        rank=0, size=2, members=[None, None], trouble="", is_closed=False
-    )
-    heard = list[Heard]()
-    looks = Looks(
-        cast(Exchange, exchange), lambda: state(0), lambda: None, heard.append
-    )
-    for seconds in (24.0, 3.0, -1.0):
-        answers = Answers()
-        answers.add_silent([1], Silence(LOST, seconds))
-        looks.told("id", answers.to_json())
-        looks.tick(time.monotonic())
-    assert all(one.answers.silent[1].seconds >= 24 for one in heard)
-    heard.clear()
-    back = answers_of(state(1))
-    looks.told("id", back.to_json())
-    answers = Answers()
-    answers.add_silent([1], Silence(LOST, 3.0))
-    looks.told("id", answers.to_json())
-    looks.tick(time.monotonic())
-    assert 3 <= heard[-1].answers.silent[1].seconds < 24
+    assert said.seen == [()]
+    assert len(fake.incidents.stalls()) == 1
 
 
 class AllAnnounced:
     """Notes what it is told of all ranks, and whether that was to be seen before."""
 
-    def __init__(self) -> None:
+    def __init__(self, roll: Roll) -> None:
         self.events = list[tuple[int, tuple[str, ...]]]()
-        self.all_ranks: AllRanks | None = None
+        self.roll = roll
 
     def told(self, size: int, differences: tuple[str, ...]) -> bool:
-        assert self.all_ranks is not None and not self.all_ranks.is_done
+        assert not self.roll.is_done
         self.events.append((size, differences))
         return True
 
@@ -554,39 +583,28 @@ def test_what_differs_stands_in_the_line_of_all_ranks_however_late_it_is_known()
     None
 ):
     """Rank 1 calls its first encoder only after that line was due."""
-    told_of = AllAnnounced()
     now = time.monotonic()
-    notes = TrainingNotes()
-    notes.last = LastCall(calls=1, since=now)
-    before = replace(state(1), calls=0)
-    after = replace(state(1), settings="sync=local")
-    told = [
-        Heard(answers_of(state(0), other), 2)
-        for other in (*(before,) * 5, *(after,) * 2)
-    ]
-    all_ranks = AllRanks(
-        Group(0, 2, 0),
-        cast(Exchange, SimpleNamespace(is_joined=True, is_whole=True)),
-        notes,
-        lambda: Look(now, now, told.pop(0), is_done=True),
-    )
-    told_of.all_ranks = all_ranks
-    before_told, listeners.all_announced = listeners.all_announced, told_of.told
+    fake = Fake()
+    fake.notes.last = LastCall(calls=1, since=now)
+    roll = Roll(fake.incidents)
+    told_of_all = AllAnnounced(roll)
+    differs = "ranks differ in their settings: here ; rank 1: sync=local"
+    told = [Told({}, one, None) for one in (None,) * 5 + ((differs,),) * 2]
+    before_told, listeners.all_announced = listeners.all_announced, told_of_all.told
+    incident = Incident("roll", now)
     try:
-        for second in range(60):
-            all_ranks.look(now + second)
-        assert not told_of.events  # each rank may still be about to call one
-        all_ranks.look(now + 61)
-        assert told_of.events == [(2, ())]
-        for second in range(62, 200):
-            all_ranks.look(now + second)
+        for second in range(200):
+            at = now + second
+            if roll.find(at, is_last=False) and at >= roll.next_at(incident):
+                roll.say(incident, told.pop(0), at)
+            if second == 59:
+                assert not told_of_all.events  # each may still be about to call one
+            if second == 60:
+                assert told_of_all.events == [(2, ())]
     finally:
         listeners.all_announced = before_told
-    assert told_of.events == [
-        (2, ()),
-        (2, ("ranks differ in their settings: here ; rank 1: sync=local",)),
-    ]
-    assert all_ranks.is_done
+    assert told_of_all.events == [(2, ()), (2, (differs,))]
+    assert roll.is_done
     assert not told
 
 
@@ -735,26 +753,40 @@ def test_no_timeout_is_too_short_to_be_said() -> None:
     assert results[0].value[0] >= 1  # on later encoders of the kind, calls wait no more
 
 
+class OneEncoder:
+    """Its round 1, which was issued so long ago."""
+
+    def __init__(self, fake: Fake, waited_s: float) -> None:
+        self.rounds = Exchange(lambda: None, 0, 2, print).rounds("an encoder")
+        self.rounds.issued = 1
+        self.waited_s = waited_s
+        late = "late after {waited:.2f} s with {length}"
+        key = "an encoder"
+        self.sync = WatchedRounds(
+            "Encoder", key, fake.incidents.group, self.rounds, late
+        )
+        self.round = Round(number=1, call=1, training=True, length=7)
+        self.round.issued_at -= waited_s
+        self.sync.round = self.round
+        fake.notes._syncs = (self.sync,)
+
+    def gives_up(self) -> None:
+        self.round.gave_up_at = self.round.issued_at + self.waited_s
+        self.sync.timed_out = self.round
+
+    def comes(self) -> None:
+        self.rounds.latest = Latest(1, came_at=time.monotonic())
+
+
 def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> None:
-    """Also where the round has come meanwhile, and the monitor's look began before the wait ended."""
+    """Also where the round has come meanwhile, and this process ends."""
     said = Said()
-    rounds = Exchange(lambda: None, 0, 2, said.lines.append).rounds("an encoder")
-    sync = WatchedRounds(
-        "Encoder",
-        "encoder-1",
-        Group(0, 2, 0),
-        rounds,
-        "late after {waited:.2f} s with {length}",
-    )
-    watch = EncoderWatch(sync, 0, 2, lambda: Look(0.0, 0.0, heard_of({})))
-    look_began_at = time.monotonic()
-    sync.round = round_ = Round(number=1, call=1, training=True, length=7)
-    round_.gave_up_at = round_.issued_at
-    sync.timed_out = round_
-    rounds.issued = round_.number
-    rounds.latest = Latest(round_.number)
-    assert sync.has_come(round_)
-    watch.look(look_began_at, 10.0, is_last=True)
+    fake = Fake()
+    one = OneEncoder(fake, waited_s=0.0)
+    one.gives_up()
+    one.comes()
+    LateRounds(fake.incidents)
+    fake.tick(is_last=True)
     assert (
         "Encoder: training call 1: late after 0.00 s with 7. Missing: " in said.lines[0]
     )
@@ -764,31 +796,22 @@ def test_a_timeout_is_said_however_long_the_monitor_was_kept_from_running() -> N
     ("waited_s", "level"), [(0.05, logging.INFO), (10.0, logging.WARNING)]
 )
 def test_a_round_that_only_a_shortened_wait_did_not_see_come_is_no_warning(
-    waited_s: float, level: int
+    waited_s: float, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an incident, on a busy machine: all ranks are there, and nobody is missing."""
+    monkeypatch.setattr(
+        late_rounds, "current", lambda: Settings.resolve({"timeout": 10})
+    )
     said = Said(logging.INFO)
-    rounds = Exchange(lambda: None, 0, 3, print).rounds("an encoder")
-    rounds.issued = 1
-    sync = WatchedRounds(
-        "Encoder",
-        "an encoder",
-        Group(0, 3, 0),
-        rounds,
-        "late after {waited:.2f} s with {length}",
-    )
-    sync.round = round_ = Round(number=1, call=1, training=True, length=7)
-    round_.issued_at -= waited_s
-    round_.gave_up_at = round_.issued_at + waited_s
-    sync.timed_out = round_
+    fake = Fake(size=3)
+    one = OneEncoder(fake, waited_s)
+    one.gives_up()
     states = [state(rank, rounds={"an encoder": 1}) for rank in range(3)]
-    all_there = Heard(answers_of(*states), 3)
-    watch = EncoderWatch(
-        sync, 0, 3, lambda: Look(time.monotonic(), 0.0, all_there, is_done=True)
-    )
-    watch.look(time.monotonic(), 10.0, is_last=False)
-    rounds.latest = Latest(1)
-    watch.look(time.monotonic(), 10.0, is_last=False)
+    fake.told = [told_of({}, *states, late=("an encoder", 1))]
+    LateRounds(fake.incidents)
+    fake.tick()
+    one.comes()
+    fake.tick()
     text = (
         f"Encoder: training call 1: late after {waited_s:.2f} s with 7. Missing: none,"
         " every rank has come to this"
@@ -803,38 +826,41 @@ def test_a_process_that_was_stopped_asks_before_it_says_who_is_missing() -> None
     thought of.
     """
     said = Said()
-    rounds = Exchange(lambda: None, 0, 2, said.lines.append).rounds("an encoder")
-    rounds.issued = 1
-    sync = WatchedRounds(
-        "Encoder",
-        "encoder-1",
-        Group(0, 2, 0),
-        rounds,
-        "late after {waited:.2f} s with {length}",
-    )
-    sync.round = round_ = Round(number=1, call=1, training=True, length=7)
-    round_.issued_at -= 3600
-    looks: list[Look] = []
-
-    def begin_look() -> Look:
-        looks.append(Look(time.monotonic(), time.monotonic() + 60, heard_of({})))
-        return looks[-1]
-
-    watch = EncoderWatch(sync, 0, 2, begin_look)
-    watch.look(time.monotonic(), 10.0, is_last=False)
+    fake = Fake()
+    OneEncoder(fake, waited_s=3600)
+    LateRounds(fake.incidents)
+    fake.tick()
     assert not said.lines
-    looks[-1].heard, looks[-1].is_done = heard_of({1: NOT_COME}), True
-    watch.look(time.monotonic(), 10.0, is_last=False)
+    here = state(0, rounds={"an encoder": 1})
+    fake.begun[-1].told = told_of({1: NOT_COME}, here, late=("an encoder", 1))
+    fake.begun[-1].is_done = True
+    fake.tick()
     assert "Missing: rank 1 of 2 | rank 1 has not announced itself" in said.lines[0]
+
+
+def test_a_round_that_was_said_early_is_one_incident_until_it_comes() -> None:
+    """After a shortened wait: not once more at the timeout."""
+    said = Said()
+    fake = Fake()
+    one = OneEncoder(fake, waited_s=0.0)
+    one.gives_up()
+    here = state(0, rounds={"an encoder": 1})
+    fake.told = [told_of({1: NOT_COME}, here, late=("an encoder", 1))]
+    LateRounds(fake.incidents)
+    for _ in range(3):
+        fake.tick()
+    assert len(said.lines) == 1
+    one.comes()
+    fake.tick()
+    assert "recovered: rank 1 came " in said.lines[-1]
+    assert len(said.lines) == 2
 
 
 def monitor_that_fails(rank: int, size: int) -> list[str]:
     encoder = in_step(timeout=TIMEOUT)
     said = Said()
     if rank == 0:
-        from nemo_patches.watch import encoder_watch
-
-        encoder_watch.EncoderWatch.look = None  # type: ignore[method-assign, assignment]  # any bug of ours
+        LateRounds.find = None  # type: ignore[method-assign, assignment]  # any bug of ours
         wait_until(lambda: said.lines)
         encoders.sync(encoder, 200)
     wait_for_others("the late one may come", 2)
@@ -922,9 +948,7 @@ def late_lines(lines: list[str]) -> list[str]:
 
 
 def permanent(rank: int, size: int, folder: str) -> list[str]:
-    from nemo_patches.watch import encoder_watch
-
-    encoder_watch.FIRST_REPEAT_S = 1.0  # a minute, for a test that can wait
+    late_rounds.FIRST_REPEAT_S = 1.0  # a minute, for a test that can wait
     said = Said()
     encoder = in_step(timeout=1.0)
     go_on = Path(folder, "go on")

@@ -28,7 +28,8 @@ from ranks import (
 import nemo_patches
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.judging.answer import Answer
-from nemo_patches.watch import encoder_watch, subscriber
+from nemo_patches.judging.judgement import Judgement
+from nemo_patches.watch import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 
@@ -63,15 +64,14 @@ def one_is_stock(
 
 def all_are_compared() -> bool:
     monitor = subscriber.monitor()
-    return monitor is not None and monitor.all_ranks.is_done
+    return monitor is not None and monitor.roll.is_done
 
 
 def has_said_who_is_missing() -> bool:
     monitor = subscriber.monitor()
-    return (
-        monitor is not None
-        and monitor.reports is not None
-        and monitor.reports.roll_call._said_at > 0
+    return monitor is not None and any(
+        reason is monitor.absent and incident.said_at
+        for (reason, _), incident in list(monitor.incidents._open.items())
     )
 
 
@@ -97,7 +97,7 @@ def no_report_knows(rank: int, size: int) -> None:
     if rank == 1:
         wait_for_others("named", size)
         return
-    encoder_watch.answered = lambda *_: Answer(unknown="nothing is heard")
+    Judgement.answer = lambda *_: Answer(unknown="nothing is heard")  # type: ignore[method-assign]
     nemo_patches.apply(timeout=TIMEOUT)
     said = Said()
     encoders.sync(encoder, 100)

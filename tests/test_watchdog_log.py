@@ -890,12 +890,9 @@ def test_what_else_our_lines_say(tmp_path: Path) -> None:
     ) and "read (data.py:41)" in first.text
     for evidence in (
         f"rank 5 (node8, pid 7) {ANSWERS_NOTHING}",
+        ("all ranks of node8 (5): its connection was lost: the host or the network"),
         (
-            "all ranks of node8 (5): its connection was lost 24 s ago: the host or the"
-            " network"
-        ),
-        (
-            "rank 5 (node8, pid 7): its connection was lost 24 s ago: the network;"
+            "rank 5 (node8, pid 7): its connection was lost: the network;"
             " node8 answers otherwise"
         ),
         f"rank 5 (node8, pid 7): {GONE}; its last encoder call, 71, began 12.0 s ago",

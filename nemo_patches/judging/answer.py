@@ -4,7 +4,7 @@ Needs no torch.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
-from __future__ import annotations
+# No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -56,10 +56,6 @@ class Found:
     members: Sequence[Member | None] = ()
     trouble: str = ""
 
-    @property
-    def heard(self) -> set[int]:
-        return set(self.states)
-
     @cached_property
     def have_ended(self) -> set[int]:
         """The ranks that have certainly ended."""
@@ -115,17 +111,11 @@ class Found:
             if one in self.silent and self.silent[one].how == LOST
         ]
         if len(lost) < len(of_host):
-            return (
-                f"its connection was lost{_ago(self.silent[rank].seconds)}: the"
-                f" network; {host} answers otherwise"
-            )
+            return f"its connection was lost: the network; {host} answers otherwise"
         whose = "its connection was" if len(lost) == 1 else "their connections were"
         ranks = named(lost).removeprefix("ranks ").removeprefix("rank ")
-        since = _ago(max(self.silent[one].seconds for one in lost))
-        return (
-            f"{ALL_RANKS_OF}{host or '?'} ({ranks}): {whose} lost{since}: the host or"
-            " the network"
-        )
+        who = f"{ALL_RANKS_OF}{host or '?'} ({ranks})"
+        return f"{who}: {whose} lost: the host or the network"
 
 
 def found_of(
@@ -152,7 +142,3 @@ def found_of(
             host, pid = found.process_of(rank)
             states[rank] = replace(state, host=host, pid=pid)
     return found
-
-
-def _ago(seconds: float) -> str:
-    return f" {seconds:.0f} s ago" if seconds >= 0 else ""

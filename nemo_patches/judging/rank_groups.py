@@ -2,7 +2,7 @@
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
-from __future__ import annotations
+# No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 from dataclasses import dataclass, fields, replace
 

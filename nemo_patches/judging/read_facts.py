@@ -1,18 +1,19 @@
-"""Reads what another rank says of itself.
+"""Reads what another rank says, of itself or of all.
 
-It is data: its types are checked, its size is bounded, it is printed without control characters,
-and nothing of it is evaluated.
+It is data: its types are checked, it is printed without control characters, and nothing of it is
+evaluated.
 """
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args, get_origin
 
-from ..facts import MOST_ENCODERS, MOST_WORKERS, RankFacts
+from ..facts import RankFacts
 from ..text import safe
+
+REFUSALS = (TypeError, ValueError, AttributeError, KeyError, OverflowError)
 
 
 def read_facts(content: Any, has_place: bool = True) -> RankFacts | None:
@@ -22,16 +23,9 @@ def read_facts(content: Any, has_place: bool = True) -> RankFacts | None:
     rank with an older nemo_patches does not say is as by default; what a newer one says is passed
     over.
     """
-    checks = {one.name: _CHECKS[str(one.type)] for one in fields(RankFacts)}
     try:
-        facts = RankFacts(
-            **{
-                name: checks[name](value)
-                for name, value in content.items()
-                if name in checks
-            }
-        )
-    except (TypeError, ValueError, AttributeError, OverflowError):
+        facts: RankFacts = read(RankFacts, content)
+    except REFUSALS:
         return None
     if has_place:
         return facts
@@ -40,44 +34,27 @@ def read_facts(content: Any, has_place: bool = True) -> RankFacts | None:
     )
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
+def read(kind: Any, value: Any) -> Any:
+    """One of this type, as annotated, from JSON data. Raises one of REFUSALS if it is none."""
+    if is_dataclass(kind):
+        make: Any = kind
+        types = {field.name: field.type for field in fields(kind)}
+        known = {name: one for name, one in value.items() if name in types}
+        return make(**{name: read(types[name], one) for name, one in known.items()})
+    arguments = get_args(kind)
+    if get_origin(kind) is dict:
+        return {safe(key): read(arguments[1], one) for key, one in value.items()}
+    if get_origin(kind) is tuple:
+        if arguments[-1] is ...:
+            return tuple(read(arguments[0], one) for one in value)
+        pairs = zip(arguments, value, strict=True)
+        return tuple(read(argument, one) for argument, one in pairs)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
         raise TypeError
-    return safe(value)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or abs(value) >= 1 << 63:
-        raise TypeError
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float) or not -1 <= value < 1e12:
-        raise TypeError
-    return float(value)
-
-
-def _yes_or_no(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
-def _by_encoder(check: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
-    return lambda value: {
-        _text(key): check(each) for key, each in list(value.items())[:MOST_ENCODERS]
-    }
-
-
-_CHECKS: dict[str, Callable[[Any], Any]] = {  # by a field's annotation
-    "bool": _yes_or_no,
-    "int": _whole,
-    "str": _text,
-    "float": _seconds,
-    "tuple[int, ...]": lambda value: tuple(map(_whole, list(value)[:MOST_WORKERS])),
-    "tuple[str, ...]": lambda value: tuple(map(_text, list(value)[:MOST_WORKERS])),
-    "dict[str, str]": _by_encoder(_text),
-    "dict[str, int]": _by_encoder(_whole),
-    "dict[str, float]": _by_encoder(_seconds),
-}
+    if kind is int and abs(value) >= 1 << 63:
+        raise ValueError
+    if kind is float and not -1 <= value < 1e12:
+        raise ValueError
+    return safe(value) if kind is str else value

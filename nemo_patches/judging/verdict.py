@@ -7,7 +7,7 @@ torch.
 
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
-from __future__ import annotations
+# No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 import logging
 from collections.abc import Collection
@@ -112,7 +112,7 @@ class Verdict:
         stand = all(group.sleeps or group.kind != ELSEWHERE for group in self.suspects)
         return self.is_certain and stand and not self.lead and not self._has(UNHEARD)
 
-    def overdue(self, still_s: float) -> Verdict:
+    def overdue(self, still_s: float) -> "Verdict":
         """The same, as a warning: it has lasted. still_s: for so long no rank has moved, if none
         goes on.
         """

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from .process_id import stat_fields
+
 _MOST = 200
 _MOST_ANCESTORS = 32
 _TERM_S = 1.0  # for them to end by themselves
@@ -166,7 +168,6 @@ def _children(pid: int) -> list[int]:
 def _process(pid: int) -> _Process | None:
     """None if there is none, or the kernel does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        fields = text.rpartition(")")[2].split()
+        fields = stat_fields(pid)
         return _Process(fields[0], *map(int, (*fields[1:4], fields[19])))
     return None

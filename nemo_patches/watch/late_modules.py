@@ -17,39 +17,16 @@ from importlib.util import module_from_spec
 from types import CodeType
 from typing import Any
 
-from ..text import first_line
-
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 # Each after those that it imports.
-_JUDGING = (
-    *("", ".kinds", ".waits", ".missing_rank"),
-    *(".read_facts", ".found", ".answer", ".rank_groups", ".verdict"),
-)
-_WATCH = (
-    *("libraries", "kernel_call", "requests", "occupation", "stacks"),
-    *(
-        "motion",
-        "descendants",
-        "loader_workers",
-        "torch_knows",
-        "last_batch",
-        "at_work",
-        "place",
-    ),
-    *("on_stall", "process_id", "report_file", "job_stall"),
-    *(
-        "encoder_watch",
-        "late_return",
-        "roll_call",
-        "sync_end_report",
-        "visitors",
-        "reports",
-    ),
-)
-NAMES = (
-    *(f"{_PACKAGE}.judging{name}" for name in _JUDGING),
-    *(f"{_PACKAGE}.watch.{name}" for name in _WATCH),
-)
+_LATE = """
+    judging judging.kinds judging.waits judging.missing_rank judging.read_facts judging.found
+    judging.answer judging.rank_groups judging.verdict judging.judgement
+    watch.process_id watch.libraries watch.kernel_call watch.requests watch.occupation watch.stacks
+    watch.motion watch.descendants watch.loader_workers watch.torch_knows watch.last_batch
+    watch.at_work watch.place watch.on_stall watch.report_file
+"""
+NAMES = tuple(f"{_PACKAGE}.{name}" for name in _LATE.split())
 
 
 class LateModules:
@@ -58,8 +35,6 @@ class LateModules:
     def __init__(self) -> None:
         self._read: dict[str, tuple[ModuleSpec, CodeType]] = {}
         self._lock = threading.RLock()
-        # They cannot be executed: it is not tried again, many times a second.
-        self._why = ""
         self.are_there = False  # all; any thread may read it
 
     def read(self) -> None:
@@ -78,23 +53,16 @@ class LateModules:
                     folders[name] = spec.submodule_search_locations
                     self._read[name] = (spec, code)
 
-    def run(self) -> str:
-        """Execute those that are not imported yet. Why that is not possible; empty where all are
-        there.
-        """
+    def run(self) -> None:
+        """Execute those that are not imported yet. What that raises, it raises."""
         with self._lock:
-            if self.are_there or self._why:
-                return self._why
-            try:
-                for name in NAMES:
-                    if name not in sys.modules:
-                        self._import(name)
-            except Exception as error:
-                self._why = first_line(error)
-                return self._why
+            if self.are_there:
+                return
+            for name in NAMES:
+                if name not in sys.modules:
+                    self._import(name)
             self.are_there = True
             self._read.clear()
-            return ""
 
     def in_forked_child(self) -> None:
         self._lock = threading.RLock()  # a thread of the parent's may have held it

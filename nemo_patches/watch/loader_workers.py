@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .kernel_call import call_in
 from .motion import process_ran_s
+from .process_id import stat_fields
 
 _STATES = {
     "D": "waits for a device or a network's file system",
@@ -77,18 +78,11 @@ class WorkerMotion:
         return bool(self.busy)
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields after its name, from its state on. Raises OSError."""
-    return (
-        Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    )
-
-
 def _text(index: int, pid: int, is_busy: bool) -> str:
     who = f"worker {index} (pid {pid})"
     process = Path(f"/proc/{pid}")
     try:
-        state = _stat(pid)[0]
+        state = stat_fields(pid)[0]
     except (OSError, IndexError):
         return f"{who} has ended"
     if state in _ENDED:

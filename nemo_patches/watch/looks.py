@@ -1,4 +1,7 @@
-"""Asks where every rank is, over the exchange, and answers the others' questions."""
+"""Asks for a verdict on all ranks, over the exchange.
+
+Answers the others' questions, and judges where that is this rank's to do.
+"""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -8,63 +11,58 @@ import os
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import LOST, Answers, Silence
+from ..channel.answers import (
+    ENDED,
+    LEFT,
+    NO_WATCH,
+    NOT_HEARD,
+    OTHERS,
+    Answers,
+    Group,
+    Silence,
+)
 from ..channel.exchange import Exchange
-from ..channel.meeting import Member
 from ..facts import RankFacts
+from ..text import named, safe
+from .late_modules import LateModules
 
 if TYPE_CHECKING:
-    from ..judging.found import Found
+    from ..judging.judgement import Judge, Judgement
 
 _LIMIT_S = 5.0  # a look takes no longer
 _LIMIT_PER_RANK_S = 0.002
 _QUESTIONS_KEPT = 32
+_MOST_DIFFERENCES = 8  # of each kind
+_LONGEST_DIFFERENCE = 8192  # characters
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What a question has found, not judged yet.
+class Told:
+    """What a question has found, for all ranks. silent: of which ranks nothing is heard.
 
-    members: each rank's host and process. trouble: why this rank is not connected to the others.
+    differences: between the ranks; None: not all have called an encoder yet. judgement: None where
+    no rank asked for one.
     """
 
-    answers: Answers
-    size: int
-    members: Sequence[Member | None] = ()
-    trouble: str = ""
-
-    @property
-    def says_that_ranks_waited(self) -> bool:
-        """Whether some rank has given up a round."""
-        states = (group.state for group in self.answers.groups.values())
-        return any(
-            isinstance(state, dict) and state.get("given_up") for state in states
-        )
-
-    def found(self) -> Found:
-        """After LateModules.run()."""
-        from ..judging.found import found_of
-
-        return found_of(self.answers, self.size, self.members, self.trouble)
+    silent: Mapping[int, Silence]
+    differences: tuple[str, ...] | None
+    judgement: Judgement | None
 
 
 @dataclass(eq=False)
 class Look:
-    """One request for all ranks' places. Only the stall monitor's thread uses it."""
+    """One request for a verdict. told: None until it has come. Only the stall monitor's thread uses
+    it.
+    """
 
-    began: float
     ends_at: float
-    heard: Heard
+    began: float = field(default_factory=time.monotonic)
+    told: Told | None = None
     is_done: bool = False
-
-    @property
-    def found(self) -> Found:
-        """After LateModules.run()."""
-        return self.heard.found()
 
 
 class Looks:
@@ -75,36 +73,39 @@ class Looks:
     def __init__(
         self,
         exchange: Exchange,
-        make_state: Callable[[], RankFacts],
-        wake: Callable[[], None],
-        heard: Callable[[Heard], None],
+        late: LateModules,
+        own_facts: Callable[[], RankFacts],
+        wake: Callable[[], object],
+        heard: Callable[[Told, RankFacts], object],
     ) -> None:
-        """heard: gets what every question has found, including those that other ranks asked."""
+        """heard: gets what every question has found that this rank was asked, too, and what it had
+        said of itself.
+        """
         self._exchange = exchange
-        self._make_state = make_state
+        self._late = late
+        self._own_facts = own_facts
         self._wake = wake
         self._heard = heard
-        self._replies = queue.SimpleQueue[
-            tuple[str, Callable[[str, Any, float], None]]
-        ]()
-        self._verdicts = queue.SimpleQueue[tuple[str, Any]]()
-        self._asked_at = deque[tuple[str, float]](maxlen=_QUESTIONS_KEPT)
+        self._inbox = queue.SimpleQueue[Callable[[], object]]()
+        self._answered = deque[tuple[str, float, RankFacts]](maxlen=_QUESTIONS_KEPT)
         self._looks: list[Look] = []  # unfinished ones
-        self._lost_at: dict[int, float] = {}  # by rank
+        self._judge: Judge | None = None
+        self.latest: Told | None = None  # that knows of this rank
         self._limit_s = _LIMIT_S + exchange.size * _LIMIT_PER_RANK_S
 
     # The exchange's thread.
 
     def asked(self, id_: str, reply: Callable[[str, Any, float], None]) -> None:
-        self._replies.put((id_, reply))
-        self._wake()
+        self._have(lambda: self._answer(id_, reply))
 
     def judge(self, found: dict[str, Any], reply: Callable[[Any], None]) -> None:
-        """Each rank judges for itself, from the same answers."""
-        reply(found)
+        self._have(lambda: reply(self._judged(found)))
 
     def told(self, id_: str, verdict: Any) -> None:
-        self._verdicts.put((id_, verdict))
+        self._have(lambda: self._take(id_, verdict))
+
+    def _have(self, call: Callable[[], object]) -> None:
+        self._inbox.put(call)
         self._wake()
 
     # The stall monitor's.
@@ -127,8 +128,7 @@ class Looks:
 
     def begin(self) -> Look:
         """Begin a look."""
-        now = time.monotonic()
-        look = Look(now, now + self._limit_s, self._heard_of(Answers()))
+        look = Look(ends_at=time.monotonic() + self._limit_s)
         if self._exchange.is_closed:
             look.is_done = True
             return look
@@ -136,69 +136,129 @@ class Looks:
         self._exchange.ask()
         return look
 
-    def cancel(self) -> None:
-        """Drop all looks: nobody waits for their results."""
-        self._looks = []
-
     def tick(self, now: float) -> None:
-        """Answer questions, and take the results that have come."""
-        self._answer(now)
-        while not self._verdicts.empty():
-            self._take(*self._verdicts.get())
+        """Answer questions, judge, and take the verdicts that have come."""
+        while not self._inbox.empty():
+            self._inbox.get()()
         for look in self._looks:
             look.is_done = look.is_done or now >= look.ends_at
         self._looks = [look for look in self._looks if not look.is_done]
 
-    def _answer(self, now: float) -> None:
-        """All that were asked until now get one answer, which is newer than each question."""
-        replies = []
-        while not self._replies.empty():
-            replies.append(self._replies.get())
-        if not replies:
-            return
-        state = self._make_state()
-        for id_, reply in replies:
-            self._asked_at.append((id_, now))
-            reply(state.key(), state.to_json(), state.still)
+    def alone(self) -> Told:
+        """By this rank's own facts: the others are not heard."""
+        own = self._own_facts()
+        answers = Answers()
+        answers.add(own.key(), {own.rank}, own.to_json(), own.still)
+        answers.add_silent(range(self._exchange.size), Silence(NOT_HEARD))
+        return self._read(self._judged(answers.to_json()))
+
+    def _answer(self, id_: str, reply: Callable[[str, Any, float], None]) -> None:
+        now = time.monotonic()
+        own = self._own_facts()
+        self._answered.append((id_, now, own))
+        reply(own.key(), own.to_json(), own.still)
+
+    def _judged(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The verdict for all ranks, as JSON data."""
+        answers = Answers()
+        answers.add_json(found)
+        size = self._exchange.size
+        groups = [
+            group
+            for key, group in answers.groups.items()
+            if key != OTHERS and isinstance(group.state, dict)
+        ]
+        verdict = {
+            "silent": found["silent"],
+            "differences": _differences(groups, answers.silent, size),
+        }
+        if any(group.state.get("asks") for group in groups):
+            self._late.run()
+            from ..judging.found import found_of
+            from ..judging.judgement import Judge
+
+            if self._judge is None:
+                self._judge = Judge()
+            members = tuple(self._exchange.members)
+            seen = found_of(answers, size, members, self._exchange.trouble)
+            verdict["judgement"] = asdict(self._judge.judgement(seen))
+        return verdict
 
     def _take(self, id_: str, verdict: Any) -> None:
-        answers = Answers()
+        answered = {one: (at, facts) for one, at, facts in self._answered}
+        answered_at, facts = answered.get(id_, (0.0, None))
         try:
-            answers.add_json(verdict.get("not judged", verdict))
+            if "not judged" in verdict:  # the one that judges could not in time
+                verdict = self._judged(verdict["not judged"])
+            told = self._read(verdict)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # no rank of this format sends it
-        self._keep_since_when(answers)
-        heard = self._heard_of(answers)
-        asked_at = dict(self._asked_at).get(id_, 0.0)
+        is_asked = facts is not None and facts.asks
+        if self._exchange.rank in told.silent or (is_asked and told.judgement is None):
+            answered_at = -math.inf  # it knows nothing of this rank
+        else:
+            self.latest = told
         is_old = False
         for look in self._looks:
-            if asked_at >= look.began:
-                look.heard = heard
+            if answered_at >= look.began:
+                look.told = told
                 look.is_done = True
-            else:
+            else:  # its answers may be older than the look
                 is_old = True
-        self._heard(heard)
-        if is_old:  # its answers may be older than the look
+        if facts is not None:
+            self._heard(told, facts)
+        if is_old:
             self._exchange.ask()
 
-    def _keep_since_when(self, answers: Answers) -> None:
-        """A connection is lost anew whenever it could not be made, and each rank that is asked has
-        its own: the first time counts, until the rank is heard.
-        """
-        now = time.monotonic()
-        for rank in self._lost_at.keys() & answers.heard:
-            del self._lost_at[rank]
-        for rank, silence in list(answers.silent.items()):
-            if silence.how == LOST:
-                since = now - silence.seconds if silence.seconds >= 0 else math.inf
-                since = min(self._lost_at.get(rank, math.inf), since)
-                if since < math.inf:
-                    self._lost_at[rank] = since
-                    answers.silent[rank] = Silence(LOST, now - since)
+    def _read(self, verdict: Mapping[str, Any]) -> Told:
+        """Raises what `_take` takes if no rank of this format sends it."""
+        answers = Answers()
+        answers.add_json({"groups": [], "silent": verdict["silent"]})
+        texts = verdict["differences"]
+        if texts is not None:
+            texts = tuple(safe(one, _LONGEST_DIFFERENCE) for one in texts)
+        judgement = None
+        if "judgement" in verdict:
+            self._late.run()
+            from ..judging.judgement import Judgement
+            from ..judging.read_facts import read
 
-    def _heard_of(self, answers: Answers) -> Heard:
-        exchange = self._exchange
-        if exchange.rank not in answers.heard:
-            state = self._make_state()
-            answers.add(state.key(), {exchange.rank}, state.to_json(), state.still)
-        return Heard(answers, exchange.size, tuple(exchange.members), exchange.trouble)
+            judgement = read(Judgement, verdict["judgement"])
+        return Told(answers.silent, texts, judgement)
+
+
+def _differences(
+    groups: Iterable[Group], silent: Mapping[int, Silence], size: int
+) -> list[str] | None:
+    """From rank 0's point of view. A rank that has not called its first encoder yet may still be
+    about to choose its settings.
+    """
+    gone = {rank for rank, silence in silent.items() if silence.how in (LEFT, ENDED)}
+    without = {rank for rank, silence in silent.items() if silence.how == NO_WATCH}
+    told = {rank: _texts(group.state) for group in groups for rank in group.ranks}
+    is_whole = len(told.keys() | gone | without) >= size and all(told.values())
+    if not is_whole or 0 not in told:
+        return None
+    found = list[str]()
+    if without:
+        of_all = f"{named(sorted(without))} of {size}"
+        found.append(
+            f"{of_all}: there are no stall reports there; stderr there says why"
+        )
+    for name, here in told[0].items():
+        others: dict[str, list[int]] = {}
+        for rank in sorted(told):
+            if told[rank][name] != here:
+                others.setdefault(told[rank][name], []).append(rank)
+        if others:
+            there = [f"{named(ranks)}: {value}" for value, ranks in others.items()]
+            all_there = "; ".join(there[:_MOST_DIFFERENCES])
+            found.append(f"ranks differ in their {name}: here {here}; {all_there}")
+    return found
+
+
+def _texts(state: dict[str, Any]) -> dict[str, str]:
+    """What should be the same; empty before its first encoder call."""
+    if not state.get("calls"):
+        return {}
+    return {name: safe(str(state.get(name, ""))) for name in ("versions", "settings")}

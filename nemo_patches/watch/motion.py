@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..channel.daemon import own_threads
+from .process_id import stat_fields
 
 # Of a core, all threads and processes together. A thread that polls every hundredth of a second
 # takes 0.004 to 0.01, one that reads the state of all processes every second 0.002.
@@ -180,8 +181,7 @@ def _process(pid: int) -> _Process:
 def _children_s(pid: int) -> float:
     """0 if the kernel does not say."""
     with contextlib.suppress(OSError, ValueError):
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        return sum(map(int, stat.rpartition(")")[2].split()[13:15])) / _TICKS_PER_S
+        return sum(map(int, stat_fields(pid)[13:15])) / _TICKS_PER_S
     return 0.0
 
 

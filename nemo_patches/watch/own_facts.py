@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 from ..channel.own_socket import host_name
 from ..facts import (
     CALLING,
-    CAN_PAGE,
     COMPUTING,
     LENGTH_SYNC,
     MOVING,
@@ -21,12 +19,12 @@ from ..facts import (
     RankFacts,
 )
 from ..sync import __version__
-from ..sync.rounds import Group, WatchedRounds
-from ..sync.settings import Settings
+from ..sync.length_sync import current
+from ..sync.rounds import WatchedRounds
 from ..text import safe
-from .late_modules import LateModules
-from .progress import Progress
-from .training_notes import TrainingNotes
+from .incidents import Incidents
+from .late_rounds import LateRounds
+from .stalls import Stalls
 
 # Parts of stall_timeout: for this long afterwards a rank counts as going on.
 _CALLING_PART = 1 / 2
@@ -38,45 +36,38 @@ class OwnFacts:
     """Used by the stall monitor's thread."""
 
     def __init__(
-        self,
-        group: Group,
-        notes: TrainingNotes,
-        progress: Progress,
-        settings: Callable[[], Settings],
-        late: LateModules,
-        page: Callable[[], str] = lambda: CAN_PAGE,
+        self, incidents: Incidents, late_rounds: LateRounds, stalls: Stalls
     ) -> None:
-        """page: HAS_WARNED or HAS_PAGED in a stall, else CAN_PAGE."""
-        self._group = group
-        self._notes = notes
-        self._progress = progress
-        self._settings = settings
-        self._late = late
-        self._page = page
+        self._incidents = incidents
+        self._late_rounds = late_rounds
+        self._stalls = stalls
 
     def make(self) -> RankFacts:
         """As of now."""
         now = time.monotonic()
-        settings = self._settings()
-        last = self._notes.last
+        incidents = self._incidents
+        notes = incidents.notes
+        progress = incidents.progress
+        settings = current()
+        last = notes.last
         timeout = settings.timeout
         # Without stall reports there is still `diagnose --job`.
         stall_timeout = settings.stall_timeout or timeout
-        syncs = self._notes.syncs(self._group)
+        syncs = notes.syncs(incidents.group)
         in_sync = next(
             (f"{ROUNDS_OF}{sync.title}" for sync in syncs if sync.in_call), ""
         )
         if last.sync is not None and last.sync.in_call:
             in_sync = LENGTH_SYNC
         rounds, given_up = _rounds(
-            syncs, now, timeout.total_seconds(), self._notes.may_be_uneven()
+            syncs, now, timeout.total_seconds(), notes.may_be_uneven()
         )
         goes_on, goes_on_for = self._goes_on(now, stall_timeout.total_seconds())
-        texts = (settings.alike(), self._notes.encoder_flag)
+        texts = (settings.alike(), notes.encoder_flag)
         nemo = getattr(sys.modules.get("nemo"), "__version__", "?")
         reports_stalls = settings.stall_timeout > timedelta(0)
         facts = RankFacts(
-            rank=self._group.rank,
+            rank=incidents.group.rank,
             host=safe(host_name()),
             pid=os.getpid(),
             versions=f"nemo_patches {__version__}, nemo {nemo}",
@@ -87,37 +78,40 @@ class OwnFacts:
             idle=now - last.since if last.since else -1.0,
             rounds=rounds,
             given_up=given_up,
+            late=self._late_rounds.asks(),
+            asks=incidents.need_judgement,
             apart=_apart(syncs),
             training=last.training,
             goes_on=goes_on,
             goes_on_for=goes_on_for,
             still=self._still_s(now),
-            sleeps=self._progress.sleeps,
-            page=self._page() if reports_stalls and settings.on_stall else NO_PAGE,
+            sleeps=progress.sleeps,
+            page=self._stalls.page if reports_stalls and settings.on_stall else NO_PAGE,
             collective=in_sync,
         )
-        since_s = now - (last.since or self._progress.stepped_at)
+        since_s = now - (last.since or progress.stepped_at)
         away_after_s = (min(timeout, stall_timeout) / 2).total_seconds()
         is_away = since_s >= away_after_s
         # A rank that has ended an evaluation waits for the others from then on, and is not missing
         # meanwhile. They wait for less than the timeout only if they have waited in vain before.
-        is_soon = not self._late.are_there and since_s < away_after_s / 2
+        is_soon = not incidents.late.are_there and since_s < away_after_s / 2
         may_have_ended = not last.training and not is_soon
-        if (is_away or may_have_ended) and not self._late.run():
+        if is_away or may_have_ended:
+            incidents.late.run()
             from .place import with_place
 
-            return with_place(facts, self._notes, self._progress, is_away=is_away)
+            return with_place(facts, notes, progress, is_away=is_away)
         return facts
 
     def _still_s(self, now: float) -> float:
         """-1: not known, as where it is not known which thread trains."""
-        is_known = self._progress.training_thread.known() is not None
-        return self._progress.still_s(now) if is_known else -1.0
+        is_known = self._incidents.progress.training_thread.known() is not None
+        return self._incidents.progress.still_s(now) if is_known else -1.0
 
     def _goes_on(self, now: float, limit_s: float) -> tuple[str, float]:
         """How this rank goes on, and for how many seconds that counts."""
-        last = self._notes.last
-        progress = self._progress
+        last = self._incidents.notes.last
+        progress = self._incidents.progress
         left = {
             CALLING: last.since + _CALLING_PART * limit_s - now if last.since else 0.0,
             MOVING: progress.stepped_at + _MOVING_PART * limit_s - now,

@@ -33,8 +33,15 @@ def machine() -> str:
 def started(pid: int) -> int:
     """In clock ticks since the machine's boot; 0: there is no such process, or it has ended."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        fields = stat_fields(pid)
     except OSError:
         return 0
-    fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def stat_fields(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on: proc(5) calls that field 3. Raises
+    OSError if there is none, or the kernel does not say.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()

@@ -134,8 +134,7 @@ class Progress:
             self.has_started = True
 
     def _look_at_work(self, now: float, limit_s: float) -> None:
-        if self._late.run():
-            return  # it is not known whether it works
+        self._late.run()
         from .at_work import AtWork
 
         if self._at_work is None:

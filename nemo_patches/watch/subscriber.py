@@ -77,13 +77,14 @@ class StallSubscriber(Notes):
         """The encoders' rounds that this rank waits for, or has given up, with the missing ranks of
         each.
         """
-        return () if self._monitor is None else self._monitor.stalls()
+        monitor = self._monitor
+        return () if monitor is None else monitor.incidents.stalls()
 
     def unannounced(self) -> tuple[int, ...]:
         """The ranks that have not announced themselves under that process group: unpatched, or not
         here yet.
         """
-        return () if self._monitor is None else self._monitor.unannounced()
+        return () if self._monitor is None else self._monitor.absent.missing
 
     def in_forked_child(self) -> None:
         """There is no thread. The child may become a rank, unless its parent is one."""
@@ -98,9 +99,7 @@ class StallSubscriber(Notes):
     def group_began(self, group: Group, exchange: Exchange) -> None:
         with contain("the stall monitor", self._notes.fail):
             self._notes.begin_anew()
-            self._monitor = StallMonitor(
-                group, exchange, self._notes, length_sync.current, self._late
-            )
+            self._monitor = StallMonitor(group, exchange, self._notes, self._late)
             self._start()
             self._on_group()
 

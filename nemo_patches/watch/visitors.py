@@ -1,4 +1,4 @@
-"""Clients of the rank's socket: who may have an answer, and how it is sent."""
+"""Clients of the rank's socket: who may have an answer, what it is, and how it is sent."""
 # Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
 
 from __future__ import annotations
@@ -8,12 +8,72 @@ import contextlib
 import os
 import struct
 import time
+from typing import TYPE_CHECKING, Any
 
 from ..channel.own_socket import Socket
-from .job_socket import MOST_WAITING
+from .incidents import Incident, Incidents, Reason
+from .job_socket import MOST_WAITING, JobSocket
+from .looks import Told
+from .stalls import Stalls
+
+if TYPE_CHECKING:
+    from .torch_knows import FlightRecording
 
 _ROOT = 0  # the user
 _TAKEN_S = 15.0  # a client that has not taken its answer by then gets no more
+
+
+class Visitors(Reason):
+    """Each is an incident, until it has its answer."""
+
+    lead_s = (
+        2.0  # ranks are asked at once; the answer waits for what torch has recorded
+    )
+
+    def __init__(self, incidents: Incidents, stalls: Stalls) -> None:
+        super().__init__(incidents)
+        self._stalls = stalls
+        self.socket: JobSocket | None = None
+        self.sending: list[Sending] = []
+        self._waiting: dict[Socket, FlightRecording] = {}
+
+    def find(self, now: float, is_last: bool) -> dict[Any, float]:
+        self.sending = [one for one in self.sending if not one.go_on()]
+        if is_last:
+            self.close()
+        elif self.socket is not None and self.socket.has_visitors():
+            self.incidents.late.run()
+            from .torch_knows import FlightRecording
+
+            for visitor in visitors(self.socket.listener):
+                self._waiting[visitor] = FlightRecording()
+        return dict.fromkeys(self._waiting, now)
+
+    def next_at(self, incident: Incident) -> float:
+        is_ready = self._waiting[incident.subject].is_done
+        return 0.0 if is_ready else time.monotonic() + self.lead_s / 2
+
+    def say(self, incident: Incident, told: Told, now: float) -> None:
+        from .report_file import as_json
+
+        visitor: Socket = incident.subject
+        recorded = self._waiting.pop(visitor).wait()
+        if told.judgement is None:
+            visitor.close()
+            return
+        content = self._stalls.answer(told.judgement, now)
+        sending = Sending(visitor, as_json(content, recorded))
+        if not sending.go_on():
+            self.sending.append(sending)
+
+    def close(self) -> None:
+        for visitor in (*self._waiting, *(one.visitor for one in self.sending)):
+            visitor.close()
+        self._waiting = {}
+        self.sending = []
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
 
 
 def visitors(listener: Socket) -> list[Socket]:
@@ -50,12 +110,6 @@ class Sending:
             pass
         self.visitor.close()
         return True
-
-
-def answer(visitor: Socket, data: bytes) -> Sending | None:
-    """Begin to send it; None: it is sent."""
-    sending = Sending(visitor, data)
-    return None if sending.go_on() else sending
 
 
 def _has_hung_up(visitor: Socket) -> bool:

@@ -19,7 +19,6 @@ def _begin(replacements: Replacements, _: InForce) -> None:
     tracing.use(length_sync.current())
     for owner in [made.owner for made in replacements.made if made.name in _SYNCS]:
         if not replacements.has(owner, _FORWARD):
-            # Not by inspect.getattr_static, which raises for a class in Python 3.13.0.
             original = next(
                 vars(base)[_FORWARD] for base in owner.__mro__ if _FORWARD in vars(base)
             )

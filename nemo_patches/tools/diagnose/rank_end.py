@@ -67,7 +67,7 @@ _ERROR = re.compile(r"^(?![ ^~])(.+?)(?:: (.*?))?\s*\Z", re.MULTILINE | re.DOTAL
 _OF_COLLECTIVES = re.compile(
     r"/torch/(?:distributed/(?!checkpoint/|elastic/)|nn/parallel/|autograd/graph\.py$)"
 )
-STALL_EXIT = 83  # watch/job_stall.py: every rank ends with it, whichever is the reason
+STALL_EXIT = 83  # watch/exits.py: every rank ends with it, whichever is the reason
 # Innermost frames of an exception: a logger's wrapper is beneath a collective, torch/_ops.py above
 _RAISED_WITHIN = 3
 # How torch passes on what was raised in another process or thread: "Caught OSError in DataLoader
