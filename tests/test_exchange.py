@@ -845,3 +845,19 @@ def test_what_has_come_and_is_not_read_yet_is_no_gap() -> None:
         wait_for(lambda: ours.has_unread)
         assert not ours.has_gap
         own.close()
+
+
+def asks_and_is_held_up(rank: Rank) -> Any:
+    """Its exchange's thread, for longer than the others may take to answer."""
+    before = rank.times_told()
+    rank.exchange.ask()
+    rank.exchange.post(lambda: time.sleep(2.0))
+    wait_for(lambda: rank.times_told() > before)
+    return rank.watch.told_at[before][1]
+
+
+def test_a_judge_that_was_held_up_itself_calls_no_other_silent() -> None:
+    """What has come meanwhile is read first."""
+    with Job(4, by_file=True) as job:
+        (verdict,) = job.do([0], asks_and_is_held_up)
+        assert heard(verdict) == {0, 1, 2, 3}
