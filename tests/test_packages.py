@@ -21,12 +21,13 @@ pytestmark = pytest.mark.one_nemo
 PACKAGE = Path(__file__).parent.parent / "nemo_patches"
 MAY_IMPORT = {
     "text": set[str](),
+    "limits": set[str](),
     "growth": set[str](),
     "facts": {"text", "channel"},
-    "channel": {"text", "channel"},
+    "channel": {"text", "limits", "channel"},
     "sync": {"text", "growth", "channel", "sync"},
     "judging": {"text", "facts", "channel", "judging"},
-    "watch": {"text", "facts", "channel", "sync", "watch", "judging"},
+    "watch": {"text", "limits", "facts", "channel", "sync", "watch", "judging"},
     "tracing": {"text", "channel", "sync", "watch", "judging", "tracing"},
     "options": {"text", "channel", "sync", "options"},
     "patching": {"text", "growth", "channel", "sync", "watch", "judging", "patching"},
@@ -62,6 +63,7 @@ TORCH_ONLY = (
 LAYER = {
     "",
     "text",
+    "limits",
     "facts",
     "growth",
     "channel",
@@ -90,7 +92,7 @@ def package(path: Path) -> str:
     inner = path.relative_to(PACKAGE).parts
     if inner in (("cli.py",), ("__main__.py",)):
         return "tools"  # the commands' line
-    if inner in (("growth.py",), ("text.py",), ("facts.py",)):
+    if inner in (("growth.py",), ("text.py",), ("facts.py",), ("limits.py",)):
         return inner[0].removesuffix(".py")
     return inner[0] if len(inner) > 1 else ""
 

@@ -21,6 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..limits import (
+    ANSWERS_PER_RANK_S,
+    ANSWERS_S,
+    HERE_PER_RANK_S,
+    HERE_S,
+    OWN_STATE_S,
+    VERDICT_S,
+)
 from .answers import (
     HELD_UP,
     NO_WATCH,
@@ -35,15 +43,11 @@ from .answers import (
 )
 from .link import ANSWER, ASK, HERE, QUESTION, VERDICT, Link, Message
 
-_HERE_S = 0.8  # for a rank to say that it is there
-_OWN_S = 1.0  # for this rank's own state, which another thread gives
-# For all answers; each level of the tree has a bit less than that above it.
-_LIMIT_S = 2.4
-_LEVEL_S = 0.1
-_JUDGE_S = 1.0  # for the verdict
+_LEVEL_S = (
+    0.1  # each level of the tree has so much less than that above it, of ANSWERS_S
+)
 # Between two questions of a judge: ranks that ask meanwhile share the next one.
 _GAP_S = 0.3
-_PER_RANK_S = 0.0006  # added for each rank of the job: many may share a machine
 
 
 class Watch(Protocol):
@@ -108,8 +112,8 @@ class Questions:
         self._asks_until = math.inf
         self._suspects: set[int] = set()  # ranks that have not answered lately
         self._next_at = 0.0
-        self._here_s = _HERE_S + owner.size * _PER_RANK_S
-        self._limit_s = _LIMIT_S + owner.size * 2 * _PER_RANK_S
+        self._here_s = HERE_S + owner.size * HERE_PER_RANK_S
+        self._limit_s = ANSWERS_S + owner.size * ANSWERS_PER_RANK_S
 
     def want(self) -> None:
         """Ask, unless a question is under way."""
@@ -217,7 +221,7 @@ class Questions:
         if watch is None:
             question.found.add_silent([own], Silence(NO_WATCH))
         else:
-            question.pending[own] = now + _OWN_S
+            question.pending[own] = now + OWN_STATE_S
             reply = functools.partial(self._owner.post_question, self._reply, question)
             watch.asked(question.id, reply)
         if question.origin is None:
@@ -306,12 +310,12 @@ class Questions:
         question.is_done = True
         if question.origin is not None:
             # The verdict may take so long, and is to be passed on.
-            question.ends_at = now + self._limit_s + 2 * _JUDGE_S
+            question.ends_at = now + self._limit_s + 2 * VERDICT_S
             self._tell(
                 question.origin, ANSWER, {"id": question.id, **question.found.to_json()}
             )
             return
-        question.ends_at = now + _JUDGE_S
+        question.ends_at = now + VERDICT_S
         self._next_at = now + _GAP_S
         for rank in range(self._owner.size):
             question.found.add_silent(

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..facts import RankFacts
+from ..limits import PATIENCE_S, REPORT_PER_RANK_S
 from ..sync.length_sync import current
 from ..sync.rounds import Round, WatchedRounds, listeners
 from ..text import named
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ..judging.answer import Answer
 
 FIRST_REPEAT_S = 60.0
-_PATIENCE_S = 2.6
-_PATIENCE_PER_RANK_S = 0.002
 
 
 class LateRounds(Reason):
@@ -37,7 +36,7 @@ class LateRounds(Reason):
 
     def __init__(self, incidents: Incidents) -> None:
         super().__init__(incidents)
-        self.patience_s = _PATIENCE_S + incidents.group.size * _PATIENCE_PER_RANK_S
+        self.patience_s = PATIENCE_S + incidents.group.size * REPORT_PER_RANK_S
         # What RankFacts.late says of each that is late enough to be looked into.
         self._late: dict[tuple[WatchedRounds, Round], tuple[int, int, int, int]] = {}
         self._said_at: dict[WatchedRounds, float] = {}

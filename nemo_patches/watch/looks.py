@@ -27,14 +27,13 @@ from ..channel.answers import (
 )
 from ..channel.exchange import Exchange
 from ..facts import RankFacts
+from ..limits import LOOK_S, REPORT_PER_RANK_S
 from ..text import named, safe
 from .late_modules import LateModules
 
 if TYPE_CHECKING:
     from ..judging.judgement import Judge, Judgement
 
-_LIMIT_S = 5.0  # a look takes no longer
-_LIMIT_PER_RANK_S = 0.002
 _QUESTIONS_KEPT = 32
 _MOST_DIFFERENCES = 8  # of each kind
 _LONGEST_DIFFERENCE = 8192  # characters
@@ -91,7 +90,7 @@ class Looks:
         self._looks: list[Look] = []  # unfinished ones
         self._judge: Judge | None = None
         self.latest: Told | None = None  # that knows of this rank
-        self._limit_s = _LIMIT_S + exchange.size * _LIMIT_PER_RANK_S
+        self._limit_s = LOOK_S + exchange.size * REPORT_PER_RANK_S
 
     # The exchange's thread.
 

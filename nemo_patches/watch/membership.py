@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..channel.answers import LEFT, NOT_COME, UNREACHED
+from ..limits import PATIENCE_S
 from ..sync.length_sync import current
 from ..sync.rounds import listeners
 from ..text import named
@@ -20,9 +21,7 @@ from .looks import Told
 if TYPE_CHECKING:
     from ..judging.answer import Answer
 
-_JOB = "this job"  # in place of an encoder
-_PATIENCE_S = 2.6
-# This rank's collectives fail, too: it may end at once.
+_JOB = "this job"  # This rank's collectives fail, too: it may end at once.
 _PATIENCE_AFTER_A_DEATH_S = 0.05
 _LONGEST_PAUSE_S = 60.0  # between two looks
 _SOON_S = 0.5
@@ -49,7 +48,7 @@ class Gone(Reason):
     @property
     def patience_s(self) -> float:  # type: ignore[override]
         has_died = self.incidents.exchange.any_died
-        return _PATIENCE_AFTER_A_DEATH_S if has_died else _PATIENCE_S
+        return _PATIENCE_AFTER_A_DEATH_S if has_died else PATIENCE_S
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:
         if not self._since:
