@@ -21,7 +21,8 @@ from .looks import Told
 if TYPE_CHECKING:
     from ..judging.answer import Answer
 
-_JOB = "this job"  # This rank's collectives fail, too: it may end at once.
+_JOB = "this job"  # in place of an encoder
+# This rank's collectives fail, too: it may end at once.
 _PATIENCE_AFTER_A_DEATH_S = 0.05
 _LONGEST_PAUSE_S = 60.0  # between two looks
 _SOON_S = 0.5
