@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import math
 import os
@@ -45,9 +46,11 @@ from torch.utils.data import DataLoader, Dataset
 import nemo_patches
 from nemo_patches.channel.answers import (
     ENDED,
+    HELD_UP,
     LOST,
     NOT_COME,
     UNREACHED,
+    Answers,
     Silence,
 )
 from nemo_patches.channel.exchange import Exchange, Latest
@@ -61,9 +64,9 @@ from nemo_patches.watch import late_rounds, report_file
 from nemo_patches.watch.incidents import Incident, Incidents
 from nemo_patches.watch.late_modules import LateModules
 from nemo_patches.watch.late_rounds import LateRounds
-from nemo_patches.watch.looks import Look, Told
+from nemo_patches.watch.looks import Look, Looks, Told
 from nemo_patches.watch.membership import Absent, Gone, Roll
-from nemo_patches.watch.stalls import Stalls
+from nemo_patches.watch.stalls import Stalled, Stalls
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 # Nothing here depends on NeMo's version.
@@ -484,6 +487,104 @@ def told_of(
         states_of = {rank: replace(one, late=call) for rank, one in states_of.items()}
     seen = Found(len(silences) + len(states_of), states_of, silences)
     return Told(silences, None, Judge().judgement(seen))
+
+
+class Asked:
+    """One of two ranks without a network: a test carries what it says to the other."""
+
+    def __init__(self, rank: int, *, asks: bool) -> None:
+        self.heard: list[Told] = []
+        self.asked_again = 0
+        exchange: Any = SimpleNamespace(
+            rank=rank, size=2, members=[None, None], trouble="", is_closed=False
+        )
+        exchange.ask = self.ask
+        facts = state(rank, f"place_{rank} (train.py:1)", asks=asks)
+        self.looks = Looks(
+            exchange,
+            LateModules(),
+            lambda: facts,
+            lambda: None,
+            lambda told, own: self.heard.append(told),
+        )
+
+    def ask(self) -> None:
+        self.asked_again += 1
+
+    def answers(self, id_: str) -> Answers:
+        answers = Answers()
+        rank = self.looks._exchange.rank
+        self.looks.asked(id_, lambda key, one, s: answers.add(key, {rank}, one, s))
+        self.looks.tick(time.monotonic())
+        return answers
+
+    def judges(self, found: Answers) -> Any:
+        verdicts: list[Any] = []
+        self.looks.judge(found.to_json(), verdicts.append)
+        self.looks.tick(time.monotonic())
+        return json.loads(json.dumps(verdicts.pop()))
+
+    def is_told(self, id_: str, verdict: Any) -> None:
+        self.looks.told(id_, verdict)
+        self.looks.tick(time.monotonic())
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_one_rank_judges_and_every_rank_has_its_verdict(is_in_time: bool) -> None:
+    """Or each by itself, from the same answers, where that one does not in time."""
+    ranks = [Asked(0, asks=False), Asked(1, asks=True)]
+    look = ranks[1].looks.begin()
+    found = Answers()
+    for one in ranks:
+        found.add_json(one.answers("id").to_json())
+    verdict: Any = {"not judged": found.to_json()}
+    if is_in_time:
+        verdict = ranks[0].judges(found)
+        assert ranks[0].looks._judge is not None
+    for one in ranks:
+        one.is_told("id", verdict)
+    (first,), (second,) = (one.heard for one in ranks)
+    assert first.judgement == second.judgement
+    assert first.judgement is not None
+    assert "rank 0 (node0, pid 100): place_0 (" in first.judgement.job.text()
+    assert look.is_done and look.told is second
+    assert (ranks[1].looks._judge is None) == is_in_time
+
+
+def test_nothing_is_judged_where_nothing_is_wrong() -> None:
+    """As where rank 0 compares settings: judging is not even imported then."""
+    ranks = [Asked(0, asks=False), Asked(1, asks=False)]
+    found = Answers()
+    for one in ranks:
+        found.add_json(one.answers("id").to_json())
+    ranks[1].is_told("id", ranks[0].judges(found))
+    assert ranks[1].heard == [Told({}, (), None)]
+    assert ranks[0].looks._judge is None
+
+
+def test_a_verdict_from_before_a_look_or_without_this_rank_is_not_its_result() -> None:
+    here, there = Asked(0, asks=True), Asked(1, asks=True)
+    found = here.answers("early")
+    found.add_json(there.answers("early").to_json())
+    look = here.looks.begin()
+    here.is_told("early", there.judges(found))
+    assert not look.is_done
+    without_it = there.answers("late")
+    here.answers("late")
+    without_it.add_silent([0], Silence(HELD_UP))
+    here.is_told("late", there.judges(without_it))
+    assert not look.is_done
+    assert here.asked_again == 3
+
+
+def test_a_rank_that_was_seen_to_move_has_moved_whatever_an_older_answer_says() -> None:
+    """stall_exit's: the answers of two questions may come in the other order."""
+    stall = Stalled(LastCall(), stepped_at=0.0, since=0.0)
+    stall.take(told_of({}, state(0, still=1.0), state(1, still=-1.0)), now=100.0)
+    stall.take(told_of({}, state(0, still=50.0), state(1, still=60.0)), now=101.0)
+    assert stall.moved_at == {0: 99.0, 1: 100.0}
+    stall.take(told_of({0: LOST}, state(1, still=0.0)), now=110.0)
+    assert stall.moved_at == {0: 99.0, 1: 110.0}
 
 
 def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> (
