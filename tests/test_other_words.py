@@ -433,6 +433,23 @@ case(
     " been marked dead because the detector has missed too many heartbeats from it.\n",
     ["node of the job failed", "10.0.3.7"],
 )
+case(
+    "whom others ended is no reason",
+    "launcher:Rank 3 crashed with exit code -6.\n"
+    + "".join(
+        f"Global rank {rank} (PID 21{rank}) exited with code -15\n"
+        for rank in (0, 1, 2)
+    ),
+    ["Rank 3 ended"],
+)
+case(
+    "a rank in brackets, a time and a level",
+    "[2026-11-28 03:00:00][rank2][ERROR] Traceback (most recent call last):\n"
+    '[2026-11-28 03:00:00][rank2][ERROR]   File "t.py", line 3, in f\n'
+    "[2026-11-28 03:00:00][rank2][ERROR] ZeroDivisionError: division by zero\n"
+    "[2026-11-28 03:00:00][rank0][INFO] step\n",
+    ["Rank 2 raised ZeroDivisionError"],
+)
 # Harmless: another subject, what was, what was said, what somebody sees to.
 for position, line in enumerate(
     (
@@ -455,6 +472,14 @@ for position, line in enumerate(
         "rank 3 missing=0 stalled=0 dead=0",
         "rank 3 did not report metrics for this step (val only)",
         "rank 3 hung out the washing",
+        "monitor: rank 3 is killed after 3 missed heartbeats (config)",
+        "INFO: task 3 killed (speculative copy finished first)",
+        "sample 12: 'the rank 3 worker was killed'",
+        "timeout_s: 600  # rank 3 stuck for 600 s -> kill",
+        "stalled ranks 3",
+        "lagging ranks: 3 of 8",
+        "lost workers: 3, restarted 3",
+        "rank 3 exited with code -15",
     )
 ):
     case(

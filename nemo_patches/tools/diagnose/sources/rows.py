@@ -631,13 +631,15 @@ _AFTER = (
     r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
 )
 _DIED = (
-    r"crashed|died|dead|killed|segfault(?:ed)?|core dumped|aborted|"
+    r"crashed|died|dead|segfault(?:ed)?|core dumped|aborted|"
+    r"(?<!is )killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|"
     r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally)|"
-    r"(?:exited|terminated|died|killed) (?:with|by|on) signal \w{1,12}"
+    r"(?:exited|terminated|died|killed) (?:with|by|on) signal (?!15|2\b|SIGTERM|SIGINT)\w{1,12}"
 )
 _EXITED = (
     r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
-    r"(?:exit ?|return ?)?(?:code|status)|exit ?code|returncode|rc)\W{1,3}-?[1-9]\d{0,2}\b"
+    r"(?:exit ?|return ?)?(?:code|status)|exit ?code|returncode|rc)"
+    r"[^\w-]{1,3}(?!(?:-15|-2|143|130)\b)-?[1-9]\d{0,2}\b"  # whom others ended
 )
 _ABSENT = (
     r"missing|stalled|stuck|hung|hanging|unresponsive|not responding|does not respond|"
@@ -659,7 +661,9 @@ _GENERAL = (
     (
         re.compile(
             r"\b(?:[Mm]issing|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Ll]agging|[Ll]ost)"
-            rf" {_WHO[2:]}{_NUMBER}"
+            # "lost workers: 0", "stalled ranks 2 of 8": how many
+            r" (?!\w+s\b[ #:=_-]{0,3}\d{1,6}\b(?!,? ?-?\d))(?!\w+\W{1,3}\d+ of \d)"
+            rf"{_WHO[2:]}{_NUMBER}"
         ),
         TOLD_ABSENT,
     ),
@@ -675,10 +679,13 @@ _OTHER = re.compile(
     r"\bok\b|\bretry|healthy|no longer|thread|nemo_patches |\bresum|\bprevious|\bearlier\b|"
     r"last (?:run|time|attempt)|\b(?:in|of|during) (?:run|attempt) \d|"
     r"\b(?:reference|predicted|prediction|pred_text|hypothesis|hyp|ref|transcript\w*|utterance|"
-    r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|^(?:srun|slurmstepd|prterun|mpirun)\b"
+    r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|"
+    r"\b(?:sample|hypothesis|reference|utterance) \d|^(?:srun|slurmstepd|prterun|mpirun)\b"
 )
-# Before the rank, such a word makes it the reason of something else.
-_REASON = re.compile(r"(?i)\b(?:because|since|once|when|in case|after(?! \d))\b")
+# Before the rank, such a word makes it the reason of something else, a comment, or a quotation.
+_REASON = re.compile(
+    r"(?i)\b(?:because|since|once|when|in case|after(?! \d))\b|(?:^|\s)#\s|['\"](?:the )?$"
+)
 # One of these is in each line of a general row, in place of a row's words.
 _GENERAL_WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),

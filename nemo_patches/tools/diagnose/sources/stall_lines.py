@@ -61,6 +61,8 @@ _CONDITIONS = (
 _IS_PLACE = re.compile(r"\(.{1,300}:\d{1,9}\)|takes no part|^$|where is not known")
 _CALLER = re.compile(r", (?:in|while|during) ")
 _MOST_REPORTS = 1 << 16  # unlike ones
+# Ranks in the reports that are read, the last ones: 4,096 ranks are to be read in seconds.
+_MOST_TOLD = 1 << 19
 # Of what follows a place, as judging/rank_groups.py writes it; "last batch 7" is none.
 _WORKER = "its data loader's "
 
@@ -97,7 +99,7 @@ class StallLines:
             if stall["call"]:
                 waits = Place(collective=LENGTH_SYNC)
                 self._put((reporter,), lambda: self._tell(reporter, waits, line))
-            report = _AGE.sub("", text.rpartition("Missing: ")[2]), level
+            report = "report", _AGE.sub("", text.rpartition("Missing: ")[2]), level
             goes_on = level == "INFO"
             self._put(report, lambda: self._take_groups(text, line, goes_on))
         elif _STALL_EXIT.search(text):
@@ -114,11 +116,13 @@ class StallLines:
 
     def finish(self) -> None:
         """Lines may stand one rank after the other: by one host's clock they are in order."""
-        unread = list(self._unread.values())
-        self._unread = {}
+        unread, self._unread = list(self._unread.items()), {}
         if len(self._hosts) == 1:
-            unread.sort(key=lambda one: one[0])
-        for _, read in unread:
+            unread.sort(key=lambda one: one[1][0])
+        reports = [key for key, _ in unread if key[0] == "report"]
+        most = max(_MOST_TOLD // max(self._found.world_size, 1), 1)
+        passed_over = set(reports[:-most])
+        for read in [read for key, (_, read) in unread if key not in passed_over]:
             read()
 
     def _came(self, late: list[int], reporter: int, text: str, line: Line) -> None:
