@@ -42,7 +42,13 @@ def text_of(node: ast.AST) -> str:
 
 def nodes(node: ast.AST, *kinds: type[Node]) -> Iterator[Node]:
     """The nodes of some kinds in a tree."""
-    return (each for each in ast.walk(node) if isinstance(each, kinds))
+    return (each for each in _walked(node) if isinstance(each, kinds))
+
+
+@lru_cache(maxsize=5_000)
+def _walked(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Several rules ask for the same trees."""
+    return tuple(ast.walk(node))
 
 
 def constant(node: ast.AST | None) -> object:

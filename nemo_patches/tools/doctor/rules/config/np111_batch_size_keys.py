@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.config import Value
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import Findings, stops, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 from nemo_patches.tools.doctor.trees import walk
 
 BAD = """\
@@ -22,14 +23,14 @@ model:
 GOOD = BAD.replace("[16, 8]", "[16, 8], bucket_duration_bins: [10, 20]")
 
 _KNOWN = ("batch_size", "bucket_batch_size", "bucketing_batch_size")
-_SIZES = ("batch_size", "batch_duration", "batch_tokens")
 
 
 def check(job: Job) -> Findings:
     """For each set by itself."""
     for dataset in job.datasets:
         if dataset.lhotse or dataset.nemo:
-            for size in map(dataset.get, _SIZES if dataset.lhotse else _SIZES[:1]):
+            sizes = TABLE["sizes_of_batches"]["lhotse" if dataset.lhotse else "nemo"]
+            for size in map(dataset.get, sizes):
                 yield from _no_size(size)
         yield from _missing(job, dataset)
         if dataset.lhotse:

@@ -20,9 +20,6 @@ model:
 """
 GOOD = BAD.replace("shard_seed: random", "shard_seed: randomized")
 
-_SEEDS = ("trng", "randomized")
-_FUSIONS = ("zip", "round_robin", "randomized_round_robin")
-
 
 def check(job: Job) -> Findings:
     """On any number of ranks."""
@@ -34,11 +31,12 @@ def check(job: Job) -> Findings:
                 said.add(finding.read[0].key)
                 yield finding
     for section in job.multi_configs:
+        fusions = TABLE["sampler_fusions"]
         fusion = section.get("sampler_fusion", "round_robin")
         weights = section.get("sampler_weights")
-        if fusion.known and fusion.value not in _FUSIONS:
+        if fusion.known and fusion.value not in fusions:
             what = f"{fusion.key} is {fusion.text}"
-            yield stops(what, fusion, f"one of {', '.join(_FUSIONS)}")
+            yield stops(what, fusion, f"one of {', '.join(fusions)}")
         if fusion.value == "randomized_round_robin" and isinstance(weights.value, dict):
             sets = [each.keys[-1] for each in job.datasets if each.outer == section]
             without = [name for name in sets if name not in weights.value]
@@ -48,18 +46,18 @@ def check(job: Job) -> Findings:
 
 
 def _of(dataset: Dataset) -> Findings:
-    for key in ("seed", "shard_seed"):
-        seed = dataset.get(key, "trng")
-        if seed.known and seed.value not in _SEEDS and not isinstance(seed.value, int):
-            instead = f"{key}: a whole number, {' or '.join(_SEEDS)}"
-            yield stops(f"{seed.key} is {seed.text}", seed, instead)
     for key, taken in TABLE["words_of_options"].items():
         words = taken["words"]
         word = dataset.get(key, words[0])
-        used = dataset.get(taken["used_with"])
-        if word.known and word.value not in words and used.value is not None:
-            instead = f"{key}: one of {', '.join(words)}"
-            yield stops(f"{word.key} is {word.text}", (word, used), instead)
+        used = [dataset.get(other) for other in taken.get("used_with", ())]
+        whole = taken.get("whole", False)
+        fits = word.value in words or (whole and isinstance(word.value, int))
+        if word.known and not fits and all(each.value is not None for each in used):
+            choice = f"one of {', '.join(words)}"
+            if whole:
+                choice = f"a whole number, {' or '.join(words)}"
+            what = f"{word.key} is {word.text}"
+            yield stops(what, (word, *used), f"{key}: {choice}")
     to_map = dataset.get("force_map_dataset")
     to_iterable = dataset.get("force_iterable_dataset")
     if to_map.on and to_iterable.on:

@@ -13,7 +13,12 @@ from __future__ import annotations
 from nemo_patches.tools import counted
 from nemo_patches.tools.doctor.finding import Findings, note, stops
 from nemo_patches.tools.doctor.job import Job, count
-from nemo_patches.tools.doctor.known_keys import DDP_STRATEGY, STRATEGY_CLASSES, closest
+from nemo_patches.tools.doctor.known_keys import (
+    DDP_STRATEGY,
+    STRATEGY_CLASSES,
+    TABLE,
+    closest,
+)
 
 BAD = """\
 trainer:
@@ -26,7 +31,6 @@ trainer:
 GOOD = BAD.replace("data_parallel_size: 2", "data_parallel_size: 4")
 
 _OURS = "lightning.pytorch.strategies."
-_NOT_TAKEN = ("pytorch_lightning.", "lightning.fabric.", "lightning_fabric.", "torch.")
 
 
 def check(job: Job) -> Findings:
@@ -35,7 +39,7 @@ def check(job: Job) -> Findings:
     if not job.has_trainer or not isinstance(target.value, str):
         return
     module, _, name = target.value.rpartition(".")
-    if target.value.startswith(_NOT_TAKEN) or not module:
+    if target.value.startswith(tuple(TABLE["strategies_not_taken"])) or not module:
         yield stops(
             f"{target.key}: {target.value} is no strategy of lightning.pytorch",
             target,
