@@ -191,7 +191,7 @@ DATA_NAMES = words("""
     """)
 OTHER_NAMES = words("""
     by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min mode
-    name nb num path rate scale size step type weight weights use with is has return no
+    name nb num only path rate scale size step type weight weights use with is has return no
     """)
 # What takes tensors, and what moves one.
 FED = words("criterion encoder model module net network")
