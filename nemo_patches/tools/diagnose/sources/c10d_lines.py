@@ -1,5 +1,6 @@
-"""What torch's process groups tell of collectives that timed out, of their numbers, and of who had
-come. Their lines' patterns are in rows.py.
+"""What torch's process groups tell of collectives that timed out: numbers, and who had come.
+
+Their lines' patterns are in rows.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Ends of processes, as launchers, schedulers and the kernel tell them: torchrun, DeepSpeed, Ray,
-Slurm, mpirun. Their lines' patterns are in rows.py.
+"""Ends of processes, as launchers, schedulers and the kernel tell them.
+
+Those are torchrun, DeepSpeed, Ray, Slurm, mpirun. Their lines' patterns are in rows.py.
 """
 
 from __future__ import annotations

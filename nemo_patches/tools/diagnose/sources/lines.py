@@ -1,5 +1,6 @@
-"""A log's lines: split, put together again where a terminal has wrapped them, and freed of what
-launchers, containers and people put before them, with the rank that this tells.
+"""A log's lines, put together again where a terminal has wrapped them, and without prefixes.
+
+Launchers, containers and people put them there; many tell the rank.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The one table of a log's lines: a line's shape, and what it tells. Tracebacks, and the texts of
-our own lines, have files of their own.
+"""The one table of a log's lines: a line's shape, and what it tells.
+
+Tracebacks, and the texts of our own lines, have files of their own.
 
 A row's groups: rank, ranks, pid: whose; code, signal: how it ended; size: of the job; others go
 into the text. What several lines tell has a reader, by its name: in c10d_lines.py,

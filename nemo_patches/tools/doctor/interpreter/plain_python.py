@@ -1,5 +1,6 @@
-"""Python in fewer forms: match and early exits as if and else, suppress as try, += as =, and a loop
-that asks for the next item as for.
+"""Python in fewer forms: match as if, suppress as try, += as =.
+
+Early exits have an else, and a loop that asks for the next item is a for.
 """
 
 from __future__ import annotations
