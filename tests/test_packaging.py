@@ -44,7 +44,10 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(
+    tmp_path_factory: pytest.TempPathFactory, a_rank: subprocess.Popen[str]
+) -> Built:
+    """Meanwhile the rank waits: `stacks` looks at one until it has waited for half a minute."""
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
     shutil.copytree(
@@ -173,7 +176,7 @@ def test_what_trains_needs_wrapt_alone(built: Built) -> None:
     ]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def a_rank() -> Iterator[subprocess.Popen[str]]:
     """A process that a launcher could have started."""
     variables = {
