@@ -207,6 +207,11 @@ def _refusals(nemo: str) -> Iterator[str]:
 
 def _missing(nemo: str, encoders: Iterable[TargetReport]) -> Iterator[str]:
     if not any(target.file for target in encoders):
+        if not os.path.isdir(_folder_of("nemo")):
+            raise StatusError(
+                f"NeMo {nemo} is at {_folder_of('nemo')}, which is no folder: its code"
+                " cannot be looked at; unpack it"
+            )
         yield (
             f"NeMo {nemo} at {_folder_of('nemo')} has none of the classes that would be"
             " patched"
