@@ -6,6 +6,7 @@ NEMO_VERSIONS ?= 3.0.0 2.7.3
 PYTHONS ?= 3.10 3.12 3.13
 TORCHES ?= 2.6.0 2.15.0
 LIGHTNINGS ?= 2.5.6 2.6.0
+WRAPTS ?= 1.14.2 2.0.0
 DEMO_NEMO = 3.0.0
 ENVIRONMENTS = $(NEMO_VERSIONS:%=.venv/nemo-%/ready)
 # The last release of each series that is supported (nemo_patches/patching/admission.py); tests/test_supported.py compares.
@@ -21,7 +22,7 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 # Each test starts processes, and each would compile the tests and all of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning test-wrapt build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -35,7 +36,7 @@ help:
 	@echo "make test-wheel  the wheel built, checked, and tested where neither NeMo nor torch is"
 	@echo "make test-pythons  the same on Python $(PYTHONS), if python<version> runs each"
 	@echo "make test-nemo-pythons  the main tests with NeMo on the same Pythons"
-	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS)"
+	@echo "make test-torch  the sync, growth, exit, peers, stall and auto-apply tests on torch $(TORCHES); make test-lightning on Lightning $(LIGHTNINGS); make test-wrapt on wrapt $(WRAPTS)"
 	@echo "make test-matrix  a selection of the tests on NeMo $(MATRIX)"
 	@echo "make test-slurm  the commands and what Slurm leaves behind, on a real Slurm of namespaces; needs root and Debian's packages"
 	@echo "make test-vendored  the scenarios on NeMo with its diff, without nemo_patches, on the same releases"
@@ -64,37 +65,48 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 # that wait (marker "alone"), five files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
+STAGES = .venv/stages
 test:
 	$(MAKE) .venv/dev/ready
 	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
-	$(MAKE) -j2 test-together-$(FIRST) lint-with-torch check-patches docs $(ENVIRONMENTS)
-	$(MAKE) -j2 test-alone-$(FIRST) test-others
+	$(MAKE) $(ENVIRONMENTS)
+	@rm -f $(STAGES)
+	@code=0; \
+	$(MAKE) -k -j2 stage-test-together-$(FIRST) stage-lint-with-torch stage-check-patches stage-docs || code=$$?; \
+	$(MAKE) -k -j2 stage-test-alone-$(FIRST) stage-test-others || code=$$?; \
+	echo "== make test ran"; cat $(STAGES); exit $$code
+
+# A target as a stage of `make test`: when it has ended, one line. What failed in it tests/conftest.py adds there.
+stage-%:
+	@began=$$(date +%s); STAGES=$(abspath $(STAGES)) $(MAKE) $*; code=$$?; took=$$(($$(date +%s) - began)); \
+	printf '%3d min %02d s  %s  %s\n' $$((took / 60)) $$((took % 60)) $$(test $$code = 0 && echo "passed" || echo "FAILED") $* >> $(STAGES); \
+	exit $$code
 
 # For every day: in under three minutes, once the environment is there. Other test files than these import torch.
 WITHOUT_TORCH = tests/doctor $$(grep -l mark.wheel tests/test_*.py)
 check: lint
 	@echo "== tests that need neither torch nor NeMo"
-	.venv/dev/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not alone" $(WITHOUT_TORCH)
+	.venv/dev/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not (alone or installed)" $(WITHOUT_TORCH)
 
+# One after the other, beside the tests that wait.
 test-others:
-	$(MAKE) test-wheel $(OTHERS:%=test-together-%)
+	@code=0; for each in test-wheel $(OLDEST_AND_NEWEST:%=test-on-python-%) $(OTHERS:%=test-together-%); do \
+	$(MAKE) stage-$$each || code=$$?; done; exit $$code
 
 test-%: .venv/nemo-%/ready
 	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
 
-# On another NeMo all that depends on it in one run, also what waits, but for what `make test-matrix` has of that.
-# What judges files alone, whatever is installed beside it, is run once: by test-wheel.
-FROM_THE_WHEEL = diagnose_fault_free entries evidence one_folder one_judge public_reports told_apart watchdog_log
+# What needs neither torch nor NeMo is run once, from the wheel. On another NeMo what `matrix` marks is run, but for what waits.
+TOGETHER = not (hosts or alone or weekly) and (installed or not wheel)
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) -n $(if $(filter $*,$(FIRST)),3,2) -m "not hosts and $(if $(filter $*,$(FIRST)),not alone,not one_nemo and not (alone and matrix))" \
-		$(FROM_THE_WHEEL:%=--ignore=tests/test_%.py)
+	.venv/nemo-$*/bin/python $(PYTEST) $(if $(filter $*,$(FIRST)),-n 3 -m "$(TOGETHER)",-n 2 -m "matrix and not (alone or weekly)")
 
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, five files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not hosts"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not (hosts or weekly)"
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
@@ -105,7 +117,18 @@ test-hosts: .venv/nemo-$(FIRST)/ready
 # but the installed one. (Not beside ruff: a build has a copy of all files in the checkout for a moment.)
 test-wheel: build-wheel
 	@echo "== the wheel, its tests where neither NeMo nor torch is"
-	$(call test_the_wheel,$(PYTHON),.venv/wheel/python,-c constraints.txt)
+	$(call test_the_wheel,$(PYTHON),.venv/wheel/python,-c constraints.txt,$(WITHOUT_TORCH))
+
+# Of the wheel that test-wheel has built: what depends on Python. All Pythons and all of the wheel's tests: test-pythons.
+OLDEST_AND_NEWEST = $(firstword $(PYTHONS)) $(lastword $(PYTHONS))
+DEPENDS_ON_PYTHON = stored start_up settings command_line launch golden laptop stacks_collect packaging packages
+test-on-python-%:
+	@echo "== the wheel, what depends on Python in its tests, on Python $*"
+	$(if $(call python_of,$*),$(call test_the_wheel,$(call python_of,$*),.venv/wheel/python-$*,,$(DEPENDS_ON_PYTHON:%=tests/test_%.py) tests/doctor/test_code_in_other_words.py),\
+		@echo "   not run: no python$* is here" | tee -a $${STAGES:-/dev/null})
+
+# python3.13 where that runs, else one of pyenv's.
+python_of = $(shell for each in python$1 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$1.*/bin/python; do "$$each" -c "" 2> /dev/null && echo "$$each" && break; done)
 
 # The same on other Pythons, and what the checkout's own start-up does. Without constraints.txt: some of its versions are
 # not for all of them.
@@ -114,31 +137,35 @@ test-pythons: build-wheel
 
 test-python-%:
 	@echo "== the wheel, its tests on Python $*, where neither NeMo nor torch is"
-	$(call test_the_wheel,python$*,.venv/wheel/python-$*)
+	$(call test_the_wheel,$(call python_of,$*),.venv/wheel/python-$*,,$(WITHOUT_TORCH))
 	.venv/wheel/python-$*/bin/python -m pytest -q -n 2 -m "not wheel" \
 		tests/test_start_up.py tests/test_settings.py tests/test_one_folder.py
 
-# NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: not in CI. docs/vendors.md has the results.
+# NeMo $(DEMO_NEMO) on other Pythons, with all that it needs in a version for that Python: each week in CI. docs/vendors.md has the results.
 test-nemo-pythons: $(PYTHONS:%=test-nemo-python-%)
 TESTS_ON_PYTHONS = $(TESTS_WITH_torch) $(TESTS_WITH_lightning) as_stock trace job_folder last_batch job_stalls
 
 test-nemo-python-%: .venv/nemo-python-%/ready
-	@echo "== NeMo on Python $*"
+	@echo "== NeMo on Python $*, with:"
+	.venv/nemo-python-$*/bin/python -VV
+	.venv/nemo-python-$*/bin/python -m pip list | grep -iE "^(torch|nemo_toolkit|lightning|pytorch-lightning|wrapt|lhotse|omegaconf|hydra-core) "
 	.venv/nemo-python-$*/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS_ON_PYTHONS:%=tests/test_%.py)
 
 .venv/nemo-python-%/ready: constraints.txt pyproject.toml
 	@echo "== making the virtual environment .venv/nemo-python-$* with nemo_toolkit[asr]==$(DEMO_NEMO)"
-	python$* -m venv .venv/nemo-python-$*
+	$(call python_of,$*) -m venv .venv/nemo-python-$*
 	.venv/nemo-python-$*/bin/python -m pip install -q $(shell grep ^torch== constraints.txt)
 	.venv/nemo-python-$*/bin/python -m pip install -q "nemo_toolkit[asr]==$(DEMO_NEMO)" -e ".[dev]"
 	@touch $@
 
-# NeMo $(DEMO_NEMO) with another torch or Lightning than its environment's, which has what else is needed: not in CI. torch is
+# NeMo $(DEMO_NEMO) with another torch, Lightning or wrapt than its environment's, which has what else is needed: not in CI. torch is
 # the index's own build, with CUDA: about 5 GB on the disk, and it runs without a GPU. docs/vendors.md has the results.
 test-torch: $(TORCHES:%=test-with-torch-%)
 test-lightning: $(LIGHTNINGS:%=test-with-lightning-%)
+test-wrapt: $(WRAPTS:%=test-with-wrapt-%)
 TESTS_WITH_torch = stragglers private_growth exit peers stall_reports auto_apply
 TESTS_WITH_lightning = trainer_callbacks stop_together launch
+TESTS_WITH_wrapt = stored apply own_syncs import_hook as_stock
 
 # NeMo asks for Lightning up to 2.4. 2.6.0 can be imported with NeMo 2.4 and before only, later ones with none; and it does not
 # load NeMo's own checkpoints, which hold more than weights, unless torch is told to.
@@ -170,14 +197,14 @@ build-wheel: .venv/dev/ready
 	tar -xzf .venv/wheel/dist/*.tar.gz -C .venv/wheel/sdist --strip-components 1
 	rm -r .venv/wheel/sdist/nemo_patches .venv/wheel/sdist/sitecustomize.py
 
-# $1: a Python, $2: the folder for its environment, $3: options of pip. What the wheel needs stands in pyproject.toml: as
+# $1: a Python, $2: the folder for its environment, $3: options of pip, $4: files of tests. What the wheel needs stands in pyproject.toml: as
 # long as that is the same, only the wheel itself is installed anew.
 define test_the_wheel
 	test $2/ready -nt pyproject.toml -a $2/ready -nt constraints.txt || { rm -rf $2 && $1 -m venv $2 && \
 		$2/bin/python -m pip install -q $3 pytest pytest-timeout pytest-xdist hypothesis \
 		"$$(ls .venv/wheel/dist/*.whl)[tools]" && touch $2/ready; }
 	$2/bin/python -m pip install -q --no-deps --force-reinstall .venv/wheel/dist/*.whl
-	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m wheel $(WITHOUT_TORCH)
+	cd .venv/wheel/sdist && $(CURDIR)/$2/bin/pytest -q -n 2 -m "wheel and not installed" $4
 endef
 
 # On a Slurm of its own, made of namespaces: Debian's packages and root; without them the tests are skipped, by name.
@@ -187,16 +214,18 @@ test-slurm: .venv/nemo-$(FIRST)/ready
 	.venv/nemo-$(FIRST)/bin/python -m pytest -q --durations 15 -n 4 --dist loadfile tests/slurm
 
 test-matrix: $(MATRIX:%=matrix-%)
+# What takes too long for `make test` is run on each release that it depends on, but test_vendored.py by `make test-vendored`.
+OF_THE_MATRIX = --ignore=tests/test_vendored.py -m "matrix or weekly and not ($(if $(filter $*,$(FIRST)),hosts,one_nemo))"
 
 # The tests compare TEST_NEMO with the NeMo they find, in this process and in the ranks.
 $(filter $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/nemo-%/ready
 	@echo "== matrix: NeMo $*"
-	TEST_NEMO=$* .venv/nemo-$*/bin/python -m pytest -q -m matrix
+	TEST_NEMO=$* .venv/nemo-$*/bin/python -m pytest -q $(OF_THE_MATRIX)
 
 $(filter-out $(NEMO_VERSIONS:%=matrix-%),$(MATRIX:%=matrix-%)): matrix-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready
 	@echo "== matrix: NeMo $* in the environment of $(MATRIX_HOST)"
 	TEST_NEMO=$* PYTHONPATH=$(CURDIR)/.venv/unpacked/nemo-$*:$(CURDIR)/.venv/unpacked/needs \
-		.venv/nemo-$(MATRIX_HOST)/bin/python -m pytest -q -m matrix
+		.venv/nemo-$(MATRIX_HOST)/bin/python -m pytest -q $(OF_THE_MATRIX)
 
 # Each command's words, as they are now; look at the difference before you commit it.
 golden: .venv/nemo-$(DEMO_NEMO)/ready
@@ -286,7 +315,7 @@ check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py $(PATCHES)
 	@$(foreach release,$(filter-out 2.1.0,$(MATRIX)),($(call try_upstream,$(release))) &&) true
 
-# Ranks of a NeMo that has its diff, without nemo_patches; `make test` runs the same on its first NeMo alone.
+# Ranks of a NeMo that has its diff, without nemo_patches; `make test` runs twelve of the scenarios on its first NeMo alone.
 test-vendored: $(MATRIX:%=vendored-%)
 
 $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready

@@ -1,5 +1,6 @@
 """Before any test: Ctrl-C works in whatever a test starts, jobs' folders are removed, hypothesis
-draws the same examples each time, and the longest files come first.
+draws the same examples each time, and the longest files come first. After them: how to run again
+what failed.
 
 A test that fails then fails for the change that broke it. `HYPOTHESIS_PROFILE=free pytest ...`
 draws anew, for more.
@@ -9,14 +10,18 @@ import atexit
 import gc
 import logging
 import os
+import shlex
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# What `make test-matrix` and `make test-vendored` tell the tests.
+ENVIRONMENT = ("TEST_NEMO", "TEST_VENDORED", "PYTHONPATH")
 OWN_FOLDER = "nemo_patches-tests-"
 
 # A script's background job (`make test &`) starts with SIGINT ignored, and all its processes
@@ -93,6 +98,27 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A command for each test that failed; also for the end of `make test`, whose stage this is."""
+    reports = terminalreporter.getreports("failed") + terminalreporter.getreports(
+        "error"
+    )
+    failed = dict.fromkeys(report.nodeid for report in reports)
+    given = [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ]
+    program = [*given, sys.executable, "-m", "pytest", "-q"]
+    commands = [
+        f"cd {shlex.quote(os.getcwd())} && {shlex.join([*program, nodeid])}"
+        for nodeid in failed
+    ]
+    if not commands:
+        return
+    terminalreporter.section("again")
+    terminalreporter.write_line("\n".join(commands))
+    if "STAGES" in os.environ:
+        with open(os.environ["STAGES"], "a") as stages:
+            stages.writelines(f"  again: {command}\n" for command in commands)
 
 
 @pytest.fixture

@@ -289,6 +289,7 @@ def removed(owner: Any) -> None:
     del owner.set_max_audio_length
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("drift", "said"),
     [

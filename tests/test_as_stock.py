@@ -270,6 +270,7 @@ def stream(encoder: Any) -> list[torch.Tensor]:
     return outputs
 
 
+@pytest.mark.matrix
 def test_change_attention_model_adapters_and_streaming() -> None:
     for result in run_ranks(changed, 2, limit=400):
         value = result.value

@@ -319,6 +319,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", STOCKS)
 def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(
     name: str, results: list[Result]
@@ -329,6 +330,7 @@ def test_where_stock_does_not_hang_the_files_are_its_own_to_the_last_bit(
         assert any(file.endswith(".ckpt") for file in ours)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_end_with_rank_0s_names(name: str, results: list[Result]) -> None:
     first, second = (result.value[name] for result in results)

@@ -431,6 +431,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.installed
 def test_real_dumps_of_gloo(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     import sys
@@ -477,6 +478,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.installed
 def test_torchs_own_analyser_names_the_same_ranks(tmp_path: Path) -> None:
     """Of dumps as NCCL's recorder writes them; on Gloo's it fails. Healthy dumps of different
     moments it accuses.

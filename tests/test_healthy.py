@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import encoders
+import pytest
 import torch
 from ranks import CONNECTING_S, run_ranks
 
@@ -80,6 +81,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
+@pytest.mark.matrix
 def test_bit_identical_to_stock() -> None:
     for result in run_ranks(stock_and_patched, 2, limit=400):
         assert set(result.value) == set(encoders.makers())

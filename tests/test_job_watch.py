@@ -103,6 +103,9 @@ EXPECTED = {
         verdict=(ids.SILENT, (1,)),
     ),
 }
+# `make test` has each of these hangs in another form: "the flag is false", a backward that is
+# skipped (tests/hangs), and a wrong interface where the store goes, too.
+WEEKLY = {"sync=local", "no encoder", "the interface is wrong"}
 
 
 class Ended:
@@ -180,7 +183,13 @@ def servers(
         each.end()
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.weekly) if name in WEEKLY else name
+        for name in EXPECTED
+    ],
+)
 def test_no_hang_is_silent_whatever_the_config(
     name: str, servers: Callable[[str], Server], tmp_path: Path
 ) -> None:

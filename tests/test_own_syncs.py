@@ -49,6 +49,7 @@ def subclass(name: str, base: Any = ConformerEncoder, method: str = METHOD) -> A
     return type(name, (base,), {method: override, "__module__": __name__})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("when", ["before apply()", "after apply()"])
 def test_an_override_is_said_once_with_its_place(
     when: str, title: str, said: Said

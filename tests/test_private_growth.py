@@ -308,6 +308,7 @@ def moves(rank: int, size: int) -> list[str]:
     return problems
 
 
+@pytest.mark.matrix
 def test_grown_tensors_follow_the_model_as_in_stock() -> None:
     for result in run_ranks(moves, 2):
         assert result.value == []

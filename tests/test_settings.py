@@ -201,6 +201,7 @@ def test_only_what_is_set_and_begins_like_a_setting_is_misspelt() -> None:
     assert admission.misspelt({**known, **others}) == []
 
 
+@pytest.mark.installed
 def test_until_settings_are_in_force_the_environments_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -501,6 +501,7 @@ def run_alone(
         shutil.rmtree(file.parent)
 
 
+@pytest.mark.installed  # beside a checkout
 @needs_py_spy
 def test_the_one_file_for_containers_tells_the_same(
     alone: Path, tmp_path: Path
@@ -516,6 +517,7 @@ def test_the_one_file_for_containers_tells_the_same(
     assert told[3].by.startswith("i of train (program.py) went from ")
 
 
+@pytest.mark.installed  # beside a checkout
 @pytest.mark.skipif(
     not os.path.exists("/usr/bin/python3"), reason="there is no second Python"
 )
@@ -539,6 +541,7 @@ def test_without_py_spy_it_says_what_to_install_and_what_the_kernel_tells(
     assert motion.still_s > 1.0
 
 
+@pytest.mark.installed  # beside a checkout
 @needs_py_spy
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 @pytest.mark.skipif(

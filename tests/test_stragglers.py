@@ -297,6 +297,7 @@ def flag_off(rank: int, size: int) -> Any:
     return step.maximum, nemo_patches.status().encoders[0].rounds
 
 
+@pytest.mark.matrix
 def test_the_encoders_own_flag_off_means_no_communication() -> None:
     if not encoders.has_flag(encoders.conformer()):
         pytest.skip("this NeMo's Conformer has no flag")

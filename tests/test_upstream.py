@@ -76,6 +76,7 @@ def git(folder: Path, *arguments: str | Path) -> str:
     ).stdout
 
 
+@pytest.mark.matrix
 def test_it_applies_compiles_and_is_what_git_exports_again(checkout: Path) -> None:
     for patch in patches(checkout):
         git(checkout, "am", "--quiet", patch)
@@ -101,7 +102,7 @@ def test_it_applies_compiles_and_is_what_git_exports_again(checkout: Path) -> No
 
 
 @pytest.mark.one_nemo
-@pytest.mark.alone
+@pytest.mark.weekly
 @pytest.mark.timeout(TEST_LIMIT_S + 120)
 def test_its_own_tests_pass(checkout: Path) -> None:
     """They fail on stock: a rank that encodes alone waits, and without the reduce DDP overwrites or
@@ -121,7 +122,7 @@ def test_its_own_tests_pass(checkout: Path) -> None:
     run_tests(checkout, *some)
 
 
-@pytest.mark.alone
+@pytest.mark.weekly
 @pytest.mark.timeout(TEST_LIMIT_S + 120)
 def test_those_of_the_checkpoint_pass_where_the_best_file_is_loaded(
     checkout: Path,

@@ -1,6 +1,7 @@
 """NeMo with the diff of its series, without nemo_patches: its ranks, and what they compute, against
 stock NeMo.
 
+`make test` runs the scenarios of IN_MAKE_TEST, `make test-vendored` all.
 TEST_VENDORED names another NeMo than the installed one, a folder with `nemo/`, as `make
 test-vendored` does.
 """
@@ -29,29 +30,39 @@ TIMEOUT_S = 4.0  # as in PROGRAM
 SLACK_S = 3.0  # what a busy machine may add to a call
 EXIT_S = 60.0  # an exit that hangs takes minutes
 LIMIT_S = 800.0  # for all scenarios, which take a minute on an idle machine
+IN_MAKE_TEST = (
+    "late",
+    "skip",
+    "two encoders",
+    "stopped rank",
+    "dead",
+    "leaves",
+    "growth0",
+    "healthy",
+    "watch",
+    "fifo",
+    "compiled",
+    "forked",
+)
 SCENARIOS = (
-    *(
-        "late",
-        "skip",
-        "extra",
-        "two encoders",
-        "stopped rank",
-        "stopped server",
-        "dead",
-        "uneven",
-    ),
-    *(
-        "leaves",
-        "leaves unconnected",
-        "growth0",
-        "growth1",
-        "healthy",
-        "watch",
-        "flag is off",
-    ),
-    *("switched off", "again", "inference"),
-    *("lives on", "ends first", "ends soon", "killed", "many encoders", "many groups"),
-    *("fifo", "long evaluation", "compiled", "forked", "hidden group"),
+    *IN_MAKE_TEST,
+    "extra",
+    "stopped server",
+    "uneven",
+    "leaves unconnected",
+    "growth1",
+    "flag is off",
+    "switched off",
+    "again",
+    "inference",
+    "lives on",
+    "ends first",
+    "ends soon",
+    "killed",
+    "many encoders",
+    "many groups",
+    "long evaluation",
+    "hidden group",
 )
 Rank = dict[str, Any]
 
@@ -63,9 +74,22 @@ def stock() -> Path:
     return Path(os.environ.get("TEST_VENDORED", Path(spec.origin).parent.parent))
 
 
+def each(*names: str) -> pytest.MarkDecorator:
+    """A test for each of these scenarios."""
+    cases = [
+        name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.weekly)
+        for name in names
+    ]
+    return pytest.mark.parametrize("name", cases)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
+def found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Rank]]:
     """What each scenario's ranks did, by its name; "stock" is the healthy one on stock NeMo."""
+    tests = [item for item in request.session.items if item.path == request.path]
+    is_weekly = any(item.get_closest_marker("weekly") for item in tests)
     tree = tmp_path_factory.mktemp("vendored")
     # With what is compiled, which holds for files of the same time.
     shutil.copytree(stock() / "nemo", tree / "nemo")
@@ -78,9 +102,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Rank]]:
     ]
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     subprocess.run(git, cwd=tree, env=outside, check=True, timeout=60)
-    results = run_program(tree, "edited", *SCENARIOS) | {
-        "stock": run_program(stock(), "stock", "healthy")["healthy"]
-    }
+    results = run_program(
+        tree, "edited", *(SCENARIOS if is_weekly else IN_MAKE_TEST)
+    ) | {"stock": run_program(stock(), "stock", "healthy")["healthy"]}
     shutil.rmtree(tree)
     return results
 
@@ -137,21 +161,18 @@ def test_a_late_rank_is_waited_for_once_and_named(found: dict[str, list[Rank]]) 
     assert lines(found["late"][1]) == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "skip",
-        "extra",
-        "two encoders",
-        "uneven",
-        "stopped rank",
-        "stopped server",
-        "again",
-        "many encoders",
-        "long evaluation",
-        "compiled",
-        "hidden group",
-    ],
+@each(
+    "skip",
+    "extra",
+    "two encoders",
+    "uneven",
+    "stopped rank",
+    "stopped server",
+    "again",
+    "many encoders",
+    "long evaluation",
+    "compiled",
+    "hidden group",
 )
 def test_they_agree_again(name: str, found: dict[str, list[Rank]]) -> None:
     """The program has asserted it; no call waits longer than the timeout, and none has less than
@@ -163,7 +184,7 @@ def test_they_agree_again(name: str, found: dict[str, list[Rank]]) -> None:
             assert call["max"] >= call["length"]
 
 
-@pytest.mark.parametrize("name", ["stopped rank", "stopped server"])
+@each("stopped rank", "stopped server")
 def test_a_stopped_rank_costs_one_wait(name: str, found: dict[str, list[Rank]]) -> None:
     """Also if it has the store's server: no call asks the store."""
     (waiting,) = (value["first"] for value in values(found[name]) if "first" in value)
@@ -180,14 +201,14 @@ def test_a_dead_rank_costs_no_wait_and_one_line(found: dict[str, list[Rank]]) ->
     assert len(lines(first, "] the length sync has ended")) == len(lines(first)) == 1
 
 
-@pytest.mark.parametrize("name", ["leaves", "leaves unconnected"])
+@each("leaves", "leaves unconnected")
 def test_an_exit_waits_for_no_rank(name: str, found: dict[str, list[Rank]]) -> None:
     first, _ = values(found[name])
     assert timed_out(first)
     assert found[name][0]["exit_s"] < EXIT_S
 
 
-@pytest.mark.parametrize("name", ["growth0", "growth1"])
+@each("growth0", "growth1")
 def test_ranks_with_tables_of_their_own_have_no_wrong_row(
     name: str, found: dict[str, list[Rank]]
 ) -> None:
@@ -223,6 +244,7 @@ def test_the_watch_names_the_rank_that_does_not_call(
         assert line.startswith(f"[rank {rank} of 3] {text}{PROGRAM.parent.parent}/")
 
 
+@pytest.mark.weekly
 def test_with_the_flag_off_nobody_waits_and_the_watch_counts(
     found: dict[str, list[Rank]],
 ) -> None:
@@ -231,12 +253,14 @@ def test_with_the_flag_off_nobody_waits_and_the_watch_counts(
         assert lines(found["flag is off"][0], "of 1 calls rank 1 made 0")
 
 
+@pytest.mark.weekly
 def test_switched_off_it_does_nothing(found: dict[str, list[Rank]]) -> None:
     for rank, value in enumerate(values(found["switched off"])):
         assert value["seconds"] < SLACK_S
         assert (value["max"], value["threads"]) == (300 + rank, 0)
 
 
+@pytest.mark.weekly
 def test_a_validation_longer_than_the_table_leaves_one_that_training_can_use(
     found: dict[str, list[Rank]],
 ) -> None:
@@ -244,6 +268,7 @@ def test_a_validation_longer_than_the_table_leaves_one_that_training_can_use(
         assert all(wrong == 0 and longest >= 1200 for wrong, longest in value.values())
 
 
+@pytest.mark.weekly
 def test_after_a_clean_end_nothing_is_said(found: dict[str, list[Rank]]) -> None:
     """Neither by us nor, as a request to a server that has ended would make it, by c10d."""
     assert values(found["lives on"]) == ["", ""]
@@ -257,6 +282,7 @@ def test_after_a_clean_end_nothing_is_said(found: dict[str, list[Rank]]) -> None
         assert "frame #" not in rank["stderr"]
 
 
+@pytest.mark.weekly
 def test_a_line_is_said_before_a_rank_that_timed_out_can_end(
     found: dict[str, list[Rank]],
 ) -> None:
@@ -264,6 +290,7 @@ def test_a_line_is_said_before_a_rank_that_timed_out_can_end(
     assert line.endswith("own, 300; of 1 calls rank 1 made 0")
 
 
+@pytest.mark.weekly
 def test_a_count_that_is_not_known_is_told_as_the_least(
     found: dict[str, list[Rank]],
 ) -> None:
@@ -271,11 +298,13 @@ def test_a_count_that_is_not_known_is_told_as_the_least(
     assert re.search(r"; of 4 calls rank 1 made at least [123]; ", line), line
 
 
+@pytest.mark.weekly
 def test_an_encoder_that_is_dropped_costs_nothing(found: dict[str, list[Rank]]) -> None:
     for value in values(found["many encoders"]):
         assert value["after"] == value["before"]
 
 
+@pytest.mark.weekly
 def test_process_groups_that_end_cost_nothing(found: dict[str, list[Rank]]) -> None:
     """But the round of the first group that stays in flight."""
     first, second = values(found["many groups"])
@@ -302,6 +331,7 @@ def test_ranks_that_wait_outside_the_encoder_say_so_and_where(
         assert line.endswith(f" ({function})")
 
 
+@pytest.mark.weekly
 def test_a_long_evaluation_is_no_training(found: dict[str, list[Rank]]) -> None:
     for value in values(found["long evaluation"]):
         assert [call["max"] for call in value["then"]] == [301, 401]

@@ -4,7 +4,9 @@ tests' order.
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,8 @@ def test_they_run_what_the_makefile_has() -> None:
     as_root = 'sudo env "PATH=$PATH" '
     made = [
         command.partition("  #")[0].removeprefix(as_root)
-        for command in commands[:-1]
-        if "make " in command
+        for command in commands
+        if "make " in command and "matrix." not in command
     ]
     assert made == [
         "make test",
@@ -93,11 +95,21 @@ def test_on_the_makefiles_releases_and_pythons() -> None:
     assert WORKFLOWS["matrix"]["jobs"]["nemo"]["strategy"]["matrix"][
         "nemo"
     ] == variable("MATRIX")
-    (pythons,) = (
-        str(step["with"]["python-version"]).split()
-        for step in WORKFLOWS["ci"]["jobs"]["pythons"]["steps"][1:2]
-    )
-    assert pythons[:-1] == variable("PYTHONS")
+    pythons = {
+        job: str(WORKFLOWS["ci"]["jobs"][job]["steps"][1]["with"]["python-version"])
+        for job in ("pythons", "test")
+    }
+    assert pythons["pythons"].split()[:-1] == variable("PYTHONS")
+    assert pythons["test"].split()[:-1] == [
+        variable("PYTHONS")[0],
+        variable("PYTHONS")[-1],
+    ]
+    weekly = WORKFLOWS["matrix"]["jobs"]["pythons"]
+    assert weekly["strategy"]["matrix"]["python"] == variable("PYTHONS")
+    assert weekly["steps"][-1]["run"] == "make test-nemo-python-${{ matrix.python }}"
+    assert "test-nemo-python-%:" in MAKEFILE
+    for target in WORKFLOWS["matrix"]["jobs"]["others"]["strategy"]["matrix"]["target"]:
+        assert f"\n{target}: " in MAKEFILE
 
 
 def test_the_files_that_come_first_are_there() -> None:
@@ -113,12 +125,47 @@ def test_the_files_that_come_first_are_there() -> None:
     ] == []
 
 
-def test_what_is_run_from_the_wheel_alone_is_run_there() -> None:
-    for name in variable("FROM_THE_WHEEL"):
-        text = (CHECKOUT / "tests" / f"test_{name}.py").read_text()
-        (marks,) = re.findall(r"^pytestmark = (.*)$", text, re.MULTILINE)
-        assert "pytest.mark.wheel" in marks
-        assert "importorskip" not in text
+def test_what_the_wheels_environment_lacks_is_tested_in_nemos() -> None:
+    """A test that is marked `wheel` and is skipped without torch would else be run nowhere."""
+    asks = ("importorskip(", "find_spec(", "beside_nemo", "NeMo is not installed")
+    for path in (CHECKOUT / "tests").rglob("test_*.py"):
+        text = path.read_text()
+        marks = "".join(re.findall(r"^pytestmark = (.*)$", text, re.MULTILINE))
+        if "mark.wheel" not in marks and not path.name.startswith("test_np"):
+            continue
+        for test in ast.parse(text).body:
+            source = ast.get_source_segment(text, test) or ""
+            if not isinstance(test, ast.FunctionDef) or not test.name.startswith(
+                "test_"
+            ):
+                continue
+            decorated = "".join(ast.unparse(one) for one in test.decorator_list)
+            if any(word in source + decorated for word in asks):
+                assert "mark.installed" in decorated + marks, (
+                    f"{path.name}: {test.name}"
+                )
+
+
+def test_a_stage_of_make_test_is_one_line_with_what_to_run_again(
+    tmp_path: Path,
+) -> None:
+    stages = tmp_path / "stages"
+    failing = tmp_path / "test_it.py"
+    failing.write_text(
+        "import pytest\n@pytest.mark.parametrize('name', ['a b'])\n"
+        "def test_(name): assert 0\n"
+    )
+    variables = environment(CHECKOUT / "tests", STAGES=str(stages))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_it.py"]
+    done = run([*command], variables, cwd=tmp_path)
+    assert done.returncode == 1
+    made = ["make", "-s", "stage-check-tag", "TAG=v9.9.9", f"STAGES={stages}"]
+    assert run([*made], environment(), cwd=CHECKOUT).returncode == 2
+    again, stage = stages.read_text().splitlines()
+    assert re.fullmatch(r" +0 min \d\d s  FAILED  check-tag", stage)
+    again = again.removeprefix("  again: ")
+    assert again in done.stdout
+    assert "1 failed" in run(["bash", "-c", again], environment()).stdout
 
 
 def test_every_job_has_a_time_limit_and_no_more_rights_than_it_needs() -> None:

@@ -172,6 +172,7 @@ trainer: {devices: 2}
     assert finding.severity is WARNING
 
 
+@pytest.mark.installed
 def test_frames_are_those_of_nemos_own_preprocessor() -> None:
     torch = pytest.importorskip("torch")
     modules = pytest.importorskip("nemo.collections.asr.modules.audio_preprocessing")

@@ -59,6 +59,7 @@ def test_none_otherwise(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert found(tmp_path, "NP106", NEST, *overrides) == []
 
 
+@pytest.mark.installed
 def test_nemo_stops_where_a_rank_has_no_tar_file(tmp_path: Path) -> None:
     module = pytest.importorskip("nemo.collections.asr.data.audio_to_text")
     (tmp_path / "m.json").write_text(

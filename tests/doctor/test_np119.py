@@ -25,6 +25,7 @@ def only_refused(findings: list[Finding]) -> bool:
     )
 
 
+@pytest.mark.installed
 def test_nemo_3_does_refuse_a_duration() -> None:
     common = pytest.importorskip("nemo.core.classes.common")
     if not hasattr(common, "UnsafeTargetError"):

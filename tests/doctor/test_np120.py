@@ -80,6 +80,7 @@ def test_none_for_keys_of_ones_own(tmp_path: Path, override: str) -> None:
     assert found(tmp_path, "NP120", NEST, override) == []
 
 
+@pytest.mark.installed
 @pytest.mark.skipif(
     importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"
 )
@@ -153,6 +154,7 @@ def fields(path: Path, name: str) -> set[str]:
     }
 
 
+@pytest.mark.installed
 @pytest.mark.skipif(
     importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"
 )

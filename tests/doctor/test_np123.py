@@ -175,6 +175,7 @@ def test_lhotse_has_no_length_to_take_a_share_of(
     assert found(tmp_path, "NP123", NEST, *overrides(settings)) == []
 
 
+@pytest.mark.installed
 @pytest.mark.parametrize(("limit", "refused"), [(4, False), (1.0, True)])
 def test_a_limit_is_a_length_to_take_a_share_of_for_lightning_too(
     limit: float, refused: bool

@@ -44,6 +44,7 @@ def test_none_otherwise(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.installed
 def test_nemo_fills_in_no_folder_and_stops(tmp_path: Path) -> None:
     module = pytest.importorskip("nemo.utils.callbacks.nemo_model_checkpoint")
 

@@ -52,6 +52,7 @@ def test_not_where_each_reads_its_own(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.installed
 def test_nemos_axes_are_not_those_of_lightnings_mesh() -> None:
     nemo, lightning = (importlib.util.find_spec(name) for name in ("nemo", "lightning"))
     if nemo is None or lightning is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from codes import beside_nemo, found
 
-pytestmark = [pytest.mark.one_nemo, beside_nemo]
+pytestmark = [pytest.mark.one_nemo, pytest.mark.installed, beside_nemo]
 
 OWN = """\
 class Base(ConformerEncoder):

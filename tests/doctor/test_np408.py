@@ -11,7 +11,7 @@ from codes import beside_nemo, found
 from nemo_patches.tools.doctor import examination
 from nemo_patches.tools.doctor.finding import Severity
 
-pytestmark = [pytest.mark.one_nemo, beside_nemo]
+pytestmark = [pytest.mark.one_nemo, pytest.mark.installed, beside_nemo]
 
 CLASS = "class ConformerEncoder("
 
