@@ -98,10 +98,7 @@ class StallSubscriber(Notes):
 
     def group_began(self, group: Group, exchange: Exchange) -> None:
         with contain("the stall monitor", self._notes.fail):
-            self._notes.begin_anew()
-            self._monitor = StallMonitor(group, exchange, self._notes, self._late)
-            self._start()
-            self._on_group()
+            self._watch(group, exchange)
 
     def call_began(self, encoder: torch.nn.Module, sync: WatchedRounds) -> None:
         self._note(self._notes.call_began, encoder, sync)
@@ -112,6 +109,12 @@ class StallSubscriber(Notes):
     def reports_late(self, sync: WatchedRounds) -> bool:
         self.rounds_began(sync)
         return self._notes.are_watched and not self._notes.is_broken
+
+    def _watch(self, group: Group, exchange: Exchange) -> None:
+        self._notes.begin_anew()
+        self._monitor = StallMonitor(group, exchange, self._notes, self._late)
+        self._start()
+        self._on_group()
 
     def _note(self, note: Callable[..., None], *arguments: object) -> None:
         if not self._notes.is_broken:
@@ -169,7 +172,7 @@ class StallSubscriber(Notes):
             self._monitor is None or self._monitor.group is not group_syncs.group
         ):
             # From before `subscribe`.
-            self.group_began(group_syncs.group, group_syncs.exchange)
+            self._watch(group_syncs.group, group_syncs.exchange)
 
     def _is_not_needed(self) -> bool:
         """Whether this is probably not a rank: then the thread ends, and an encoder's call starts
