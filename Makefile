@@ -73,7 +73,7 @@ test:
 	@rm -f $(STAGES)
 	@code=0; \
 	$(MAKE) -k -j2 stage-test-together-$(FIRST) stage-lint-with-torch stage-check-patches stage-docs || code=$$?; \
-	$(MAKE) -k -j2 stage-test-alone-$(FIRST) stage-test-others || code=$$?; \
+	$(MAKE) -k -j2 stage-test-alone-$(FIRST) test-others || code=$$?; \
 	echo "== make test ran"; cat $(STAGES); exit $$code
 
 # A target as a stage of `make test`: when it has ended, one line. What failed in it tests/conftest.py adds there.
