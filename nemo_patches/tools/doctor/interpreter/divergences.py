@@ -14,8 +14,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from nemo_patches.tools.doctor.interpreter import functions
-from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+from nemo_patches.tools.doctor.interpreter import (
+    expressions,
+    functions,
+    invocations,
+    managers,
+    statements,
+)
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
 from nemo_patches.tools.doctor.interpreter.members import truths
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
@@ -42,6 +48,17 @@ from nemo_patches.tools.doctor.interpreter.way import (
 )
 from nemo_patches.tools.doctor.syntax import nodes, words
 
+# visit_If and others.
+_VISITORS: Visitors = {
+    "stmt": statements.statement,
+    "expr": expressions.made_of,
+    **{
+        name.removeprefix("visit_"): each
+        for module in (statements, managers, expressions, invocations)
+        for name, each in vars(module).items()
+        if name.startswith("visit_")
+    },
+}
 # After which ranks may know each other's lengths.
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
 _RECEIVED = ("broadcast", "scatter")
@@ -122,7 +139,7 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
 
 def _read(file: SourceFile) -> list[Interpreter]:
     file.begin_round()
-    module = Interpreter(file, Definition("the module", file.tree), file.env)
+    module = Interpreter(_VISITORS, file, Definition("the module", file.tree), file.env)
     module.block(file.tree.body)
     file.env = {
         name: each for name, each in module.env.items() if name not in file.changed
@@ -130,7 +147,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
     read = [module]
     set_by_methods: list[tuple[str, dict[str, Abstract]]] = []
     for definition in file.definitions:
-        reader = Interpreter(file, definition, file.start(definition, {}))
+        reader = Interpreter(_VISITORS, file, definition, file.start(definition, {}))
         reader.alarm = functions.decorated_alarm(reader)
         reader.block(definition.node.body)
         read.append(reader)

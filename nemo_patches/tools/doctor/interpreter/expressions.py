@@ -6,10 +6,11 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.functions import call_helper
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.members import (
     OPERATIONS,
     Open,
@@ -49,9 +50,6 @@ from nemo_patches.tools.doctor.syntax import (
     names_in,
     text_of,
 )
-
-if TYPE_CHECKING:
-    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 
 _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)

@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     Branch,
     Inlined,
@@ -31,9 +32,6 @@ from nemo_patches.tools.doctor.syntax import (
     last_part,
     text_of,
 )
-
-if TYPE_CHECKING:
-    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 
 MOST_DEEP = 6  # helpers that call each other
 _MOST_OF_A_HELPER = 200  # items, with those of its own helpers

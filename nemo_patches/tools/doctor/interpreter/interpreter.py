@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from nemo_patches.tools.doctor.interpreter import (
-    expressions,
-    invocations,
-    knowledge,
-    managers,
-    statements,
-)
+from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import (
     Open,
     applied,
@@ -53,13 +47,8 @@ from nemo_patches.tools.doctor.syntax import (
     text_of,
 )
 
-# By the kind of a node: visit_If and others.
-_VISITORS: dict[str, Callable[..., Any]] = {
-    name.removeprefix("visit_"): each
-    for module in (statements, managers, expressions, invocations)
-    for name, each in vars(module).items()
-    if name.startswith("visit_")
-}
+# By the kind of a node: what reads it. `stmt` and `expr`: any other.
+Visitors = Mapping[str, Callable[..., Any]]
 
 
 class Interpreter:
@@ -70,11 +59,13 @@ class Interpreter:
 
     def __init__(
         self,
+        visitors: Visitors,
         file: SourceFile,
         definition: Definition,
         env: Environment,
         depth: int = 0,
     ) -> None:
+        self.visitors = visitors
         self.file = file
         self.definition = definition
         self.owner = definition.owner
@@ -120,7 +111,7 @@ class Interpreter:
     def block(self, body: Sequence[ast.stmt]) -> End | None:
         """Returns how it ends; None where it goes on."""
         for each in body:
-            visit = _VISITORS.get(type(each).__name__, statements.statement)
+            visit = self.visitors.get(type(each).__name__, self.visitors["stmt"])
             end: End | None = visit(self, each)
             if end is not None:
                 return end
@@ -260,7 +251,7 @@ class Interpreter:
     def of(self, node: ast.AST) -> Abstract:
         """Its value; its collectives are added in the order in which they are made."""
         self.file.work += 1
-        visit = _VISITORS.get(type(node).__name__, expressions.made_of)
+        visit = self.visitors.get(type(node).__name__, self.visitors["expr"])
         value: Abstract = visit(self, node)
         return value
 
@@ -303,7 +294,7 @@ class Interpreter:
         own: Mapping[str, Abstract],
     ) -> Interpreter:
         env = {**self.file.start(called, given), **own}
-        inner = Interpreter(self.file, called, env, self.depth + 1)
+        inner = Interpreter(self.visitors, self.file, called, env, self.depth + 1)
         self.file.being_read.append(called)
         inner.block(called.node.body)
         self.file.being_read.pop()

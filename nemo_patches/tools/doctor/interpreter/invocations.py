@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
 from nemo_patches.tools.doctor.interpreter.expressions import attribute
@@ -14,6 +13,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     call_helper,
     own_function,
 )
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
 )
@@ -50,9 +50,6 @@ from nemo_patches.tools.doctor.syntax import (
     nodes,
     text_of,
 )
-
-if TYPE_CHECKING:
-    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 
 _MOST_WORK = 40_000  # expressions of one file
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
@@ -13,6 +12,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     manages,
     own_function,
 )
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     End,
@@ -28,9 +28,6 @@ from nemo_patches.tools.doctor.interpreter.values import (
 from nemo_patches.tools.doctor.syntax import (
     text_of,
 )
-
-if TYPE_CHECKING:
-    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 
 
 def visit_With(reader: Interpreter, node: ast.With) -> End | None:
@@ -86,7 +83,7 @@ def _managed(
     """
     own = attributes_in(reader.env) if manager.owner is reader.owner else {}
     env = {**reader.file.start(manager, given), **own}
-    within = type(reader)(reader.file, manager, env, reader.depth + 1)
+    within = Interpreter(reader.visitors, reader.file, manager, env, reader.depth + 1)
     ends: list[End | None] = []
 
     def run(value: Abstract) -> Items:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
@@ -44,9 +44,6 @@ from nemo_patches.tools.doctor.syntax import (
     nodes,
     text_of,
 )
-
-if TYPE_CHECKING:
-    from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 
 _MOST_TURNED = 3  # loops in each other that are read twice
 _ENDS: dict[type[ast.stmt], End] = {
