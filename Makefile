@@ -78,7 +78,7 @@ test:
 
 # A target as a stage of `make test`: when it has ended, one line. What failed in it tests/conftest.py adds there.
 stage-%:
-	@began=$$(date +%s); STAGES=$(abspath $(STAGES)) $(MAKE) $*; code=$$?; took=$$(($$(date +%s) - began)); \
+	@began=$$(date +%s); STAGE_LOG=$(abspath $(STAGES)) $(MAKE) $*; code=$$?; took=$$(($$(date +%s) - began)); \
 	printf '%3d min %02d s  %s  %s\n' $$((took / 60)) $$((took % 60)) $$(test $$code = 0 && echo "passed" || echo "FAILED") $* >> $(STAGES); \
 	exit $$code
 
@@ -125,7 +125,7 @@ DEPENDS_ON_PYTHON = stored start_up settings command_line launch golden laptop s
 test-on-python-%:
 	@echo "== the wheel, what depends on Python in its tests, on Python $*"
 	$(if $(call python_of,$*),$(call test_the_wheel,$(call python_of,$*),.venv/wheel/python-$*,,$(DEPENDS_ON_PYTHON:%=tests/test_%.py) tests/doctor/test_code_in_other_words.py),\
-		@echo "   not run: no python$* is here" | tee -a $${STAGES:-/dev/null})
+		@echo "   not run: no python$* is here" | tee -a $${STAGE_LOG:-/dev/null})
 
 # python3.13 where that runs, else one of pyenv's.
 python_of = $(shell for each in python$1 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$1.*/bin/python; do "$$each" -c "" 2> /dev/null && echo "$$each" && break; done)

@@ -116,8 +116,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     terminalreporter.section("again")
     terminalreporter.write_line("\n".join(commands))
-    if "STAGES" in os.environ:
-        with open(os.environ["STAGES"], "a") as stages:
+    if "STAGE_LOG" in os.environ:
+        with open(os.environ["STAGE_LOG"], "a") as stages:
             stages.writelines(f"  again: {command}\n" for command in commands)
 
 

@@ -155,7 +155,7 @@ def test_a_stage_of_make_test_is_one_line_with_what_to_run_again(
         "import pytest\n@pytest.mark.parametrize('name', ['a b'])\n"
         "def test_(name): assert 0\n"
     )
-    variables = environment(CHECKOUT / "tests", STAGES=str(stages))
+    variables = environment(CHECKOUT / "tests", STAGE_LOG=str(stages))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_it.py"]
     done = run([*command], variables, cwd=tmp_path)
     assert done.returncode == 1

@@ -35,6 +35,9 @@ def from_manifest(manifest: Path) -> list[Entry]:
     """
     entries = []
     where = f"--manifest={manifest}"
+    folder = (
+        manifest.absolute().parent
+    )  # else Pythons differ in the path that an error names
     try:
         for number, line in enumerate(
             manifest.read_text(encoding="utf-8").splitlines(), 1
@@ -42,7 +45,7 @@ def from_manifest(manifest: Path) -> list[Entry]:
             where = f"--manifest={manifest} line {number}"
             if line.strip():
                 item = json.loads(line)
-                audio = (manifest.parent / item["audio_filepath"]).resolve(strict=True)
+                audio = (folder / item["audio_filepath"]).resolve(strict=True)
                 entries.append(
                     Entry(
                         audio, float(item.get("offset") or 0), float(item["duration"])
