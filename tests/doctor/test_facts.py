@@ -218,16 +218,16 @@ def test_the_sets_of_tts_models(section: str, sets: dict[str, str]) -> None:
         ("+model.train_ds.truncate_duration=20", 20),
         ("+model.train_ds.cut_into_windows_duration=30", 30),
         ("+model.train_ds.concatenate_duration_factor=2", 40),
-        ("+model.train_ds.concatenate_samples=true", None),
+        ("+model.train_ds.concatenate_samples=true", 40),
         (
             (
                 "+model.train_ds={concatenate_samples: true, use_lhotse: true,"
                 " max_duration: '???', cuts_path: x}"
             ),
-            None,
+            40,
         ),
-        ("+model.train_ds.random_padding={prob: 1, max_total_duration: 45}", None),
-        ("+model.train_ds.random_padding={prob: 1, max_total_duration: 35}", None),
+        ("+model.train_ds.random_padding={prob: 1, max_total_duration: 45}", 45),
+        ("+model.train_ds.random_padding={prob: 1, max_total_duration: 35}", 40),
         ("+model.train_ds.random_padding={prob: 1}", None),
     ],
 )
@@ -242,10 +242,10 @@ def test_the_longest_input_of_lhotse(override: str, seconds: float | None) -> No
         ("+model.train_ds.augmentor=null", 40),
         ("+model.train_ds.augmentor=???", None),
         ("+model.train_ds.is_code_switched=true", None),
-        ("+model.train_ds.augmentor={speed: {prob: 1}}", None),
-        ("+model.train_ds.augmentor={speed: {min_speed_rate: 0}}", None),
+        ("+model.train_ds.augmentor={speed: {prob: 1}}", 40 / 0.9),
+        ("+model.train_ds.augmentor={speed: {min_speed_rate: 0}}", math.inf),
         ("+model.train_ds.augmentor={speed: {min_speed_rate: ???}}", None),
-        ("+model.train_ds.augmentor={silence: {max_end_silence_secs: 2}}", None),
+        ("+model.train_ds.augmentor={silence: {max_end_silence_secs: 2}}", 42),
         ("+model.train_ds.augmentor={silence: {max_end_silence_secs: ???}}", None),
     ],
 )
