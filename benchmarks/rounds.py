@@ -34,7 +34,8 @@ os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 import torch
 import torch.distributed as dist
 
-from nemo_patches.channel.exchange import Exchange, Rounds
+from nemo_patches.channel.exchange import Exchange
+from nemo_patches.channel.rounds import Rounds
 
 LIMIT = timedelta(seconds=300)  # for whatever ranks wait for
 GLOO_RANKS = 64  # of a full mesh, at most

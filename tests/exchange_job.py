@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from ranks import free_port
 
-from nemo_patches.channel.exchange import Exchange, RoundFailed
+from nemo_patches.channel.exchange import Exchange
+from nemo_patches.channel.rounds import RoundFailed
 
 LIMIT_S = 60.0  # for what must come
 

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from nemo_patches.channel.exchange import Exchange, Rounds
+    from nemo_patches.channel.exchange import Exchange
+from nemo_patches.channel.rounds import Rounds
 
 # c10d's own warning, of stock ranks as well, on a machine that has no names for addresses.
 _NO_NAME = "[c10d] The hostname of the client socket cannot be retrieved"

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from ranks import Said
 from torch.utils.data import DataLoader, IterableDataset
 
-from nemo_patches.channel.exchange import Latest, RoundFailed
 from nemo_patches.channel.extremes import packed, unpacked
+from nemo_patches.channel.rounds import Latest, RoundFailed
 from nemo_patches.options import even_loader
 from nemo_patches.options.agreement import Agreement, Position, StopTogetherError
 from nemo_patches.options.even_loader import EvenLoader

@@ -32,7 +32,7 @@ from nemo_patches.channel.answers import (
     NOT_COME,
     NOT_HEARD,
 )
-from nemo_patches.channel.exchange import RoundFailed
+from nemo_patches.channel.rounds import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
 SOON_S = 10.0  # what a busy machine may take for what takes a tenth of a second here

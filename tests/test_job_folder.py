@@ -23,10 +23,10 @@ from ranks import wait_until
 
 from nemo_patches.judging.kinds import ELSEWHERE, SILENT
 from nemo_patches.judging.rank_groups import WAITING
+from nemo_patches.tools.diagnose.live import is_called
 from nemo_patches.watch import job_socket, log_line, report_file, torch_knows
 from nemo_patches.watch.job_folder import (
     goes_with_the_job,
-    is_called,
     job_name,
     private_folder,
 )

@@ -16,7 +16,7 @@ import pytest
 from light_ranks import LONG, Rank, open_files, run
 from ranks import wait_until
 
-from nemo_patches.channel.exchange import RoundFailed
+from nemo_patches.channel.rounds import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
 

@@ -22,8 +22,9 @@ from ranks import wait_until
 from simulated_traces import Setup, file_name, header
 
 from nemo_patches.channel import meeting
-from nemo_patches.channel.exchange import Exchange, RoundFailed
+from nemo_patches.channel.exchange import Exchange
 from nemo_patches.channel.link import REGISTER, Link
+from nemo_patches.channel.rounds import RoundFailed
 from nemo_patches.judging.answer import Answer
 from nemo_patches.judging.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.judging.read_facts import read_facts

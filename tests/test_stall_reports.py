@@ -53,7 +53,8 @@ from nemo_patches.channel.answers import (
     Answers,
     Silence,
 )
-from nemo_patches.channel.exchange import Exchange, Latest
+from nemo_patches.channel.exchange import Exchange
+from nemo_patches.channel.rounds import Latest
 from nemo_patches.judging.found import Found
 from nemo_patches.judging.judgement import Judge
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED

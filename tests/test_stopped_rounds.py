@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from nemo_patches.channel import meeting
 from nemo_patches.channel.answers import ENDED
-from nemo_patches.channel.exchange import Exchange, RoundFailed, RoundsStopped
+from nemo_patches.channel.exchange import Exchange
 from nemo_patches.channel.link import Message
+from nemo_patches.channel.rounds import RoundFailed, RoundsStopped
 
 QUESTIONS = 3
 

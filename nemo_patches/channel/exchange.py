@@ -64,10 +64,8 @@ from .notes import Notes
 from .own_socket import Socket, host_name
 from .process_hooks import AtExit, InForkedChild
 from .questions import Questions, Watch
-from .rounds import CLOSED, NEVER, Latest, RoundFailed, Rounds, RoundsStopped, Stop
+from .rounds import NEVER, Latest, RoundFailed, Rounds, Stop
 from .waker import Waker
-
-__all__ = ["CLOSED", "Exchange", "RoundFailed", "Rounds", "RoundsStopped"]
 
 _DESTROYED = "the process group was destroyed"
 _QUESTION_KINDS = {ASK, HERE, QUESTION, ANSWER, VERDICT}

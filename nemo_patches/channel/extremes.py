@@ -11,7 +11,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import NamedTuple
 
-from .exchange import CLOSED, Exchange
+from .exchange import Exchange
+from .rounds import CLOSED
 
 # A rank and a value are one int64, and never a negative one.
 _RANK_BITS, VALUE_BITS = 20, 43

@@ -24,7 +24,7 @@ from .kinds import (
 
 # What a caller waits in, by torch's file (2.6 to 2.15), and by how the names of its functions
 # begin.
-_C10D = "distributed/distributed_c10d.py"
+C10D = "distributed/distributed_c10d.py"
 _WAITS = (
     (
         r"nn/parallel/distributed\.py:(_distributed_broadcast_coalesced|_sync_)",
@@ -48,13 +48,13 @@ _WAITS = (
     (r"nn/modules/_functions\.py", "SyncBatchNorm"),
     (r"cuda/.*:synchronize", PERHAPS + "the GPU"),
 )
-_SET_UP = ("init_process_group", "destroy_process_group")
+SET_UP = ("init_process_group", "destroy_process_group")
 _NO_COLLECTIVES = {
     "wrapper",
     "_wrapper",
-    *_SET_UP,
+    *SET_UP,
 }  # new_group is one: all ranks make a group together
-_DEVICE_WAITS = {
+DEVICE_WAITS = {
     *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
     *("nonzero", "masked_select", "unique", "repeat_interleave"),
 }
@@ -122,7 +122,7 @@ def collective(calls: Iterable[Call]) -> str:
         if not call.in_torch or (not outermost_name and _torch_activity(call)):
             break  # a compilation within backward waits for no rank
         name = call.function
-        if call.in_torch == _C10D:
+        if call.in_torch == C10D:
             outermost_name = (
                 name
                 if not name.startswith("_") and name not in _NO_COLLECTIVES
@@ -133,23 +133,11 @@ def collective(calls: Iterable[Call]) -> str:
     return outermost_name
 
 
-def set_up(calls: Iterable[Call]) -> str:
-    """The function that makes or destroys a process group, in which all its ranks wait for each
-    other.
-    """
-    for call in calls:
-        if not call.in_torch:
-            break
-        if call.in_torch == _C10D and call.function in _SET_UP:
-            return call.function
-    return ""
-
-
 def of_method(method: str) -> str:
     """What a call of C or C++ waits for: a guess by its name, since it has no frame."""
     if method == _WORK_WAIT:
         return PERHAPS + "a collective's wait()"
-    return PERHAPS + f"the GPU, in {method}()" if method in _DEVICE_WAITS else ""
+    return PERHAPS + f"the GPU, in {method}()" if method in DEVICE_WAITS else ""
 
 
 def of_names(names: Sequence[str]) -> str:
@@ -158,15 +146,10 @@ def of_names(names: Sequence[str]) -> str:
     """
     if _WORK_WAIT in names:
         return of_method(_WORK_WAIT)
-    methods = [f"{name}()" for name in names if name in _DEVICE_WAITS]
+    methods = [f"{name}()" for name in names if name in DEVICE_WAITS]
     return (
         PERHAPS + f"the GPU, in {' or '.join(methods[:_MOST_NAMES])}" if methods else ""
     )
-
-
-def needs_device(method: str) -> bool:
-    """Whether it only waits for a GPU, so that it does not wait without one."""
-    return method in _DEVICE_WAITS
 
 
 def activity(calls: Sequence[Call]) -> str:

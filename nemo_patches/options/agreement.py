@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from nemo_patches.channel.exchange import RoundFailed
 from nemo_patches.channel.extremes import VALUES, Extremes
+from nemo_patches.channel.rounds import RoundFailed
 from nemo_patches.options.patient_rounds import PatientRounds
 from nemo_patches.sync.length_sync import GroupSyncs, process
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from nemo_patches.channel.answers import ENDED, LEFT
-from nemo_patches.channel.exchange import RoundFailed, RoundsStopped
 from nemo_patches.channel.extremes import VALUE_BITS, VALUES, Extremes
+from nemo_patches.channel.rounds import RoundFailed, RoundsStopped
 from nemo_patches.options.patient_rounds import PatientRounds
 from nemo_patches.sync.length_sync import GroupSyncs, current, process
 from nemo_patches.sync.places import with_names

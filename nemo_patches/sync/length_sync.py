@@ -23,8 +23,9 @@ from datetime import timedelta
 import torch
 
 from ..channel import meeting, process_hooks
-from ..channel.exchange import Exchange, RoundFailed, Rounds
+from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
+from ..channel.rounds import RoundFailed, Rounds
 from .encoder_flag import is_off
 from .protocol import (
     CAME,

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..channel.exchange import CLOSED, Exchange, Rounds
+from ..channel.exchange import Exchange
+from ..channel.rounds import CLOSED, Rounds
 from .rank_log import report
 
 # Per encoder: more than a rank comes to between two looks of the watch.

@@ -51,14 +51,6 @@ def job_name(environment: Mapping[str, str], store_port: int, parent: int) -> st
     return f"{name}-{zlib.crc32(where.encode(errors='replace')):08x}"
 
 
-def is_called(folder: Path, name: str) -> bool:
-    """Whether a job's folder is called so, with or without those digits."""
-    return (
-        folder.name == name
-        or re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", folder.name) is not None
-    )
-
-
 def _make_private(folder: Path) -> None:
     """Everyone may write to a temporary folder, so an existing folder must belong to us alone."""
     with contextlib.suppress(FileExistsError):

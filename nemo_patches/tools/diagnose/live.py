@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from nemo_patches.tools.diagnose.facts import Evidence, UnreadableError
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.sources import stall_reports
-from nemo_patches.watch.job_folder import is_called, private_folders
+from nemo_patches.watch.job_folder import private_folders
 from nemo_patches.watch.job_socket import ENDING, near, process_of
 
 _ANSWER_S = 15.0  # a rank waits some seconds itself, for others that do not answer
@@ -152,6 +153,14 @@ def _called(name: str) -> list[Path]:
             found += [job for job in mine.iterdir() if is_called(job, name)]
     running = [job for job in found if any(map(_lives, job.glob(f"*{ENDING}")))]
     return running or found
+
+
+def is_called(folder: Path, name: str) -> bool:
+    """Whether a job's folder is called so, with or without those digits."""
+    return (
+        folder.name == name
+        or re.fullmatch(re.escape(name) + "-[0-9a-f]{8}", folder.name) is not None
+    )
 
 
 def _lives(file: Path) -> bool:

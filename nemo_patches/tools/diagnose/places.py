@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from nemo_patches.facts import LENGTH_SYNC
@@ -83,7 +83,7 @@ def place(
     native = list(takewhile(is_native, frames))
     where, way = _where(python or native), tuple(map(shown, reversed(python)))
     by_name = [_call(frame) for frame in python]
-    collective = waits.collective(by_name) or waits.set_up(by_name) or _our_sync(python)
+    collective = waits.collective(by_name) or _set_up(by_name) or _our_sync(python)
     in_loader = not collective and _in_loader(python)
     if not collective and not in_loader:
         collective = _of_native(native) or _guess(calls, has_gpu)
@@ -164,6 +164,18 @@ def _where(frames: Sequence[Frame]) -> str:
     )
 
 
+def _set_up(calls: Iterable[Call]) -> str:
+    """The function that makes or destroys a process group, in which all its ranks wait for each
+    other.
+    """
+    for call in calls:
+        if not call.in_torch:
+            break
+        if call.in_torch == waits.C10D and call.function in waits.SET_UP:
+            return call.function
+    return ""
+
+
 def _our_sync(frames: Sequence[Frame]) -> str:
     """LENGTH_SYNC if it waits in nemo_patches' own length sync, behind frames of the standard
     library.
@@ -194,7 +206,7 @@ def _guess(calls: Sequence[str], has_gpu: bool) -> str:
     guesses = (
         waits.of_method(call)
         for call in calls
-        if has_gpu or not waits.needs_device(call)
+        if has_gpu or call not in waits.DEVICE_WAITS
     )
     return next(filter(None, guesses), "")
 
