@@ -61,7 +61,7 @@ from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
 from nemo_patches.sync.rounds import Group, Round, WatchedRounds, listeners
 from nemo_patches.sync.settings import Settings
-from nemo_patches.watch import late_rounds, report_file
+from nemo_patches.watch import exits, late_rounds, report_file, stalls
 from nemo_patches.watch.incidents import Incident, Incidents
 from nemo_patches.watch.late_modules import LateModules
 from nemo_patches.watch.late_rounds import LateRounds
@@ -586,6 +586,37 @@ def test_a_rank_that_was_seen_to_move_has_moved_whatever_an_older_answer_says() 
     assert stall.moved_at == {0: 99.0, 1: 100.0}
     stall.take(told_of({0: LOST}, state(1, still=0.0)), now=110.0)
     assert stall.moved_at == {0: 99.0, 1: 110.0}
+
+
+def test_on_stalls_command_is_waited_for_also_where_the_process_ends_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """stall_exit has decided, and then training ends by the error of another rank's end."""
+    settings = Settings.resolve({"stall_timeout": 1.0, "stall_exit": 2.0})
+    for module in (exits, stalls):
+        monkeypatch.setattr(module, "current", lambda: settings)
+    monkeypatch.setattr(report_file.ReportFile, "write", lambda *_: None)
+    ended = list[str]()
+    monkeypatch.setattr(exits.os, "_exit", lambda code: ended.append(f"exit {code}"))
+    fake = Fake()
+    fake.ranks_here = lambda: None  # type: ignore[attr-defined]
+    fake.notes.last = LastCall(calls=1)
+    fake.progress.stepped_at = fake.progress.moved_at = time.monotonic() - 100
+    both = [state(0, "f (a.py:1)", "barrier"), state(1, "read (b.py:2)")]
+    waits = [replace(one, still=99.0) for one in both]
+    fake.told = [told_of({}, *waits), told_of({}, *waits)]
+    seen = Stalls(fake.incidents)
+    leaving = exits.Exits(fake.incidents, seen)
+    seen.find(time.monotonic(), is_last=False)
+    assert seen.stall is not None
+    command = SimpleNamespace(join=lambda _: ended.append("the command has ended"))
+    seen.stall.command = cast(Any, command)
+    fake.tick()
+    assert leaving.leaves
+    fake.tick(is_last=True)
+    assert not leaving.leaves
+    leaving.leave()
+    assert ended == ["the command has ended", "exit 83"]
 
 
 def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> (

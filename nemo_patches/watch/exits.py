@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ class Exits(Reason):
     def __init__(self, incidents: Incidents, stalls: Stalls) -> None:
         super().__init__(incidents)
         self._stalls = stalls
+        self._command: threading.Thread | None = None  # on_stall's, as it decides
 
     @property
     def leaves(self) -> bool:
@@ -76,6 +78,7 @@ class Exits(Reason):
         if evidence := self._why_leave(stall, told, told.judgement.job, now):
             stall.leaves_at = now + _TOGETHER_S
             stall.leaves_since = self.incidents.progress.moved_at
+            self._command = stall.command
             why = f"more than stall_exit={_exit_s():g} s, and {evidence}"
             end = f"this process ends with exit code {EXIT_CODE}"
             report(logging.ERROR, f"{self._stalls.idle(now)}, {why}: {end}")
@@ -157,9 +160,8 @@ class Exits(Reason):
     def leave(self) -> None:
         """End this process."""
         listeners.tracer.process_exits(EXIT_CODE)
-        stall = self._stalls.stall
-        if stall is not None and stall.command is not None:
-            stall.command.join(_EXIT_LIMIT_S)
+        if self._command is not None:
+            self._command.join(_EXIT_LIMIT_S)
         self._end_what_it_has_started()
         flushing = Daemon("flush", _flush)
         if not flushing.begin():
