@@ -13,7 +13,7 @@ from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.rank_end import Error, error_of, frames_in
 from nemo_patches.tracing import records
-from nemo_patches.tracing.records import LONGEST_MESSAGE, Raised, raised
+from nemo_patches.tracing.records import LONGEST_MESSAGE, Raised, raised_by
 
 pytestmark = [pytest.mark.wheel, pytest.mark.one_nemo]
 
@@ -223,7 +223,7 @@ def test_of_a_message_that_is_cut_its_traceback_tells() -> None:
 
 def test_of_a_long_message_both_ends_are_recorded() -> None:
     deep = '  File "/job/deep.py", line 1, in recurse\n    recurse()\n' * 200
-    record = raised(
+    record = raised_by(
         1.0, "", 0, RuntimeError(WORKER.format(end=deep + "KeyError: 'transcript'\n"))
     )
     assert len(record.message) <= LONGEST_MESSAGE
