@@ -283,7 +283,7 @@ def counted(train: Any) -> list[int]:
         part for part in parts if type(part).__name__ == "LazyNeMoTarredIterator"
     )
     seen = [source.epoch]
-    for end in (ends.ended, ends.cut):
+    for end in (ends.note_end, ends.cut):
         end()
         seen.append(source.epoch)
     return seen

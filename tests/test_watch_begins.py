@@ -409,7 +409,8 @@ def ends_beside_a_wake(rank: int, size: int, port: int) -> list[bool]:
     os.eventfd_write = slow_write
     waker.start()
     writes.wait(60)
-    monitor._end()
+    monitor.stop()
+    wait_until(lambda: monitor._waker is None)
     is_open = [os.path.exists(file) and os.readlink(file) == which]
     may_write.set()
     waker.join(60)
