@@ -57,7 +57,7 @@ def with_replaced(rank: int, size: int, port: int, by: type[Any]) -> tuple[int, 
     time.sleep = slept  # for this test itself
     wait_until(all_have_come)
     (counters,) = nemo_patches.status().encoders
-    has_socket = stall_monitor()._socket is not None
+    has_socket = stall_monitor().visitors.socket is not None
     dist.barrier()
     socket.socket = before  # type: ignore[misc]
     return counters.rounds - counters.timeouts, has_socket

@@ -17,6 +17,9 @@ from importlib.util import module_from_spec
 from types import CodeType
 from typing import Any
 
+# What late modules import is late, too, or imported in every rank, as this is here.
+from ..sync import places  # noqa: F401
+
 _PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 # Each after those that it imports.
 _LATE = """
