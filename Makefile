@@ -74,7 +74,7 @@ test:
 	@code=0; \
 	$(MAKE) -k -j2 stage-test-together-$(FIRST) stage-lint-with-torch stage-check-patches stage-docs || code=$$?; \
 	$(MAKE) -k -j2 stage-test-alone-$(FIRST) test-others || code=$$?; \
-	echo "== make test ran"; awk '!told[$$0]++' $(STAGES); exit $$code
+	echo "== make test ran"; cat $(STAGES); exit $$code
 
 # A target as a stage of `make test`: when it has ended, one line. What failed in it tests/conftest.py adds there.
 stage-%:

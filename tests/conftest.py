@@ -102,6 +102,8 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """A command for each test that failed; also for the end of `make test`, whose stage this is."""
+    if hasattr(terminalreporter.config, "workerinput"):
+        return  # one of xdist's processes: the one that started it tells all
     reports = terminalreporter.getreports("failed") + terminalreporter.getreports(
         "error"
     )

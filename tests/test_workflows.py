@@ -156,8 +156,8 @@ def test_a_stage_of_make_test_is_one_line_with_what_to_run_again(
         "def test_(name): assert 0\n"
     )
     variables = environment(CHECKOUT / "tests", STAGE_LOG=str(stages))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_it.py"]
-    done = run([*command], variables, cwd=tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-n", "2"]
+    done = run([*command, "test_it.py"], variables, cwd=tmp_path)
     assert done.returncode == 1
     made = ["make", "-s", "stage-check-tag", "TAG=v9.9.9", f"STAGES={stages}"]
     assert run([*made], environment(), cwd=CHECKOUT).returncode == 2

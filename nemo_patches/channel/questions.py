@@ -43,9 +43,8 @@ from .answers import (
 )
 from .link import ANSWER, ASK, HERE, QUESTION, VERDICT, Link, Message
 
-_LEVEL_S = (
-    0.1  # each level of the tree has so much less than that above it, of ANSWERS_S
-)
+# Of ANSWERS_S, each level of the tree has so much less than that above it.
+_LEVEL_S = 0.1
 # Between two questions of a judge: ranks that ask meanwhile share the next one.
 _GAP_S = 0.3
 

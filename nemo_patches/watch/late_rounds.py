@@ -44,9 +44,8 @@ class LateRounds(Reason):
         self._said_uneven: set[WatchedRounds] = set()
         # By key: a round that others waited for, and where this rank was then.
         self._waited_for: dict[str, tuple[int, str]] = {}
-        self._returned: dict[
-            str, int
-        ] = {}  # by key: the last round of which that was said
+        # By key: the last round of which that was said.
+        self._returned: dict[str, int] = {}
 
     @property
     def is_busy(self) -> bool:
