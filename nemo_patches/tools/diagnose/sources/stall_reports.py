@@ -24,6 +24,7 @@ from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at
 from nemo_patches.tools.diagnose.facts import (
     Condition,
@@ -384,11 +385,12 @@ def _facts(answer: Answer) -> Iterator[Fact]:
             host=host,
             own=own,
         )
-        for value in _values(group):
+        for value in _values(group, is_hang=answer.level == "WARNING"):
             yield Fact(rank, value, cite, answer.time, clock, own)
 
 
-def _values(group: Group) -> Iterator[Condition | Place | Motion]:
+def _values(group: Group, is_hang: bool) -> Iterator[Condition | Place | Motion]:
+    """is_hang: the job has decided that, after its stall_timeout, however short that is."""
     if group.kind in _CONDITIONS:
         is_gone = group.kind == SILENT and group.where == PROCESS_GONE
         yield Condition(conditions.GONE if is_gone else _CONDITIONS[group.kind])
@@ -399,7 +401,8 @@ def _values(group: Group) -> Iterator[Condition | Place | Motion]:
     elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
         yield Condition(conditions.RUNS)
         yield group.place
-        yield Motion(False, still_s=group.still if group.still >= 0 else None)
+        is_known = group.still >= (STUCK_AFTER_S if is_hang else 0.0)
+        yield Motion(False, still_s=group.still if is_known else None)
 
 
 def _summary(rank: int, group: Group) -> RankSummary:
