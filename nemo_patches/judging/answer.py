@@ -9,6 +9,7 @@ Needs no torch.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..channel.answers import NOT_COME
 from ..facts import LENGTH_SYNC, ROUNDS_OF, RankFacts
 from ..text import named
 from .found import KINDS_OF_SILENT, Found
@@ -130,10 +131,10 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
         rank: _of_state(states[rank], question.kind_of(states[rank]))
         for rank in states.keys() - has_come
     }
-    missing |= {rank: MissingRank(rank, UNANNOUNCED) for rank in found.absent}
+    missing |= {rank: MissingRank(rank, UNANNOUNCED) for rank in found.notes(NOT_COME)}
     missing |= {
         rank: MissingRank(rank, UNREACHED, where=note)
-        for rank, note in found.unreached.items()
+        for rank, note in found.notes(UNREACHED).items()
     }
     silent = ended(found)
     unheard = set(range(found.size)) - has_come - missing.keys() - silent.keys()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..channel.answers import (
@@ -17,7 +16,6 @@ from ..channel.answers import (
     NOT_COME,
     NOT_HEARD,
     OTHERS,
-    UNREACHED,
     Answers,
     Silence,
 )
@@ -56,29 +54,12 @@ class Found:
     members: Sequence[Member | None] = ()
     trouble: str = ""
 
-    @cached_property
-    def have_ended(self) -> set[int]:
-        """The ranks that have certainly ended."""
-        return {
-            rank
-            for rank, silence in self.silent.items()
-            if silence.how in (LEFT, ENDED)
-        }
-
-    @property
-    def absent(self) -> set[int]:
-        """The ranks that have not registered."""
-        return {
-            rank for rank, silence in self.silent.items() if silence.how == NOT_COME
-        }
-
-    @property
-    def unreached(self) -> dict[int, str]:
-        """By rank, what those say that cannot reach rank 0."""
+    def notes(self, how: str) -> dict[int, str]:
+        """By rank, what is known of those that are silent in this way."""
         return {
             rank: silence.note
             for rank, silence in self.silent.items()
-            if silence.how == UNREACHED
+            if silence.how == how
         }
 
     def process_of(self, rank: int) -> tuple[str, int]:

@@ -5,6 +5,7 @@
 # No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..channel.answers import HELD_UP, NO_WATCH, NOT_THROUGH, UNREACHED
 from ..facts import CALLING, COMPUTING, MOVING, RankFacts
@@ -113,6 +114,12 @@ class RankGroup:
             return (self.kind,)
         at = self.caller if self.collective else self.where
         return self.kind, self.collective, self.activity, self.request, at
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields, with the ranks in place of their runs."""
+        content = {"ranks": self.ranks, **vars(self)}
+        del content["runs"]
+        return content
 
     def missing(self) -> list[MissingRank]:
         """As the missing ranks of a stall report."""
@@ -239,7 +246,7 @@ def _of_state(rank: int, state: RankFacts) -> RankGroup:
 def _of_silent(rank: int, how: str, found: Found) -> RankGroup:
     kind = KINDS_OF_SILENT.get(how, UNHEARD)
     if how == UNREACHED:
-        where = f"it {REACHED_BY_NONE}: {found.unreached[rank]}"
+        where = f"it {REACHED_BY_NONE}: {found.silent[rank].note}"
         return RankGroup(((rank, rank),), kind, where=where)
     where = _WHY.get(how, _NO_WAY) if kind == UNHEARD else found.evidence(rank)
     return RankGroup(((rank, rank),), kind, *found.process_of(rank), where=where)

@@ -153,8 +153,10 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
     suspects = [group for group in groups if group.is_suspect]
     idle = bool(suspects) and _wait_for_requests(groups, suspects)
     if idle and MOVING not in kinds:
-        sure = [(group, group.request.removeprefix(PERHAPS)) for group in groups]
-        told = tuple(replace(group, request=request) for group, request in sure)
+        told = tuple(
+            replace(group, request=group.request.removeprefix(PERHAPS))
+            for group in groups
+        )
         return Verdict(logging.INFO, "", told, is_idle=True)
     if kinds.intersection((MOVING, COMPUTING)):
         return Verdict(logging.INFO, _MAY_WAIT if WAITING in kinds else "", groups)
@@ -219,11 +221,9 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         verb = "waits" if len(ranks) == 1 else "wait"
         how = f"that {named(ranks)} {verb} {_IS_A_GUESS}"
     elif len({group.collective for group in waiting}) > 1:
-        how = "the ranks wait in different collectives"
-    told = f"{how}; which of them is wrong cannot be told"
-    if not guesses and len({group.collective for group in waiting}) > 1:
-        told = f"{remedy((group.ranks, group.wait) for group in waiting)}; {told}"
-    return Verdict(level, told, groups)
+        cure = remedy((group.ranks, group.wait) for group in waiting)
+        how = f"{cure}; the ranks wait in different collectives"
+    return Verdict(level, f"{how}; which of them is wrong cannot be told", groups)
 
 
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:

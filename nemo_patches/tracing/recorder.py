@@ -26,12 +26,13 @@ from nemo_patches.text import first_line
 from nemo_patches.tracing import records
 from nemo_patches.tracing.checks import EncoderChecks
 from nemo_patches.tracing.exception_hook import ExceptionHook, exit_in_flight
-from nemo_patches.tracing.records import End, Grow, Stalled, Sync, Timed
+from nemo_patches.tracing.records import MOST_GROUPS, End, Grow, Stalled, Sync, Timed
 from nemo_patches.tracing.trace_header import make_header
 from nemo_patches.tracing.writer import TraceWriter
 
 if TYPE_CHECKING:
     from nemo_patches.judging.missing_rank import MissingRank
+    from nemo_patches.watch.looks import Told
 
 _CLOSE_LIMIT = timedelta(seconds=2)
 
@@ -213,6 +214,7 @@ class Recorder(Tracer):
 
     def stall_reported(
         self,
+        told: Told,
         missing: tuple[MissingRank, ...],
         text: str,
         encoder: str = "",
@@ -220,6 +222,9 @@ class Recorder(Tracer):
         waited: bool = False,
     ) -> None:
         with self.guard:
+            groups = told.judgement.job.groups if told.judgement is not None else ()
+            if len(groups) > MOST_GROUPS:
+                groups = ()  # else the record is longer than what reads it takes
             stalled = Stalled(
                 t=self.now(),
                 e=encoder,
@@ -230,6 +235,7 @@ class Recorder(Tracer):
                 collectives=[rank.collective for rank in missing],
                 text=text,
                 waited=waited,
+                groups=[group.to_json() for group in groups],
             )
             self.put(stalled)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import traceback as tracebacks
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 # The outcomes of a length sync.
 from nemo_patches.sync.protocol import CAME as CAME
@@ -29,6 +29,7 @@ from nemo_patches.sync.protocol import UNWAITED as UNWAITED
 FORMAT = 2
 
 AT_ITS_SIZE = "it ends at its size"  # the reason of an End
+MOST_GROUPS = 512  # of ranks, in one record
 LONGEST_MESSAGE, LONGEST_TRACEBACK = 2_000, 8_000  # characters of an exception
 _CUT = "\n...\n"
 
@@ -140,6 +141,9 @@ class Stalled:
     text: str = ""  # all ranks, in groups; or why it is not known who is missing
     # Some rank waited, in a collective, or for one without a heartbeat.
     waited: bool = False
+    # Where the judge knew all ranks to be, as in a stall report's JSON (docs/stalls.md); empty:
+    # not judged, or more than MOST_GROUPS.
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

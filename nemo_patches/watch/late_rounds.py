@@ -98,7 +98,7 @@ class LateRounds(Reason):
             stall = None
         else:
             listeners.tracer.stall_reported(
-                answer.missing, answer.unknown, sync.title, round_.call
+                told, answer.missing, answer.unknown, sync.title, round_.call
             )
             self._log(incident, answer, now)
             stall = Stall(
