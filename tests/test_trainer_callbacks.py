@@ -41,17 +41,18 @@ def entry_point(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which nemo_patches looks installed, with the entry point of this checkout's
     pyproject.toml.
     """
-    lines = (CHECKOUT / "pyproject.toml").read_text().splitlines()
-    at = lines.index('[project.entry-points."lightning.pytorch.callbacks_factory"]')
+    found = re.findall(
+        r'\[project.entry-points."(\S+_factory)"\]\nnemo_patches = "(.*)"\n',
+        (CHECKOUT / "pyproject.toml").read_text(),
+    )
     folder = tmp_path_factory.mktemp("installed")
     metadata = folder / "nemo_patches-9.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: nemo-patches\nVersion: 9\n"
     )
-    value = re.sub('"', "", lines[at + 1])
     (metadata / "entry_points.txt").write_text(
-        f"[lightning.pytorch.callbacks_factory]\n{value}\n"
+        "".join(f"[{group}]\nnemo_patches = {value}\n" for group, value in found)
     )
     return folder
 
@@ -81,7 +82,9 @@ OF_THE_HOOK = [
     ),
 ]
 # A callback, which imports more where the trainer has several ranks
-RUNNING = "nemo_patches.patching.running_trainer"
+RUNNING = {
+    f"nemo_patches.patching.{name}" for name in ("running_trainer", "trainer_begins")
+}
 
 
 def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
@@ -89,7 +92,7 @@ def as_expected(done: subprocess.CompletedProcess[str], hooked: bool) -> None:
     (without, ours), *found, with_nemo, recorders, traced = seen(done)
     assert without == []
     assert set(ours) == (
-        {*OF_THE_HOOK, RUNNING}
+        {*OF_THE_HOOK, *RUNNING}
         if hooked
         else {*OF_THE_HOOK} - {"nemo_patches.patching.start_up"}
     )
@@ -145,3 +148,61 @@ def test_with_a_broken_wrapt_a_trainer_is_made_and_one_line_says_it(
         "no callback is added to Lightning's trainers: ImportError: a broken wrapt"
     )
     assert json.loads(done.stdout.splitlines()[-1])[1:4] == [[], [], []]
+
+
+OTHER_PACKAGE = """
+import json, os, sys
+from pytorch_lightning import LightningModule, Trainer
+import torch
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        seen.append(subscriber.process._notes.batch() if "nemo_patches.watch.subscriber" in sys.modules else "")
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def trainer():
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(accelerator="cpu", max_steps=2, **dict.fromkeys(off, False))
+
+seen = []
+unasked = [type(one).__name__ for one in trainer().callbacks]
+ours = [name for name in sys.modules if name.startswith("nemo_patches")]
+os.environ.update(NEMO_PATCHES_STOP_TOGETHER="training", NEMO_PATCHES_TRACE=sys.argv[1])
+for _ in range(2):
+    one = trainer()
+    asked = [type(callback).__name__ for callback in one.callbacks]
+from nemo_patches.watch import subscriber
+one.fit(Model(), torch.utils.data.DataLoader(torch.ones(2, 1)))
+print(json.dumps([unasked, ours, asked, seen, "lightning.pytorch" in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize("hooked", [True, False], ids=["hook", "entry point"])
+def test_a_trainer_of_pytorch_lightning_knows_its_batch_and_says_once_what_it_lacks(
+    hooked: bool, entry_point: Path
+) -> None:
+    pytest.importorskip("pytorch_lightning", reason="this package is not here")
+    path = (entry_point, *([CHECKOUT] if hooked else []))
+    command = [sys.executable, "-c", OTHER_PACKAGE, str(entry_point / "trace")]
+    done = run(command, environment(*path, RANK="0"), cwd=entry_point)
+    assert done.returncode == 0, done.stderr
+    unasked, ours, asked, seen_batches, other_is_imported = json.loads(
+        done.stdout.splitlines()[-1]
+    )
+    assert unasked == (["RunningTrainer"] if hooked else [])
+    assert len(ours) <= len(OF_THE_HOOK) + 2
+    assert asked == ["RunningTrainer"]
+    assert seen_batches == ["0", "1"]
+    assert not other_is_imported
+    (line,) = [one for one in done.stderr.splitlines() if "nemo_patches ERROR" in one]
+    assert "[rank 0" in line
+    assert line.endswith(
+        "a trainer of pytorch_lightning takes no callback of ours. trace: a trainer's"
+        " exceptions are not in the trace; stop_together: a pass ends as in stock;"
+        " import lightning.pytorch in its place"
+    )

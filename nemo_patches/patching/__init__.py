@@ -7,9 +7,13 @@ DISABLE_VARIABLE = "NEMO_PATCHES_DISABLE"
 UNSUPPORTED_VARIABLE = "NEMO_PATCHES_UNSUPPORTED"
 # This package imports most targets; when it is complete, one line logs what was patched.
 COLLECTION = "nemo.collections.asr"
-# Whose trainers may be given a StopTogether; a user of Lightning alone is watched from there on, at
-# the latest.
-CALLBACK_CONNECTOR = "lightning.pytorch.trainer.connectors.callback_connector"
+# Lightning's packages, whose trainers are given callbacks; a user of Lightning alone is watched
+# from there on, at the latest.
+LIGHTNING, OTHER_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
+CALLBACK_CONNECTORS = {
+    f"{package}.trainer.connectors.callback_connector": package
+    for package in (LIGHTNING, OTHER_LIGHTNING)
+}
 TORCH = "torch"  # whose import begins stall reports in one of several ranks
 # The modules of targets.TARGETS, which must not be imported at start-up; a test compares the two.
 TARGET_MODULES = (

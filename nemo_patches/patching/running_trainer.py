@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from lightning.pytorch import Callback
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from nemo_patches.patching.trainer_begins import TrainerBegins
 
 
-class RunningTrainer(Callback):  # type: ignore[misc]  # Lightning is not looked into
-    """In a process that stays alone it imports nothing of ours."""
-
-    def __init__(self, begin_reports: Callable[[], None] | None = None) -> None:
-        """begin_reports: where the launcher has said nothing of several ranks."""
-        self._begin_reports = begin_reports
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The process group is there now, and no data loader has forked a worker yet."""
-        if self._begin_reports is not None and trainer.world_size > 1:
-            self._begin_reports()
-        subscriber = sys.modules.get("nemo_patches.watch.subscriber")
-        if subscriber is not None:
-            subscriber.trains_with(trainer)
+class RunningTrainer(TrainerBegins, Callback):  # type: ignore[misc]  # Lightning is not looked into
+    """For trainers of lightning.pytorch."""

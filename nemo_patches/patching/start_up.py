@@ -15,7 +15,7 @@ from _frozen_importlib_external import PathFinder
 from _thread import get_ident
 
 from nemo_patches.patching import (
-    CALLBACK_CONNECTOR,
+    CALLBACK_CONNECTORS,
     COLLECTION,
     DISABLE_VARIABLE,
     TARGET_MODULES,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-_HOOKED = (*TARGET_MODULES, COLLECTION, CALLBACK_CONNECTOR, TORCH)
+_HOOKED = (*TARGET_MODULES, COLLECTION, *CALLBACK_CONNECTORS, TORCH)
 # What of ours imports torch, all but patching/: its own import must be complete before stall
 # reports begin.
 _IMPORTS_TORCH = ("nemo_patches.sync", "nemo_patches.watch", "nemo_patches.channel")
@@ -85,11 +85,12 @@ class _Finder:
         if self._failed:
             return
         try:
-            if name == CALLBACK_CONNECTOR:
+            package = CALLBACK_CONNECTORS.get(name)
+            if package is not None:
                 from nemo_patches.patching import trainer_callbacks
 
-                trainer_callbacks.hook(sys.modules[name], begin_reports)
-            if name in (TORCH, CALLBACK_CONNECTOR):
+                trainer_callbacks.hook(sys.modules[name], package, begin_reports)
+            if name == TORCH or package is not None:
                 # A process that stays alone has no more of ours than the hook.
                 if is_rank or _may_be_a_rank(name):
                     from nemo_patches.patching import stall_reports

@@ -4,6 +4,8 @@ An installed nemo_patches has `callbacks` as an entry point, which every trainer
 asks, also in projects that have nothing to do with it: nothing of ours is imported where no setting
 asks for it, and nothing raised into `Trainer()`. What is only on PYTHONPATH has no entry points:
 there the import hook has `hook` called.
+
+A trainer of the package pytorch_lightning, which takes no model of NeMo's, is given the first one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,14 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from nemo_patches.patching import is_one_of_several_ranks, is_ours, say_error
+from nemo_patches.patching import (
+    LIGHTNING,
+    OTHER_LIGHTNING,
+    is_one_of_several_ranks,
+    is_ours,
+    say_error,
+)
 
-GROUP = "lightning.pytorch.callbacks_factory"
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
 # One of them, where ours is on.
 _IN_FORCE = {
@@ -28,9 +35,12 @@ _IN_FORCE = {
 _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
 
 
-def hook(connector: ModuleType, begin_reports: Callable[[], None]) -> None:
-    """Add `callbacks` to those that Lightning finds by itself, unless they are there.
+def hook(
+    connector: ModuleType, package: str, begin_reports: Callable[[], None]
+) -> None:
+    """Add callbacks to those that Lightning finds by itself, unless they are there.
 
+    package: of Lightning's, that the connector is in.
     begin_reports: is called once a trainer has several ranks of which this process's launcher said
     nothing.
     """
@@ -50,12 +60,11 @@ def hook(connector: ModuleType, begin_reports: Callable[[], None]) -> None:
     @functools.wraps(original)
     def load(group: str) -> list[Any]:
         found = list(original(group))
-        if group != GROUP:
+        if group != f"{package}.callbacks_factory":
             return found
         kinds = {type(callback).__name__ for callback in found}
-        return found + [
-            ours for ours in callbacks() if type(ours).__name__ not in kinds
-        ]
+        added = _this_process.for_trainer(package)
+        return found + [ours for ours in added if type(ours).__name__ not in kinds]
 
     load.nemo_patches_hook = True  # type: ignore[attr-defined]
     setattr(connector, _LOADS, load)
@@ -67,15 +76,16 @@ class _Callbacks:
     def __init__(self) -> None:
         self.begin_reports: Callable[[], None] | None = None  # under auto-apply
         self._failed = False
+        self._has_said_what_is_missing = False
 
-    def for_trainer(self) -> list[Any]:
+    def for_trainer(self, package: str = LIGHTNING) -> list[Any]:
         """The callbacks for a trainer that is being created; none after an error of ours, which is
         said once.
         """
         if self._failed:
             return []
         try:
-            return self._by_settings()
+            return self._by_settings(package)
         except Exception as error:
             if not is_ours(error):
                 raise
@@ -84,24 +94,52 @@ class _Callbacks:
             say_error(f"{text}: {type(error).__name__}: {error}")
             return []
 
-    def _by_settings(self) -> list[Any]:
+    def _by_settings(self, package: str) -> list[Any]:
         in_force = bool(_IN_FORCE.intersection(sys.modules))
         in_force = in_force or bool(os.environ.get(_VARIABLE))
         begin = None if is_one_of_several_ranks() else self.begin_reports
         if begin is None and not in_force:
             return []
-        from nemo_patches.patching.running_trainer import RunningTrainer
-
-        found: list[Any] = [RunningTrainer(begin)]
+        found: list[Any] = [_running_trainer(package, begin)]
         if in_force:
             from nemo_patches.patching import parts
             from nemo_patches.patching.monkeypatch import this_process
 
             settings = this_process.settings_for_trainers()
+            if package == OTHER_LIGHTNING:
+                self._say_what_is_missing(
+                    [
+                        f"{setting}: {left}"
+                        for setting, left in parts.WITH_CALLBACKS.items()
+                        if parts.is_on(setting, settings)
+                    ]
+                )
+                return found
             with_callbacks = parts.switched_on(settings, among=parts.WITH_CALLBACKS)
             found += [part.callback(settings) for part in with_callbacks]
         return found
 
+    def _say_what_is_missing(self, problems: list[str]) -> None:
+        if not problems or self._has_said_what_is_missing:
+            return
+        self._has_said_what_is_missing = True
+        from nemo_patches.sync.rank_log import report
+
+        text = f"a trainer of {OTHER_LIGHTNING} takes no callback of ours"
+        advice = f"import {LIGHTNING} in its place"
+        report(logging.ERROR, f"{text}. {'; '.join(problems)}; {advice}")
+
+
+def _running_trainer(package: str, begin: Callable[[], None] | None) -> Any:
+    if package == OTHER_LIGHTNING:
+        from nemo_patches.patching.running_other_trainer import RunningTrainer
+
+        return RunningTrainer(begin)
+    from nemo_patches.patching.running_trainer import RunningTrainer
+
+    return RunningTrainer(begin)
+
 
 _this_process = _Callbacks()
 callbacks = _this_process.for_trainer
+callbacks_of_pytorch_lightning = functools.partial(callbacks, OTHER_LIGHTNING)
