@@ -24,7 +24,7 @@ from nemo_patches.tools.diagnose.command import JSON_FORMAT
 
 pytestmark = pytest.mark.one_nemo
 
-MOST_LINES_OF_README = 88
+MOST_LINES_OF_README = 90
 README, CHINESE = CHECKOUT / "README.md", CHECKOUT / "README.zh-CN.md"
 PAGES = sorted(
     page
