@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import traceback as tracebacks
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -143,7 +144,7 @@ class Stalled:
     waited: bool = False
     # Where the judge knew all ranks to be, as in a stall report's JSON (docs/stalls.md); empty:
     # not judged, or more than MOST_GROUPS.
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def diagnose_answer(
 
 def evidence_of(answer: Answer) -> Evidence:
     """What a running job has just answered."""
-    return Evidence(list(_facts(answer)), world_size=answer.world_size)
+    return Evidence(list(facts_of(answer)), world_size=answer.world_size)
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -270,7 +270,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
             then = {rank: group.position for rank, group in answer.by_rank}
             evidence.facts += (
                 fact
-                for fact in _facts(answer)
+                for fact in facts_of(answer)
                 if positions.get(fact.rank, then[fact.rank]) == then[fact.rank]
             )
     evidence.world_size = newest.world_size
@@ -366,7 +366,7 @@ def _not_yet(answer: Answer, unsettled: Sequence[Group]) -> Finding:
     return finding(ids.NOT_ENOUGH, text, evidence=places, next_step=step)
 
 
-def _facts(answer: Answer) -> Iterator[Fact]:
+def facts_of(answer: Answer) -> Iterator[Fact]:
     of_reporter = [group for group in answer.groups if answer.rank in group.ranks[:1]]
     clock = safe(of_reporter[0].host) if of_reporter else ""
     for rank, group in answer.by_rank:

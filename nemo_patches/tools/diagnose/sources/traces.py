@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import get_args
@@ -54,6 +54,11 @@ from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT, error_in, error_of
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.stall_lines import told_in
+from nemo_patches.tools.diagnose.sources.stall_reports import (
+    Answer,
+    Group,
+    facts_of,
+)
 from nemo_patches.tools.diagnose.verdicts import finding, parties
 from nemo_patches.tracing import records
 
@@ -61,7 +66,6 @@ KIND = "traces"
 _HEAD = b'{"k":"header"'
 _MOST_RANKS = 1 << 20
 _LONGEST_LINE = 1 << 20  # bytes
-_LONGEST_TEXT = 600  # characters of a report
 _KEPT_ROUNDS = 1024  # of each rank: by these lateness is told
 _LEAST_ROUNDS = 48  # fewer show no habit
 _LEAST_LAG_S = 0.005
@@ -79,6 +83,16 @@ _CONDITIONS = {
 _DECODERS: dict[bytes, msgspec.json.Decoder[records.Timed]] = {
     kind.k.encode(): msgspec.json.Decoder(kind) for kind in get_args(records.Timed)
 }
+
+
+@dataclass(frozen=True)
+class Stalled(records.Stalled):
+    """Read."""
+
+    groups: tuple[Group, ...] = ()
+
+
+_DECODERS[b"stalled"] = msgspec.json.Decoder(Stalled)
 
 
 @dataclass
@@ -108,8 +122,8 @@ class RankTrace:
     vain_rounds: set[int] = field(default_factory=set)
     waited: float = 0.0
     raised: records.Raised | None = None  # since which no encoder was called
-    stalled: records.Stalled | None = None  # the job's report, likewise
-    missing: records.Stalled | None = None  # on the round that was given up
+    stalled: Stalled | None = None  # the job's report, likewise
+    missing: Stalled | None = None  # on the round that was given up
     end: records.End | None = None
     gone: set[int] = field(default_factory=set)  # whose process it saw gone
     bad: int = 0  # lines that are no records, or do not follow from those before
@@ -176,7 +190,7 @@ class RankTrace:
                 self._check(record.e, record.n)
                 self.phase = ""
             self.raised = record
-        elif isinstance(record, records.Stalled):
+        elif isinstance(record, Stalled):
             seen = zip(record.ranks, record.where, strict=False)
             self.gone |= {rank for rank, where in seen if where == GONE}
             if record.e:
@@ -186,7 +200,7 @@ class RankTrace:
         elif isinstance(record, records.End):
             self.end = record
         self.last = record.t
-        if not isinstance(record, (records.Stalled, records.End)):
+        if not isinstance(record, (Stalled, records.End)):
             self.called = record.t
 
     def _check(self, encoder: str, number: int) -> None:
@@ -426,29 +440,19 @@ def _runs(trace: RankTrace) -> bool:
 
 def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact]:
     """What its stall reports say of all ranks, if they are about the stall that it is in."""
-    if (report := trace.stalled) is not None:
-        text = safe(report.text)
-        still_s = report.t - (trace.entered[-1] if trace.entered else 0.0)
-        # It has waited for its stall_timeout, however short: that is a hang.
-        age = still_s if still_s >= STUCK_AFTER_S else None
-        yield _fact(trace, Motion(False, text[:_LONGEST_TEXT], age), report.t)
-        for rank, value in told_in(text).items():
-            other = traces.get(rank)
-            has_no_end = other is not None and other.end is None
-            if (
-                has_no_end
-                and isinstance(value, Condition)
-                and value.kind == conditions.ENDED
-            ):
-                value = Condition(conditions.GONE)  # it left, and its trace has no end
-            if not _went_on(other, trace, report.t):
-                yield _fact(trace, value, report.t, of=rank)
+    if trace.stalled is not None:
+        yield from _of_all_ranks(trace, trace.stalled, traces)
     report = trace.missing
     if report is None or not trace.in_vain:
         return
     came = {rank for rank, one in traces.items() if one.came_to >= trace.round}
     if report.ranks and came.issuperset(report.ranks):
         return  # who was missing has come by now: it was late
+    here = {trace.rank, *report.ranks}
+    groups = tuple(one for one in report.groups if not one.goes_on)
+    for fact in _of_all_ranks(trace, replace(report, groups=groups), traces):
+        if fact.rank not in here:
+            yield fact
     yield _fact(trace, Place(collective=LENGTH_SYNC), report.t, of=trace.rank)
     for one in traces.values():  # these gave it up as well
         if one.missing is None and one.in_vain and one.round == trace.round:
@@ -465,6 +469,31 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
                 else Place(safe(where), safe(collective))
             )
             yield _fact(trace, value, report.t, of=rank)
+
+
+def _of_all_ranks(
+    trace: RankTrace, report: Stalled, traces: dict[int, RankTrace]
+) -> Iterator[Fact]:
+    """Where the judge knew them to be; by older versions' records, what the line said."""
+    at = trace.header.started + report.t
+    size = trace.header.world_size
+    answer = Answer(size, "WARNING", report.text, report.groups, trace.rank, at)
+    facts = list(facts_of(answer))
+    if not facts:
+        still_s = report.t - (trace.entered[-1] if trace.entered else 0.0)
+        # It has waited for its stall_timeout, however short: that is a hang.
+        motion = Motion(False, "", still_s if still_s >= STUCK_AFTER_S else None)
+        told = told_in(safe(report.text)).items()
+        facts = [_fact(trace, value, report.t, of=rank) for rank, value in told]
+        facts.append(_fact(trace, motion, report.t))
+    for fact in facts:
+        other = traces.get(fact.rank)
+        if _went_on(other, trace, report.t):
+            continue
+        if fact.condition_kind == conditions.ENDED and other and other.end is None:
+            # It left, and its trace has no end.
+            fact = replace(fact, value=Condition(conditions.GONE))
+        yield fact
 
 
 def _went_on(other: RankTrace | None, by: RankTrace, t: float) -> bool:
