@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from diagnosing import report_of
 
+from nemo_patches.tools.diagnose.findings import NOT_ENOUGH
+
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {}
 
@@ -502,3 +504,36 @@ def test_a_log_in_other_words(name: str, tmp_path: Path) -> None:
     assert not [one for one in mustnot if re.search(one, said)], said
     if "guess" in said:
         assert not any(one.ranks for one in found.findings)
+
+
+EXAMPLES = Path(__file__).with_name("logs") / "other_words.txt"
+
+
+def examples() -> dict[str, tuple[dict[str, str], str]]:
+    """By name: what is expected, and the log."""
+    found = {}
+    for one in EXAMPLES.read_text().split("\n=== ")[1:]:
+        head, _, log = one.partition("\n---\n")
+        name, *lines = head.splitlines()
+        found[name] = dict(line.split(": ", 1) for line in lines), log
+    return found
+
+
+@pytest.mark.parametrize("name", examples())
+def test_examples(name: str, tmp_path: Path) -> None:
+    expected, log = examples()[name]
+    (tmp_path / "train.log").write_text(log)
+    found = report_of(tmp_path / "train.log")
+    said = "\n".join([found.verdict, *(one.text for one in found.findings)])
+    sets = [
+        {int(rank) for rank in one.split(",") if rank != "-"}
+        for one in expected["ranks"].split("|")
+    ]
+    assert {rank for one in found.findings[:1] for rank in one.ranks} in sets, said
+    assert {rank for one in found.findings for rank in one.ranks} <= set[int]().union(
+        *sets
+    )
+    assert re.search(expected.get("says", ""), said), said
+    assert not re.search(expected.get("not", "(?!)"), said), said
+    if "harmless" in expected:
+        assert {one.id for one in found.findings} <= {NOT_ENOUGH}, said

@@ -1670,6 +1670,12 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "process 71 spawned with command: ['python', '-u', 'main.py', '--local_rank=3']",
+    "nnodes=1, num_local_procs=8, node_rank=0",
+    "5: [rank 5] step 900",
+    "mpirun -np 8 -H localhost:8 python train.py",
+    "allreduce.conv1 [ready ranks: 5, 1, 4, 7, 2, 3]",
+    "[InitChannelStage][RunFailed]Transport init error! para:rank[7], remoteRank[15]-x[15]",
     line(1),
     status(1, 5, 6),
     "[rank1]: Received a dump signal due to a collective timeout from this local rank and "

@@ -132,7 +132,14 @@ def _rule(hearing: Hearing) -> list[Finding]:
     if found and found[0].id in ids.NO_HANG:
         return found
     if not any(one.ranks for one in found):
-        found = [*found, *by_words(hearing)]
+        words = by_words(hearing)
+        if (
+            words
+            and words[0].ranks
+            and hearing.having(conditions.WAITED, conditions.CUT)
+        ):
+            return _borne_out(words[0], found)
+        found = [*found, *words]
     if not found:
         return []
     found = sorted(found, key=_place)
@@ -140,6 +147,13 @@ def _rule(hearing: Hearing) -> list[Finding]:
         found[0] = replace(found[0], text=f"{found[0].text} {found[-1].text}")
     found[0] = sentences.with_the_log(found[0], hearing)
     return found
+
+
+def _borne_out(words: Finding, waited: list[Finding]) -> list[Finding]:
+    """Hearsay of a rank that others waited for: an accusation, and what follows from it."""
+    text = " ".join([words.text, *(one.text for one in waited[:1])])
+    first = replace(words, text=text, severity=CRITICAL)
+    return [first, *(replace(o, because=words.id, severity=WARNING) for o in waited)]
 
 
 def _place(one: Finding) -> tuple[bool, bool, int]:

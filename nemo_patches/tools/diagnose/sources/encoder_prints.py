@@ -1,10 +1,14 @@
-"""People's own prints before and after the encoder's call: a guess, that accuses nobody."""
+"""People's own prints before and after a call of the encoder or a collective: guesses.
+
+They accuse nobody.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose.findings import (
@@ -16,14 +20,18 @@ from nemo_patches.tools.diagnose.findings import (
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 
 _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
-_CALLED = r"about to (?:call|enter|run)|before|calling|entering|starting|enters?"
+_CALLED = (
+    r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
+    r"(?:going|goes) in(?:to)?"
+)
 _RETURNED = r"after|completed|finished|done|returned|returns|left|exited|passed"
+_OF_CALL = r"(?P<of>encoder|all_?reduce|all_?gather|barrier)"
 _BEFORE = re.compile(
-    rf"(?i)\b(?:{_CALLED})\b\W{{1,3}}(?:\w+\W{{1,3}}){{0,3}}?(?:\w+[._])?encoder\b"
+    rf"(?i)\b(?:{_CALLED})\b\W{{1,3}}(?:\w+\W{{1,3}}){{0,3}}?(?:\w+[._])?{_OF_CALL}\b"
 )
 _AFTER = re.compile(
-    rf"(?i)\b(?:{_RETURNED})\b\W{{1,3}}(?:\w+\W{{1,3}}){{0,3}}?(?:\w+[._])?encoder\b|"
-    rf"\bencoder\b(?:\W{{1,3}}\w+){{0,3}}?\W{{1,3}}(?:{_RETURNED})\b"
+    rf"(?i)\b(?:{_RETURNED})\b\W{{1,3}}(?:\w+\W{{1,3}}){{0,3}}?(?:\w+[._])?{_OF_CALL}\b|"
+    rf"\b{_OF_CALL.replace('of', 'in')}\b(?:\W{{1,3}}\w+){{0,3}}?\W{{1,3}}(?:{_RETURNED})\b"
 )
 _AFTER_ALONE = re.compile(
     rf"(?i)^\W{{0,3}}(?:step \d+\W{{1,3}})?(?:{_RETURNED})\W{{0,3}}$"
@@ -33,62 +41,51 @@ _OTHER = re.compile(
     r"(?i)\b(?:time|took|elapsed|mem(?:ory)?|shape|weights?|frozen?|freez\w+|param\w*|config|"
     r"pre-?train\w*|loading)\b"
 )
+_ENCODER = "the encoder"
+# One of these is in each line that begins such prints.
+WORDS = ("ncoder", "reduce", "gather", "arrier")
 _BEGIN = "A guess, by the job's own prints: "
 
 
-class EncoderPrints:
-    """One launch's lines."""
+@dataclass
+class _Prints:
+    """Those around one call."""
 
-    def __init__(self) -> None:
-        self._called: Counter[int] = Counter()
-        self._returned: Counter[int] = Counter()
-        self._last: dict[int, Line] = {}  # of each rank's prints
-        self._names_calls = False  # "about to call": no other words for a start
+    name: str
+    called: Counter[int] = field(default_factory=Counter)
+    returned: Counter[int] = field(default_factory=Counter)
+    last: dict[int, Line] = field(default_factory=dict)  # of each rank
+    names_calls: bool = False  # "about to call": no other words for a start
 
-    def take(self, line: Line) -> None:
-        rank, text = line.rank, line.text
-        if "ncoder" not in text and not self._last:
-            return
-        if not line.has_prefix and (told := _RANK.search(text)):
-            rank, text = int(told[1]), text[told.end() :]
-        if rank < 0 or len(self._last) >= MOST_KEPT or _OTHER.search(text):
-            return
-        is_inside = self._called[rank] > self._returned[rank]
-        if _BEFORE.search(text):
-            self._called[rank] += 1
-            self._names_calls |= "about to" in text.lower()
-        elif is_inside and (_AFTER.search(text) or _AFTER_ALONE.search(text)):
-            self._returned[rank] = self._called[rank]
-        else:
-            return
-        self._last[rank] = line
+    def is_inside(self, rank: int) -> bool:
+        return self.called[rank] > self.returned[rank]
 
     def finding(self) -> Finding | None:
         """None where all have come out, or where the prints may be of something else."""
-        called, returned = self._called, self._returned
-        inside = [rank for rank in self._last if called[rank] > returned[rank]]
-        if not inside or len(self._last) < 2:
+        called, returned, last = self.called, self.returned, self.last
+        inside = [rank for rank in last if self.is_inside(rank)]
+        if not inside or len(last) < 2:
             return None
-        if not returned.total() and not self._names_calls:
+        if not returned.total() and not self.names_calls:
             return None
-        last = max(called[rank] for rank in inside)
+        most = max(called[rank] for rank in inside)
         first = min(called[rank] for rank in inside)
-        came_out = [rank for rank in self._last if returned[rank] >= first]
-        behind = [rank for rank in self._last if returned[rank] == called[rank] < last]
+        came_out = [rank for rank in last if returned[rank] >= first]
+        behind = [rank for rank in last if returned[rank] == called[rank] < most]
         if came_out:
             stuck = [rank for rank in inside if called[rank] == first]
             text = (
-                f"{self._who(stuck)} called the encoder and did not come out of it, as"
+                f"{self._who(stuck)} called {self.name} and did not come out of it, as"
                 f" {self._who(came_out)} did: stuck in it, or only slow."
             )
         elif behind:
             text = (
-                f"{self._who(inside)} called the encoder, and {self._who(behind)} did not"
+                f"{self._who(inside)} called {self.name}, and {self._who(behind)} did not"
                 " call it again: held up before it, by data or preprocessing, or only slow."
             )
         else:
             text = (
-                f"{self._who(inside)}, all that print, called the encoder, and none came"
+                f"{self._who(inside)}, all that print, called {self.name}, and none came"
                 " out of it."
             )
         step = NEXT_STEPS[NOT_ENOUGH]
@@ -96,5 +93,49 @@ class EncoderPrints:
 
     def _who(self, ranks: Iterable[int]) -> str:
         """With the last print of the first."""
-        line = self._last[min(ranks)]
+        line = self.last[min(ranks)]
         return f'{named(sorted(ranks))} ("{shown(line.text)}" [{line.cite}])'
+
+
+class EncoderPrints:
+    """One launch's lines."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, _Prints] = {}  # by what is called
+
+    def take(self, line: Line) -> None:
+        rank, text = line.rank, line.text
+        if not self._of and not any(word in text for word in WORDS):
+            return
+        if not line.has_prefix and (told := _RANK.search(text)):
+            rank, text = int(told[1]), text[told.end() :]
+        if rank < 0 or _OTHER.search(text):
+            return
+        if before := _BEFORE.search(text):
+            prints = self._named(before["of"])
+            if len(prints.last) >= MOST_KEPT:
+                return
+            prints.called[rank] += 1
+            prints.names_calls |= "about to" in text.lower()
+            prints.last[rank] = line
+            return
+        after = _AFTER.search(text)
+        is_alone = after is None and _AFTER_ALONE.search(text) is not None
+        for name, prints in self._of.items():
+            is_its = after is not None and name == _name(after["of"] or after["in"])
+            if prints.is_inside(rank) and (is_its or is_alone):
+                prints.returned[rank] = prints.called[rank]
+                prints.last[rank] = line
+
+    def _named(self, what: str) -> _Prints:
+        return self._of.setdefault(_name(what), _Prints(_name(what)))
+
+    def finding(self) -> Finding | None:
+        """Of the encoder first."""
+        ordered = sorted(self._of.values(), key=lambda one: one.name != _ENCODER)
+        return next((told for one in ordered if (told := one.finding())), None)
+
+
+def _name(what: str) -> str:
+    name = what.lower()
+    return _ENCODER if name == "encoder" else name

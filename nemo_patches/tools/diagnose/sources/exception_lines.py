@@ -62,8 +62,17 @@ _FATAL = re.compile(
     r" with the following error|"
     r"Unhandled exception .{0,200}\bproc(?:ess)? ?(?P<pid>\d{1,9})"
 )
+# The line before a traceback that says whose it is: "ERROR .. raised on rank 3"
+_WHOSE = re.compile(
+    r"(?i)^(?=.*(?:error|exception|fail|fatal|crash|raise|critical))"
+    r".*(?<![a-z])(?<!local_)(?<!local )(?<!node_)(?<!node )rank(?: ?id)?[\s:=#_-]{0,3}(\d{1,6})\b"
+)
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")
 _OF_LOGGER = re.compile(r"\[[EWIF]\d{0,4} ")  # glog's
+# What a logger writes before it: "12:00:09 | FATAL: "
+_FATAL_LEVEL = re.compile(
+    r"(?:[\d:.,TZ/ -]{5,30}\W{0,3})?\[?(?:FATAL|CRITICAL)\]?[:| -]{1,3}"
+)
 _IGNORED = re.compile(r"Exception ignored in")
 # Which ends that thread, and not its process.
 _IN_THREAD = re.compile(r"Exception in thread ([^\s:(]{1,80})")
@@ -174,6 +183,7 @@ class ExceptionLines:
         # By writer, the rank that what is being written without a prefix ended.
         self._fatal: dict[int, int] = {}
         self._skips = 0  # lines
+        self._before = ""  # the line before
         self._labels: list[re.Pattern[str]] = []  # before lines of containers
         self._table_rank = NOT_TOLD
         # Which process it was that torch.multiprocessing had started.
@@ -193,6 +203,7 @@ class ExceptionLines:
             return
         key = line.rank if line.rank >= 0 else _STRAY
         text = self._without_label(line.text)
+        before, self._before = self._before, text
         ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
         if fatal := _FATAL.search(text):
             self._end(key)
@@ -221,7 +232,16 @@ class ExceptionLines:
             if (writing := self._anew(key)) is not None:
                 writing.in_traceback = True
         else:
+            whose = _WHOSE.match(before) if _BEGINS.match(text) else None
+            if whose and not self._is_inner(key):
+                self._end(key)
+                self._fatal[key] = int(whose[1])
             self._take(key, line, text)
+
+    def _is_inner(self, key: int) -> bool:
+        """Whether what follows belongs to the exception that is being written."""
+        writing = self._writing.get(key)
+        return writing is not None and (writing.was_caused or writing.last is None)
 
     def _without_label(self, text: str) -> str:
         """Without what is before each line of a container's."""
@@ -255,7 +275,11 @@ class ExceptionLines:
             self._begin(key, line, text)
         elif writing is not None:
             self._go_on(writing, line, text)
-        elif key >= 0 and line.has_prefix and (error := _ERROR.match(text)):
+        elif (
+            key >= 0
+            and line.has_prefix
+            and (error := _ERROR.match(_FATAL_LEVEL.sub("", text, count=1)))
+        ):
             is_name = _ERROR_NAME.search(error[1]) is not None
             if is_name and (begun := self._anew(key)) is not None:
                 self._raise(begun, error, line)
@@ -358,6 +382,10 @@ class ExceptionLines:
         text = f"{start}{error.text}"
         if kind == conditions.RAISED and writing.was_over:
             kind = conditions.FAILED
+            if not error.line.has_prefix and writing.of == NOT_TOLD:
+                kind = (
+                    conditions.LOGGED
+                )  # by another stream: which was first is not known
             text += ", after a time-out or an end of others"
         elif kind == conditions.RAISED:
             text += self._spawned

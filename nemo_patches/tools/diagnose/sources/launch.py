@@ -11,17 +11,18 @@ from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Evidence
 from nemo_patches.tools.diagnose.sources.c10d_lines import C10dLines
 from nemo_patches.tools.diagnose.sources.encoder_prints import EncoderPrints
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
+from nemo_patches.tools.diagnose.sources.hearsay_lines import (
+    HearsayLines,
+    is_of_tests,
+)
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
-from nemo_patches.tools.diagnose.sources.rows import BACK, OURS, ROWS, Row, general_in
+from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
-# Of a general row, where the job's size is not known: larger numbers are process ids.
-_MOST_RANK = 1 << 12
-_MOST_PROCESSES = 64
 
 
 class Launch:
@@ -36,7 +37,7 @@ class Launch:
         self._ras = RasLines(self.found)
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
-        self._told_absent: set[int] = set()  # by general words
+        self._hearsay = HearsayLines(self.found)
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
@@ -53,17 +54,18 @@ class Launch:
     def take(self, line: Line) -> None:
         if line.has_prefix and len(self._by_file[-1]) < MOST_KEPT:
             self._by_file[-1].add(line.rank)
-            self._is_there(line.rank)
+            self._hearsay.is_there(line.rank)
         if "nemo_patches " in line.text and (ours := OURS.search(line.text)):
             self._stalls.take(ours, line)
+            return
+        if is_of_tests(line.text):
             return
         self._prints.take(line)
         before = len(self.found.facts)
         is_end = self._apply_rows(line)
         self.tracebacks.take(line)
         is_known = is_end or len(self.found.facts) > before
-        if not is_known and not self.tracebacks.is_reading:
-            self._take_general(line)
+        self._hearsay.take(line, is_known or self.tracebacks.is_reading)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
@@ -113,36 +115,12 @@ class Launch:
         if both[7]:
             self.found.has_size(both[7])
 
-    def _take_general(self, line: Line) -> None:
-        if back := BACK.search(line.text) if self._told_absent else None:
-            self._is_there(*ranks_in(back["ranks"]))
-        if (general := general_in(line.text)) is None:
-            return
-        told, kind = general
-        size = self.found.world_size or _MOST_RANK
-        if told["who"].lower() == "process":  # of a larger number: its id
-            size = self.found.world_size or _MOST_PROCESSES
-        ranks = ranks_in(told["ranks"])
-        if told["who"].lower() == "node" or min(ranks) >= size:
-            ranks = [NOT_TOLD]
-        for rank in ranks:
-            condition = Condition(kind, line.text.strip()[:200])
-            self.found.add(rank, condition, line, own=False)
-            if kind == conditions.TOLD_ABSENT:
-                self._told_absent.add(rank)
-
-    def _is_there(self, *ranks: int) -> None:
-        """Said to be absent by general words, and heard of after that."""
-        for rank in self._told_absent.intersection(ranks):
-            key = (rank, Condition, conditions.TOLD_ABSENT, "")
-            self.found.facts.pop(key, None)
-            self._told_absent.discard(rank)
-
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()
         self.ends.finish()
         self.tracebacks.finish()
         self._ras.finish()
+        self._hearsay.finish(self.ends.is_finished)
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self._c10d.finish(evidence, self._by_file)

@@ -68,6 +68,11 @@ class LauncherLines:
         # Tasks that srun tells to be out of memory: ranks, unless torchrun has started these.
         self._out_of_memory: dict[int, Line] = {}
         self._saw_torchrun = False
+        # Tasks of which lines say that they are the ranks of the same number, and others.
+        self._tasks_of_ranks: set[int] = set()
+        self._has_other_tasks = False
+        self._nodes = 0  # by DeepSpeed's launcher
+        self._local_ranks: dict[int, int] = {}  # by pid, of its processes
         # The last that tells of an end in good order.
         self._finished: Line | None = None
 
@@ -103,6 +108,21 @@ class LauncherLines:
 
     def take_tasks_out_of_memory(self, told: re.Match[str], line: Line) -> None:
         self._out_of_memory |= dict.fromkeys(ranks_in(told["tasks"]), line)
+
+    def take_label(self, found: re.Match[str], line: Line) -> None:
+        """Of a line of srun -l: whether its task is the rank that the line tells."""
+        task = int(found["task"] or line.local_rank)
+        if 0 <= task == int(found["rank"]) and len(self._tasks_of_ranks) < MOST_KEPT:
+            self._tasks_of_ranks.add(task)
+        elif task >= 0:
+            self._has_other_tasks = True
+
+    def take_nodes(self, found: re.Match[str], line: Line) -> None:
+        self._nodes = max(self._nodes, int(found["nodes"]))
+
+    def take_spawned(self, found: re.Match[str], line: Line) -> None:
+        if len(self._local_ranks) < MOST_KEPT:
+            self._local_ranks[int(found["pid"])] = int(found["local"])
 
     def take_by_torchrun(self, found: re.Match[str], line: Line) -> None:
         self._saw_torchrun = True
@@ -150,7 +170,9 @@ class LauncherLines:
         task = f"task {found[2]} on {shown(found[1])}"
         if found[3]:
             text = f"Slurm's {task}: {found[3]}"
-            self._tell(Condition(conditions.KILLED, text), line)
+            ranks = ranks_in(found[2]) if self._tasks_are_ranks else [NOT_TOLD]
+            for rank in ranks:
+                self._tell(Condition(conditions.KILLED, text), line, rank)
         elif found[5] == "Terminated":
             text = f"SIGTERM, says Slurm, of {task}"
             self._terminated.append((Condition(conditions.TERMINATED, text), line))
@@ -162,6 +184,13 @@ class LauncherLines:
                 how = f"exit code {found[4]} ({_SIGNALS[-code]})"
                 told = Condition(told.kind, f"{how}, says Slurm, of {task}")
             self._tell(told, line)
+
+    @property
+    def _tasks_are_ranks(self) -> bool:
+        """Whether srun has started the ranks themselves, as far as lines show."""
+        if self._saw_torchrun or self._has_other_tasks:
+            return False
+        return len(self._tasks_of_ranks) > 1
 
     def take_table(self, found: re.Match[str], line: Line) -> None:
         told = self._entry
@@ -222,6 +251,10 @@ class LauncherLines:
     def finish(self) -> None:
         self._end_ray("")
         self._finish_out_of_memory()
+        if self._nodes == 1:
+            for pid, rank in self._local_ranks.items():
+                self._found.note_pid(pid, rank)
+        self._found.tell_ranks_of_killed()
         for condition, line in self._terminated:
             if line.file not in self._cancelled:
                 self._tell(condition, line)

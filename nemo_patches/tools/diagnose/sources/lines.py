@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,6 +33,11 @@ _LONGEST_JSON = 1 << 20  # characters of a line
 _TEXTS = re.compile(
     "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
     "textPayload"
+)
+_OF_RANK = re.compile("(?:global_?|world_?|process_?|dist_?)?rank", re.IGNORECASE)
+# A line of keys and values: "level=error rank=2 msg="..""
+_KEYS_AND_VALUES = re.compile(
+    r'\w[\w.]{0,40}=(?:"(?:[^"\\]|\\.){0,9999}"|\S{1,400})(?:\s+|$)'
 )
 _MOST_PREFIXES = 4  # before one line
 _MOST_LOOKED_AT = 20_000  # lines, for a label
@@ -182,22 +187,50 @@ class Prefixes:
 
 
 def said(line: str) -> str:
-    """The line without its stamp; of JSON the lines that it has in it, with the rank."""
+    """The line without its stamp.
+
+    Of JSON, or of keys and values, the lines that it has in it, with the rank.
+    """
     if stamp := _STAMP.match(line):
         line = line[stamp.end() :]
     if not line.startswith("{") or len(line) > _LONGEST_JSON:
-        return line
+        return _said_by_keys(line) if "rank=" in line and "=" in line[:40] else line
     try:
         told = json.loads(line)
         lines = "\n".join(_texts_in(told)) or line
     except (ValueError, RecursionError):
         return line
-    if type(rank := told.get("rank")) is int:
-        return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
-    return lines
+    return _of_rank(_rank_among(told), lines)
 
 
-def _texts_in(told: dict[str, object]) -> Iterator[str]:
+def _said_by_keys(line: str) -> str:
+    told, end = {}, 0
+    while pair := _KEYS_AND_VALUES.match(line, end):
+        key, _, value = pair[0].strip().partition("=")
+        told[key] = value.strip('"').replace(r"\n", "\n").replace(r"\"", '"')
+        end = pair.end()
+    rank = _rank_among(told)
+    if end < len(line) or rank is None or len(told) < 3:
+        return line
+    return _of_rank(rank, "\n".join(_texts_in(told)) or line)
+
+
+def _of_rank(rank: int | None, lines: str) -> str:
+    if rank is None:
+        return lines
+    return "\n".join(f"[rank{rank}]: {each}" for each in lines.split("\n"))
+
+
+def _rank_among(told: Mapping[str, object]) -> int | None:
+    """Of a logger's fields, also those in "extra", "labels" or the like."""
+    for name, value in told.items():
+        if _OF_RANK.fullmatch(name) and re.fullmatch(r"\d{1,6}", str(value)):
+            return int(str(value))
+    inner = (one for one in told.values() if isinstance(one, dict))
+    return next((r for one in inner if (r := _rank_among(one)) is not None), None)
+
+
+def _texts_in(told: Mapping[str, object]) -> Iterator[str]:
     for name, value in told.items():
         if isinstance(value, dict):
             yield from _texts_in(value)

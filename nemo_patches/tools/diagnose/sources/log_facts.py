@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 
 from nemo_patches.tools.diagnose import conditions
@@ -18,6 +19,7 @@ from nemo_patches.tools.diagnose.facts import (
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
+_PROCESS = re.compile(r"Killed process (\d{1,9}) ")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
@@ -36,7 +38,8 @@ class LaunchFacts:
     or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves
     out lines of some ranks that are like others', or a file was not read to its end. not_told:
-    conditions so far of which the log does not tell the rank. reports: folders with stall
+    conditions so far of which the log does not tell the rank. has_reports: others tell that a rank
+    had not come. reports: folders with stall
     reports that lines name.
     several_hosts: local ranks are not the job's.
     by_local_rank: keys of the facts whose rank is one.
@@ -49,6 +52,7 @@ class LaunchFacts:
     patched: bool = False
     missing_lines: bool = False
     not_told: int = 0
+    has_reports: bool = False
     reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
     # In order, as a set is not.
@@ -83,6 +87,7 @@ class LaunchFacts:
             if self.not_told > _MOST_NOT_TOLD:
                 return
         self.facts[key] = fact
+        self.has_reports |= fact.condition_kind == conditions.MISSING
 
     def without_local_ranks(self) -> set[int]:
         """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the
@@ -127,12 +132,35 @@ class LaunchFacts:
             if fact.rank != NOT_TOLD or not fact.condition_text.startswith(begin)
         }
 
+    def reports_of_absence(self) -> set[tuple[object, ...]]:
+        return {
+            key
+            for key, fact in self.facts.items()
+            if fact.condition_kind == conditions.MISSING and not fact.own
+        }
+
+    def leave_out_reports(self, passed: set[tuple[object, ...]]) -> None:
+        """Of who had not come, made before the job went on; where no rank gave up waiting."""
+        kinds = {fact.condition_kind for fact in self.facts.values()}
+        for key in passed if conditions.WAITED not in kinds else ():
+            self.facts.pop(key, None)
+
     def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
         start.
         """
         if len(self.rank_of_pid) < MOST_KEPT:
             self.rank_of_pid[pid] = rank
+
+    def tell_ranks_of_killed(self) -> None:
+        """The kernel names a process that it kills by its id; another file may have the rank."""
+        for key, fact in [*self.facts.items()]:
+            is_killed = fact.condition_kind == conditions.KILLED
+            pid = _PROCESS.search(fact.condition_text) if is_killed else None
+            rank = self.rank_of_pid.get(int(pid[1])) if pid else None
+            if fact.rank == NOT_TOLD and rank is not None:
+                del self.facts[key]
+                self.keep(replace(fact, rank=rank))
 
     def note_reports(self, folder: str) -> None:
         if len(self.reports) < _MOST_REPORTS:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
 
@@ -33,6 +33,8 @@ class RasLines:
         self._found = found
         self._communicators: dict[str, _Communicator] = defaultdict(_Communicator)
         self._name = ""
+        self._ready: set[int] = set()  # by Horovod's reports
+        self._ready_at: Line | None = None
         self._horovod_at = 0  # number of the line that may list a missing rank
 
     def take_horovod(self, found: re.Match[str], line: Line) -> None:
@@ -42,6 +44,12 @@ class RasLines:
         if line.number == self._horovod_at:
             self._missing(int(told[1]), f"to {told[2]}, by Horovod", line)
             self._horovod_at += 1
+
+    def take_ready(self, found: re.Match[str], line: Line) -> None:
+        """Horovod's older report names only those that have come."""
+        for one in re.findall(r"\[ready ranks: ([\d, ]{1,2000})\]", line.text):
+            self._ready.update(ranks_in(one))
+        self._ready_at = line
 
     def take_ras(self, group: re.Match[str], line: Line) -> None:
         self._name = group[1]
@@ -63,6 +71,9 @@ class RasLines:
         self._found.add(rank, Condition(conditions.MISSING, text), line, own=False)
 
     def finish(self) -> None:
+        if (line := self._ready_at) is not None:
+            for rank in sorted(set(range(self._found.world_size)) - self._ready):
+                self._missing(rank, "to a tensor that others gave, by Horovod", line)
         for one in self._communicators.values():
             counts = one.last < 0
             for rank, ((what, number, count), process, line) in one.ranks.items():

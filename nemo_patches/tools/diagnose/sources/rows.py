@@ -6,8 +6,8 @@ A row's groups: rank, ranks, pid: whose; code, signal: how it ended; size: of th
 into the text. What several lines tell has a reader, by its name: in c10d_lines.py,
 launcher_lines.py, ras_lines.py.
 
-The filter over whole blocks of a log is made of the rows' words. The last rows are general: words
-that no other row knows. What they tell is hearsay, with its line.
+The filter over whole blocks of a log is made of the rows' words, and of those general ones by which
+hearsay_lines.py reads what no row knows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from nemo_patches.tools.diagnose.conditions import (
     RAISED,
     STUCK,
     TERMINATED,
-    TOLD_ABSENT,
-    TOLD_DEAD,
     UNRESOLVED,
     WAITED,
 )
+from nemo_patches.tools.diagnose.sources import hearsay_lines
 
 
 class Row(NamedTuple):
@@ -111,6 +110,23 @@ ROWS = (
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
         r" )?(\d{1,7}))?",
         reader="pid",
+        follows=True,
+    ),
+    _row(
+        "spawned with",
+        r"process (?P<pid>\d{1,9}) spawned with command: .{0,2000}"
+        r"--local_rank=(?P<local>\d{1,6})\b",
+        reader="spawned",
+    ),
+    _row(
+        "num_local_procs",
+        r"nnodes=(?P<nodes>\d{1,6}), num_local_procs=\d{1,6}, node_rank=",
+        reader="nodes",
+    ),
+    _row(
+        "ank",
+        r"^(?:(?P<task>\d{1,6}): )?.{0,40}?(?<![a-z_])[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b",
+        reader="label",
         follows=True,
     ),
     _row(
@@ -546,6 +562,25 @@ ROWS = (
         "to {tag}, by HCCL",
         own=False,
     ),
+    _row(
+        "remoteRank[",
+        r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
+        MISSING,
+        "to a connection, by HCCL",
+        own=False,
+    ),
+    _row(
+        "mpirun|horovodrun|mpiexec",
+        r"(?:mpirun|horovodrun|mpiexec)\b.{0,400}? -np? (\d{1,7})\b",
+        reader="size",
+        follows=True,
+    ),
+    _row(
+        "ready ranks:",
+        rf"\[ready ranks: {_RANKS}\]",
+        reader="ready",
+        is_whole=True,
+    ),
     _row("Missing ranks:", "^Missing ranks:$", reader="horovod"),
     _row(
         ": [", r"^(\d{1,7}): \[(\S{1,200}?)[,\]]", reader="horovod_rank", follows=True
@@ -613,104 +648,12 @@ ROWS = (
     ),
 )
 
-# General rows: who, its number, words that change neither who nor whether, what became of it, and
-# no word after that which makes it something else: "missing optional dependency".
-_WHO = r"\b(?P<who>[Rr]ank|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|RANK)s?"
-_NUMBER = r"(?: ?[#:=_-] ?| )?\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
-_BETWEEN = (
-    r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|of \d{1,6}\b|"
-    r"(?i:(?:on|at) (?:node |host |gpu )?[\w.:/-]{1,80}|(?:process|worker|actor|pod|container|"
-    r"trainer|training|job|task|rank|gpu|device|main|progress|forward|backward|node|host|python|"
-    r"subprocess|child|state|status|is|are|was|were|been|has|have|had|it|its|seems?|appears?|to|"
-    r"be|still|now|also|just|already|suddenly|likely|probably|marked|declared|considered|"
-    r"reported|as|got|became|went|completely)\b))){0,8}[\s,:;=-]{0,4}"
-)
-_AFTER = (
-    r"(?=\s*$|\s*[,;.!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
-    r"and|due|of|via|suddenly|unexpectedly|by(?! user| request| design)|"
-    r"at (?:the |step|barrier|epoch|iter|batch|all|\d|')|to (?:the |ping|health|heartbeat))\b|"
-    r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
-)
-_DIED = (
-    r"crashed|died|dead|segfault(?:ed)?|core dumped|aborted|"
-    r"(?<!is )killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|"
-    r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally)|"
-    r"(?:exited|terminated|died|killed) (?:with|by|on) signal (?!15|2\b|SIGTERM|SIGINT)\w{1,12}"
-)
-_EXITED = (
-    r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
-    r"(?:exit ?|return ?)?(?:code|status)|exit ?code|returncode|rc)"
-    r"[^\w-]{1,3}(?!(?:-15|-2|143|130)\b)-?[1-9]\d{0,2}\b"  # whom others ended
-)
-_ABSENT = (
-    r"missing|stalled|stuck|hung|hanging|unresponsive|not responding|does not respond|"
-    r"no (?:heartbeat|response|progress)|missed (?:its |a |the )?heartbeats?|"
-    r"heartbeat (?:lost|timeout|timed out|expired)|lost contact|is lost|unreachable|"
-    r"stopped (?:sending|responding|reporting)(?: heartbeats?)?|"
-    r"(?:did not|has not|never) (?:report|respond|arrive|join|check|reach)(?:ed|d)?"
-    r"(?: (?:in|back|the|its|a|any|heartbeat|status|barrier|rendezvous|group)){0,3}|silent"
-)
-_GENERAL = (
-    (
-        re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:(?:{_DIED}){_AFTER}|{_EXITED})"),
-        TOLD_DEAD,
-    ),
-    (
-        re.compile(rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_ABSENT}){_AFTER}"),
-        TOLD_ABSENT,
-    ),
-    (
-        re.compile(
-            r"\b(?:[Mm]issing|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Ll]agging|[Ll]ost)"
-            # "lost workers: 0", "stalled ranks 2 of 8": how many
-            r" (?!\w+s\b[ #:=_-]{0,3}\d{1,6}\b(?!,? ?-?\d))(?!\w+\W{1,3}\d+ of \d)"
-            rf"{_WHO[2:]}{_NUMBER}"
-        ),
-        TOLD_ABSENT,
-    ),
-)
-BACK = re.compile(
-    rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:back|alive|up|healthy|recovered|reconnected|responding)\b"
-)
-# Lines that tell of something else by the same words: what may be or was, what was said (the texts
-# of a speech model), what somebody sees to.
-_OTHER = re.compile(
-    r"(?i)\b(?:if|unless|whether|tip|hint|example)\b|data ?loader|recover|re-?start|respawn|"
-    r"relaunch|replac|ignor|succe|gracefully|cleanly|missing keys?|"
-    r"\bok\b|\bretry|healthy|no longer|thread|nemo_patches |\bresum|\bprevious|\bearlier\b|"
-    r"last (?:run|time|attempt)|\b(?:in|of|during) (?:run|attempt) \d|"
-    r"\b(?:reference|predicted|prediction|pred_text|hypothesis|hyp|ref|transcript\w*|utterance|"
-    r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|"
-    r"\b(?:sample|hypothesis|reference|utterance) \d|^(?:srun|slurmstepd|prterun|mpirun)\b"
-)
-# Before the rank, such a word makes it the reason of something else, a comment, or a quotation.
-_REASON = re.compile(
-    r"(?i)\b(?:because|since|once|when|in case|after(?! \d))\b|(?:^|\s)#\s|['\"](?:the )?$"
-)
-# One of these is in each line of a general row, in place of a row's words.
-_GENERAL_WORDS = (
-    *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
-    *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
-    *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
-    *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
-    *("silent", "terminated ", "unexpectedly", "abnormally"),
-)
 _WHOLE = tuple(row for row in ROWS if row.is_whole)
 
 
 def is_whole(text: str) -> bool:
     """Whether a row matches all that a terminal may have wrapped of the line."""
     return any(row.pattern.search(text) for row in _WHOLE)
-
-
-def general_in(text: str) -> tuple[re.Match[str], str] | None:
-    """What general words tell, and the condition's kind; of a line that no row knows."""
-    if not any(word in text for word in _GENERAL_WORDS) or _OTHER.search(text):
-        return None
-    for pattern, kind in _GENERAL:
-        if told := pattern.search(text):
-            return None if _REASON.search(text, 0, told.start()) else (told, kind)
-    return None
 
 
 def _filter() -> tuple[bytes, ...]:
@@ -720,9 +663,9 @@ def _filter() -> tuple[bytes, ...]:
     words = {
         *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
         *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
-        *("arrier", "sigkill_handler", "imed out", "ncoder"),
+        *("arrier", "sigkill_handler", "imed out", "ncoder", "ll_reduce", "ll_gather"),
         *(word for row in ROWS if not row.follows for word in row.words),
-        *_GENERAL_WORDS,
+        *hearsay_lines.WORDS,
     }
     shortest = [one for one in words if not any(two in one for two in words - {one})]
     return tuple(word.encode() for word in sorted(shortest))

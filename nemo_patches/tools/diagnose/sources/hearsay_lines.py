@@ -1,0 +1,447 @@
+"""What general words tell of a rank, in lines that no row of the table knows: hearsay.
+
+A line accuses where a program says, of now, that a rank is not there or has died. It only mentions
+a rank where it is no line of a log (help, a configuration, code, a test's name), where it tells of
+what may be, will be or was, where it asks, denies or counts. What is told is over where the rank is
+heard of again, or the job goes on. The rules stand in this order below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
+from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
+from nemo_patches.tools.diagnose.rank_end import error_in
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+
+# Where the job's size is not known: larger numbers are process ids.
+_MOST_RANK = 1 << 12
+_MOST_PROCESSES = 64
+_MOST_STEPS_AFTER = 1  # a rank that has gone stops the others within a step
+
+# Who, its number, words that change neither who nor whether, what became of it, and no word after
+# that which makes it something else: "missing optional dependency".
+_NAMES = (
+    r"[Rr]ank|RANK|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|[Rr]eplica|[Tt]rainer|[Ll]earner|"
+    r"[Pp]eer|[Mm]ember"
+)
+_WHO = rf"(?<![A-Za-z])(?P<pod>[\w.]-|pod )?(?P<who>{_NAMES})s?"
+_NUMBER = (
+    r"(?: ?[#:=_-] ?| (?:id|no\.?|number|index)[ :=]{1,2}| )?\[?"
+    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
+)
+_BETWEEN = (
+    r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|of \d{1,6}\b|"
+    r"(?i:(?:on|at) (?:node |host |gpu )?[\w.:/-]{1,80}|(?:process|worker|actor|pod|container|"
+    r"trainer|training|job|task|rank|gpu|device|main|progress|forward|backward|node|host|python|"
+    r"subprocess|child|state|status|is|are|was|were|been|has|have|had|it|its|seems?|appears?|to|"
+    r"be|may|might|still|now|also|just|already|suddenly|likely|probably|possibly|marked|set|"
+    r"declared|considered|reported|as|got|became|went|completely|timed out:?|error|the|and)\b)))"
+    r"{0,8}[\s,:;=(-]{0,4}"
+)
+_AFTER = (
+    r"(?=\s*$|\s*[,;.!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
+    r"and|due|of|via|suddenly|unexpectedly|by(?! user| request| design)|"
+    r"at (?:the |step|barrier|epoch|iter|batch|all|\d|')|to (?:the |ping|health|heartbeat))\b|"
+    r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
+)
+_NO_COUNT = r"(?!\s{0,2}[:=]\s{0,2}\d|\s\d{1,9}(?! ?(?:s|sec\w*|m|min\w*|h)\b))"
+_DIED = (
+    r"crashed|died|dead|segfault(?:ed)?|core dumped|aborted|failed|panicked|preempted|evicted|"
+    r"(?<!is )killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|OOM[ -]?[Kk]illed|"
+    r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally|prematurely|early)|"
+    r"(?:(?:exited|terminated|died|killed|ended) (?:with|by|on|from) |received |got )"
+    r"(?:signal (?!15|2\b|SIGTERM|SIGINT)\w{1,12}|SIG(?:KILL|SEGV|BUS|ABRT|ILL|FPE))"
+)
+_EXITED = (
+    r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
+    r"(?:exit ?|return ?)?(?:code|status)|exit[ _]?code|returncode|rc|exited)"
+    r"[^\w-]{1,3}(?!(?:-15|-2|143|130)\b)-?[1-9]\d{0,2}\b(?!/)"  # whom others ended
+)
+_ABSENT = (
+    r"missing|absent|stalled|stuck|hung|hanging|frozen|wedged|unresponsive|not responding|"
+    r"does not respond|(?:no|without) (?:heartbeat|response|progress|answer|reply)|"
+    r"missed (?:its |a |the )?heartbeats?|"
+    r"heartbeat (?:lost|missed|timeout|timed out|expired)|lost contact|is lost|unreachable|"
+    r"disconnected|disappeared|vanished|gone|offline|"
+    r"stopped (?:sending|responding|reporting)(?: heartbeats?)?|"
+    r"(?:did not|didn't|has not|hasn't|never|not|failed to) "
+    r"(?:report|respond|arrive|join|check|reach|enter|send|come|answer|show)(?:ed|d)?"
+    r"(?: (?:in|up|back|the|its|a|any|heartbeat|status|barrier|rendezvous|group|collective)){0,3}|"
+    r"silent"
+)
+_STATE = (
+    "[Mm]issing|[Aa]bsent|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Hh]ung|"
+    "[Ll]agging|[Ll]ost"
+)
+_LIST = r"[\[({]{0,2}(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b(?P<closed>[\])}])?"
+_GENERAL = (
+    (
+        TOLD_DEAD,
+        rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:(?:{_DIED}){_NO_COUNT}{_AFTER}|{_EXITED})",
+    ),
+    (TOLD_ABSENT, rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:{_ABSENT}){_NO_COUNT}{_AFTER}"),
+    (
+        TOLD_ABSENT,
+        # "lost workers: 0", "stalled ranks 2 of 8": how many
+        rf"\b(?:{_STATE}) (?!\w+s\b[ #:=_-]{{0,3}}\d{{1,6}}\b(?!,? ?-?\d|\]))"
+        rf"(?!\w+\W{{1,3}}\d+ of \d){_WHO}{_NUMBER}{_NO_COUNT}",
+    ),
+    (
+        TOLD_ABSENT,
+        r"\b(?:[Nn]o (?:heartbeat|response|answer|reply|message|update|progress|signal|data) |"
+        r"[Nn]othing (?:heard |received )?|[Tt]imed? ?out (?:while )?waiting |"
+        r"(?:[Gg]ave|[Gg]iving) up (?:waiting )?|"
+        r"[Ll]ost (?:the )?(?:connection|contact|heartbeat) )"
+        rf"(?:from|of|by|for|on|to|with) (?:the )?{_WHO}{_NUMBER}",
+    ),
+    (
+        TOLD_ABSENT,
+        rf"\b[Cc]onnection (?:to|with|from) {_WHO}{_NUMBER}{_BETWEEN}"
+        r"\b(?:lost|closed|reset|broken|dropped)\b",
+    ),
+    (
+        TOLD_ABSENT,
+        rf"\b[Hh]eartbeats? (?:from|of|for) {_WHO}{_NUMBER}{_BETWEEN}"
+        r"\b(?:lost|missed|missing|expired|timed out|overdue|stopped)\b",
+    ),
+    (
+        TOLD_ABSENT,
+        r"\b[Nn]o heartbeats? (?:from|for|of) (?P<who>\w[^.]{0,80})(?P<ranks>)",
+    ),
+    (
+        TOLD_DEAD,
+        rf"(?:{_NAMES}|进程|节点)(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
+        "(?:崩溃|异常退出|已退出|被杀|被终止|挂掉|死亡)",
+    ),
+    (
+        TOLD_ABSENT,
+        rf"(?:{_NAMES}|进程|节点)(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
+        "(?:未到|未响应|未加入|无响应|没有(?:到|响应|心跳|加入)|卡住|卡死|失联|掉线|心跳超时)",
+    ),
+)
+_RULES = tuple((kind, re.compile(pattern, re.ASCII)) for kind, pattern in _GENERAL)
+# An error in one line: "rank 2: OSError: ...", "error on rank 2: ..."
+_LEVEL = r"(?:(?:error|fatal|critical|exception|failed)\W{1,4})?"
+_ERROR = re.compile(
+    rf"{_WHO}{_NUMBER}[\s,:;|\])-]{{1,4}}(?i:{_LEVEL})"
+    r"(?P<error>(?:\w{1,40}\.){0,8}\w{0,80}(?:Error|Exception)\b.*|CUDA (?:error|out of memory).*)|"
+    r"\b(?i:error|exception|failure|crash|oom|out of memory) (?:on|in|at|from) "
+    rf"(?:global |the )?{(_WHO + _NUMBER).replace('?P<', '?P<at_')}(?P<rest>.*)"
+)
+# Who has come and who has not, as barriers and monitors list them.
+_NOT_COME = re.compile(
+    rf"\b(?i:(?:{_STATE}|not (?:arrived|joined|ready|responding|reported|present)|never arrived|"
+    r"outstanding|offline|timed[ -]out|waiting (?:for|on)))"
+    rf"(?P<names>[ _-](?:{_NAMES})s?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
+)
+_HAS_COME = re.compile(
+    r"\b(?i:arrived|present|joined|ready|reached|responded|checked[ -]in|received(?: from)?|seen|"
+    rf"alive|entered)(?:[ _-](?:{_NAMES})s?)?['\"]?\s?[:=]\s?{_LIST}"
+)
+_WHOSE_LISTS = re.compile(rf"(?<![A-Za-z])(?:{_NAMES})s?(?![a-z])")
+
+# What says so of the ranks in the lines that follow it, and such a line
+_HEADER = re.compile(
+    rf"(?i)(?<![a-z])(?:{_STATE}|timed out|(?:did|have|has|had) not|failed to|never|waiting for)\b"
+    r".{0,80}:$"
+)
+_OF_HEADER = re.compile(
+    rf"^\W{{0,8}}(?:\S{{0,80}}/)?(?:(?:{_NAMES})s?[ :#=_-]{{0,2}})?"
+    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?:\W{0,3}$|\W{1,3}\s|:)"
+)
+
+# A table's head, and a row that begins with a rank's number: a cell tells what it is
+_COLUMNS = re.compile(rf"(?i)^\W{{0,8}}(?:{_NAMES})\W{{1,20}}\w+[\w\s|/#-]{{0,200}}$")
+_ROW = re.compile(r"^[\s|]{0,12}(?P<rank>\d{1,6})(?:\s{2,}|\s?\|)(?P<cells>.*)$")
+_CELLS = re.compile(r"\s{2,}|\s?\|\s?")
+
+# 1. What is no line of a log: an option's help, an item of a list, a comment, a shell's trace,
+# code, a test's name or result, what stands indented.
+_NO_LOG_LINE = re.compile(
+    r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |usage:|#|//|\+{1,4} |\$ |echo\b|>>> )|\s#\s|"
+    r"^(?:\s{2,}|\t)(?!.*\d\d:\d\d)|"
+    r"::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"
+    r"\b[a-z_.]+\(f?[rb]?['\"]|\bf['\"]"
+)
+_OF_TESTS = re.compile(r"\S\.py::\w|::\w.* (?:PASSED|FAILED|SKIPPED|XFAIL|ERROR)\b")
+# 2. Of another subject: data loaders, threads, a model's keys, the texts of a speech model.
+_OF_OTHERS = re.compile(
+    r"(?i)data ?loader|missing keys?|thread|nemo_patches |^(?:srun|slurmstepd|prterun|mpirun)\b|"
+    r"\b(?:reference|predicted|prediction|pred_text|hypothesis|hyp|ref|transcript\w*|utterance|"
+    r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|"
+    r"\b(?:sample|hypothesis|reference|utterance) \d"
+)
+# 3. What somebody sees to, or has ended well.
+_SEEN_TO = re.compile(
+    r"(?i)recover|re-?start|respawn|relaunch|replac|ignor|succe|gracefully|cleanly|\bok\b|"
+    r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|simulat|inject"
+)
+# 4. Of a clause, up to what is told: what may be or will be, is asked or denied, is a reason of
+# something else, was before, is quoted.
+_MOOD = re.compile(
+    r"(?i)\b(?:if|unless|whether|tip|hint|example|e\.g|would|will|should|shall|could|can|going to|"
+    r"about to|so that|as soon as|what|why|how|is(?= \w+ \d)|does|did|suppose\w*|assum\w+|"
+    r"because|since|once|when\w*|in case|after(?! \d)|before|until|"
+    r"no|not|none|nobody|never|neither|nor|without|isn't|wasn't|"
+    r"previous\w*|earlier|resum\w*|last (?:run|time|attempt|week|night|month|year)|yesterday|"
+    r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|polic\w+|default)\b|"
+    "如果|是否|可能|将会|之前|"
+    r"\b(?:not|never|no)_|['\"](?:the )?$"
+)
+# Likewise after it, or between.
+_MOOD_AFTER = re.compile(
+    r"(?i)\?|\b(?:in (?:run|attempt) \d|last (?:run|time|attempt|week|night|month|year)|yesterday|"
+    r"(?:if|unless|until|when) |by default|\(config\)|\(default)"
+)
+# 5. An entry of a configuration: beside other such ones, and without a time or a level.
+_ENTRY = re.compile(
+    r"^\s*(?:- )?['\"]?[A-Za-z][\w.-]{0,60}['\"]?\s?[:=](?:\s*$|\s{1,4}(?:[\[{'\"].*|[\w./+-]+,?$))"
+)
+_IS_WRITTEN = re.compile(
+    r"\d\d:\d\d|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|^\[[^\]]+\]"
+)
+# What tells that a rank is there again, that all are, or that the job goes on.
+_BACK = re.compile(
+    rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:back|alive|up|healthy|recovered|reconnected|responding|"
+    r"re-?joined|returned|restarted|resumed|responded|arrived)\b"
+)
+_ALL_BACK = re.compile(
+    rf"(?i:\ball (?:\d{{1,6}} )?(?:{_NAMES})s? (?:are |have |is )?"
+    r"(?:now |again )?(?:respond|alive|healthy|back|present|up\b|ready|joined|ok\b|recovered)|"
+    r"\b(?:rendezvous|barrier)\b.{0,40}\b(?:complete|done|passed|released))"
+)
+_STEP = re.compile(
+    r"(?i)\b(?:global_?step|step|iter(?:ation)?|batch|update|epoch)\b\W{0,3}(\d{1,9})\b"
+)
+_LABEL = re.compile(
+    r"[\[(]\w{0,40}(?:Rank|Worker|rank|worker)\w{0,20}[:=#_ -](?P<rank>\d{1,6})[\])]\W{0,3}"
+)
+# Words of which one is in each such line, in place of a row's.
+WORDS = (
+    *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
+    *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
+    *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
+    *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
+    *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
+    *("frozen", "disconnected", "waiting ", "onnection ", "arrived", "imed out"),
+    *("othing ", "aborted", "evicted", "preempted", "panicked", "vanished", "wedged"),
+    *("未", "崩溃", "退出", "被", "无响应", "没有", "卡", "失联", "掉线", "超时"),
+)
+
+
+class _Told(NamedTuple):
+    kind: str
+    line: Line
+
+
+class HearsayLines:
+    """One launch's lines."""
+
+    def __init__(self, found: LaunchFacts) -> None:
+        self._found = found
+        # Others' reports of who had not come, made before the job went on
+        self._passed: set[tuple[object, ...]] = set()
+        self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
+        self._before = ""  # the text of the line before
+        self._steps: list[int] = []  # since the last that was told
+        self._header = ""  # that the lines before followed
+        self._in_table = False
+
+    def take(self, line: Line, is_known: bool) -> None:
+        """is_known: a row has read it, so only what it tells of the job's going on counts."""
+        text, before = line.text, self._before
+        self._before = text
+        self._take_back(text)
+        if is_known or self._take_listed(line):
+            return
+        if not any(word in text for word in WORDS) or _is_no_report(text, before):
+            return
+        if (
+            _HEADER.search(text)
+            and _WHOSE_LISTS.search(text)
+            and not _MOOD.search(text)
+        ):
+            self._header = text.strip()
+        for ranks, kind in _told_in(text, self._found.world_size):
+            self._tell(ranks, kind, line)
+            return
+
+    def _take_listed(self, line: Line) -> bool:
+        """Whether the line is one of those that a header's word is told of."""
+        if self._take_row(line):
+            return True
+        listed = _OF_HEADER.match(line.text) if self._header else None
+        if listed is None:
+            self._header = ""
+            return False
+        text = f"{self._header} {line.text.strip()}"
+        self._tell(ranks_in(listed["ranks"]), TOLD_ABSENT, line._replace(text=text))
+        return True
+
+    def _take_row(self, line: Line) -> bool:
+        row = _ROW.match(line.text) if self._in_table else None
+        self._in_table = row is not None or _COLUMNS.match(line.text) is not None
+        if row is None:
+            return False
+        kinds = [
+            kind for cell in _CELLS.split(row["cells"]) if (kind := _state_of(cell))
+        ]
+        for kind in kinds[:1]:
+            self._tell([int(row["rank"])], kind, line)
+        return bool(kinds)
+
+    def _tell(self, ranks: list[int], kind: str, line: Line) -> None:
+        self._steps.clear()
+        for rank in ranks:
+            if len(self._told) < MOST_KEPT:
+                key = (rank, kind if rank != NOT_TOLD else line.text)
+                self._told.setdefault(key, _Told(kind, line))
+
+    def _take_back(self, text: str) -> None:
+        if not self._told and not self._found.has_reports:
+            return
+        if _ALL_BACK.search(text):
+            self._goes_on()
+        elif back := _BACK.search(text):
+            self.is_there(*ranks_in(back["ranks"]))
+        if step := _STEP.search(text):
+            number = int(step[1])
+            if not self._steps or number > self._steps[-1]:
+                self._steps.append(number)
+            if len(self._steps) > _MOST_STEPS_AFTER:
+                self._goes_on()
+
+    def _goes_on(self) -> None:
+        self._told.clear()
+        self._passed.update(self._found.reports_of_absence())
+
+    def is_there(self, *ranks: int) -> None:
+        """Said to be absent, and heard of after that."""
+        for rank in ranks:
+            self._told.pop((rank, TOLD_ABSENT), None)
+
+    def finish(self, is_finished: bool) -> None:
+        """is_finished: training has come to its end, so nobody is missing."""
+        if is_finished:
+            self._goes_on()
+        self._found.leave_out_reports(self._passed)
+        for (rank, _), told in self._told.items():
+            condition = Condition(told.kind, told.line.text.strip()[:200])
+            self._found.add(rank, condition, told.line, own=False)
+
+
+def is_of_tests(text: str) -> bool:
+    """A test's name, which may be any log's line."""
+    return "::" in text and _OF_TESTS.search(text) is not None
+
+
+def _is_no_report(text: str, before: str) -> bool:
+    return bool(
+        _NO_LOG_LINE.search(text)
+        or _OF_OTHERS.search(text)
+        or _SEEN_TO.search(text)
+        or _is_entry(text, before)
+    )
+
+
+def _is_entry(text: str, before: str) -> bool:
+    """Whether the line stands in a configuration: keys differ, and none has a time or a level."""
+    if not _ENTRY.match(before) or _IS_WRITTEN.search(text + before):
+        return False
+    return before.partition(":")[0].strip() != text.partition(":")[0].strip()
+
+
+def _told_in(text: str, size: int) -> Iterator[tuple[list[int], str]]:
+    """The ranks and the condition that the first clause with any tells."""
+    if listed := _in_lists(text, size):
+        yield listed, TOLD_ABSENT
+        return
+    for start, clause in _clauses(text):
+        for kind, pattern in _RULES:
+            if (told := pattern.search(clause)) and _is_told_of_now(clause, told):
+                yield _ranks_of(told.groupdict(), text, size), kind
+                return
+        if (error := _ERROR.search(clause)) and (
+            ranks := _with_error(error, text, size)
+        ):
+            yield ranks, TOLD_DEAD
+            return
+        label = _LABEL.search(text, 0, start + 1) if start else None
+        if label and (of_label := _after_label(text[label.end() :], label["rank"])):
+            yield [int(label["rank"])], of_label
+            return
+
+
+def _with_error(found: re.Match[str], text: str, size: int) -> list[int]:
+    """None where it waited for others."""
+    told = {
+        name.removeprefix("at_"): one for name, one in found.groupdict().items() if one
+    }
+    error = error_in((told.get("error") or told.get("rest", "")).lstrip(" :,-"))
+    is_other = error.is_of_a_collective or _MOOD.search(found.string, 0, found.start())
+    return [] if is_other else _ranks_of(told, text, size)
+
+
+def _after_label(message: str, rank: str) -> str:
+    """What is told of the rank of a monitor's label: "[RankMonitor:5] did not get a heartbeat"."""
+    if re.match(r"(?i)(?:did not|didn't|has not) (?:get|receive|see|hear)\b", message):
+        return TOLD_ABSENT
+    for kind, pattern in _RULES[:2]:
+        if pattern.match(f"rank {rank} {message[:1].lower()}{message[1:]}"):
+            return kind
+    return ""
+
+
+def _state_of(cell: str) -> str:
+    """The condition that a cell of a table names."""
+    if re.fullmatch(_DIED, cell.lower()):
+        return TOLD_DEAD
+    return TOLD_ABSENT if re.fullmatch(f"{_ABSENT}|lost", cell.lower()) else ""
+
+
+def _clauses(text: str) -> Iterator[tuple[int, str]]:
+    """A line's sentences, and where each begins. What follows a comma is of the same."""
+    start = 0
+    for end in re.finditer(r"[.!?;]\s+(?=\S)|$", text):
+        yield start, text[start : end.start() + 1]
+        start = end.end()
+
+
+def _is_told_of_now(clause: str, told: re.Match[str]) -> bool:
+    return not (
+        _MOOD.search(clause, 0, told.start())
+        or _MOOD_AFTER.search(clause, told.start("who"))
+    )
+
+
+def _ranks_of(told: Mapping[str, str | None], text: str, size: int) -> list[int]:
+    """NOT_TOLD where the number is of a node, a pod, or larger than any rank's."""
+    who = (told["who"] or "").lower()
+    most = size or (_MOST_PROCESSES if who == "process" else _MOST_RANK)
+    ranks = ranks_in(told["ranks"] or "")
+    is_rank = (
+        who != "node" and told.get("pod") is None and -1 < min(ranks, default=-1) < most
+    )
+    return ranks if is_rank else [NOT_TOLD]
+
+
+def _in_lists(text: str, size: int) -> list[int]:
+    """Who has not come, by lists of a line; a number alone is a count, unless a list of who has
+    come stands beside it.
+    """
+    absent, come = _NOT_COME.search(text), _HAS_COME.search(text)
+    if absent is None or not (come or absent["names"] or _WHOSE_LISTS.search(text)):
+        return []
+    ranks = ranks_in(absent["ranks"])
+    if not absent["closed"] and len(ranks) == 1 and come is None:
+        return []
+    if come is not None and not set(ranks).isdisjoint(ranks_in(come["ranks"])):
+        return []
+    if _MOOD.search(text, 0, absent.start()) or "?" in text:
+        return []
+    return ranks
