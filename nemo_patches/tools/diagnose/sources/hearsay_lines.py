@@ -40,7 +40,7 @@ _BETWEEN = (
     r"trainer|training|job|task|rank|gpu|device|main|progress|forward|backward|node|host|python|"
     r"subprocess|child|state|status|is|are|was|were|been|has|have|had|it|its|seems?|appears?|to|"
     r"be|may|might|still|now|also|just|already|suddenly|likely|probably|possibly|marked|set|"
-    r"declared|considered|reported|as|got|became|went|completely|timed out:?|error|the|and)\b)))"
+    r"declared|considered|reported|as|makes|made|shows|sends|sent|got|became|went|completely|timed out:?|error|the|and)\b)))"
     r"{0,8}[\s,:;=(-]{0,4}"
 )
 _AFTER = (
@@ -69,7 +69,7 @@ _ABSENT = (
     r"heartbeat (?:lost|missed|timeout|timed out|expired)|lost contact|is lost|unreachable|"
     r"disconnected|disappeared|vanished|gone|offline|"
     r"stopped (?:sending|responding|reporting)(?: heartbeats?)?|"
-    r"(?:did not|didn't|has not|hasn't|never|not|failed to) "
+    r"(?:did not|didn't|ha(?:s|ve) not|hasn't|never|not|failed to) "
     r"(?:report|respond|arrive|join|check|reach|enter|send|come|answer|show)(?:ed|d)?"
     r"(?: (?:in|up|back|the|its|a|any|heartbeat|status|barrier|rendezvous|group|collective)){0,3}|"
     r"silent"
@@ -152,7 +152,7 @@ _HEADER = re.compile(
 )
 _OF_HEADER = re.compile(
     rf"^\W{{0,8}}(?:\S{{0,80}}/)?(?:(?:{_NAMES})s?[ :#=_-]{{0,2}})?"
-    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?:\W{0,3}$|\W{1,3}\s|:)"
+    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?=[^\w.]|$)"
 )
 
 # A table's head, and a row that begins with a rank's number: a cell tells what it is
@@ -179,7 +179,7 @@ _OF_OTHERS = re.compile(
 # 3. What somebody sees to, or has ended well.
 _SEEN_TO = re.compile(
     r"(?i)recover|re-?start|respawn|relaunch|replac|ignor|succe|gracefully|cleanly|\bok\b|"
-    r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|simulat|inject"
+    r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|simulat|inject|pretend|chaos|drill"
 )
 # 4. Of a clause, up to what is told: what may be or will be, is asked or denied, is a reason of
 # something else, was before, is quoted.
@@ -226,11 +226,30 @@ WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
     *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
     *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
-    *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
+    *(
+        "core dumped",
+        "aborted",
+        "unreachable",
+        "did not ",
+        "never ",
+        "has not ",
+        "have not ",
+    ),
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
-    *("frozen", "disconnected", "waiting ", "onnection ", "arrived", "imed out"),
-    *("othing ", "aborted", "evicted", "preempted", "panicked", "vanished", "wedged"),
-    *("未", "崩溃", "退出", "被", "无响应", "没有", "卡", "失联", "掉线", "超时"),
+    *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
+    *("SIG", "no progress"),
+)
+IN_CHINESE = (
+    "未",
+    "崩溃",
+    "退出",
+    "被",
+    "无响应",
+    "没有",
+    "卡",
+    "失联",
+    "掉线",
+    "超时",
 )
 
 
@@ -259,7 +278,8 @@ class HearsayLines:
         self._take_back(text)
         if is_known or self._take_listed(line):
             return
-        if not any(word in text for word in WORDS) or _is_no_report(text, before):
+        words = WORDS if text.isascii() else WORDS + IN_CHINESE
+        if not any(word in text for word in words) or _is_no_report(text, before):
             return
         if (
             _HEADER.search(text)

@@ -29,7 +29,11 @@ from nemo_patches.tools.diagnose.sources.lines import (
     pieces,
 )
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
-from nemo_patches.tools.diagnose.sources.rows import FILTER, is_whole
+from nemo_patches.tools.diagnose.sources.rows import (
+    FILTER,
+    FILTER_BEYOND_ASCII,
+    is_whole,
+)
 
 LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output,"
@@ -71,9 +75,7 @@ def recognises(name: str, head: bytes) -> bool:
     """
     if b"\0" in head[:4096] or head.startswith(_OTHER_FORMATS):
         return False
-    return _NAMES.search(Path(name).name) is not None or any(
-        needle in head for needle in FILTER
-    )
+    return _NAMES.search(Path(name).name) is not None or _tells(head)
 
 
 def read(files: list[Path], evidence: Evidence) -> None:
@@ -253,7 +255,9 @@ class _Reading:
 
 
 def _tells(part: bytes) -> bool:
-    return any(needle in part for needle in FILTER)
+    return any(needle in part for needle in FILTER) or (
+        not part.isascii() and any(needle in part for needle in FILTER_BEYOND_ASCII)
+    )
 
 
 def _parts(lines: bytes) -> Iterator[bytes]:

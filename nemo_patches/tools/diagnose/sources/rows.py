@@ -311,6 +311,14 @@ ROWS = (
         "{error}",
         of_rank=True,
     ),
+    _row(  # others end so after a time-out
+        "terminate called",
+        r"terminate called after throwing an instance of"
+        r" '(?P<what>(?!c10::|std::runtime_error)[\w:<>]{1,80})'",
+        RAISED,
+        "{what}, of C++",
+        of_rank=True,
+    ),
     _row(
         "NCCL|To avoid data|watchdog",
         "Some NCCL operations have failed|To avoid data inconsistency|"
@@ -673,3 +681,5 @@ def _filter() -> tuple[bytes, ...]:
 
 # Each line of interest has one of these, or closely follows a line that has one.
 FILTER = _filter()
+# Or one of these, which most logs are spared looking for.
+FILTER_BEYOND_ASCII = tuple(word.encode() for word in hearsay_lines.IN_CHINESE)
