@@ -72,7 +72,7 @@ def _of_ranks(call: Call) -> Abstract | None:
             return replace(mixed(call.args), at=at)
     bare = not node.args and not node.keywords
     if bare or knowledge.SAID_BY.get(call.last) == "ranks":
-        return file.source(call.name)
+        return file.source(call.name) or file.by_rank.get(call.last)
     return None
 
 
@@ -142,6 +142,8 @@ def _by_name(call: Call) -> Abstract:
     )
     if of_form or features:
         return Abstract()
+    if call.last in knowledge.SIZES and call.owner.has("any size"):
+        return Abstract(UNKNOWN)
     value = _mixed(call)
     if "norm" in parts_of(call.last) and value.has(
         "gradient"

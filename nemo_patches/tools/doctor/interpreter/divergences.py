@@ -46,7 +46,7 @@ from nemo_patches.tools.doctor.interpreter.way import (
     reordered,
     undecided,
 )
-from nemo_patches.tools.doctor.syntax import nodes, words
+from nemo_patches.tools.doctor.syntax import last_part, nodes, words
 
 # visit_If and others.
 _VISITORS: Visitors = {
@@ -152,6 +152,8 @@ def _read(file: SourceFile) -> list[Interpreter]:
         reader.block(definition.node.body)
         read.append(reader)
         if definition.owner:
+            # Also where the object's class is not known.
+            file.set_to.setdefault(last_part(definition.name), []).append(reader.returned)
             here = {
                 key: reader.env[key]
                 for key in reader.set_here & reader.env.keys()

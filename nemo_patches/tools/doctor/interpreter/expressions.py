@@ -294,14 +294,7 @@ def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
         with reader.inside() as items:
             value = reader.truth(each)
         if items:
-            condition = Condition(
-                text=text_of(first),
-                key=reader.meaning(first),
-                value=known[0],
-                kind="if",
-                line=node.lineno,
-                end=node.end_lineno or 0,
-            )
+            condition = reader.decided_by(first, known[0], node)
             sides = ([], items) if ends else (items, [])
             reader.items.append(Branch(condition, *sides))
         known.append(value)
@@ -349,7 +342,7 @@ def visit_IfExp(reader: Interpreter, node: ast.IfExp) -> Abstract:
     if one.has("agreed") != other.has("agreed") and asked.level != VARIES:
         return AGREED
     value = reader.either(condition, one, other)
-    chosen = asked.level == VARIES and one.at and other.at
+    chosen = asked.level == VARIES and (one.at or other.at)
     return replace(value, level=VARIES).tagged("chosen") if chosen else value
 
 

@@ -102,7 +102,7 @@ class Interpreter:
     def returned(self) -> Abstract:
         if self.yields:
             varies = any(
-                chosen == VARIES or turns > DATA for chosen, turns in self.yields
+                chosen >= DATA or turns > DATA for chosen, turns in self.yields
             )
             count = VARIES if varies else UNKNOWN
             return Abstract(DATA, count=count, tags=frozenset({"loader"}))
@@ -186,13 +186,24 @@ class Interpreter:
         self.meanings.pop(name, None)
 
     def condition(self, node: ast.expr, whole: ast.stmt | ast.expr) -> Condition:
-        value = self.truth(node)
         filters = hasattr(whole, "filters")
+        kind = "filter" if filters else type(whole).__name__.lower()
+        return self.decided_by(node, self.truth(node), whole, kind)
+
+    def decided_by(
+        self,
+        node: ast.expr,
+        value: Abstract,
+        whole: ast.stmt | ast.expr,
+        kind: str = "if",
+        key: str = "",
+    ) -> Condition:
+        """What an expression of some value decides in a whole statement or expression."""
         return Condition(
-            text=text_of(node),
-            key=self.meaning(node),
+            text=key or text_of(node),
+            key=key or self.meaning(node),
             value=value,
-            kind="filter" if filters else type(whole).__name__.lower(),
+            kind=kind,
             line=whole.lineno,
             end=whole.end_lineno or 0,
         )

@@ -23,7 +23,6 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Branch,
     Choice,
     Collective,
-    Condition,
     Inlined,
     Loop,
     Unseen,
@@ -48,7 +47,6 @@ from nemo_patches.tools.doctor.syntax import (
     last_part,
     names_in,
     nodes,
-    text_of,
 )
 
 _MOST_WORK = 40_000  # expressions of one file
@@ -192,7 +190,7 @@ def call_of(reader: Interpreter, node: ast.Call) -> calls.Call:
 def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     """Add to a list or a set: where data decide on it, its length is this rank's own."""
     owner = call.owner
-    chosen = reader.chosen == VARIES
+    chosen = reader.chosen >= DATA
     added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
     # A list of this function is as long as the turns in which it is added to.
     unknown = owner.count is None and "." in name
@@ -271,12 +269,5 @@ def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:
     for each in node.keywords:
         if each.arg == "synced_gpus" and getattr(each.value, "value", True):
             return
-    condition = Condition(
-        text=text_of(node.func),
-        key=text_of(node.func),
-        value=Abstract(VARIES),
-        kind="for",
-        line=node.lineno,
-        end=node.end_lineno or 0,
-    )
+    condition = reader.decided_by(node.func, Abstract(VARIES), node, "for")
     reader.items.append(Loop(condition, [made], []))

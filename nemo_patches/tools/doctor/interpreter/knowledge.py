@@ -215,6 +215,7 @@ READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
+SIZES = words("nelement numel size")
 FILES = words("glob rglob iterdir scandir exists is_dir is_file isdir isfile listdir")
 OF_PROCESS = (
     r"(datetime\.now|monotonic|perf_counter|random\.random|random\.uniform|random\.rand"

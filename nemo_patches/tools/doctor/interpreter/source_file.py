@@ -130,7 +130,13 @@ class SourceFile:
             if told and all(each in told for each in others):
                 self.by_rank[name] = told[0]
         self.set_to = {}
+        first = not self.given_before
         self.given_before = {each.node: known for each, known in self.given.items()}
+        for definition, given in self.given.items() if first else ():
+            values = [value for known in given.values() for value in known]
+            if definition.owner and any(each.has("agreed") for each in values):
+                # They were set from what the arguments are called.
+                self.attributes.pop(definition.owner.name, None)
         self.given = {}
         self.definitions = []
         self.summaries = {}
@@ -183,7 +189,7 @@ class SourceFile:
             value = given.get(argument.arg) or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
                 value = replace(value, level=min(value.level, UNKNOWN))
-            if not given and value.level == UNKNOWN and value.at is None:
+            if not given and value.level and value.at is None:
                 value = self._as_called(definition, argument.arg, value)
             if (
                 given
@@ -209,6 +215,8 @@ class SourceFile:
         called = value
         for each in given:
             called = joined(each, called) if called is not value else each
+        if value.level == DATA:  # what a name says counts less than what all ranks agreed on
+            return called if called.has("agreed") else value
         if parts_of(name) & knowledge.OTHER_NAMES:
             return value
         fed = called.level < DATA and name in _fed(definition.node)
@@ -234,6 +242,8 @@ class SourceFile:
             knowledge.WRAPPERS[each][0] for each in types & knowledge.WRAPPERS.keys()
         }
         tags = {*self.wrapped.get(name, ()), *wrapped}
+        if tensor and not sounds_like_data(name):
+            tags.add("any size")
         if level == DATA and optional:
             tags.add("optional")
         elif level == DATA and name in knowledge.BATCHES:

@@ -105,7 +105,13 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
     if reader.sized:  # filled up, or cut
         value = value.tagged("even")
     for target in node.targets:
-        reader.assign(target, value)
+        with reader.inside() as items:
+            reader.assign(target, value)
+        if items and (value.level == VARIES or reader.by_rank(value)):
+            # A setting of all ranks, which a rank's own value is given to.
+            asked = reader.decided_by(node.value, value, node)
+            items = [Branch(asked, items, [])]
+        reader.items += items
         if isinstance(target, ast.Name) and isinstance(node.value, _ASKED):
             reader.meanings[target.id] = reader.meaning(node.value)
     if all(
@@ -127,18 +133,20 @@ def visit_If(reader: Interpreter, node: ast.If) -> End | None:
     if decided is not None:
         return reader.block(node.body if decided else node.orelse)
     before = reader.env
-    varies = condition.value.level == VARIES and not condition.value.has("file")
+    chosen = SAME
+    if condition.value.level == VARIES and not condition.value.has("file"):
+        chosen = DATA if condition.value.has("gradient") else VARIES
     reader.branches += 1
     sized = reader.sized
     reader.sized |= condition.value.has("sized")
     meanings = reader.meanings
     yes, left, taken = _side(
-        reader, node.body, before, varies and not _ends(node.orelse)
+        reader, node.body, before, SAME if _ends(node.orelse) else chosen
     )
     of_yes = reader.meanings
     reader.meanings = meanings
     no, left_too, other = _side(
-        reader, node.orelse, before, varies and not _ends(node.body)
+        reader, node.orelse, before, SAME if _ends(node.body) else chosen
     )
     common = of_yes.items() & reader.meanings.items()
     reader.meanings = dict(common)
@@ -156,14 +164,15 @@ def visit_If(reader: Interpreter, node: ast.If) -> End | None:
 
 
 def _side(
-    reader: Interpreter, body: Sequence[ast.stmt], before: Environment, chosen: bool
+    reader: Interpreter, body: Sequence[ast.stmt], before: Environment, chosen: int
 ) -> tuple[Items, End | None, Environment]:
-    """chosen: whether data decide that it is this one, and others go on behind the other."""
+    """chosen: how surely data decide that it is this one, and others go on behind the other: DATA
+    of what ranks mostly agree in.
+    """
     reader.env = dict(before)
     reader.meanings = dict(reader.meanings)
     outer = reader.chosen
-    if chosen:
-        reader.chosen = VARIES
+    reader.chosen = max(outer, chosen)
     with reader.inside() as items:
         end = reader.block(body)
     reader.chosen = outer
@@ -225,14 +234,8 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
     level = VARIES if iterated.turns >= DATA else SAME
-    condition = Condition(
-        text=text_of(node.iter),
-        key=text_of(node.iter),
-        value=replace(iterated, level=level, at=None),
-        kind="for",
-        line=node.lineno,
-        end=node.end_lineno or 0,
-    )
+    value = replace(iterated, level=level, at=None)
+    condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
     turns = reader.turns
     reader.turns = max(turns, iterated.turns)
     reader.loops += 1

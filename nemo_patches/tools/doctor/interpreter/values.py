@@ -79,7 +79,8 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
     """Of something that is made of these."""
     tags = frozenset[str]().union(*(each.tags for each in values))
     level = max((each.level for each in values), default=SAME)
-    return Abstract(level, tags=tags & knowledge.CARRIED)
+    agreed = tags & AGREED.tags if level == SAME else frozenset[str]()
+    return Abstract(level, tags=tags & knowledge.CARRIED | agreed)
 
 
 def joined(one: Abstract, other: Abstract) -> Abstract:

@@ -30,6 +30,8 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 _LOOPS = ("for ", "while ")  # how their guards begin
 Guards = tuple[str, ...]  # the texts of the open conditions around something
 Decide = Callable[[Condition], Any]  # True, False, or an Open text
+# Of an event: what it pairs with, its guards, and those under which it is not come to.
+Key = tuple[str, Guards, frozenset[Guards]]
 # The block, which of its handlers, and whether the error came before all but its first call.
 Caught = tuple[Tried, int, bool]
 
@@ -45,7 +47,7 @@ class Event:
     after: frozenset[Guards] = frozenset()
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> Key:
         return self.made.pairs_with, self.guards, self.after
 
     def behind(self, left: Iterable[Guards]) -> Event:
@@ -282,17 +284,34 @@ def difference(way: Way, other: Way) -> list[Event]:
     one that cannot be seen here.
     """
     left = {}
-    for one, another in ((way, other), (other, way)):
+    sides = [Counter(each.key for each in one.events) for one in (way, other)]
+    surplus = [sides[0] - sides[1], sides[1] - sides[0]]
+    _take_out(*surplus)
+    _take_out(*reversed(surplus))
+    for one, another, too_many in zip((way, other), (other, way), surplus, strict=True):
         if another.unseen - one.unseen:
             continue
-        for each in _surplus(one.events, another.events):
+        for each in _surplus(one.events, another.events, too_many):
             left[each.made.name, each.made.line] = each
     return sorted(left.values(), key=lambda each: each.made.line)
 
 
-def _surplus(events: list[Event], others: list[Event]) -> Iterator[Event]:
-    too_many = Counter(each.key for each in events)
-    too_many -= Counter(each.key for each in others)
+def _take_out(surplus: Counter[Key], others: Counter[Key]) -> None:
+    """What one way makes on both sides of a test that the other way does not ask."""
+    for kind, guards, after in list(surplus):
+        for number, guard in enumerate(guards):
+            first, last = guards[:number], guards[number + 1 :]
+            yes = kind, guards, after
+            no = kind, (*first, negated(guard), *last), after
+            either_way = kind, (*first, *last), after
+            while surplus[yes] and surplus[no] and others[either_way]:
+                surplus.subtract((yes, no))
+                others.subtract((either_way,))
+
+
+def _surplus(
+    events: list[Event], others: list[Event], too_many: Counter[Key]
+) -> Iterator[Event]:
     theirs = set(others)
     last_first = reversed(events)  # the last of several is the one too many
     for each in sorted(last_first, key=lambda one: one in theirs):
