@@ -153,7 +153,9 @@ def _read(file: SourceFile) -> list[Interpreter]:
         read.append(reader)
         if definition.owner:
             # Also where the object's class is not known.
-            file.set_to.setdefault(last_part(definition.name), []).append(reader.returned)
+            file.set_to.setdefault(last_part(definition.name), []).append(
+                reader.returned
+            )
             here = {
                 key: reader.env[key]
                 for key in reader.set_here & reader.env.keys()

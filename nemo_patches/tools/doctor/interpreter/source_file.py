@@ -215,7 +215,9 @@ class SourceFile:
         called = value
         for each in given:
             called = joined(each, called) if called is not value else each
-        if value.level == DATA:  # what a name says counts less than what all ranks agreed on
+        if (
+            value.level == DATA
+        ):  # what a name says counts less than what all ranks agreed on
             return called if called.has("agreed") else value
         if parts_of(name) & knowledge.OTHER_NAMES:
             return value
