@@ -448,3 +448,50 @@ def test_of_a_rank_that_crashed_after_an_evaluation_of_its_own_that_is_told(
     assert (found.findings[0].id, found.findings[0].ranks) == (ids.KILLED, (1,))
     assert "next, rank 1 an evaluation call" in found.next_step
     assert "NEMO_PATCHES_STOP_TOGETHER=training" in found.next_step
+
+
+CLOSED = "[/p/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:9"
+
+
+def test_of_closed_connections_who_had_left_is_named_as_the_live_line_does(
+    tmp_path: Path,
+) -> None:
+    """In what one rank alone has left, its trace or its log."""
+    left = records.Stalled(8.0, ENCODER, 0, [1], ["left"], [""], [""])
+    closed = records.Raised(9.0, "", 0, "RuntimeError", CLOSED, "")
+    traced(tmp_path, 2, *call(7), left, closed)
+    by_trace = report_of(tmp_path).findings[0]
+    assert (by_trace.id, by_trace.ranks) == (ids.ENDED, (1,))
+    gone = f"{ENCODER}: gone: rank 1 of 3 | rank 1 (vm, pid 9) has left: it ended"
+    lines = (f"{OURS.format(2)}{gone}", f"RuntimeError: {CLOSED}")
+    by_log = told(tmp_path, *lines).findings[0]
+    assert (by_log.id, by_log.ranks) == (ids.ENDED, (1,))
+
+
+def test_a_line_that_is_no_warning_decides_nothing_and_is_quoted(
+    tmp_path: Path,
+) -> None:
+    text = "no encoder call for 40 s. rank 2 (vm, pid 9): lock (train.py:9) | rank 1: goes"
+    line = records.Stalled(47.0, "", 0, [], [], [], text=text, waited=False)
+    traced(tmp_path, 2, *call(7), line)
+    first = report_of(tmp_path).findings[0]
+    assert (first.id, first.ranks) == (ids.NOT_ENOUGH, ())
+    assert text in first.text
+
+
+def test_of_a_record_the_groups_count_before_the_text(tmp_path: Path) -> None:
+    """They are those of the stall report's JSON: with the rank's worker, and its process."""
+    place = {"calls": 7, "idle": 40.0, "still": 40.0, "host": "vm"}
+    away = {"ranks": [1], "kind": "elsewhere", "pid": 11, "where": "read (data.py:9)"}
+    waits = {"ranks": [0, 2], "kind": "waiting", "pid": 12, "where": "step (train.py:3)"}
+    worker = "worker (pid 81) has /data/a.tar open"
+    groups = [
+        {**place, **away, "collective": "", "worker_states": [worker]},
+        {**place, **waits, "collective": "barrier", "caller": "step (train.py:3)"},
+    ]
+    line = records.Stalled(47.0, "", 0, [], [], [], waited=True, groups=groups)
+    traced(tmp_path, 2, *call(7), line)
+    first = report_of(tmp_path).findings[0]
+    assert (first.id, first.ranks) == (ids.MISSING_RANK, (1,))
+    assert worker in first.text
+    assert "barrier of step (train.py:3), which ranks 0, 2 have waited in" in first.text

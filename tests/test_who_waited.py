@@ -1,5 +1,6 @@
-"""Real ranks under DDP's defaults hang, each in its way, and die: their traces alone, their log
-alone and both name who is waited for, and nobody else.
+"""Real ranks under DDP's defaults hang, each in its way, and die: their traces alone, their stall
+reports alone, their log alone, all of these, and what one rank has left, name who is waited for, as
+the live line does, and nobody else.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from nemo_patches.tools.diagnose.findings import CRITICAL
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 SIZE, TIMEOUT, STALL = 3, 1.5, 2.0
 WAITED = b'"waited":true'  # of a warning: the first ones may be INFO, on a busy machine
+REPORTS = "tmp"  # the parent of the job's folder
 LOCK = "lock"  # the file that the test holds locked
 
 
@@ -77,6 +80,7 @@ WAYS: tuple[Callable[[Place], None], ...] = (
 
 def hang(rank: int, size: int, folder: str, way: int) -> None:
     place = Place(rank, Path(folder))
+    tempfile.tempdir = str(place.folder / REPORTS)
     settings = {"stall_timeout": STALL, "trace": place.folder / "traces"}
     nemo_patches.apply(timeout=CONNECTING_S, **settings)
     encoder = encoders.conformer()
@@ -119,6 +123,7 @@ def job(
 ) -> Iterator[tuple[Callable[[Place], None], Path]]:
     """Its way, and the folder with its traces and its log."""
     folder = tmp_path_factory.mktemp("job")
+    (folder / REPORTS).mkdir()
     with (folder / LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = run_ranks(
@@ -151,13 +156,24 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize(
-    "sources", [("traces",), ("train.log",), ("traces", "train.log")], ids="+".join
+    "sources",
+    [
+        ("traces",),
+        ("train.log",),
+        (REPORTS,),
+        ("traces", "train.log"),
+        ("traces", "train.log", REPORTS),
+    ],
+    ids="+".join,
 )
 def test_who_is_waited_for(
     job: tuple[Callable[[Place], None], Path], sources: tuple[str, ...]
 ) -> None:
     way, folder = job
     id_, ranks, said = EXPECTED[way]
+    if way is read_batch and REPORTS in sources:
+        assert not list((folder / REPORTS).rglob("*.json"))  # nothing stalled
+        return
     report = report_of(*(folder / one for one in sources))
     first = report.findings[0]
     if way is read_batch and sources == ("train.log",):
@@ -168,3 +184,29 @@ def test_who_is_waited_for(
     assert said in first.text
     others = [one for one in report.findings[1:] if one.severity == CRITICAL]
     assert all(one.because for one in others), report
+
+
+def test_what_one_rank_has_left_says_what_its_line_said(
+    job: tuple[Callable[[Place], None], Path],
+) -> None:
+    """A rank that has warned names the same ranks in its trace alone, and in its stall report
+    alone. One that has not accuses nobody, but for one that had left.
+    """
+    way, folder = job
+    id_, ranks, said = EXPECTED[way]
+    warned = 0
+    for file in (folder / "traces").iterdir():
+        report = report_of(file)
+        accused = {rank for one in report.findings for rank in one.ranks}
+        if WAITED not in file.read_bytes():
+            assert accused <= ({1} if way is read_batch else set()), report
+            continue
+        warned += 1
+        first = report.findings[0]
+        assert (first.id, first.ranks) == (id_, ranks), report
+        assert said in first.text
+    for file in (folder / REPORTS).rglob("stall_rank_*.json"):
+        first = report_of(file).findings[0]
+        assert (first.id, first.ranks) == (id_, ranks), first
+        assert said.lower() in first.text.lower()
+    assert warned >= 2 or way is read_batch

@@ -57,6 +57,12 @@ class Account:
         return self.motion.still_s
 
     @property
+    def ended_by_itself(self) -> bool:
+        """Whether it says itself that it has ended."""
+        fact = self.condition_fact
+        return self.condition.kind == conditions.ENDED and bool(fact and fact.own)
+
+    @property
     def is_readable(self) -> bool:
         return self.condition.kind != conditions.UNREADABLE
 

@@ -469,8 +469,14 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     cut = hearing.having(conditions.CUT)
     if not waited and not cut:
         return all_absent(hearing.having(conditions.MISSING), None)
-    kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
-    suspects = [one for one in hearing.having(*kinds) if one.waits is None]
+    unseen = (conditions.UNSEEN,) if waited else ()
+    kinds = (*_NOT_COME, *unseen, conditions.ENDED)
+    suspects = [
+        one
+        for one in hearing.having(*kinds)
+        # By others it had left before they were cut off; by itself it may have ended after that.
+        if one.waits is None and (waited or not one.ended_by_itself)
+    ]
     how = "waited until a time limit" if waited else "had their connections closed"
     more = f"{verdicts.others(waited or cut)} {how}."
     found = all_absent(_first_to_leave(suspects, hearing), None)

@@ -42,14 +42,12 @@ _REPORT_IN = re.compile(
 _AGE = re.compile(r"\d+(?:\.\d+)? s\b")  # by which reports of one look differ
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
 _GOES_ON = re.compile(r":? (?:go(?:es)? on|computes? but takes? no step)|.* go on with")
+HAS_LEFT = Condition(
+    conditions.ENDED, "it left: it ended, or destroyed its process group"
+)
 # Words of a group's text, and what has become of these ranks
 _CONDITIONS = (
-    (
-        "ha(?:s|ve) left",
-        Condition(
-            conditions.ENDED, "it left: it ended, or destroyed its process group"
-        ),
-    ),
+    ("ha(?:s|ve) left", HAS_LEFT),
     ("not announced", Condition(conditions.UNSEEN, "not patched, or not started")),
     (f"{GONE}|their processes have gone", Condition(conditions.GONE, GONE)),
     (

@@ -53,7 +53,7 @@ from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT, error_in, error_of
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
-from nemo_patches.tools.diagnose.sources.stall_lines import told_in
+from nemo_patches.tools.diagnose.sources.stall_lines import HAS_LEFT, told_in
 from nemo_patches.tools.diagnose.sources.stall_reports import (
     Answer,
     Group,
@@ -124,6 +124,8 @@ class RankTrace:
     raised: records.Raised | None = None  # since which no encoder was called
     stalled: Stalled | None = None  # the job's report, likewise
     missing: Stalled | None = None  # on the round that was given up
+    departed: Stalled | None = None  # ranks that have left
+    told: Stalled | None = None  # the last line on a stall, also one that is no warning
     end: records.End | None = None
     gone: set[int] = field(default_factory=set)  # whose process it saw gone
     bad: int = 0  # lines that are no records, or do not follow from those before
@@ -193,10 +195,13 @@ class RankTrace:
         elif isinstance(record, Stalled):
             seen = zip(record.ranks, record.where, strict=False)
             self.gone |= {rank for rank, where in seen if where == GONE}
-            if record.e:
+            if record.e and not record.n:
+                self.departed = record
+            elif record.e:
                 self.missing = record
             else:  # where nobody waits, ranks decode, or end
                 self.stalled = record if record.waited else None
+                self.told = record
         elif isinstance(record, records.End):
             self.end = record
         self.last = record.t
@@ -223,7 +228,7 @@ class RankTrace:
         kind = "a training" if record.training else "an evaluation"
         self.calls.append(sys.intern(f"{kind} call of {record.e}"))
         self.phase = LENGTH_SYNC
-        self.raised = self.stalled = None
+        self.raised = self.stalled = self.told = None
 
     def _sync(self, record: records.Sync) -> None:
         number = record.round
@@ -440,8 +445,15 @@ def _runs(trace: RankTrace) -> bool:
 
 def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact]:
     """What its stall reports say of all ranks, if they are about the stall that it is in."""
+    if (left := trace.departed) is not None:
+        for rank, kind in zip(left.ranks, left.kinds, strict=False):
+            has_left = HAS_LEFT if kind == LEFT else Condition(conditions.GONE)
+            yield _fact(trace, has_left, left.t, of=rank)
     if trace.stalled is not None:
         yield from _of_all_ranks(trace, trace.stalled, traces)
+    elif trace.told is not None and not trace.went_well:
+        hint = f"rank {trace.rank}'s last line: {safe(trace.told.text)}"
+        yield _fact(trace, Condition(conditions.HINT, hint), trace.told.t)
     report = trace.missing
     if report is None or not trace.in_vain:
         return
