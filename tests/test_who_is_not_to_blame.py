@@ -471,7 +471,9 @@ def test_of_closed_connections_who_had_left_is_named_as_the_live_line_does(
 def test_a_line_that_is_no_warning_decides_nothing_and_is_quoted(
     tmp_path: Path,
 ) -> None:
-    text = "no encoder call for 40 s. rank 2 (vm, pid 9): lock (train.py:9) | rank 1: goes"
+    text = (
+        "no encoder call for 40 s. rank 2 (vm, pid 9): lock (train.py:9) | rank 1: goes"
+    )
     line = records.Stalled(47.0, "", 0, [], [], [], text=text, waited=False)
     traced(tmp_path, 2, *call(7), line)
     first = report_of(tmp_path).findings[0]
@@ -483,7 +485,12 @@ def test_of_a_record_the_groups_count_before_the_text(tmp_path: Path) -> None:
     """They are those of the stall report's JSON: with the rank's worker, and its process."""
     place = {"calls": 7, "idle": 40.0, "still": 40.0, "host": "vm"}
     away = {"ranks": [1], "kind": "elsewhere", "pid": 11, "where": "read (data.py:9)"}
-    waits = {"ranks": [0, 2], "kind": "waiting", "pid": 12, "where": "step (train.py:3)"}
+    waits = {
+        "ranks": [0, 2],
+        "kind": "waiting",
+        "pid": 12,
+        "where": "step (train.py:3)",
+    }
     worker = "worker (pid 81) has /data/a.tar open"
     groups = [
         {**place, **away, "collective": "", "worker_states": [worker]},
