@@ -443,11 +443,13 @@ def _aged(
     accused = [hearing[rank] for rank in first.ranks]
     moved = [one for one in accused if one.moved]
     writes = [one for one in accused if one.place.activity == CHECKPOINT]
-    if moved and all(one in moved or one in writes for one in accused):
-        if moved == accused == writes:
-            goes_on = f"{lower}; it goes on{sentences.moved_by(moved)}"
-            return [replace(sentences.so_far(goes_on), id=ids.GOES_ON)]
-        text = f"{first.text[:-1]}; it works{sentences.moved_by(moved)}, and may come."
+    if moved and moved == accused == writes:
+        goes_on = f"{lower}; it goes on{sentences.moved_by(moved)}"
+        return [replace(sentences.so_far(goes_on), id=ids.GOES_ON)]
+    if moved:  # who waits may wait for these alone
+        it = "it" if all(one in moved or one in writes for one in accused) else ""
+        works = f"{it or verdicts.names(moved)} works{sentences.moved_by(moved)}"
+        text = f"{first.text[:-1]}; {works}, and may come."
         first = replace(first, text=text, severity=WARNING)
     ended = conditions.HELD | conditions.CAUSES | {conditions.GONE}
     is_moment = all(
