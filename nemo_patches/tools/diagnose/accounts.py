@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from nemo_patches.tools.diagnose import conditions
@@ -163,7 +163,9 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
     for fact in evidence.facts:
         if fact.condition_kind != conditions.HINT:
             accounts.setdefault(fact.rank, Account(fact.rank)).take(fact)
-    time_outs = [f for f in evidence.facts if f.condition_kind == conditions.WAITED]
+    time_outs = begins_of(
+        fact for fact in evidence.facts if fact.condition_kind == conditions.WAITED
+    )
     for account in accounts.values():
         account.conditions = [
             _of_dead(f, account, time_outs) for f in account.conditions
@@ -182,7 +184,7 @@ def accounts_of(evidence: Evidence) -> dict[int, Account]:
     return dict(sorted(accounts.items()))
 
 
-def _of_dead(fact: Fact, account: Account, time_outs: list[Fact]) -> Fact:
+def _of_dead(fact: Fact, account: Account, time_outs: Mapping[str, float]) -> Fact:
     """A death of which nobody saw the reason is a kill; after the rank's own time-out it is that
     time-out's consequence. When it was counts only where time-outs came before it.
     """
@@ -193,7 +195,7 @@ def _of_dead(fact: Fact, account: Account, time_outs: list[Fact]) -> Fact:
     )
     is_over = has_waited and account.rank != NOT_TOLD
     kind = conditions.ABORTED if is_over else conditions.KILLED
-    is_late = account.rank == NOT_TOLD or any(is_before(one, fact) for one in time_outs)
+    is_late = account.rank == NOT_TOLD or is_after(fact, time_outs)
     value = replace(fact.condition, kind=kind)
     return replace(fact, value=value, at=fact.at if is_late else 0.0)
 
@@ -243,9 +245,22 @@ def is_before(one: Fact, other: Fact) -> bool:
 def first_of(facts: Iterable[Fact]) -> list[Fact]:
     """The facts of which none is known to have been after another."""
     facts = list(facts)
-    return [
-        fact for fact in facts if not any(is_before(other, fact) for other in facts)
-    ]
+    begins = begins_of(facts)
+    return [fact for fact in facts if not is_after(fact, begins)]
+
+
+def begins_of(facts: Iterable[Fact]) -> dict[str, float]:
+    """By host, when the first of these facts was, as far as that is known."""
+    begins: dict[str, float] = {}
+    for fact in facts:
+        if fact.at:
+            begins[fact.host] = min(begins.get(fact.host, fact.at), fact.at)
+    return begins
+
+
+def is_after(fact: Fact, begins: Mapping[str, float]) -> bool:
+    """Whether any of the facts of begins_of was before it."""
+    return bool(fact.at) and begins.get(fact.host, fact.at) < fact.at
 
 
 def still_s(accounts: Iterable[Account]) -> float | None:

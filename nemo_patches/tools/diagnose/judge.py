@@ -21,7 +21,9 @@ from nemo_patches.tools.diagnose.accounts import (
     Account,
     Hearing,
     accounts_of,
+    begins_of,
     first_of,
+    is_after,
     is_before,
     still_s,
 )
@@ -179,12 +181,11 @@ def ended_first(hearing: Hearing) -> list[Finding]:
     came after another rank had waited in vain are none.
     """
     # Time-outs only: a closed connection may be logged before the error of the rank that closed it.
-    time_outs = hearing.told(conditions.WAITED)
+    time_outs = begins_of(hearing.told(conditions.WAITED))
     facts = [
         one.condition_fact
         for one in hearing.having(*conditions.CAUSES)
-        if one.condition_fact
-        and not any(is_before(t, one.condition_fact) for t in time_outs)
+        if one.condition_fact and not is_after(one.condition_fact, time_outs)
     ]
     reported = [fact for fact in facts if hearing[fact.rank].reported]
     firsts = first_of(reported or facts)
@@ -195,10 +196,11 @@ def ended_first(hearing: Hearing) -> list[Finding]:
     by_error: dict[tuple[str | bool, ...], list[Fact]] = defaultdict(list)
     for fact in sorted(firsts, key=lambda one: (one.at, one.rank)):
         by_error[_error(fact)].append(fact)
+    known = {id(fact) for fact in firsts}
     # Of an exception all that raised it.
     for fact in facts:
         alike = by_error.get(_error(fact), [fact])
-        if fact.condition_kind == conditions.RAISED and fact not in alike:
+        if fact.condition_kind == conditions.RAISED and id(fact) not in known:
             alike.append(fact)
     causes = list(by_error.values())[:_MOST_CAUSES]
     return [sentences.cause(some, hearing) for some in causes]
@@ -591,6 +593,7 @@ def by_words(hearing: Hearing) -> list[Finding]:
             for fact in hearing.told(kind)
             if fact.rank == NOT_TOLD or hearing[fact.rank].waits is None
         ]
+        facts.sort(key=lambda fact: fact.at)  # the others may follow from the first
         ranks = {fact.rank for fact in facts} - {NOT_TOLD}
         if facts and not 2 * len(ranks) > max(hearing.world_size, 1) > 2:
             return [sentences.by_words(id_, facts, hearing)]

@@ -22,9 +22,11 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
 _CALLED = (
     r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
-    r"(?:going|goes) in(?:to)?"
+    r"(?:going|goes) in(?:to)?|进入|即将调用|开始调用"
 )
-_RETURNED = r"after|completed|finished|done|returned|returns|left|exited|passed"
+_RETURNED = (
+    r"after|completed|finished|done|returned|returns|left|exited|passed|完成|结束|返回"
+)
 _OF_CALL = r"(?P<of>encoder|all_?reduce|all_?gather|barrier)"
 _BEFORE = re.compile(
     rf"(?i)\b(?:{_CALLED})\b\W{{1,3}}(?:\w+\W{{1,3}}){{0,3}}?(?:\w+[._])?{_OF_CALL}\b"

@@ -12,10 +12,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.rank_end import error_in
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
+from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
+from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, TEXTS, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
 # Where the job's size is not known: larger numbers are process ids.
@@ -40,27 +42,31 @@ _BETWEEN = (
     r"trainer|training|job|task|rank|gpu|device|main|progress|forward|backward|node|host|python|"
     r"subprocess|child|state|status|is|are|was|were|been|has|have|had|it|its|seems?|appears?|to|"
     r"be|may|might|still|now|also|just|already|suddenly|likely|probably|possibly|marked|set|"
-    r"declared|considered|reported|as|makes|made|shows|sends|sent|got|became|went|completely|timed out:?|error|the|and)\b)))"
-    r"{0,8}[\s,:;=(-]{0,4}"
+    r"declared|considered|reported|as|makes|made|shows|sends|sent|"
+    r"got|became|went|completely|timed out:?|error|the|and)\b)))"
+    r"{0,8}[\s,:;=()-]{0,4}"
 )
 _AFTER = (
     r"(?=\s*$|\s*[,;.!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
     r"and|due|of|via|suddenly|unexpectedly|by(?! user| request| design)|"
-    r"at (?:the |step|barrier|epoch|iter|batch|all|\d|')|to (?:the |ping|health|heartbeat))\b|"
+    r"at (?:the |step|barrier|epoch|iter|batch|all|\d{1,9}|')|to (?:the |ping|health|heartbeat))\b|"
     r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
 )
 _NO_COUNT = r"(?!\s{0,2}[:=]\s{0,2}\d|\s\d{1,9}(?! ?(?:s|sec\w*|m|min\w*|h)\b))"
+_BY_OTHERS = r"(?:signal )?(?:15|2|SIGTERM|SIGINT)\b"
 _DIED = (
+    rf"(?!(?:died|killed|dead|aborted|failed) (?:with|by|on|from|due to) {_BY_OTHERS})(?:"
     r"crashed|died|dead|segfault(?:ed)?|core dumped|aborted|failed|panicked|preempted|evicted|"
     r"(?<!is )killed(?=\s*$|[\s(]*(?:by|with|due|signal|SIG|[Oo][Oo][Mm]))|OOM[ -]?[Kk]illed|"
     r"(?:exited|terminated|ended|finished) (?:unexpectedly|abnormally|prematurely|early)|"
     r"(?:(?:exited|terminated|died|killed|ended) (?:with|by|on|from) |received |got )"
-    r"(?:signal (?!15|2\b|SIGTERM|SIGINT)\w{1,12}|SIG(?:KILL|SEGV|BUS|ABRT|ILL|FPE))"
+    rf"(?:(?!{_BY_OTHERS})signal \w{{1,12}}|SIG(?:KILL|SEGV|BUS|ABRT|ILL|FPE)))"
 )
 _EXITED = (
     r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
     r"(?:exit ?|return ?)?(?:code|status)|exit[ _]?code|returncode|rc|exited)"
-    r"[^\w-]{1,3}(?!(?:-15|-2|143|130)\b)-?[1-9]\d{0,2}\b(?!/)"  # whom others ended
+    r"[^\w-]{1,3}(?!(?:-15|-2|143|130)\b)-?[1-9]\d{0,2}\b(?!/)|"  # whom others ended
+    r"(?:returned|exited|ended|finished)[^\w-]{1,3}-(?!(?:15|2)\b)\d{1,2}\b"
 )
 _ABSENT = (
     r"missing|absent|stalled|stuck|hung|hanging|frozen|wedged|unresponsive|not responding|"
@@ -78,7 +84,10 @@ _STATE = (
     "[Mm]issing|[Aa]bsent|[Ss]talled|[Uu]nresponsive|[Dd]ead|[Ss]tuck|[Hh]ung|"
     "[Ll]agging|[Ll]ost"
 )
-_LIST = r"[\[({]{0,2}(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b(?P<closed>[\])}])?"
+_LIST = (
+    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b"
+    r"(?P<closed>[\])}])?"
+)
 _GENERAL = (
     (
         TOLD_DEAD,
@@ -108,6 +117,12 @@ _GENERAL = (
         TOLD_ABSENT,
         rf"\b[Hh]eartbeats? (?:from|of|for) {_WHO}{_NUMBER}{_BETWEEN}"
         r"\b(?:lost|missed|missing|expired|timed out|overdue|stopped)\b",
+    ),
+    (  # of a name, which is no rank's
+        TOLD_ABSENT,
+        r"\b(?:[Nn]ode|[Hh]ost|[Aa]gent|[Pp]od) ['\"]?(?P<who>[\w.-]*[A-Za-z][\w.-]*)"
+        r"(?P<ranks>)['\"]? (?:has |is |was )?(?:failed to send|missed|lost|not responding|"
+        r"unreachable|unresponsive|stopped responding|did not respond|declared dead)\b",
     ),
     (
         TOLD_ABSENT,
@@ -163,7 +178,8 @@ _CELLS = re.compile(r"\s{2,}|\s?\|\s?")
 # 1. What is no line of a log: an option's help, an item of a list, a comment, a shell's trace,
 # code, a test's name or result, what stands indented.
 _NO_LOG_LINE = re.compile(
-    r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |usage:|#|//|\+{1,4} |\$ |echo\b|>>> )|\s#\s|"
+    r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |usage:|#|//|\+{1,4} |\$ |echo\b|>>> |"
+    r"(?:export )?[A-Z][A-Z0-9_]*=)|\s#\s|"
     r"^(?:\s{2,}|\t)(?!.*\d\d:\d\d)|"
     r"::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"
     r"\b[a-z_.]+\(f?[rb]?['\"]|\bf['\"]"
@@ -179,7 +195,8 @@ _OF_OTHERS = re.compile(
 # 3. What somebody sees to, or has ended well.
 _SEEN_TO = re.compile(
     r"(?i)recover|re-?start|respawn|relaunch|replac|ignor|succe|gracefully|cleanly|\bok\b|"
-    r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|simulat|inject|pretend|chaos|drill"
+    r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|"
+    r"simulat|inject|pretend|chaos|drill"
 )
 # 4. Of a clause, up to what is told: what may be or will be, is asked or denied, is a reason of
 # something else, was before, is quoted.
@@ -189,7 +206,8 @@ _MOOD = re.compile(
     r"because|since|once|when\w*|in case|after(?! \d)|before|until|"
     r"no|not|none|nobody|never|neither|nor|without|isn't|wasn't|"
     r"previous\w*|earlier|resum\w*|last (?:run|time|attempt|week|night|month|year)|yesterday|"
-    r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|polic\w+|default)\b|"
+    r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|"
+    r"my|your|our|you|I|we|polic\w+|default)\b|"
     "如果|是否|可能|将会|之前|"
     r"\b(?:not|never|no)_|['\"](?:the )?$"
 )
@@ -201,6 +219,9 @@ _MOOD_AFTER = re.compile(
 # 5. An entry of a configuration: beside other such ones, and without a time or a level.
 _ENTRY = re.compile(
     r"^\s*(?:- )?['\"]?[A-Za-z][\w.-]{0,60}['\"]?\s?[:=](?:\s*$|\s{1,4}(?:[\[{'\"].*|[\w./+-]+,?$))"
+)
+_PROSE = re.compile(
+    r"^\s*(?:- )?['\"]?(?P<key>[A-Za-z][\w.-]{0,60})['\"]?:\s{1,4}['\"]\S+ "
 )
 _IS_WRITTEN = re.compile(
     r"\d\d:\d\d|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|^\[[^\]]+\]"
@@ -237,7 +258,7 @@ WORDS = (
     ),
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
-    *("SIG", "no progress"),
+    *("SIG", "no progress", "returned -", "keep-alive"),
 )
 IN_CHINESE = (
     "未",
@@ -268,7 +289,7 @@ class HearsayLines:
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
         self._steps: list[int] = []  # since the last that was told
-        self._header = ""  # that the lines before followed
+        self._header: Line | None = None  # that the lines before followed
         self._in_table = False
 
     def take(self, line: Line, is_known: bool) -> None:
@@ -281,13 +302,10 @@ class HearsayLines:
         words = WORDS if text.isascii() else WORDS + IN_CHINESE
         if not any(word in text for word in words) or _is_no_report(text, before):
             return
-        if (
-            _HEADER.search(text)
-            and _WHOSE_LISTS.search(text)
-            and not _MOOD.search(text)
-        ):
-            self._header = text.strip()
-        for ranks, kind in _told_in(text, self._found.world_size):
+        header = _HEADER.search(text) if _WHOSE_LISTS.search(text) else None
+        if header and not _MOOD.search(text, 0, header.start()):
+            self._header = line
+        for ranks, kind in _told_in(line, self._found.world_size):
             self._tell(ranks, kind, line)
             return
 
@@ -296,11 +314,12 @@ class HearsayLines:
         if self._take_row(line):
             return True
         listed = _OF_HEADER.match(line.text) if self._header else None
-        if listed is None:
-            self._header = ""
+        if self._header is None or listed is None:
+            self._header = None
             return False
-        text = f"{self._header} {line.text.strip()}"
-        self._tell(ranks_in(listed["ranks"]), TOLD_ABSENT, line._replace(text=text))
+        text = f"{self._header.text.strip()} {line.text.strip()}"
+        told = self._header._replace(text=text)
+        self._tell(ranks_in(listed["ranks"]), TOLD_ABSENT, told)
         return True
 
     def _take_row(self, line: Line) -> bool:
@@ -355,9 +374,15 @@ class HearsayLines:
             self._found.add(rank, condition, told.line, own=False)
 
 
-def is_of_tests(text: str) -> bool:
-    """A test's name, which may be any log's line."""
-    return "::" in text and _OF_TESTS.search(text) is not None
+def is_no_event(text: str, before: str) -> bool:
+    """Whether the line may hold any log's line, and tells of nothing: a test's name, the prose of a
+    configuration.
+    """
+    if "::" in text and _OF_TESTS.search(text):
+        return True
+    entry = _PROSE.match(text) if '"' in text or "'" in text else None
+    is_text = entry is not None and TEXTS.fullmatch(entry["key"])
+    return entry is not None and not is_text and _is_entry(text, before)
 
 
 def _is_no_report(text: str, before: str) -> bool:
@@ -376,8 +401,9 @@ def _is_entry(text: str, before: str) -> bool:
     return before.partition(":")[0].strip() != text.partition(":")[0].strip()
 
 
-def _told_in(text: str, size: int) -> Iterator[tuple[list[int], str]]:
+def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
     """The ranks and the condition that the first clause with any tells."""
+    text = line.text
     if listed := _in_lists(text, size):
         yield listed, TOLD_ABSENT
         return
@@ -386,9 +412,9 @@ def _told_in(text: str, size: int) -> Iterator[tuple[list[int], str]]:
             if (told := pattern.search(clause)) and _is_told_of_now(clause, told):
                 yield _ranks_of(told.groupdict(), text, size), kind
                 return
-        if (error := _ERROR.search(clause)) and (
-            ranks := _with_error(error, text, size)
-        ):
+        # A rank's own errors have a reader of their own.
+        error = None if line.has_prefix else _ERROR.search(clause)
+        if error and (ranks := _with_error(error, text, size)):
             yield ranks, TOLD_DEAD
             return
         label = _LABEL.search(text, 0, start + 1) if start else None
@@ -403,7 +429,9 @@ def _with_error(found: re.Match[str], text: str, size: int) -> list[int]:
         name.removeprefix("at_"): one for name, one in found.groupdict().items() if one
     }
     error = error_in((told.get("error") or told.get("rest", "")).lstrip(" :,-"))
-    is_other = error.is_of_a_collective or _MOOD.search(found.string, 0, found.start())
+    is_other = kind_of(error)[0] != conditions.RAISED or _MOOD.search(
+        found.string, 0, found.start()
+    )
     return [] if is_other else _ranks_of(told, text, size)
 
 
@@ -455,10 +483,13 @@ def _in_lists(text: str, size: int) -> list[int]:
     come stands beside it.
     """
     absent, come = _NOT_COME.search(text), _HAS_COME.search(text)
-    if absent is None or not (come or absent["names"] or _WHOSE_LISTS.search(text)):
+    if absent is None:
+        return []
+    if not (come or absent["names"] or absent["r"] or _WHOSE_LISTS.search(text)):
         return []
     ranks = ranks_in(absent["ranks"])
-    if not absent["closed"] and len(ranks) == 1 and come is None:
+    is_name = absent["closed"] or absent["r"] or come is not None
+    if len(ranks) == 1 and not is_name:
         return []
     if come is not None and not set(ranks).isdisjoint(ranks_in(come["ranks"])):
         return []

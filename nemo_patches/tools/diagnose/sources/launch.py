@@ -13,7 +13,7 @@ from nemo_patches.tools.diagnose.sources.encoder_prints import EncoderPrints
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
 from nemo_patches.tools.diagnose.sources.hearsay_lines import (
     HearsayLines,
-    is_of_tests,
+    is_no_event,
 )
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
@@ -38,6 +38,7 @@ class Launch:
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
+        self._text_before = ""
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
@@ -58,7 +59,8 @@ class Launch:
         if "nemo_patches " in line.text and (ours := OURS.search(line.text)):
             self._stalls.take(ours, line)
             return
-        if is_of_tests(line.text):
+        text_before, self._text_before = self._text_before, line.text
+        if is_no_event(line.text, text_before):
             return
         self._prints.take(line)
         before = len(self.found.facts)

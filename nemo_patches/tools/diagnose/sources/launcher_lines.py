@@ -8,6 +8,7 @@ from __future__ import annotations
 import calendar
 import re
 import time
+from dataclasses import replace
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact, Member
@@ -87,7 +88,7 @@ class LauncherLines:
         return self._is_requeued and self._saw_srun
 
     def take_end(self, row: Row, found: re.Match[str], line: Line) -> None:
-        if row.of_rank and line.has_prefix:
+        if row.of_rank and line.has_prefix and "orker" in found[0]:
             return  # its traceback tells it
         told = found.groupdict("")
         words = {name: shown(text) for name, text in told.items()}
@@ -255,6 +256,7 @@ class LauncherLines:
             for pid, rank in self._local_ranks.items():
                 self._found.note_pid(pid, rank)
         self._found.tell_ranks_of_killed()
+        self._leave_out_killed_by_mpirun()
         for condition, line in self._terminated:
             if line.file not in self._cancelled:
                 self._tell(condition, line)
@@ -265,6 +267,23 @@ class LauncherLines:
                 who = f"torchrun, of local rank {failed['local']} (pid {failed['pid']})"
                 end = _condition_of(_signed(failed["code"]), who)
                 self._tell(end, line, self._rank_of(failed["pid"]))
+
+    def _leave_out_killed_by_mpirun(self) -> None:
+        """It ends the others by SIGKILL, and tells of them alike."""
+        facts = [
+            (key, fact)
+            for key, fact in self._found.facts.items()
+            if fact.condition_text.endswith(", says mpirun")
+        ]
+        others = [
+            fact for _, fact in facts if not fact.condition_text.startswith("SIGKILL")
+        ]
+        text = "SIGKILL by its launcher, as others had failed"
+        ended = Condition(conditions.TERMINATED, text)
+        for key, fact in facts if others else ():
+            if fact not in others:
+                del self._found.facts[key]
+                self._found.keep(replace(fact, value=ended))
 
     def _finish_table(self) -> None:
         times = {line: _seconds(told.get("time", "")) for told, line in self._table}

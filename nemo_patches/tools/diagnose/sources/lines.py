@@ -30,7 +30,7 @@ _STAMP = re.compile(
 )
 _LONGEST_JSON = 1 << 20  # characters of a line
 # Of JSON, as Docker and structured loggers write it: what has a line, or several.
-_TEXTS = re.compile(
+TEXTS = re.compile(
     "log|line|msg|message|event|error|exception|exc_info|exc_text|stack|traceback|py_callstack|body|"
     "textPayload"
 )
@@ -56,7 +56,8 @@ _PREFIXES = tuple(
             r"[\[(][^\[\]()]{0,60}?\b[Rr]ank= ?(?P<rank>\d{1,6})\b[^\[\]()]{0,80}[\])]"
             r":? ?(?!pid=)(?:\|{1,2} )?",
             # "[time][rank2][ERROR] ", "[rank 2] ", and not torch's own "[rank2]:"
-            r"(?:\[[\w :.,/-]{1,60}\] ?){0,2}\[rank[ _-]?(?P<rank>\d{1,6})\](?!:)(?: ?\[[A-Z]{4,8}\])? ?",
+            r"(?:\[[\w :.,/-]{1,60}\] ?){0,2}\[rank[ _-]?(?P<rank>\d{1,6})\](?!:)"
+            r"(?: ?\[[A-Z]{4,8}\])? ?",
             # HCCL
             r"\[(?:ERROR|WARNING|INFO)\] [\d:-]{10,24} \(PID:\d{1,9}, Device:\d{1,4},"
             r" RankID:(?P<rank>\d{1,7})\) ?",
@@ -67,11 +68,11 @@ _PREFIXES = tuple(
     )
 )
 _LABEL = re.compile(
-    r"(?P<before>[\[(<{|#*]{0,3}\s?(?:[A-Za-z][\w./-]{0,60}?)?[ =:#_-]{0,2})(?P<number>\d{1,5})"
+    r"(?P<before>[\[(<{|#*]{0,3}\s?(?:[^\W\d_][\w./-]{0,60}?)?[ =:#_-]{0,2})(?P<number>\d{1,5})"
     r"(?P<after>(?:/[\w-]{1,40})?(?:\s{0,4}[\])|:>}]{1,3}){1,2}(?:\s|$)|\s+)"
 )
 _OF_RANKS = re.compile(
-    r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner",
+    r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner|进程",
     re.IGNORECASE,
 )
 # Labels that take numbers and are of time, of data, or of more than one rank.
@@ -106,6 +107,7 @@ _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
 _SEVERAL = re.compile(
     r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)"
 )  # processes' in a line
+_FRAMED = re.compile(r"│ ?(.*?)\s*│$")  # a pane of a terminal
 _QUOTED = re.compile(r"^(?:> ?){1,8}")
 # A message that a terminal may have wrapped
 _BEGINS = re.compile(
@@ -234,7 +236,7 @@ def _texts_in(told: Mapping[str, object]) -> Iterator[str]:
     for name, value in told.items():
         if isinstance(value, dict):
             yield from _texts_in(value)
-        elif isinstance(value, str) and _TEXTS.fullmatch(name):
+        elif isinstance(value, str) and TEXTS.fullmatch(name):
             yield value.rstrip("\n")
 
 
@@ -249,6 +251,8 @@ def pieces(line: bytes) -> Iterator[str]:
     for part in text.replace("\r", "\n").split("\n"):
         text = _COLOURS.sub("", part[: 4 * _LONGEST_LINE])[:_LONGEST_LINE].rstrip()
         text = _QUOTED.sub("", text)
+        if framed := _FRAMED.match(text):
+            text = framed[1]
         if text.count("ProcessGroupNCCL") > 1:
             yield from _SEVERAL.split(text)
         else:

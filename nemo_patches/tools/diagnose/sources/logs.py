@@ -67,6 +67,11 @@ _RANK_IN_NAME = re.compile(
 _PART_BYTES = 1 << 13
 _RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with \d{1,7} processes")
+# What somebody typed behind a shell's prompt, to start the job anew
+_COMMAND = re.compile(
+    r"^\S{0,80} ?[$#%\u276f] (?:\w+=\S* )*"
+    r"(?:torchrun|accelerate launch|deepspeed|python\S* |srun|mpirun|bash |sh |\./)"
+)
 
 
 def recognises(name: str, head: bytes) -> bool:
@@ -149,6 +154,9 @@ class _Reading:
                         self._begin_launch()
                         self._before = None  # a requeue is not the job's end
                     elif alone and _PROCESSES.search(message):
+                        self._begin_launch()
+                    elif alone and _COMMAND.match(message):
+                        self._launches = max(self._launches, 1)
                         self._begin_launch()
                     text, prefixed, local_rank = prefixes.strip(message)
                     if alone and (

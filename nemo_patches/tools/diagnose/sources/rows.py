@@ -27,6 +27,7 @@ from nemo_patches.tools.diagnose.conditions import (
     RAISED,
     STUCK,
     TERMINATED,
+    TOLD_DEAD,
     UNRESOLVED,
     WAITED,
 )
@@ -571,6 +572,13 @@ ROWS = (
         own=False,
     ),
     _row(
+        "Worker proc",
+        r"(?P<what>Worker proc \w{1,40}-(?P<ranks>\d{1,6}) died unexpectedly.{0,80})",
+        TOLD_DEAD,
+        "{what}",
+        own=False,
+    ),
+    _row(
         "remoteRank[",
         r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
         MISSING,
@@ -619,7 +627,7 @@ ROWS = (
         "blocked for|not responding|mlx5|EDAC|Machine check",
         r"(?P<what>INFO: task \S{1,80} blocked for more than \d{1,9} seconds|"
         r"nfs: server \S{1,200} not responding.{0,40}|"
-        r"mlx5_\S{1,20}: .{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
+        r"mlx5_\S{1,20}(?:: | \S{1,40} ).{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",
