@@ -169,8 +169,14 @@ def _by_name(call: Call) -> Abstract:
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
         value = value.tagged("holds") if words & knowledge.HOLDING else value
-    if call.name == "next":
-        value = value.tagged("next")
+    queue = knowledge.QUEUES & parts_of(dotted(getattr(node.func, "value", node)))
+    if call.name == "next" or (queue and call.last in knowledge.TAKING):
+        count = VARIES if call.args and call.args[0].count == VARIES else None
+        return replace(value, count=count).tagged("next")
+    if call.last in knowledge.SELECTING and len(call.args) > 1:
+        return replace(value, count=call.args[1].turns)
+    if call.last == "DataLoader" and call.args and call.args[0].count == VARIES:
+        return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
 
 
@@ -194,13 +200,15 @@ def _of_items(call: Call) -> Abstract | None:
         item = replace(mixed(items), parts=tuple(items))
         return replace(value, count=count, item=item)
     if call.last == "range":
-        count = max((each.level for each in call.args), default=SAME)
+        share = len(call.args) > 2 and _of_rank(call)
+        # Every so many from the rank's number on.
+        count = VARIES if share and not call.args[1].has("sized") else None
         return replace(value, count=count, item=Abstract())
     if call.last in knowledge.PASSED_ON and call.args:
         item = items[0]
         if call.last == "enumerate":
             item = Abstract(parts=(Abstract(), item))
-        return replace(value, count=call.args[0].turns, item=item)
+        return replace(value, count=call.args[0].count, item=item)
     return None
 
 

@@ -101,7 +101,7 @@ class Divergence:
 
     cause: the test, the exception or the decorator, as it is written, and its line; about: what is
     known of it. by_rank: whether the rank decides. exit: of the early exit, with its line. trains:
-    whether the function is a step of training.
+    whether the function is a step of training. sure: whether it needs no guess that ranks differ.
     """
 
     function: str
@@ -114,6 +114,7 @@ class Divergence:
     exit_line: int = 0
     trains: bool = False
     about: str = ""
+    sure: bool = False
 
     def places(self) -> dict[Collective, object]:
         """By what a collective of it is known again: each is said once."""
@@ -134,7 +135,14 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
         if known == file.attributes or (known is not None and file.work > _MUCH_WORK):
             break
         known = file.attributes
-    return tuple(one for each in read for one in Comparison(each).divergences())
+    said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
+    return tuple(
+        one
+        for each in read
+        for one in Comparison(each).divergences(
+            said.setdefault(each.definition.node, set())
+        )
+    )
 
 
 def _read(file: SourceFile) -> list[Interpreter]:
@@ -163,7 +171,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
             }
             set_by_methods.append((definition.owner.name, here))
     file.attributes = {}
-    for of_class, known in set_by_methods:
+    for of_class, known in [*file.of_classes, *set_by_methods]:
         file.keep_attributes(of_class, known)
     return read
 
@@ -184,8 +192,7 @@ class Comparison:
                 by_key[each.key] = each
         self.conditions = list(by_key.values())
 
-    def divergences(self) -> Iterator[Divergence]:
-        said = set[object]()
+    def divergences(self, said: set[object]) -> Iterator[Divergence]:
         for each in self._all():
             places = each.places()
             left = tuple(one for one, place in places.items() if place not in said)
@@ -379,6 +386,7 @@ class Comparison:
         condition: Condition,
         by_rank: bool,
     ) -> Divergence:
+        sure = condition.value.count == VARIES or self._raced(kind, made[0], condition)
         return Divergence(
             function=self.name,
             kind=kind,
@@ -387,6 +395,17 @@ class Comparison:
             line=condition.line,
             by_rank=by_rank,
             about=" ".join([condition.key, *sorted(condition.value.tags)]),
+            sure=sure,
+        )
+
+    def _raced(self, kind: Kind, made: Collective, condition: Condition) -> bool:
+        """Whether one rank may make what the others look for: where it is not there yet, the rank
+        decides something before the collective.
+        """
+        behind = Kind.BRANCH if condition.key.startswith("not ") else Kind.EXIT
+        return kind is behind and any(
+            condition.line < each.line < made.line and self.reader.by_rank(each.value)
+            for each in self.conditions
         )
 
     def _tells(self, event: Event, conditions: Sequence[Condition], guess: str) -> bool:

@@ -68,6 +68,10 @@ def visit_Lambda(reader: Interpreter, node: ast.Lambda) -> Abstract:
     return Abstract(ref=node)
 
 
+def visit_Starred(reader: Interpreter, node: ast.Starred) -> Abstract:
+    return reader.of(node.value)
+
+
 def visit_NamedExpr(reader: Interpreter, node: ast.NamedExpr) -> Abstract:
     value = reader.of(node.value)
     reader.assign(node.target, value)
@@ -356,7 +360,8 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     constants = [each.value for each in sides if isinstance(each, ast.Constant)]
     first = dotted(getattr(sides[0], "target", sides[0]))
     if None in constants and _may_lack(values[0], first):
-        return mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
+        lacks = mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
+        return replace(lacks, count=values[0].count)
     at = _compared(reader, node, values)
     if at is not None:
         return replace(mixed(values), at=at)

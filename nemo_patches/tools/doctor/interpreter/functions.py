@@ -26,6 +26,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     UNKNOWN,
     Abstract,
     Environment,
+    mixed,
 )
 from nemo_patches.tools.doctor.syntax import (
     dotted,
@@ -53,7 +54,10 @@ def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
     ref = known.ref
     if known.has("instance"):
         wrapped = known.has("ddp", "fsdp")
-        return None if wrapped else reader.file.method(ref, "forward")
+        if wrapped:
+            return None
+        called = reader.file.method(ref, "__call__")
+        return called or reader.file.method(ref, "forward")
     is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
     return ref if is_function else None
 
@@ -126,20 +130,41 @@ def decorated_alarm(reader: Interpreter) -> int | None:
     return None
 
 
+def decorated(reader: Interpreter, function: Definition) -> Definition:
+    """What is called by a function's name: what a decorator of this file puts in its place."""
+    for node in reversed(getattr(function.node, "decorator_list", ())):
+        made = _wrapper(reader, node)
+        if made is None or made.alarmed or _parts_ranks(reader, made.items):
+            continue
+        own = _decorator(reader, node)
+        given = {own.node.args.args[0].arg: Abstract(ref=function)}
+        runs = _returned(reader, own, given)
+        if runs is not None:
+            place = reader.file.definitions.index(runs)
+            function = replace(runs, name=function.name, owner=function.owner)
+            reader.file.definitions[place] = function
+    return function
+
+
 def _wrapper(reader: Interpreter, decorator: ast.expr) -> Interpreter | None:
     """What a decorator of this file runs in a function's place, which is a collective here."""
     known: Any = reader.file.summaries
     if decorator not in known:
         known[decorator] = None  # while it is read
         before = len(reader.file.definitions)
-        name = reader.file.origin(dotted(getattr(decorator, "func", decorator)))
-        own = reader.file.env.get(name, Abstract()).ref
-        if isinstance(decorator, ast.Call) and isinstance(own, Definition):
-            own = _returned(reader, own, {}) or own
-        known[decorator] = _run_by(reader, own)
+        known[decorator] = _run_by(reader, _decorator(reader, decorator))
         del reader.file.definitions[before:]  # it is no function of the file's
     made: Interpreter | None = known[decorator]
     return made
+
+
+def _decorator(reader: Interpreter, node: ast.expr) -> Any:
+    """The function of this file that a decorator is; None of others."""
+    name = reader.file.origin(dotted(getattr(node, "func", node)))
+    own = reader.file.env.get(name, Abstract()).ref
+    if isinstance(node, ast.Call) and isinstance(own, Definition):
+        own = _returned(reader, own, {}) or own
+    return own
 
 
 def _run_by(reader: Interpreter, decorator: object) -> Interpreter | None:
@@ -177,8 +202,18 @@ def _parts_ranks(reader: Interpreter, items: Items) -> bool:
 
 def given_by(called: Definition, call: calls.Call) -> dict[str, Abstract]:
     """What a call gives, by the names of the parameters."""
-    by_place = zip(_parameters(called), call.args, strict=False)
-    return {**dict(by_place), **call.given}
+    args: list[Abstract] = []
+    for each, node in zip(call.args, call.node.args, strict=True):
+        args += each.parts if isinstance(node, ast.Starred) and each.parts else [each]
+    if called.owner and [dotted(each) for each in call.node.args[:1]] == ["self"]:
+        args = args[1:]  # a method by its function
+    names = _parameters(called)
+    given = {**dict(zip(names, args, strict=False)), **call.given}
+    vararg = called.node.args.vararg
+    if vararg:
+        rest = tuple(args[len(names) :])
+        given[vararg.arg] = replace(mixed(rest), parts=rest)
+    return given
 
 
 def manages(definition: Definition) -> bool:

@@ -161,7 +161,13 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         given = {**dict(zip(fields, call.args, strict=False)), **call.given}
         return replace(made, entries=tuple(given.items()))
     call_helper(reader, begin, call, call.node, call.name)
-    return made
+    iterates = reader.file.method(of_class, "__iter__")
+    if iterates is None or iterates in reader.file.being_read:
+        return made
+    inner = reader.read(iterates, {}, {})
+    if not inner.yields:
+        return made
+    return replace(made, count=inner.returned.count, item=tagged("batch", level=DATA))
 
 
 def call_of(reader: Interpreter, node: ast.Call) -> calls.Call:
@@ -249,8 +255,10 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     if made.pairs_with in (*WITHOUT_AGREEMENT, "state_dict"):
         encodes = made.pairs_with not in (BACKWARD, "log", "state_dict")
         return Abstract(DATA if encodes else SAME)
-    keywords = [each.value for each in node.keywords if each.arg not in ("group", "op")]
-    every = [*node.args, *keywords]
+    every = list(node.args)
+    every += [
+        each.value for each in node.keywords if each.arg not in knowledge.SETTINGS
+    ]
     of_torch = reader.origin(made.name).startswith(("torch.distributed", "dist."))
     if last in knowledge.TO_ONE and of_torch:
         if last == "reduce":  # one rank alone has the result

@@ -97,6 +97,10 @@ READING = words("""
     all_gather all_gather_into_tensor all_gather_object gather gather_for_metrics gather_object
     reduce
     """)
+# Of what a collective is given, that which it says nothing about.
+SETTINGS = words(
+    "async_op device device_ids dst group group_dst group_src op src timeout"
+)
 AGREEING = words("""
     across agree agreed all_gather all_reduce allgather allreduce broadcast consensus dist
     distributed gather gathered rank ranks reduce reduced sync synced synchronize world
@@ -215,6 +219,8 @@ READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
+# What takes items by their numbers, which come second.
+SELECTING = words("Subset select")
 SIZES = words("nelement numel size")
 FILES = words("glob rglob iterdir scandir exists is_dir is_file isdir isfile listdir")
 OF_PROCESS = (
@@ -242,6 +248,7 @@ PLAUSIBLE = GRADIENTS | words("""
 PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 ADDING = words("append extend add")
+QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.
 ALL_RANKS = words("""

@@ -152,7 +152,8 @@ def _guess(each: Divergence) -> str:
     expected = each.function.endswith("_step") or each.exit == End.CONTINUE.value
     if re.search(knowledge.NO_GRADIENT, said):
         expected = each.trains
-    if not each.by_rank and not (expected and re.search(knowledge.NO_BATCH, said)):
+    expected = bool(expected and re.search(knowledge.NO_BATCH, said))
+    if not (each.by_rank or each.sure or expected):
         known = [
             text for words, text in knowledge.GUESSES.items() if re.search(words, said)
         ]
@@ -169,7 +170,7 @@ def _severity(each: Divergence) -> Severity:
     if each.kind is Kind.LOOP:
         guessed = [made.guess for made in each.collectives]
         only = all(one or guess for one, guess in zip(backward, guessed, strict=True))
-        return NOTE if only or at_end else WARNING
+        return NOTE if (only and not each.sure) or at_end else WARNING
     empty = each.kind in (Kind.EXIT, Kind.BRANCH) and not each.by_rank
     empty = empty and bool(_EMPTY.match(each.cause))
     return NOTE if empty and at_end and not any(backward) else WARNING

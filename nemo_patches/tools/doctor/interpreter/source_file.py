@@ -109,6 +109,8 @@ class SourceFile:
         self.given_before: dict[ast.AST, dict[str, list[Abstract]]] = {}
         self.env: dict[str, Abstract] = {}
         self.definitions: list[Definition] = []
+        # What is set in the body of each class.
+        self.of_classes: list[tuple[str, dict[str, Abstract]]] = []
         self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
         self.signalled = set[str]()  # names of functions that signals run
@@ -139,6 +141,7 @@ class SourceFile:
                 self.attributes.pop(definition.owner.name, None)
         self.given = {}
         self.definitions = []
+        self.of_classes = []
         self.summaries = {}
         self.work = 0
         self.env = {}
@@ -182,8 +185,8 @@ class SourceFile:
         are called.
         """
         env = dict(self.env if definition.outer is None else definition.outer)
-        if definition.owner:
-            env.update(self.attributes.get(definition.owner.name, {}))
+        for each in reversed(self.bases(definition.owner)[0]):
+            env.update(self.attributes.get(each.name, {}))
         args = definition.node.args
         for argument, default in _arguments(args):
             value = given.get(argument.arg) or self._argument(argument, default)
@@ -199,7 +202,7 @@ class SourceFile:
                 value = self.constant(default.value)
             env[argument.arg] = value
         for each in filter(None, (args.vararg, args.kwarg)):
-            env[each.arg] = Abstract(UNKNOWN)
+            env[each.arg] = given.get(each.arg) or Abstract(UNKNOWN)
         return env
 
     def _as_called(

@@ -6,7 +6,12 @@ import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
+from nemo_patches.tools.doctor.interpreter import (
+    calls,
+    collectives,
+    functions,
+    knowledge,
+)
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
@@ -32,6 +37,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     DATA,
     SAME,
+    UNKNOWN,
     VARIES,
     Abstract,
     Environment,
@@ -84,17 +90,36 @@ def _unused(reader: Interpreter, first: int) -> None:
 def visit_FunctionDef(reader: Interpreter, node: ast.FunctionDef) -> None:
     in_module = reader.definition.node is reader.file.tree
     made = Definition(node.name, node, outer=None if in_module else reader.env)
-    reader.env[node.name] = Abstract(ref=made)
+    reader.env[node.name] = Abstract(ref=functions.decorated(reader, made))
     reader.file.definitions.append(made)
 
 
 def visit_ClassDef(reader: Interpreter, node: ast.ClassDef) -> None:
     made = methods_of(node)
+    of_enum = any(dotted(each).endswith("Enum") for each in node.bases)
     for each in node.body:
         if isinstance(each, ast.ClassDef):
             visit_ClassDef(reader, each)
-    reader.file.definitions += made.methods.values()
+        if isinstance(each, ast.Assign):
+            names = [one.id for one in each.targets if isinstance(one, ast.Name)]
+            value = reader.of(each.value)
+            for name in names:
+                whole = f"{node.name}.{name}"
+                member = reader.file.constant(whole)
+                reader.env[whole] = member if of_enum and not value.at else value
+                own = {f"self.{name}": replace(value, ref=None)}
+                reader.file.of_classes.append((node.name, own))
     reader.env[node.name] = Abstract(ref=made)
+    for base in reader.file.bases(made)[0][1:]:
+        for name, method in base.methods.items():
+            asked = {each.attr for each in nodes(method.node, ast.Attribute)}
+            if name not in made.methods and asked & made.methods.keys():
+                # It may call a method that is another one here.
+                inherited = replace(method, name=f"{node.name}.{name}", owner=made)
+                made.methods[name] = inherited
+    for name, method in made.methods.items():
+        made.methods[name] = functions.decorated(reader, method)
+        reader.file.definitions.append(method)
 
 
 def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
@@ -233,6 +258,8 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
+    if iterated.turns == DATA and "batch" in names_in(node.target):
+        iterated = replace(iterated, count=UNKNOWN)  # of a loader
     level = VARIES if iterated.turns >= DATA else SAME
     value = replace(iterated, level=level, at=None)
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))

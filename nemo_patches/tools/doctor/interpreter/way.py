@@ -10,6 +10,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor.interpreter.members import Open, negated, truths
 from nemo_patches.tools.doctor.interpreter.skeleton import (
+    BACKWARD,
     ENCODER,
     Assigned,
     Branch,
@@ -272,8 +273,10 @@ def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
         return False
     if not early:
         return True
-    # Of a helper's calls it is not known which one fails.
+    # Of a helper's calls it is not known which one fails; a backward pass has another before it.
     by_helper = made.place is not None and made.place[0] != made.line
+    if by_helper and made.pairs_with == BACKWARD:
+        return False
     return made.line <= item.first and (by_helper or made.pairs_with != ENCODER)
 
 
