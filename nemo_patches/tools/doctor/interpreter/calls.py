@@ -196,9 +196,9 @@ def _of_items(call: Call) -> Abstract | None:
         for each, inner in zip(call.args, call.node.args, strict=True)
     ]
     if call.last == "zip":
-        count = min((each.turns for each in call.args), default=SAME)
         item = replace(mixed(items), parts=tuple(items))
-        return replace(value, count=count, item=item)
+        turns = [each.turns for each in call.args]
+        return replace(value, count=min(turns, default=SAME), item=item)
     if call.last == "range":
         share = len(call.args) > 2 and _of_rank(call)
         # Every so many from the rank's number on.
