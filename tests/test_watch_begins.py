@@ -20,6 +20,7 @@ from ranks import Said, free_port, join_group, run_ranks, stall_monitor, wait_un
 from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
 
 import nemo_patches
+from nemo_patches import patching
 from nemo_patches.watch import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -38,30 +39,9 @@ print({COUNT}, "nemo_patches.watch" in sys.modules)
     [
         ("import json", OF_TORCHRUN, "0 False"),
         ("import torch", OF_TORCHRUN, "1 True"),
-        ("import torch", {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "1 True"),
-        (
-            "import torch",
-            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
-            "1 True",
-        ),
-        ("import torch", {"PMI_RANK": "0", "PMI_SIZE": "2"}, "1 True"),
         ("import torch", {}, "0 False"),
-        ("import torch", {"WORLD_SIZE": "2"}, "0 False"),
-        ("import torch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
         ("import torch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
         ("import lightning.pytorch", OF_TORCHRUN, "1 True"),
-        (
-            "import lightning.pytorch",
-            {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"},
-            "1 True",
-        ),
-        ("import lightning.pytorch", {}, "0 False"),
-        ("import lightning.pytorch", {"RANK": "0", "WORLD_SIZE": "1"}, "0 False"),
-        (
-            "import lightning.pytorch",
-            {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"},
-            "0 False",
-        ),
     ],
 )
 def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
@@ -70,6 +50,28 @@ def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_python
     done = python("-c", THREADS.format(imports), path=(CHECKOUT,), **variables)
     assert done.stdout.strip() == said, done.stderr
     assert "nemo_patches" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "of_several"),
+    [
+        (OF_TORCHRUN, True),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, True),
+        ({}, False),
+        ({"WORLD_SIZE": "2"}, False),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, False),
+    ],
+)
+def test_what_a_launcher_says_decides(
+    variables: dict[str, str], of_several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in {name for names in patching._RANK_AND_SIZE for name in names}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert patching.is_one_of_several_ranks() == of_several
 
 
 def test_it_patches_nothing_and_imports_nothing_of_torchs_that_torch_has_not() -> None:
@@ -131,7 +133,7 @@ def test_where_ours_imports_torch_first_apply_begins_it() -> None:
 
 
 def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:
-    program = THREADS.format("import lightning.pytorch, nemo.collections.asr")
+    program = THREADS.format("import lightning.pytorch")
     done = python(
         "-c",
         program,
@@ -199,7 +201,6 @@ def test_a_trace_of_a_job_without_nemo_says_on_each_rank_that_there_is_none(
 FORKED = f"""
 import os, sys, threading, time
 import torch.distributed as dist
-import lightning.pytorch
 from nemo_patches.watch import subscriber
 
 def rank(number):
