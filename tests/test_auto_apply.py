@@ -111,6 +111,7 @@ def test_torchrun(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.one_nemo
+@pytest.mark.weekly  # without NeMo: tests/test_watch_begins.py, and `run`: tests/test_launch.py
 def test_lightnings_own_launcher_under_nemo_patches_run_with_a_checkout_on_the_path_too(
     folder: Path,
 ) -> None:

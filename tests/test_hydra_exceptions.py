@@ -208,6 +208,7 @@ def torchrun(
     return diagnosed(folder)
 
 
+@pytest.mark.weekly  # torchrun with NeMo: test_auto_apply.py; PYTHONPATH alone: test_trainer_callbacks.py
 def test_with_torchrun_on_pythonpath_alone(tmp_path: Path) -> None:
     # No entry points, whatever is installed.
     metadata = tmp_path / "nothing" / "nemo_patches-9.dist-info"
