@@ -5,10 +5,13 @@ and no abort.
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,85 @@ pytestmark = [
     pytest.mark.alone,
     pytest.mark.timeout(4 * LIMIT + 60),
 ]
+
+# Forks interpreters that have torch, and import ours by themselves; each ends as any does. A request:
+# a program's file, its arguments by rank, and what to make when the first rank has ended.
+NEST = """
+import json, os, signal, sys, time
+import torch, torch.distributed
+
+for line in sys.stdin:
+    path, arguments, done = json.loads(line)
+    ranks = []
+    for number, own in enumerate(arguments):
+        if (rank := os.fork()) == 0:
+            break
+        ranks.append(rank)
+    else:
+        ends = []
+        for rank in ranks:
+            ends.append((os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]), time.time()))
+            open(done, "w").close()
+        print(json.dumps(ends), flush=True)
+        continue
+    signal.alarm(LIMIT_S)
+    for descriptor, name in ((0, "/dev/null"), (1, f"{path}.out{number}"), (2, f"{path}.err{number}")):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), descriptor)
+    __file__, sys.argv = path, [path, *own]  # for what multiprocessing spawns
+    exec(compile(open(path).read(), path, "exec"))
+    break
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """at: time.time() when the process was gone."""
+
+    code: int
+    at: float
+    out: str
+    error: str
+
+
+class Nest:
+    def __init__(self) -> None:
+        program = NEST.replace("LIMIT_S", str(int(LIMIT)))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=-1, stdout=-1, text=True
+        )
+
+    def run(self, program: str, folder: Path, *arguments: list[str]) -> list[Ended]:
+        """One process for each list of arguments; the last of them is a file that is there once the
+        first process has ended.
+        """
+        path = folder / "program.py"
+        path.write_text(program)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = json.dumps([str(path), arguments, arguments[0][-1]])
+        print(request, file=self._process.stdin, flush=True)
+        return [
+            Ended(
+                code,
+                at,
+                Path(f"{path}.out{number}").read_text(),
+                Path(f"{path}.err{number}").read_text(),
+            )
+            for number, (code, at) in enumerate(
+                json.loads(self._process.stdout.readline())
+            )
+        ]
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def nest() -> Iterator[Nest]:
+    made = Nest()
+    yield made
+    made.end()
+
 
 PROGRAM = """
 import datetime, os, sys, time
@@ -65,41 +147,27 @@ ENDINGS = (
 )
 
 
-def seconds_to_exit(ending: str, folder: Path) -> tuple[float, int, str]:
+def seconds_to_exit(nest: Nest, ending: str, folder: Path) -> tuple[float, int, str]:
     """From the program's last line to the end of its process; its exit code and its stderr."""
-    port, done = free_port(), folder / f"{ending}.done"
-    command = [sys.executable, "-c", PROGRAM]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), ending, str(done)],
-            stdout=-1,
-            stderr=-1,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        out, error = ranks[0].communicate(timeout=LIMIT)
-        assert out, error
-        return time.time() - float(out), ranks[0].returncode, error
-    finally:
-        done.touch()
-        ranks[0].kill()
-        ranks[1].communicate(timeout=LIMIT)
+    port, done = str(free_port()), str(folder / "done")
+    arguments = ([str(rank), port, ending, done] for rank in (0, 1))
+    first, _ = nest.run(PROGRAM, folder, *arguments)
+    assert first.out, first.error
+    return first.at - float(first.out), first.code, first.error
 
 
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> float:
-    seconds, code, _ = seconds_to_exit("stock", tmp_path_factory.mktemp("stock"))
+def stock(nest: Nest, tmp_path_factory: pytest.TempPathFactory) -> float:
+    seconds, code, _ = seconds_to_exit(nest, "stock", tmp_path_factory.mktemp("stock"))
     assert code == 7
     return seconds
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_exit_with_a_pending_round_is_as_fast_as_stocks(
-    ending: str, stock: float, tmp_path: Path
+    ending: str, nest: Nest, stock: float, tmp_path: Path
 ) -> None:
-    ours, code, error = seconds_to_exit(ending, tmp_path)
+    ours, code, error = seconds_to_exit(nest, ending, tmp_path)
     # A hang lasts for minutes; on a vendored NeMo most of it is its own end.
     assert ours < 2 * stock + 15
     assert code == (1 if ending == "exception" else 7), error
@@ -258,31 +326,18 @@ EXIT_CODES = {"exception": 1, "sys.exit": 3, "fork": 1, "spawn": 1, "healthy": 0
 
 @pytest.mark.parametrize("ending", EXIT_CODES)
 def test_a_rank_that_was_killed_is_named_at_the_others_exit_however_they_end(
-    ending: str, tmp_path: Path
+    ending: str, nest: Nest, tmp_path: Path
 ) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(KILLED)
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(rank), port, ending],
-            stderr=-1,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        errors = [rank.communicate(timeout=LIMIT)[1] for rank in ranks]
-        for rank in (0, 2):
-            assert ranks[rank].returncode == EXIT_CODES[ending], errors[rank]
-            said = [line for line in errors[rank].splitlines() if "gone: " in line]
-            if ending == "healthy":
-                assert said == []
-            else:
-                (line,) = said
-                assert "gone: rank 1 of 3 | rank 1 (" in line
-                assert "its process has gone" in line
-    finally:
-        for one in ranks:
-            one.kill()
-            one.communicate(timeout=LIMIT)
+    port, done = str(free_port()), str(tmp_path / "done")
+    ranks = nest.run(
+        KILLED, tmp_path, *([str(rank), port, ending, done] for rank in range(3))
+    )
+    for rank in (ranks[0], ranks[2]):
+        assert rank.code == EXIT_CODES[ending], rank.error
+        said = [line for line in rank.error.splitlines() if "gone: " in line]
+        if ending == "healthy":
+            assert said == []
+        else:
+            (line,) = said
+            assert "gone: rank 1 of 3 | rank 1 (" in line
+            assert "its process has gone" in line
