@@ -127,21 +127,22 @@ def test_signal_handlers_may_raise_anywhere() -> None:
 
 # Questions.
 
+# Of hosts with four ranks each.
 SILENT_RANKS = {
     "none": (8, []),
     "leaf": (8, [7]),
-    "inner rank": (64, [8]),
-    "root": (64, [0]),
-    "a host": (64, list(range(16, 24))),
-    "the root's host": (64, list(range(8))),
-    "four": (64, [1, 9, 24, 40]),
-    "inner rank and root": (64, [0, 8]),
+    "inner rank": (32, [4]),
+    "root": (32, [0]),
+    "a host": (32, list(range(8, 12))),
+    "the root's host": (32, list(range(4))),
+    "four": (32, [1, 5, 12, 20]),
+    "inner rank and root": (32, [0, 4]),
 }
 
 
 @pytest.mark.parametrize(("size", "stopped"), SILENT_RANKS.values(), ids=SILENT_RANKS)
 def test_a_stopped_rank_hides_nobody(size: int, stopped: list[int]) -> None:
-    with Job(size, per_host=8, by_file=True) as job:
+    with Job(size, per_host=4, by_file=True) as job:
         job.do(job.all, Rank.hold_rounds, 3)
         job.signal(stopped, signal.SIGSTOP)
         wait_for(lambda: all(is_stopped(job.processes[rank]) for rank in stopped))
@@ -242,11 +243,11 @@ def has_a_large_state(rank: Rank) -> None:
 
 
 def test_every_rank_has_another_state_and_one_is_too_long() -> None:
-    with Job(128, per_host=8, by_file=True) as job:
+    with Job(64, per_host=8, by_file=True) as job:
         job.do(job.all, has_key, "place {}")
-        wait_for_verdicts(job, job.all, lambda verdict: len(heard(verdict)) == 128)
+        wait_for_verdicts(job, job.all, lambda verdict: len(heard(verdict)) == 64)
         job.do([5], has_a_large_state)
-        wait_for_verdicts(job, [1], lambda verdict: len(heard(verdict)) == 128)
+        wait_for_verdicts(job, [1], lambda verdict: len(heard(verdict)) == 64)
 
 
 def answers_nothing(rank: Rank) -> None:
