@@ -75,7 +75,7 @@ def lines(binaries: Path, wrapt: Path | None) -> list[Line]:
     found = [
         Line("bare", bare),
         Line("bare again", bare),
-        Line("PYTHONPATH=<checkout>", {**bare, "PYTHONPATH": str(CHECKOUT)}),
+        Line("PYTHONPATH=/path/to/nemo-patches", {**bare, "PYTHONPATH": str(CHECKOUT)}),
         Line(
             "nemo-patches run",
             {

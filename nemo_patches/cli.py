@@ -16,15 +16,14 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from inspect import Parameter
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
 import nemo_patches as package
 from nemo_patches.sync.settings import ALL_SETTINGS, Setting, SettingsError
+from nemo_patches.tools.console import terminal
 from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.options import choice, switch, with_value
 from nemo_patches.tools.refusals import refusals
@@ -32,7 +31,6 @@ from nemo_patches.tools.refusals import refusals
 # Errors are one line on stderr, so typer's boxes and its rich tracebacks are off.
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -214,19 +212,18 @@ def status(json: _Json = False) -> None:
         report = status_command.examine()
     except status_command.NotInstalled as error:
         answer = f"cannot be patched: {error}"
-        typer.echo(
-            dumps({"state": status_command.CANNOT_BE, "answer": answer}, indent=2)
-            if json
-            else answer
-        )
+        told = {"state": status_command.CANNOT_BE, "answer": answer}
+        typer.echo(status_command.as_json(told) if json else answer)
         raise typer.Exit(1) from None
     except status_command.StatusError as error:
+        if json:
+            typer.echo(status_command.as_json({"error": str(error)}))
         typer.echo(f"nemo-patches status: it cannot be told: {error}", err=True)
         raise typer.Exit(2) from None
     if json:
-        typer.echo(dumps(asdict(report), indent=2))
+        typer.echo(status_command.as_json(asdict(report)))
     else:
-        status_command.show(report, Console(width=80))  # see doctor/command.py
+        status_command.show(report, terminal(80))  # see doctor/command.py
     raise typer.Exit(
         0
         if report.state == status_command.ON and not (report.reasons or report.misspelt)
@@ -443,7 +440,8 @@ def main() -> None:
         _leave_closed_pipe()
     # Above all a full disk: with Python's own exit code, 1, it would look like a finding.
     except OSError as error:
-        typer.echo(f"nemo-patches: {error}", err=True)
+        where = "" if error.filename else "standard output: "
+        typer.echo(f"nemo-patches: {where}{error}", err=True)
         # Else Python tries again at exit to write the rest, and prints another error
         sys.stdout = None
     sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
@@ -15,6 +16,7 @@ from interpreters import as_ordinary_user, environment, run
 
 import nemo_patches
 from nemo_patches.sync.settings import ALL_SETTINGS
+from nemo_patches.tools.console import terminal
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -93,7 +95,7 @@ def test_the_help_has_each_command_in_one_line_and_last_what_to_do_in_a_hang(
     assert (
         output.rstrip().splitlines()[-1].strip() == "Job hangs? nemo-patches diagnose"
     )
-    assert "completion" not in output
+    assert "--install-completion" in output
 
 
 def test_the_version(
@@ -221,7 +223,7 @@ def test_output_that_cannot_be_written_is_no_answer_and_no_traceback(
         done = typed_to("doctor --list-rules", "utf-8", stdout=full)
     assert (done.returncode, done.stderr) == (
         2,
-        b"nemo-patches: [Errno 28] No space left on device\n",
+        b"nemo-patches: standard output: [Errno 28] No space left on device\n",
     )
 
     text = (
@@ -288,3 +290,41 @@ def test_what_may_not_be_read_or_written_is_said(tmp_path: Path) -> None:
     assert (tmp_path / "kept.yaml").read_text() == config
     for name in modes:
         (tmp_path / name).chmod(0o755)
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    """By what --install-completion writes into the shell's start-up file."""
+    for line, last, expected in (
+        ("nemo-patches di", 1, ["diff", "diagnose"]),
+        ("nemo-patches run --stall", 2, ["--stall-timeout", "--stall-exit"]),
+    ):
+        asked = {
+            "_NEMO_PATCHES_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(last),
+        }
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "import sys; sys.argv = ['nemo-patches']; from nemo_patches.cli import main; main()",
+            ],
+            env={**os.environ, **asked},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.split() == expected, done
+
+
+def test_no_color_leaves_no_style_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    styled = "[bold]a[/] [dim]b[/] [red]c[/]"
+    for no_color, expected in (("1", "a b c\n"), ("", None)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        written = io.StringIO()
+        terminal(80, file=written, force_terminal=True).print(styled)
+        assert ("\x1b[" not in written.getvalue()) == bool(expected)
+        assert expected is None or written.getvalue() == expected

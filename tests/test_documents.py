@@ -19,6 +19,7 @@ from simulated_traces import write
 from nemo_patches.cli import app
 from nemo_patches.patching import DISABLE_VARIABLE, UNSUPPORTED_VARIABLE, admission
 from nemo_patches.sync.settings import ALL_SETTINGS, Settings
+from nemo_patches.tools import status
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.command import JSON_FORMAT
 
@@ -92,9 +93,55 @@ def test_both_readmes_have_the_same_headings_commands_settings_and_links_in_the_
     assert headings(CHINESE) == headings(README)
     assert tables(CHINESE) == tables(README)
     assert code(CHINESE) == code(README)
-    assert set(links(CHINESE)) - {"README.md"} == set(links(README)) - {
-        "README.zh-CN.md"
-    }
+    in_english = {link.replace(".zh-CN", "") for link in links(CHINESE)}
+    assert in_english - {"README.md"} == set(links(README)) - {"README.zh-CN.md"}
+
+
+def test_who_reads_chinese_is_sent_to_pages_in_chinese() -> None:
+    for page in PAGES:
+        own = page.name.replace(".zh-CN", "")  # the switch to English
+        if own == page.name:
+            continue
+        for link in links(page):
+            chinese = page.parent / link.replace(".md", ".zh-CN.md")
+            assert (
+                chinese == page.parent / link or link == own or not chinese.exists()
+            ), (
+                page,
+                link,
+            )
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The cells of all tables."""
+    found = re.findall(r"^\| (.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.split(r" \| ?", row) for row in found]
+
+
+def facts(cell: str) -> tuple[list[str], list[str], list[str]]:
+    """What a translation leaves as it is: code, reports and rules by number, levels, pages."""
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", cell)
+    pages = re.findall(r"\]\(([\w./-]+\.md)", cell)
+    return (
+        sorted(re.findall(r"`([^`]+)`", cell)),
+        sorted(re.findall(r"\d{2,}|INFO|WARNING|ERROR", prose)),
+        sorted(page.replace(".zh-CN", "") for page in pages),
+    )
+
+
+@pytest.mark.wheel
+@pytest.mark.parametrize("name", ["messages", "troubleshooting"])
+def test_a_page_in_chinese_has_the_english_ones_rows_and_commands(name: str) -> None:
+    english, chinese = (CHECKOUT / "docs" / f"{name}{of}.md" for of in ("", ".zh-CN"))
+    assert len(rows(english)) > 20
+    for row, translated in zip(rows(english), rows(chinese), strict=True):
+        assert list(map(facts, translated)) == list(map(facts, row))
+    for of_page in (r"^#+ ", r"^ {4,}nemo.*"):
+        there, here = (
+            re.findall(of_page, page.read_text(encoding="utf-8"), re.MULTILINE)
+            for page in (english, chinese)
+        )
+        assert there == here
 
 
 def chinese_paragraphs(text: str) -> list[str]:
@@ -242,22 +289,48 @@ def test_every_verdict_has_its_row() -> None:
     )
 
 
-def test_the_page_for_agents_names_ids_and_fields_that_exist() -> None:
-    page = (CHECKOUT / "docs" / "for-agents.md").read_text(encoding="utf-8")
-    fields = {
-        field.name
-        for of in (ids.Diagnosis, ids.Finding)
-        for field in dataclasses.fields(of)
-    }
-    named = re.findall(
-        r"^\| `([a-z]+)(?:\[\d*\])?(?:\.([a-z_]+))?` \| ", page, re.MULTILINE
+def first_cells(page: str, heading: str) -> set[str]:
+    """The fields in the table of `--json` under this heading."""
+    text = (CHECKOUT / "docs" / page).read_text(encoding="utf-8")
+    table = (
+        text.split(heading)[1].split("\n## ")[0].split("| field |")[1].split("\n\n")[0]
     )
-    assert len(named) > 8
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+def names(of: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(of)}
+
+
+def test_the_table_of_diagnose_json_has_each_field_and_no_other() -> None:
+    of_all = {"format", "exit_code", "error"}
+    told = first_cells("for-agents.md", "## What do the fields mean?")
+    assert {name for name in told if "[" not in name} == (
+        names(ids.Diagnosis) - {"findings"} | of_all
+    )
+    of_findings = {name.partition(".")[2] for name in told if "[" in name}
+    assert of_findings == names(ids.Finding)
+    page = (CHECKOUT / "docs" / "for-agents.md").read_text(encoding="utf-8")
     assert f"| `format` | {JSON_FORMAT}; another number" in page
-    assert {name for pair in named for name in pair if name} <= fields | {"format"}
+    (row,) = re.findall(r"^\| `ranks` \| (.*)", page, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", row)) == names(ids.RankSummary)
     ids_named = re.findall(r"`([a-z]+(?:-[a-z]+)+)`", page)
     assert len(ids_named) > 5
     assert set(ids_named) <= set(ids.ORDER)
+
+
+def test_the_table_of_status_json_has_each_field_and_no_other() -> None:
+    told = first_cells("auto-apply.md", "## Is it on?")
+    assert told == names(status.EnvironmentStatus) | {"format", "error"}
+    page = (CHECKOUT / "docs" / "auto-apply.md").read_text(encoding="utf-8")
+    assert f"| `format` | {status.JSON_FORMAT}; another number" in page
+    for field, of in (
+        ("targets", status.TargetReport),
+        ("settings", status.SettingReport),
+    ):
+        (row,) = re.findall(rf"^\| `{field}` \| (.*)", page, re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", row)) == names(of)
 
 
 def test_the_picture_shows_what_its_caption_says(tmp_path: Path) -> None:

@@ -170,3 +170,32 @@ def test_the_commands_of_the_readmes_train_on_two_ranks(tmp_path: Path) -> None:
     assert results[0].stderr.count("`max_steps=4` reached") == 3
     assert len(results[0].lines("patched on all 2 ranks: ConformerEncoder")) == 1
     assert (tmp_path / "trained.nemo").is_file()
+
+
+def test_the_script_with_hydra_in_the_documents_runs(tmp_path: Path) -> None:
+    page = (EXAMPLES.parent / "docs" / "auto-apply.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (settings,) = re.findall(r"# my_config\.yaml: (.*)", script)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "my_config.yaml").write_text(
+        f"{settings}\ntrainer: {{accelerator: cpu, devices: 1, logger: false,"
+        " enable_checkpointing: false}\nexp_manager:\n"
+        f"  exp_dir: {tmp_path}\n  create_tensorboard_logger: false\n"
+        "hydra: {run: {dir: .}}\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import lightning.pytorch as pl\nfrom nemo.core.config import hydra_runner\n"
+        "from nemo.utils.exp_manager import exp_manager\nimport nemo_patches\n\n"
+        f"{script}    print('settings:', nemo_patches.status().settings)\n\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = re.findall("settings: .*", done.stdout)
+    assert ", timeout=5 s, " in line
+    assert line.endswith("stall_exit=600 s")

@@ -211,7 +211,7 @@ def test_what_a_step_is_given_and_that_nothing_of_the_users_is_run() -> None:
         for index, (name, (_, ids)) in enumerate(BATCHES.items()):
             assert held.is_held.wait(LIMIT_S)
             before = Reads.count, random.getstate()
-            assert (name, held.known()) == (name, f"{index}{ids}")
+            assert (name, held.known()) == (name, f"{index} of epoch 0 (train){ids}")
             assert (Reads.count, random.getstate()) == before, name
 
 
@@ -261,8 +261,8 @@ def fit(held: Held) -> None:
 
 def test_lightnings_loops_know_the_last_batch_also_while_the_next_is_read() -> None:
     with running(fit) as held:
-        assert held.known() == "2"  # reads the fourth
-        assert held.known() == "4"  # in the fifth's backward
-        assert held.known() == "1"  # validates: reads the third
+        assert held.known() == "2 of epoch 0 (train)"  # reads the fourth
+        assert held.known() == "4 of epoch 0 (train)"  # in the fifth's backward
+        assert held.known() == "1 of epoch 0 (validate)"  # reads the third
     # The trainer has gone, or does nothing.
     assert subscriber.process._notes.batch() == ""

@@ -248,6 +248,7 @@ def test_stacks_pyz_runs_on_a_bare_python(
     command = [sys.executable, "-I", "-S", "-E", pyz, "--pids", str(a_rank.pid)]
     done = run(command, {"PATH": os.environ["PATH"]}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"stacks\.pyz: looks at .*, for up to \d+ s\n", done.stderr)
     assert only_rank(done.stdout) == a_rank.pid
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -536,3 +537,39 @@ def test_the_line_names_what_helps_where_batches_are_uneven() -> None:
     )
     other = replace(state(1, "x", "barrier"), caller="save (a.py:20)")
     assert "`NEMO_PATCHES_METRICS=deferred`" in verdict(trains, other).text()
+
+
+def test_a_long_line_names_every_group_with_two_functions_of_its_place() -> None:
+    reads = "read (a.py:1) < main (b.py:2) < go (c.py:3) < 3 more, in: get (python/queue.py:1)"
+    reads = replace(
+        state(0, f"{reads} < poll (torch/x.py:5)"),
+        worker_states=("worker 3 (pid 4790) is in open() of /data/shard_17.tar",),
+        batch="0 of epoch 3 (train): cuts a, b",
+    )
+    others = [
+        replace(state(rank, "x", GRADIENTS), caller="step (c.py:7)") for rank in (1, 2)
+    ]
+    verdict_ = verdict(reads, *others)
+    assert verdict_.text() == (
+        "rank 0 (node0, pid 100): read (a.py:1) < main (b.py:2), in: get"
+        " (python/queue.py:1) < poll (torch/x.py:5); its data loader's worker 3 (pid 4790) is in open() of /data/shard_17.tar; last batch 0 of"
+        f" epoch 3 (train): cuts a, b | ranks 1-2: {GRADIENTS}, in step (c.py:7)"
+    )
+    assert verdict_.groups[0].where == reads.where  # as the report has it
+    short = verdict(state(0, "read (a.py:1) < main (b.py:2)"), *waiting(1))
+    assert "read (a.py:1) < main (b.py:2) | " in short.text()
+
+
+def test_a_place_has_one_function_of_each_library_and_no_count() -> None:
+    done = threading.Event()
+    names: dict[str, Any] = {}
+    exec(compile("def step(wait): wait()", "/my/train.py", "exec"), names)
+    thread = threading.Thread(target=names["step"], args=(done.wait,))
+    thread.start()
+    wait_until(lambda: "in: wait" in stacks.where(thread.ident or 0))
+    where = stacks.where(thread.ident or 0)
+    done.set()
+    thread.join(60)
+    assert re.fullmatch(
+        r"step \(.*train\.py:1\), in: wait \(python/threading\.py:\d+\)", where
+    ), where

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from interpreters import CHECKOUT, LAUNCHER, python
 import nemo_patches
 from nemo_patches.patching.metric_targets import METRIC_TARGETS
 from nemo_patches.patching.targets import CHECKPOINT_TARGETS, TARGETS
+from nemo_patches.tools.status import JSON_FORMAT, EnvironmentStatus
 
 
 def status(
@@ -33,6 +35,8 @@ def report(code: int, path: tuple[Path, ...] = (), **variables: str) -> dict[str
     assert done.returncode == code, done
     assert done.stderr == ""
     found: dict[str, Any] = json.loads(done.stdout)
+    assert found.pop("format") == JSON_FORMAT
+    assert set(found) == {field.name for field in fields(EnvironmentStatus)}
     return found
 
 
@@ -253,10 +257,8 @@ def test_it_cannot_be_patched_where_nemo_or_torch_is_missing(missing: str) -> No
     done = python("-c", program, "status")
     assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout.startswith(f"cannot be patched: {missing} is not installed for ")
-    assert (
-        json.loads(python("-c", program, "status", "--json").stdout)["state"]
-        == "cannot be"
-    )
+    found = json.loads(python("-c", program, "status", "--json").stdout)
+    assert (found["format"], found["state"]) == (JSON_FORMAT, "cannot be")
 
 
 def test_a_nemo_without_the_classes_or_without_a_version(tmp_path: Path) -> None:
@@ -269,6 +271,8 @@ def test_a_nemo_without_the_classes_or_without_a_version(tmp_path: Path) -> None
     assert done.stderr.startswith(
         "nemo-patches status: it cannot be told: nemo: no version can be read"
     )
+    told = json.loads(status("--json", path=(tmp_path,)).stdout)
+    assert (told["format"], "no version" in told["error"]) == (JSON_FORMAT, True)
     (other / "package_info.py").write_text("__version__ = '3.0.0'\n")
     found = report(1, (CHECKOUT, tmp_path))
     assert found["state"] == "cannot be"

@@ -83,7 +83,7 @@ def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
         assert unannounced == (1,)
         assert visible_after < TIMEOUT + REPORT_S
         (line,) = results[rank].lines(
-            "WARNING", "not announced itself", "What keeps it from being patched"
+            "WARNING", "not announced itself", "`nemo-patches status` there says why"
         )
         assert "rank 1 of 3" in line
         assert f"rank {rank}/3" in line

@@ -84,13 +84,13 @@ def test_of_ranks_behind_only_those_are_missing_that_the_running_job_named(
 def test_the_last_batch_is_a_note_and_hides_no_place(rank: int, tmp_path: Path) -> None:
     places = (
         f"rank {rank} (vm, pid 11): read_label (train.py:63) < main (train.py:80); last batch"
-        " 0 | rank 2 (vm, pid 13): backward, which reduces the gradients, in step (train.py:9)"
+        " 0 of epoch 3 (train) | rank 2 (vm, pid 13): backward, which reduces the gradients, in step (train.py:9)"
     )
     found = told(tmp_path, f"{OURS.format(2)}no encoder call for 40 s. {places}")
     first = found.findings[0]
     assert first.ranks == (rank,)
     assert first.text.startswith(f"Rank {rank}: it is in read_label (train.py:63)")
-    assert "last batch 0" in first.text
+    assert "last batch 0 of epoch 3 (train)" in first.text
 
 
 def test_exit_code_83_is_stall_exit_and_no_wait_in_vain(tmp_path: Path) -> None:

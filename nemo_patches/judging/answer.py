@@ -107,11 +107,7 @@ class Answer:
         odd = f" | {self.unknown}" if self.unknown else ""
         if self.missing:
             return described(self.missing, size) + odd
-        return (
-            f"cannot be told{odd}"
-            if self.unknown
-            else "none, every rank has come to this call by now"
-        )
+        return f"cannot be told{odd}"
 
 
 def answered(question: Question, found: Found, before: Found | None) -> Answer:

@@ -4,6 +4,7 @@
 
 # No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,17 +29,14 @@ from .kinds import (
 )
 
 NOT_ANNOUNCED = (
-    "not patched, or not started, or it cannot connect, which its stderr says"
+    "not patched (the job may then hang, or reduce wrong numbers), not started, or it"
+    " cannot connect: `nemo-patches status` there says why"
 )
 REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
-
-UNPATCHED = (
-    "A rank that is not patched waits in the default process group, where the other"
-    " ranks' next collective meets its reduce: the job then hangs, dies or reduces"
-    " wrong numbers. What keeps it from being patched is on its stderr, and"
-    " `nemo-patches status` says it there"
-)
+_LONG_TEXT = 180  # characters
+# All functions of a place but the first two.
+_CALLERS = re.compile(r"( < \S+ \([^()|]*\))(?: < (?:\d+ more|\S+ \([^()|]*\)))+")
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class MissingRank:
     shows why it does not.
     workers: process ids of its data loader's workers. collective: the collective in which it waits
     itself; empty: in
-    no known one. batch: its current or last batch: "1041: cuts a, b, +30".
+    no known one. batch: its current or last batch: "1041 of epoch 3 (train): cuts a, b, +30".
     """
 
     rank: int
@@ -174,6 +172,10 @@ def described(missing: tuple[MissingRank, ...], size: int) -> str:
         ]
         if ranks:
             lines.append(f"{len(ranks)} more {kind}: {named(ranks)}")
-    if any(rank.kind == UNANNOUNCED for rank in missing):
-        lines.append(UNPATCHED)
-    return f"{named(rank.rank for rank in missing)} of {size} | " + " | ".join(lines)
+    who = f"{named(rank.rank for rank in missing)} of {size}"
+    return shortened(" | ".join([who, *lines]))
+
+
+def shortened(text: str) -> str:
+    """A long text of a line, with two functions of each place: a stall's report has more."""
+    return text if len(text) < _LONG_TEXT else _CALLERS.sub(r"\1", text)

@@ -152,11 +152,8 @@ class RankGroup:
             return f"{ranks}: {self.wait}{after}"
         if self.kind == CALLING:
             return f"{ranks}: {go} on with encoder calls"
-        at = (
-            f", now in {self.where or self.collective}"
-            if self.where or self.collective
-            else ""
-        )
+        place = self.where or self.collective
+        at = f", now in {place}" if place else ""
         if self.kind == MOVING:
             return f"{ranks}: {go} on without encoder calls{at}"
         if self.kind == COMPUTING:

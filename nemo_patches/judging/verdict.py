@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from ..facts import CALLING, COMPUTING, MOVING
 from ..text import named
-from .kinds import ELSEWHERE, PERHAPS, SILENT, UNANNOUNCED, is_guess
-from .missing_rank import DETAILED, UNPATCHED, MissingRank
+from .kinds import ELSEWHERE, PERHAPS, SILENT, is_guess
+from .missing_rank import DETAILED, MissingRank, shortened
 from .rank_groups import UNHEARD, WAITING, RankGroup
 from .waits import remedy
 
@@ -133,15 +133,13 @@ class Verdict:
         ]
 
     def text(self) -> str:
-        """The groups in one line."""
+        """The groups in one line, shortened."""
         others = [group for group in self.groups if not group.is_suspect]
         only_collectives = not self.suspects and len(others) > 1
         lines = _lines(self.suspects) + _lines(others, with_calls=only_collectives)
-        if any(group.kind == UNANNOUNCED for group in self.suspects):
-            lines.append(UNPATCHED)
         if self.remark:
             lines.append(self.remark)
-        return self.lead + " | ".join(lines)
+        return shortened(self.lead + " | ".join(lines))
 
     def _has(self, *kinds: str) -> bool:
         return any(group.kind in kinds for group in self.groups)

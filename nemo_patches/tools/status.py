@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from json import dumps
 from pathlib import Path
 
 from rich.console import Console
@@ -33,6 +34,9 @@ from nemo_patches.tools.refusals import refusals
 
 DEFAULT = "default"
 _DISABLED_HERE = f"off, {DISABLE_VARIABLE}=1"  # auto-apply would be on without it
+
+
+JSON_FORMAT = 1  # rises where a field changes its meaning, or goes
 
 
 class StatusError(Exception):
@@ -220,6 +224,11 @@ def _missing(nemo: str, encoders: Iterable[TargetReport]) -> Iterator[str]:
         yield "wrapt is not installed: pip install wrapt"
 
 
+def as_json(content: Mapping[str, object]) -> str:
+    """For programs; docs/auto-apply.md has the fields."""
+    return dumps({"format": JSON_FORMAT, **content}, indent=2)
+
+
 def show(report: EnvironmentStatus, console: Console) -> None:
     """Print it for a person, the answer first."""
     lines = [report.answer, *(report.misspelt), ""]
@@ -268,7 +277,7 @@ def _answer(
             ]
         )
     ways = (
-        "`nemo-patches run -- COMMAND`, PYTHONPATH=<checkout>, or nemo_patches.apply()"
+        "`nemo-patches run -- COMMAND`, PYTHONPATH=/path/to/nemo-patches, or nemo_patches.apply()"
         " in the training script"
     )
     if f"{DISABLE_VARIABLE}=1" not in reasons:
@@ -348,7 +357,7 @@ def _auto_apply() -> tuple[str, str]:
     if ours is None:
         return (
             (
-                "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=<checkout>"
+                "off here; `nemo-patches run -- COMMAND` or PYTHONPATH=/path/to/nemo-patches"
                 " switches it on"
             ),
             "",

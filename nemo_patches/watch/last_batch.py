@@ -26,16 +26,17 @@ _LONGEST = 60  # characters of one
 
 
 def last_batch(trainer: Any) -> str:
-    """ "1041: cuts a, b, +30"; empty where this trainer does not say, or is None."""
+    """ "1041 of epoch 3 (train): cuts a, +30"; empty where a trainer does not say."""
     try:
         loop = trainer._active_loop
         loop = getattr(loop, "epoch_loop", loop)  # training's
         index = int(loop.batch_progress.current.ready) - 1
+        of = f"epoch {trainer.current_epoch:d} ({trainer.state.stage.value})"
         # None between two batches.
         batch = getattr(getattr(loop, "_results", None), "batch", None)
     except Exception:  # Lightning's, of another version
         return ""
-    return f"{index}{_ids_text(batch)}" if index >= 0 else ""
+    return f"{index} of {of}{_ids_text(batch)}" if index >= 0 else ""
 
 
 def _ids_text(batch: object) -> str:

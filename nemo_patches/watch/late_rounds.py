@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..judging.answer import Answer
 
 FIRST_REPEAT_S = 60.0
+_IS_SHORT = "; after a wait in vain, the next ones are shorter than the timeout"
 
 
 class LateRounds(Reason):
@@ -178,13 +179,17 @@ class LateRounds(Reason):
         waited_s = (round_.gave_up_at or came_at) - round_.issued_at
         age = timedelta(seconds=round(now - round_.issued_at))
         still = f"still (after {age}) " if incident.repeats else ""
-        is_known = not answer.missing and not answer.unknown
-        if waited_s < current().timeout.total_seconds() and is_known:
-            # A wait that earlier ones have shortened, on a busy machine.
-            incident.level = logging.INFO
-        missing = answer.text(self.incidents.group.size)
-        text = f"{still}{sync.late(round_, waited_s)}. Missing: {missing}"
-        report(incident.level, f"{sync.call_title(round_)}: {text}")
+        text = f"{sync.call_title(round_)}: {still}{sync.late(round_, waited_s)}"
+        is_short = waited_s < current().timeout.total_seconds()
+        if is_short:
+            text += _IS_SHORT
+        if answer.missing or answer.unknown:
+            text += f". Missing: {answer.text(self.incidents.group.size)}"
+        else:
+            text += ". Every rank has come by now"
+            if is_short:  # on a busy machine
+                incident.level = logging.INFO
+        report(incident.level, text)
 
     def _say_uneven(self, sync: WatchedRounds, round_: Round, answer: Answer) -> None:
         """Log it once: a rank without batches is not missing, and every evaluation may end like
@@ -197,9 +202,9 @@ class LateRounds(Reason):
         ended = "have ended this evaluation, they"
         if len(answer.missing) == 1:
             ended = "has ended this evaluation, it"
+        who = f"{sync.call_title(round_)}: {who}"
         others = "the others go on with their own lengths (metrics=deferred)"
-        text = f"{who} {ended} had fewer batches; {others}"
-        report(logging.INFO, f"{sync.call_title(round_)}: {text}")
+        report(logging.INFO, f"{who} {ended} had fewer batches; {others}")
 
     def _say_returned(self) -> None:
         """Whether this rank has come to a round that others had waited for."""
@@ -209,13 +214,12 @@ class LateRounds(Reason):
                 continue
             del self._waited_for[key]
             self._returned[key] = number
-            been = f"; it had been in {where}" if where else ""
             sync, round_ = min(came_to, key=lambda one: one[1].number)
-            call = sync.call_title(round_)
-            report(
-                logging.WARNING,
-                f"other ranks waited for this one, and gave up ({call}){been}",
-            )
+            text = "other ranks waited for this one, and gave up"
+            text += f" ({sync.call_title(round_)})"
+            if where:
+                text += f"; it had been in {where}"
+            report(logging.WARNING, text)
 
     def _rounds_from(self, key: str, number: int) -> list[tuple[WatchedRounds, Round]]:
         """This round and later ones, as far as they are kept, if this rank has come to them.

@@ -166,7 +166,6 @@ class Absent(Reason):
             DETAILED,
             NOT_ANNOUNCED,
             REACHED_BY_NONE,
-            UNPATCHED,
         )
 
         of_kinds = (kinds.UNANNOUNCED, kinds.UNREACHED)
@@ -183,9 +182,7 @@ class Absent(Reason):
             if len(self.missing) > 1:
                 verb = "have not announced themselves"
             within = f"within {current().timeout.total_seconds():g} s"
-            lines.append(
-                (self.missing, f"{verb} {within}: {NOT_ANNOUNCED}. {UNPATCHED}")
-            )
+            lines.append((self.missing, f"{verb} {within}: {NOT_ANNOUNCED}"))
         if new := sorted(notes.keys() - named_here):
             verb = REACHED_BY_NONE
             if len(new) > 1:

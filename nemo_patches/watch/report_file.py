@@ -72,9 +72,10 @@ class ReportFile:
             return
         self._said = ""
         if is_first:
-            what = f"this report is in {file}"
-            command = f"`nemo-patches diagnose {folder}`"
-            text = f"{what}; {command} reads those of all ranks on this host"
+            text = (
+                f"this report is in {file}; `nemo-patches diagnose {folder}` reads those"
+                " of all ranks on this host"
+            )
             if goes_with_the_job(folder):
                 text += (
                     ". Slurm removes that folder with the job: to keep it, set TMPDIR"
@@ -107,11 +108,8 @@ class ReportFile:
             return
         self._out_of_memory = counts
         told = ", ".join(f"{count} on {device}" for device, count in counts.items())
-        text = (
-            "this rank's code has caught out-of-memory errors, and may have left out a"
-            " step"
-        )
-        report(logging.WARNING, f"{text}: {told}")
+        text = "this rank's code has caught out-of-memory errors"
+        report(logging.WARNING, f"{text}, and may have left out a step: {told}")
         with contextlib.suppress(OSError):  # it could be written a moment ago
             _replace(file, as_json(content, recording.content, counts))
 

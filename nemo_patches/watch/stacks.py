@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from itertools import groupby, takewhile
+from operator import itemgetter
 from types import FrameType
 
 from .kernel_call import kernel_call
@@ -26,7 +27,7 @@ def where(thread: int) -> str:
 
     "load (data/reader.py:31) < main (train.py:80), in: select (python/selectors.py:415) < get
     (torch/...)" is: `load` was called by `main` and has called into libraries, which are in
-    `select`. "+3" is how many frames were folded.
+    `select`. Of each library only the innermost frame is told.
     """
     # The library (empty: the user's own code), and the text.
     places: list[tuple[str, str]] = []
@@ -34,12 +35,8 @@ def where(thread: int) -> str:
         package, shown = origin(frame.code.co_filename)
         places.append((package, f"{frame.code.co_name} ({shown}:{frame.line})"))
     own = [text for package, text in places if not package]
-    inside = []
-    for _, run in groupby(
-        takewhile(lambda place: bool(place[0]), places), lambda place: place[0]
-    ):
-        (_, text), *folded = run
-        inside.append(f"{text} +{len(folded)}" if folded else text)
+    called = takewhile(itemgetter(0), places)
+    inside = [next(run)[1] for _, run in groupby(called, itemgetter(0))]
     line = " < ".join(own[:_OWN_FRAMES])
     if len(own) > _OWN_FRAMES:
         line += f" < {len(own) - _OWN_FRAMES} more"

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from nemo_patches.tools.console import terminal
 from nemo_patches.tools.demo import data, logs, processes
 from nemo_patches.tools.demo.jobs import (
     LENGTH_SYNC_TIMEOUT_S,
@@ -86,7 +87,7 @@ def run(
     # It ends the ranks, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # COLUMNS=0: see diagnose/command.py.
-    console = Console(highlight=False, width=Console().width or 80)
+    console = terminal(Console().width or 80, highlight=False)
     folder = Path(tempfile.mkdtemp(prefix="nemo-patches-demo-"))
     is_kept = True
     try:

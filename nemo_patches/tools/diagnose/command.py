@@ -15,6 +15,7 @@ from rich.console import Console
 
 from nemo_patches.text import safe
 from nemo_patches.tools import counted
+from nemo_patches.tools.console import terminal
 from nemo_patches.tools.diagnose import reading, running
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     STUCK_AFTER_S,
@@ -137,7 +138,7 @@ def _print_all(reports: Iterable[Diagnosis], json: bool, count: int) -> int:
         # A terminal without a size may have COLUMNS=0, for which rich prints nothing.
         is_terminal = sys.stdout.isatty()
         width = max(Console().width, _NARROWEST) if is_terminal else _WIDTH
-        show(report, Console(width=width))
+        show(report, terminal(width))
     return 1 if 1 in codes else max(codes)
 
 

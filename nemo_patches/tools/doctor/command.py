@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import typer
-from rich.console import Console
 
+from nemo_patches.tools.console import terminal
 from nemo_patches.tools.doctor import (
     against,
     examination,
@@ -160,7 +160,7 @@ def _printed(
     else:
         # No line is wrapped, so any width will do but that of COLUMNS=0, for which rich prints
         # nothing.
-        report.show(reports, Console(width=80), quiet=request.quiet)
+        report.show(reports, terminal(80), quiet=request.quiet)
     return max(each.exit_code for each in reports)
 
 

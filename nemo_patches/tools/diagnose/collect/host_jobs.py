@@ -200,6 +200,11 @@ def main() -> None:
         help="only these, in the order of the ranks",
     )
     given = parser.parse_args()
+    limit_s = STUCK_AFTER_S + LONGER_S
+    print(
+        f"stacks.pyz: looks at this host's ranks, for up to {limit_s:.0f} s",
+        file=sys.stderr,
+    )
     try:
         jobs = tuple(
             look(ranks, has_settled)
