@@ -48,7 +48,7 @@ help:
 	@echo "make docs       the documents' site, in .venv/site; a link that leads nowhere is an error"
 	@echo "make screenshots  the same, and its pages as a browser here shows them on a desktop and on a phone, in .venv/screenshots"
 	@echo "make stacks.pyz  the command \`nemo-patches stacks --json\` in one file, .venv/stacks.pyz, for where only Python is"
-	@echo "make check-tag TAG=v0.1.0  whether a release's tag is this version's"
+	@echo "make check-tag TAG=v0.2.0  whether a release's tag is this version's"
 	@echo "make reference  docs/reference.md's tables and API anew, from the code"
 	@echo "make pictures   docs/pictures/stall.png anew, with an installed Chromium or Chrome"
 	@echo "make clean      remove .venv/"

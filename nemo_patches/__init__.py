@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nemo_patches.sync.length_sync import LengthSyncTimeout as LengthSyncTimeout
     from nemo_patches.sync.settings import SettingsError as SettingsError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CheckpointError",
     "DriftError",

@@ -34,9 +34,8 @@ def record_forward(original: Any) -> tuple[str, Callable[..., Any]]:
     raises.
 
     original: as it is in the class: a function, or NeMo's decorated one. The class must have it
-    under the name that is
-    returned, too: only so does torch.compile take it as it takes stock's. Without a trace, and
-    where torch compiles, exports or traces, nothing else runs.
+    under the name that is returned, too: only so does torch.compile take it as it takes stock's.
+    Without a trace, and where torch compiles, exports or traces, nothing else runs.
     """
     # Ours may be inside somebody's wrapper, and that inside ours
     own_name = f"_nemo_patches_forward_{next(_numbers)}"

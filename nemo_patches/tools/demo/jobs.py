@@ -32,8 +32,7 @@ class Progress:
     """How far one rank has come.
 
     longest_call_s: of the encoder calls that returned. wrong_rows, rows: of its positional
-    encoding, those that differ
-    from a fresh one of the same length, and all.
+    encoding, those that differ from a fresh one of the same length, and all.
     """
 
     losses: list[float] = field(default_factory=list)

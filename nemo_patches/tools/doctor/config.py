@@ -118,8 +118,7 @@ class Config:
     """A config as the job would get it: `tree` of plain values, UNKNOWN where it cannot be told.
 
     broken: the paths of interpolations that lead nowhere, with OmegaConf's reason. of_machine: of
-    values that only a
-    resolver on the job's machine would give.
+    values that only a resolver on the job's machine would give.
     """
 
     source: YamlText

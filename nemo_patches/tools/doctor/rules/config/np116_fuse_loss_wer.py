@@ -1,9 +1,8 @@
 """fuse_loss_wer, and validation batches that ranks split into different numbers of parts.
 
 RNNTJoint computes the word error rate once for each part of fused_batch_size, and in validation
-each computation is a
-collective: a rank with a smaller batch runs fewer, and the others wait for ever. No length fallback
-helps there.
+each computation is a collective: a rank with a smaller batch runs fewer, and the others wait for
+ever. No length fallback helps there.
 Link: https://github.com/NVIDIA-NeMo/Speech/issues/16003
 """
 
