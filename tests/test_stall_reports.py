@@ -1165,10 +1165,12 @@ def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
     assert results[0].lines("WARNING") == [line]
     versions, settings = line.split("; ranks differ in their settings: ")
     assert (
-        f"; ranks differ in their versions: here nemo_patches {__version__}, nemo "
+        f"; ranks differ in their versions: here nemo_patches {nemo_patches.__version__}, nemo "
         in versions
     )
-    assert versions.endswith(f"; rank 2: nemo_patches {__version__}, nemo 2.7.3")
+    assert versions.endswith(
+        f"; rank 2: nemo_patches {nemo_patches.__version__}, nemo 2.7.3"
+    )
     more = "on_timeout=fallback, stall_timeout=60 s"
     flag = "ConformerEncoder: sync_max_audio_length=True, its config is not known"
     others = (
