@@ -29,7 +29,7 @@ from .missing_rank import NOT_ANNOUNCED, REACHED_BY_NONE, MissingRank
 
 WAITING = "waiting"  # in a collective
 UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that
-_DOES = {
+DOES = {
     CHECKPOINT: " writes a checkpoint",
     DEBUGGER: " is in a debugger",
     COMPILATION: " compiles",
@@ -172,7 +172,7 @@ class RankGroup:
             )
         batch = f"; last batch {self.batch}" if self.batch and self.size == 1 else ""
         where = self.where or "where is not known"
-        return f"{ranks}{_DOES.get(self.activity, '')}: {where}{self._workers()}{batch}"
+        return f"{ranks}{DOES.get(self.activity, '')}: {where}{self._workers()}{batch}"
 
     @property
     def wait(self) -> str:

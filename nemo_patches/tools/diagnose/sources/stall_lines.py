@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.kinds import ALL_RANKS_OF, GONE
 from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
+from nemo_patches.judging.rank_groups import DOES
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources.lines import Line, ranks_in, shown
@@ -41,7 +43,10 @@ _REPORT_IN = re.compile(
 )
 _AGE = re.compile(r"\d+(?:\.\d+)? s\b")  # by which reports of one look differ
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
-_GOES_ON = re.compile(r":? (?:go(?:es)? on|computes? but takes? no step)|.* go on with")
+_GOES_ON = re.compile(
+    r":? (?:go(?:es)? on|(?P<computes>computes? but takes? no step))|.* go on with"
+)
+_REQUEST = re.compile(r" waits? for a request: (.{1,300})")
 HAS_LEFT = Condition(
     conditions.ENDED, "it left: it ended, or destroyed its process group"
 )
@@ -63,6 +68,9 @@ _MOST_REPORTS = 1 << 16  # unlike ones
 _MOST_TOLD = 1 << 19
 # Of what follows a place, as judging/rank_groups.py writes it; "last batch 7" is none.
 _WORKER = "its data loader's "
+
+
+Told: TypeAlias = Place | Motion | Condition
 
 
 class StallLines:
@@ -96,7 +104,7 @@ class StallLines:
         elif stall:
             if stall["call"]:
                 waits = Place(collective=LENGTH_SYNC)
-                self._put((reporter,), lambda: self._tell(reporter, waits, line))
+                self._put((reporter,), lambda: self._tell(reporter, line, waits))
             report = "report", _AGE.sub("", text.rpartition("Missing: ")[2]), level
             goes_on = level == "INFO"
             self._put(report, lambda: self._take_groups(text, line, goes_on))
@@ -125,7 +133,7 @@ class StallLines:
 
     def _came(self, late: list[int], reporter: int, text: str, line: Line) -> None:
         for rank in late:
-            self._tell(rank, Motion(True, shown(text)), line)
+            self._tell(rank, line, Motion(True, shown(text)))
         self._found.facts.pop((reporter, Place), None)
         if _IS_OVER.search(text):  # for all: what it waited for has come
             for rank in self._placed:
@@ -137,24 +145,27 @@ class StallLines:
         stall = _STALL.search(text)
         waited_for = Condition(conditions.UNSEEN, "others waited for it")
         for missing in ranks_in((stall and stall["missing"]) or ""):
-            self._tell(missing, waited_for, line)
-        for group, value in _groups_in(text):
+            self._tell(missing, line, waited_for)
+        for group, values in _groups_in(text):
             for rank in ranks_in(group["ranks"] or group["of_host"]):
                 if group["pid"]:
                     self._process(rank, int(group["pid"]), group["host"] or "", line)
                 if goes_on:
                     self._found.facts.pop((rank, Place), None)
-                elif value is not None:
-                    self._tell(rank, value, line)
+                else:
+                    self._tell(rank, line, *values)
 
-    def _tell(self, rank: int, value: Condition | Place | Motion, line: Line) -> None:
-        if isinstance(value, Motion):
-            self._found.facts.pop((rank, Place), None)
-        elif isinstance(value, Place):
-            self._placed.add(rank)
-            self._found.facts.pop((rank, Motion), None)
-            self._found.facts.pop((rank, Condition, conditions.UNSEEN, ""), None)
-        self._found.add(rank, value, line, own=False)
+    def _tell(self, rank: int, line: Line, *values: Told) -> None:
+        """What is told of a rank at once."""
+        for value in values:
+            if not isinstance(value, Condition):
+                self._found.facts.pop((rank, Place), None)
+                self._found.facts.pop((rank, Motion), None)
+        for value in values:
+            if isinstance(value, Place):
+                self._placed.add(rank)
+                self._found.facts.pop((rank, Condition, conditions.UNSEEN, ""), None)
+            self._found.add(rank, value, line, own=False)
 
     def _process(self, rank: int, pid: int, host: str, line: Line) -> None:
         if pid:
@@ -163,44 +174,53 @@ class StallLines:
         self._found.add(rank, member, line, own=False, host=shown(host))
 
 
-def told_in(text: str) -> dict[int, Place | Motion | Condition]:
-    """By rank, what the text of a stall report tells."""
-    return {
-        rank: value
-        for group, value in _groups_in(text)
-        for rank in ranks_in(group["ranks"] or group["of_host"])
-        if value is not None
-    }
+def told_in(text: str) -> Iterator[tuple[int, Told]]:
+    """What the text of a stall report tells of each rank."""
+    for group, values in _groups_in(text):
+        for rank in ranks_in(group["ranks"] or group["of_host"]):
+            yield from ((rank, value) for value in values)
 
 
-def _groups_in(
-    text: str,
-) -> Iterator[tuple[re.Match[str], Place | Motion | Condition | None]]:
+def _groups_in(text: str) -> Iterator[tuple[re.Match[str], list[Told]]]:
     stall = _STALL.search(text)
     groups = (stall["groups"] or stall["details"] or "") if stall else ""
     for part in groups.split(" | "):
         if group := _GROUP.match(part.strip()):
-            yield group, _value_of(_LAST_CALL.sub("", group["text"]))
+            yield group, list(_values_of(_LAST_CALL.sub("", group["text"])))
 
 
-def _value_of(text: str) -> Place | Motion | Condition | None:
-    """The fact about ranks in the text after their names."""
-    if _GOES_ON.match(text):
-        return Motion(True, shown(text.lstrip(": ")))
-    if "not heard" in text:
-        return None
-    for words, condition in _CONDITIONS:
-        if re.search(words, text.lower()):
-            return condition
+def _values_of(text: str) -> Iterator[Told]:
+    """The facts about ranks in the text after their names."""
+    if goes_on := _GOES_ON.match(text):
+        yield Motion(True, shown(text.lstrip(": ")))
+        if goes_on["computes"]:
+            yield _place_in(text.partition(", now in ")[2])
+    elif "not heard" not in text:
+        known = (
+            one for words, one in _CONDITIONS if re.search(words, text.lower())
+        )
+        yield next(known, None) or _place_of(text)
+
+
+def _place_of(text: str) -> Place:
+    """Of ranks that neither go on nor are gone."""
+    if request := _REQUEST.match(text):
+        return Place(shown(request[1]))
     if waits := _WAITS.match(text):
         collective = (waits[1] or "") + waits[2]
         return Place(where=shown(waits[3] or ""), collective=shown(collective))
     # " is elsewhere: read (data.py:41)", " writes a checkpoint: save (nemo.py:7)"
-    where, *details = text.partition(": ")[2].split("; ")
+    does = (one for one, words in DOES.items() if text.startswith(words))
+    return _place_in(text.partition(": ")[2], next(does, ""))
+
+
+def _place_in(text: str, activity: str = "") -> Place:
+    where, *details = text.split("; ")
     if _IS_PLACE.search(where) and not _CALLER.search(where):
         told = [shown(one) for one in details]
         workers = [one for one in told if one.startswith(_WORKER)]
         others = [one for one in told if one not in workers[:1]]
-        return Place(shown(where), worker=(workers or [""])[0], details=tuple(others))
+        worker = (workers or [""])[0]
+        return Place(shown(where), "", "", activity, worker, tuple(others))
     collective, *callers = _CALLER.split(where)
     return Place(collective=shown(collective), caller=shown(", in ".join(callers)))

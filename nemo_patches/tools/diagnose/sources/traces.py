@@ -495,7 +495,7 @@ def _of_all_ranks(
         still_s = report.t - (trace.entered[-1] if trace.entered else 0.0)
         # It has waited for its stall_timeout, however short: that is a hang.
         motion = Motion(False, "", still_s if still_s >= STUCK_AFTER_S else None)
-        told = told_in(safe(report.text)).items()
+        told = told_in(safe(report.text))
         facts = [_fact(trace, value, report.t, of=rank) for rank, value in told]
         facts.append(_fact(trace, motion, report.t))
     for fact in facts:
