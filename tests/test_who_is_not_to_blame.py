@@ -502,3 +502,15 @@ def test_of_a_record_the_groups_count_before_the_text(tmp_path: Path) -> None:
     assert (first.id, first.ranks) == (ids.MISSING_RANK, (1,))
     assert worker in first.text
     assert "barrier of step (train.py:3), which ranks 0, 2 have waited in" in first.text
+
+
+def test_a_silent_rank_that_has_come_since_is_accused_no_more(tmp_path: Path) -> None:
+    waited = (
+        f"{OURS.format(0)}{ENCODER}: training call 7: not every rank's length came within"
+        " 3.00 s; using this rank's own, 100. Missing: rank 1 of 3 | rank 1 (vm, pid 9)"
+        " answers nothing, its connection stands: stopped"
+    )
+    came = f"{OURS.format(0)}{ENCODER}: recovered: rank 1 came 12.00 s late"
+    assert told(tmp_path, waited).findings[0].ranks == (1,)
+    first = told(tmp_path, waited, came).findings[0]
+    assert (first.id, first.ranks) == (ids.NOT_ENOUGH, ())

@@ -405,8 +405,9 @@ def _nobody_waits(
 ) -> list[Finding]:
     placed = [one for one in seen if one.place_fact]
     bad = [one for one in seen if one.condition.kind in (*conditions.HELD, *_SILENT)]
+    goes_on = any(one.moved for one in hearing.accounts.values())
     if bad and (
-        moving or placed or any(one.condition.kind not in _SILENT for one in bad)
+        goes_on or placed or any(one.condition.kind not in _SILENT for one in bad)
     ):
         return all_absent(bad, None)
     if bad or not seen:

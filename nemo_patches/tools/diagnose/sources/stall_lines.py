@@ -70,6 +70,11 @@ _MOST_TOLD = 1 << 19
 _WORKER = "its data loader's "
 
 
+# What was told of a rank before it moved, or was seen at a place
+_OVER: tuple[tuple[object, ...], ...] = (
+    *((Place,), (Motion,)),
+    *((Condition, kind, "") for kind in (conditions.UNSEEN, conditions.SILENT)),
+)
 Told: TypeAlias = Place | Motion | Condition
 
 
@@ -157,14 +162,12 @@ class StallLines:
 
     def _tell(self, rank: int, line: Line, *values: Told) -> None:
         """What is told of a rank at once."""
-        for value in values:
-            if not isinstance(value, Condition):
-                self._found.facts.pop((rank, Place), None)
-                self._found.facts.pop((rank, Motion), None)
+        if values and not isinstance(values[0], Condition):
+            for key in _OVER:
+                self._found.facts.pop((rank, *key), None)
         for value in values:
             if isinstance(value, Place):
                 self._placed.add(rank)
-                self._found.facts.pop((rank, Condition, conditions.UNSEEN, ""), None)
             self._found.add(rank, value, line, own=False)
 
     def _process(self, rank: int, pid: int, host: str, line: Line) -> None:
@@ -196,9 +199,7 @@ def _values_of(text: str) -> Iterator[Told]:
         if goes_on["computes"]:
             yield _place_in(text.partition(", now in ")[2])
     elif "not heard" not in text:
-        known = (
-            one for words, one in _CONDITIONS if re.search(words, text.lower())
-        )
+        known = (one for words, one in _CONDITIONS if re.search(words, text.lower()))
         yield next(known, None) or _place_of(text)
 
 
