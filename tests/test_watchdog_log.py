@@ -1670,6 +1670,7 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "run_rank.sh: line 12: 22110 Segmentation fault      (core dumped) python train.py",
     "ERROR [executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down.",
     "[rank1]: terminate called after throwing an instance of 'std::bad_alloc'",
     "process 71 spawned with command: ['python', '-u', 'main.py', '--local_rank=3']",

@@ -31,7 +31,7 @@ _NAMES = (
     r"[Rr]ank|RANK|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|[Rr]eplica|[Tt]rainer|[Ll]earner|"
     r"[Pp]eer|[Mm]ember"
 )
-_WHO = rf"(?<![A-Za-z])(?P<pod>[\w.]-|pod )?(?P<who>{_NAMES})s?"
+_WHO = rf"(?<![A-Za-z])(?P<pod>[\w.]-|pod |[Ll]ocal[ _-]?|[Nn]ode[ _-])?(?P<who>{_NAMES})s?"
 _NUMBER = (
     r"(?: ?[#:=_-] ?| (?:id|no\.?|number|index)[ :=]{1,2}| )?\[?"
     r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
@@ -47,7 +47,7 @@ _BETWEEN = (
     r"{0,8}[\s,:;=()-]{0,4}"
 )
 _AFTER = (
-    r"(?=\s*$|\s*[,;.!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
+    r"(?=\s*$|\.(?!\w)|\s*[,;!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
     r"and|due|of|via|suddenly|unexpectedly|by(?! user| request| design)|"
     r"at (?:the |step|barrier|epoch|iter|batch|all|\d{1,9}|')|to (?:the |ping|health|heartbeat))\b|"
     r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
@@ -73,7 +73,7 @@ _ABSENT = (
     r"does not respond|(?:no|without) (?:heartbeat|response|progress|answer|reply)|"
     r"missed (?:its |a |the )?heartbeats?|"
     r"heartbeat (?:lost|missed|timeout|timed out|expired)|lost contact|is lost|unreachable|"
-    r"disconnected|disappeared|vanished|gone|offline|"
+    r"left the (?:group|job)|disconnected|disappeared|vanished|gone|offline|"
     r"stopped (?:sending|responding|reporting)(?: heartbeats?)?|"
     r"(?:did not|didn't|ha(?:s|ve) not|hasn't|never|not|failed to) "
     r"(?:report|respond|arrive|join|check|reach|enter|send|come|answer|show)(?:ed|d)?"
@@ -107,6 +107,10 @@ _GENERAL = (
         r"(?:[Gg]ave|[Gg]iving) up (?:waiting )?|"
         r"[Ll]ost (?:the )?(?:connection|contact|heartbeat) )"
         rf"(?:from|of|by|for|on|to|with) (?:the )?{_WHO}{_NUMBER}",
+    ),
+    (
+        TOLD_ABSENT,
+        rf"\b[Tt]ime(?:d )?out (?:while )?waiting for (?:[^\s(]{{1,20}} ){{0,3}}\(?{_WHO}{_NUMBER}",
     ),
     (
         TOLD_ABSENT,
@@ -148,15 +152,41 @@ _ERROR = re.compile(
     r"\b(?i:error|exception|failure|crash|oom|out of memory) (?:on|in|at|from) "
     rf"(?:global |the )?{(_WHO + _NUMBER).replace('?P<', '?P<at_')}(?P<rest>.*)"
 )
+# In a line of a log that names one rank alone, such words may stand anywhere.
+_ONE_RANK = re.compile(
+    r"(?<![A-Za-z/_-])(?<!ocal )(?<!ode )(?:[Gg]lobal )?(?P<who>[Rr]ank|RANK)"
+    r"(?: ?[#:=_-] ?| )?(?P<ranks>\d{1,6})\b(?![\d.:]*\d)"
+)
+_ANYWHERE = (
+    (
+        TOLD_DEAD,
+        re.compile(
+            rf"\b(?!{_BY_OTHERS})(?:signal \d{{1,2}}\b|SIG(?:KILL|SEGV|BUS|ILL|FPE|ABRT)\b|"
+            r"core dumped|[Ss]egmentation fault|segfault|crashed\b|died\b|OOM\b|"
+            r"exit(?:ed)?(?: with)? (?:code|status)[ :=]{1,3}(?!0|143|130|-15|-2\b)-?\d)"
+        ),
+    ),
+    (
+        TOLD_ABSENT,
+        re.compile(
+            r"\b(?:D state|no heartbeat|unresponsive|not respond\w*|hung|stuck|deadlocked|stalled|"
+            r"frozen|left the (?:group|job)|fell off|(?:never|did not|has not) (?:arrive|come|came|"
+            r"join|respond|report|set|answer)\w*)\b"
+        ),
+    ),
+)
 # Who has come and who has not, as barriers and monitors list them.
 _NOT_COME = re.compile(
     rf"\b(?i:(?:{_STATE}|not (?:arrived|joined|ready|responding|reported|present)|never arrived|"
     r"outstanding|offline|timed[ -]out|waiting (?:for|on)))"
-    rf"(?P<names>[ _-](?:{_NAMES})s?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
+    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
 )
 _HAS_COME = re.compile(
     r"\b(?i:arrived|present|joined|ready|reached|responded|checked[ -]in|received(?: from)?|seen|"
     rf"alive|entered)(?:[ _-](?:{_NAMES})s?)?['\"]?\s?[:=]\s?{_LIST}"
+)
+_MEETING = re.compile(
+    r"(?i)\b(?:barrier|rendezvous|collective|all_?reduce|all_?gather)\b"
 )
 _WHOSE_LISTS = re.compile(rf"(?<![A-Za-z])(?:{_NAMES})s?(?![a-z])")
 
@@ -196,7 +226,7 @@ _OF_OTHERS = re.compile(
 _SEEN_TO = re.compile(
     r"(?i)recover|re-?start|respawn|relaunch|replac|ignor|succe|gracefully|cleanly|\bok\b|"
     r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|"
-    r"simulat|inject|pretend|chaos|drill"
+    r"simulat|inject|pretend|chaos|drill|skipp"
 )
 # 4. Of a clause, up to what is told: what may be or will be, is asked or denied, is a reason of
 # something else, was before, is quoted.
@@ -209,7 +239,7 @@ _MOOD = re.compile(
     r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|"
     r"my|your|our|you|I|we|polic\w+|default)\b|"
     "如果|是否|可能|将会|之前|"
-    r"\b(?:not|never|no)_|['\"](?:the )?$"
+    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|to|by) (?:the )?$"
 )
 # Likewise after it, or between.
 _MOOD_AFTER = re.compile(
@@ -226,10 +256,11 @@ _PROSE = re.compile(
 _IS_WRITTEN = re.compile(
     r"\d\d:\d\d|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|^\[[^\]]+\]"
 )
+_WRITER = re.compile(r"[\w./#@-]{2,40}(?:\[\d{1,9}\])?: ")
 # What tells that a rank is there again, that all are, or that the job goes on.
 _BACK = re.compile(
     rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:back|alive|up|healthy|recovered|reconnected|responding|"
-    r"re-?joined|returned|restarted|resumed|responded|arrived)\b"
+    r"re-?joined|returned|restarted|resumed|responded|arrived|reported|answered|came)\b"
 )
 _ALL_BACK = re.compile(
     rf"(?i:\ball (?:\d{{1,6}} )?(?:{_NAMES})s? (?:are |have |is )?"
@@ -259,6 +290,7 @@ WORDS = (
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("SIG", "no progress", "returned -", "keep-alive"),
+    *("imeout waiting", "with status", "signal ", " D state", "left the "),
 )
 IN_CHINESE = (
     "未",
@@ -417,10 +449,27 @@ def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
         if error and (ranks := _with_error(error, text, size)):
             yield ranks, TOLD_DEAD
             return
+        if not line.has_prefix and (kind := _told_anywhere(clause, text)):
+            yield ranks_in(_ONE_RANK.findall(clause)[0][1]), kind
+            return
         label = _LABEL.search(text, 0, start + 1) if start else None
         if label and (of_label := _after_label(text[label.end() :], label["rank"])):
             yield [int(label["rank"])], of_label
             return
+
+
+def _told_anywhere(clause: str, text: str) -> str:
+    """What a written line's clause tells of the one rank that it names."""
+    is_written = _IS_WRITTEN.search(text) or _WRITER.match(text)
+    if not is_written or len(set(_ONE_RANK.findall(clause))) != 1:
+        return ""
+    for kind, pattern in _ANYWHERE:
+        if (told := pattern.search(clause)) is None:
+            continue
+        rest = clause[: told.start()] + clause[told.end() :]
+        if not _MOOD.search(rest) and not _MOOD_AFTER.search(rest):
+            return kind
+    return ""
 
 
 def _with_error(found: re.Match[str], text: str, size: int) -> list[int]:
@@ -485,7 +534,8 @@ def _in_lists(text: str, size: int) -> list[int]:
     absent, come = _NOT_COME.search(text), _HAS_COME.search(text)
     if absent is None:
         return []
-    if not (come or absent["names"] or absent["r"] or _WHOSE_LISTS.search(text)):
+    is_of_ranks = come or absent["names"] or absent["r"] or _WHOSE_LISTS.search(text)
+    if not is_of_ranks and not (absent["closed"] and _MEETING.search(text)):
         return []
     ranks = ranks_in(absent["ranks"])
     is_name = absent["closed"] or absent["r"] or come is not None

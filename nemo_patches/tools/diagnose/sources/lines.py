@@ -71,6 +71,10 @@ _LABEL = re.compile(
     r"(?P<before>[\[(<{|#*]{0,3}\s?(?:[^\W\d_][\w./-]{0,60}?)?[ =:#_-]{0,2})(?P<number>\d{1,5})"
     r"(?P<after>(?:/[\w-]{1,40})?(?:\s{0,4}[\])|:>}]{1,3}){1,2}(?:\s|$)|\s+)"
 )
+# A logger's, before a label, and behind it
+_CLOCK = r"(?:\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?\]?\s{1,2}(?:[|-] )?)?"
+_BEHIND_CLOCK = re.compile(_CLOCK)
+_LEVEL = r"(?:\[?(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\]?[:|]?(?: |$))?"
 _OF_RANKS = re.compile(
     r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner|进程",
     re.IGNORECASE,
@@ -330,6 +334,8 @@ def _learned(head: bytes) -> re.Pattern[str] | None:
     lines = head.split(b"\n", _MOST_LOOKED_AT)[:_MOST_LOOKED_AT]
     for raw in lines:
         text = said(raw[:2000].decode("utf-8", "replace").rstrip("\r"))
+        clock = _BEHIND_CLOCK.match(text)
+        text = text[clock.end() :] if clock else text
         if (found := _LABEL.match(text)) is None:
             continue
         own, number = rank_in(text[found.end() :]), int(found["number"])
@@ -347,8 +353,9 @@ def _learned(head: bytes) -> re.Pattern[str] | None:
     if not known:
         return None
     _, before, after = max(known)
-    end = rf"\s{{0,4}}{re.escape(after)}(?:\s{{1,2}}|$)" if after else r"\s+"
-    return re.compile(rf"{re.escape(before)}(?P<number>\d{{1,5}}){end}")
+    end = rf"\s{{0,4}}{re.escape(after)}(?:\s{{1,2}}|$)" if after else r"(?:\s|$)"
+    label = rf"{re.escape(before)}(?P<number>\d{{1,5}}){end}"
+    return re.compile(_CLOCK + label + _LEVEL)
 
 
 def _is_of_ranks(before: str, after: str, seen: Sequence[int], size: int) -> bool:
@@ -360,6 +367,8 @@ def _is_of_ranks(before: str, after: str, seen: Sequence[int], size: int) -> boo
     is_named = _OF_RANKS.search(before) is not None
     if is_named and (after or "=" in before):
         return size == 0 or count <= size
+    if is_named and before[-1:].isalpha() and size in (0, count):  # "rank3 "
+        return len(seen) >= 2 * count and _turns_back(seen) > 0
     if _OF_OTHERS.search(before) or not after:
         return False
     return (

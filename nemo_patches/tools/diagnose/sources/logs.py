@@ -238,7 +238,8 @@ class _Reading:
 
     def _lines(self, blocks: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         """The lines near anything of interest, with their numbers, cleaned and bounded."""
-        rest, number, follows = b"", 1, False
+        rest, number = b"", 1
+        follows = True  # a file's first lines tell how the job was started
         for block in blocks:
             whole = rest + block
             end = whole.rfind(b"\n") + 1

@@ -452,10 +452,11 @@ ROWS = (
         is_whole=True,
     ),
     _end(
-        " Killed ",
-        r": line \d{1,9}: {1,8}(?P<process>\d{1,9}) Killed {2,40}\S",
+        " Killed | Segmentation fault| Bus error",
+        r": line \d{1,9}: {1,8}(?P<process>\d{1,9}) (?P<how>Killed|Segmentation fault|Bus error)"
+        r" {2,40}\S",
         KILLED,
-        "SIGKILL of process {process}, says the shell",
+        "{how}: process {process}, says the shell",
     ),
     _end(
         "with PID",
