@@ -221,6 +221,8 @@ def _entry(
         asked = node.slice.value
         return value.entry(asked) or Abstract(_level_at(value, asked))
     text = text_of(node.slice)
+    if _of_batch(key, node.slice):
+        key = replace(key, level=VARIES)
     found = value.entries[-1][1]
     for name, each in value.entries[-2::-1]:
         at = applied(OPERATIONS[ast.Eq], [key.at, reader.file.constant(name).at], text)
@@ -375,7 +377,9 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     value = mixed(values)
     itself = text_of(sides[0]) == text_of(sides[1])  # loss != loss
     if value.level == DATA and (
-        itself or any(isinstance(each, _COMPARING) for each in node.ops)
+        itself
+        or any(each.at and isinstance(each.at[0], str) for each in values)
+        or any(isinstance(each, _COMPARING) for each in node.ops)
     ):
         value = replace(value, level=VARIES)
     return value.without("gradient")
@@ -431,7 +435,14 @@ def _of_form(
     textual = any(isinstance(each, str) or each is None for each in constants)
     belongs = any(isinstance(each, _BELONGING) for each in node.ops)
     chosen = any(each.has("chosen") for each in values)  # a name that data decide
+    chosen = chosen or any(map(_of_batch, values, sides))
     return fields or shapes or ((belongs or textual) and not chosen)
+
+
+def _of_batch(value: Abstract, node: ast.expr) -> bool:
+    """Whether it is a word that this rank's batch has: batch["task"]."""
+    taken = isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Slice)
+    return taken and value.level == DATA and bool(names_in(node) & knowledge.BATCHES)
 
 
 def _level_at(value: Abstract, key: object) -> int:

@@ -134,12 +134,21 @@ def decorated(reader: Interpreter, function: Definition) -> Definition:
     """What is called by a function's name: what a decorator of this file puts in its place."""
     for node in reversed(getattr(function.node, "decorator_list", ())):
         made = _wrapper(reader, node)
-        if made is None or made.alarmed or _parts_ranks(reader, made.items):
+        if made and (made.alarmed or _parts_ranks(reader, made.items)):
             continue
         own = _decorator(reader, node)
-        given = {own.node.args.args[0].arg: Abstract(ref=function)}
-        runs = _returned(reader, own, given)
-        if runs is not None:
+        args = getattr(getattr(own, "node", None), "args", None)
+        if args is None or not args.args or own in reader.file.being_read:
+            continue
+        inner = reader.read(own, {args.args[0].arg: Abstract(ref=function)}, {})
+        for (
+            name,
+            kept,
+        ) in inner.env.items():  # a table of functions, to which it is added
+            if kept.entries and "." not in name and name in reader.env:
+                reader.env[name] = kept
+        runs = inner.returned.ref
+        if isinstance(runs, Definition) and runs in reader.file.definitions:
             place = reader.file.definitions.index(runs)
             function = replace(runs, name=function.name, owner=function.owner)
             reader.file.definitions[place] = function
@@ -163,7 +172,10 @@ def _decorator(reader: Interpreter, node: ast.expr) -> Any:
     name = reader.file.origin(dotted(getattr(node, "func", node)))
     own = reader.file.env.get(name, Abstract()).ref
     if isinstance(node, ast.Call) and isinstance(own, Definition):
-        own = _returned(reader, own, {}) or own
+        args = map(reader.of, node.args)
+        by_name = {each.arg or "": reader.of(each.value) for each in node.keywords}
+        given = {**dict(zip(_parameters(own), args, strict=False)), **by_name}
+        own = _returned(reader, own, given) or own
     return own
 
 

@@ -133,10 +133,11 @@ class Interpreter:
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
-            if isinstance(target, ast.Subscript) and isinstance(
-                target.slice, ast.Constant
-            ):
-                put = put.with_entry(target.slice.value, value)
+            key = (
+                self.of(target.slice).at if isinstance(target, ast.Subscript) else None
+            )
+            if key and isinstance(key[0], str) and set(key) == {key[0]}:
+                put = put.with_entry(key[0], value)
             value = put.tagged(*value.tags & {"const"})
             target = target.value
         name = dotted(target)

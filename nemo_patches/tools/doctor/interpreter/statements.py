@@ -258,8 +258,10 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
-    if iterated.turns == DATA and "batch" in names_in(node.target):
-        iterated = replace(iterated, count=UNKNOWN)  # of a loader
+    whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
+    loads = "batch" in names_in(node.target) or "data" in map(dotted, whole)
+    if iterated.turns == DATA and loads:
+        iterated = replace(iterated, count=UNKNOWN)
     level = VARIES if iterated.turns >= DATA else SAME
     value = replace(iterated, level=level, at=None)
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
