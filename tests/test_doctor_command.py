@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import stat
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from interpreters import CHECKOUT, python
 
-from nemo_patches.tools.doctor import command, examination
+from nemo_patches.tools.doctor import command, examination, report
 from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.ranks import Ranks
 from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.doctor.rules import all_rules
 
@@ -652,17 +655,22 @@ def test_a_rule_is_in_the_folder_of_what_it_is_about() -> None:
         )
 
 
-def test_json_has_the_fields_of_its_table(
+def test_json_has_the_fields_of_its_table_and_no_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "model.py"
-    path.write_text("import torch\n")
-    (printed,) = json.loads(doctor(capfd, path, json=True)[1])
-    assert printed["format"] == 1
+    path = tmp_path / "config.yaml"
+    path.write_text("trainer: {gpus: 4}\nmodel: {}\n")
+    printed = json.loads(doctor(capfd, path, json=True, against="nest")[1])[0]
+    (finding,) = printed["findings"]
+    assert printed["format"] == report.JSON_FORMAT
+    ranks = Ranks(1, timedelta(), {}).as_json()
     table = (CHECKOUT / "docs" / "doctor.md").read_text()
-    assert {
-        f"| `{name}` |" for name in printed if f"| `{name}` |" not in table
-    } == set()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, flags=re.MULTILINE))
+    assert rows.keys() == printed.keys() | finding.keys() | ranks.keys()
+    assert set(re.findall(r"`(\w+)`", rows["read"])) == finding["read"][0].keys()
+    (*_, difference) = printed["differences"]
+    assert set(re.findall(r"`(\w+)`", rows["differences"])) == difference.keys()
+    assert f"| {report.JSON_FORMAT};" in table
 
 
 def test_an_unknown_rule_is_refused_in_sentences() -> None:

@@ -49,3 +49,13 @@ def test_none_for_evaluation_for_lhotse_and_for_a_limit_that_is_to_be_given(
     assert (
         found(tmp_path, "NP107", NEST, TARRED, "+trainer.limit_train_batches=???") == []
     )
+
+
+def test_it_reads_by_what_the_buckets_are_made_into_batches(tmp_path: Path) -> None:
+    buckets = (
+        "+model.train_ds.bucketing_strategy=fully_randomized",
+        "+model.train_ds.bucketing_batch_size=[16,8]",
+    )
+    (finding,) = found(tmp_path, "NP107", NEST, TARRED, *buckets)
+    keys = {value.keys[-1] for value in finding.read}
+    assert keys > {"bucketing_strategy", "bucketing_batch_size"}

@@ -17,46 +17,14 @@ from nemo_patches.tools.doctor import inputs
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.inputs import Draw, Inputs
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.known_keys import TABLE
 from nemo_patches.tools.doctor.trees import Keys, entries
 
-# Keys that count for all sets of a multi_config; any other NeMo takes from the set alone
-# (nemo/collections/common/data/lhotse/dataloader.py).
-_OF_ALL = (
-    "use_lhotse",
-    "seed",
-    "shard_seed",
-    "shuffle",
-    "num_workers",
-    "pin_memory",
-    "metadata_only",
-    "force_finite",
-)
-
 ROLES = {"train_ds": "training", "validation_ds": "validation", "test_ds": "test"}
-_OF_LHOTSE = (
-    "batch_duration",
-    "quadratic_duration",
-    "num_buckets",
-    "bucket_duration_bins",
-    "bucket_buffer_size",
-)
-OF_LHOTSE_ALONE = ("input_cfg", "cuts_path", "shar_path")
-_INPUTS = (
-    "input_cfg",
-    "manifest_filepath",
-    "cuts_path",
-    "shar_path",
-    "tarred_audio_filepaths",
-)
-
-_SHORTENING = ("truncate_duration", "cut_into_windows_duration", "audio_duration")
-# Of NeMo's perturbations: the slowest speed if none is given, and what silence adds, in seconds.
-_STRETCHING = ("speed", "time_stretch")
-_SLOWEST = 0.9
-_SILENCES = ("max_start_silence_secs", "max_end_silence_secs")
-
-# What speechlm2's DataModule sets for evaluation
-_ENDS = ("force_finite", "force_map_dataset")
+_KEYS = TABLE["sets"]
+OF_LHOTSE_ALONE = tuple[str, ...](_KEYS["of_lhotse_alone"])
+_LENGTHENING = TABLE["perturbations"]
+_SLOWEST = 0.9  # what NeMo's perturbations have where no speed is given
 _MOST_ENTRIES = 1_000_000
 
 
@@ -85,14 +53,18 @@ class Dataset(Section):
             return own
         counts_outside = not own.given
         if self.outer.get("multi_config").on:
-            counts_outside = path in _OF_ALL
+            counts_outside = path in _KEYS["of_all_sets"]
         return self.outer.get(path, default) if counts_outside else own
 
     def get(self, path: str, default: Any = None) -> Value:
         """speechlm2's DataModule ends all evaluation, whatever its config says. NeMo's models for
         CTC, RNNT and SSL shuffle a training set that does not say.
         """
-        if self.keys[0] == "data" and not self.training and path in _ENDS:
+        if (
+            self.keys[0] == "data"
+            and not self.training
+            and path in _KEYS["ends_evaluation"]
+        ):
             return Value(f"{self.where}.{path}", True, "default")
         if path == "shuffle":
             model = self.training and self.keys[0] == "model"
@@ -106,7 +78,7 @@ class Dataset(Section):
     @property
     def used(self) -> bool:
         """Whether it has any input: NeMo leaves out a set whose manifest is null."""
-        return bool(self.given((*_INPUTS, "_target_")))
+        return bool(self.given((*_KEYS["inputs"], "_target_")))
 
     @property
     def reader(self) -> str:
@@ -123,7 +95,7 @@ class Dataset(Section):
             return "lhotse" if switch.value else "nemo"
         if self.given(OF_LHOTSE_ALONE) or self.keys[0] == "data":
             return "lhotse"
-        return "" if any(self.get(key).given for key in _OF_LHOTSE) else "nemo"
+        return "" if any(self.get(key).given for key in _KEYS["of_lhotse"]) else "nemo"
 
     @property
     def lhotse(self) -> bool:
@@ -223,7 +195,7 @@ class Dataset(Section):
             whole = session.number is not None and session.number < 0
             return Longest(math.inf if whole else session.number, (session,))
         limits = [self.get("max_duration", math.inf if self.lhotse else None)]
-        limits += [limit for limit in map(self.get, _SHORTENING) if limit.given]
+        limits += [limit for limit in map(self.get, _KEYS["shortening"]) if limit.given]
         seconds = _smallest(limits)
         switched = self.get("is_code_switched")
         if switched.value or not self.get("augmentor").known:
@@ -239,16 +211,14 @@ class Dataset(Section):
         if self.get("concatenate_samples").value:
             factor = self.get("concatenate_duration_factor", 1.0)
             yield factor, lambda seconds, number: seconds * max(1.0, number)
-        perturbations = {} if self.lhotse else self.get("augmentor").value or {}
-        for name in _STRETCHING:
-            if isinstance(perturbations, dict) and perturbations.get(name) is not None:
+        given = {} if self.lhotse else self.get("augmentor").value
+        perturbations = given if isinstance(given, dict) else {}
+        for name in _LENGTHENING["stretching"]:
+            if perturbations.get(name) is not None:
                 rate = self.get(f"augmentor.{name}.min_speed_rate", _SLOWEST)
                 yield rate, _slowed
-        for end in _SILENCES:
-            if (
-                isinstance(perturbations, dict)
-                and perturbations.get("silence") is not None
-            ):
+        for end in _LENGTHENING["silences"]:
+            if perturbations.get("silence") is not None:
                 yield self.get(f"augmentor.silence.{end}", 0), operator.add
         if self.get("random_padding").value:
             yield self.get("random_padding.max_total_duration"), max

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nemo_patches.tools.doctor.config import Config, Section, Value
-from nemo_patches.tools.doctor.known_keys import ENCODERS, WITHOUT_SYNC
+from nemo_patches.tools.doctor.known_keys import ENCODERS, TABLE, WITHOUT_SYNC
 from nemo_patches.tools.doctor.syntax import last_part
 
 FLAG = "sync_max_audio_length"
@@ -20,20 +20,8 @@ TAKEN: dict[str, frozenset[str]] = {
     for name in (base, *entry["also"])
 }
 
-_PLACES = ("encoder", "pre_encoder", "teacher")
-
-# Other classes of the same name, without a length sync.
-_NAMESAKES = (
-    "nemo.collections.asr.modules.transformer.",
-    "nemo.collections.nlp.",
-    "torch.",
-    "transformers.",
-)
-
-# Their positional encodings never grow, or are not there.
-_WITHOUT_GROWTH = ("rel_pos_local_attn", "no_pos", None)
-
-_MEL = ("AudioToMelSpectrogramPreprocessor", "AudioToMFCCPreprocessor")
+_NAMESAKES = tuple(TABLE["encoder_namesakes"])
+_MEL = TABLE["mel_preprocessors"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +79,7 @@ class Encoder(Section):
     def grows(self) -> bool:
         """Whether it has positional encodings that grow."""
         attention = self.get("self_attention_model", "rel_pos").value
-        return self.positional and attention not in _WITHOUT_GROWTH
+        return self.positional and attention not in TABLE["attention"]["without_growth"]
 
     @property
     def max_len(self) -> Value:
@@ -150,7 +138,12 @@ def unknown_in(config: Config) -> Iterator[Value]:
     for keys, section in config.mappings():
         target = section.get("_target_")
         known = class_of(target) or last_part(str(target)) in WITHOUT_SYNC
-        if keys and keys[-1] in _PLACES and isinstance(target, str) and not known:
+        if (
+            keys
+            and keys[-1] in TABLE["encoder_places"]
+            and isinstance(target, str)
+            and not known
+        ):
             yield config.get((*keys, "_target_"))
 
 

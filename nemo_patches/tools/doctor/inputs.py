@@ -20,9 +20,7 @@ from nemo_patches.tools.doctor.config import Section, Value
 READS: dict[str, str] = {
     name: reads for name, (reads, _) in known_keys.TABLE["types_of_inputs"].items()
 }
-
-
-_ENDS = ("force_finite", "metadata_only")
+_ENDS = tuple[str, ...](known_keys.TABLE["sets"]["ends_a_repetition"])
 
 
 @dataclass(frozen=True)

@@ -14,24 +14,9 @@ from nemo_patches.tools.doctor import datasets, encoders
 from nemo_patches.tools.doctor.config import Config, Section, Value
 from nemo_patches.tools.doctor.datasets import ROLES, Dataset
 from nemo_patches.tools.doctor.encoders import Encoder
+from nemo_patches.tools.doctor.known_keys import TABLE
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
-
-# Of NeMo's training scripts: where the whole model comes from.
-CHECKPOINTS = (
-    "init_from_nemo_model",
-    "init_from_pretrained_model",
-    "init_from_ptl_ckpt",
-    "restore_from",
-    "model.restore_from_path",
-    "model.nemo_model",
-    "model.pretrained_model",
-)
-_LIMITS = {
-    "training": "limit_train_batches",
-    "validation": "limit_val_batches",
-    "test": "limit_test_batches",
-}
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,7 @@ class Job:
         if role != "test" and (overfit.number or not overfit.known):
             return overfit
         # Not known counts as well
-        return fast if fast.value else self.trainer(_LIMITS[role], 1.0)
+        return fast if fast.value else self.trainer(TABLE["limits"][role], 1.0)
 
     # --- ranks
 
@@ -177,7 +162,7 @@ class Job:
         """
         if self.get("model.encoder._target_").given:
             return ()
-        values = map(self.get, CHECKPOINTS)
+        values = map(self.get, TABLE["checkpoints"]["of_the_model"])
         return tuple(value for value in values if value.value not in (None, ""))
 
     @cached_property

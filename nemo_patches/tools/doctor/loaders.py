@@ -9,16 +9,8 @@ from math import ceil, floor
 
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
-_SETTINGS = (
-    "batch_size",
-    "batch_duration",
-    "drop_last",
-    "num_workers",
-    "pin_memory",
-    "shuffle",
-    "shard_seed",
-)
 _MOST_COUNTED = 1_000_000  # entries of a manifest
 
 
@@ -28,7 +20,7 @@ def settings(job: Job, ranks: int) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for dataset in job.datasets:
-        for key in _SETTINGS:
+        for key in TABLE["sets"]["compared_between_ranks"]:
             value = dataset.get(key)
             text = "null" if value.value is None else str(value.value)
             if value.given:

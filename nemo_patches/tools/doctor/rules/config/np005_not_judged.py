@@ -12,7 +12,7 @@ from nemo_patches.tools.doctor.config import IN_FILES
 from nemo_patches.tools.doctor.datasets import ROLES
 from nemo_patches.tools.doctor.finding import Findings, note, warning
 from nemo_patches.tools.doctor.job import Job
-from nemo_patches.tools.doctor.syntax import words
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 BAD = """\
 trainer: {devices: 4}
@@ -20,13 +20,6 @@ model:
   train_ds: {use_lhotse: true, input_cfg: "s3://bucket/train.yaml", batch_size: 8}
 """
 GOOD = BAD.replace("s3://bucket/train.yaml", "???")
-
-_DECISIVE = words("""
-    accelerator batch_duration batch_size devices drop_last force_finite force_iterable_dataset
-    force_map_dataset input_cfg is_tarred limit_train_batches limit_val_batches max_duration
-    num_nodes num_workers shard_seed shuffle strategy sync_max_audio_length
-    use_distributed_sampler use_lhotse
-    """)
 
 
 def check(job: Job) -> Findings:
@@ -44,7 +37,7 @@ def check(job: Job) -> Findings:
                     "start the doctor in the folder and on a machine where NeMo finds that file",
                 )
     values = [job.get(keys) for keys in sorted(job.config.of_machine)]
-    decisive = tuple(value for value in values if value.keys[-1] in _DECISIVE)
+    decisive = tuple(value for value in values if value.keys[-1] in TABLE["decisive"])
     if decisive:
         names = ", ".join(value.key for value in decisive)
         what = f"not judged: {names}: only the job's machine gives the value"

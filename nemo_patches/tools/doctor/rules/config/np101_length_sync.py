@@ -11,6 +11,7 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.encoders import FLAG, Encoder, unknown_in
 from nemo_patches.tools.doctor.finding import Finding, Findings, note, stops, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 WHOLE = True
 BAD = """\
@@ -24,12 +25,6 @@ model:
   encoder: {_target_: nemo.collections.asr.modules.ConvASREncoder}
 """
 
-# Where a checkpoint's own config brings the encoder along, with its flag.
-_CHECKPOINTS = (
-    "model.pretrained_asr",
-    "init_from_nemo_model",
-    "init_from_pretrained_model",
-)
 _BOUNDED = (
     "`nemo-patches run -- COMMAND`, which bounds that wait, and says which rank is"
     " missing"
@@ -51,7 +46,7 @@ def check(job: Job) -> Findings:
             "`nemo-patches status` tells what would be patched; a subclass has its"
             " base's length sync",
         )
-    for value in map(job.get, _CHECKPOINTS):
+    for value in map(job.get, TABLE["checkpoints"]["of_an_encoder"]):
         if value.value is not None:
             yield note(
                 f"the encoder that {value.key} brings has the {FLAG} of that"

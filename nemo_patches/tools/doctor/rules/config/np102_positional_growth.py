@@ -22,6 +22,7 @@ from nemo_patches.tools.doctor.finding import (
     warning,
 )
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 WORST = ERROR
 BAD = """\
@@ -32,8 +33,6 @@ model:
   encoder: {_target_: nemo.collections.asr.modules.ConformerEncoder, sync_max_audio_length: false}
 """
 GOOD = BAD.replace("sync_max_audio_length: false", "pos_emb_max_len: 6016")
-
-_POSITIONAL = ("rel_pos", "abs_pos", "rel_pos_local_attn")
 
 
 def check(job: Job) -> Findings:
@@ -52,7 +51,11 @@ def _no_number(encoder: Encoder) -> Findings:
     """What the encoder cannot make positional encodings of."""
     attention = encoder.get("self_attention_model", "rel_pos").value
     max_len = encoder.max_len
-    if not encoder.positional or attention not in _POSITIONAL or not max_len.known:
+    if (
+        not encoder.positional
+        or attention not in TABLE["attention"]["positional"]
+        or not max_len.known
+    ):
         return
     number = 1.0 if max_len.on else max_len.number
     if number is None or number < 0 or (not number and attention == "rel_pos"):

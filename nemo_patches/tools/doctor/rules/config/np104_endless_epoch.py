@@ -12,6 +12,7 @@ from __future__ import annotations
 from nemo_patches.tools.doctor.datasets import Dataset
 from nemo_patches.tools.doctor.finding import Findings, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 BAD = """\
 trainer: {devices: 4}
@@ -19,14 +20,6 @@ model:
   train_ds: {use_lhotse: true, shar_path: shards, batch_size: 8}
 """
 GOOD = BAD.replace("devices: 4", "devices: 4, limit_train_batches: 1000")
-
-# What the config of a model has that goes by is_tarred
-_BY_FLAG = (
-    "transf_decoder",
-    "initialize_prompt_feature",
-    "model_defaults.initialize_prompt_feature",
-    "model_defaults.prompt_dictionary",
-)
 
 
 def check(job: Job) -> Findings:
@@ -74,7 +67,8 @@ def _asks_for_its_length(job: Job, dataset: Dataset) -> bool:
     if dataset.keys[0] != "model" or job.get("model.sortformer_modules").given:
         return False
     by_flag = any(
-        job.get(f"model.{key}").value not in (None, False) for key in _BY_FLAG
+        job.get(f"model.{key}").value not in (None, False)
+        for key in TABLE["asking_by_is_tarred"]
     )
     flag = dataset.get("is_tarred").on
     if flag and by_flag:

@@ -26,12 +26,14 @@ def check(job: Job) -> Findings:
     for dataset in job.datasets:
         limits = [dataset.get(key) for key in ("max_duration", "min_duration")]
         given = [value for value in limits if value.number]
+        # What the entries left are made into batches by.
+        buckets = dataset.given(("bucketing_batch_size", "bucketing_strategy"))
         if dataset.training and dataset.shares_tar_files and given:
             names = " and ".join(value.key for value in given)
             yield warning(
                 f"{dataset.where}: tar files are shared out to {job.ranks_text}, and"
                 f" {names} may leave a rank with fewer batches than the others",
-                (*given, dataset.get("is_tarred"), limit),
+                (*given, *buckets, dataset.get("is_tarred"), limit),
                 "the same limits when the tar files are made; or"
                 " trainer.limit_train_batches: no more than the batches of the rank"
                 " with the fewest",

@@ -22,8 +22,6 @@ model:
 """
 GOOD = BAD.replace("[16, 8]", "[16, 8], bucket_duration_bins: [10, 20]")
 
-_KNOWN = ("batch_size", "bucket_batch_size", "bucketing_batch_size")
-
 
 def check(job: Job) -> Findings:
     """For each set by itself."""
@@ -69,7 +67,8 @@ def _has_own_keys(dataset: Dataset) -> bool:
     dataloader_params).
     """
     return any(
-        "batch_size" in keys[-1] and (len(keys) > 1 or keys[-1] not in _KNOWN)
+        "batch_size" in keys[-1]
+        and (len(keys) > 1 or keys[-1] not in TABLE["named_batch_size"])
         for keys, _ in walk(dataset.config.get(dataset.keys).value)
         if keys
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.finding import Findings, note, stops
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 from nemo_patches.tools.doctor.syntax import last_part
 
 BAD = """\
@@ -19,12 +20,6 @@ trainer:
 """
 GOOD = BAD.replace(", timeout: 3600", "")
 
-_WITH_A_TIMEOUT = (
-    "DDPStrategy",
-    "FSDPStrategy",
-    "ModelParallelStrategy",
-    "DeepSpeedStrategy",
-)
 _AS_A_DURATION = (
     "up to NeMo 2.7, timeout: {_target_: datetime.timedelta, minutes: 30}; "
     "from 3.0 on, DDPStrategy(timeout=timedelta(minutes=30)) in the training script"
@@ -37,7 +32,8 @@ def check(job: Job) -> Findings:
     """
     value = job.get("trainer.strategy.timeout")
     strategy = last_part(str(job.strategy.value))
-    if isinstance(value.value, (int, float, str)) and strategy in _WITH_A_TIMEOUT:
+    timed = TABLE["strategies_with_a_timeout"]
+    if isinstance(value.value, (int, float, str)) and strategy in timed:
         what = f"{value.key} is {value.value!r}, and {strategy} takes a timedelta"
         yield stops(what, value, _AS_A_DURATION)
     elif job.several and job.ddp and job.group_timeout is not None:

@@ -26,10 +26,6 @@ GOOD = BAD.replace(
 )
 
 _TIME = re.compile(r"\d+:\d+:\d+:\d+")
-_OF_ROLE = {
-    "training": ("limit_train_batches", "val_check_interval"),
-    "validation": ("limit_val_batches",),
-}
 
 
 def check(job: Job) -> Findings:
@@ -112,7 +108,7 @@ def _share_of_no_length(job: Job) -> Findings:
         return
     counted = isinstance(job.limit("training").batches, int)
     for dataset in job.datasets:
-        for share in map(job.trainer, _OF_ROLE.get(dataset.role, ())):
+        for share in map(job.trainer, TABLE["shares"].get(dataset.role, ())):
             part = share.batches
             fine = counted if share.keys[-1] == "val_check_interval" else not part
             if dataset.lhotse and not fine and isinstance(part, float) and part < 1:

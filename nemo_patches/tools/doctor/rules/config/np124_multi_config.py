@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.finding import Findings, stops
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 
 BAD = """\
 data:
@@ -29,8 +30,6 @@ data:
     asr: {manifest_filepath: a.json, batch_size: 8}
 """
 
-_NEEDED = ("seed", "shard_seed", "shuffle")
-
 
 def check(job: Job) -> Findings:
     """On any number of ranks."""
@@ -43,7 +42,9 @@ def check(job: Job) -> Findings:
             )
     for section in job.multi_configs:
         switch = section.get("multi_config")
-        missing = [key for key in _NEEDED if not section.get(key).given]
+        missing = [
+            key for key in TABLE["sets"]["needed_for_all"] if not section.get(key).given
+        ]
         if missing:
             what = f"{section.where}: multi_config without {', '.join(missing)}"
             yield stops(what, switch, f"{' and '.join(missing)}, beside multi_config")

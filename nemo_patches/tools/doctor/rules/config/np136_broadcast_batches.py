@@ -14,6 +14,7 @@ from math import prod
 
 from nemo_patches.tools.doctor.finding import NOTE, Findings, note
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.known_keys import TABLE
 from nemo_patches.tools.doctor.syntax import last_part
 
 WORST = NOTE
@@ -29,12 +30,10 @@ data:
 """
 GOOD = BAD.replace("tp_size: 8", "tp_size: 1")
 
-_SIZES = ("tensor_parallel_size", "tp_size", "cp_size", "context_parallel_size")
-
 
 def check(job: Job) -> Findings:
     """Of speechlm2's data module, which has its sets in `data`."""
-    values = (job.get(("trainer", "strategy", key)) for key in _SIZES)
+    values = (job.get(("trainer", "strategy", key)) for key in TABLE["parallel_sizes"])
     sizes = [value for value in values if (value.number or 0) > 1]
     sets = [dataset for dataset in job.datasets if dataset.keys[0] == "data"]
     if not job.several or not sizes or not sets:
