@@ -19,13 +19,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    import pytest
     import torch
 
 _context = multiprocessing.get_context("forkserver")
@@ -36,6 +38,8 @@ _server_lock = threading.Lock()
 # To a call: less than the shortest timeout that is waited for, so that a second wait is seen
 SLACK_S = 1.9
 REPORT_S = 12.0  # from the timeout until the report is there
+AT_ONCE = 4  # jobs, of one file
+_Ended = TypeVar("_Ended")
 # The timeout where a scenario begins only when the ranks are in step.
 CONNECTING_S = 60.0
 
@@ -175,6 +179,23 @@ def run_ranks(
                 f"rank {rank} of {size}: {why}\n--- its stderr ends:\n{result.stderr[-3000:]}"
             )
     return results
+
+
+@contextlib.contextmanager
+def at_once(
+    request: pytest.FixtureRequest, argument: str, job: Callable[[Any], _Ended]
+) -> Iterator[dict[Any, Future[_Ended]]]:
+    """job(value) for each value that a selected test of this file has as its argument, some of them
+    beside each other: they mostly wait.
+    """
+    values = [
+        item.callspec.params[argument]
+        for item in request.session.items
+        if item.path == request.path
+        and argument in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {value: pool.submit(job, value) for value in dict.fromkeys(values)}
 
 
 def _collect(pipes: list[Connection], limit: float) -> list[tuple[bool, Any] | None]:

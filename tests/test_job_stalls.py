@@ -16,7 +16,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from ranks import (
     Result,
     all_have_come,
+    at_once,
     run_ranks,
     say_what_is_left,
     stall_monitor,
@@ -399,22 +401,37 @@ def deadlock(
     trainer.step()
 
 
+@pytest.fixture(scope="module")
+def deadlocks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, bool], Future[tuple[list[Result], Path]]]]:
+    def job(case: tuple[str, bool]) -> tuple[list[Result], Path]:
+        folder = folders / f"{case}"
+        folder.mkdir()
+        return run_ranks(deadlock, 3, str(folder), *case, dies=(0, 1, 2)), folder
+
+    folders = tmp_path_factory.mktemp("deadlocks")
+    with at_once(request, "case", job) as jobs:
+        yield jobs
+
+
 @pytest.mark.parametrize(
-    ("way", "broadcast_buffers"),
+    "case",
     [
         *((way, True) for way in DEADLOCKS),
         ("uneven batches", False),
         ("an exception", False),
         ("killed", False),
     ],
+    ids=str,
 )
 def test_a_deadlock_is_told_handed_to_the_command_and_ended(
-    way: str, broadcast_buffers: bool, tmp_path: Path
+    case: tuple[str, bool],
+    deadlocks: dict[tuple[str, bool], Future[tuple[list[Result], Path]]],
 ) -> None:
+    way, _ = case
     _, exit_code, culprit = DEADLOCKS[way]
-    results = run_ranks(
-        deadlock, 3, str(tmp_path), way, broadcast_buffers, dies=(0, 1, 2)
-    )
+    results, folder = deadlocks[case].result()
     for rank in (0, 2):
         lines = results[rank].lines("no encoder call for", " | ")
         assert lines
@@ -437,7 +454,7 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(
         result.lines("more than stall_exit=", f"exit code {EXIT_CODE}")
         for result in first_to_end
     )
-    (report,) = tmp_path.glob("report.*.json")  # one rank for all
+    (report,) = folder.glob("report.*.json")  # one rank for all
     told = json.loads(report.read_text())
     assert told["world_size"] == 3
     assert told["missing"] or "cannot be told" in told["remark"]

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import all_have_come, run_ranks, wait_until
+from ranks import Result, all_have_come, at_once, run_ranks, wait_until
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -132,12 +133,25 @@ def serves(rank: int, size: int, way: str, page: str) -> None:
         dist.broadcast_object_list([None], src=ASKED)
 
 
+@pytest.fixture(scope="module")
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[tuple[list[Result], Path]]]]:
+    def job(way: str) -> tuple[list[Result], Path]:
+        page = folder / way
+        return run_ranks(serves, 2, way, str(page), limit=120), page
+
+    folder = tmp_path_factory.mktemp("pages")
+    with at_once(request, "way", job) as jobs:
+        yield jobs
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_without_requests_is_said_once_and_is_neither_paged_nor_ended(
-    way: str, tmp_path: Path
+    way: str, served: dict[str, Future[tuple[list[Result], Path]]]
 ) -> None:
-    page = tmp_path / "page"
-    for result in run_ranks(serves, 2, way, str(page), limit=120):
+    results, page = served[way].result()
+    for result in results:
         assert not result.lines("nemo_patches WARNING")
         assert not result.lines("nemo_patches ERROR")
         (line,) = result.lines("INFO", "s. rank 0 (", "waits for a request: ")

@@ -21,8 +21,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,14 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import all_have_come, run_ranks, stall_monitor, wait_until
+from ranks import (
+    Result,
+    all_have_come,
+    at_once,
+    run_ranks,
+    stall_monitor,
+    wait_until,
+)
 from store_proxy import Proxy, change
 from store_proxy import proxy as proxy
 from torch.nn.parallel import DistributedDataParallel
@@ -639,11 +646,24 @@ def hung(rank: int, size: int, folder: str, name: str) -> None:
     dist.barrier()
 
 
+@pytest.fixture(scope="module")
+def hangs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[list[Result]]]]:
+    def job(name: str) -> list[Result]:
+        folder = folders / name
+        folder.mkdir()
+        dies = tuple(range(RANKS))
+        return run_ranks(hung, RANKS, str(folder), name, limit=90, dies=dies)
+
+    folders = tmp_path_factory.mktemp("hangs")
+    with at_once(request, "name", job) as jobs:
+        yield jobs
+
+
 @pytest.mark.parametrize("name", [*HUNG, hangs_at_first_after_long_work.__name__])
-def test_every_hang_is_ended(name: str, tmp_path: Path) -> None:
-    results = run_ranks(
-        hung, RANKS, str(tmp_path), name, limit=90, dies=tuple(range(RANKS))
-    )
+def test_every_hang_is_ended(name: str, hangs: dict[str, Future[list[Result]]]) -> None:
+    results = hangs[name].result()
     # The others may lose their connection.
     ended = [result for result in results if result.exit_code == EXIT_CODE]
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
