@@ -98,15 +98,18 @@ test-%: .venv/nemo-%/ready
 
 # What needs neither torch nor NeMo is run once, from the wheel. On another NeMo what `matrix` marks is run, but for what waits.
 TOGETHER = not (hosts or alone or weekly) and (installed or not wheel)
+OF_EACH_NEMO = $$(grep -l mark.matrix tests/test_*.py tests/*/test_*.py)
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
 PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
 test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) $(if $(filter $*,$(FIRST)),-n 3 -m "$(TOGETHER)",-n 2 -m "matrix and not (alone or weekly)")
+	.venv/nemo-$*/bin/python $(PYTEST) $(if $(filter $*,$(FIRST)),-n 3 -m "$(TOGETHER)",-n 0 -m "matrix and not (alone or weekly)" $(OF_EACH_NEMO))
 
+# Only these files are imported: others import NeMo, which each of the five processes would do for nothing.
+WAIT = $$(grep -l mark.alone tests/test_*.py tests/*/test_*.py)
 test-alone-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*, those that wait, five files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not (hosts or weekly)"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not (hosts or weekly)" $(WAIT)
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,14 +109,16 @@ def punctuation(built_for: int = POSITIONS) -> Any:
 
 
 def makers() -> dict[str, Callable[..., torch.nn.Module]]:
-    """By name, those that the installed NeMo has."""
-    modules = "nemo.collections.asr.modules."
+    """By name, those that the installed NeMo has. Nothing of it is imported for that."""
+    nemo = importlib.util.find_spec("nemo")
+    assert nemo is not None and nemo.submodule_search_locations is not None
+    (folder,) = nemo.submodule_search_locations
     found = {"conformer": conformer, "conv_asr": conv_asr}
     for name, module, maker in (
         ("squeezeformer", "squeezeformer_encoder", squeezeformer),
         ("transformer", "transformer_encoder", transformer),
     ):
-        if importlib.util.find_spec(modules + module):
+        if Path(folder, "collections/asr/modules", f"{module}.py").exists():
             found[name] = maker
     return found
 
