@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -286,24 +286,11 @@ def reset(connection: socket.socket) -> None:
     ctypes.CDLL(None).connect(connection.fileno(), nowhere, len(nowhere))
 
 
-def reset_some(exchange: Exchange, ranks: Iterable[int] | None = None) -> None:
-    """The connections to these ranks, or to all."""
-    for link in list(exchange._all_links):
-        if (ranks is None or link.rank in ranks) and not link.is_lost:
-            reset(link.socket)
-
-
 # What a process has.
 
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd")) - 1  # the folder itself
-
-
-def resident_kib() -> int:
-    """Its memory, without files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def threads() -> int:

@@ -29,7 +29,6 @@ TIMEOUT = timedelta(seconds=10)
 LATENCY_S = 0.0005
 STALL_S = 60.0
 LAYERS_S = 0.016  # of an encoder call, after its length sync
-PHASES = ("length sync", "layers")
 
 
 class Call(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -182,6 +182,25 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
+# `make test` has one of each kind, `make test-matrix` all.
+IN_MAKE_TEST = {
+    *("CRLF", "BOM", "coding cookie", "indented by tabs", "annotated"),
+    *("statement before the reduce", "setter does more", "another import"),
+    *("comments", "calls over several lines"),
+    *("another operation", "another condition", "a statement more", "twice"),
+    *("a collective in what the setter calls", "method twice", "class renamed"),
+    *("the name that the edit brings", "not UTF-8", "an expression too deep"),
+}
+
+
+def each(changes: Iterable[str]) -> pytest.MarkDecorator:
+    cases = [
+        name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.weekly)
+        for name in changes
+    ]
+    return pytest.mark.parametrize("name", cases)
+
+
 @functools.cache
 def stock(path: str = CONFORMER) -> bytes:
     return (SITE / path).read_bytes()
@@ -207,7 +226,7 @@ def without_import(source: bytes) -> bytes:
     return b"".join(line for line in lines if b"import max_length_in_time" not in line)
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@each(BESIDE)
 def test_a_change_beside_the_reduce_stays(name: str, checkout: Path) -> None:
     plain = edited(checkout, stock())
     changed = BESIDE[name](stock())
@@ -217,14 +236,14 @@ def test_a_change_beside_the_reduce_stays(name: str, checkout: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@each(INSIDE)
 def test_a_reduce_that_is_written_otherwise_goes(name: str, checkout: Path) -> None:
     plain = edited(checkout, stock())
     assert INSIDE[name](stock()) != stock()
     assert edited(checkout, INSIDE[name](stock())) == plain
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each(REFUSED)
 def test_what_is_not_known_is_refused_with_its_line(name: str, checkout: Path) -> None:
     change, at = REFUSED[name]
     (checkout / CONFORMER).write_bytes(change(stock()))
