@@ -65,7 +65,7 @@ _PREFIX = re.compile(
 # "=== Rank 3: host:port ===" of torch.distributed.debug, "==> rank3.txt <==" of tail, and what
 # people write between stacks.
 _HEADING = re.compile(
-    r"(?:[=#*-]{2,}>? ?(?:[\w./-]{0,80}(?<!node)[/_. -])?rank[ =:_#]{0,2}(\d{1,7})\b|"
+    r"(?:[=#*-]{2,}>? ?(?:[\w./ -]{0,80}(?<!node)(?<!local)[/_. -])?rank[ =:_#]{0,2}(\d{1,7})\b|"
     r"rank[ _]?(\d{1,7}):?\s*$)",
     re.IGNORECASE,
 )

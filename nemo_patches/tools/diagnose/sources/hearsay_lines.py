@@ -63,7 +63,7 @@ _DIED = (
     rf"(?:(?!{_BY_OTHERS})signal \w{{1,12}}|SIG(?:KILL|SEGV|BUS|ABRT|ILL|FPE)))"
 )
 _EXITED = (
-    r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |status )?"
+    r"(?:(?:exit(?:ed)?|return(?:ed)?|terminated|finished)\W{1,3}(?:with |a |status |non-?zero )*"
     r"(?:exit ?|return ?)?(?:code|status)|exit[ _]?code|returncode|rc|exited)"
     r"[^\w-]{1,3}(?!(?:-15|-2|143|130)\b)-?[1-9]\d{0,2}\b(?!/)|"  # whom others ended
     r"(?:returned|exited|ended|finished)[^\w-]{1,3}-(?!(?:15|2)\b)\d{1,2}\b"
@@ -205,10 +205,16 @@ _COLUMNS = re.compile(rf"(?i)^\W{{0,8}}(?:{_NAMES})\W{{1,20}}\w+[\w\s|/#-]{{0,20
 _ROW = re.compile(r"^[\s|]{0,12}(?P<rank>\d{1,6})(?:\s{2,}|\s?\|)(?P<cells>.*)$")
 _CELLS = re.compile(r"\s{2,}|\s?\|\s?")
 
+# A monitor's event of a rank, in JSON
+_EVENT = re.compile(
+    r"(?:\[rank\d{1,7}\]: )?(?:rank|worker|process)_(lost|dead|died|crashed|failed|stalled|hung|"
+    r"missing|unresponsive|disconnected)$"
+)
+
 # 1. What is no line of a log: an option's help, an item of a list, a comment, a shell's trace,
 # code, a test's name or result, what stands indented.
 _NO_LOG_LINE = re.compile(
-    r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |usage:|#|//|\+{1,4} |\$ |echo\b|>>> |"
+    r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |\d{1,2}\. |usage:|#|//|\+{1,4} |\$ |echo\b|>>> |"
     r"(?:export )?[A-Z][A-Z0-9_]*=)|\s#\s|"
     r"^(?:\s{2,}|\t)(?!.*\d\d:\d\d)|"
     r"::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"
@@ -226,7 +232,8 @@ _OF_OTHERS = re.compile(
 _SEEN_TO = re.compile(
     r"(?i)recover|re-?start|respawn|relaunch|replac|ignor|succe|gracefully|cleanly|\bok\b|"
     r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|"
-    r"simulat|inject|pretend|chaos|drill|skipp"
+    r"simulat|inject|pretend|chaos|drill|skipp|"
+    r"self-?test|on purpose|as (?:expected|asked|planned|intended)"
 )
 # 4. Of a clause, up to what is told: what may be or will be, is asked or denied, is a reason of
 # something else, was before, is quoted.
@@ -256,7 +263,7 @@ _PROSE = re.compile(
 _IS_WRITTEN = re.compile(
     r"\d\d:\d\d|\b(?:DEBUG|INFO|WARN(?:ING)?|ERROR|CRITICAL|FATAL)\b|^\[[^\]]+\]"
 )
-_WRITER = re.compile(r"[\w./#@-]{2,40}(?:\[\d{1,9}\])?: ")
+_WRITER = re.compile(r"\*\*\* |[\w./#@-]{2,40}(?:\[\d{1,9}\])?: ")
 # What tells that a rank is there again, that all are, or that the job goes on.
 _BACK = re.compile(
     rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:back|alive|up|healthy|recovered|reconnected|responding|"
@@ -291,6 +298,7 @@ WORDS = (
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("SIG", "no progress", "returned -", "keep-alive"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
+    *("iving up", "gave up"),
 )
 IN_CHINESE = (
     "未",
@@ -326,10 +334,15 @@ class HearsayLines:
 
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
+        if line.text.isupper():
+            line = line._replace(text=line.text.lower())
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
         if is_known or self._take_listed(line):
+            return
+        if line.has_prefix and (event := _EVENT.match(text)):
+            self._tell([line.rank], _state_of(event[1]), line)
             return
         words = WORDS if text.isascii() else WORDS + IN_CHINESE
         if not any(word in text for word in words) or _is_no_report(text, before):
