@@ -101,19 +101,13 @@ class RankFacts:
         place.
         """
         kind = {name: one for name, one in asdict(self).items() if name not in _OWN}
-        kind["given_up"] = sorted(self.given_up)
-        kind["calls"] = self.calls > 0
-        kind["still"] = self.still < 0
-        place: list[str] = []
-        if not self.goes_on:  # ranks that move are elsewhere at every look
-            place = [self.caller, self.hook, "" if self.collective else self.where]
-        return f"{_digest(kind)} {_digest([kind, place])}"
-
-    def of_another(self, rank: int) -> "RankFacts":
-        """This state as far as it applies to another rank with the same key."""
-        return replace(
-            self, rank=rank, host="", pid=0, workers=(), worker_states=(), batch=""
+        kind.update(
+            given_up=sorted(self.given_up), calls=self.calls > 0, still=self.still < 0
         )
+        where = "" if self.collective else self.where
+        # Ranks that move are elsewhere at every look.
+        place = [] if self.goes_on else [self.caller, self.hook, where]
+        return f"{_digest(kind)} {_digest([kind, place])}"
 
     def to_json(self) -> dict[str, Any]:
         """Of at most LONGEST_STATE bytes: the least important parts are dropped first."""

@@ -267,7 +267,7 @@ def silences(verdict: Any) -> dict[int, str]:
     """By rank, why nothing is heard of it."""
     return {
         rank: how
-        for how, _, runs in verdict["silent"]
+        for how, runs, *_ in verdict["silent"]
         for first, last in runs
         for rank in range(first, last + 1)
     }

@@ -38,6 +38,6 @@ def found(
     size = size or len(states) + len(silent or {})
     answers = answers_of(*states)
     for rank, how in (silent or {}).items():
-        answers.add_silent([rank], Silence(how, 2.0))
+        answers.add_silent([rank], Silence(how))
     answers.add_silent(range(size), Silence(NOT_COME))
     return found_of(answers, size, (), "")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -23,7 +25,7 @@ import pytest
 import torch.distributed as dist
 from exchange_job import LIMIT_S, Job, Rank, heard, silences
 
-from nemo_patches.channel import link, meeting
+from nemo_patches.channel import exchange, link, meeting
 from nemo_patches.channel.answers import (
     ENDED,
     HELD_UP,
@@ -32,6 +34,7 @@ from nemo_patches.channel.answers import (
     NOT_COME,
     NOT_HEARD,
 )
+from nemo_patches.channel.exchange import Exchange
 from nemo_patches.channel.rounds import RoundFailed
 
 pytestmark = pytest.mark.one_nemo
@@ -275,7 +278,7 @@ def sends_no_answers_of_this_format(rank: Rank) -> None:
             return
         id_ = content["id"]
         run = {"id": id_, "groups": [["k", [[0, 99999999999]], 0, {}]], "silent": []}
-        how = {"id": id_, "groups": [], "silent": [["by magic", 0, [[1, 1]]]]}
+        how = {"id": id_, "groups": [], "silent": [["by magic", [[1, 1]]]]}
         for body in (
             b"[" * 100_000,
             b'{"id": 3}',
@@ -421,6 +424,164 @@ def test_a_flood_of_strangers_where_files_are_few() -> None:
         wait_for(lambda: len(heard(job.do([2], Rank.ask)[0][1])) == 10)
 
 
+# The list of all ranks.
+
+
+def deep(rank: int) -> None:
+    meeting.FAN_OUT = 2
+
+
+def count_lists(rank: Rank) -> None:
+    rank.lists = []  # type: ignore[attr-defined]
+    send = link.Link.send
+
+    def counted(self: link.Link, kind: int, *rest: Any, **more: Any) -> None:
+        if kind == link.RANKS:
+            rank.lists.append(self.rank)  # type: ignore[attr-defined]
+        send(self, kind, *rest, **more)
+
+    link.Link.send = counted  # type: ignore[method-assign]
+
+
+def lists_sent(rank: Rank) -> list[int]:
+    return sorted(rank.lists)  # type: ignore[attr-defined]
+
+
+def test_the_list_of_all_ranks_goes_down_the_tree_once() -> None:
+    with Job(10, joins=False, setup=deep) as job:
+        job.do(job.all, count_lists)
+        job.do(job.all, Rank.join)
+        job.do(job.all, Rank.hold_rounds, 5)
+        time.sleep(
+            8
+        )  # what is looked at is that rank 0 sends it to nobody else afterwards
+        to = job.do(job.all, lists_sent)
+    assert to[0] == [1, 2]
+    assert sorted(rank for ranks in to for rank in ranks) == [*range(1, 10)]
+
+
+def test_a_list_of_4096_ranks_is_short() -> None:
+    chance = random.Random(56)
+    members = [
+        meeting.Member(
+            f"node-{rank // 8:04}",
+            f"10.0.{rank // 8 // 256}.{rank // 8 % 256}",
+            chance.randrange(32768, 61000),
+            chance.randrange(1 << 22),
+        )
+        for rank in range(4096)
+    ]
+    body = meeting.packed(members)
+    assert len(body) < 10 * 4096
+    told = link.Message(link.RANKS, 0, 0, 0, body).content()
+    rows = zip(*told["members"], strict=True)
+    assert [meeting.Member.from_json(one) for one in rows] == members
+    with pytest.raises(ValueError, match="not compressed"):
+        link.Message(link.RANKS, 0, 0, 0, b"{}").content()
+
+
+@pytest.mark.parametrize("silent", [[1], [3], [1, 3]])
+def test_a_rank_that_is_stopped_while_all_join_keeps_nobody_from_joining(
+    silent: list[int],
+) -> None:
+    """Nor hides it the ranks below it."""
+    with Job(10, joins=False, setup=deep) as job:
+        job.do(job.others(9), Rank.join)
+        wait_for(lambda: len(heard(job.do([0], Rank.ask)[0][1])) == 9)
+        job.signal(silent, signal.SIGSTOP)
+        wait_for(lambda: all(is_stopped(job.processes[rank]) for rank in silent))
+        job.do([9], Rank.join)
+        living = job.others(*silent)
+        wait_for_verdicts(job, [0], lambda told: heard(told) == set(living))
+        assert job.do(living, ended_ranks) == [[]] * len(living)
+        job.do(living, Rank.wait_joined)
+        job.signal(silent, signal.SIGCONT)
+        job.do(job.all, Rank.hold_rounds, 5)
+
+
+def test_a_rank_that_is_killed_while_all_join_keeps_nobody_from_joining() -> None:
+    with Job(10, joins=False, setup=deep) as job:
+        job.do(job.others(9), Rank.join)
+        wait_for(lambda: len(heard(job.do([0], Rank.ask)[0][1])) == 9)
+        job.signal([1], signal.SIGKILL)
+        os.waitpid(job.processes[1], 0)
+        job.processes[1] = 0
+        job.do([9], Rank.join)
+        job.do(job.others(1), Rank.wait_joined)
+        wait_for(lambda: job.do(job.others(1), ended_ranks) == [[1]] * 9)
+
+
+def is_refused_by(rank: Rank) -> None:
+    """From outside, as by a firewall: its port is another one than it says."""
+    listen = Exchange._listen
+
+    def there(self: Exchange) -> None:
+        listen(self)
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        self._here = dataclasses.replace(self._here, port=port)
+
+    Exchange._listen = there  # type: ignore[method-assign]
+
+
+def ended_ranks(rank: Rank) -> list[int]:
+    return sorted(rank.exchange.ended)
+
+
+def test_a_rank_that_its_parent_cannot_reach_joins_and_is_not_called_dead() -> None:
+    with Job(6, joins=False, setup=deep) as job:
+        job.do([4], is_refused_by)
+        job.do(job.all, Rank.join)
+        job.do([1], Rank.wait_joined)
+        for _, told in job.do([0, 1], Rank.ask):
+            assert silences(told).get(4) in (None, NOT_HEARD), told
+        job.do(job.all, Rank.wait_joined)
+        job.do(job.all, Rank.hold_rounds, 5)
+        assert job.do(job.all, ended_ranks) == [[]] * 6
+        wait_for_verdicts(job, [0], lambda told: len(heard(told)) == 6)
+
+
+def few_links(rank: Rank, free: int) -> None:
+    """So many files, and no more ever."""
+    exchange._FEWEST_LINKS = 3
+    limit = len(os.listdir("/proc/self/fd")) + free
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def test_where_rank_0_has_few_files_the_ranks_join_in_groups() -> None:
+    with Job(24, joins=False, setup=deep) as job:
+        job.do([0], few_links, 20)
+        job.do(job.all, Rank.join)
+        job.do(job.all, Rank.wait_joined)
+        job.do(job.all, Rank.hold_rounds, 5)
+        wait_for_verdicts(job, [5], lambda told: len(heard(told)) == 24)
+        assert job.do(job.all, ended_ranks) == [[]] * 24
+        (line, *others) = job.do([0], what_was_said)[0]
+    assert set(others) <= {"no file is left to accept a connection with"}
+    assert re.fullmatch(
+        r"the limit on open files \(ulimit -Hn\) leaves \d+ for 24 ranks: they join in"
+        " groups, which takes longer",
+        line,
+    )
+
+
+@pytest.mark.parametrize(("size", "most"), [(2, 9), (4096, 3)])
+def test_many_ranks_ask_the_store_for_rank_0_less_often(size: int, most: int) -> None:
+    asked = []
+
+    class Counted(dist.HashStore):  # type: ignore[misc]
+        def check(self, keys: list[str]) -> bool:
+            asked.append(time.monotonic())
+            return False
+
+    store = Counted()
+    one = Exchange(lambda: store, 1, size, print)
+    one.start()
+    wait_for(lambda: asked and time.monotonic() - asked[0] > 1.0)
+    one.close()
+    assert 1 <= len([at for at in asked if at - asked[0] < 1.0]) <= most
+
+
 # Meeting.
 
 
@@ -501,7 +662,9 @@ def test_20_process_groups_leave_nothing() -> None:
 
 def leave_a_stale_key(rank: Rank, port: int) -> None:
     rank.store = rank.make_store()
-    text = json.dumps([1, "00" * 16, ["elsewhere", "127.0.0.1", port, 1, ""]])
+    text = json.dumps(
+        [meeting._FORMAT, "00" * 16, ["elsewhere", "127.0.0.1", port, 1, ""]]
+    )
     dist.PrefixStore("group", rank.store).set(meeting.ROOT_KEY, text)
 
 

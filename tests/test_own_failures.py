@@ -66,7 +66,7 @@ def test_an_answer_of_a_later_version_is_read_as_far_as_it_is_known() -> None:
     answers.add_json(
         {
             "groups": [["key", [[0, 0]], 1.0, {"rank": 0}, "more"]],
-            "silent": [["asleep", 3.0, [[1, 1]], "more"], [LEFT, 1.0, [[2, 2]]]],
+            "silent": [["asleep", [[1, 1]], "more"], [LEFT, [[2, 2]]]],
             "more": 1,
         }
     )

@@ -238,7 +238,7 @@ def of_hosts(hosts: str, *lost: int) -> Found:
         for rank in range(len(hosts))
         if rank not in lost
     }
-    silent = {rank: Silence(LOST, 24.0) for rank in lost}
+    silent = {rank: Silence(LOST) for rank in lost}
     return Found(len(hosts), states, silent, members)
 
 

@@ -28,6 +28,9 @@ class Wire:
     """One end of a connection."""
 
     is_ready = True
+    is_suspect = False
+    is_cut = False
+    has_list = True  # all have joined
 
     def __init__(self, rank: int) -> None:
         self.rank = rank  # of the other end

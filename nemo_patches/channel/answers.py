@@ -15,7 +15,6 @@ _LONGEST_TEXT = 200  # characters
 _MOST_GROUPS = 64
 _MOST_ALONE = 32  # of these: those with the fewest ranks; the others are merged by kind
 _MOST_RANKS = 1 << 20
-_LONGEST_S = 1e9
 OTHERS = "others"  # the key of the states that do not fit
 
 # Why nothing is heard of a rank.
@@ -40,13 +39,9 @@ SILENCES = (
 
 @dataclass(frozen=True)
 class Silence:
-    """Why nothing is heard of a rank. seconds: since it left, ended or was lost; -1: not known.
-
-    note: what it has left, if it is unreached.
-    """
+    """Why nothing is heard of a rank. note: what it has left, if it is unreached."""
 
     how: str  # one of SILENCES
-    seconds: float = -1.0
     note: str = ""
 
 
@@ -65,7 +60,7 @@ class Group:
         if min(other.ranks) < min(self.ranks):
             self.state = other.state
         self.ranks |= other.ranks
-        known = [one for one in (self.still, other.still) if one >= 0]
+        known = (one for one in (self.still, other.still) if one >= 0)
         self.still = min(known, default=-1.0)
 
 
@@ -101,13 +96,12 @@ class Answers:
             [key, runs_of(group.ranks), group.still, group.state]
             for key, group in self._kept()
         ]
-        by_silence: dict[tuple[str, float, str], list[int]] = {}
+        by_silence: dict[Silence, list[int]] = {}
         for rank, silence in self.silent.items():
-            key = (silence.how, round(silence.seconds), silence.note)
-            by_silence.setdefault(key, []).append(rank)
+            by_silence.setdefault(silence, []).append(rank)
         silent = [
-            [how, seconds, runs_of(ranks), *filter(None, [note])]
-            for (how, seconds, note), ranks in by_silence.items()
+            [silence.how, runs_of(ranks), *filter(None, [silence.note])]
+            for silence, ranks in by_silence.items()
         ]
         return {"groups": groups, "silent": silent}
 
@@ -135,24 +129,12 @@ class Answers:
 
         What a later version says more is passed over: a silence that is not known is NOT_HEARD.
         """
-        groups = [
-            (text_of(key), ranks_of(runs), state_of(state), float(still))
-            for key, runs, still, state, *_ in told["groups"]
-        ]
-        silent = [
-            (
-                Silence(_known(text_of(how)), float(seconds), _note_of(note)),
-                ranks_of(runs),
-            )
-            for how, seconds, runs, *note in told["silent"]
-        ]
-        for silence, _ in silent:
-            if not -1 <= silence.seconds < _LONGEST_S:
-                raise ValueError("not a silence")
-        for key, ranks, state, still in groups:
-            self.add(key, ranks, state, still)
-        for silence, ranks in silent:
-            self.add_silent(ranks, silence)
+        for key, runs, still, state, *_ in told["groups"]:
+            self.add(text_of(key), ranks_of(runs), state_of(state), float(still))
+        for how, runs, *note in told["silent"]:
+            known = how if how in SILENCES else NOT_HEARD
+            said = safe(text_of("".join(note[:1])))
+            self.add_silent(ranks_of(runs), Silence(known, said))
 
 
 def _join(groups: dict[str, Group], key: str, group: Group) -> None:
@@ -162,19 +144,11 @@ def _join(groups: dict[str, Group], key: str, group: Group) -> None:
         groups[key] = group
 
 
-def _known(how: str) -> str:
-    return how if how in SILENCES else NOT_HEARD
-
-
 def text_of(value: Any) -> str:
     """At most so many characters of a text. Raises TypeError if it is none."""
     if not isinstance(value, str):
         raise TypeError("not a text")
     return value[:_LONGEST_TEXT]
-
-
-def _note_of(told: list[Any]) -> str:
-    return safe(text_of(told[0])) if told else ""
 
 
 def state_of(state: Any) -> Any:

@@ -15,7 +15,6 @@ import dataclasses
 import errno
 import functools
 import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -63,7 +62,7 @@ from .meeting import Member
 from .notes import Notes
 from .own_socket import Socket, host_name
 from .process_hooks import AtExit, InForkedChild
-from .questions import Questions, Watch
+from .questions import Questions
 from .rounds import NEVER, Latest, RoundFailed, Rounds, Stop
 from .waker import Waker
 
@@ -83,6 +82,8 @@ _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
 _LONGEST_TROUBLE_S = 60.0  # between two requests to a store that answers with errors
 _PAUSE_PER_RANK_S = 0.002  # many ranks ask the one store less often
+_FIRST_PAUSE_PER_RANK_S = 0.0002  # the same, at first
+_FEWEST_LINKS = 64  # that rank 0 keeps, however few files it may have
 _NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
 _MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
 _LEAVE_S = 1.0  # a connection that was lost just now may come back
@@ -107,7 +108,7 @@ class Exchange:
         """
         self.rank = rank
         self.size = size
-        self.watch: Watch | None = None  # answers questions
+        self.watch: Any = None  # answers questions, as Looks of watch/ does
         # Called in the exchange's thread when it has heard that a rank has ended without a word.
         self.on_death: Callable[[], object] = lambda: None
         self.over = ""  # why there are no more rounds
@@ -117,7 +118,9 @@ class Exchange:
         self._store = store
         self._say = say
         self._said: set[str] = set()
-        self._is_closing = False
+        self.is_closed = (
+            False  # this rank's part ends, and no rank can be asked any more
+        )
         self._token = b""
         self._here = Member("", "", 0, 0)
         self._store_address = ""
@@ -132,6 +135,9 @@ class Exchange:
         self._parents = [0] * size  # until all have come, all are below rank 0
         self._parents[0] = -1
         self._children: list[int] = []
+        self._list = b""  # of all members, as it is sent
+        # Children that this rank has never been connected to: a firewall may refuse it.
+        self._unmet: set[int] = set()
         self.ranks_to_ask = [0]  # in this order, until one is there
         self._rounds: dict[int, Rounds] = {}
         self._links: dict[int, Link] = {}  # by rank: the newest
@@ -139,19 +145,18 @@ class Exchange:
         self._strangers: deque[Link] = deque()
         # By rank: when to connect again, and the pause after that.
         self._tries: dict[int, tuple[float, float]] = {}
-        # By rank: how, and time.monotonic().
-        self._ended: dict[int, tuple[str, float]] = {}
+        self._ended: dict[int, Silence] = {}
         # Those that live, and take no part in rounds after an error of ours.
         self._failed: set[int] = set()
         self._errors = 0  # of ours, in the thread
-        # By rank: since when there is no connection any more.
-        self._lost_at: dict[int, float] = {}
+        self._lost_ranks: set[int] = set()  # there is no connection any more
         self._questions = Questions(self)
         self._mend_at = 0.0
         self._leaves_at = math.inf
         self._leaves_by = math.inf  # written at exit
         self._trouble_pause_s = _FIRST_PAUSE_S
         self._connect_s = _CONNECT_S + size * _PAUSE_PER_RANK_S
+        self._most_links = math.inf
         self._inbox: deque[Callable[[], object]] = deque()
         self._chance = random.Random()  # training's random numbers stay as they are
         self._selector = selectors.PollSelector()  # needs no file
@@ -168,7 +173,7 @@ class Exchange:
         if not self._starting.acquire(blocking=False):
             return  # another thread is at it, or this one, which a signal handler has interrupted
         try:
-            if self._thread is not None or self._is_closing:
+            if self._thread is not None or self.is_closed:
                 return
             # Its child may end without atexit.
             if multiprocessing.parent_process() is not None:
@@ -178,7 +183,7 @@ class Exchange:
         finally:
             self._starting.release()
         if why:
-            self._is_closing = True
+            self.is_closed = True
             self.over = f"this rank cannot take part: {why}"
 
     def rounds(self, name: str) -> Rounds:
@@ -186,7 +191,7 @@ class Exchange:
         key = int.from_bytes(
             hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"
         )
-        return self._rounds.setdefault(key, Rounds(self, key))
+        return self._of(key)
 
     @property
     def is_whole(self) -> bool:
@@ -202,18 +207,9 @@ class Exchange:
         self.post(functools.partial(self._of_questions, step, *arguments))
 
     @property
-    def is_closed(self) -> bool:
-        """Whether this rank's part has ended, and no rank can be asked any more."""
-        return self._is_closing
-
-    @property
     def ended(self) -> dict[int, Silence]:
         """The ranks that have left or ended, as far as this one has heard, in this order."""
-        now = time.monotonic()
-        return {
-            rank: Silence(how, now - at)
-            for rank, (how, at) in list(self._ended.items())
-        }
+        return self._ended.copy()
 
     @property
     def any_died(self) -> bool:
@@ -229,7 +225,7 @@ class Exchange:
     def has_others(self) -> bool:
         """Whether a rank may live that this one could hear of."""
         return (
-            self.is_joined and not self._is_closing and len(self._ended) < self.size - 1
+            self.is_joined and not self.is_closed and len(self._ended) < self.size - 1
         )
 
     @property
@@ -244,7 +240,7 @@ class Exchange:
 
     def post(self, call: Callable[[], object]) -> None:
         """Have this done by the exchange's thread."""
-        if not self._is_closing:
+        if not self.is_closed:
             self._inbox.append(call)
             self._wake()
             if self._thread is None:
@@ -252,8 +248,8 @@ class Exchange:
 
     def close(self, why: str = _DESTROYED) -> None:
         """End this rank's part, and say so to the others. The garbage collector may call this."""
-        if not self._is_closing:
-            self._is_closing = True
+        if not self.is_closed:
+            self.is_closed = True
             self.over = self.over or why
             self._wake()
 
@@ -280,7 +276,7 @@ class Exchange:
 
     def forget(self) -> None:
         """In a forked child: the sockets are its parent's."""
-        self._is_closing = True
+        self.is_closed = True
         self.over = "this process was forked from the rank's own"
         self._waker = None
         for link in self._all_links:
@@ -304,7 +300,7 @@ class Exchange:
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # no file is left
             self._have_waker()
-        while not self._is_closing and self._errors < _MOST_ERRORS:
+        while not self.is_closed and self._errors < _MOST_ERRORS:
             self._try_step()
         self._leaves_at = time.monotonic() + _LEAVE_S
         while (
@@ -390,7 +386,7 @@ class Exchange:
             # c10d may log a stack for each request to a server that has died.
             self._trouble_pause_s = min(2 * self._trouble_pause_s, _LONGEST_TROUBLE_S)
             pauses.append(self._trouble_pause_s)
-            if not self._is_closing:
+            if not self.is_closed:
                 why = first_line(error)
                 self._trouble(
                     f"this rank is not connected to the others yet, and tries again: {why}"
@@ -412,7 +408,13 @@ class Exchange:
             self._say(text)
 
     def _listen(self) -> None:
-        meeting.make_room(self.size if self.rank == 0 else 4 * meeting.FAN_OUT)
+        room = meeting.make_room(self.size if self.rank == 0 else _FEWEST_LINKS)
+        if room < self.size and self.rank == 0 and self.size > _FEWEST_LINKS:
+            self._most_links = max(room, _FEWEST_LINKS)
+            self._say_once(
+                f"the limit on open files (ulimit -Hn) leaves {self._most_links} for"
+                f" {self.size} ranks: they join in groups, which takes longer"
+            )
         trouble = ""
         try:
             address, self._store_address = meeting.own_addresses(self._present_store())
@@ -433,7 +435,9 @@ class Exchange:
         return store
 
     def _join(self, now: float) -> float:
-        """Rank 0 says where it is; the others register with it, and it tells all where all are."""
+        """Rank 0 says where it is, and the others register with it; where all are goes down the
+        tree.
+        """
         if self.rank == 0:
             if not self._token:
                 self._token = meeting.leave_root(self._present_store(), self._here)
@@ -445,7 +449,8 @@ class Exchange:
             return self._notes.look(store, self._token, absent, now)
         if 0 in self._links or any(link.is_ours for link in self._all_links):
             return math.inf
-        at, pause_s = self._tries.get(0, (0.0, _FIRST_PAUSE_S))
+        first_s = _FIRST_PAUSE_S + self.size * _FIRST_PAUSE_PER_RANK_S
+        at, pause_s = self._tries.get(0, (0.0, first_s))
         if now < at:
             return at - now
         longest_s = 0.25 + self.size * _PAUSE_PER_RANK_S
@@ -484,22 +489,18 @@ class Exchange:
         before = self.members[rank]
         if not self.is_joined:
             self.members[rank] = member
-            if None not in self.members:
-                body = self._ranks()
-                for link in self._links.values():
-                    link.send(RANKS, body=body)
+            if all(self.members):
                 self._joined()  # then it says which of them have left
-        elif before == member:  # it had lost its connection
-            self._links[rank].send(RANKS, body=self._ranks())
+            elif len(self._all_links) > self._most_links:
+                self._lost(self._links[rank])
+                self._lost_ranks.discard(rank)
+        elif before == member:  # nobody above it in the tree has told it
+            self._links[rank].send(RANKS, body=self._list)
         else:
             raise _NotOfThisGroup
 
-    def _ranks(self) -> bytes:
-        members = [member.to_json() for member in self.members if member is not None]
-        return json.dumps({"members": members}).encode()
-
     def _joined(self) -> None:
-        members = [member for member in self.members if member is not None]
+        members = list(filter(None, self.members))
         hosts = [member.host for member in members]
         self._parents = meeting.parents_of(hosts)
         self._children = self.children_of(self.rank)
@@ -510,11 +511,17 @@ class Exchange:
         self._store = lambda: None
         self.trouble = ""
         self.is_joined = True
-        # At first the children come by themselves.
-        later = time.monotonic() + self._connect_s
-        absent = [child for child in self._children if child not in self._links]
-        self._tries = dict.fromkeys(absent, (later, _FIRST_PAUSE_S))
+        self._list = self._list or meeting.packed(members)
+        # By then those that this rank cannot reach have heard of rank 0, and have come.
+        now = time.monotonic()
+        later = now + _IDLE_S + 3 * self._connect_s
+        self._unmet = set(self._children) - self._links.keys()
+        self._tries = dict.fromkeys(self._unmet, (later, _FIRST_PAUSE_S))
         self._mend_at = 0.0
+        for link in self._all_links:
+            link.used_at = now
+        for child in self._children:
+            self.link_to(child)
         for rank, member in enumerate(members):
             if member.trouble:
                 self._end(f"rank {rank} cannot take part: {member.trouble}")
@@ -538,13 +545,20 @@ class Exchange:
             return None
         link = self._links.get(rank)
         # Behind what is not acknowledged nothing else comes through.
-        if link is not None and not link.is_suspect and link.unacknowledged_s < 0:
-            return link
-        return self._open(rank)
+        if link is None or link.is_suspect or link.is_cut:
+            return self._open(rank)
+        self._pass_on_list(link)
+        return link
+
+    def _pass_on_list(self, link: Link) -> None:
+        """To a rank further down, once: it may not have joined."""
+        if self.is_joined and link.rank > self.rank and not link.has_list:
+            link.has_list = True
+            link.send(RANKS, body=self._list)
 
     def _open(self, rank: int) -> Link | None:
         member = self.members[rank]
-        if member is None:
+        if member is None or len(self._all_links) > self._most_links:
             return None
         address = self._address_of(rank, member)
         try:
@@ -555,6 +569,7 @@ class Exchange:
             )
             return None
         self._watch(link)
+        self._pass_on_list(link)
         return link
 
     def _address_of(self, rank: int, member: Member) -> str:
@@ -577,6 +592,7 @@ class Exchange:
         if now < at:
             return at - now
         self._tries[rank] = (now + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S))
+        self._unmet.discard(rank)
         self._open(rank)
         return pause_s * self._chance.uniform(0.5, 1.0)
 
@@ -584,10 +600,12 @@ class Exchange:
         """A connection that is not made in time, or that nobody needs, is closed."""
         if not link.is_ready:
             left_s = link.opened_at + self._connect_s - now
-        elif link.is_ours and self.is_joined and link.rank not in self._neighbours():
-            left_s = link.used_at + _IDLE_S - now
-        else:
+        elif not self.is_joined or link.rank in self._neighbours():
             return math.inf
+        elif link.is_ours:
+            left_s = link.used_at + _IDLE_S - now
+        else:  # it has not joined, or would have closed it: it asks rank 0 anew
+            left_s = link.used_at + _IDLE_S + self._connect_s - now
         if left_s <= 0:
             if not self.is_joined and link.is_ours:
                 self._trouble(
@@ -648,8 +666,12 @@ class Exchange:
     def _is_ready(self, link: Link) -> None:
         self._links[link.rank] = link
         self.trouble = ""
-        self._tries.pop(link.rank, None)
-        self._lost_at.pop(link.rank, None)
+        if (
+            self.is_joined
+        ):  # before, a rank that was sent away comes again, ever more rarely
+            self._tries.pop(link.rank, None)
+        self._lost_ranks.discard(link.rank)
+        self._unmet.discard(link.rank)
         if link.rank in self._neighbours():
             self._repeat(link)
 
@@ -672,7 +694,7 @@ class Exchange:
             for other in others[:1]:
                 self._is_ready(other)  # what went over the lost one may not have come
             if link.rank not in self._links and (link.error or not link.is_ours):
-                self._lost_at[link.rank] = time.monotonic()
+                self._lost_ranks.add(link.rank)
         if not self.is_joined:
             # Not said yet: rank 0's key may be an earlier group's.
             if link.error and link.is_ours:
@@ -680,7 +702,10 @@ class Exchange:
                 self.trouble = (
                     f"no connection to {self._address_text(link.rank)}: {why}"
                 )
-        elif link.error == errno.ECONNREFUSED and link.rank in self._neighbours():
+        elif (
+            link.error == errno.ECONNREFUSED
+            and link.rank in self._neighbours() - self._unmet
+        ):
             self._has_ended(link.rank, ENDED)
         self._of_questions(self._questions.lost, link)
 
@@ -705,10 +730,12 @@ class Exchange:
                 self.stop(self._of(message.key), stop)
         elif message.kind == REGISTER and self.rank == 0:
             self._registered(link.rank, Member.from_json(message.content()["member"]))
-        elif message.kind == RANKS and link.rank == 0 and not self.is_joined:
-            members = [Member.from_json(one) for one in message.content()["members"]]
+        elif message.kind == RANKS and not self.is_joined:
+            rows = zip(*message.content()["members"], strict=True)
+            members = [Member.from_json(one) for one in rows]
             if len(members) == self.size and members[self.rank] == self._here:
                 self.members = list(members)
+                self._list = message.body
                 self._joined()
         elif message.kind in _QUESTION_KINDS:
             self._of_questions(self._questions.heard, link, message)
@@ -786,8 +813,8 @@ class Exchange:
 
     def _repeat(self, link: Link) -> None:
         """What the other end may have missed. It is at most one round of a key behind."""
-        for rank, (how, _) in self._ended.items():
-            _say_ended(link, rank, how)
+        for rank, silence in self._ended.items():
+            _say_ended(link, rank, silence.how)
         for rank in self._failed:
             _say_ended(link, rank, _FAILED)
         for rounds in list(self._rounds.values()):
@@ -831,7 +858,7 @@ class Exchange:
     def _has_ended(self, rank: int, how: str) -> None:
         if rank in self._ended or not 0 <= rank < self.size:
             return
-        self._ended[rank] = (how, time.monotonic())
+        self._ended[rank] = Silence(how)
         for neighbour in self._neighbours() & self._links.keys():
             _say_ended(self._links[neighbour], rank, how)
         self._end(f"rank {rank} {_HOW_TEXTS[how]}")
@@ -844,8 +871,8 @@ class Exchange:
             rounds.wake()
 
     def _leave(self) -> None:
-        lives = not self._is_closing
-        self._is_closing = True
+        lives = not self.is_closed
+        self.is_closed = True
         for link in self._all_links:
             if link.is_ready and link.rank in self._neighbours():
                 _say_ended(link, self.rank, _FAILED if lives else LEFT)
@@ -870,8 +897,11 @@ class Exchange:
 
     def children_of(self, rank: int) -> list[int]:
         """The ranks below a rank; until all have come, those that have registered, below rank 0."""
-        below = [one for one, parent in enumerate(self._parents) if parent == rank]
-        return [one for one in below if self.members[one] is not None]
+        return [
+            one
+            for one, parent in enumerate(self._parents)
+            if parent == rank and self.members[one]
+        ]
 
     def why_unreachable(self, rank: int) -> Silence | None:
         """Why a rank cannot be asked; None if it can."""
@@ -881,28 +911,26 @@ class Exchange:
                 text = f"{note.host}, pid {note.pid}: {note.trouble}"
                 return Silence(UNREACHED, note=text)
             return Silence(NOT_COME if 0 in (rank, self.rank) else NOT_HEARD)
-        if rank in self._ended:
-            how, at = self._ended[rank]
-            return Silence(how, time.monotonic() - at)
-        return None
+        return self._ended.get(rank)
 
     def silence_of(self, rank: int, link: Link | None) -> Silence:
         """Of a rank that was asked over this connection, and has said nothing."""
         if rank in self._failed:
             return Silence(NO_WATCH)
-        if rank in self._lost_at:
-            return Silence(LOST, time.monotonic() - self._lost_at[rank])
-        if link is not None and link.error == errno.ECONNREFUSED and self.is_joined:
+        if rank in self._lost_ranks:
+            return Silence(LOST)
+        is_met = self.is_joined and rank not in self._unmet
+        if link is not None and link.error == errno.ECONNREFUSED and is_met:
             return Silence(ENDED)
         links = [one for one in self._all_links if one.rank == rank]
         if any(one.is_ready and one.has_gap for one in links):
             return Silence(NOT_THROUGH)
-        cut_s = max((one.unacknowledged_s for one in links), default=-1.0)
+        is_cut = any(one.is_cut for one in links)
         # One that is being made says nothing: a firewall may keep it from being made.
         stands = any(one.is_connected for one in links)
-        if cut_s < 0 and (stands or (link is not None and link.is_connected)):
+        if not is_cut and (stands or (link is not None and link.is_connected)):
             return Silence(NO_ANSWER)
-        return Silence(LOST if self.is_joined else NOT_HEARD, cut_s)
+        return Silence(LOST if is_met else NOT_HEARD)
 
     def _of_questions(
         self, step: Callable[..., float | None], *arguments: Any

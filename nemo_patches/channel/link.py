@@ -11,6 +11,7 @@ import json
 import secrets
 import struct
 import time
+import zlib
 from typing import Any, NamedTuple
 
 from .meeting import family_of
@@ -31,9 +32,8 @@ _MOST_UNSENT = 1 << 20
 _KEEPALIVE_S = 5
 # The kernel gives up a connection from which nothing has come for so long.
 _CUT_OFF_S = 25
-# Linux: tcpi_retransmits, tcpi_probes, tcpi_unacked, tcpi_last_ack_recv (milliseconds) and
-# tcpi_notsent_bytes of struct tcp_info.
-_TCP_INFO = struct.Struct("@2xBB20xI28xI84xI")
+# Linux: tcpi_retransmits, tcpi_probes, tcpi_unacked and tcpi_notsent_bytes of struct tcp_info.
+_TCP_INFO = struct.Struct("@2xBB20xI116xI")
 _SO_MEMINFO = 55  # Linux: first of what has come, and is not read
 
 
@@ -47,11 +47,13 @@ class Message(NamedTuple):
     body: bytes
 
     def content(self) -> dict[str, Any]:
-        """Raises ValueError if it is not JSON of a dict."""
+        """Raises ValueError if it is not JSON of a dict; RANKS is compressed."""
         try:
-            content = json.loads(self.body)
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+            content = json.loads(
+                zlib.decompress(self.body) if self.kind == RANKS else self.body
+            )
+        except (RecursionError, zlib.error):
+            raise ValueError("nested too deeply, or not compressed") from None
         if not isinstance(content, dict):
             raise ValueError("not a dict")
         return content
@@ -68,6 +70,7 @@ class Link:
         self.is_ready = False  # both ends have proved that they know the token
         # The other end has not answered in time: do not rely on it.
         self.is_suspect = False
+        self.has_list = False  # of all ranks: it was sent over this one
         self.opened_at = time.monotonic()
         self.used_at = self.opened_at
         self.error = 0  # why it is lost
@@ -114,8 +117,8 @@ class Link:
         return True
 
     @property
-    def unacknowledged_s(self) -> float:
-        """For how long the other host has acknowledged nothing; -1: it does, or has nothing to.
+    def is_cut(self) -> bool:
+        """Whether the other host does not acknowledge what it has to.
 
         The kernel of a living host acknowledges also for a process that is stopped.
         """
@@ -124,14 +127,12 @@ class Link:
                 _socket.IPPROTO_TCP, _socket.TCP_INFO, _TCP_INFO.size
             )
         except OSError:
-            return -1.0
+            return False
         data = data.ljust(_TCP_INFO.size, b"\0")  # an old kernel's is shorter
-        retransmits, probes, unacknowledged, last_ms, not_sent = _TCP_INFO.unpack(data)
+        retransmits, probes, unacknowledged, not_sent = _TCP_INFO.unpack(data)
         # Where this host's own interface is down, nothing even leaves it.
         is_silent = (retransmits and unacknowledged) or (probes and not_sent)
-        if not is_silent or not self.is_connected:
-            return -1.0
-        return float(last_ms / 1000)
+        return bool(is_silent) and self.is_connected
 
     @property
     def has_gap(self) -> bool:

@@ -14,7 +14,8 @@ import json
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ except (
 FAN_OUT = 16  # connections of a rank to those below it, at most
 ROOT_KEY = "nemo_patches/root"
 _NOTE_KEY = "nemo_patches/unreached/{rank}"
-_FORMAT = 1
+_FORMAT = 2
 _BACKLOG = 1024
 # The kernel holds back a client that says nothing for so long: it costs no file.
 _SILENT_S = 5
@@ -58,12 +59,10 @@ class Member:
     def from_json(cls, told: Any) -> Member:
         """Raises ValueError if no rank of this format has sent it."""
         host, address, port, pid, trouble = told
-        texts = (host, address, trouble)
-        if not all(
-            isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts
-        ):
+        if [type(one) for one in told] != [str, str, int, int, str]:
             raise ValueError("not a member")
-        if type(port) is not int or type(pid) is not int or not 0 <= port < 1 << 16:
+        longest = max(len(host), len(address), len(trouble))
+        if longest > _LONGEST_TEXT or not 0 <= port < 1 << 16:
             raise ValueError("not a member")
         return cls(safe(host), address, port, pid, safe(trouble))
 
@@ -72,6 +71,12 @@ class Member:
         if self.host != here.host and is_loopback(self.address):
             return store_address
         return self.address
+
+
+def packed(members: Iterable[Member]) -> bytes:
+    """All of a job. In columns, where ranks of one host repeat each other: some 8 bytes a rank."""
+    columns = list(zip(*(member.to_json() for member in members), strict=True))
+    return zlib.compress(json.dumps({"members": columns}).encode())
 
 
 def leave_root(store: Any, root: Member) -> bytes:
@@ -262,12 +267,17 @@ def family_of(address: str) -> int:
     return _socket.AF_INET6 if ":" in address else _socket.AF_INET
 
 
-def make_room(files: int) -> None:
-    """Raise the soft limit on open files, up to the hard one, if it leaves no room for so many."""
+def make_room(files: int) -> int:
+    """Raise the soft limit on open files, up to the hard one, if it leaves no room for so many.
+
+    Where even that leaves none: how many of them there may be, half of what is left.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = len(os.listdir("/proc/self/fd")) + files
+    are_open = len(os.listdir("/proc/self/fd"))
+    wanted = are_open + files
     if soft < wanted and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))
+    return files if wanted <= hard else (hard - are_open) // 2
 
 
 def parents_of(hosts: list[str]) -> list[int]:

@@ -17,9 +17,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..limits import (
     ANSWERS_PER_RANK_S,
@@ -49,39 +48,6 @@ _LEVEL_S = 0.1
 _GAP_S = 0.3
 
 
-class Watch(Protocol):
-    """Called on the exchange's thread: must be quick, and must not wait."""
-
-    def asked(self, id_: str, reply: Callable[[str, Any, float], None]) -> None:
-        """Call `reply` soon, on any thread: the key of equal states, this one as JSON data, and for
-        how many seconds this rank has stood still (-1: not known). id_: the question's."""
-
-    def judge(self, found: dict[str, Any], reply: Callable[[Any], None]) -> None:
-        """Call `reply` soon, on any thread, with the verdict as JSON data."""
-
-    def told(self, id_: str, verdict: Any) -> None:
-        """The verdict on a question; another rank may have asked it."""
-
-
-class Owner(Protocol):
-    """What questions need of the exchange."""
-
-    rank: int
-    size: int
-    watch: Watch | None
-    ranks_to_ask: list[int]
-
-    def post_question(self, step: Callable[..., None], *arguments: Any) -> None: ...
-
-    def link_to(self, rank: int) -> Link | None: ...
-
-    def children_of(self, rank: int) -> list[int]: ...
-
-    def why_unreachable(self, rank: int) -> Silence | None: ...
-
-    def silence_of(self, rank: int, link: Link | None) -> Silence: ...
-
-
 @dataclass
 class Question:
     """A question at this rank. origin: the connection for the answer; None: this rank judges."""
@@ -102,7 +68,8 @@ class Question:
 class Questions:
     """This rank's part in all questions. Only the exchange's thread uses it."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Any) -> None:
+        """owner: the Exchange, which imports this module."""
         self._owner = owner
         self._open: list[Question] = []
         self._told: deque[str] = deque(maxlen=16)  # the questions of the last verdicts

@@ -105,13 +105,18 @@ def found_of(
     """What a question's answers say of `size` ranks in all; malformed states are left out."""
     states: dict[int, RankFacts] = {}
     for key, group in answers.groups.items():
-        state = read_facts(group.state, has_place=" " in key) if key != OTHERS else None
+        state = read_facts(group.state) if key != OTHERS else None
         if state is None:
             continue
-        state = replace(state, still=group.still if group.still >= 0 else -1.0)
+        state = replace(state, still=max(group.still, -1.0))
+        # As far as it applies to other ranks with the same key.
+        other = replace(state, host="", pid=0, workers=(), worker_states=(), batch="")
+        if " " not in key:  # their places differ
+            state = other = replace(other, where="", caller="", hook="")
         for rank in group.ranks:
             if rank < size:
-                states[rank] = state if rank == state.rank else state.of_another(rank)
+                is_own = rank == state.rank
+                states[rank] = state if is_own else replace(other, rank=rank)
     silent = {
         rank: answers.silent.get(rank, Silence(NOT_HEARD))
         for rank in range(size)

@@ -7,7 +7,7 @@ evaluated.
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 from ..facts import RankFacts
@@ -16,22 +16,17 @@ from ..text import safe
 REFUSALS = (TypeError, ValueError, AttributeError, KeyError, OverflowError)
 
 
-def read_facts(content: Any, has_place: bool = True) -> RankFacts | None:
+def read_facts(content: Any) -> RankFacts | None:
     """Facts in which every field has the right type; None if one has not.
 
-    has_place: whether its rank's place is that of all ranks whose facts were merged with it. What a
-    rank with an older nemo_patches does not say is as by default; what a newer one says is passed
-    over.
+    What a rank with an older nemo_patches does not say is as by default; what a newer one says is
+    passed over.
     """
     try:
         facts: RankFacts = read(RankFacts, content)
     except REFUSALS:
         return None
-    if has_place:
-        return facts
-    return replace(
-        facts, where="", caller="", hook="", workers=(), worker_states=(), batch=""
-    )
+    return facts
 
 
 def read(kind: Any, value: Any) -> Any:

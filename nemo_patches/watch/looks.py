@@ -92,15 +92,20 @@ class Looks:
         self.latest: Told | None = None  # that knows of this rank
         self._limit_s = LOOK_S + exchange.size * REPORT_PER_RANK_S
 
-    # The exchange's thread.
+    # The exchange's thread, which is not to wait.
 
     def asked(self, id_: str, reply: Callable[[str, Any, float], None]) -> None:
+        """Reply to a question: the key of equal states, this one as JSON data, and for how many
+        seconds this rank has stood still (-1: not known).
+        """
         self._have(lambda: self._answer(id_, reply))
 
     def judge(self, found: dict[str, Any], reply: Callable[[Any], None]) -> None:
+        """Reply with the verdict as JSON data."""
         self._have(lambda: reply(self._judged(found)))
 
     def told(self, id_: str, verdict: Any) -> None:
+        """The verdict on a question; another rank may have asked it."""
         self._have(lambda: self._take(id_, verdict))
 
     def _have(self, call: Callable[[], object]) -> None:
@@ -116,14 +121,11 @@ class Looks:
 
     def ranks_here(self) -> frozenset[int] | None:
         """The processes of this host's other ranks; None: not all are known."""
-        members = list(self._exchange.members)
-        own = members[self._exchange.rank]
-        here = frozenset(
-            member.pid
-            for member in members
-            if member is not None and own is not None and member.host == own.host
-        )
-        return here - {os.getpid()} if None not in members else None
+        members = list(filter(None, self._exchange.members))
+        if len(members) < self._exchange.size:
+            return None
+        host = members[self._exchange.rank].host
+        return frozenset(one.pid for one in members if one.host == host) - {os.getpid()}
 
     def begin(self) -> Look:
         """Begin a look."""
