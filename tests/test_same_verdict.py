@@ -15,10 +15,11 @@ import pytest
 from diagnosing import report_of
 from rank_states import found, state
 from simulated_traces import Setup, file_name, header
-from test_who_is_not_to_blame import OURS, call
+from test_who_is_not_to_blame import CALLS, ENCODER, OURS, call, traced
 
 from nemo_patches.channel.answers import ENDED, LEFT, NO_ANSWER, NOT_COME, NOT_HEARD
 from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
+from nemo_patches.judging.answer import Answer, Question, answered
 from nemo_patches.judging.kinds import CHECKPOINT
 from nemo_patches.judging.rank_groups import grouped
 from nemo_patches.judging.verdict import Verdict, judged
@@ -151,4 +152,59 @@ def test_all_that_a_rank_leaves_names_whom_its_line_names(tmp_path: Path) -> Non
             more = told - missing
             # While one computes the live line names nobody, and tells of those that are gone.
             assert not more or (more <= gone and "computes" in kinds), kinds
+    assert count > 700
+
+
+def rounds() -> Iterator[tuple[tuple[object, ...], Answer]]:
+    """Who is missing from a round that rank 0 has given up, by what the ranks say and by which of
+    them have come to it.
+    """
+    number = CALLS + 1
+    heard = [(kind, came) for kind in states_of(0) for came in (True, False)]
+    others = [*heard, *((kind, False) for kind in SILENT)]
+    for own, *kinds in itertools.product(("gradients", "reads"), others, others):
+        known = [replace(states_of(0)[own], rounds={ENCODER: number})]
+        silent = {}
+        for rank, (kind, came) in enumerate(kinds, 1):
+            if kind in SILENT:
+                silent[rank] = SILENT[kind]
+            else:
+                at = number if came else number - 1
+                known.append(replace(states_of(rank)[kind], rounds={ENCODER: at}))
+        look = found(*known, size=SIZE, silent=silent)
+        yield (own, *kinds), answered(Question(ENCODER, number, None), look, None)
+
+
+def test_of_a_round_nobody_else_is_accused_than_the_live_line_names(
+    tmp_path: Path,
+) -> None:
+    """Those that wait themselves are named there, and accused by none."""
+    count = 0
+    for kinds, answer in rounds():
+        missing = {one.rank for one in answer.missing}
+        if not missing:
+            continue
+        count += 1
+        waiting = {one.rank for one in answer.missing if one.collective}
+        line = (
+            f"{OURS.format(0)}{ENCODER}: training call {CALLS + 1}: not every rank's length"
+            f" came within 3.00 s; using this rank's own, 100. Missing: {answer.text(SIZE)}"
+        )
+        log = tmp_path / "train.log"
+        log.write_text(f"{line}\n")
+        stalled = records.Stalled(
+            t=7.0,
+            e=ENCODER,
+            n=CALLS + 1,
+            ranks=[one.rank for one in answer.missing],
+            kinds=[one.kind for one in answer.missing],
+            where=[one.where for one in answer.missing],
+            collectives=[one.collective for one in answer.missing],
+            text=answer.unknown,
+        )
+        traced(tmp_path, 0, *call(CALLS + 1, records.TIMEOUT), stalled)
+        trace = tmp_path / file_name(0, 1000.0)
+        told = [accused(report_of(one)) for one in (trace, log)]
+        assert told[0] == told[1], kinds
+        assert missing - waiting <= told[0] <= missing, kinds
     assert count > 700

@@ -198,15 +198,15 @@ class Tracer:
 
     def stall_reported(
         self,
-        told: Any,
         missing: tuple[Any, ...],
         text: str,
         encoder: str = "",
         call: int = 0,
         waited: bool = False,
+        groups: tuple[Any, ...] = (),
     ) -> None:
-        """This rank has logged who is missing. told: watch.looks.Told, where all ranks were then.
-        missing: of nemo_patches.MissingRank.
+        """This rank has logged who is missing. missing: of nemo_patches.MissingRank. groups: of a
+        stall of the job, where all ranks are: of judging.rank_groups.RankGroup.
 
         encoder: its title; empty for a stall of the job. text: why it is not known who is missing,
         or the job's line. call: 0 if the length sync has ended. waited: some rank waits for what is

@@ -32,7 +32,7 @@ from nemo_patches.tracing.writer import TraceWriter
 
 if TYPE_CHECKING:
     from nemo_patches.judging.missing_rank import MissingRank
-    from nemo_patches.watch.looks import Told
+    from nemo_patches.judging.rank_groups import RankGroup
 
 _CLOSE_LIMIT = timedelta(seconds=2)
 
@@ -214,15 +214,14 @@ class Recorder(Tracer):
 
     def stall_reported(
         self,
-        told: Told,
         missing: tuple[MissingRank, ...],
         text: str,
         encoder: str = "",
         call: int = 0,
         waited: bool = False,
+        groups: tuple[RankGroup, ...] = (),
     ) -> None:
         with self.guard:
-            groups = told.judgement.job.groups if told.judgement is not None else ()
             if len(groups) > MOST_GROUPS:
                 groups = ()  # else the record is longer than what reads it takes
             stalled = Stalled(

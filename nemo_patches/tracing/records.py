@@ -142,8 +142,8 @@ class Stalled:
     text: str = ""  # all ranks, in groups; or why it is not known who is missing
     # Some rank waited, in a collective, or for one without a heartbeat.
     waited: bool = False
-    # Where the judge knew all ranks to be, as in a stall report's JSON (docs/stalls.md); empty:
-    # not judged, or more than MOST_GROUPS.
+    # With `e` empty: where the judge knew all ranks to be, as in a stall report's JSON
+    # (docs/stalls.md); empty: in more groups than MOST_GROUPS.
     groups: Sequence[Any] = ()
 
 

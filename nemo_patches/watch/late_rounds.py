@@ -99,7 +99,7 @@ class LateRounds(Reason):
             stall = None
         else:
             listeners.tracer.stall_reported(
-                told, answer.missing, answer.unknown, sync.title, round_.call
+                answer.missing, answer.unknown, sync.title, round_.call
             )
             self._log(incident, answer, now)
             stall = Stall(

@@ -71,7 +71,7 @@ class Gone(Reason):
         title = self._title
         is_last = told.judgement is None
         if answer.missing or (answer.unknown and not is_last):
-            listeners.tracer.stall_reported(told, answer.missing, answer.unknown, title)
+            listeners.tracer.stall_reported(answer.missing, answer.unknown, title)
         size = self.incidents.group.size
         text = answer.text(size)
         if answer.missing:

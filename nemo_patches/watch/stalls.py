@@ -114,7 +114,7 @@ class Stalls(Reason):
         text = f"{self.idle(now)}. {verdict.text()}{f' | {trouble}' if trouble else ''}"
         report(verdict.level, text)
         incident.said_at = now
-        self._publish(incident, told, verdict, text)
+        self._publish(incident, verdict, text)
         if verdict.level >= logging.WARNING:
             self._act(stall, told.judgement, self._content(verdict, text, now))
 
@@ -154,15 +154,15 @@ class Stalls(Reason):
         more = stall.looks - len(_FIRST_LOOKS)
         return _FIRST_LOOKS[stall.looks] if more < 0 else LONG_FACTOR * 2 ** (more + 1)
 
-    def _publish(
-        self, incident: Incident, told: Told, verdict: Verdict, text: str
-    ) -> None:
+    def _publish(self, incident: Incident, verdict: Verdict, text: str) -> None:
         """After the line: `stalls` may be looking."""
         from ..judging.missing_rank import Stall
 
         waited = verdict.level >= logging.WARNING
         missing = verdict.missing if waited else ()
-        listeners.tracer.stall_reported(told, missing, text, waited=waited)
+        listeners.tracer.stall_reported(
+            missing, text, waited=waited, groups=verdict.groups
+        )
         incident.stall = None
         if waited:
             stall: Stalled = incident.subject

@@ -460,11 +460,6 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
     came = {rank for rank, one in traces.items() if one.came_to >= trace.round}
     if report.ranks and came.issuperset(report.ranks):
         return  # who was missing has come by now: it was late
-    here = {trace.rank, *report.ranks}
-    groups = tuple(one for one in report.groups if not one.goes_on)
-    for fact in _of_all_ranks(trace, replace(report, groups=groups), traces):
-        if fact.rank not in here:
-            yield fact
     yield _fact(trace, Place(collective=LENGTH_SYNC), report.t, of=trace.rank)
     for one in traces.values():  # these gave it up as well
         if one.missing is None and one.in_vain and one.round == trace.round:
