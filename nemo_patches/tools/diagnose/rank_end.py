@@ -36,6 +36,11 @@ _OF_TORCH = re.compile(
     r" for clients|"
     r"the ranks (?:cannot end together any more|are out of step)",  # StopTogetherError
 )
+# Whatever program says so of the ranks themselves
+_FOR_RANKS = re.compile(
+    r"(?i)time(?:d[ -])?out.{0,60}\bwait\w* (?:for|on) (?:the |all |other )?(?:\w{1,20} )?"
+    r"(?:rank|worker|peer|replica|process)"
+)
 # Downloads use these words, too: then it is the rank's own error.
 _OF_ANY_CONNECTION = re.compile(
     r"Connection (?:closed|reset) by|Broken pipe|Socket Timeout"
@@ -113,6 +118,8 @@ class Error(NamedTuple):
             return True
         is_runtime_error = self.name == "RuntimeError"
         if is_runtime_error and _OF_TORCH.search(self.message):
+            return True
+        if _FOR_RANKS.search(self.message):
             return True
         is_cut = _CUT.fullmatch(self.message) is not None and (
             is_runtime_error or not self.name.endswith("Error")

@@ -69,7 +69,7 @@ _EXITED = (
     r"(?:returned|exited|ended|finished)[^\w-]{1,3}-(?!(?:15|2)\b)\d{1,2}\b"
 )
 _ABSENT = (
-    r"missing|absent|stalled|stuck|hung|hanging|frozen|wedged|unresponsive|not responding|"
+    r"missing|absent|stale|stalled|stuck|hung|hanging|frozen|wedged|unresponsive|not responding|"
     r"does not respond|(?:no|without) (?:heartbeat|response|progress|answer|reply)|"
     r"missed (?:its |a |the )?heartbeats?|"
     r"heartbeat (?:lost|missed|timeout|timed out|expired)|lost contact|is lost|unreachable|"
@@ -122,6 +122,10 @@ _GENERAL = (
         rf"\b[Hh]eartbeats? (?:from|of|for) {_WHO}{_NUMBER}{_BETWEEN}"
         r"\b(?:lost|missed|missing|expired|timed out|overdue|stopped)\b",
     ),
+    (
+        TOLD_ABSENT,
+        rf"\b[Mm]issing (?:the )?(?:\w+ ){{1,2}}(?:of|from|for) {_WHO}{_NUMBER}",
+    ),
     (  # of a name, which is no rank's
         TOLD_ABSENT,
         r"\b(?:[Nn]ode|[Hh]ost|[Aa]gent|[Pp]od) ['\"]?(?P<who>[\w.-]*[A-Za-z][\w.-]*)"
@@ -169,9 +173,11 @@ _ANYWHERE = (
     (
         TOLD_ABSENT,
         re.compile(
-            r"\b(?:D state|no heartbeat|unresponsive|not respond\w*|hung|stuck|deadlocked|stalled|"
-            r"frozen|left the (?:group|job)|fell off|(?:never|did not|has not) (?:arrive|come|came|"
-            r"join|respond|report|set|answer)\w*)\b"
+            r"\b(?:D state|state T|no heartbeat|unresponsive|not respond\w*|hung|stuck|"
+            r"deadlocked|stalled|frozen|left the (?:group|job)|fell off|"
+            r"(?:never|did not|has not) (?:arrive|come|came|"
+            r"join|respond|report|set|answer|deliver)\w*|"
+            r"(?:did|has|have) not \w+\b.{0,40} for \d{2,9} ?(?:s|sec\w*|m|min\w*))\b"
         ),
     ),
 )
@@ -246,7 +252,8 @@ _MOOD = re.compile(
     r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|"
     r"my|your|our|you|I|we|polic\w+|default)\b|"
     "如果|是否|可能|将会|之前|"
-    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|to|by) (?:the )?$"
+    r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|to|by) (?:the )?$|"
+    r"\b(?!process|worker|actor|container|loader|agent|trainer|heartbeat)\w+ of (?:the )?$"
 )
 # Likewise after it, or between.
 _MOOD_AFTER = re.compile(
@@ -298,7 +305,7 @@ WORDS = (
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("SIG", "no progress", "returned -", "keep-alive"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
-    *("iving up", "gave up"),
+    *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
     "未",
@@ -319,6 +326,23 @@ class _Told(NamedTuple):
     line: Line
 
 
+class Steps:
+    """Whether the job has gone on since something was told, by the steps that lines tell."""
+
+    def __init__(self) -> None:
+        self._seen: list[int] = []
+
+    def begin(self) -> None:
+        self._seen.clear()
+
+    def go_on(self, text: str) -> bool:
+        if step := _STEP.search(text):
+            number = int(step[1])
+            if not self._seen or number > self._seen[-1]:
+                self._seen.append(number)
+        return len(self._seen) > _MOST_STEPS_AFTER
+
+
 class HearsayLines:
     """One launch's lines."""
 
@@ -328,7 +352,7 @@ class HearsayLines:
         self._passed: set[tuple[object, ...]] = set()
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
-        self._steps: list[int] = []  # since the last that was told
+        self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
         self._in_table = False
 
@@ -380,7 +404,7 @@ class HearsayLines:
         return bool(kinds)
 
     def _tell(self, ranks: list[int], kind: str, line: Line) -> None:
-        self._steps.clear()
+        self._steps.begin()
         for rank in ranks:
             if len(self._told) < MOST_KEPT:
                 key = (rank, kind if rank != NOT_TOLD else line.text)
@@ -393,12 +417,8 @@ class HearsayLines:
             self._goes_on()
         elif back := _BACK.search(text):
             self.is_there(*ranks_in(back["ranks"]))
-        if step := _STEP.search(text):
-            number = int(step[1])
-            if not self._steps or number > self._steps[-1]:
-                self._steps.append(number)
-            if len(self._steps) > _MOST_STEPS_AFTER:
-                self._goes_on()
+        if self._steps.go_on(text):
+            self._goes_on()
 
     def _goes_on(self) -> None:
         self._told.clear()
@@ -428,6 +448,10 @@ def is_no_event(text: str, before: str) -> bool:
     entry = _PROSE.match(text) if '"' in text or "'" in text else None
     is_text = entry is not None and TEXTS.fullmatch(entry["key"])
     return entry is not None and not is_text and _is_entry(text, before)
+
+
+def is_no_log_line(text: str) -> bool:
+    return _NO_LOG_LINE.search(text) is not None
 
 
 def _is_no_report(text: str, before: str) -> bool:

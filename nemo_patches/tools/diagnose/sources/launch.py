@@ -18,6 +18,7 @@ from nemo_patches.tools.diagnose.sources.hearsay_lines import (
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.sources.place_lines import PlaceLines
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
 from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
@@ -38,6 +39,7 @@ class Launch:
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
+        self._places = PlaceLines(self.found)
         self._text_before = ""
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
 
@@ -68,6 +70,8 @@ class Launch:
         self.tracebacks.take(line)
         is_known = is_end or len(self.found.facts) > before
         self._hearsay.take(line, is_known or self.tracebacks.is_reading)
+        if not is_known and not self.tracebacks.is_reading:
+            self._places.take(line)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
@@ -123,6 +127,8 @@ class Launch:
         self.tracebacks.finish()
         self._ras.finish()
         self._hearsay.finish(self.ends.is_finished)
+        if not self.ends.is_finished:
+            self._places.finish()
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self._c10d.finish(evidence, self._by_file)
