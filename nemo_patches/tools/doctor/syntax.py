@@ -22,6 +22,7 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+@lru_cache(maxsize=20_000)
 def dotted(node: ast.AST) -> str:
     """`a.b.c` of such an expression; of others the text, which no dotted name is."""
     parts = []

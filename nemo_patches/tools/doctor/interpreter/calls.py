@@ -107,6 +107,8 @@ def _known(call: Call) -> Abstract | None:
         and constant(node.args[1]) == "grad"
     ):
         return tagged("gradient")
+    if call.last in knowledge.SEEDING and _of_rank(call):
+        call.file.seeded_by_rank = True
     if re.search(knowledge.OF_PROCESS, call.origin):
         return tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
     if call.last in knowledge.FILES:

@@ -387,6 +387,8 @@ class Comparison:
         by_rank: bool,
     ) -> Divergence:
         sure = condition.value.count == VARIES or self._raced(kind, made[0], condition)
+        if condition.value.has("random") and self.file.seeded_by_rank:
+            sure = True
         return Divergence(
             function=self.name,
             kind=kind,

@@ -47,6 +47,7 @@ from nemo_patches.tools.doctor.syntax import (
     last_part,
     names_in,
     nodes,
+    text_of,
 )
 
 _MOST_WORK = 40_000  # expressions of one file
@@ -214,7 +215,8 @@ def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
     value = replace(iterated, count=None)
     if isinstance(function.ref, ast.Lambda):
         outer = dict(reader.env)
-        reader.env.update((each.arg, value) for each in function.ref.args.args)
+        item = calls.item_of(value, text_of(call.node.args[1]))
+        reader.env.update((each.arg, item) for each in function.ref.args.args)
         value = reader.truth(function.ref.body)
         reader.env = outer
     elif value.has("gradient"):  # filter(None, grads)

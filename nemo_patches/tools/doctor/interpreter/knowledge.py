@@ -79,7 +79,16 @@ ON_DDP = (
 NOT_FOR_BACKWARD = "whose result is not used, so that no gradients are reduced"
 LOG_SYNCED = "which reduces over all ranks by sync_dist"
 LOG_OF_METRIC = "which gathers a metric from all ranks"
-SHARED_SETTINGS = {"should_stop": "which every rank must set, or none"}
+_OF_ALL = "which every rank must set, or none"
+SHARED_SETTINGS = dict.fromkeys(
+    words("should_epoch_stop should_evaluate should_stop should_training_stop"), _OF_ALL
+)
+# What a hook of Lightning returns to leave the rest of the epoch out.
+ENDS_EPOCH = (
+    "on_train_batch_start",
+    -1,
+    "which ends the epoch, on every rank or on none",
+)
 _OF_LOGS = (
     "metrics",
     "which reduces what was logged",
@@ -222,6 +231,9 @@ READ_OFF = words("""
 # What takes items by their numbers, which come second.
 SELECTING = words("Subset select")
 SIZES = words("nelement numel size")
+# Arguments of a callback of transformers, which its trainer has reduced.
+REDUCED = words("logs metrics")
+SEEDING = words("manual_seed manual_seed_all seed seed_all seed_everything set_seed")
 FILES = words("glob rglob iterdir scandir exists is_dir is_file isdir isfile listdir")
 OF_PROCESS = (
     r"(datetime\.now|monotonic|perf_counter|random\.random|random\.uniform|random\.rand"

@@ -13,6 +13,7 @@ from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import Member, Members, members_of
 from nemo_patches.tools.doctor.interpreter.names import parts_of, sounds_like_data
 from nemo_patches.tools.doctor.interpreter.values import (
+    AGREED,
     DATA,
     SAME,
     UNKNOWN,
@@ -113,6 +114,7 @@ class SourceFile:
         self.of_classes: list[tuple[str, dict[str, Abstract]]] = []
         self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
+        self.seeded_by_rank = False
         self.signalled = set[str]()  # names of functions that signals run
         self.handles_alarm = False  # by one of them
         for each in nodes(tree, ast.Call):
@@ -187,8 +189,17 @@ class SourceFile:
         env = dict(self.env if definition.outer is None else definition.outer)
         for each in reversed(self.bases(definition.owner)[0]):
             env.update(self.attributes.get(each.name, {}))
+        reduced = frozenset[str]()  # what a trainer's callback is given
+        if any(
+            last_part(each) == "TrainerCallback"
+            for each in self.bases(definition.owner)[1]
+        ):
+            reduced = knowledge.REDUCED
         args = definition.node.args
         for argument, default in _arguments(args):
+            if argument.arg in reduced:
+                env[argument.arg] = AGREED
+                continue
             value = given.get(argument.arg) or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
                 value = replace(value, level=min(value.level, UNKNOWN))

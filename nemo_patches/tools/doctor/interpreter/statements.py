@@ -219,7 +219,7 @@ def _merged(
         side
         for side, here in enumerate((env, other))
         for name, each in here.items()
-        if each.has("agreed") and each is not before.get(name)
+        if each is not before.get(name) and each.has("agreed")
     }
     agreeing = (
         len(agree) == 1 and condition.value.level != VARIES and "%" not in condition.key
@@ -294,8 +294,9 @@ def _turn(
             reader.assign(target, drawn)
         reader.block(body)
     for name, value in before.items() if not endless else ():
-        if name in reader.env and not reader.env[name].has("agreed"):
-            reader.env[name] = joined(value, reader.env[name])
+        now = reader.env.get(name, value)
+        if now is not value and not now.has("agreed"):
+            reader.env[name] = joined(value, now)
     return items
 
 
@@ -394,6 +395,9 @@ def visit_Return(reader: Interpreter, node: ast.Return) -> End:
         of = dotted(node.value) if node.value else ""
         made = Collective("the backward pass", BACKWARD, node.lineno, why, of=of)
         reader.emit(made)
+    hook, ends, why = knowledge.ENDS_EPOCH
+    if last_part(reader.definition.name) == hook and set(value.at or ()) == {ends}:
+        reader.emit(Collective(f"return {ends}", hook, node.lineno, why))
     reader.env["return"] = value
     if (
         reader.run_managed is None

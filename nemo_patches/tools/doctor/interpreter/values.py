@@ -85,7 +85,7 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
 
 def joined(one: Abstract, other: Abstract) -> Abstract:
     """Of two paths that the ranks are not known to part on."""
-    if one == other:
+    if one is other or one == other:
         return one
     counts = [each.count for each in (one, other) if each.count is not None]
     return Abstract(
