@@ -194,8 +194,11 @@ def at_once(
         if item.path == request.path
         and argument in getattr(getattr(item, "callspec", None), "params", {})
     ]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    pool = ThreadPoolExecutor(AT_ONCE)
+    try:
         yield {value: pool.submit(job, value) for value in dict.fromkeys(values)}
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _collect(pipes: list[Connection], limit: float) -> list[tuple[bool, Any] | None]:
