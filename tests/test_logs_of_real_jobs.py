@@ -122,9 +122,6 @@ def test_an_exception_that_hydra_prints_is_the_ranks_by_its_folder(
         str(folder),
         "--redirects",
         "3",
-        # Else a rank is ended before it has printed its own: then there is one traceback, rank 1's.
-        "--monitor-interval",
-        "3",
         HYDRA=str(tmp_path / "hydra"),
     )
     together = tmp_path / "together.log"
