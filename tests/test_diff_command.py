@@ -4,6 +4,7 @@ writes nothing.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from interpreters import CHECKOUT, as_ordinary_user, environment, run
 from nemo_patches.vendoring import checkouts
 
 one_nemo = pytest.mark.one_nemo
+weekly = functools.partial(pytest.param, marks=pytest.mark.weekly)
 CLASS = "class ConformerEncoder("
 REDUCED = "            seq_length = global_max_len.int().item()\n"
 ATTENTION = "nemo/collections/asr/parts/submodules/multi_head_attention.py"
@@ -201,7 +203,7 @@ class OurEncoder(ConformerEncoder):
 
 @one_nemo
 @pytest.mark.parametrize("name", OVERRIDES)
-@pytest.mark.parametrize("options", [(), ("--check",)])
+@pytest.mark.parametrize("options", [(), weekly(("--check",))])
 def test_an_override_that_still_waits_is_named_with_its_place(
     name: str, options: tuple[str, ...], checkout: Path
 ) -> None:
@@ -388,7 +390,10 @@ HOSTILE = {
 @one_nemo
 @pytest.mark.parametrize(
     "source",
-    ["variables", "home", "XDG_CONFIG_HOME", "core.attributesFile", "a template"],
+    [
+        *("variables", "home"),
+        *map(weekly, ("XDG_CONFIG_HOME", "core.attributesFile", "a template")),
+    ],
 )
 def test_nobodys_git_changes_what_is_printed(
     source: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
