@@ -35,8 +35,10 @@ NOT_ANNOUNCED = (
 REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 _LONG_TEXT = 180  # characters
-# All functions of a place but the first two.
-_CALLERS = re.compile(r"( < \S+ \([^()|]*\))(?: < (?:\d+ more|\S+ \([^()|]*\)))+")
+# All functions of a place but the first three.
+_CALLERS = re.compile(
+    r"((?: < \S+ \([^()|]*\)){2})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
+)
 
 
 @dataclass(frozen=True)
@@ -177,5 +179,5 @@ def described(missing: tuple[MissingRank, ...], size: int) -> str:
 
 
 def shortened(text: str) -> str:
-    """A long text of a line, with two functions of each place: a stall's report has more."""
+    """A long text of a line, with three functions of each place: a stall's report has more."""
     return text if len(text) < _LONG_TEXT else _CALLERS.sub(r"\1", text)
