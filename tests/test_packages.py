@@ -85,7 +85,7 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path) for path in FILES}
-TRAINING_NEEDS = {"torch", "lightning", "wrapt"}
+TRAINING_NEEDS = {"torch", "lightning", "pytorch_lightning", "wrapt"}
 
 
 def package(path: Path) -> str:
