@@ -466,6 +466,10 @@ def test_of_closed_connections_who_had_left_is_named_as_the_live_line_does(
     lines = (f"{OURS.format(2)}{gone}", f"RuntimeError: {CLOSED}")
     by_log = told(tmp_path, *lines).findings[0]
     assert (by_log.id, by_log.ranks) == (ids.ENDED, (1,))
+    # Of several that had left, one may have been cut off by the other.
+    gone = f"{ENCODER}: gone: ranks 0-1 of 3 | ranks 0-1 have left: they ended"
+    several = told(tmp_path, f"{OURS.format(2)}{gone}", f"RuntimeError: {CLOSED}")
+    assert several.findings[0].ranks == ()
 
 
 def test_a_line_that_is_no_warning_decides_nothing_and_is_quoted(

@@ -474,14 +474,13 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     cut = hearing.having(conditions.CUT)
     if not waited and not cut:
         return all_absent(hearing.having(conditions.MISSING), None)
-    unseen = (conditions.UNSEEN,) if waited else ()
-    kinds = (*_NOT_COME, *unseen, conditions.ENDED)
-    suspects = [
-        one
-        for one in hearing.having(*kinds)
-        # By others it had left before they were cut off; by itself it may have ended after that.
-        if one.waits is None and (waited or not one.ended_by_itself)
-    ]
+    kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
+    suspects = [one for one in hearing.having(*kinds) if one.waits is None]
+    # By others it had left before they were cut off; by itself, or of several that had left, it may
+    # have been cut off as well.
+    left = hearing.having(conditions.ENDED)
+    if not waited and len(left) == 1 and not left[0].ended_by_itself:
+        suspects += [one for one in left if one.waits is None]
     how = "waited until a time limit" if waited else "had their connections closed"
     more = f"{verdicts.others(waited or cut)} {how}."
     found = all_absent(_first_to_leave(suspects, hearing), None)
