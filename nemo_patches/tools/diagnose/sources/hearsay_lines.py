@@ -292,32 +292,16 @@ WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
     *("heartbeat", "lost ", "Lost ", "agging", "crash", "died", "dead", "Dead"),
     *("killed", "exit", "turn code", "returncode", " rc=", " rc:", "segfault"),
-    *(
-        "core dumped",
-        "aborted",
-        "unreachable",
-        "did not ",
-        "never ",
-        "has not ",
-        "have not ",
-    ),
+    *("core dumped", "aborted", "unreachable", "did not ", "never ", "has not "),
+    *("have not ", "no progress", "returned -", "keep-alive", "SIG"),
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
-    *("SIG", "no progress", "returned -", "keep-alive"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
-    "未",
-    "崩溃",
-    "退出",
-    "被",
-    "无响应",
-    "没有",
-    "卡",
-    "失联",
-    "掉线",
-    "超时",
+    *("未", "崩溃", "退出", "被", "无响应"),
+    *("没有", "卡", "失联", "掉线", "超时"),
 )
 
 
@@ -348,8 +332,7 @@ class HearsayLines:
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
-        # Others' reports of who had not come, made before the job went on
-        self._passed: set[tuple[object, ...]] = set()
+        self._reports = 0  # of others, so far, of who had not come
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
         self._steps = Steps()  # since the last that was told
@@ -411,7 +394,10 @@ class HearsayLines:
                 self._told.setdefault(key, _Told(kind, line))
 
     def _take_back(self, text: str) -> None:
-        if not self._told and not self._found.has_reports:
+        if self._found.reports_made > self._reports:
+            self._reports = self._found.reports_made
+            self._steps.begin()
+        elif not self._told and not self._reports:
             return
         if _ALL_BACK.search(text):
             self._goes_on()
@@ -422,7 +408,9 @@ class HearsayLines:
 
     def _goes_on(self) -> None:
         self._told.clear()
-        self._passed.update(self._found.reports_of_absence())
+        self._steps.begin()
+        if self._reports:
+            self._found.leave_out_reports()
 
     def is_there(self, *ranks: int) -> None:
         """Said to be absent, and heard of after that."""
@@ -433,7 +421,6 @@ class HearsayLines:
         """is_finished: training has come to its end, so nobody is missing."""
         if is_finished:
             self._goes_on()
-        self._found.leave_out_reports(self._passed)
         for (rank, _), told in self._told.items():
             condition = Condition(told.kind, told.line.text.strip()[:200])
             self._found.add(rank, condition, told.line, own=False)

@@ -38,8 +38,8 @@ class LaunchFacts:
     or of an end.
     rank_of_pid: as far as lines tell both. patched: nemo_patches is on. missing_lines: Ray leaves
     out lines of some ranks that are like others', or a file was not read to its end. not_told:
-    conditions so far of which the log does not tell the rank. has_reports: others tell that a rank
-    had not come. reports: folders with stall
+    conditions so far of which the log does not tell the rank. reports_made: lines of
+    others so far, that a rank had not come. reports: folders with stall
     reports that lines name.
     several_hosts: local ranks are not the job's.
     by_local_rank: keys of the facts whose rank is one.
@@ -52,7 +52,7 @@ class LaunchFacts:
     patched: bool = False
     missing_lines: bool = False
     not_told: int = 0
-    has_reports: bool = False
+    reports_made: int = 0
     reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
     # In order, as a set is not.
@@ -87,7 +87,7 @@ class LaunchFacts:
             if self.not_told > _MOST_NOT_TOLD:
                 return
         self.facts[key] = fact
-        self.has_reports |= fact.condition_kind == conditions.MISSING
+        self.reports_made += fact.condition_kind == conditions.MISSING
 
     def without_local_ranks(self) -> set[int]:
         """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the
@@ -132,18 +132,13 @@ class LaunchFacts:
             if fact.rank != NOT_TOLD or not fact.condition_text.startswith(begin)
         }
 
-    def reports_of_absence(self) -> set[tuple[object, ...]]:
-        return {
-            key
-            for key, fact in self.facts.items()
-            if fact.condition_kind == conditions.MISSING and not fact.own
-        }
-
-    def leave_out_reports(self, passed: set[tuple[object, ...]]) -> None:
-        """Of who had not come, made before the job went on; where no rank gave up waiting."""
+    def leave_out_reports(self) -> None:
+        """Of others, of who had not come: the job has gone on, and no rank gave up waiting."""
         kinds = {fact.condition_kind for fact in self.facts.values()}
-        for key in passed if conditions.WAITED not in kinds else ():
-            self.facts.pop(key, None)
+        for key, fact in [*self.facts.items()]:
+            is_report = fact.condition_kind == conditions.MISSING and not fact.own
+            if is_report and conditions.WAITED not in kinds:
+                del self.facts[key]
 
     def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
