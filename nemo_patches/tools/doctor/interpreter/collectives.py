@@ -50,7 +50,8 @@ def _subjects(call: Call) -> frozenset[str]:
     """What a method's owner is: by its whole name (=a.b) and the words in it (@word), by its value,
     and by its file and class.
     """
-    full = "self" if call.name == "self" else call.name.rpartition(".")[0]
+    named = call.origin if call.origin.startswith("super()") else call.name
+    full = "self" if named == "self" else named.rpartition(".")[0]
     holder = last_part(full)
     parts = {f"@{each}" for each in holder.lower().split("_")}
     return frozenset(

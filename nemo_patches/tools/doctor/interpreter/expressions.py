@@ -155,7 +155,8 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     kept = sounds_like_data(node.attr) or parts_of(name) & knowledge.HOLDING
     if (inner.has("object") and not kept) or is_loader(dotted(node.value)):
         level = min(level, UNKNOWN)
-    return Abstract(level, tags=tags, count=count, ref=reader.file.reference(name))
+    ref = name if name.startswith("super()") else reader.file.reference(name)
+    return Abstract(level, tags=tags, count=count, ref=ref)
 
 
 def visit_Subscript(reader: Interpreter, node: ast.Subscript) -> Abstract:

@@ -59,7 +59,7 @@ fsdp | state_dict | which gathers sharded parameters | |
 fsdp,@engine+zero,=engine.module+zero | generate
     | which gathers sharded parameters until this rank's own sequences end
     | a rank whose sequences end sooner does not wait for the others | generate
-=super()+nemo | forward test_step training_step validation_pass validation_step
+=super()+nemo,nemo.collections. | forward test_step training_step validation_pass validation_step
     | which runs NeMo's encoder | | encoder
 =self+nemo | forward | which runs NeMo's encoder | | encoder
 =self | manual_backward | which reduces the gradients | | backward
