@@ -94,21 +94,29 @@ def visit_FunctionDef(reader: Interpreter, node: ast.FunctionDef) -> None:
     reader.file.definitions.append(made)
 
 
+def _of_class(reader: Interpreter, of_class: ast.ClassDef, node: ast.Assign) -> None:
+    """What the body of a class sets; the members of an enum are told apart by their names."""
+    of_enum = any(dotted(each).endswith("Enum") for each in of_class.bases)
+    value = reader.of(node.value)
+    for target in node.targets:
+        several = getattr(target, "elts", None)  # WARM, MAIN = range(2)
+        for each in several or [target]:
+            whole = f"{of_class.name}.{dotted(each)}"
+            member = value
+            if several or (of_enum and not value.at):
+                member = reader.file.constant(whole)
+            reader.env[whole] = member
+            own = {f"self.{dotted(each)}": replace(member, ref=None)}
+            reader.file.of_classes.append((of_class.name, own))
+
+
 def visit_ClassDef(reader: Interpreter, node: ast.ClassDef) -> None:
     made = methods_of(node)
-    of_enum = any(dotted(each).endswith("Enum") for each in node.bases)
     for each in node.body:
         if isinstance(each, ast.ClassDef):
             visit_ClassDef(reader, each)
-        if isinstance(each, ast.Assign):
-            names = [one.id for one in each.targets if isinstance(one, ast.Name)]
-            value = reader.of(each.value)
-            for name in names:
-                whole = f"{node.name}.{name}"
-                member = reader.file.constant(whole)
-                reader.env[whole] = member if of_enum and not value.at else value
-                own = {f"self.{name}": replace(value, ref=None)}
-                reader.file.of_classes.append((node.name, own))
+        elif isinstance(each, ast.Assign):
+            _of_class(reader, node, each)
     reader.env[node.name] = Abstract(ref=made)
     for base in reader.file.bases(made)[0][1:]:
         for name, method in base.methods.items():
