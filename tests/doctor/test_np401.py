@@ -290,3 +290,16 @@ def test_a_chain_of_returns_is_read_in_moments(tmp_path: Path) -> None:
     begun = time.process_time()
     assert found(tmp_path, "NP401", text + test) == []
     assert time.process_time() - begun < 20
+
+
+def test_a_method_of_what_a_call_gives_is_named_whole(tmp_path: Path) -> None:
+    text = (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "def step(model, batch, scaler):\n"
+        "    model = DDP(model)\n"
+        "    loss = model(batch).mean()\n"
+        "    if not loss.isnan():\n"
+        "        scaler.scale(loss).backward()\n"
+    )
+    (finding,) = found(tmp_path, "NP401", text)
+    assert "scaler.scale(loss).backward" in finding.what

@@ -102,3 +102,16 @@ def test_a_while_is_a_branch(tmp_path: Path) -> None:
         forward("while lengths.max() > 0:", "    lengths = self.encoder(lengths)"),
     )
     assert "`lengths.max() > 0`" in finding.what
+
+
+def test_generate_goes_on_by_itself_and_is_no_loop_of_the_code(tmp_path: Path) -> None:
+    text = (
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "def answer(model, prompts):\n"
+        "    model = FSDP(model)\n"
+        "    return model.generate(prompts)\n"
+    )
+    (finding,) = found(tmp_path, "NP407", text)
+    assert "model.generate" in finding.what
+    assert "ends on each rank by itself" in finding.what
+    assert finding.instead == "synced_gpus=True"

@@ -110,7 +110,9 @@ def _known(call: Call) -> Abstract | None:
     if call.last in knowledge.SEEDING and _of_rank(call):
         call.file.seeded_by_rank = True
     if re.search(knowledge.OF_PROCESS, call.origin):
-        return tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
+        size = call.given.get("size")
+        drawn = tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
+        return replace(drawn, count=size.level if size else None)
     if call.last in knowledge.FILES:
         return tagged("file", level=VARIES)
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
@@ -229,6 +231,8 @@ def item_of(value: Abstract, text: str) -> Abstract:
     if value.item is not None:
         return value.item
     level = min(value.level, DATA) if value.has("gradient") else value.level
+    if parts_of(last_part(text.partition("(")[0])) & knowledge.PARTS_OF_MODELS:
+        level = SAME
     if level < DATA and is_loader(text):
         level = DATA
     elif level == UNKNOWN and parts_of(text) & knowledge.MODEL:

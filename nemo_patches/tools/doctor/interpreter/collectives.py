@@ -34,10 +34,12 @@ def collective_of(call: Call) -> Collective | None:
     subjects = _subjects(call) if rows else frozenset[str]()
     for row in rows:
         if any(_owns(each, call.origin, subjects) for each in row.owners):
-            if "gathers sharded" not in row.why and _of_a_group(call):
+            sharded = "gathers sharded" in row.why
+            if call.owner.has("unwrapped") if sharded else _of_a_group(call):
                 return None
+            whole = text_of(call.node.func) if name.startswith("()") else name
             return Collective(
-                name=name,
+                name=whole,
                 pairs_with=row.pairs_with or last,
                 line=call.node.lineno,
                 why=row.why,

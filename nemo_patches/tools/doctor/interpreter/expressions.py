@@ -144,6 +144,8 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
         return Abstract(ref=method)
     if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
         return tagged("gradient") if node.attr == "grad" else Abstract()
+    if node.attr == "shape" and parts_of(dotted(node.value)) & knowledge.PARAMETER:
+        return Abstract()
     if node.attr == "shape" and inner.level:
         return tagged("shape", level=VARIES)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
@@ -202,7 +204,7 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
         tags |= {"even"}
-    count = value.count if value.level == VARIES else None
+    count = value.turns if value.level == VARIES else None
     if unequal and not value.has("even"):
         count = VARIES
     return Abstract(value.level, tags=tags, count=count)
@@ -272,12 +274,12 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     if not hasattr(node, "as_loop"):
         node.as_loop = _as_loop(node, name)
     outer = dict(reader.env)
-    turns = reader.turns
+    before = reader.turns, reader.chosen
     reader.env[name] = Abstract(count=SAME)
-    reader.turns = SAME
+    reader.turns = reader.chosen = SAME
     reader.block([node.as_loop])
     value = reader.env[name]
-    reader.turns = turns
+    reader.turns, reader.chosen = before
     agreed = {key: each for key, each in reader.env.items() if each.has("agreed")}
     reader.env = {**outer, **agreed}
     if isinstance(node, ast.DictComp) and value.count != VARIES:

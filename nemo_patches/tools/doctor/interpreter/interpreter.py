@@ -274,9 +274,14 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
-        if named and value.has("taken"):  # whether all of it has been worked off
+        # A list that an object has was filled in an earlier step, mostly alike on all ranks.
+        kept = isinstance(node, ast.Attribute)
+        if (
+            named and value.has("taken") and not kept
+        ):  # whether all of it has been worked off
             return replace(value, level=VARIES)
-        if named and value.level == VARIES and value.count in (UNKNOWN, DATA):
+        open_counts = (UNKNOWN, DATA, VARIES) if kept else (UNKNOWN, DATA)
+        if named and value.level == VARIES and value.count in open_counts:
             return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
         if value.level != DATA or isinstance(node, asked):
             return value

@@ -122,7 +122,12 @@ def _keep(reader: Interpreter, call: calls.Call) -> None:
     """An object of another file that is given data may hold them."""
     held, _, _ = call.name.rpartition(".")
     if call.last in knowledge.TAKING and call.owner.turns == VARIES:
-        reader.set(held, call.owner.tagged("taken"))
+        taken = call.owner.tagged("taken")
+        if (
+            call.owner.count is None and "." in held
+        ):  # what it holds varies, not how many
+            taken = replace(call.owner, count=UNKNOWN)
+        reader.set(held, taken)
     name = held or call.name
     given = mixed([*call.args, *call.given.values()])
     known = reader.env.get(name)
@@ -238,7 +243,9 @@ def _wrap(reader: Interpreter, node: ast.Call, kind: str, last: str) -> Abstract
     wrapped = [name]
     for loop in nodes(reader.definition.node, ast.For):
         if name in names_in(loop.target):
-            wrapped += map(dotted, nodes(loop.iter, ast.Name, ast.Attribute))
+            functions = [each.func for each in nodes(loop.iter, ast.Call)]
+            taken = nodes(loop.iter, ast.Name, ast.Attribute)
+            wrapped += [dotted(each) for each in taken if each not in functions]
     for each in wrapped:
         reader.file.wrapped[last_part(each)] = value.tags
         if each != "self":

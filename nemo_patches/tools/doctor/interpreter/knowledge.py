@@ -141,6 +141,8 @@ BESIDE_NEMO = words("""
     accelerate deepspeed einops hydra lhotse librosa lightning megatron nemo numpy omegaconf
     pytorch_lightning scipy soundfile torch torchaudio torchmetrics tqdm wandb
     """)
+# What a function gives a model to that it gets back wrapped: until then it is not.
+PREPARING = words("parallelize prepare setup shard wrap")
 # Packages of the trainers whose methods wait for all ranks.
 TRAINERS = words("fabric lightning nemo pytorch_lightning transformers trl")
 LIGHTNING_BASES = words("LightningDataModule LightningModule ModelPT")
@@ -221,6 +223,7 @@ MODEL = words("""
     tensors bias buf buffer buffers grad gradient gradients grads model module norm optimizer p
     param parameters params state weight weights
     """)
+PARTS_OF_MODELS = words("blocks layers modules parameters params")
 GRADIENTS = words("grad grads gradient gradients")
 GROUP_WORDS = words("group groups mesh pg")
 PLAIN_TYPES = words("bool float int str")
@@ -266,7 +269,7 @@ TAKING = words("get get_nowait pop popleft remove")
 ALL_RANKS = words("""
     AssertionError AttributeError ConnectionError FileNotFoundError ImportError KeyError
     KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
-    StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
+    OverflowError StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
     """)
 HARMLESS = words("float getattr int len")
 ALARMS = words("signal.alarm signal.setitimer")

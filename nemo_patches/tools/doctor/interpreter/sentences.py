@@ -95,6 +95,12 @@ _OF_ENCODER = Sentence(
     " in it",
     "the call in any case, and its result left out",
 )
+_OF_GENERATE = Sentence(
+    "NP407",
+    "{names} ends on each rank by itself: a rank whose sequences end first leaves the"
+    " others waiting",
+    "synced_gpus=True",
+)
 
 
 def finding(each: Divergence) -> tuple[str, Finding]:
@@ -130,6 +136,8 @@ def _sentence(each: Divergence) -> Sentence:
         return _BY_RANK[each.kind]
     if each.kind is Kind.BRANCH and each.collectives[0].pairs_with == ENCODER:
         return _OF_ENCODER
+    if each.kind is Kind.LOOP and each.cause == each.collectives[0].name:
+        return _OF_GENERATE
     return _SENTENCES[each.kind]
 
 

@@ -211,6 +211,8 @@ class SourceFile:
                 and isinstance(default, ast.Constant)
             ):
                 value = self.constant(default.value)
+            if argument.arg in _prepared(definition.node):
+                value = value.without("ddp", "fsdp").tagged("unwrapped")
             env[argument.arg] = value
         for each in filter(None, (args.vararg, args.kwarg)):
             env[each.arg] = given.get(each.arg) or Abstract(UNKNOWN)
@@ -305,6 +307,18 @@ def methods_of(node: ast.ClassDef) -> Definition:
     for name, each in functions(node).items():
         made.methods[name] = Definition(f"{node.name}.{name}", each, made)
     return made
+
+
+@lru_cache(maxsize=1000)
+def _prepared(function: ast.AST) -> set[str]:
+    """The arguments that a function has wrapped itself: `model = self.prepare_model(model)`."""
+    return {
+        dotted(node.targets[0])
+        for node in nodes(function, ast.Assign)
+        if isinstance(node.value, ast.Call)
+        and parts_of(last_part(dotted(node.value.func))) & knowledge.PREPARING
+        and dotted(node.targets[0]) in map(dotted, node.value.args)
+    }
 
 
 @lru_cache(maxsize=1000)
