@@ -343,3 +343,9 @@ def test_the_picture_shows_what_its_caption_says(tmp_path: Path) -> None:
         number in README.read_text(encoding="utf-8")
         for number in ("Rank 5 of 8", "call 38", "call 71")
     )
+
+
+def test_slurms_restart_script_is_the_file_that_is_tested() -> None:
+    page = (CHECKOUT / "docs" / "on-a-cluster.md").read_text()
+    script = (CHECKOUT / "examples" / "slurm_restart.sh").read_text()
+    assert f"```bash\n{script}```\n" in page

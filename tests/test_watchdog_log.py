@@ -1951,7 +1951,9 @@ def test_a_requeued_job_is_judged_by_its_last_attempt(tmp_path: Path) -> None:
     assert report.findings[0].id == NOT_ENOUGH
 
 
+@pytest.mark.parametrize("ends", ["Terminated", "Killed"])  # after KillWait
 def test_a_stopped_rank_that_slurm_has_woken_to_end_it_was_silent(
+    ends: str,
     tmp_path: Path,
 ) -> None:
     head = "2026-11-26 09:35:50,441 nemo_patches"
@@ -1967,7 +1969,7 @@ def test_a_stopped_rank_that_slurm_has_woken_to_end_it_was_silent(
         '[rank1]:   File "/x/training.py", line 85, in plain',
         "[rank1]:     loss.backward()",
         "[rank1]: RuntimeError: [/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.87.0.2]:24785. This is typically",
-        "srun: error: sl-2: task 1: Terminated",
+        f"srun: error: sl-2: task 1: {ends}",
     )
     assert report.findings[0].ranks == (1,)
     assert report.findings[0].text.startswith("Rank 1: it does not answer: stopped")

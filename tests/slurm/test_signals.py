@@ -8,29 +8,49 @@ import re
 from pathlib import Path
 
 import cluster_page
+import pytest
 from cluster import LOGIN, Cluster, until
 from jobs import ON, PYTHON, TRAINING, Job, collect, diagnosed
 
+SCRIPT = Path(__file__).parents[2] / "examples" / "slurm_restart.sh"
 
-def test_a_stall_ends_the_job_with_83_and_the_script_requeues_it_held(
-    cluster: Cluster, tmp_folder: Path
+
+@pytest.mark.parametrize(
+    ("fault", "is_requeued", "said"),
+    [
+        ("STOP", True, "task 0: Exited with exit code 83"),
+        ("KILL", True, "task 1: Killed"),
+        ("0", False, "task 0: Exited with exit code 1"),
+        ("raise", False, "task 1: Exited with exit code 1"),
+    ],
+    ids=["stopped", "killed", "ended", "raises"],
+)
+def test_the_restart_script_requeues_a_stall_held_and_no_error(
+    cluster: Cluster, tmp_folder: Path, fault: str, is_requeued: bool, said: str
 ) -> None:
-    """By the page's batch script."""
-    script = cluster_page.with_words(cluster_page.blocks("Slurm")[1], **{"600": "10"})
-    training = f"{TRAINING} fault=STOP@1@20 once=1"
+    """Under Lightning, which handles SIGTERM: srun's code of a stall is then 137."""
+    script = cluster_page.with_words(SCRIPT.read_text(), **{"600": "10"})
+    training = f"{TRAINING} kind=lightning fault={fault}@1@20 once=1"
     assert PYTHON in script
-    lines = script.replace(PYTHON, training).replace(
-        "code=$?\n", "code=$?\necho the step ended with $code\n"
-    )
+    told = "code=${PIPESTATUS[0]}\necho the step ended with $code\n"
+    lines = script.replace(PYTHON, training).replace(told.splitlines()[0] + "\n", told)
     job = Job(cluster, tmp_folder, lines)
     job.said("the step ended with")
-    assert "task 0: Exited with exit code 83" in job.text(), job.text()
+    assert said in job.text(), job.text()
+    if not is_requeued:
+        assert job.ended() == "FAILED"
+        return
+    if fault == "STOP":
+        assert "the step ended with 137" in job.text(), job.text()
     until(lambda: "Priority=0 " in job.info(), 300, "the job is held")
     until(lambda: job.state() == "PENDING", 300, f"it is pending: {job.info()}")
     code, text = diagnosed(cluster, job.log)
     job.cancel()
     assert code == 1, text
-    assert re.match(r"Rank 1\b.*(heartbeat|stopped)", text), text + job.text()
+    if fault == "KILL":
+        assert "task 1 on sl-2: Killed" in text.splitlines()[0], text + job.text()
+    else:
+        assert re.match(r"Rank 1\b.*(heartbeat|stopped)", text), text + job.text()
 
 
 def test_lightnings_requeue_by_a_signal_that_one_rank_handles(

@@ -66,6 +66,7 @@ class LauncherLines:
         self._terminated: list[tuple[Condition, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
+        self._has_stalled = False  # by stall_exit
         # Tasks that srun tells to be out of memory: ranks, unless torchrun has started these.
         self._out_of_memory: dict[int, Line] = {}
         self._saw_torchrun = False
@@ -169,7 +170,11 @@ class LauncherLines:
         if line.file in self._cancelled:
             return
         task = f"task {found[2]} on {shown(found[1])}"
-        if found[3]:
+        if found[3] and self._has_stalled:
+            # With --kill-on-bad-exit, after KillWait: a stopped task, or one that handles SIGTERM.
+            text = f"SIGKILL, says Slurm, of {task}, after stall_exit"
+            self._terminated.append((Condition(conditions.TERMINATED, text), line))
+        elif found[3]:
             text = f"Slurm's {task}: {found[3]}"
             ranks = ranks_in(found[2]) if self._tasks_are_ranks else [NOT_TOLD]
             for rank in ranks:
@@ -179,6 +184,7 @@ class LauncherLines:
             self._terminated.append((Condition(conditions.TERMINATED, text), line))
         else:
             code = -6 if found[5] else _signed(found[4])
+            self._has_stalled |= code == STALL_EXIT
             told = _condition_of(code, f"Slurm, of {task}")
             if told is not None and found[4] and code < 0:
                 # A program, or a shell, ended by such a code: srun names real signals
