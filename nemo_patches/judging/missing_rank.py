@@ -35,9 +35,9 @@ NOT_ANNOUNCED = (
 REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
 _LONG_TEXT = 180  # characters
-# All functions of a place but the first three.
+# All functions of a place but the first four.
 _CALLERS = re.compile(
-    r"((?: < \S+ \([^()|]*\)){2})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
+    r"((?: < \S+ \([^()|]*\)){3})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
 )
 
 
@@ -179,5 +179,5 @@ def described(missing: tuple[MissingRank, ...], size: int) -> str:
 
 
 def shortened(text: str) -> str:
-    """A long text of a line, with three functions of each place: a stall's report has more."""
+    """A long text of a line, with four functions of each place: a stall's report has more."""
     return text if len(text) < _LONG_TEXT else _CALLERS.sub(r"\1", text)
