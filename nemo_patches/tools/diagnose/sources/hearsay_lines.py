@@ -88,6 +88,12 @@ _LIST = (
     r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b"
     r"(?P<closed>[\])}])?"
 )
+_NAMES_IN_CHINESE = "进程|节点"
+_DIED_IN_CHINESE = "崩溃|异常退出|已退出|被杀|被终止|挂掉|死亡"
+_ABSENT_IN_CHINESE = (
+    "未到|未响应|未加入|无响应|没有到|没有响应|没有心跳|没有加入|"
+    "卡住|卡死|失联|掉线|心跳超时"
+)
 _GENERAL = (
     (
         TOLD_DEAD,
@@ -138,13 +144,13 @@ _GENERAL = (
     ),
     (
         TOLD_DEAD,
-        rf"(?:{_NAMES}|进程|节点)(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
-        "(?:崩溃|异常退出|已退出|被杀|被终止|挂掉|死亡)",
+        rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
+        f"(?:{_DIED_IN_CHINESE})",
     ),
     (
         TOLD_ABSENT,
-        rf"(?:{_NAMES}|进程|节点)(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
-        "(?:未到|未响应|未加入|无响应|没有(?:到|响应|心跳|加入)|卡住|卡死|失联|掉线|心跳超时)",
+        rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
+        f"(?:{_ABSENT_IN_CHINESE})",
     ),
 )
 _RULES = tuple((kind, re.compile(pattern, re.ASCII)) for kind, pattern in _GENERAL)
