@@ -132,7 +132,8 @@ def name_by_batch(call: Call) -> Condition | None:
 
 def _of_a_group(call: Call) -> bool:
     """Whether it is given another group than that of all ranks, or to be made alone."""
-    if any(each.arg == "no_dist" for each in call.node.keywords):
+    alone = ("no_dist", "use_local_synchronization")
+    if any(each.arg in alone for each in call.node.keywords):
         return True
     keywords = [each for each in call.node.keywords if each.arg not in ("src", "dst")]
     names = {

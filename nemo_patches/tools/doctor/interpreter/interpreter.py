@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -275,7 +276,7 @@ class Interpreter:
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
         # A list that an object has was filled in an earlier step, mostly alike on all ranks.
-        kept = isinstance(node, ast.Attribute)
+        kept = named and re.fullmatch(r"\w+(\.\w+)+", self.meaning(node)) is not None
         if (
             named and value.has("taken") and not kept
         ):  # whether all of it has been worked off

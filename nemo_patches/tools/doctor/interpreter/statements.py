@@ -339,7 +339,10 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> End | None:
         handlers.append((condition, items))
         if left is None:
             known = {
-                name: joined(value, reader.env.get(name, value))
+                # What is told of ranks holds where there are several, and there is no error.
+                name: value
+                if value.at and not value.has("const", "nothing")
+                else joined(value, reader.env.get(name, value))
                 for name, value in after.items()
             }
             after = {**reader.env, **known}
