@@ -27,8 +27,17 @@ HAS_WARNED = "warned"
 HAS_PAGED = "paged"
 # Fields that may differ between ranks of one kind.
 _OWN = {
-    *("rank", "host", "pid", "idle", "goes_on_for", "where", "caller", "hook"),
-    *("workers", "worker_states", "batch"),
+    "rank",
+    "host",
+    "pid",
+    "idle",
+    "goes_on_for",
+    "where",
+    "caller",
+    "hook",
+    "workers",
+    "worker_states",
+    "batch",
 }
 # Fields that are dropped where a state is too long, in this order.
 _FIRST_DROPPED = (

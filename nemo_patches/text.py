@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+FEW_RANKS = 8  # each of them logs all; of more, one does for the others
+
 
 def safe(text: str, longest: int = 600) -> str:
     """Text of another rank, of the store or of a file, as it may be printed: in one line.

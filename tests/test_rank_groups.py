@@ -573,3 +573,38 @@ def test_a_place_has_one_function_of_each_library_and_no_count() -> None:
     assert re.fullmatch(
         r"step \(.*train\.py:1\), in: wait \(python/threading\.py:\d+\)", where
     ), where
+
+
+def short(seen: Verdict, per_host: int, size: int) -> list[str]:
+    """By rank; empty: it says all."""
+    hosts = [f"node{rank // per_host}" for rank in range(size)]
+    return [seen.short(rank, hosts) for rank in range(size)]
+
+
+def test_of_many_ranks_the_first_of_each_host_says_all_and_the_others_where_they_are() -> (
+    None
+):
+    waits = waiting(*range(5), *range(6, 16))
+    seen = verdict(*waits, state(5, "read_audio (dataset.py:41)"))
+    lines = short(seen, 8, 16)
+    assert [rank for rank, line in enumerate(lines) if not line] == [0, 8]
+    step = f"{GRADIENTS}, in step (train.py:7)"
+    told = "who is waited for: rank 5, in rank"
+    assert lines[3] == f"rank 3: {step} | {told} 0's line"
+    assert lines[15] == f"rank 15: {step} | {told} 8's line"
+    assert lines[5] == f"rank 5: read_audio (dataset.py:41) | {told} 0's line"
+
+
+def test_a_rank_that_logs_nothing_is_not_the_one_that_says_all() -> None:
+    """Rank 0 computes, and rank 8 is stopped: what they log comes later, or never."""
+    computes = replace(state(0, "train (train.py:9)"), goes_on=COMPUTING)
+    waits = waiting(*range(1, 8), *range(9, 16))
+    seen = verdict(computes, *waits, size=16, silent={8: NO_ANSWER})
+    lines = short(seen, 8, 16)
+    assert [rank for rank, line in enumerate(lines) if not line] == [1, 9]
+    assert lines[2].endswith(" | where all are, in rank 1's line")
+
+
+def test_of_few_ranks_each_says_all() -> None:
+    seen = verdict(*waiting(*range(7)), state(7, "read_audio (dataset.py:41)"))
+    assert short(seen, 8, 8) == [""] * 8

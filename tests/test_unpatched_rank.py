@@ -29,6 +29,7 @@ import nemo_patches
 from nemo_patches.channel.daemon import Daemon
 from nemo_patches.judging.answer import Answer
 from nemo_patches.judging.judgement import Judgement
+from nemo_patches.sync import encoder_methods
 from nemo_patches.watch import subscriber
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -368,3 +369,20 @@ def test_a_rank_that_cannot_reach_rank_0_is_not_called_unpatched() -> None:
         assert "not patched, or not started" not in status
     lines, _ = third.value
     assert any("no connection to rank 0 (" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "says"), [(0, 16, True), (3, 16, False), (3, 8, True)]
+)
+def test_of_many_ranks_rank_0_alone_tells_of_its_first_encoder_call(
+    rank: int, size: int, says: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others' flags, where they differ, are in rank 0's line of what differs."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    lines: list[str] = []
+    monkeypatch.setattr(encoder_methods, "report_of_rank", lines.append)
+    encoder_methods._FirstCalls().say(encoders.conformer(), in_group=False)
+    if says:
+        wait_until(lambda: lines)
+    assert bool(lines) == says

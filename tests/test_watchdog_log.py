@@ -1973,3 +1973,24 @@ def test_a_stopped_rank_that_slurm_has_woken_to_end_it_was_silent(
     )
     assert report.findings[0].ranks == (1,)
     assert report.findings[0].text.startswith("Rank 1: it does not answer: stopped")
+
+
+@pytest.mark.parametrize("has_whole", [False, True])
+def test_the_short_lines_of_many_ranks_name_who_is_waited_for(
+    has_whole: bool, tmp_path: Path
+) -> None:
+    """Rank 0's log, with the whole line, may not be there."""
+    head = "2026-11-26 09:35:50,441 nemo_patches WARNING"
+    step = "backward, which reduces the gradients, in step (train.py:7)"
+    whole = f"rank 5 (n0, pid 77): read (data.py:41) | ranks 0-4, 6-15: {step}"
+    lines = [
+        f"{head} [rank {rank}/16 n{rank // 8}] no step for 60 s. rank {rank}: {step}"
+        f" | who is waited for: rank 5, in rank {rank // 8 * 8}'s line"
+        for rank in (1, 2, 3, 4, 6, 7, 9, 10)
+    ]
+    if has_whole:
+        lines.insert(0, f"{head} [rank 0/16 n0] no step for 60 s. {whole}")
+    (finding, *_) = report_on(tmp_path, *lines).findings
+    assert finding.ranks == (5,)
+    where = "read (data.py:41)" if has_whole else "others waited for it"
+    assert where in finding.text, finding.text

@@ -32,8 +32,16 @@ NOT_HEARD = "not heard"  # a rank between has said nothing, or there is no way t
 # Of a rank that was never connected to this one.
 NEVER_HEARD = frozenset({NOT_COME, NOT_HEARD, UNREACHED})
 SILENCES = (
-    *(NOT_COME, LEFT, ENDED, LOST, NO_ANSWER),
-    *(NOT_THROUGH, HELD_UP, NO_WATCH, NOT_HEARD, UNREACHED),
+    NOT_COME,
+    LEFT,
+    ENDED,
+    LOST,
+    NO_ANSWER,
+    NOT_THROUGH,
+    HELD_UP,
+    NO_WATCH,
+    NOT_HEARD,
+    UNREACHED,
 )
 
 
@@ -60,8 +68,9 @@ class Group:
         if min(other.ranks) < min(self.ranks):
             self.state = other.state
         self.ranks |= other.ranks
-        known = (one for one in (self.still, other.still) if one >= 0)
-        self.still = min(known, default=-1.0)
+        self.still = min(
+            (one for one in (self.still, other.still) if one >= 0), default=-1.0
+        )
 
 
 class Answers:

@@ -82,7 +82,6 @@ _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
 _LONGEST_TROUBLE_S = 60.0  # between two requests to a store that answers with errors
 _PAUSE_PER_RANK_S = 0.002  # many ranks ask the one store less often
-_FIRST_PAUSE_PER_RANK_S = 0.0002  # the same, at first
 _FEWEST_LINKS = 64  # that rank 0 keeps, however few files it may have
 _NO_FILE_S = 0.5  # without a free file, nobody is accepted for so long
 _MOST_STRANGERS = 32  # clients that have not proved that they belong to the job
@@ -449,7 +448,7 @@ class Exchange:
             return self._notes.look(store, self._token, absent, now)
         if 0 in self._links or any(link.is_ours for link in self._all_links):
             return math.inf
-        first_s = _FIRST_PAUSE_S + self.size * _FIRST_PAUSE_PER_RANK_S
+        first_s = _FIRST_PAUSE_S + self.size * _PAUSE_PER_RANK_S / 10
         at, pause_s = self._tries.get(0, (0.0, first_s))
         if now < at:
             return at - now

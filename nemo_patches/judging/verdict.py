@@ -10,16 +10,17 @@ torch.
 # No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..facts import CALLING, COMPUTING, MOVING
-from ..text import named
+from ..text import FEW_RANKS, named
 from .kinds import ELSEWHERE, PERHAPS, SILENT, is_guess
 from .missing_rank import DETAILED, MissingRank, shortened
 from .rank_groups import UNHEARD, WAITING, RankGroup
 from .waits import remedy
 
+WAITED_FOR = "who is waited for"
 _NO_RANK_MOVES = "no rank moves: "
 _IS_A_GUESS = "is a guess, by a method's name"
 _ALL_IN = (
@@ -140,6 +141,26 @@ class Verdict:
         if self.remark:
             lines.append(self.remark)
         return shortened(self.lead + " | ".join(lines))
+
+    def short(self, own: int, hosts: Sequence[str]) -> str:
+        """For one of many ranks: where it is, and who is waited for. The first rank of its host
+        that stands has the whole text; empty for that one, and where ranks are few. hosts: by rank.
+        """
+        standing = [
+            rank
+            for group in self.groups
+            if group.kind in (WAITING, ELSEWHERE)
+            for rank in group.ranks
+            if hosts[rank] == hosts[own]
+        ]
+        first = min(standing, default=own)
+        group = next((one for one in self.groups if own in one.ranks), None)
+        if first == own or group is None or len(hosts) <= FEW_RANKS:
+            return ""
+        place = group.wait if group.collective else group.where
+        missing = sorted(one.rank for one in self.missing)
+        who = f"{WAITED_FOR}: {named(missing)}" if missing else "where all are"
+        return f"rank {own}: {place} | {who}, in rank {first}'s line"
 
     def _has(self, *kinds: str) -> bool:
         return any(group.kind in kinds for group in self.groups)

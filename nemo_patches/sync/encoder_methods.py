@@ -16,6 +16,7 @@ import torch
 
 from ..channel.daemon import Daemon
 from ..growth import grow_privately, growth, outside_inference_mode
+from ..text import FEW_RANKS
 from .encoder_flag import flag_text, is_off
 from .length_sync import synced_length
 from .rank_log import (
@@ -87,7 +88,8 @@ class _FirstCalls:
             return
         self._said.add(in_group)
         with contain("the line about the first encoder call"):
-            if rank_and_size()[1] == 1:
+            rank, size = rank_and_size()
+            if size == 1 or (rank and size > FEW_RANKS):  # rank 0 tells what differs
                 return
             line = (
                 f"first encoder call: {type(encoder).__name__}, {flag_text(encoder)}; "

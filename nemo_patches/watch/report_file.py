@@ -45,21 +45,23 @@ class ReportFile:
         self._reader: threading.Thread | None = None  # of the GPU's memory
         self._said = ""  # why the last report could not be written
 
-    def write(self, content: dict[str, Any], is_first: bool) -> None:
+    def write(
+        self, content: dict[str, Any], is_first: bool, says_where: bool = True
+    ) -> None:
         """Put this in the place of the report before, with what torch knows.
 
-        is_first: of this stall: log where it is.
+        is_first: of this stall: then this logs where it is, unless another rank of this host does.
         """
         if self._writer is not None and self._writer.is_alive():
             self._cannot("the job's folder does not answer")
             return
-        writer = Daemon("stall report", self._write, content, is_first)
+        writer = Daemon("stall report", self._write, content, is_first, says_where)
         if why := writer.begin():
             self._cannot(why)
             return
         self._writer = writer
 
-    def _write(self, content: dict[str, Any], is_first: bool) -> None:
+    def _write(self, content: dict[str, Any], is_first: bool, says_where: bool) -> None:
         """In a thread of its own."""
         recording = FlightRecording()
         try:
@@ -81,7 +83,8 @@ class ReportFile:
                     ". Slurm removes that folder with the job: to keep it, set TMPDIR"
                     " to one that stays, such as a shared one"
                 )
-            report(logging.INFO, text)
+            if says_where:
+                report(logging.INFO, text)
             is_blocked = self._reader is not None and self._reader.is_alive()
             if not is_blocked and self._may_read_memory():
                 # One that does not return must not keep the next report from being written.

@@ -110,13 +110,18 @@ class Stalls(Reason):
             stall.infos += 1
         if verdict.is_idle:
             self._idle_outline = verdict.outline()
-        trouble = self.incidents.exchange.trouble
-        text = f"{self.idle(now)}. {verdict.text()}{f' | {trouble}' if trouble else ''}"
-        report(verdict.level, text)
+        exchange = self.incidents.exchange
+        trouble = exchange.trouble
+        idle = f"{self.idle(now)}. "
+        text = f"{idle}{verdict.text()}{f' | {trouble}' if trouble else ''}"
+        hosts = [one.host if one else "" for one in exchange.members]
+        short = verdict.short(self.incidents.group.rank, hosts)
+        report(verdict.level, idle + short if short else text)
         incident.said_at = now
         self._publish(incident, verdict, text)
         if verdict.level >= logging.WARNING:
-            self._act(stall, told.judgement, self._content(verdict, text, now))
+            content = self._content(verdict, text, now)
+            self._act(stall, told.judgement, content, not short)
 
     def over(self, incident: Incident, now: float) -> None:
         stall: Stalled = incident.subject
@@ -178,7 +183,11 @@ class Stalls(Reason):
             )
 
     def _act(
-        self, stall: Stalled, judgement: Judgement, content: dict[str, Any]
+        self,
+        stall: Stalled,
+        judgement: Judgement,
+        content: dict[str, Any],
+        says_where: bool,
     ) -> None:
         """on_stall on one rank, and a report in the job's folder."""
         from .report_file import ReportFile
@@ -193,7 +202,7 @@ class Stalls(Reason):
             self._report_file = ReportFile(
                 group.rank, group.store_port, self._may_read_memory
             )
-        self._report_file.write(content, is_first)
+        self._report_file.write(content, is_first, says_where)
 
     def _run_on_stall(
         self, stall: Stalled, judgement: Judgement, command: str, text: str

@@ -12,6 +12,7 @@ from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.kinds import ALL_RANKS_OF, GONE
 from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.judging.rank_groups import DOES
+from nemo_patches.judging.verdict import WAITED_FOR
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Member, Motion, Place
 from nemo_patches.tools.diagnose.sources.lines import Line, ranks_in, shown
@@ -23,6 +24,7 @@ _STALL = re.compile(
     r"(?:(?P<call> call \d{1,12}: .*?Missing: )|: gone: )"
     r"ranks? (?P<missing>[\d, -]{1,2000}) of \d{1,7}(?P<details>.*)"
 )
+_WAITED_FOR = re.compile(rf" \| {WAITED_FOR}: ranks? ([\d, -]{{1,2000}}), in rank \d")
 _GROUP = re.compile(
     r"^(?:ranks? (?P<ranks>\d{1,7}(?:(?:-|, )\d{1,7}){0,400})"
     r"(?: \((?:(?P<host>[^,)]{1,255}), )?pid (?P<pid>\d{1,9})\))?|"
@@ -151,6 +153,9 @@ class StallLines:
         waited_for = Condition(conditions.UNSEEN, "others waited for it")
         for missing in ranks_in((stall and stall["missing"]) or ""):
             self._tell(missing, line, waited_for)
+        if short := _WAITED_FOR.search(text):  # of one of many ranks
+            for missing in {*ranks_in(short[1])} - self._placed:
+                self._tell(missing, line, waited_for)
         for group, values in _groups_in(text):
             for rank in ranks_in(group["ranks"] or group["of_host"]):
                 if group["pid"]:
