@@ -29,8 +29,8 @@ from .kinds import (
 )
 
 NOT_ANNOUNCED = (
-    "not patched (the job may then hang, or reduce wrong numbers), not started, or it"
-    " cannot connect: `nemo-patches status` there says why"
+    "not patched, or not started, or it cannot connect: `nemo-patches status` there says"
+    " why; if not patched, the job may hang or reduce wrong numbers"
 )
 REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
