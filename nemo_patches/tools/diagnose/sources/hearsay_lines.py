@@ -3,7 +3,8 @@
 A line accuses where a program says, of now, that a rank is not there or has died. It only mentions
 a rank where it is no line of a log (help, a configuration, code, a test's name), where it tells of
 what may be, will be or was, where it asks, denies or counts. What is told is over where the rank is
-heard of again, or the job goes on. The rules stand in this order below.
+heard of again, or the job goes on. It is quoted, and accuses nobody, where other lines follow it
+and nothing bears it out. The rules stand in this order below.
 """
 
 from __future__ import annotations
@@ -227,7 +228,9 @@ _EVENT = re.compile(
 # code, a test's name or result, what stands indented.
 _NO_LOG_LINE = re.compile(
     r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |\d{1,2}\. |usage:|#|//|\+{1,4} |\$ |echo\b|>>> |"
-    r"(?:export )?[A-Z][A-Z0-9_]*=)|\s#\s|"
+    r"(?:export )?[A-Z][A-Z0-9_]*=|\|.*\|\s*$|"
+    r"(?:[Ff]ix(?:e[sd])?|[Aa]dd(?:s|ed)?|[Cc]hanged?|[Rr]emoved?|feat|test|docs|perf)"
+    r"(?:\([\w/-]+\))?!?:)|\s#\s|"
     r"^(?:\s{2,}|\t)(?!.*\d\d:\d\d)|"
     r"::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"
     r"\b[a-z_.]+\(f?[rb]?['\"]|\bf['\"]"
@@ -235,7 +238,8 @@ _NO_LOG_LINE = re.compile(
 _OF_TESTS = re.compile(r"\S\.py::\w|::\w.* (?:PASSED|FAILED|SKIPPED|XFAIL|ERROR)\b")
 # 2. Of another subject: data loaders, threads, a model's keys, the texts of a speech model.
 _OF_OTHERS = re.compile(
-    r"(?i)data ?loader|missing keys?|thread|nemo_patches |^(?:srun|slurmstepd|prterun|mpirun)\b|"
+    r"(?i)data ?loader|missing keys?|thread|nemo_patches |"
+    r"\blora\b|matri(?:x|ces)|singular|prun(?:ed|ing)|\btaint|^(?:srun|slurmstepd|prterun|mpirun)\b|"
     r"\b(?:reference|predicted|prediction|pred_text|hypothesis|hyp|ref|transcript\w*|utterance|"
     r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|"
     r"\b(?:sample|hypothesis|reference|utterance) \d"
@@ -245,7 +249,7 @@ _SEEN_TO = re.compile(
     r"(?i)recover|re-?start|respawn|relaunch|replac|ignor|succe|gracefully|cleanly|\bok\b|"
     r"\bretry|healthy|no longer|re-?join|reconnect|\(([1-9])/(?!\1\b)\d\)|dry.?run|"
     r"simulat|inject|pretend|chaos|drill|skipp|"
-    r"self-?test|on purpose|as (?:expected|asked|planned|intended)"
+    r"self-?test|on purpose|, expected|\bresolved|as (?:expected|asked|planned|intended)"
 )
 # 4. Of a clause, up to what is told: what may be or will be, is asked or denied, is a reason of
 # something else, was before, is quoted.
@@ -290,6 +294,20 @@ _ALL_BACK = re.compile(
 _STEP = re.compile(
     r"(?i)\b(?:global_?step|step|iter(?:ation)?|batch|update|epoch)\b\W{0,3}(\d{1,9})\b"
 )
+# A line after it that bears it out: the job ends, or somebody gives up.
+_BEARS_OUT = re.compile(
+    r"(?i)(?<![a-z])(?:abort\w*|terminat\w*|(?:giv(?:e|ing)|gave) up|timed out|fatal|killing|"
+    r"killed|stopping|stop (?:all|the|others)|job[ _]stop\w*|cancel\w*|traceback|"
+    r"(?:shut\w*|tear\w*) (?:\w+ )?down|clean(?:ing|ed)? up|"
+    r"(?:job|run|training|launch) (?:has |is )?(?:failed|dead|over)\b|"
+    r"sig(?:term|kill|int)\b|(?:exited|returned)\b.{0,20}-\d)|终止|退出"
+)
+# One that may stand behind a hang: of waiting, of errors, of stacks.
+_OF_A_HANG = re.compile(
+    r"(?i)(?<![a-z])(?:wait\w*|barrier|collective|all_?\w{6}|nccl\w*|still|error|critical|"
+    r"fail\w*|hang\w*|stuck|dump\w*|stacks?|(?:current )?thread)(?![a-z])|"
+    r"等待|错误|^[\s@|+#*]|^(?:frame #|Process \d)"
+)
 _LABEL = re.compile(
     r"[\[(]\w{0,40}(?:Rank|Worker|rank|worker)\w{0,20}[:=#_ -](?P<rank>\d{1,6})[\])]\W{0,3}"
 )
@@ -311,9 +329,20 @@ IN_CHINESE = (
 )
 
 
+# A time-out or an end that a row knows: the job stands, or is over.
+_ENDS = (
+    *(conditions.WAITED, conditions.CUT, conditions.STUCK, conditions.HEARD),
+    *(conditions.RAISED, conditions.KILLED, conditions.FAILED, conditions.ABORTED),
+    *(conditions.NODE, conditions.MISSING),
+)
+
+
 class _Told(NamedTuple):
+    """is_borne_out: False where the log goes on after it, of something else."""
+
     kind: str
     line: Line
+    is_borne_out: bool = True
 
 
 class Steps:
@@ -352,20 +381,27 @@ class HearsayLines:
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
-        if is_known or self._take_listed(line):
+        if is_known or self._take_listed(line) or self._take_words(line, before):
             return
+        if self._told:
+            self._weigh(line)
+
+    def _take_words(self, line: Line, before: str) -> bool:
+        """Whether they tell of a rank."""
+        text = line.text
         if line.has_prefix and (event := _EVENT.match(text)):
             self._tell([line.rank], _state_of(event[1]), line)
-            return
+            return True
         words = WORDS if text.isascii() else WORDS + IN_CHINESE
         if not any(word in text for word in words) or _is_no_report(text, before):
-            return
+            return False
         header = _HEADER.search(text) if _WHOSE_LISTS.search(text) else None
         if header and not _MOOD.search(text, 0, header.start()):
             self._header = line
         for ranks, kind in _told_in(line, self._found.world_size):
             self._tell(ranks, kind, line)
-            return
+            return True
+        return False
 
     def _take_listed(self, line: Line) -> bool:
         """Whether the line is one of those that a header's word is told of."""
@@ -412,6 +448,17 @@ class HearsayLines:
         if self._steps.go_on(text):
             self._goes_on()
 
+    def _weigh(self, line: Line) -> None:
+        """What a line that tells of no rank says of those that were told before."""
+        is_borne_out = _BEARS_OUT.search(line.text) is not None
+        if not is_borne_out:
+            is_neutral = not line.text or _STEP.search(line.text)
+            if is_neutral or _OF_A_HANG.search(line.text):
+                return
+        for key, told in self._told.items():
+            if told.is_borne_out != is_borne_out and told.line.file == line.file:
+                self._told[key] = told._replace(is_borne_out=is_borne_out)
+
     def _goes_on(self) -> None:
         self._told.clear()
         self._steps.begin()
@@ -427,8 +474,14 @@ class HearsayLines:
         """is_finished: training has come to its end, so nobody is missing."""
         if is_finished:
             self._goes_on()
+        kinds = {fact.condition_kind for fact in self._found.facts.values()}
+        has_ended = not kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
-            condition = Condition(told.kind, told.line.text.strip()[:200])
+            text = told.line.text.strip()[:200]
+            condition = Condition(told.kind, text)
+            if not has_ended and not told.is_borne_out:
+                quoted = f'the log goes on after "{text}"'
+                condition = Condition(conditions.HINT, quoted)
             self._found.add(rank, condition, told.line, own=False)
 
 

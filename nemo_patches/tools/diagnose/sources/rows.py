@@ -356,10 +356,10 @@ ROWS = (
     ),
     _row(  # what programs write when training has come to its end, in good order
         "eturning from train|raining finished|raining complete|raining done|inished training|"
-        "Trainer.fit` stopped",
+        "Trainer.fit` stopped|Done waiting for",
         r"[Rr]eturning from train|[Tt]raining (?:has |is"
         r" )?(?:finished|completed?|done)|[Ff]inished training|"
-        r"`Trainer\.fit` stopped: `max_",
+        r"`Trainer\.fit` stopped: `max_|Done waiting for other agents",
         reader="finished",
     ),
     _row(
