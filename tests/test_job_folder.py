@@ -485,6 +485,30 @@ def test_what_is_no_report_is_said(content: bytes, tmp_path: Path) -> None:
     assert report.problems == (f"{tmp_path}/stall_rank_1.json: no stall report",)
 
 
+def test_of_a_rank_in_a_container_the_pid_and_the_folder_are_said_to_be_there(
+    temporary: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = machine().partition(" ")[0]
+    monkeypatch.setattr(report_file, "machine", lambda: f"{boot} 4026539999")
+    ReportFile(0, 0)._write({"process": own_process()}, is_first=True, says_where=True)
+    told = ". That is in this rank's container, and so are the pids"
+    assert told in capfd.readouterr().err
+    monkeypatch.setattr(report_file, "machine", lambda: f"{boot} 4026531836")
+    ReportFile(0, 0)._write({"process": own_process()}, is_first=True, says_where=True)
+    assert told not in capfd.readouterr().err
+
+
+def test_the_next_step_for_a_containers_pid_says_so(tmp_path: Path) -> None:
+    """A report of a container that is not seen here, and one of another host."""
+    groups = group([1], ELSEWHERE, READS), group([0, 2], WAITING, BARRIER)
+    for namespace, told in (("4026539999", True), ("4026531836", False)):
+        there = {"machine": f"b00t {namespace}", "pid": 4000, "started": 1}
+        write(tmp_path, 0, *groups, process=there)
+        step = diagnosed(tmp_path).findings[0].next_step
+        assert (", in its container, with C frames" in step) == told, step
+        assert "--pid 4001`" in step
+
+
 # Whether it is so now.
 
 

@@ -28,10 +28,12 @@ from nemo_patches.channel.answers import (
 from nemo_patches.channel.answers import LEFT as HAS_LEFT
 from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
 from nemo_patches.judging.kinds import (
+    ANSWERS_NOTHING,
     CHECKPOINT,
     COMPILATION,
     ELSEWHERE,
     EXPORT,
+    SILENT,
     is_guess,
 )
 from nemo_patches.judging.missing_rank import MissingRank
@@ -558,6 +560,15 @@ def test_a_long_line_names_every_group_with_four_functions_of_its_place() -> Non
     assert verdict_.groups[0].where == reads.where  # as the report has it
     short = verdict(state(0, "read (a.py:1) < main (b.py:2)"), *waiting(1))
     assert "read (a.py:1) < main (b.py:2) | " in short.text()
+
+
+def test_process_1_is_a_containers() -> None:
+    reads = replace(state(0, "read (a.py:1)"), pid=1)
+    where = "rank 0 (node0, pid 1 in its container)"
+    assert f"{where}: read (a.py:1)" in verdict(reads, *waiting(1)).text()
+    lone = MissingRank(0, SILENT, "node0", 1, where=ANSWERS_NOTHING)
+    assert str(lone).startswith(f"{where} answers nothing")
+    assert str(MissingRank(0, SILENT, where=ANSWERS_NOTHING)).startswith("rank 0 ans")
 
 
 def test_a_place_has_one_function_of_each_library_and_no_count() -> None:

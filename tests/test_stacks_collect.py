@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from nemo_patches.tools.diagnose import conditions
+from nemo_patches.tools.diagnose.accounts import accounts_of
 from nemo_patches.tools.diagnose.collect import belongings as lying
 from nemo_patches.tools.diagnose.collect import host_ranks, samples
 from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
@@ -36,13 +37,22 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.collect.proc_files import has_own_pids, pid_here
 from nemo_patches.tools.diagnose.facts import Condition, Evidence, Member, Motion, Place
+from nemo_patches.tools.diagnose.findings import MISSING_RANK, OUT_OF_MEMORY
 from nemo_patches.tools.diagnose.sources import stacks as reader
-from nemo_patches.tools.diagnose.verdicts import LOADER
+from nemo_patches.tools.diagnose.verdicts import LOADER, finding
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
 CHECKOUT = Path(__file__).parent.parent
+IN_A_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+needs_namespaces = pytest.mark.skipif(
+    os.getuid() != 0
+    or shutil.which("unshare") is None
+    or subprocess.run([*IN_A_CONTAINER, "true"], capture_output=True).returncode != 0,
+    reason="namespaces need root",
+)
 needs_py_spy = pytest.mark.skipif(
     not samples.py_spy(), reason="py-spy is not installed"
 )
@@ -511,7 +521,7 @@ def test_the_one_file_for_containers_tells_the_same(
     assert not evidence.problems
     assert evidence.world_size == 8
     told = [fact.value for fact in evidence.facts]
-    assert told[:2] == [Member(8, pid), Condition(conditions.RUNS)]
+    assert told[:2] == [Member(8, pid, has_own_pids()), Condition(conditions.RUNS)]
     assert "program.py" in told[2].where  # type: ignore[union-attr]
     assert isinstance(told[3], Motion)
     assert told[3].by.startswith("i of train (program.py) went from ")
@@ -574,6 +584,102 @@ def test_another_users_rank_says_whose_it_is_and_what_the_kernel_tells(
         isinstance(fact.value, Motion) and not fact.value.moved
         for fact in evidence.facts
     )
+
+
+@needs_namespaces
+def test_a_containers_pid_is_told_as_one_and_is_found_on_its_host(
+    alone: Path, tmp_path: Path
+) -> None:
+    """Its rank is process 1 there; what looks on the host has the host's."""
+    (tmp_path / "program.py").write_text(GOES_ON)
+    looks = (
+        f'"{sys.executable}" -I "{alone}" --pids 1 & exec "{sys.executable}" -u "$@"'
+    )
+    rank = subprocess.Popen(
+        [*IN_A_CONTAINER, "sh", "-c", looks, "sh", str(tmp_path / "program.py")],
+        env={**os.environ, **TORCHRUN, "RANK": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert rank.stdout is not None
+        told = next(line for line in rank.stdout if line.startswith("{"))
+        container = json.loads(told)["jobs"][0]
+        (shown,) = samples.children(rank.pid)
+        namespace = os.readlink(f"/proc/{shown}/ns/pid").strip("pid:[]")
+        assert pid_here(1, namespace) == shown
+        assert pid_here(1, "7") == 0
+    finally:
+        rank.kill()
+        rank.wait()
+    assert container["ranks"][0]["rank"]["pid"] == 1
+    (tmp_path / "node1.json").write_text(told)
+    evidence = Evidence()
+    reader.read([tmp_path / "node1.json"], evidence)
+    (account,) = accounts_of(evidence).values()
+    step = finding(MISSING_RANK, "it is missing", of=account).next_step
+    host = socket.gethostname()
+    assert f"on {host}, in its container, with C frames" in step
+    assert "--pid 1`" in step
+    killed = finding(OUT_OF_MEMORY, "it was killed", of=account).next_step
+    assert "container" not in killed  # no process is named
+
+
+@needs_namespaces
+@pytest.mark.parametrize("given", [(), ("--pids", "1"), ("--job", "/")])
+def test_where_proc_hides_others_that_is_said(
+    given: tuple[str, ...], alone: Path
+) -> None:
+    hides = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
+    user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    looks = (*user, "/usr/bin/python3", "-I", str(alone), *given)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hides, "sh", *looks],
+        env={"PATH": os.environ["PATH"]},
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done
+    told = "other users' processes are hidden here (/proc is mounted with hidepid)"
+    assert f"{told}: be the job's user, or root" in done.stderr
+    as_root = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hides, "sh", *looks[4:], "--job", "/no"],
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert "hidden" not in as_root.stderr
+    assert "root" not in as_root.stderr
+
+
+@needs_py_spy
+@needs_namespaces
+def test_root_that_may_not_look_inside_is_not_told_to_be_root(
+    alone: Path, tmp_path: Path
+) -> None:
+    without = ("setpriv", "--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace")
+    with process(tmp_path, {**TORCHRUN, "RANK": "0"}) as pid:
+        done = subprocess.run(
+            [*without, sys.executable, "-I", str(alone), "--pids", str(pid)],
+            capture_output=True,
+            text=True,
+        )
+    [rank] = json.loads(done.stdout)["jobs"][0]["ranks"]
+    told = rank["samples"][-1]["error"]
+    assert "not even to root" in told
+    assert "as root" not in told
+
+
+def test_an_element_of_a_job_array_is_found_by_squeues_name(tmp_path: Path) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "990005"}
+    element = {"SLURM_ARRAY_JOB_ID": "990004", "SLURM_ARRAY_TASK_ID": "1"}
+    with process(tmp_path, {**slurm, **element}) as pid:
+        [[rank]] = jobs_here("990004_1")
+        assert rank.pid == pid
+        with pytest.raises(NothingToLookAtError):
+            jobs_here("990004_2")
 
 
 def test_a_job_has_settled_where_its_ranks_slept_long_or_ran_on() -> None:

@@ -839,6 +839,20 @@ def test_the_headline_line_names_the_missing_rank_and_its_place(tmp_path: Path) 
         assert "train.log:4" in "".join(first.evidence)
 
 
+@pytest.mark.parametrize("pid", ["pid 1 in its container", "pid 1"])
+def test_a_hosts_process_1_is_never_the_one_to_look_at(
+    pid: str, tmp_path: Path
+) -> None:
+    """As today's lines tell of it, and those of before."""
+    report = report_on(
+        tmp_path,
+        f"nemo_patches WARNING [rank 0/2 sp-1] no encoder call for 60 s. rank 1 (sp-2, {pid}):"
+        " read_audio (my_asr/dataset.py:41) | rank 0: DDP's buffer broadcast",
+    )
+    assert report.findings[0].ranks == (1,)
+    assert "on sp-2, in its container, with C frames" in report.findings[0].next_step
+
+
 def test_a_rank_that_gave_a_late_round_up_does_not_wait_for_ever(
     tmp_path: Path,
 ) -> None:

@@ -41,6 +41,13 @@ _CALLERS = re.compile(
 )
 
 
+def process_text(host: str, pid: int) -> str:
+    """(node8, pid 4711), with the space; empty if neither is known."""
+    where = " in its container" if pid == 1 else ""  # a host's process 1 is no rank
+    text = ", ".join(filter(None, (host, f"pid {pid}{where}" if pid else "")))
+    return f" ({text})" if text else ""
+
+
 @dataclass(frozen=True)
 class MissingRank:
     """A rank that the others wait for.
@@ -70,10 +77,7 @@ class MissingRank:
     batch: str = ""
 
     def __str__(self) -> str:
-        process = ", ".join(
-            filter(None, (self.host, f"pid {self.pid}" if self.pid else ""))
-        )
-        who = f"rank {self.rank}" + (f" ({process})" if process else "")
+        who = f"rank {self.rank}{process_text(self.host, self.pid)}"
         # It said so when it was last heard.
         least = "at least " if self.kind in (SILENT, LATE) else ""
         last = (

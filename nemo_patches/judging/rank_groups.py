@@ -25,7 +25,7 @@ from .kinds import (
     UNANNOUNCED,
     is_guess,
 )
-from .missing_rank import NOT_ANNOUNCED, REACHED_BY_NONE, MissingRank
+from .missing_rank import NOT_ANNOUNCED, REACHED_BY_NONE, MissingRank, process_text
 
 WAITING = "waiting"  # in a collective
 UNHEARD = "not heard"  # it is not known where it is, and it is not blamed for that
@@ -141,7 +141,7 @@ class RankGroup:
             return str(self.missing()[0])
         ranks = named(self.ranks)
         if self.size == 1 and self.host:
-            ranks += f" ({self.host}, pid {self.pid})"
+            ranks += process_text(self.host, self.pid)
         go = "goes" if self.size == 1 else "go"
         if self.kind == WAITING:
             after = (

@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+_PIDS_OF_A_HOST = "4026531836"  # the first pid namespace, on every Linux
+
 
 def own_process() -> dict[str, Any]:
     """By which a reader sees whether this process still runs: a pid means another one on another
@@ -28,6 +30,12 @@ def machine() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
+
+
+def is_of_container(machine: str) -> bool:
+    """Whether a pid of this machine is a container's, and on its host another process has it."""
+    namespace = machine.rpartition(" ")[2]
+    return namespace.isdecimal() and namespace != _PIDS_OF_A_HOST
 
 
 def started(pid: int) -> int:

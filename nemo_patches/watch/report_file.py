@@ -17,6 +17,7 @@ from ..channel.daemon import Daemon
 from ..text import first_line
 from .job_folder import goes_with_the_job, private_folder
 from .log_line import report
+from .process_id import is_of_container, machine
 from .torch_knows import FlightRecording, out_of_memory_errors
 
 _READ_LIMIT_S = 1.0
@@ -78,6 +79,8 @@ class ReportFile:
                 f"this report is in {file}; `nemo-patches diagnose {folder}` reads those"
                 " of all ranks on this host"
             )
+            if is_of_container(machine()):
+                text += ". That is in this rank's container, and so are the pids"
             if goes_with_the_job(folder):
                 text += (
                     ". Slurm removes that folder with the job: to keep it, set TMPDIR"

@@ -99,10 +99,13 @@ class Motion:
 
 @dataclass(frozen=True)
 class Member:
-    """A process is this rank of the job. world_size: 0: unknown."""
+    """A process is this rank of the job. world_size: 0: unknown. in_container: the pid is one of a
+    container, and on its host another process has it.
+    """
 
     world_size: int = 0
     pid: int = 0
+    in_container: bool = False
 
 
 Value: TypeAlias = Entry | Condition | Place | Call | Motion | Member

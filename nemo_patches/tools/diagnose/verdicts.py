@@ -108,15 +108,16 @@ def finding(
     the step names.
     """
     member = of.member_fact if of is not None else None
+    step = next_step or ids.NEXT_STEPS.get(kind, "")
+    host = (member and member.host) or "its host"
+    if of is not None and of.member.in_container and "{pid}" in step:
+        host += ", in its container"
     return Finding(
         id=kind,
         severity=ids.SEVERITIES.get(kind, CRITICAL),
         ranks=tuple(rank for rank in ranks if rank != NOT_TOLD)[:_MOST_RANKS],
         text=capital(text),
-        next_step=(next_step or ids.NEXT_STEPS.get(kind, "")).format(
-            pid=(of and of.member.pid) or "PID",
-            host=(member and member.host) or "its host",
-        ),
+        next_step=step.format(pid=(of and of.member.pid) or "PID", host=host),
         evidence=shown_lines(evidence),
     )
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from nemo_patches.tools.diagnose.collect import host_ranks
 from nemo_patches.tools.diagnose.collect.belongings import Belonging, belongings
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
+from nemo_patches.tools.diagnose.collect.proc_files import has_own_pids
 from nemo_patches.tools.diagnose.collect.samples import Sample, take
 
 FORMAT, WHAT = 1, "stacks"
@@ -43,12 +44,15 @@ class SampledRank:
 
 @dataclass(frozen=True)
 class HostJob:
-    """One job on one host. at: seconds since 1970, when the last samples were taken."""
+    """One job on one host. at: seconds since 1970, when the last samples were taken. in_container:
+    the pids are a container's.
+    """
 
     host: str
     at: float
     ranks: tuple[SampledRank, ...]
     belongings: tuple[Belonging, ...] = ()
+    in_container: bool = False
 
     @property
     def name(self) -> str:
@@ -82,10 +86,17 @@ def jobs_here(job: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
     folder that they work in, or the job's name. Raises NothingToLookAtError.
     """
     own = "" if job or pids else os.environ.get("SLURM_JOB_ID", "")
+    or_root = ", or root" if os.geteuid() else ""
+    hidden = ""
+    if host_ranks.hides_others():
+        hidden = (
+            "; other users' processes are hidden here (/proc is mounted with hidepid):"
+            f" be the job's user{or_root}"
+        )
     among = host_ranks.processes()
     if gone := [pid for pid in pids if pid not in among]:
         raise NothingToLookAtError(
-            f"--pids: no process {', '.join(map(str, gone))} runs on this host"
+            f"--pids: no process {', '.join(map(str, gone))} runs on this host{hidden}"
         )
     jobs: dict[str, list[HostRank]] = {}
     for rank in host_ranks.ranks(among, pids, job or own):
@@ -95,7 +106,7 @@ def jobs_here(job: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
     if job:
         raise NothingToLookAtError(
             f"--job={job}: no rank of a job works there, or has that job's name; leave"
-            " --job out to see all jobs"
+            f" --job out to see all jobs{hidden}"
         )
     if own:
         raise NothingToLookAtError(
@@ -105,14 +116,17 @@ def jobs_here(job: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
     if closed := host_ranks.closed_to_us():
         some = ", ".join(map(str, closed[:8]))
         raise NothingToLookAtError(
-            f"Python processes of other users run here (pid {some}): be that user, or"
-            " root"
+            f"Python processes of other users run here (pid {some}): be that"
+            f" user{or_root}"
         )
+    if hidden:
+        raise NothingToLookAtError(f"no rank is seen on this host{hidden}")
     with_torch = ", ".join(map(str, host_ranks.with_torch(among)))
     if not with_torch and shutil.which("srun"):
         raise NothingToLookAtError(
             f"no rank runs on this host; on all hosts of Slurm's job J: `{_BY_SRUN}`,"
-            " then `nemo-patches diagnose .`"
+            " then `nemo-patches diagnose .`; of a job array J is the element's own"
+            " number, which `squeue -o '%A %i'` shows"
         )
     what = f"--pids {with_torch}" if with_torch else "--pids P,P"
     raise NothingToLookAtError(
@@ -157,7 +171,8 @@ def _job(
     sampled = tuple(
         SampledRank(rank, (first[rank.pid], last[rank.pid])) for rank in ranks
     )
-    return HostJob(socket.gethostname(), time.time(), sampled)
+    host, now = socket.gethostname(), time.time()
+    return HostJob(host, now, sampled, in_container=has_own_pids())
 
 
 def has_settled(job: HostJob) -> bool:

@@ -80,7 +80,7 @@ def ranks(
     among: Mapping[int, Process], pids: Sequence[int] = (), job: str = ""
 ) -> list[HostRank]:
     """pids: only these, which are ranks whatever their variables. job: only those with this working
-    directory, or of the job with this name or Slurm id.
+    directory, or of the job with this name or Slurm id, of an array as 4711_3.
     """
     if pids:
         found = _given(among, pids)
@@ -112,6 +112,12 @@ def closed_to_us() -> list[int]:
         if read(f"/proc/{pid}/comm").startswith("python")
         and not os.access(f"/proc/{pid}/environ", os.R_OK)
     ]
+
+
+def hides_others() -> bool:
+    """Whether /proc is mounted with hidepid, so that this user sees no other's processes."""
+    mounts = re.findall(r" /proc .* - proc .*", read("/proc/self/mountinfo"))
+    return "hidepid=" in "".join(mounts[-1:]) and not read("/proc/1/stat")
 
 
 def with_torch(among: Mapping[int, Process]) -> list[int]:
@@ -298,7 +304,9 @@ def _with_workers(
 
 
 def _is_of(job: str, rank: HostRank, process: Process) -> bool:
-    if job in (rank.job, process.variables.get("SLURM_JOB_ID")):
+    given = process.variables
+    element = f"{given.get('SLURM_ARRAY_JOB_ID')}_{given.get('SLURM_ARRAY_TASK_ID')}"
+    if job in (rank.job, given.get("SLURM_JOB_ID"), element):  # as squeue names it
         return True
     try:
         return os.path.samefile(f"/proc/{rank.pid}/cwd", job)

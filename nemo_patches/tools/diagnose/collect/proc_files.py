@@ -9,6 +9,7 @@ import re
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 CLOCK_SLACK_S = 2.0  # of started_at: the kernel tells of the boot in whole seconds
 _LONGEST = 1 << 22  # bytes
+_PIDS_OF_A_HOST = "pid:[4026531836]"  # the first pid namespace, on every Linux
 
 
 def read(path: str) -> str:
@@ -48,6 +49,23 @@ def stat_fields(path: str) -> list[str]:
 
 def process_ids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def has_own_pids() -> bool:
+    """Whether this is a container: on its host other processes have the pids that are seen here."""
+    return link("/proc/self/ns/pid") not in ("", _PIDS_OF_A_HOST)
+
+
+def pid_here(pid: int, namespace: str) -> int:
+    """How a container's process is called here, by the number of its pid namespace; 0: it is not
+    seen.
+    """
+    for each in process_ids():
+        if link(f"/proc/{each}/ns/pid") == f"pid:[{namespace}]":
+            found = re.search(r"^NSpid:.*\b(\d+)$", read(f"/proc/{each}/status"), re.M)
+            if found and int(found[1]) == pid:
+                return each
+    return 0
 
 
 def children(pid: int) -> list[int]:

@@ -357,7 +357,12 @@ def _why_not(pid: int, said: str) -> str:
         owner = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return "its process has gone"
-    if owner != os.geteuid() and os.geteuid():
+    if not os.geteuid():
+        return (
+            "ptrace is not allowed here, not even to root: start the container with"
+            " `--cap-add SYS_PTRACE`, or run this from its host"
+        )
+    if owner != os.geteuid():
         return f"it is user {owner}'s: run this as that user, or as root"
     if read("/proc/sys/kernel/yama/ptrace_scope").strip() not in ("", "0"):
         return (

@@ -177,7 +177,7 @@ def _ranks_of_host(job: HostJob) -> range:
 def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
     rank, samples = sampled.rank, sampled.samples
     values: list[Condition | Place | Motion | Member] = [
-        Member(rank.world_size, rank.pid)
+        Member(rank.world_size, rank.pid, job.in_container)
     ]
     if samples:
         last, motion = samples[-1], _motion(samples)

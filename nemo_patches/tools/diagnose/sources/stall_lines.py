@@ -27,7 +27,7 @@ _STALL = re.compile(
 _WAITED_FOR = re.compile(rf" \| {WAITED_FOR}: ranks? ([\d, -]{{1,2000}}), in rank \d")
 _GROUP = re.compile(
     r"^(?:ranks? (?P<ranks>\d{1,7}(?:(?:-|, )\d{1,7}){0,400})"
-    r"(?: \((?:(?P<host>[^,)]{1,255}), )?pid (?P<pid>\d{1,9})\))?|"
+    r"(?: \((?:(?P<host>[^,)]{1,255}), )?pid (?P<pid>\d{1,9})(?: in its container)?\))?|"
     rf"{ALL_RANKS_OF}.{{1,255}}? \((?P<of_host>[\d, -]{{1,2000}})\))(?P<text>.*)$"
 )
 _WAITS = re.compile(
@@ -178,7 +178,8 @@ class StallLines:
     def _process(self, rank: int, pid: int, host: str, line: Line) -> None:
         if pid:
             self._found.facts.pop((rank, Member), None)
-        member = Member(self._found.world_size, pid)
+        # A host's process 1 is no rank.
+        member = Member(self._found.world_size, pid, in_container=pid == 1)
         self._found.add(rank, member, line, own=False, host=shown(host))
 
 

@@ -25,7 +25,11 @@ from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.collect.proc_files import CLOCK_SLACK_S, started_at
+from nemo_patches.tools.diagnose.collect.proc_files import (
+    CLOCK_SLACK_S,
+    pid_here,
+    started_at,
+)
 from nemo_patches.tools.diagnose.facts import (
     Condition,
     Evidence,
@@ -44,7 +48,7 @@ from nemo_patches.tools.diagnose.findings import (
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.verdicts import finding
 from nemo_patches.watch.job_socket import ENDING, is_ours, process_of
-from nemo_patches.watch.process_id import machine, started
+from nemo_patches.watch.process_id import is_of_container, machine, started
 
 KIND = "stall reports"
 LONGEST = 16 << 20  # bytes
@@ -135,6 +139,13 @@ class Process(msgspec.Struct):
     def is_here(self) -> bool:
         """Whether a pid of its machine means the same here."""
         return bool(self.machine) and self.machine == machine()
+
+    @property
+    def seen_here(self) -> int:
+        """A container's process, by the pid that it has here; 0: it is not seen."""
+        boot, _, namespace = self.machine.partition(" ")
+        is_seen = machine().startswith(f"{boot} ") and namespace.isdecimal()
+        return pid_here(self.pid, namespace) if is_seen else 0
 
     @property
     def has_ended(self) -> bool:
@@ -377,10 +388,15 @@ def facts_of(answer: Answer) -> Iterator[Fact]:
             else f"rank {rank}'s answer"
         )
         host, pid = (safe(group.host), group.pid) if is_first else ("", 0)
+        in_container = pid == 1
+        if answer.process is not None and is_of_container(answer.process.machine):
+            seen = answer.process.seen_here if rank == answer.rank else 0
+            pid = seen or pid
+            in_container = not seen
         own = rank == answer.rank and group.kind not in _CONDITIONS
         yield Fact(
             rank,
-            Member(answer.world_size, pid),
+            Member(answer.world_size, pid, in_container),
             f"{host}, pid {pid}" if pid else cite,
             host=host,
             own=own,
