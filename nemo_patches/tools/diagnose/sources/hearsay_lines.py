@@ -38,7 +38,7 @@ _NUMBER = (
     r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
 )
 _BETWEEN = (
-    r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|of \d{1,6}\b|"
+    r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|pid[ =:]\d{1,9}|of \d{1,6}\b|"
     r"(?i:(?:on|at) (?:node |host |gpu )?[\w.:/-]{1,80}|(?:process|worker|actor|pod|container|"
     r"trainer|training|job|task|rank|gpu|device|main|progress|forward|backward|node|host|python|"
     r"subprocess|child|state|status|is|are|was|were|been|has|have|had|it|its|seems?|appears?|to|"
@@ -48,7 +48,7 @@ _BETWEEN = (
     r"{0,8}[\s,:;=()-]{0,4}"
 )
 _AFTER = (
-    r"(?=\s*$|\.(?!\w)|\s*[,;!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
+    r"(?=\s*$|\.(?!\w)|,(?![A-Za-z])|\s*[;!()\[\]|\"'\\]|\s*[:-]\s|\s+(?:for|since|after|in|on|from|with|while|during|"
     r"and|due|of|via|suddenly|unexpectedly|by(?! user| request| design)|"
     r"at (?:the |step|barrier|epoch|iter|batch|all|\d{1,9}|')|to (?:the |ping|health|heartbeat))\b|"
     r"\s+at (?:barrier|')|\s\d{1,9} ?s\b)"
@@ -78,7 +78,8 @@ _ABSENT = (
     r"stopped (?:sending|responding|reporting)(?: heartbeats?)?|"
     r"(?:did not|didn't|ha(?:s|ve) not|hasn't|never|not|failed to) "
     r"(?:report|respond|arrive|join|check|reach|enter|send|come|answer|show)(?:ed|d)?"
-    r"(?: (?:in|up|back|the|its|a|any|heartbeat|status|barrier|rendezvous|group|collective)){0,3}|"
+    r"(?: (?:in|up|back|the|it|its|a|any|heartbeat|status|barrier|rendezvous|group|"
+    r"collective)){0,3}|"
     r"silent"
 )
 _STATE = (
@@ -109,7 +110,8 @@ _GENERAL = (
     ),
     (
         TOLD_ABSENT,
-        r"\b(?:[Nn]o (?:heartbeat|response|answer|reply|message|update|progress|signal|data) |"
+        r"\b(?:[Nn]o (?:heartbeat|response|answer|reply|message|update|progress|signal|data|"
+        r"result|report|sign|batch|gradients?) |"
         r"[Nn]othing (?:heard |received )?|[Tt]imed? ?out (?:while )?waiting |"
         r"(?:[Gg]ave|[Gg]iving) up (?:waiting )?|"
         r"[Ll]ost (?:the )?(?:connection|contact|heartbeat) )"
@@ -239,7 +241,7 @@ _OF_TESTS = re.compile(r"\S\.py::\w|::\w.* (?:PASSED|FAILED|SKIPPED|XFAIL|ERROR)
 # 2. Of another subject: data loaders, threads, a model's keys, the texts of a speech model.
 _OF_OTHERS = re.compile(
     r"(?i)data ?loader|missing keys?|thread|nemo_patches |"
-    r"\blora\b|matri(?:x|ces)|singular|prun(?:ed|ing)|\btaint|^(?:srun|slurmstepd|prterun|mpirun)\b|"
+    r"\b(?:my|your|our|you|we|I(?![/.-]))\b|\blora\b|matri(?:x|ces)|singular|prun(?:ed|ing)|\btaint|^(?:srun|slurmstepd|prterun|mpirun)\b|"
     r"\b(?:reference|predicted|prediction|pred_text|hypothesis|hyp|ref|transcript\w*|utterance|"
     r"sentence|prompt|answer)\b\W{0,3}[:=]|\"text\":|"
     r"\b(?:sample|hypothesis|reference|utterance) \d"
@@ -260,14 +262,15 @@ _MOOD = re.compile(
     r"no|not|none|nobody|never|neither|nor|without|isn't|wasn't|"
     r"previous\w*|earlier|resum\w*|last (?:run|time|attempt|week|night|month|year)|yesterday|"
     r"(?:in|of|during) (?:run|attempt) \d|sometimes|often|usually|"
-    r"my|your|our|you|I|we|polic\w+|default)\b|"
+    r"polic\w+|default)\b|"
     "如果|是否|可能|将会|之前|"
     r"\b(?:not|never|no)_|['\"](?:the )?$|\b(?:at|to|by) (?:the )?$|"
     r"\b(?!process|worker|actor|container|loader|agent|trainer|heartbeat)\w+ of (?:the )?$"
 )
 # Likewise after it, or between.
 _MOOD_AFTER = re.compile(
-    r"(?i)\?|\b(?:in (?:run|attempt) \d|last (?:run|time|attempt|week|night|month|year)|yesterday|"
+    r"(?i)\?|\b(?:in (?:run|attempt) \d|in \d{1,6} of \d|yesterday|"
+    r"last (?:run|time|attempt|week|night|month|year)|"
     r"(?:if|unless|until|when) |by default|\(config\)|\(default)"
 )
 # 5. An entry of a configuration: beside other such ones, and without a time or a level.
@@ -299,8 +302,15 @@ _BEARS_OUT = re.compile(
     r"(?i)(?<![a-z])(?:abort\w*|terminat\w*|(?:giv(?:e|ing)|gave) up|timed out|fatal|killing|"
     r"killed|stopping|stop (?:all|the|others)|job[ _]stop\w*|cancel\w*|traceback|"
     r"(?:shut\w*|tear\w*) (?:\w+ )?down|clean(?:ing|ed)? up|"
-    r"(?:job|run|training|launch) (?:has |is )?(?:failed|dead|over)\b|"
-    r"sig(?:term|kill|int)\b|(?:exited|returned)\b.{0,20}-\d)|终止|退出"
+    r"(?:job|run|training|launch) (?:\d{1,9} |has |is )?(?:failed|dead|over)\b|"
+    r"(?:exit|return) (?:status|code)\W{1,3}[1-9]|sig(?:term|kill|int|abrt)\b|"
+    r"(?:exited|returned)\b.{0,20}-\d)|终止|退出"
+)
+# One that tells that the ranks are started anew, or that all is well
+_ANEW = re.compile(
+    r"(?i)\b(?:re-?)?(?:start|launch|spawn|join|boot|schedul)(?:s|ed|ing)?\b|"
+    r"\b(?:resum|recover|replac|succe|continu)|\b(?:healthy|ready|passed|completed)\b|"
+    "恢复|重启|继续"
 )
 # One that may stand behind a hang: of waiting, of errors, of stacks.
 _OF_A_HANG = re.compile(
@@ -338,11 +348,25 @@ _ENDS = (
 
 
 class _Told(NamedTuple):
-    """is_borne_out: False where the log goes on after it, of something else."""
+    """at: how many lines had been weighed when it was told last."""
 
     kind: str
     line: Line
-    is_borne_out: bool = True
+    at: int
+
+
+class _After:
+    """The last lines of one file that weigh what was told before them, by their count."""
+
+    def __init__(self) -> None:
+        self.of_others = 0  # the log goes on, of something else
+        self.decided = 0
+        self.is_borne_out = False  # by the line that decided
+
+    def leaves_in_doubt(self, at: int) -> bool:
+        if self.decided > at:
+            return not self.is_borne_out
+        return self.of_others > at
 
 
 class Steps:
@@ -373,6 +397,8 @@ class HearsayLines:
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
         self._in_table = False
+        self._weighed = 0  # lines
+        self._after: dict[str, _After] = {}  # by file
 
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
@@ -431,9 +457,11 @@ class HearsayLines:
     def _tell(self, ranks: list[int], kind: str, line: Line) -> None:
         self._steps.begin()
         for rank in ranks:
-            if len(self._told) < MOST_KEPT:
-                key = (rank, kind if rank != NOT_TOLD else line.text)
-                self._told.setdefault(key, _Told(kind, line))
+            key = (rank, kind if rank != NOT_TOLD else line.text)
+            if len(self._told) < MOST_KEPT or key in self._told:
+                first = self._told.get(key)
+                first_line = first.line if first else line
+                self._told[key] = _Told(kind, first_line, self._weighed)
 
     def _take_back(self, text: str) -> None:
         if self._found.reports_made > self._reports:
@@ -450,14 +478,20 @@ class HearsayLines:
 
     def _weigh(self, line: Line) -> None:
         """What a line that tells of no rank says of those that were told before."""
-        is_borne_out = _BEARS_OUT.search(line.text) is not None
-        if not is_borne_out:
-            is_neutral = not line.text or _STEP.search(line.text)
-            if is_neutral or _OF_A_HANG.search(line.text):
+        text = line.text
+        is_anew = _ANEW.search(text) is not None
+        is_borne_out = bool(_BEARS_OUT.search(text)) and not is_no_log_line(text)
+        if is_borne_out == is_anew:  # both, or of something else
+            step = _STEP.search(text)
+            is_neutral = not text or (step and not step[0].lower().startswith("epoch"))
+            if is_anew or is_neutral or _OF_A_HANG.search(text):
                 return
-        for key, told in self._told.items():
-            if told.is_borne_out != is_borne_out and told.line.file == line.file:
-                self._told[key] = told._replace(is_borne_out=is_borne_out)
+        self._weighed += 1
+        after = self._after.setdefault(line.file, _After())
+        if is_borne_out or is_anew:
+            after.decided, after.is_borne_out = self._weighed, is_borne_out
+        else:
+            after.of_others = self._weighed
 
     def _goes_on(self) -> None:
         self._told.clear()
@@ -479,7 +513,8 @@ class HearsayLines:
         for (rank, _), told in self._told.items():
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)
-            if not has_ended and not told.is_borne_out:
+            after = self._after.get(told.line.file)
+            if not has_ended and after and after.leaves_in_doubt(told.at):
                 quoted = f'the log goes on after "{text}"'
                 condition = Condition(conditions.HINT, quoted)
             self._found.add(rank, condition, told.line, own=False)
