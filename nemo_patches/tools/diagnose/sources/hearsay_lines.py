@@ -237,10 +237,16 @@ _NO_LOG_LINE = re.compile(
     r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |\d{1,2}\. |usage:|#|//|\+{1,4} |\$ |echo\b|>>> |"
     r"(?:export )?[A-Z][A-Z0-9_]*=|\|.*\|\s*$|"
     r"(?:[Ff]ix(?:e[sd])?|[Aa]dd(?:s|ed)?|[Cc]hanged?|[Rr]emoved?|feat|test|docs|perf)"
-    r"(?:\([\w/-]+\))?!?:)|\s#\s|"
-    r"^(?:\s{2,}|\t)(?!.*\d\d:\d\d)|"
-    r"::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"
+    r"(?:\([\w/-]+\))?!?:)|^(?:\s{2,}|\t)(?!.*\d\d:\d\d)"
+)
+_CODE = re.compile(
+    r"\s#\s|::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"
     r"\b[a-z_.]+\(f?[rb]?['\"]|\bf['\"]"
+)
+# One of these is in each such.
+_OF_CODE = (
+    *("#", "::", "PASSED", "XFAIL", "SKIPPED", "test_", "'", '"'),
+    *("raise ", "assert ", "return ", "def ", "elif "),
 )
 _OF_TESTS = re.compile(r"\S\.py::\w|::\w.* (?:PASSED|FAILED|SKIPPED|XFAIL|ERROR)\b")
 # 2. Of another subject: data loaders, threads, a model's keys, the texts of a speech model.
@@ -294,6 +300,10 @@ _WRITER = re.compile(r"\*\*\* |[\w./#@-]{2,40}(?:\[\d{1,9}\])?: ")
 _BACK = re.compile(
     rf"{_WHO}{_NUMBER}{_BETWEEN}\b(?:back|alive|up|healthy|recovered|reconnected|responding|"
     r"re-?joined|returned|restarted|resumed|responded|arrived|reported|answered|came)\b"
+)
+_OF_BACK = (
+    *("back", "alive", " up", "healthy", "recover", "reconnect", "respond", "joined"),
+    *("returned", "restart", "resumed", "arrived", "reported", "answered", "came"),
 )
 _ALL_BACK = re.compile(
     rf"(?i:\ball (?:\d{{1,6}} )?(?:{_NAMES})s? (?:are |have |is )?"
@@ -478,7 +488,7 @@ class HearsayLines:
             return
         if _ALL_BACK.search(text):
             self._goes_on()
-        elif back := _BACK.search(text):
+        elif any(one in text for one in _OF_BACK) and (back := _BACK.search(text)):
             self.is_there(*ranks_in(back["ranks"]))
         if self._steps.go_on(text):
             self._goes_on()
@@ -541,13 +551,15 @@ def is_no_event(text: str, before: str) -> bool:
 
 
 def is_no_log_line(text: str) -> bool:
-    return _NO_LOG_LINE.search(text) is not None
+    if _NO_LOG_LINE.match(text):
+        return True
+    return any(one in text for one in _OF_CODE) and _CODE.search(text) is not None
 
 
 def _is_no_report(text: str, before: str) -> bool:
     lower = text.lower()
     return bool(
-        _NO_LOG_LINE.search(text)
+        is_no_log_line(text)
         or _OF_OTHERS_LOWER.search(lower)
         or _SEEN_TO_LOWER.search(lower)
         or _is_entry(text, before)
@@ -659,9 +671,10 @@ def _in_lists(text: str, size: int) -> list[int]:
     """Who has not come, by lists of a line; a number alone is a count, unless a list of who has
     come stands beside it.
     """
-    absent, come = _NOT_COME.search(text), _HAS_COME.search(text)
+    absent = _NOT_COME.search(text)
     if absent is None:
         return []
+    come = _HAS_COME.search(text)
     is_of_ranks = come or absent["names"] or absent["r"] or _WHOSE_LISTS.search(text)
     if not is_of_ranks and not (absent["closed"] and _MEETING.search(text)):
         return []

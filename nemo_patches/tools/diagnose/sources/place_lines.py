@@ -28,8 +28,8 @@ _FORMS = (
 _COLLECTIVE = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|all_?to_?all|\bnccl\w|backward"
 )
-_OF_A_HANG = re.compile(
-    r"(?i)\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
+_OF_A_HANG = re.compile(  # in small letters
+    r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
 )
 _NEAR = 8  # lines: a report says in its first one what it is of
 
@@ -48,7 +48,7 @@ class PlaceLines:
         text = line.text
         if self._told and self._steps.go_on(text):
             self._told.clear()
-        if _OF_A_HANG.search(text):
+        if _OF_A_HANG.search(text.lower()):
             self._hang_at = line.number
         is_near = line.number - self._hang_at < _NEAR
         if not is_near or "ank" not in text or line.has_prefix:
