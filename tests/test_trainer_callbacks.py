@@ -197,7 +197,7 @@ def test_a_trainer_of_pytorch_lightning_knows_its_batch_and_says_once_what_it_la
     assert unasked == (["RunningTrainer"] if hooked else [])
     assert len(ours) <= len(OF_THE_HOOK) + 2
     assert asked == ["RunningTrainer"]
-    assert seen_batches == ["0", "1"]
+    assert seen_batches == ["0 of epoch 0 (train)", "1 of epoch 0 (train)"]
     assert not other_is_imported
     (line,) = [one for one in done.stderr.splitlines() if "nemo_patches ERROR" in one]
     assert "[rank 0" in line

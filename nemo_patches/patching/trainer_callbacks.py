@@ -11,6 +11,7 @@ A trainer of the package pytorch_lightning, which takes no model of NeMo's, is g
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -26,6 +27,10 @@ from nemo_patches.patching import (
     say_error,
 )
 
+_CALLBACK_IN = {
+    LIGHTNING: "nemo_patches.patching.running_trainer",
+    OTHER_LIGHTNING: "nemo_patches.patching.running_other_trainer",
+}
 _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
 # One of them, where ours is on.
 _IN_FORCE = {
@@ -100,44 +105,22 @@ class _Callbacks:
         begin = None if is_one_of_several_ranks() else self.begin_reports
         if begin is None and not in_force:
             return []
-        found: list[Any] = [_running_trainer(package, begin)]
+        module = importlib.import_module(_CALLBACK_IN[package])
+        found: list[Any] = [module.RunningTrainer(begin)]
         if in_force:
             from nemo_patches.patching import parts
             from nemo_patches.patching.monkeypatch import this_process
 
             settings = this_process.settings_for_trainers()
             if package == OTHER_LIGHTNING:
-                self._say_what_is_missing(
-                    [
-                        f"{setting}: {left}"
-                        for setting, left in parts.WITH_CALLBACKS.items()
-                        if parts.is_on(setting, settings)
-                    ]
-                )
+                if not self._has_said_what_is_missing:
+                    self._has_said_what_is_missing = module.say_what_is_missing(
+                        settings
+                    )
                 return found
             with_callbacks = parts.switched_on(settings, among=parts.WITH_CALLBACKS)
             found += [part.callback(settings) for part in with_callbacks]
         return found
-
-    def _say_what_is_missing(self, problems: list[str]) -> None:
-        if not problems or self._has_said_what_is_missing:
-            return
-        self._has_said_what_is_missing = True
-        from nemo_patches.sync.rank_log import report
-
-        text = f"a trainer of {OTHER_LIGHTNING} takes no callback of ours"
-        advice = f"import {LIGHTNING} in its place"
-        report(logging.ERROR, f"{text}. {'; '.join(problems)}; {advice}")
-
-
-def _running_trainer(package: str, begin: Callable[[], None] | None) -> Any:
-    if package == OTHER_LIGHTNING:
-        from nemo_patches.patching.running_other_trainer import RunningTrainer
-
-        return RunningTrainer(begin)
-    from nemo_patches.patching.running_trainer import RunningTrainer
-
-    return RunningTrainer(begin)
 
 
 _this_process = _Callbacks()

@@ -23,11 +23,7 @@ LEFT = {
     "metrics": "metrics are not deferred",
     "checkpoints": "each rank decides about checkpoints, as in stock",
 }
-# The same, for those that give Lightning's trainers a callback, where a trainer takes none of them.
-WITH_CALLBACKS = {
-    "trace": "a trainer's exceptions are not in the trace",
-    "stop_together": "a pass ends as in stock",
-}
+WITH_CALLBACKS = ("trace", "stop_together")
 PARTS = (*WITH_CALLBACKS, *LEFT)
 InForce = Callable[[], bool]
 
