@@ -197,7 +197,7 @@ def test_a_trainer_of_pytorch_lightning_knows_its_batch_and_says_once_what_it_la
     assert unasked == (["RunningTrainer"] if hooked else [])
     assert len(ours) <= len(OF_THE_HOOK) + 2
     assert asked == ["RunningTrainer"]
-    assert seen_batches == ["0 of epoch 0 (train)", "1 of epoch 0 (train)"]
+    assert seen_batches == [f"{batch} of epoch 0 (train)" for batch in (0, 1)]
     assert not other_is_imported
     (line,) = [one for one in done.stderr.splitlines() if "nemo_patches ERROR" in one]
     assert "[rank 0" in line
@@ -206,3 +206,50 @@ def test_a_trainer_of_pytorch_lightning_knows_its_batch_and_says_once_what_it_la
         " exceptions are not in the trace; stop_together: a pass ends as in stock;"
         " import lightning.pytorch in its place"
     )
+
+
+OF_SLURM = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+from lightning.pytorch import Trainer
+off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+for _ in range(2):
+    Trainer(accelerator="cpu", **dict.fromkeys(off, False))
+logging.getLogger("lightning.fabric.utilities.registry").info(
+    "Adding 1 callbacks from entry point 'another': Theirs"
+)
+"""
+
+
+def of_slurm(entry_point: Path, **variables: str) -> str:
+    """What two trainers say on a task of two of a job in salloc."""
+    tasks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
+    slurm = {**tasks, "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "interactive"}
+    path = environment(CHECKOUT, entry_point)
+    done = run(
+        [sys.executable, "-c", OF_SLURM],
+        {**path, **slurm, **variables},
+        cwd=entry_point,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "entry point 'another'" in done.stderr
+    return done.stderr
+
+
+def test_where_lightning_takes_slurms_tasks_for_shells_one_of_them_says_it_once(
+    entry_point: Path,
+) -> None:
+    told = (
+        "the name 'interactive', so Lightning takes it for a shell: each of its 2 tasks"
+    )
+    added = "callbacks from entry point 'nemo_patches'"
+    second = of_slurm(entry_point, SLURM_PROCID="1")
+    assert second.count(told) == 1
+    assert "WARNING [rank 1/2 " in second
+    assert added not in second  # rank 0 has said it
+    first = of_slurm(entry_point, SLURM_PROCID="0")
+    assert told not in first
+    assert added in first
+    # A script that gives each task its place itself.
+    placed = of_slurm(entry_point, SLURM_PROCID="1", NODE_RANK="1")
+    assert told not in placed
