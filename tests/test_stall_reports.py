@@ -48,6 +48,7 @@ from nemo_patches.channel.answers import (
     ENDED,
     HELD_UP,
     LOST,
+    NO_ANSWER,
     NOT_COME,
     UNREACHED,
     Answers,
@@ -617,6 +618,29 @@ def test_on_stalls_command_is_waited_for_also_where_the_process_ends_meanwhile(
     assert not leaving.leaves
     leaving.leave()
     assert ended == ["the command has ended", "exit 83"]
+
+
+def test_a_rank_that_is_silent_for_a_moment_is_asked_again_before_a_stall_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while py-spy reads its stack. One that stays silent is said at the second question."""
+    monkeypatch.setattr(report_file.ReportFile, "write", lambda *_: None)
+    here = state(0, "train (train.py:80)", "barrier")
+    there = state(1, "read (data.py:41)")
+    for second in (told_of({}, here, there), told_of({1: NO_ANSWER}, here)):
+        said = Said()
+        fake = Fake()
+        fake.told = [told_of({1: NO_ANSWER}, here), second]
+        fake.progress.stepped_at = fake.progress.moved_at = time.monotonic() - 100
+        Stalls(fake.incidents)
+        fake.tick()
+        assert said.lines == []
+        fake.tick()
+        (line,) = said.lines
+        assert ("answers nothing" in line) == (1 in second.silent)
+        assert ("rank 1 (node1, pid 101): read" in line) == (1 not in second.silent)
+        assert len(fake.begun) == 2
+        logging.getLogger("nemo_patches").removeHandler(said)
 
 
 def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> (

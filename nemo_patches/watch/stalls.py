@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import NEVER_HEARD
+from ..channel.answers import NEVER_HEARD, NO_ANSWER
 from ..facts import CAN_PAGE, HAS_PAGED, HAS_WARNED
 from ..sync.length_sync import current
 from ..sync.rounds import listeners
@@ -89,6 +89,13 @@ class Stalls(Reason):
         stall: Stalled = incident.subject
         if told.judgement is None:
             return
+        silent = {rank for rank, one in told.silent.items() if one.how == NO_ANSWER}
+        if not silent <= stall.silent:
+            stall.silent |= (
+                silent  # a debugger stops a rank for a moment: it is asked again
+            )
+            return
+        stall.silent = set()
         stall.looks += 1
         verdict = told.judgement.job
         may_last = verdict.level >= logging.WARNING or verdict.stays_info
@@ -281,6 +288,7 @@ class Stalled:
         self.anew_at = anew_at
         self.looks = 0
         self.infos = 0  # INFO lines
+        self.silent: set[int] = set()  # ranks that did not answer, before the next line
         self.verdict: Verdict | None = None  # the last that was found
         # What follows is for exits.py.
         self.look_at = 0.0  # the next look, if later than stall_exit says
