@@ -334,6 +334,19 @@ def test_a_line_is_told_from_others_with_its_number(tmp_path: Path) -> None:
     ]
 
 
+def test_threads_of_dumps_are_no_lines_of_logs(tmp_path: Path) -> None:
+    """Their frames are among the stacks."""
+    job = tmp_path / "job"
+    job.mkdir()
+    dump = 'Process {0}: python train.py\n\nThread {0} (idle): "MainThread"\n    {1}\n'
+    places = "all_reduce (torch/distributed/distributed_c10d.py:9)", "read (data.py:4)"
+    text = "".join(dump.format(31 + rank, place) for rank, place in enumerate(places))
+    (job / "train.log").write_text(text)
+    page, _ = written(job)
+    assert "data.py:4" in page
+    assert "Thread 3" not in page
+
+
 def test_where_nothing_is_found_the_page_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("hello\n")
     _, root = written(tmp_path / "x.log", code=2)

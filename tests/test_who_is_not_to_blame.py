@@ -385,6 +385,8 @@ def test_of_others_an_unknown_rank_is_not_counted(tmp_path: Path) -> None:
     assert first.text.endswith(
         "no record tells of its end. Others had their connections closed."
     )
+    first = told(tmp_path, gone, f"[rank0]: {cut}").findings[0]
+    assert first.text.endswith("Rank 0 had its connection closed.")
 
 
 def test_of_ranks_that_were_late_one_remark_tells(tmp_path: Path) -> None:

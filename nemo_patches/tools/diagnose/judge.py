@@ -481,8 +481,9 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     left = hearing.having(conditions.ENDED)
     if not waited and len(left) == 1 and not left[0].ended_by_itself:
         suspects += [one for one in left if one.waits is None]
-    how = "waited until a time limit" if waited else "had their connections closed"
-    more = f"{verdicts.others(waited or cut)} {how}."
+    more = _were_cut(cut)
+    if waited:
+        more = f"{verdicts.others(waited)} waited until a time limit."
     found = all_absent(_first_to_leave(suspects, hearing), None)
     return [replace(one, text=f"{one.text} {more}") for one in found]
 
@@ -524,8 +525,13 @@ def left_first(hearing: Hearing) -> list[Finding]:
     [one] = found
     if hearing[one.ranks[0]].waits is not None:
         return []
-    closed = f"{verdicts.others(cut)} had their connections closed."
-    return [replace(one, text=f"{one.text} {closed}", severity=CRITICAL)]
+    return [replace(one, text=f"{one.text} {_were_cut(cut)}", severity=CRITICAL)]
+
+
+def _were_cut(cut: list[Account]) -> str:
+    is_one = len({one.rank for one in cut} - {NOT_TOLD}) == 1
+    how = "its connection" if is_one else "their connections"
+    return f"{verdicts.others(cut)} had {how} closed."
 
 
 def waited_in_vain(hearing: Hearing) -> list[Finding]:

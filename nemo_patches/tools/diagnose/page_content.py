@@ -35,6 +35,9 @@ _MOST_RANKS = 1 << 14  # a rank of which nothing is told has its lane up to here
 _MOST_LINES = 100
 _LONGEST_LINE = 1 << 16  # bytes of a log's line
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_OF_STACK = re.compile(  # a tool's line above a thread's frames
+    r"(?:\[[^\]]{1,40}\]:? ?)*(?:Current t|T)hread (?:0x)?[0-9a-fA-F]{1,16} (?:\(|\[)"
+)
 
 
 def content_of(report: Diagnosis, evidence: Evidence) -> Job:
@@ -275,6 +278,8 @@ def _log_lines(report: Diagnosis, evidence: Evidence) -> Iterator[LogLine]:
         )
         if of_file and file.is_file():  # a pipe has been read
             for number, text in _lines(file, of_file):
+                if _OF_STACK.match(text):  # shown with the stacks
+                    continue
                 yield LogLine(of_file[number], who(ranks[of_file[number]]), text)
 
 

@@ -78,12 +78,13 @@ class _Prints:
             stuck = [rank for rank in inside if called[rank] == first]
             text = (
                 f"{self._who(stuck)} called {self.name} and did not come out of it, as"
-                f" {self._who(came_out)} did: stuck in it, or only slow."
+                f" {self._who(came_out)} did: stuck in it, or only slow, or the log was cut."
             )
         elif behind:
             text = (
                 f"{self._who(inside)} called {self.name}, and {self._who(behind)} did not"
-                " call it again: held up before it, by data or preprocessing, or only slow."
+                " call it again: held up before it, by data or preprocessing, or only slow,"
+                " or the log was cut."
             )
         else:
             text = (
