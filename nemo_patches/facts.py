@@ -26,25 +26,13 @@ CAN_PAGE = "can"
 HAS_WARNED = "warned"
 HAS_PAGED = "paged"
 # Fields that may differ between ranks of one kind.
-_OWN = {
-    "rank",
-    "host",
-    "pid",
-    "idle",
-    "goes_on_for",
-    "where",
-    "caller",
-    "hook",
-    "workers",
-    "worker_states",
-    "batch",
-}
+_OWN = "rank host pid idle goes_on_for where caller hook workers worker_states batch"
 # Fields that are dropped where a state is too long, in this order.
 _FIRST_DROPPED = (
-    ("worker_states",),
-    ("workers",),
-    ("where", "batch", "settings"),
-    ("rounds", "apart", "given_up", "late", "whole", "encoder", "caller", "hook"),
+    "worker_states",
+    "workers",
+    "where batch settings",
+    "rounds apart given_up late whole encoder caller hook",
 )
 MOST_ENCODERS = 64
 MOST_WORKERS = 32
@@ -109,7 +97,8 @@ class RankFacts:
         """Equal for ranks that the exchange merges: that of the kind, a space, that of the
         place.
         """
-        kind = {name: one for name, one in asdict(self).items() if name not in _OWN}
+        own = _OWN.split()
+        kind = {name: one for name, one in asdict(self).items() if name not in own}
         kind.update(
             given_up=sorted(self.given_up), calls=self.calls > 0, still=self.still < 0
         )
@@ -136,7 +125,9 @@ def _bounded(state: RankFacts) -> RankFacts:
     for names in _FIRST_DROPPED:
         if len(json.dumps(asdict(short))) <= LONGEST_STATE:
             return short
-        empty: dict[str, Any] = {name: type(getattr(short, name))() for name in names}
+        empty: dict[str, Any] = {
+            name: type(getattr(short, name))() for name in names.split()
+        }
         short = replace(short, **empty)
     return short
 

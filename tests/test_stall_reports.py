@@ -693,6 +693,38 @@ def test_an_absent_rank_that_no_report_names_is_named_once() -> None:
     assert "rank 2 of 3 is patched, and cannot be reached: " in unreached_line
 
 
+@pytest.mark.parametrize("rank", [0, 9])
+def test_of_many_ranks_rank_0_says_all_of_one_that_is_absent_or_late_and_each_says_who(
+    rank: int,
+) -> None:
+    said = Said()
+    fake = Fake(size=16, is_joined=False)
+    fake.incidents.group = Group(rank, 16, 0)
+    fake.notes.last = LastCall(calls=1, since=time.monotonic() - 60)
+    Absent(fake.incidents, cast(Any, SimpleNamespace(is_busy=False)))
+    fake.told = [told_of({8: NOT_COME})]
+    fake.tick()
+    (absent,) = said.lines
+    assert "rank 8 of 16 has not announced itself within 10 s" in absent
+    assert ("`nemo-patches status` there" in absent) == (rank == 0)
+    logging.getLogger("nemo_patches").removeHandler(said)
+    said = Said()
+    fake = Fake(size=16)
+    fake.incidents.group = Group(rank, 16, 0)
+    one = OneEncoder(fake, waited_s=3600)
+    one.gives_up()
+    came = {"rounds": {"an encoder": 1}}
+    states = [state(each, **came) for each in range(16) if each != 8]
+    states.append(state(8, "read (data.py:41)"))
+    fake.told = [told_of({}, *states, late=("an encoder", 1)) for _ in range(2)]
+    LateRounds(fake.incidents)
+    fake.tick()
+    (line,) = said.lines
+    assert ". Missing: rank 8 of 16 | " in line
+    assert ("read (data.py:41)" in line) == (rank == 0)
+    assert line.endswith(" | where: in rank 0's line") == (rank > 0)
+
+
 class WhileSaid(Said):
     """What `look` gives while each line is said."""
 

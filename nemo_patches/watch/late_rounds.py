@@ -16,7 +16,7 @@ from ..facts import RankFacts
 from ..limits import PATIENCE_S, REPORT_PER_RANK_S
 from ..sync.length_sync import current
 from ..sync.rounds import Round, WatchedRounds, listeners
-from ..text import named
+from ..text import FEW_RANKS, named
 from .incidents import Incident, Incidents, Reason
 from .log_line import report
 from .looks import Told
@@ -184,7 +184,12 @@ class LateRounds(Reason):
         if is_short:
             text += _IS_SHORT
         if answer.missing or answer.unknown:
-            text += f". Missing: {answer.text(self.incidents.group.size)}"
+            size = self.incidents.group.size
+            who = answer.text(size)
+            is_told = all(one.rank for one in answer.missing) and not answer.unknown
+            if self.incidents.group.rank and size > FEW_RANKS and is_told:
+                who = f"{who.partition(' | ')[0]} | where: in rank 0's line"
+            text += f". Missing: {who}"
         else:
             text += ". Every rank has come by now"
             if is_short:  # on a busy machine

@@ -12,7 +12,7 @@ from ..channel.answers import LEFT, NOT_COME, UNREACHED
 from ..limits import PATIENCE_S
 from ..sync.length_sync import current
 from ..sync.rounds import listeners
-from ..text import named
+from ..text import FEW_RANKS, named
 from .incidents import Incident, Incidents, Reason
 from .late_rounds import LateRounds
 from .log_line import report
@@ -182,7 +182,10 @@ class Absent(Reason):
             if len(self.missing) > 1:
                 verb = "have not announced themselves"
             within = f"within {current().timeout.total_seconds():g} s"
-            lines.append((self.missing, f"{verb} {within}: {NOT_ANNOUNCED}"))
+            what = f"{verb} {within}"
+            if not self.incidents.group.rank or self.incidents.group.size <= FEW_RANKS:
+                what += f": {NOT_ANNOUNCED}"
+            lines.append((self.missing, what))
         if new := sorted(notes.keys() - named_here):
             verb = REACHED_BY_NONE
             if len(new) > 1:
