@@ -24,3 +24,11 @@ def test_none_otherwise(tmp_path: Path) -> None:
         assert found(tmp_path, "NP126", NEST, *overrides) == []
     off = "++exp_manager.create_checkpoint_callback=false"
     assert found(tmp_path, "NP126", NEST, *BOTH, off) == []
+
+
+@pytest.mark.parametrize("mode", ["test", "Inference", "predict", "train", "dpo_train"])
+def test_a_config_whose_mode_is_to_test_saves_nothing(
+    tmp_path: Path, mode: str
+) -> None:
+    warned = bool(found(tmp_path, "NP126", NEST, *BOTH, f"++mode={mode}"))
+    assert warned is ("train" in mode)

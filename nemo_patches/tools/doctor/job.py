@@ -4,6 +4,7 @@ ranks, strategy, encoders and data sets, as NeMo and Lightning would take them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -17,6 +18,8 @@ from nemo_patches.tools.doctor.encoders import Encoder
 from nemo_patches.tools.doctor.known_keys import TABLE
 from nemo_patches.tools.doctor.syntax import last_part
 from nemo_patches.tools.doctor.trees import Keys
+
+_TESTING = re.compile(r"(?i)^(eval|infer|predict|test|valid)")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,11 @@ class Job:
         device in all.
         """
         return self.has_trainer and self.ranks != 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether its script fits the model: not where the config's `mode` says it only tests."""
+        return not _TESTING.search(str(self.get("mode").value))
 
     @property
     def ranks_text(self) -> str:

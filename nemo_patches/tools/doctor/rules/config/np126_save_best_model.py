@@ -27,7 +27,7 @@ def check(job: Job) -> Findings:
     always = job.get(f"{params}.always_save_nemo")
     best = job.get(f"{params}.save_best_model")
     makes_one = not job.get("exp_manager.create_checkpoint_callback", True).off
-    if job.several and makes_one and always.on and best.on:
+    if job.several and job.trains and makes_one and always.on and best.on:
         yield warning(
             f"{job.ranks_text} each look for the best model at every checkpoint, and"
             " who finds it waits for the others",
