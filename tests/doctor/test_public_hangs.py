@@ -58,8 +58,11 @@ def wrong_in_a_hang(folder: Path, snippet: Snippet) -> object:
         return found
     lines = snippet.text.splitlines()
     marked = [number for number, line in enumerate(lines, 1) if line.endswith("# !")]
-    is_right = [identifier for identifier, _ in found] == [rule] and (
-        not marked or found[0][1] == marked[0]
+    noted = [severity is Severity.NOTE for _, _, severity, _ in said]
+    is_right = (
+        [identifier for identifier, _ in found] == [rule]
+        and (not marked or found[0][1] == marked[0])
+        and noted == ["a note" in snippet.title]
     )
     return None if is_right else said or "nothing"
 

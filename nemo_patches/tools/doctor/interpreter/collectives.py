@@ -34,8 +34,9 @@ def collective_of(call: Call) -> Collective | None:
     subjects = _subjects(call) if rows else frozenset[str]()
     for row in rows:
         if any(_owns(each, call.origin, subjects) for each in row.owners):
-            sharded = "gathers sharded" in row.why
-            if call.owner.has("unwrapped") if sharded else _of_a_group(call):
+            if _of_unwrapped(call):
+                return None
+            if "gathers sharded" not in row.why and _of_a_group(call):
                 return None
             whole = text_of(call.node.func) if name.startswith("()") else name
             return Collective(
@@ -128,6 +129,11 @@ def name_by_batch(call: Call) -> Condition | None:
                 end=call.node.end_lineno or 0,
             )
     return None
+
+
+def _of_unwrapped(call: Call) -> bool:
+    """Whether it is asked of a model, or given one, that is to be wrapped only behind it."""
+    return any(each.has("unwrapped") for each in (call.owner, *call.args[:1]))
 
 
 def _of_a_group(call: Call) -> bool:

@@ -18,6 +18,7 @@ from nemo_patches.tools.doctor.interpreter import (
     expressions,
     functions,
     invocations,
+    knowledge,
     managers,
     statements,
 )
@@ -27,10 +28,12 @@ from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
     LOG,
+    RECEIVED,
     UNUSED,
     Collective,
     Condition,
     conditions_in,
+    served_in,
     tries_in,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
@@ -61,7 +64,6 @@ _VISITORS: Visitors = {
 }
 # After which ranks may know each other's lengths.
 _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
-_RECEIVED = ("broadcast", "scatter")
 # Collectives of a mesh, whose ranks may have the same batch; and a test for those of a group.
 _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute")
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
@@ -136,10 +138,11 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
             break
         known = file.attributes
     said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
+    served = frozenset(kind for each in read for kind in served_in(each.items))
     return tuple(
         one
         for each in read
-        for one in Comparison(each).divergences(
+        for one in Comparison(each, served).divergences(
             said.setdefault(each.definition.node, set())
         )
     )
@@ -179,8 +182,9 @@ def _read(file: SourceFile) -> list[Interpreter]:
 class Comparison:
     """The ways through one function."""
 
-    def __init__(self, reader: Interpreter) -> None:
+    def __init__(self, reader: Interpreter, served: frozenset[str]) -> None:
         self.reader = reader
+        self.served = served  # what ranks make in a loop that serves another rank
         self.file = reader.file
         self.name = reader.definition.name
         self.items = reader.items
@@ -195,7 +199,13 @@ class Comparison:
     def divergences(self, said: set[object]) -> Iterator[Divergence]:
         for each in self._all():
             places = each.places()
-            left = tuple(one for one, place in places.items() if place not in said)
+            left = tuple(
+                replace(one, guess=one.guess or knowledge.NOT_SERVED)
+                if one.pairs_with in self.served
+                else one
+                for one, place in places.items()
+                if place not in said
+            )
             said.update(places.values())
             if left:
                 yield replace(each, collectives=left, trains=self._trains)
@@ -389,6 +399,9 @@ class Comparison:
         sure = condition.value.count == VARIES or self._raced(kind, made[0], condition)
         if condition.value.has("random") and self.file.seeded_by_rank:
             sure = True
+        about = [condition.key, *sorted(condition.value.tags)]
+        if self.file.samples and re.search(knowledge.WORD_OF_BATCH, condition.key):
+            about.append(knowledge.BY_SAMPLER)
         return Divergence(
             function=self.name,
             kind=kind,
@@ -396,7 +409,7 @@ class Comparison:
             cause=condition.text,
             line=condition.line,
             by_rank=by_rank,
-            about=" ".join([condition.key, *sorted(condition.value.tags)]),
+            about=" ".join(about),
             sure=sure,
         )
 
@@ -461,6 +474,6 @@ def _not_served(way: Way, other: Way, missing: Sequence[Event]) -> list[Event]:
     return [
         each
         for each in missing
-        if not each.made.pairs_with.startswith(_RECEIVED)
+        if not each.made.pairs_with.startswith(RECEIVED)
         or not any(loop.around(each.made.line) for loop in served)
     ]

@@ -108,6 +108,16 @@ def call_helper(
     return inner.returned
 
 
+def makes_collectives(reader: Interpreter, own: Definition) -> bool:
+    """Whether a function of this file makes any, whatever it is given."""
+    if own in reader.file.being_read or reader.depth >= MOST_DEEP:
+        return False
+    key = own, (), ()
+    if key not in reader.file.summaries:
+        reader.file.summaries[key] = reader.read(own, {}, {})
+    return any(collectives_in(reader.file.summaries[key].items))
+
+
 def one_rank(reader: Interpreter, definition: Definition) -> str:
     """What runs a function on one rank only: a decorator, or Lightning; empty if none."""
     for node in getattr(definition.node, "decorator_list", ()):

@@ -11,6 +11,7 @@ from nemo_patches.tools.doctor.interpreter.expressions import attribute
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     call_helper,
+    makes_collectives,
     own_function,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
@@ -29,6 +30,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
+    prepares,
 )
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
@@ -62,6 +64,10 @@ def _set_alarm(reader: Interpreter, call: calls.Call) -> None:
 
 def visit_Call(reader: Interpreter, node: ast.Call) -> Abstract:
     call = call_of(reader, node)
+    for each in node.args if prepares(node) else ():
+        known = reader.env.get(dotted(each))
+        if known is not None and known.has("unwrapped"):
+            reader.env[dotted(each)] = known.without("unwrapped")
     last = last_part(call.origin)
     kind, package = knowledge.WRAPPERS.get(last, ("", ""))
     if kind and package in call.origin:
@@ -115,7 +121,23 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         return Abstract()
     _set_alarm(reader, call)
     _keep(reader, call)
-    return calls.called(call)
+    _pass_on(reader, call)
+    value = calls.called(call)
+    if node.args and re.search(knowledge.AGREES_IN_PLACE, call.last):
+        reader.agree_on(node.args[0])
+    return value
+
+
+def _pass_on(reader: Interpreter, call: calls.Call) -> None:
+    """What is given a function of this file may call it, and make its collectives."""
+    for each in (*call.args, *call.given.values()):
+        own = each.ref
+        if (
+            isinstance(own, Definition)
+            and isinstance(own.node, ast.FunctionDef)
+            and makes_collectives(reader, own)
+        ):
+            reader.items.append(Unseen(own.name))
 
 
 def _keep(reader: Interpreter, call: calls.Call) -> None:

@@ -273,6 +273,8 @@ ALL_RANKS = words("""
     """)
 HARMLESS = words("float getattr int len")
 ALARMS = words("signal.alarm signal.setitimer")
+# Of what ranks make in a loop of another function that serves a rank.
+NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 SOUNDS_COLLECTIVE = (
@@ -280,11 +282,17 @@ SOUNDS_COLLECTIVE = (
     r"\.\w*((all|other)_ranks|all_?gather|all_?reduce|barrier|receive|recv"
     r"|broadcast(?!_to|_tensors))[^.]*$"
 )
+# What another file's function agrees on, by its name: its first argument, in place.
+AGREES_IN_PLACE = r"^_?(all_?reduce|broadcast)(_object_list|_tensors?)?_?$"
 NEW_TENSORS = words("torch.tensor torch.zeros torch.as_tensor")
+# A test of what word a batch has.
+WORD_OF_BATCH = r"\b(batch|batches|data|samples?)(\[[^\]]*\])+ (==|!=|in|not in) [^\d-]"
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 NO_GRADIENT = r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None"
 NO_BATCH = r"\b(batch(es)?|data|samples?) is (not )?None\b"
+BY_SAMPLER = "a sampler of this file's"
 GUESSES = {
+    BY_SAMPLER: "the sampler gives the ranks batches of unlike kinds at one step",
     NO_GRADIENT: "a rank's batches leave parameters without a gradient",
     r"\brandom\b|\brand\(": (
         "the ranks draw other random numbers, as they do without a seed"
@@ -294,6 +302,15 @@ GUESSES = {
     NO_BATCH: "the loader gives some ranks None for a batch",
     r"\bfile\b|exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
         "the ranks' hosts, or moments, see other files"
+    ),
+}
+# A test on the wrapper, which its file's callers may have settled: also beside one on the rank.
+OF_WRAPPERS = {
+    r"(\btype\([\w.]+\) is not|\bnot isinstance\([\w.]+,) [\w.]*\b("
+    + "|".join(WRAPPERS)
+    + r")\b": "a model that is not wrapped comes here at all",
+    r"\brequire_backward_grad_sync\b": (
+        "that rank's other backward passes have not reduced the gradients already"
     ),
 }
 # Of what something is made of, what it has, too.

@@ -161,11 +161,11 @@ def _guess(each: Divergence) -> str:
     if re.search(knowledge.NO_GRADIENT, said):
         expected = each.trains
     expected = bool(expected and re.search(knowledge.NO_BATCH, said))
+    tests = knowledge.OF_WRAPPERS
     if not (each.by_rank or each.sure or expected):
-        known = [
-            text for words, text in knowledge.GUESSES.items() if re.search(words, said)
-        ]
-        guesses = known or guesses
+        tests = {**tests, **knowledge.GUESSES}
+    known = [text for words, text in tests.items() if re.search(words, said)]
+    guesses = known or guesses
     return f". A guess: {guesses[0]}" if all(guesses) else ""
 
 

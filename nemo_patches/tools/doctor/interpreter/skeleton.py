@@ -14,6 +14,7 @@ ENCODER = "encoder"
 FORWARD = "forward"
 LOG = "log"
 UNUSED = "forward, and no backward"
+RECEIVED = ("broadcast", "scatter")  # what one rank sends
 WITHOUT_AGREEMENT = (ENCODER, BACKWARD, FORWARD, LOG, UNUSED)
 
 
@@ -173,6 +174,19 @@ def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
         helper = isinstance(each, Inlined) and not each.manages
         for block in () if helper else inner_blocks(each):
             yield from tries_in(block)
+
+
+def served_in(items: Iterable[Item]) -> Iterator[str]:
+    """What is made in an endless loop that begins with what another rank sends."""
+    for each in items:
+        if isinstance(each, Loop) and each.endless:
+            kinds = [made.pairs_with for made in collectives_in(each.body)]
+            first = next(iter(each.body), None)
+            waits = isinstance(first, (Collective, Inlined))
+            if kinds and waits and kinds[0].startswith(RECEIVED):
+                yield from kinds
+        for block in inner_blocks(each):
+            yield from served_in(block)
 
 
 def size_of(items: Iterable[Item]) -> int:

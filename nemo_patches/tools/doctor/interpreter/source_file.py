@@ -101,6 +101,11 @@ class SourceFile:
             or packages <= knowledge.BESIDE_NEMO | sys.stdlib_module_names
         ):
             self.subjects.add("ours")
+        self.samples = any(  # has a sampler of its own
+            last_part(dotted(each)).endswith("Sampler")
+            for of_class in nodes(tree, ast.ClassDef)
+            for each in of_class.bases
+        )
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
         # By the last part of a name, what attributes of any object and globals are set to.
@@ -213,6 +218,8 @@ class SourceFile:
                 value = self.constant(default.value)
             if argument.arg in _prepared(definition.node):
                 value = value.without("ddp", "fsdp").tagged("unwrapped")
+            elif argument.arg in _prepared_in_place(definition.node):
+                value = value.tagged("unwrapped")
             env[argument.arg] = value
         for each in filter(None, (args.vararg, args.kwarg)):
             env[each.arg] = given.get(each.arg) or Abstract(UNKNOWN)
@@ -316,9 +323,24 @@ def _prepared(function: ast.AST) -> set[str]:
         dotted(node.targets[0])
         for node in nodes(function, ast.Assign)
         if isinstance(node.value, ast.Call)
-        and parts_of(last_part(dotted(node.value.func))) & knowledge.PREPARING
+        and prepares(node.value)
         and dotted(node.targets[0]) in map(dotted, node.value.args)
     }
+
+
+@lru_cache(maxsize=1000)
+def _prepared_in_place(function: ast.AST) -> set[str]:
+    """Those that it has wrapped by a call alone: `fully_shard(model)`."""
+    return {
+        dotted(argument)
+        for node in nodes(function, ast.Expr)
+        if isinstance(node.value, ast.Call) and prepares(node.value)
+        for argument in node.value.args
+    }
+
+
+def prepares(call: ast.Call) -> bool:
+    return bool(parts_of(last_part(dotted(call.func))) & knowledge.PREPARING)
 
 
 @lru_cache(maxsize=1000)
