@@ -380,6 +380,10 @@ def stacks(
         raise typer.Exit(130) from None
 
 
+# Options of earlier versions, and what is there in their place
+_GONE = {"--plot": "--html=FILE writes a page with all ranks in time"}
+
+
 def _text_of(error: Any) -> str:
     """One line about what was typed wrong; or the help, if there were no arguments at all."""
     context = getattr(error, "ctx", None)
@@ -388,6 +392,8 @@ def _text_of(error: Any) -> str:
     if "\n" in text:
         return text
     hint = "" if "allowed: " in text else f"; see {where} --help"
+    if instead := _GONE.get(getattr(error, "option_name", "")):
+        hint = f" any more; {instead}"
     return f"{where}: {text.rstrip('.')}{hint}"
 
 

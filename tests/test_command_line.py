@@ -136,6 +136,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[str, ...]]:
         "doctor --explain NP999": ("NP999",),
         "doctor --select NP9": ("NP9",),
         "diagnose --job . --pids 1": ("give files", "--job DIR"),
+        "diagnose --plot x.png": ("--plot any more", "--html=FILE"),
         "diagnose --pids 1,x": ("--pids=1,x", "with commas"),
         f"diagnose --html {missing}/x.html": (f"--html={missing}/x.html", "folder"),
     }
