@@ -641,6 +641,16 @@ def test_a_rank_that_is_silent_for_a_moment_is_asked_again_before_a_stall_is_sai
         assert ("rank 1 (node1, pid 101): read" in line) == (1 not in second.silent)
         assert len(fake.begun) == 2
         logging.getLogger("nemo_patches").removeHandler(said)
+    # The line comes before the end of the process, whatever else.
+    ends = Settings.resolve({"stall_exit": 60, "stall_timeout": 60})
+    monkeypatch.setattr(stalls, "current", lambda: ends)
+    said = Said()
+    fake = Fake()
+    fake.told = [told_of({1: NO_ANSWER}, here)]
+    fake.progress.stepped_at = fake.progress.moved_at = time.monotonic() - 100
+    Stalls(fake.incidents)
+    fake.tick()
+    assert "answers nothing" in said.lines[0]
 
 
 def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trouble() -> (

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 LONG_FACTOR = 10
 # Times stall_timeout, while the job has not begun its steps.
 _FIRST_LOOKS = (1, 2, 4, 8, LONG_FACTOR)
+_SOON_S = (
+    10.0  # more than two questions take: before stall_exit the line is said at once
+)
 _MOST_PLACES = 2
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
 
@@ -90,7 +93,10 @@ class Stalls(Reason):
         if told.judgement is None:
             return
         silent = {rank for rank, one in told.silent.items() if one.how == NO_ANSWER}
-        if not silent <= stall.silent:
+        settings = current()
+        exit_s = (settings.stall_exit - settings.stall_timeout).total_seconds()
+        ends_soon = settings.stall_exit and exit_s < _SOON_S
+        if not (ends_soon or silent <= stall.silent):
             stall.silent |= (
                 silent  # a debugger stops a rank for a moment: it is asked again
             )
