@@ -132,12 +132,12 @@ def test_a_folder_with_slurms_job_in_its_path_goes_with_the_job(
 # The file.
 
 
-def test_a_report_takes_the_place_of_the_one_before_and_the_folder_is_named(
+def test_a_report_takes_the_place_of_the_one_before_and_the_folder_is_named_once(
     temporary: Path, said: list[str]
 ) -> None:
     reports = ReportFile(3, 0)
     for text in ("first", "second"):
-        reports.write({"text": text}, is_first=text == "first")
+        reports.write({"text": text}, is_first=True)  # of two stalls
         assert reports._writer is not None
         reports._writer.join(20)
     (file,) = private_folder(0).iterdir()

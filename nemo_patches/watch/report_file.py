@@ -45,13 +45,14 @@ class ReportFile:
         self._out_of_memory: dict[str, int] = {}  # as last read
         self._reader: threading.Thread | None = None  # of the GPU's memory
         self._said = ""  # why the last report could not be written
+        self._has_said_where = False  # once a job is enough
 
     def write(
         self, content: dict[str, Any], is_first: bool, says_where: bool = True
     ) -> None:
         """Put this in the place of the report before, with what torch knows.
 
-        is_first: of this stall: then this logs where it is, unless another rank of this host does.
+        is_first: of this stall. says_where: unless another rank of this host logs where it is.
         """
         if self._writer is not None and self._writer.is_alive():
             self._cannot("the job's folder does not answer")
@@ -86,7 +87,8 @@ class ReportFile:
                     ". Slurm removes that folder with the job: to keep it, set TMPDIR"
                     " to one that stays, such as a shared one"
                 )
-            if says_where:
+            if says_where and not self._has_said_where:
+                self._has_said_where = True
                 report(logging.INFO, text)
             is_blocked = self._reader is not None and self._reader.is_alive()
             if not is_blocked and self._may_read_memory():
