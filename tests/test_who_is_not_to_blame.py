@@ -352,6 +352,9 @@ def test_of_ranks_that_left_the_first_is_accused_where_connections_closed(
     first = told(tmp_path, *lines, *traceback).findings[0]
     assert (first.id, first.ranks) == (ids.ENDED, (1,))
     first = told(tmp_path, *lines).findings[0]
+    assert (first.id, first.ranks) == (ids.ENDED, (1,))
+    assert any("rank 0" in line or "anks 0" in line for line in first.evidence), first
+    first = told(tmp_path, *lines[1:]).findings[0]
     assert (first.id, first.ranks) == (ids.ENDED, (0, 1))
     assert "left after the first may have been cut off" in first.text
     assert "it left" not in first.text

@@ -378,8 +378,8 @@ def _missing(
 
 
 def _first_to_leave(absent: list[Account], hearing: Hearing) -> list[Account]:
-    """Without ranks that left after another one, where lines tell of closed connections: these may
-    have been cut off, and a line without a rank does not tell which.
+    """Without ranks that left after another one, where lines tell of closed connections, or others
+    tell of all that left: these may have been cut off.
     """
     left = {
         one.rank: one.condition_fact
@@ -387,7 +387,8 @@ def _first_to_leave(absent: list[Account], hearing: Hearing) -> list[Account]:
         if one.condition.kind in _LEFT and one.condition_fact
     }
     firsts = first_of(left.values())
-    if not hearing.told(conditions.CUT) or not firsts:
+    is_by_others = not any(fact.own for fact in left.values())
+    if not firsts or not (is_by_others or hearing.told(conditions.CUT)):
         return absent
     return [one for one in absent if left.get(one.rank, firsts[0]) in firsts]
 
