@@ -177,6 +177,17 @@ def stacks_dated_by_clocks_that_differ(job: Job) -> None:
     assert is_the_sleeping_rank(diagnosed(job.hosts[0], str(SHARED / "skewed")))
 
 
+def pids_of_containers(job: Job) -> None:
+    """A made host is one: its pids and its /tmp are not those of the machine below it."""
+    step = diagnosed(job.hosts[0], str(SHARED / "stacks")).text
+    assert "on nemo-b, in its container, with C frames" in step, step
+    for rank in (SLEEPS, WAITS):
+        log = job.log(rank)
+        told = "this report is in /tmp/nemo_patches-0/"
+        (line,) = [one for one in log.splitlines() if told in one]
+        assert "That is in this rank's container, and so are the pids" in line
+
+
 def on_one_host(job: Job, number: int) -> None:
     """The job's own answer is of all ranks; without it a host knows its own ranks only."""
     host = job.hosts[number]
@@ -240,6 +251,7 @@ ROWS: list[dict[str, Callable[[Job], None]]] = [
 ]
 ON_BOTH: dict[str, Callable[[Job], None]] = {
     "stacks of all hosts": stacks_of_all_hosts,
+    "pids of containers": pids_of_containers,
     "clocks that differ by an hour": stacks_dated_by_clocks_that_differ,
     "logs and reports": partial(logs_and_reports, skew=timedelta(0)),
     "logs and reports, clocks that differ": partial(logs_and_reports, skew=HOUR),
