@@ -10,7 +10,7 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import SLACK_S, come_in, in_step, run_ranks, wait_until
+from ranks import SLACK_S, Said, come_in, in_step, run_ranks, wait_until
 
 # Of Gloo and processes, not of NeMo's version.
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -62,6 +62,7 @@ def test_a_peer_killed_during_the_wait_ends_it() -> None:
 def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
     # The next wait is an eighth of it, and must bear a busy machine.
     encoder = in_step(timeout=8.0)
+    said = Said()
     peers: list[Any] = [0] * size
     dist.all_gather_object(peers, os.getpid())
     dist.barrier()
@@ -77,6 +78,8 @@ def with_a_stopped_peer(rank: int, size: int, go_on: str) -> Any:
     for step in range(3):
         encoders.sync(encoder, 400 + 10 * step + rank)
         come_in(encoder)
+    if rank == 0:  # its monitor may not have been given a core since
+        wait_until(lambda: any("recovered" in line for line in said.lines))
     return seconds, encoder.max_audio_length
 
 

@@ -63,7 +63,7 @@ class Exits(Reason):
         stall: Stalled = incident.subject
         if stall.leaves_at:
             return math.inf
-        moved_at = max(self.incidents.progress.moved_at, stall.anew_at)
+        moved_at = max(self.progress.moved_at, stall.anew_at)
         return max(moved_at + _exit_s(), stall.look_at)
 
     def heard(self, told: Told, own: RankFacts) -> None:
@@ -77,7 +77,7 @@ class Exits(Reason):
         stall.take(told, now)
         if evidence := self._why_leave(stall, told, told.judgement.job, now):
             stall.leaves_at = now + _TOGETHER_S
-            stall.leaves_since = self.incidents.progress.moved_at
+            stall.leaves_since = self.progress.moved_at
             self._command = stall.command
             why = f"more than stall_exit={_exit_s():g} s, and {evidence}"
             end = f"this process ends with exit code {EXIT_CODE}"
@@ -91,10 +91,8 @@ class Exits(Reason):
         """
         exit_s = _exit_s()
         limit_s = current().stall_timeout.total_seconds()
-        progress = self.incidents.progress
-        if verdict.is_idle or not (
-            self.incidents.notes.last.calls or progress.has_begun
-        ):
+        progress = self.progress
+        if verdict.is_idle or not (self.notes.last.calls or progress.has_begun):
             stall.look_at = now + exit_s  # setting up may take any time
             return ""
         have_ended = {
@@ -124,7 +122,7 @@ class Exits(Reason):
 
     def _is_alone(self, told: Told) -> bool:
         """Whether no other rank can be asked."""
-        others = set(range(self.incidents.group.size)) - {self.incidents.group.rank}
+        others = set(range(self.group.size)) - {self.group.rank}
         silences = {one.how for one in told.silent.values()}
         return told.silent.keys() == others and silences <= NEVER_HEARD
 
@@ -132,12 +130,10 @@ class Exits(Reason):
         self, stall: Stalled, told: Told, verdict: Verdict, have_ended: set[int]
     ) -> str:
         """Why the wait will not end by itself; empty if it may."""
-        has_started = self.incidents.progress.has_started
+        has_started = self.progress.has_started
         is_alone = self._is_alone(told)
         if is_alone and verdict.waiting_for_sure:
-            own = next(
-                one for one in verdict.groups if self.incidents.group.rank in one.ranks
-            )
+            own = next(one for one in verdict.groups if self.group.rank in one.ranks)
             what = f"this rank waits in {own.collective}"
             why = f"{what}, and the others cannot be asked"
             return why if has_started else ""
@@ -151,7 +147,7 @@ class Exits(Reason):
         return f"{named(sorted(gone))} waited in a collective, and is gone now"
 
     def _leave_or_stay(self, stall: Stalled, now: float) -> None:
-        if self.incidents.progress.moved_at > stall.leaves_since:
+        if self.progress.moved_at > stall.leaves_since:
             stall.leaves_at = 0.0
             report(logging.INFO, "this rank goes on: stall_exit does not end it")
         elif now >= stall.leaves_at:

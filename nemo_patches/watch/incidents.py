@@ -51,6 +51,10 @@ class Reason:
 
     def __init__(self, incidents: Incidents) -> None:
         self.incidents = incidents
+        self.group = incidents.group
+        self.exchange = incidents.exchange
+        self.notes = incidents.notes
+        self.progress = incidents.progress
         incidents.reasons.append(self)
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:

@@ -59,7 +59,7 @@ class LateRounds(Reason):
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:
         self._say_returned()
-        syncs = self.incidents.notes.syncs(self.incidents.group)
+        syncs = self.notes.syncs(self.group)
         late = [
             (sync, round_)
             for sync in syncs
@@ -84,13 +84,13 @@ class LateRounds(Reason):
         from ..judging.missing_rank import MissingRank, Stall
 
         sync, round_ = incident.subject
-        size = self.incidents.group.size
+        size = self.group.size
         answer = Answer(unknown="this process ends")
         if told.judgement is not None:
             answer = told.judgement.answer(sync.key, round_.number)
         if answer.unknown and not answer.missing and size == 2:
             # Whatever else is not known: it is the other one.
-            other = MissingRank(1 - self.incidents.group.rank, LATE)
+            other = MissingRank(1 - self.group.rank, LATE)
             answer = replace(answer, missing=(other,))
         if incident.said_at:
             incident.repeats += 1
@@ -167,7 +167,7 @@ class LateRounds(Reason):
     def _call(self, sync: WatchedRounds, round_: Round) -> tuple[int, int, int, int]:
         """What RankFacts.late says of it."""
         latest, (trained, evaluated) = sync.latest_call
-        is_uneven = not round_.training and self.incidents.notes.may_be_uneven()
+        is_uneven = not round_.training and self.notes.may_be_uneven()
         evaluation = trained if is_uneven else -1
         if latest != round_.call:
             trained = evaluated = -1
@@ -184,10 +184,10 @@ class LateRounds(Reason):
         if is_short:
             text += _IS_SHORT
         if answer.missing or answer.unknown:
-            size = self.incidents.group.size
+            size = self.group.size
             who = answer.text(size)
             is_told = all(one.rank for one in answer.missing) and not answer.unknown
-            if self.incidents.group.rank and size > FEW_RANKS and is_told:
+            if self.group.rank and size > FEW_RANKS and is_told:
                 who = f"{who.partition(' | ')[0]} | where: in rank 0's line"
             text += f". Missing: {who}"
         else:
@@ -232,7 +232,7 @@ class LateRounds(Reason):
         """
         return [
             (sync, round_)
-            for sync in self.incidents.notes.syncs(self.incidents.group)
+            for sync in self.notes.syncs(self.group)
             for round_ in list(sync.latest_rounds)
             if sync.key == key and round_.number >= number
         ]

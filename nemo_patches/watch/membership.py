@@ -48,14 +48,14 @@ class Gone(Reason):
 
     @property
     def patience_s(self) -> float:  # type: ignore[override]
-        has_died = self.incidents.exchange.any_died
+        has_died = self.exchange.any_died
         return _PATIENCE_AFTER_A_DEATH_S if has_died else PATIENCE_S
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:
         if not self._since:
-            syncs = [] if is_last else self.incidents.notes.syncs(self.incidents.group)
+            syncs = [] if is_last else self.notes.syncs(self.group)
             failed = next((sync.title for sync in syncs if sync.has_failed()), "")
-            if failed or self.incidents.exchange.any_died:
+            if failed or self.exchange.any_died:
                 self._title = failed or _JOB
                 self._since = now
         return {self._title: self._since} if self._since else {}
@@ -72,12 +72,12 @@ class Gone(Reason):
         is_last = told.judgement is None
         if answer.missing or (answer.unknown and not is_last):
             listeners.tracer.stall_reported(answer.missing, answer.unknown, title)
-        size = self.incidents.group.size
+        size = self.group.size
         text = answer.text(size)
         if answer.missing:
             report(logging.WARNING, f"{title}: gone: {text}")
             incident.stall = Stall(title, 0, timedelta(0), answer.missing, size, "")
-        elif self.incidents.exchange.any_failed:
+        elif self.exchange.any_failed:
             report(logging.WARNING, f"{title}: no rank is gone: {answer.unknown}")
         elif answer.unknown and not is_last:
             report(logging.WARNING, f"{title}: which rank is gone {text}")
@@ -89,7 +89,7 @@ class Gone(Reason):
         from ..judging.answer import Answer, ended
         from ..judging.found import Found
 
-        exchange = self.incidents.exchange
+        exchange = self.exchange
         silent = {**told.silent, **exchange.ended}
         if exchange.any_died:
             silent = {rank: one for rank, one in silent.items() if one.how != LEFT}
@@ -116,10 +116,10 @@ class Absent(Reason):
         self._said: set[int] = set()  # ranks that this or another line has named
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:
-        last = self.incidents.notes.last
+        last = self.notes.last
         if not self._began and last.calls:
             self._began = last.since
-        if is_last or not self._began or self.incidents.exchange.is_joined:
+        if is_last or not self._began or self.exchange.is_joined:
             return {}
         is_late = now >= self._began + current().timeout.total_seconds() / 2
         return {"absent": self._began} if is_late else {}
@@ -134,7 +134,7 @@ class Absent(Reason):
         limit_s = current().timeout.total_seconds()
         waited_s = incident.looked_at - incident.since
         self._next_look = now + min(waited_s, _LONGEST_PAUSE_S)
-        trouble = self.incidents.exchange.trouble
+        trouble = self.exchange.trouble
         if waited_s < limit_s:
             self._next_look = max(incident.since + limit_s, now)
         elif trouble:
@@ -149,7 +149,7 @@ class Absent(Reason):
             self._warn(incident, notes, now)
 
     def over(self, incident: Incident, now: float) -> None:
-        if not self.incidents.exchange.is_joined:
+        if not self.exchange.is_joined:
             return  # this process ends
         self.missing = ()
         if incident.said_at:
@@ -183,7 +183,7 @@ class Absent(Reason):
                 verb = "have not announced themselves"
             within = f"within {current().timeout.total_seconds():g} s"
             what = f"{verb} {within}"
-            if not self.incidents.group.rank or self.incidents.group.size <= FEW_RANKS:
+            if not self.group.rank or self.group.size <= FEW_RANKS:
                 what += f": {NOT_ANNOUNCED}"
             lines.append((self.missing, what))
         if new := sorted(notes.keys() - named_here):
@@ -193,7 +193,7 @@ class Absent(Reason):
             told = " | ".join(notes[rank] for rank in new[:DETAILED])
             lines.append((tuple(new), f"{verb}: {told}. {_WITHOUT_THEM}"))
         for ranks, text in lines:
-            of_all = f"{named(ranks)} of {self.incidents.group.size}"
+            of_all = f"{named(ranks)} of {self.group.size}"
             report(logging.WARNING, f"{of_all} {text}")
             incident.said_at = now
         self._said |= {*self.missing, *notes}  # after the lines
@@ -216,14 +216,14 @@ class Roll(Reason):
         self._differences: tuple[str, ...] = ()  # at the last look
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:
-        if self.is_done or not self.incidents.exchange.is_joined:
+        if self.is_done or not self.exchange.is_joined:
             return {}
-        if self.incidents.group.rank:
+        if self.group.rank:
             self.is_done = True
         elif is_last:
             if self._joined_at and not self._is_told:
                 self._tell(self._differences)
-        elif self.incidents.notes.last.calls:
+        elif self.notes.last.calls:
             self._joined_at = self._joined_at or now
             if not self._is_told and now - self._joined_at >= _WHOLE_S:
                 self._tell(())
@@ -231,7 +231,7 @@ class Roll(Reason):
         return {}
 
     def next_at(self, incident: Incident) -> float:
-        return self._next_look if self.incidents.exchange.is_whole else math.inf
+        return self._next_look if self.exchange.is_whole else math.inf
 
     def say(self, incident: Incident, told: Told, now: float) -> None:
         self._looks += 1
@@ -249,7 +249,7 @@ class Roll(Reason):
 
     def _tell(self, differences: tuple[str, ...]) -> None:
         self._is_told = True
-        size = self.incidents.group.size
+        size = self.group.size
         if listeners.all_announced(size, differences):
             return
         for text in differences:  # nothing is patched

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 LONG_FACTOR = 10
 # Times stall_timeout, while the job has not begun its steps.
 _FIRST_LOOKS = (1, 2, 4, 8, LONG_FACTOR)
-_SOON_S = (
-    10.0  # more than two questions take: before stall_exit the line is said at once
-)
+# More than two questions take: the line comes before stall_exit ends the process.
+_SOON = timedelta(seconds=10)
 _MOST_PLACES = 2
 _MOST_INFOS = 2  # INFO lines while no rank moves; then it is a warning
 
@@ -59,10 +58,10 @@ class Stalls(Reason):
         """For how long this rank has taken no step."""
         called_at = self._called_at()
         what = "no encoder call" if called_at else "no step"
-        return f"{what} for {now - (called_at or self.incidents.progress.stepped_at):.0f} s"
+        return f"{what} for {now - (called_at or self.progress.stepped_at):.0f} s"
 
     def find(self, now: float, is_last: bool) -> dict[Any, float]:
-        progress = self.incidents.progress
+        progress = self.progress
         limit_s = current().stall_timeout.total_seconds()
         if self.is_over or is_last or not limit_s:
             self.stall = None
@@ -72,7 +71,7 @@ class Stalls(Reason):
             stall = None
             if now - progress.stepped_at >= limit_s / 2:
                 since = self._called_at() or progress.stepped_at
-                stall = Stalled(self.incidents.notes.last, progress.stepped_at, since)
+                stall = Stalled(self.notes.last, progress.stepped_at, since)
             self.stall = stall
         if stall is None:
             return {}
@@ -85,7 +84,7 @@ class Stalls(Reason):
         stall: Stalled = incident.subject
         if stall.leaves_at:
             return math.inf
-        moved_at = max(self.incidents.progress.moved_at, stall.anew_at)
+        moved_at = max(self.progress.moved_at, stall.anew_at)
         return moved_at + self._times(stall) * current().stall_timeout.total_seconds()
 
     def say(self, incident: Incident, told: Told, now: float) -> None:
@@ -94,24 +93,20 @@ class Stalls(Reason):
             return
         silent = {rank for rank, one in told.silent.items() if one.how == NO_ANSWER}
         settings = current()
-        exit_s = (settings.stall_exit - settings.stall_timeout).total_seconds()
-        ends_soon = settings.stall_exit and exit_s < _SOON_S
+        left = settings.stall_exit - settings.stall_timeout
+        ends_soon = settings.stall_exit and left < _SOON
         if not (ends_soon or silent <= stall.silent):
-            stall.silent |= (
-                silent  # a debugger stops a rank for a moment: it is asked again
-            )
+            # A debugger stops a rank for a moment: it is asked again.
+            stall.silent |= silent
             return
         stall.silent = set()
         stall.looks += 1
         verdict = told.judgement.job
         may_last = verdict.level >= logging.WARNING or verdict.stays_info
         if not may_last and stall.infos >= _MOST_INFOS:
-            moved_at = max(self.incidents.progress.moved_at, stall.anew_at)
+            moved_at = max(self.progress.moved_at, stall.anew_at)
             verdict = verdict.overdue(now - moved_at)
-        is_slow = (
-            not self.incidents.progress.has_started
-            and self._times(stall) <= LONG_FACTOR
-        )
+        is_slow = not self.progress.has_started and self._times(stall) <= LONG_FACTOR
         if is_slow and not verdict.is_sure_at_the_start:
             return
         stall.verdict = verdict
@@ -123,12 +118,11 @@ class Stalls(Reason):
             stall.infos += 1
         if verdict.is_idle:
             self._idle_outline = verdict.outline()
-        exchange = self.incidents.exchange
-        trouble = exchange.trouble
+        trouble = self.exchange.trouble
         idle = f"{self.idle(now)}. "
         text = f"{idle}{verdict.text()}{f' | {trouble}' if trouble else ''}"
-        hosts = [one.host if one else "" for one in exchange.members]
-        short = verdict.short(self.incidents.group.rank, hosts)
+        hosts = [one.host if one else "" for one in self.exchange.members]
+        short = verdict.short(self.group.rank, hosts)
         report(verdict.level, idle + short if short else text)
         incident.said_at = now
         self._publish(incident, verdict, text)
@@ -138,16 +132,13 @@ class Stalls(Reason):
 
     def over(self, incident: Incident, now: float) -> None:
         stall: Stalled = incident.subject
-        if (
-            not incident.said_at
-            or self.incidents.progress.stepped_at == stall.stepped_at
-        ):
+        if not incident.said_at or self.progress.stepped_at == stall.stepped_at:
             return
         from ..judging.missing_rank import been
 
         missing = stall.verdict.missing if stall.verdict is not None else ()
         what = "this rank's collectives go on"
-        if self.incidents.notes.last is not stall.last:
+        if self.notes.last is not stall.last:
             what = "encoder calls go on"
         after_s = now - incident.since
         report(
@@ -161,13 +152,13 @@ class Stalls(Reason):
 
     def _called_at(self) -> float:
         """The last encoder call of this process group; 0.0: none."""
-        last = self.incidents.notes.last
-        is_ours = last.sync is not None and last.sync.group is self.incidents.group
+        last = self.notes.last
+        is_ours = last.sync is not None and last.sync.group is self.group
         return last.since if is_ours else 0.0
 
     def _times(self, stall: Stalled) -> int:
         """stall_timeout, until the next report."""
-        if self.incidents.progress.has_started:
+        if self.progress.has_started:
             return int(2**stall.looks)
         more = stall.looks - len(_FIRST_LOOKS)
         return _FIRST_LOOKS[stall.looks] if more < 0 else LONG_FACTOR * 2 ** (more + 1)
@@ -190,7 +181,7 @@ class Stalls(Reason):
                 stall.last.call if sync is not None else 0,
                 timedelta(0),
                 verdict.missing,
-                self.incidents.group.size,
+                self.group.size,
                 verdict.remark,
                 text=text,
             )
@@ -211,7 +202,7 @@ class Stalls(Reason):
         if is_first and stall.page == CAN_PAGE:
             stall.page = HAS_WARNED
         if self._report_file is None:
-            group = self.incidents.group
+            group = self.group
             self._report_file = ReportFile(
                 group.rank, group.store_port, self._may_read_memory
             )
@@ -227,7 +218,7 @@ class Stalls(Reason):
         from . import on_stall
 
         pagers = judgement.pagers
-        own = self.incidents.group.rank
+        own = self.group.rank
         if pagers.has_paged >= 0:
             stall.pager = pagers.has_paged  # also once it is gone
             return
@@ -248,7 +239,7 @@ class Stalls(Reason):
         """Not before an exit, nor where the training thread may wait for the GPU."""
         from .kernel_call import kernel_call
 
-        thread = self.incidents.progress.training_thread.known()
+        thread = self.progress.training_thread.known()
         return (
             not current().stall_exit
             and thread is not None
@@ -260,13 +251,11 @@ class Stalls(Reason):
         from .process_id import own_process
 
         return {
-            "rank": self.incidents.group.rank,
+            "rank": self.group.rank,
             "time": round(time.time(), 3),
-            "world_size": self.incidents.group.size,
+            "world_size": self.group.size,
             "level": logging.getLevelName(verdict.level),
-            "idle_s": round(
-                now - (self._called_at() or self.incidents.progress.stepped_at), 1
-            ),
+            "idle_s": round(now - (self._called_at() or self.progress.stepped_at), 1),
             "text": text,
             "remark": verdict.remark,
             "process": own_process(),
