@@ -616,6 +616,17 @@ def is_whole(rank: Rank) -> bool:
     return rank.exchange.is_whole
 
 
+def test_a_rank_that_leaves_because_rank_0_was_killed_has_left() -> None:
+    """It has no living neighbour in the tree; the others have asked it where it is."""
+    with Job(3, per_host=1, by_file=True) as job:
+        job.do(job.all, Rank.hold_rounds, 1)
+        job.signal([0], signal.SIGKILL)
+        wait_for(lambda: all(job.do([1, 2], Rank.why_over)))
+        wait_for_verdicts(job, [2], lambda told: heard(told) == {1, 2})
+        job.do([2], Rank.close)
+        wait_for(lambda: job.do([1], ranks_that_have_left) == [[2]])
+
+
 def test_without_rank_0_the_others_know_that_it_is_the_one() -> None:
     with Job(3, joins=False) as job:
         job.do([1, 2], Rank.join)

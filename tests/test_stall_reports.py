@@ -55,6 +55,7 @@ from nemo_patches.channel.answers import (
     Silence,
 )
 from nemo_patches.channel.exchange import Exchange
+from nemo_patches.channel.meeting import Member
 from nemo_patches.channel.rounds import Latest
 from nemo_patches.judging.found import Found
 from nemo_patches.judging.judgement import Judge
@@ -733,6 +734,25 @@ def test_of_many_ranks_rank_0_says_all_of_one_that_is_absent_or_late_and_each_sa
     assert ". Missing: rank 8 of 16 | " in line
     assert ("read (data.py:41)" in line) == (rank == 0)
     assert line.endswith(" | where: in rank 0's line") == (rank > 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "named"), [("node2", "rank 0"), ("node0", "ranks 0, 2")]
+)
+def test_a_rank_that_ends_after_another_was_killed_is_named_where_both_shared_a_host(
+    host: str, named: str
+) -> None:
+    """A question finds rank 2 gone, too: by Gloo's error, or killed with rank 0 and its host's."""
+    hosts = ("node0", "node1", host)
+    members = [Member(one, "127.0.0.1", 1, 100) for one in hosts]
+    said = Said()
+    fake = Fake(size=3, any_died=True, ended={0: Silence(ENDED)}, members=members)
+    fake.incidents.group = Group(1, 3, 0)
+    fake.told = [told_of({0: ENDED, 2: ENDED}, state(1))]
+    Gone(fake.incidents)
+    fake.tick()
+    (line,) = said.lines
+    assert f"this job: gone: {named} of 3 | rank 0 (node0, pid 100): its pro" in line
 
 
 class WhileSaid(Said):

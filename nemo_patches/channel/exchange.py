@@ -873,7 +873,7 @@ class Exchange:
         lives = not self.is_closed
         self.is_closed = True
         for link in self._all_links:
-            if link.is_ready and link.rank in self._neighbours():
+            if link.is_ready:  # also to ranks whose common neighbour has died
                 _say_ended(link, self.rank, _FAILED if lives else LEFT)
             link.socket.close()
         # A closed port says that the process has ended.

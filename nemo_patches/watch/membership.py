@@ -8,7 +8,7 @@ import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import LEFT, NOT_COME, UNREACHED
+from ..channel.answers import ENDED, LEFT, NOT_COME, UNREACHED
 from ..limits import PATIENCE_S
 from ..sync.length_sync import current
 from ..sync.rounds import listeners
@@ -84,16 +84,21 @@ class Gone(Reason):
 
     def _answer(self, told: Told) -> Answer:
         """Ranks that have died are named before those that have left: these may have left because
-        of that.
+        of that. So may those of other hosts have ended that only a question found gone.
         """
         from ..judging.answer import Answer, ended
         from ..judging.found import Found
 
         exchange = self.exchange
         silent = {**told.silent, **exchange.ended}
-        if exchange.any_died:
-            silent = {rank: one for rank, one in silent.items() if one.how != LEFT}
-        gone = ended(Found(exchange.size, {}, silent, tuple(exchange.members)))
+        found = Found(exchange.size, {}, silent, tuple(exchange.members))
+        gone = ended(found)
+        died = [rank for rank, one in exchange.ended.items() if one.how == ENDED]
+        hosts = {gone[rank].host for rank in died}
+        for rank in list(gone) if died else ():
+            how = silent[rank].how
+            if how == LEFT or (how == ENDED and gone[rank].host not in hosts):
+                del gone[rank]
         unknown = "" if gone else exchange.over
         return Answer(tuple(gone[rank] for rank in sorted(gone)), unknown)
 
