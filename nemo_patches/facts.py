@@ -38,8 +38,26 @@ MOST_ENCODERS = 64
 MOST_WORKERS = 32
 
 
+@dataclass(frozen=True, kw_only=True)
+class Doing:
+    """Since when a rank stands, and what its training thread does, if its last call is long ago."""
+
+    goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
+    still: float = -1.0  # seconds since it has last been seen to move; -1: not known
+    sleeps: bool = False  # its training thread has not run at all for long
+    where: str = ""
+    collective: str = ""  # what it waits in; empty: in none that is known
+    caller: str = ""  # from where
+    hook: str = ""  # of Lightning's, "saving a checkpoint", "in a handler .."
+    activity: str = ""  # "a checkpoint", "a debugger"
+    # What it waits in for a person or a request: "input()", "perhaps queue.get()"
+    request: str = ""
+    worker_states: tuple[str, ...] = ()  # texts about some workers of its data loader
+    batch: str = ""  # its current or last one
+
+
 @dataclass(frozen=True)
-class RankFacts:
+class RankFacts(Doing):
     """The state of one rank. Times are ages in seconds, when it was asked; -1: never, or not
     known.
     """
@@ -70,22 +88,9 @@ class RankFacts:
     # Whether the last call was one of training, and not of an evaluation.
     training: bool = True
     goes_on: str = ""  # CALLING, MOVING, COMPUTING or empty
-    goes_on_for: float = 0.0  # for this long from now, unless it is seen to move again
-    still: float = -1.0  # since it has last been seen to move
-    sleeps: bool = False  # its training thread has not run at all for long
-    # What its training thread does, if the last call is long ago:
-    where: str = ""
-    collective: str = ""  # what it waits in; empty: in none that is known
-    caller: str = ""  # from where
-    hook: str = ""  # of Lightning's, "saving a checkpoint", "in a handler .."
-    activity: str = ""  # "a checkpoint", "a debugger"
-    # What it waits in for a person or a request: "input()", "perhaps queue.get()"
-    request: str = ""
     waits_for_child: bool = False  # a thread of its process is in os.wait()
     page: str = CAN_PAGE
     workers: tuple[int, ...] = ()  # process ids of data loader workers
-    worker_states: tuple[str, ...] = ()  # texts about some of them
-    batch: str = ""  # its current or last one
 
     def has_come(self, encoder_key: str, round_number: int) -> bool | None:
         """Whether its rank has come to this round of this encoder; None if it does not say."""

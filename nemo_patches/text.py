@@ -39,9 +39,9 @@ def ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Format ranks in rising order, at least one: "rank 1", "ranks 2, 5-7"."""
+    """Ranks, at least one: "rank 1", "ranks 2, 5-7"."""
     parts = []
-    for first, last in ranges(ranks):
+    for first, last in ranges(sorted(ranks)):
         parts.append(f"{first}-{last}" if last > first else str(first))
     text = ", ".join(parts)
     return f"rank {text}" if text.isdigit() else f"ranks {text}"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ class Silence:
 
     how: str  # one of SILENCES
     note: str = ""
+
+
+def silent_by(silent: Mapping[int, Silence], *how: str) -> dict[int, str]:
+    """Of these, the ranks that are silent in one of these ways, and what is known of them."""
+    return {rank: one.note for rank, one in silent.items() if one.how in how}
 
 
 @dataclass

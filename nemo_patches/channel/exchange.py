@@ -40,6 +40,7 @@ from .answers import (
     NOT_THROUGH,
     UNREACHED,
     Silence,
+    silent_by,
 )
 from .daemon import Daemon
 from .link import (
@@ -146,7 +147,7 @@ class Exchange:
         self._tries: dict[int, tuple[float, float]] = {}
         self._ended: dict[int, Silence] = {}
         # Those that live, and take no part in rounds after an error of ours.
-        self._failed: set[int] = set()
+        self._failed: dict[int, Silence] = {}
         self._errors = 0  # of ours, in the thread
         self._lost_ranks: set[int] = set()  # there is no connection any more
         self._questions = Questions(self)
@@ -213,7 +214,7 @@ class Exchange:
     @property
     def any_died(self) -> bool:
         """Whether a rank has ended without a word: it was killed, or has crashed."""
-        return any(silence.how == ENDED for silence in self.ended.values())
+        return bool(silent_by(self.ended, ENDED))
 
     @property
     def has_lost(self) -> bool:
@@ -325,7 +326,7 @@ class Exchange:
                     f" {error!r}"
                 )
             with contextlib.suppress(Exception):
-                self._has_failed(self.rank)
+                self._has_ended(self.rank, _FAILED)
             self._end(first_line(error))
 
     def _step(self) -> None:
@@ -407,11 +408,12 @@ class Exchange:
             self._say(text)
 
     def _listen(self) -> None:
-        room = meeting.make_room(self.size if self.rank == 0 else _FEWEST_LINKS)
-        if room < self.size and self.rank == 0 and self.size > _FEWEST_LINKS:
-            self._most_links = max(room, _FEWEST_LINKS)
+        wanted = self.size if self.rank == 0 else _FEWEST_LINKS
+        most = max(meeting.make_room(wanted), _FEWEST_LINKS)
+        if self.rank == 0 and most < self.size:
+            self._most_links = most
             self._say_once(
-                f"the limit on open files (ulimit -Hn) leaves {self._most_links} for"
+                f"the limit on open files (ulimit -Hn) leaves {most} for"
                 f" {self.size} ranks: they join in groups, which takes longer"
             )
         trouble = ""
@@ -812,10 +814,8 @@ class Exchange:
 
     def _repeat(self, link: Link) -> None:
         """What the other end may have missed. It is at most one round of a key behind."""
-        for rank, silence in self._ended.items():
+        for rank, silence in (*self._ended.items(), *self._failed.items()):
             _say_ended(link, rank, silence.how)
-        for rank in self._failed:
-            _say_ended(link, rank, _FAILED)
         for rounds in list(self._rounds.values()):
             number, value, _ = rounds.latest
             if link.rank in self._children:
@@ -834,8 +834,6 @@ class Exchange:
             return
         if not 0 <= number < len(_HOW):
             self._pass_over(link, f"an end of kind {number}")
-        elif _HOW[number] == _FAILED:
-            self._has_failed(rank)
         else:
             self._has_ended(rank, _HOW[number])
 
@@ -846,18 +844,12 @@ class Exchange:
             " passed over"
         )
 
-    def _has_failed(self, rank: int) -> None:
-        if rank in self._failed:
-            return
-        self._failed.add(rank)
-        for neighbour in self._neighbours() & self._links.keys():
-            _say_ended(self._links[neighbour], rank, _FAILED)
-        self._end(f"rank {rank} {_HOW_TEXTS[_FAILED]}")
-
     def _has_ended(self, rank: int, how: str) -> None:
-        if rank in self._ended or not 0 <= rank < self.size:
+        """Or its part in rounds has."""
+        told = self._failed if how == _FAILED else self._ended
+        if rank in told or not 0 <= rank < self.size:
             return
-        self._ended[rank] = Silence(how)
+        told[rank] = Silence(how)
         for neighbour in self._neighbours() & self._links.keys():
             _say_ended(self._links[neighbour], rank, how)
         self._end(f"rank {rank} {_HOW_TEXTS[how]}")

@@ -9,7 +9,7 @@ Needs no torch.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..channel.answers import NOT_COME
+from ..channel.answers import NOT_COME, silent_by
 from ..facts import LENGTH_SYNC, ROUNDS_OF, RankFacts
 from ..text import named
 from .found import KINDS_OF_SILENT, Found
@@ -77,11 +77,7 @@ class Question:
             for one in states
             if one.has_come(self.key, self.round_number) is None
         ]
-        return (
-            f"{named(sorted(ranks))}: more encoders than a rank tells of"
-            if ranks
-            else ""
-        )
+        return f"{named(ranks)}: more encoders than a rank tells of" if ranks else ""
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,13 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
         rank: _of_state(states[rank], question.kind_of(states[rank]))
         for rank in states.keys() - has_come
     }
-    missing |= {rank: MissingRank(rank, UNANNOUNCED) for rank in found.notes(NOT_COME)}
+    missing |= {
+        rank: MissingRank(rank, UNANNOUNCED)
+        for rank in silent_by(found.silent, NOT_COME)
+    }
     missing |= {
         rank: MissingRank(rank, UNREACHED, where=note)
-        for rank, note in found.notes(UNREACHED).items()
+        for rank, note in silent_by(found.silent, UNREACHED).items()
     }
     silent = ended(found)
     unheard = set(range(found.size)) - has_come - missing.keys() - silent.keys()
@@ -142,7 +141,7 @@ def answered(question: Question, found: Found, before: Found | None) -> Answer:
     if idle or unheard:
         missing = idle
     if missing or unheard:
-        unknown = f"of {named(sorted(unheard))} nothing is heard" if unheard else ""
+        unknown = f"of {named(unheard)} nothing is heard" if unheard else ""
         if unheard and found.trouble:
             unknown += f": {found.trouble}"
         return Answer(tuple(missing[rank] for rank in sorted(missing)), unknown)

@@ -18,6 +18,7 @@ from ..channel.answers import (
     OTHERS,
     Answers,
     Silence,
+    silent_by,
 )
 from ..facts import RankFacts
 from ..text import named
@@ -54,14 +55,6 @@ class Found:
     members: Sequence[Member | None] = ()
     trouble: str = ""
 
-    def notes(self, how: str) -> dict[int, str]:
-        """By rank, what is known of those that are silent in this way."""
-        return {
-            rank: silence.note
-            for rank, silence in self.silent.items()
-            if silence.how == how
-        }
-
     def process_of(self, rank: int) -> tuple[str, int]:
         """Its host and pid; empty and 0 if not known."""
         member = self.members[rank] if rank < len(self.members) else None
@@ -81,16 +74,12 @@ class Found:
         heard.
         """
         host = self.process_of(rank)[0]
-        of_host = (
-            [one for one in range(self.size) if self.process_of(one)[0] == host]
-            if host
-            else [rank]
-        )
-        lost = [
-            one
-            for one in of_host
-            if one in self.silent and self.silent[one].how == LOST
-        ]
+        of_host = [rank]
+        if host:
+            everyone = range(self.size)
+            of_host = [one for one in everyone if self.process_of(one)[0] == host]
+        all_lost = silent_by(self.silent, LOST)
+        lost = [one for one in of_host if one in all_lost]
         if len(lost) < len(of_host):
             return f"its connection was lost: the network; {host} answers otherwise"
         whose = "its connection was" if len(lost) == 1 else "their connections were"

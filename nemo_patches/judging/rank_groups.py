@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..channel.answers import HELD_UP, NO_WATCH, NOT_THROUGH, UNREACHED
-from ..facts import CALLING, COMPUTING, MOVING, RankFacts
+from ..facts import CALLING, COMPUTING, MOVING, Doing, RankFacts
 from ..text import named, ranges
 from .found import KINDS_OF_SILENT, Found
 from .kinds import (
@@ -54,17 +54,13 @@ _OF_SEVERAL = {
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class RankGroup(Doing):
     """Ranks in the same state at the same place.
 
     runs: the ranks, in rising order, as (first, last) of each run. kind: WAITING, CALLING, MOVING,
-    COMPUTING, UNHEARD,
-    or a missing rank's. still: the shortest time in seconds since any of them was seen to move, -1
-    if not known.
-    goes_on_for: the longest time until one of them counts as standing still. The rest is what the
-    first of them says of
-    itself, or for UNHEARD why nothing is heard in `where`. idle: seconds since its last encoder
-    call began, -1 if not known.
+    COMPUTING, UNHEARD, or a missing rank's. still: the shortest of theirs. goes_on_for: the
+    longest. The rest is what the first of them says of itself, or for UNHEARD, in `where`, why
+    nothing is heard. idle: seconds since its last encoder call began, -1 if not known.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -73,17 +69,6 @@ class RankGroup:
     pid: int = 0
     calls: int = 0
     idle: float = -1.0
-    where: str = ""
-    collective: str = ""
-    caller: str = ""
-    hook: str = ""
-    activity: str = ""
-    request: str = ""
-    worker_states: tuple[str, ...] = ()
-    batch: str = ""
-    still: float = -1.0
-    sleeps: bool = False
-    goes_on_for: float = 0.0
 
     @property
     def ranks(self) -> list[int]:
@@ -125,9 +110,8 @@ class RankGroup:
         """As the missing ranks of a stall report."""
         first, *others = self.ranks
         place = (self.host, self.pid, self.calls, self.idle, self.where)
-        named_rank = MissingRank(first, self.kind, *place, batch=self.batch)
         return [
-            named_rank,
+            MissingRank(first, self.kind, *place, batch=self.batch),
             *(MissingRank(rank, self.kind, where=self.where) for rank in others),
         ]
 

@@ -10,7 +10,7 @@ torch.
 # No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..facts import CALLING, COMPUTING, MOVING
@@ -86,12 +86,7 @@ class Verdict:
     def waiting_for_sure(self) -> set[int]:
         """The ranks in a collective, unless that is a guess."""
         waiting = (group for group in self.groups if group.kind == WAITING)
-        return {
-            rank
-            for group in waiting
-            if not is_guess(group.collective)
-            for rank in group.ranks
-        }
+        return set(_ranks(one for one in waiting if not is_guess(one.collective)))
 
     @property
     def is_busy(self) -> bool:
@@ -146,19 +141,15 @@ class Verdict:
         """For one of many ranks: where it is, and who is waited for. The first rank of its host
         that stands has the whole text; empty for that one, and where ranks are few. hosts: by rank.
         """
-        standing = [
-            rank
-            for group in self.groups
-            if group.kind in (WAITING, ELSEWHERE)
-            for rank in group.ranks
-            if hosts[rank] == hosts[own]
-        ]
-        first = min(standing, default=own)
+        standing = _ranks(
+            group for group in self.groups if group.kind in (WAITING, ELSEWHERE)
+        )
+        first = next((one for one in standing if hosts[one] == hosts[own]), own)
         group = next((one for one in self.groups if own in one.ranks), None)
         if first == own or group is None or len(hosts) <= FEW_RANKS:
             return ""
         place = group.wait if group.collective else group.where
-        missing = sorted(one.rank for one in self.missing)
+        missing = [one.rank for one in self.missing]
         who = f"{WAITED_FOR}: {named(missing)}" if missing else "where all are"
         return f"rank {own}: {place} | {who}, in rank {first}'s line"
 
@@ -229,14 +220,14 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
         return Verdict(level, guess, groups)
     level = logging.INFO if are_guesses else logging.WARNING
     if unheard:
-        ranks = sorted(rank for group in unheard for rank in group.ranks)
+        ranks = _ranks(unheard)
         are = "is" if len(ranks) == 1 else "are"
         return Verdict(level, f"where {named(ranks)} {are}, nobody knows", groups)
     if len(waiting) == 1:
         return Verdict(level, _ALL_IN, groups)
     how = "the ranks wait at different places"
     if guesses:
-        ranks = sorted(rank for group in guesses for rank in group.ranks)
+        ranks = _ranks(guesses)
         verb = "waits" if len(ranks) == 1 else "wait"
         how = f"that {named(ranks)} {verb} {_IS_A_GUESS}"
     elif len({group.collective for group in waiting}) > 1:
@@ -248,6 +239,9 @@ def _of_waiting(groups: tuple[RankGroup, ...], suspects: list[RankGroup]) -> Ver
 def _lines(groups: list[RankGroup], with_calls: bool = False) -> list[str]:
     lines = [group.text(with_calls=with_calls) for group in groups[:DETAILED]]
     if rest := groups[DETAILED:]:
-        ranks = sorted(rank for group in rest for rank in group.ranks)
-        lines.append(f"{len(rest)} more groups: {named(ranks)}")
+        lines.append(f"{len(rest)} more groups: {named(_ranks(rest))}")
     return lines
+
+
+def _ranks(groups: Iterable[RankGroup]) -> list[int]:
+    return sorted(rank for group in groups for rank in group.ranks)

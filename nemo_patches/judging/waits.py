@@ -206,7 +206,7 @@ def remedy(places: Iterable[tuple[Iterable[int], str]]) -> str:
         else:
             other = True
     if past and training:
-        return f"most likely {named(sorted(past))} ran out of training batches: {OF_TRAINING}"
+        return f"most likely {named(past)} ran out of training batches: {OF_TRAINING}"
     if evaluates and ends_evaluation and not other:
         return f"most likely {OF_EVALUATION}"
     return IF_UNEVEN

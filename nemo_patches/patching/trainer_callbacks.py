@@ -100,8 +100,7 @@ class _Callbacks:
             return []
 
     def _by_settings(self, package: str) -> list[Any]:
-        in_force = bool(_IN_FORCE.intersection(sys.modules))
-        in_force = in_force or bool(os.environ.get(_VARIABLE))
+        in_force = _IN_FORCE.intersection(sys.modules) or os.environ.get(_VARIABLE)
         begin = None if is_one_of_several_ranks() else self.begin_reports
         if begin is None and not in_force:
             return []

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import ENDED, LEFT, NEVER_HEARD
+from ..channel.answers import ENDED, LEFT, NEVER_HEARD, silent_by
 from ..channel.daemon import Daemon
 from ..facts import RankFacts
 from ..sync.length_sync import current
@@ -95,9 +95,7 @@ class Exits(Reason):
         if verdict.is_idle or not (self.notes.last.calls or progress.has_begun):
             stall.look_at = now + exit_s  # setting up may take any time
             return ""
-        have_ended = {
-            rank for rank, one in told.silent.items() if one.how in (LEFT, ENDED)
-        }
+        have_ended = set(silent_by(told.silent, LEFT, ENDED))
         moved_at = max(
             (at for rank, at in stall.moved_at.items() if rank not in have_ended),
             default=now,
@@ -114,17 +112,14 @@ class Exits(Reason):
             left_s = LONG_FACTOR * limit_s - stood_still_s
             stall.look_at = now + max(left_s, limit_s / 4)
             return ""
-        if not evidence:
-            evidence = "whatever it is, it has not ended"
-            if verdict.waiting_for_sure:
-                evidence = f"some wait in a collective, and {evidence}"
-        return evidence
+        some = "some wait in a collective, and " if verdict.waiting_for_sure else ""
+        return evidence or f"{some}whatever it is, it has not ended"
 
     def _is_alone(self, told: Told) -> bool:
         """Whether no other rank can be asked."""
         others = set(range(self.group.size)) - {self.group.rank}
-        silences = {one.how for one in told.silent.values()}
-        return told.silent.keys() == others and silences <= NEVER_HEARD
+        silent = told.silent
+        return others == silent.keys() == silent_by(silent, *NEVER_HEARD).keys()
 
     def _evidence(
         self, stall: Stalled, told: Told, verdict: Verdict, have_ended: set[int]
@@ -144,7 +139,7 @@ class Exits(Reason):
         gone = stall.have_waited & have_ended
         if verdict.is_busy or not has_started or not gone:
             return ""
-        return f"{named(sorted(gone))} waited in a collective, and is gone now"
+        return f"{named(gone)} waited in a collective, and is gone now"
 
     def _leave_or_stay(self, stall: Stalled, now: float) -> None:
         if self.progress.moved_at > stall.leaves_since:

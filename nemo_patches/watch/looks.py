@@ -24,6 +24,7 @@ from ..channel.answers import (
     Answers,
     Group,
     Silence,
+    silent_by,
 )
 from ..channel.exchange import Exchange
 from ..facts import RankFacts
@@ -234,18 +235,17 @@ def _differences(
     """From rank 0's point of view. A rank that has not called its first encoder yet may still be
     about to choose its settings.
     """
-    gone = {rank for rank, silence in silent.items() if silence.how in (LEFT, ENDED)}
-    without = {rank for rank, silence in silent.items() if silence.how == NO_WATCH}
+    without = silent_by(silent, NO_WATCH)
     told = {rank: _texts(group.state) for group in groups for rank in group.ranks}
-    is_whole = len(told.keys() | gone | without) >= size and all(told.values())
+    is_whole = len({*told, *without, *silent_by(silent, LEFT, ENDED)}) >= size and all(
+        told.values()
+    )
     if not is_whole or 0 not in told:
         return None
     found = list[str]()
     if without:
-        of_all = f"{named(sorted(without))} of {size}"
-        found.append(
-            f"{of_all}: there are no stall reports there; stderr there says why"
-        )
+        why = "there are no stall reports there; stderr there says why"
+        found.append(f"{named(without)} of {size}: {why}")
     for name, here in told[0].items():
         others: dict[str, list[int]] = {}
         for rank in sorted(told):

@@ -8,7 +8,7 @@ import math
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import ENDED, LEFT, NOT_COME, UNREACHED
+from ..channel.answers import ENDED, LEFT, NOT_COME, UNREACHED, silent_by
 from ..limits import PATIENCE_S
 from ..sync.length_sync import current
 from ..sync.rounds import listeners
@@ -93,14 +93,14 @@ class Gone(Reason):
         silent = {**told.silent, **exchange.ended}
         found = Found(exchange.size, {}, silent, tuple(exchange.members))
         gone = ended(found)
-        died = [rank for rank, one in exchange.ended.items() if one.how == ENDED]
+        died = silent_by(exchange.ended, ENDED)
         hosts = {gone[rank].host for rank in died}
         for rank in list(gone) if died else ():
             how = silent[rank].how
             if how == LEFT or (how == ENDED and gone[rank].host not in hosts):
                 del gone[rank]
-        unknown = "" if gone else exchange.over
-        return Answer(tuple(gone[rank] for rank in sorted(gone)), unknown)
+        in_order = tuple(gone[rank] for rank in sorted(gone))
+        return Answer(in_order, "" if gone else exchange.over)
 
 
 class Absent(Reason):
@@ -134,8 +134,7 @@ class Absent(Reason):
 
     def say(self, incident: Incident, told: Told, now: float) -> None:
         silent = told.silent
-        absent = [rank for rank, one in silent.items() if one.how == NOT_COME]
-        self.missing = tuple(sorted(absent))
+        self.missing = tuple(sorted(silent_by(silent, NOT_COME)))
         limit_s = current().timeout.total_seconds()
         waited_s = incident.looked_at - incident.since
         self._next_look = now + min(waited_s, _LONGEST_PAUSE_S)
@@ -150,8 +149,7 @@ class Absent(Reason):
         elif self._late_rounds.is_busy and not self.incidents.stalls():
             self._next_look = now + _SOON_S  # a line may name the same ranks
         else:
-            notes = {r: one.note for r, one in silent.items() if one.how == UNREACHED}
-            self._warn(incident, notes, now)
+            self._warn(incident, silent_by(silent, UNREACHED), now)
 
     def over(self, incident: Incident, now: float) -> None:
         if not self.exchange.is_joined:
@@ -186,8 +184,7 @@ class Absent(Reason):
             verb = "has not announced itself"
             if len(self.missing) > 1:
                 verb = "have not announced themselves"
-            within = f"within {current().timeout.total_seconds():g} s"
-            what = f"{verb} {within}"
+            what = f"{verb} within {current().timeout.total_seconds():g} s"
             if not self.group.rank or self.group.size <= FEW_RANKS:
                 what += f": {NOT_ANNOUNCED}"
             lines.append((self.missing, what))

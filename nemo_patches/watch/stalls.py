@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..channel.answers import NEVER_HEARD, NO_ANSWER
+from ..channel.answers import NEVER_HEARD, NO_ANSWER, silent_by
 from ..facts import CAN_PAGE, HAS_PAGED, HAS_WARNED
 from ..sync.length_sync import current
 from ..sync.rounds import listeners
@@ -91,10 +91,9 @@ class Stalls(Reason):
         stall: Stalled = incident.subject
         if told.judgement is None:
             return
-        silent = {rank for rank, one in told.silent.items() if one.how == NO_ANSWER}
-        settings = current()
-        left = settings.stall_exit - settings.stall_timeout
-        ends_soon = settings.stall_exit and left < _SOON
+        silent = set(silent_by(told.silent, NO_ANSWER))
+        limit = current().stall_exit
+        ends_soon = limit and limit - current().stall_timeout < _SOON
         if not (ends_soon or silent <= stall.silent):
             # A debugger stops a rank for a moment: it is asked again.
             stall.silent |= silent
@@ -300,6 +299,5 @@ class Stalled:
             for rank, still_s in told.judgement.still_s().items():
                 at = now - max(still_s, 0.0)
                 self.moved_at[rank] = max(at, self.moved_at.get(rank, at))
-        for rank, silence in told.silent.items():
-            if silence.how not in NEVER_HEARD:
-                self.moved_at.setdefault(rank, now)
+        for rank in told.silent.keys() - silent_by(told.silent, *NEVER_HEARD):
+            self.moved_at.setdefault(rank, now)

@@ -18,7 +18,6 @@ from nemo_patches.tools import counted
 from nemo_patches.tools.console import terminal
 from nemo_patches.tools.diagnose import reading, running
 from nemo_patches.tools.diagnose.collect.host_jobs import (
-    STUCK_AFTER_S,
     NothingToLookAtError,
     jobs_here,
     pids_in,
@@ -29,7 +28,6 @@ from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, ask_job
 from nemo_patches.tools.diagnose.report_text import show
-from nemo_patches.tools.diagnose.sources import stall_reports
 
 JSON_FORMAT = 3  # docs/diagnose.md describes it
 _WIDTH = 160  # columns, where the output is not a terminal
@@ -83,13 +81,11 @@ def _of_files(paths: list[Path]) -> tuple[Iterable[Judged], int]:
     found = reading.find(paths)
     _say_size(found)
     evidence = reading.joined(reading.read(found), found.problems, found.earlier)
-    # A rank that reports a stall has waited for stall_timeout.
-    stuck_after_s = 0.0 if stall_reports.KIND in found.by_reader else STUCK_AFTER_S
     jobs = {", ".join(safe(str(path)) for path in paths[:4]): evidence}
     for name, facts in evidence.other_jobs.items():
         sizes = (f.value.world_size for f in facts if isinstance(f.value, Member))
         jobs[f"job {name}"] = Evidence(facts, world_size=max(sizes, default=0))
-    judged = [(judge(of, name, stuck_after_s), of) for name, of in jobs.items()]
+    judged = [(judge(of, name), of) for name, of in jobs.items()]
     return judged, len(judged)
 
 

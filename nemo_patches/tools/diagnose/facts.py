@@ -89,12 +89,13 @@ class Call:
 @dataclass(frozen=True)
 class Motion:
     """Whether a rank moved between two looks. by: "i of train went from 55 to 99". still_s: how
-    long it has not.
+    long it has not. is_hang: its own job has called that a hang, however short it is.
     """
 
     moved: bool = False
     by: str = ""
     still_s: float | None = None
+    is_hang: bool = False
 
 
 @dataclass(frozen=True)

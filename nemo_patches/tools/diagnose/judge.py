@@ -422,7 +422,11 @@ def _nobody_waits(
         for one in placed
         if one.motion_fact and one.condition.kind not in conditions.OVER
     ]
-    stuck = [one for one in looked_at if (one.still_s or 0.0) >= hearing.stuck_after_s]
+    stuck = [
+        one
+        for one in looked_at
+        if one.motion.is_hang or (one.still_s or 0.0) >= hearing.stuck_after_s
+    ]
     if stuck and (hearing.unseen or len(stuck) == len(looked_at)):
         return [sentences.no_rank_moves(stuck, hearing)]
     if looked_at:
@@ -440,7 +444,7 @@ def _aged(
         return []
     first, *rest = findings
     lower = f"{first.text[0].lower()}{first.text[1:-1]}"
-    least = still_s(waiting)
+    least = still_s(one for one in waiting if not one.motion.is_hang)
     looked_twice = any(one.motion_fact for one in waiting)
     if least is not None and least < hearing.stuck_after_s and looked_twice:
         return [sentences.so_far(lower)]

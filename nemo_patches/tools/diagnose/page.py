@@ -142,7 +142,7 @@ def _text(text: str) -> str:
 
 
 def _named(ranks: Iterable[int]) -> str:
-    return _text(named(sorted(ranks)))
+    return _text(named(ranks))
 
 
 def _moment(moment: datetime) -> str:
@@ -471,7 +471,7 @@ def _branch(
 def _of_ranks(told: Mapping[str, Sequence[int]], count: int) -> Iterator[str]:
     """What is told, with the ranks where it is not of all of so many."""
     for text, ranks in told.items():
-        yield text if len(ranks) == count else f"{named(sorted(ranks))}: {text}"
+        yield text if len(ranks) == count else f"{named(ranks)}: {text}"
 
 
 # What it is from

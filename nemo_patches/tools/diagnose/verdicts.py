@@ -158,7 +158,7 @@ def names(accounts: Iterable[Account]) -> str:
 def others(accounts: Iterable[Account]) -> str:
     """Whom a sentence begins with; those of which the rank is not told only where no other is."""
     told = {one.rank for one in accounts} - {NOT_TOLD}
-    return capital(named(sorted(told))) if told else "Others"
+    return capital(named(told)) if told else "Others"
 
 
 def reading_of(entry: Entry, patched: bool) -> tuple[str, str]:

@@ -97,7 +97,7 @@ class _Prints:
     def _who(self, ranks: Iterable[int]) -> str:
         """With the last print of the first."""
         line = self.last[min(ranks)]
-        return f'{named(sorted(ranks))} ("{shown(line.text)}" [{line.cite}])'
+        return f'{named(ranks)} ("{shown(line.text)}" [{line.cite}])'
 
 
 class EncoderPrints:

@@ -24,7 +24,6 @@ from nemo_patches.judging.rank_groups import UNHEARD, WAITING
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_SLACK_S,
     pid_here,
@@ -406,7 +405,6 @@ def facts_of(answer: Answer) -> Iterator[Fact]:
 
 
 def _values(group: Group, is_hang: bool) -> Iterator[Condition | Place | Motion]:
-    """is_hang: the job has decided that, after its stall_timeout, however short that is."""
     if group.kind in _CONDITIONS:
         is_gone = group.kind == SILENT and group.where == PROCESS_GONE
         yield Condition(conditions.GONE if is_gone else _CONDITIONS[group.kind])
@@ -417,8 +415,8 @@ def _values(group: Group, is_hang: bool) -> Iterator[Condition | Place | Motion]
     elif group.kind in (WAITING, ELSEWHERE):  # of any other nothing is known
         yield Condition(conditions.RUNS)
         yield group.place
-        is_known = group.still >= (STUCK_AFTER_S if is_hang else 0.0)
-        yield Motion(False, still_s=group.still if is_known else None)
+        still_s = group.still if group.still >= 0 else None
+        yield Motion(still_s=still_s, is_hang=is_hang)
 
 
 def _summary(rank: int, group: Group) -> RankSummary:

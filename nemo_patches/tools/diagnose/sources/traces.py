@@ -32,7 +32,6 @@ from nemo_patches.judging.kinds import (
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
 from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_SLACK_S,
     started_at,
@@ -488,8 +487,7 @@ def _of_all_ranks(
     facts = list(facts_of(answer))
     if not facts:
         still_s = report.t - (trace.entered[-1] if trace.entered else 0.0)
-        # It has waited for its stall_timeout, however short: that is a hang.
-        motion = Motion(False, "", still_s if still_s >= STUCK_AFTER_S else None)
+        motion = Motion(still_s=still_s, is_hang=True)
         told = told_in(safe(report.text))
         facts = [_fact(trace, value, report.t, of=rank) for rank, value in told]
         facts.append(_fact(trace, motion, report.t))
@@ -597,7 +595,7 @@ def _parting(traces: list[RankTrace]) -> tuple[str, str]:
             return text, _OTHER_ENCODER
         if before.startswith("an evaluation"):
             return text, f"{OF_EVALUATION[0].upper()}{OF_EVALUATION[1:]}."
-        ran_out = f"{named(sorted(evaluates))} ran out of training batches"
+        ran_out = f"{named(evaluates)} ran out of training batches"
         return text, f"{ran_out[0].upper()}{ran_out[1:]}: {OF_TRAINING}."
     return "", ""
 
@@ -649,12 +647,12 @@ def _late(traces: list[RankTrace]) -> Iterator[Finding]:
         return
     by_count = parties((count, rank) for rank, count in missed.items())
     told = ", ".join(f"{named(ranks)} to {count}" for count, ranks in by_count.items())
-    text = f"{named(sorted(missed))} came too late to some of the last rounds ({told});"
-    text += f" {named(sorted(went_on))} went on without them."
+    text = f"{named(missed)} came too late to some of the last rounds ({told});"
+    text += f" {named(went_on)} went on without them."
     if len(missed) == 1:
         [(rank, count)] = missed.items()
         text = f"rank {rank} came too late to {count} of its last rounds;"
-        text += f" {named(sorted(went_on))} went on without it."
+        text += f" {named(went_on)} went on without it."
     yield finding(ids.LATE, text, sorted(missed))
 
 
