@@ -34,11 +34,12 @@ NOT_ANNOUNCED = (
 )
 REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
-_LONG_TEXT = 180  # characters
-# All functions of a place but the first four.
-_CALLERS = re.compile(
-    r"((?: < \S+ \([^()|]*\)){3})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
-)
+_LONG_TEXT = 200  # characters
+# All functions of a place but the first four, or two.
+_CALLERS = [
+    rf"((?: < \S+ \([^()|]*\)){{{kept}}})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
+    for kept in (3, 1)
+]
 
 
 def process_text(host: str, pid: int) -> str:
@@ -169,19 +170,18 @@ def described(missing: tuple[MissingRank, ...], size: int) -> str:
     """The missing ranks, at least one, of `size` in all: all named, and what the first DETAILED
     do.
     """
+    lines = [f"{named(rank.rank for rank in missing)} of {size}"]
     # A host's ranks have one.
-    lines = list(dict.fromkeys(str(rank) for rank in missing[:DETAILED]))
-    rest = missing[DETAILED:]
+    lines += dict.fromkeys(str(rank) for rank in missing[:DETAILED])
     for kind in KINDS:
-        ranks = [
-            missing_rank.rank for missing_rank in rest if missing_rank.kind == kind
-        ]
-        if ranks:
+        if ranks := [one.rank for one in missing[DETAILED:] if one.kind == kind]:
             lines.append(f"{len(ranks)} more {kind}: {named(ranks)}")
-    who = f"{named(rank.rank for rank in missing)} of {size}"
-    return shortened(" | ".join([who, *lines]))
+    return shortened(" | ".join(lines))
 
 
 def shortened(text: str) -> str:
-    """A long text of a line, with four functions of each place: a stall's report has more."""
-    return text if len(text) < _LONG_TEXT else _CALLERS.sub(r"\1", text)
+    """Four or two functions of each place of a long text: a stall's report has more."""
+    for callers in _CALLERS:
+        if len(text) > _LONG_TEXT:
+            text = re.sub(callers, r"\1", text)
+    return text

@@ -119,7 +119,7 @@ def collective(calls: Iterable[Call]) -> str:
     for call in calls:
         if outermost_name and call.file.endswith(_BROADCASTING[0]):
             return _BROADCASTING[1]
-        if not call.in_torch or (not outermost_name and _torch_activity(call)):
+        if not call.in_torch or (not outermost_name and _title(call, _ACTIVITIES)):
             break  # a compilation within backward waits for no rank
         name = call.function
         if call.in_torch == C10D:
@@ -171,11 +171,8 @@ def activity(calls: Sequence[Call]) -> str:
         call.file.endswith(path) and call.function.startswith(functions)
         for call in calls
     )
-    return EXPORT if exports else next(filter(None, map(_torch_activity, calls)), "")
-
-
-def _torch_activity(call: Call) -> str:
-    return _title(call, _ACTIVITIES) if call.in_torch else ""
+    by_torch = (_title(call, _ACTIVITIES) for call in calls if call.in_torch)
+    return EXPORT if exports else next(filter(None, by_torch), "")
 
 
 def _title(call: Call, table: Iterable[tuple[str, str]]) -> str:

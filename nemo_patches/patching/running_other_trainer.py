@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from pytorch_lightning import Callback
 
-from nemo_patches.patching import LIGHTNING, OTHER_LIGHTNING, parts
+from nemo_patches.patching import LIGHTNING, OTHER_LIGHTNING
 from nemo_patches.patching.trainer_begins import TrainerBegins
-from nemo_patches.sync.rank_log import report
-from nemo_patches.sync.settings import Settings
+
+if TYPE_CHECKING:
+    from nemo_patches.sync.settings import Settings
 
 # What is left as it was where a trainer takes no callback of a setting's.
 _LEFT = {
@@ -24,6 +26,10 @@ class RunningTrainer(TrainerBegins, Callback):  # type: ignore[misc]  # Lightnin
 
 def say_what_is_missing(settings: Settings) -> bool:
     """Log it, if a setting wants more of such a trainer. Returns whether one does."""
+    # A trainer of which no setting wants anything imports none of these.
+    from nemo_patches.patching import parts
+    from nemo_patches.sync.rank_log import report
+
     problems = [
         f"{setting}: {left}"
         for setting, left in _LEFT.items()
