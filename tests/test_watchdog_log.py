@@ -979,11 +979,13 @@ def stalls(draw: st.DrawFn) -> tuple[tuple[RankGroup, ...], int]:
             4000 + ranks[0],
             7,
             61.0,
-            {"elsewhere": what, "moving": what, "no heartbeat": ANSWERS_NOTHING}.get(
-                kind, ""
-            ),
-            what if kind == "waiting" else "",
-            (
+            where={
+                "elsewhere": what,
+                "moving": what,
+                "no heartbeat": ANSWERS_NOTHING,
+            }.get(kind, ""),
+            collective=what if kind == "waiting" else "",
+            caller=(
                 draw(
                     st.sampled_from(
                         [

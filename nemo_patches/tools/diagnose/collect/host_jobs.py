@@ -81,17 +81,20 @@ def pids_in(text: str) -> list[int]:
     return list(dict.fromkeys(int(pid) for pid in text.split(",") if pid))
 
 
+def _or_root() -> str:
+    return ", or root" if os.geteuid() else ""
+
+
 def jobs_here(job: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
     """The ranks of each job that runs on this host; within a job of Slurm's only that one's. job: a
     folder that they work in, or the job's name. Raises NothingToLookAtError.
     """
     own = "" if job or pids else os.environ.get("SLURM_JOB_ID", "")
-    or_root = ", or root" if os.geteuid() else ""
     hidden = ""
     if host_ranks.hides_others():
         hidden = (
             "; other users' processes are hidden here (/proc is mounted with hidepid):"
-            f" be the job's user{or_root}"
+            f" be the job's user{_or_root()}"
         )
     among = host_ranks.processes()
     if gone := [pid for pid in pids if pid not in among]:
@@ -117,7 +120,7 @@ def jobs_here(job: str = "", pids: Sequence[int] = ()) -> list[list[HostRank]]:
         some = ", ".join(map(str, closed[:8]))
         raise NothingToLookAtError(
             f"Python processes of other users run here (pid {some}): be that"
-            f" user{or_root}"
+            f" user{_or_root()}"
         )
     if hidden:
         raise NothingToLookAtError(f"no rank is seen on this host{hidden}")
