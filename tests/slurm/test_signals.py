@@ -28,7 +28,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "slurm_restart.sh"
 def test_the_restart_script_requeues_a_stall_held_and_no_error(
     cluster: Cluster, tmp_folder: Path, fault: str, is_requeued: bool, said: str
 ) -> None:
-    """Under Lightning, which handles SIGTERM: srun's code of a stall is then 137."""
+    """Under Lightning, which handles SIGTERM: srun's code of a stall is 137 where a rank goes on for
+    longer than KillWait, and else the highest that a rank ended with.
+    """
     script = cluster_page.with_words(SCRIPT.read_text(), **{"600": "10"})
     training = f"{TRAINING} kind=lightning fault={fault}@1@20 once=1"
     assert PYTHON in script
@@ -41,7 +43,7 @@ def test_the_restart_script_requeues_a_stall_held_and_no_error(
         assert job.ended() == "FAILED"
         return
     if fault == "STOP":
-        assert "the step ended with 137" in job.text(), job.text()
+        assert re.search(r"the step ended with (83|137)\n", job.text()), job.text()
     until(lambda: "Priority=0 " in job.info(), 300, "the job is held")
     until(lambda: job.state() == "PENDING", 300, f"it is pending: {job.info()}")
     code, text = diagnosed(cluster, job.log)
