@@ -34,12 +34,11 @@ NOT_ANNOUNCED = (
 )
 REACHED_BY_NONE = "is patched, and cannot be reached"
 DETAILED = 4  # missing ranks for which a report says where they are; the others are only listed
-_LONG_TEXT = 200  # characters
-# All functions of a place but the first four, or two.
-_CALLERS = [
-    rf"((?: < \S+ \([^()|]*\)){{{kept}}})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
-    for kept in (3, 1)
-]
+_LONG_TEXT = 180  # characters
+# All functions of a place but the first four.
+_CALLERS = re.compile(
+    r"((?: < \S+ \([^()|]*\)){3})(?: < (?:\d+ more|\S+ \([^()|]*\)))+"
+)
 
 
 def process_text(host: str, pid: int) -> str:
@@ -180,8 +179,5 @@ def described(missing: tuple[MissingRank, ...], size: int) -> str:
 
 
 def shortened(text: str) -> str:
-    """Four or two functions of each place of a long text: a stall's report has more."""
-    for callers in _CALLERS:
-        if len(text) > _LONG_TEXT:
-            text = re.sub(callers, r"\1", text)
-    return text
+    """A long text of a line, with four functions of each place: a stall's report has more."""
+    return text if len(text) < _LONG_TEXT else _CALLERS.sub(r"\1", text)

@@ -28,9 +28,9 @@ _RENDEZVOUS_TYPES = frozenset(
     {"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"}
 )
 # Words of torch's C++ alone, also in a RuntimeError; Gloo names the place:
-# ".../gloo/transport/tcp/pair.cc:544".
+# ".../gloo/transport/tcp/pair.cc:544". Every vendor has a library like NCCL.
 _OF_TORCH = re.compile(
-    r"gloo/|\bgloo\b|NCCL|monitoredBarrier|[Aa]pplication timeout|wait timeout"
+    r"gloo/|\bgloo\b|[A-Z]CCL|\bccl::|BKCL|monitoredBarrier|[Aa]pplication timeout|wait timeout"
     r" after|Connection was likely closed|"
     r"Timed out waiting \d+ ?ms|store based barrier|client socket has timed out|waiting"
     r" for clients|"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nemo_patches.text import named
@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
 _CALLED = (
     r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
+    r"wait(?:ing|s)? (?:in|at|for|on)|reached|arrived (?:in|at)|"
     r"(?:going|goes) in(?:to)?|进入|即将调用|开始调用"
 )
 _RETURNED = (
@@ -56,20 +57,26 @@ class _Prints:
     name: str
     called: Counter[int] = field(default_factory=Counter)
     returned: Counter[int] = field(default_factory=Counter)
-    last: dict[int, Line] = field(default_factory=dict)  # of each rank
+    last: dict[int, Line] = field(
+        default_factory=dict
+    )  # of each rank that has called it
     names_calls: bool = False  # "about to call": no other words for a start
 
     def is_inside(self, rank: int) -> bool:
         return self.called[rank] > self.returned[rank]
 
-    def finding(self) -> Finding | None:
-        """None where all have come out, or where the prints may be of something else."""
+    def finding(self, seen: Mapping[int, Line]) -> Finding | None:
+        """None where all have come out, or where the prints may be of something else. seen: the
+        last line of each rank.
+        """
         called, returned, last = self.called, self.returned, self.last
         inside = [rank for rank in last if self.is_inside(rank)]
         if not inside or len(last) < 2:
             return None
-        if not returned.total() and not self.names_calls:
-            return None
+        if not returned.total():
+            others = self._others(seen)
+            if others is not None or not self.names_calls:
+                return others
         most = max(called[rank] for rank in inside)
         first = min(called[rank] for rank in inside)
         came_out = [rank for rank in last if returned[rank] >= first]
@@ -91,13 +98,34 @@ class _Prints:
                 f"{self._who(inside)}, all that print, called {self.name}, and none came"
                 " out of it."
             )
-        step = NEXT_STEPS[NOT_ENOUGH]
-        return Finding(NOT_ENOUGH, SEVERITIES[NOT_ENOUGH], (), _BEGIN + text, step)
+        return _guess(text)
+
+    def _others(self, seen: Mapping[int, Line]) -> Finding | None:
+        """Where several have called it, and who else prints has not, or less often."""
+        most = max(self.called.values())
+        inside = [rank for rank, count in self.called.items() if count == most]
+        behind = [rank for rank in seen if self.called[rank] < most]
+        if len(inside) < 2 or not behind:
+            return None
+        text = (
+            f"{self._who(inside)} called {self.name}, and {_who(behind, seen)} did not say"
+            " so: held up before it, gone, or only slow, or the log was cut."
+        )
+        return _guess(text)
 
     def _who(self, ranks: Iterable[int]) -> str:
-        """With the last print of the first."""
-        line = self.last[min(ranks)]
-        return f'{named(ranks)} ("{shown(line.text)}" [{line.cite}])'
+        return _who(ranks, self.last)
+
+
+def _who(ranks: Iterable[int], last: Mapping[int, Line]) -> str:
+    """With the last print of the first."""
+    line = last[min(ranks)]
+    return f'{named(ranks)} ("{shown(line.text)}" [{line.cite}])'
+
+
+def _guess(text: str) -> Finding:
+    step = NEXT_STEPS[NOT_ENOUGH]
+    return Finding(NOT_ENOUGH, SEVERITIES[NOT_ENOUGH], (), _BEGIN + text, step)
 
 
 class EncoderPrints:
@@ -105,14 +133,18 @@ class EncoderPrints:
 
     def __init__(self) -> None:
         self._of: dict[str, _Prints] = {}  # by what is called
+        self._seen: dict[int, Line] = {}  # the last line of each rank
 
     def take(self, line: Line) -> None:
         rank, text = line.rank, line.text
-        if not self._of and not any(word in text for word in WORDS):
-            return
-        if not line.has_prefix and (told := _RANK.search(text)):
+        if not line.has_prefix and "ank" in text and (told := _RANK.search(text)):
             rank, text = int(told[1]), text[told.end() :]
-        if rank < 0 or _OTHER.search(text):
+        if rank < 0:
+            return
+        if rank in self._seen or len(self._seen) < MOST_KEPT:
+            self._seen[rank] = line
+        is_such = self._of or any(word in text for word in WORDS)
+        if not is_such or _OTHER.search(text):
             return
         if before := _BEFORE.search(text):
             prints = self._named(before["of"])
@@ -136,7 +168,8 @@ class EncoderPrints:
     def finding(self) -> Finding | None:
         """Of the encoder first."""
         ordered = sorted(self._of.values(), key=lambda one: one.name != _ENCODER)
-        return next((told for one in ordered if (told := one.finding())), None)
+        told = (one.finding(self._seen) for one in ordered)
+        return next(filter(None, told), None)
 
 
 def _name(what: str) -> str:

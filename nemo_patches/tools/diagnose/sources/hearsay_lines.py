@@ -155,6 +155,17 @@ _GENERAL = (
         rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
         f"(?:{_ABSENT_IN_CHINESE})",
     ),
+    *(
+        (
+            kind,
+            rf"(?:{words})[^\uff0c\u3002\uff1b,;]{{0,8}}?[:\uff1a]?\s?"
+            rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>)s?{_NUMBER}",
+        )
+        for kind, words in (
+            (TOLD_DEAD, _DIED_IN_CHINESE),
+            (TOLD_ABSENT, _ABSENT_IN_CHINESE),
+        )
+    ),
 )
 _RULES_BEYOND_ASCII = tuple((kind, re.compile(one, re.ASCII)) for kind, one in _GENERAL)
 _RULES = tuple(

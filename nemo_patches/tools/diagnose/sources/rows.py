@@ -566,10 +566,17 @@ ROWS = (
     # these ranks if they are few
     _row(
         "Notify record",
-        r"has not received the Notify record from remote rank: ?\[(?P<ranks>\d{1,7})\]"
+        r"has not received the Notify record from remote rank:? ?\[(?P<ranks>\d{1,7})\]"
         r".{0,200}tag\[(?P<tag>\w{1,80})",
         MISSING,
         "to {tag}, by HCCL",
+        own=False,
+    ),
+    _row(
+        "Notify record",
+        r"has not received the Notify record from remote rank:? ?\[(?P<ranks>\d{1,7})\]",
+        MISSING,
+        "to a collective, by HCCL",
         own=False,
     ),
     _row(
