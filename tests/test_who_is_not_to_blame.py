@@ -255,6 +255,13 @@ def test_an_encoder_that_one_rank_has_left_out_is_told_by_where_the_calls_part(
             ),
             "uneven evaluation: `NEMO_PATCHES_METRICS=deferred`",
         ),
+        (  # a step's end is not the loop's
+            (
+                "backward, which reduces the gradients, in training_step (a.py:9)",
+                "barrier, in on_train_batch_end (a.py:20), while saving a checkpoint",
+            ),
+            "if it is uneven training: `NEMO_PATCHES_STOP_TOGETHER=training`",
+        ),
         (
             ("all_reduce, in average_loss (a.py:9)", "barrier, in save (a.py:20)"),
             "if it is uneven training: `NEMO_PATCHES_STOP_TOGETHER=training`; if it is"

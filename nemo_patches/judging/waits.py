@@ -99,7 +99,7 @@ _DEBUGGER_FILES = (
 _EVALUATES = re.compile(
     r"(?<!in)valid|evaluat|\beval_|_eval\b|\bval_|sanity_check|test_step"
 )
-_ENDS = re.compile(r"(?:train\w*|fit|epoch)_end\b|the end of its script")
+_ENDS = re.compile(r"(?:train(?:ing)?|fit|epoch)_end\b|the end of its script")
 _TRAINS = re.compile(r"backward|gradients|train(?:ing)?_(?:step|batch)|optimizer_step")
 
 
