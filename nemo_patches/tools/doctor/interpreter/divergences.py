@@ -296,7 +296,8 @@ class Comparison:
         where the parts of a sharded model are gathered.
         """
         if condition.value.level == VARIES:
-            return ""
+            is_even = condition.value.has("file") and condition.value.has("even")
+            return "the ranks' hosts see other files" if is_even else ""
         if condition.value.has("lacks"):
             return "a rank's batch has none of it, and another's has"
         own = self._loads(condition)
