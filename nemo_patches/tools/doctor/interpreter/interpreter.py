@@ -83,6 +83,7 @@ class Interpreter:
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
         self.unsynced = False  # within no_sync
         self.sized = False  # where a test asks what is left over by the number of ranks
+        self.apart = False  # where a test of the rank lets some ranks come
         self.caught_as = ""  # the name of the error in its handler
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None

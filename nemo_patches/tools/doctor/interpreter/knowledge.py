@@ -242,7 +242,7 @@ OF_PROCESS = (
     r"(datetime\.now|monotonic|perf_counter|random\.random|random\.uniform|random\.rand"
     r"|random\.randint|time\.time|torch\.rand"
     r"|cuda\.(mem_get_info|(max_)?memory_(allocated|reserved))|psutil\.virtual_memory"
-    r"|gethostname|platform\.node|subprocess\.(call|run)|os\.system"
+    r"|disk_usage|statvfs|getloadavg|gethostname|platform\.node|subprocess\.(call|run)|os\.system"
     r"|(fut|future|job|task|thread)\.(done|is_alive)|(proc|process)\.(is_alive|poll))$"
 )
 # A test of a batch's number of samples.

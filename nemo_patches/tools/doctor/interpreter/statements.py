@@ -170,8 +170,9 @@ def visit_If(reader: Interpreter, node: ast.If) -> End | None:
     if condition.value.level == VARIES and not condition.value.has("file"):
         chosen = DATA if condition.value.has("gradient") else VARIES
     reader.branches += 1
-    sized = reader.sized
+    sized, apart = reader.sized, reader.apart
     reader.sized |= condition.value.has("sized")
+    reader.apart |= reader.by_rank(condition.value)
     meanings = reader.meanings
     yes, left, taken = _side(
         reader, node.body, before, SAME if _ends(node.orelse) else chosen
@@ -183,7 +184,7 @@ def visit_If(reader: Interpreter, node: ast.If) -> End | None:
     )
     common = of_yes.items() & reader.meanings.items()
     reader.meanings = dict(common)
-    reader.sized = sized
+    reader.sized, reader.apart = sized, apart
     reader.branches -= 1
     reader.items.append(Branch(condition, yes, no))
     if left is None and left_too is None:
@@ -329,7 +330,7 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> End | None:
     handlers = []
     after = reader.env
     for each in node.handlers:
-        condition = _of_handler(each, node)
+        condition = _of_handler(each, node, reader.apart)
         old = {
             name: joined(value, after[name])
             for name, value in before.items()
@@ -437,15 +438,15 @@ def _denies(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
 
 
-def _of_handler(node: ast.ExceptHandler, tried: ast.Try) -> Condition:
+def _of_handler(node: ast.ExceptHandler, tried: ast.Try, apart: bool) -> Condition:
     """Whether it takes errors of one rank's batch or memory, or those that all ranks share, as
-    those of imports are.
+    those of imports are. apart: some ranks alone come there, and share theirs with nobody.
     """
     imports = isinstance(tried.body[0], (ast.Import, ast.ImportFrom))
     types = getattr(node.type, "elts", [node.type])
     kinds = {last_part(dotted(each)) for each in types if each is not None}
     text = text_of(node.type) if node.type else "any error"
-    of_all = (kinds and kinds <= knowledge.ALL_RANKS) or imports
+    of_all = ((kinds and kinds <= knowledge.ALL_RANKS) or imports) and not apart
     return Condition(
         text=text,
         key=text,
