@@ -20,6 +20,10 @@ from nemo_patches.tools.diagnose.findings import (
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 
 _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
+# A line of a rank's own: "rank 2: no data", "[rank 2/8] no data"; not "lora rank 8"
+_OWN = re.compile(
+    r"\W{0,3}(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})(?:(?:/| of )\d{1,6})?\s?[:|\])]"
+)
 _CALLED = (
     r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
     r"wait(?:ing|s)? (?:in|at|for|on)|reached|arrived (?:in|at)|"
@@ -57,9 +61,7 @@ class _Prints:
     name: str
     called: Counter[int] = field(default_factory=Counter)
     returned: Counter[int] = field(default_factory=Counter)
-    last: dict[int, Line] = field(
-        default_factory=dict
-    )  # of each rank that has called it
+    last: dict[int, Line] = field(default_factory=dict)  # of ranks that called it
     names_calls: bool = False  # "about to call": no other words for a start
 
     def is_inside(self, rank: int) -> bool:
@@ -67,7 +69,7 @@ class _Prints:
 
     def finding(self, seen: Mapping[int, Line]) -> Finding | None:
         """None where all have come out, or where the prints may be of something else. seen: the
-        last line of each rank.
+        last line of each rank, but for errors.
         """
         called, returned, last = self.called, self.returned, self.last
         inside = [rank for rank in last if self.is_inside(rank)]
@@ -84,37 +86,40 @@ class _Prints:
         if came_out:
             stuck = [rank for rank in inside if called[rank] == first]
             text = (
-                f"{self._who(stuck)} called {self.name} and did not come out of it, as"
-                f" {self._who(came_out)} did: stuck in it, or only slow, or the log was cut."
+                f"{_who(stuck, last)} called {self.name} and did not come out of it, as"
+                f" {_who(came_out, last)} did: stuck in it, or only slow, or the log was cut."
             )
         elif behind:
             text = (
-                f"{self._who(inside)} called {self.name}, and {self._who(behind)} did not"
+                f"{_who(inside, last)} called {self.name}, and {_who(behind, last)} did not"
                 " call it again: held up before it, by data or preprocessing, or only slow,"
                 " or the log was cut."
             )
         else:
             text = (
-                f"{self._who(inside)}, all that print, called {self.name}, and none came"
+                f"{_who(inside, last)}, all that print, called {self.name}, and none came"
                 " out of it."
             )
         return _guess(text)
 
     def _others(self, seen: Mapping[int, Line]) -> Finding | None:
-        """Where several have called it, and who else prints has not, or less often."""
+        """Where several have called it and said nothing after that, and who else prints, at most
+        as many, has not, or less often. Of each host one rank alone may print that.
+        """
         most = max(self.called.values())
-        inside = [rank for rank, count in self.called.items() if count == most]
+        inside = [
+            rank
+            for rank, line in self.last.items()
+            if self.called[rank] == most and seen.get(rank) is line
+        ]
         behind = [rank for rank in seen if self.called[rank] < most]
-        if len(inside) < 2 or not behind:
+        if len(inside) < 2 or not 0 < len(behind) <= len(inside):
             return None
         text = (
-            f"{self._who(inside)} called {self.name}, and {_who(behind, seen)} did not say"
+            f"{_who(inside, seen)} called {self.name}, and {_who(behind, seen)} did not say"
             " so: held up before it, gone, or only slow, or the log was cut."
         )
         return _guess(text)
-
-    def _who(self, ranks: Iterable[int]) -> str:
-        return _who(ranks, self.last)
 
 
 def _who(ranks: Iterable[int], last: Mapping[int, Line]) -> str:
@@ -133,18 +138,19 @@ class EncoderPrints:
 
     def __init__(self) -> None:
         self._of: dict[str, _Prints] = {}  # by what is called
-        self._seen: dict[int, Line] = {}  # the last line of each rank
+        self._seen: dict[int, Line] = {}  # the last line of each rank, but for errors
 
     def take(self, line: Line) -> None:
         rank, text = line.rank, line.text
-        if not line.has_prefix and "ank" in text and (told := _RANK.search(text)):
-            rank, text = int(told[1]), text[told.end() :]
-        if rank < 0:
+        if line.has_prefix:
+            self._see(rank, line)
+        elif own := _OWN.match(text):
+            self._see(int(own[1]), line)
+        if not self._of and not any(word in text for word in WORDS):
             return
-        if rank in self._seen or len(self._seen) < MOST_KEPT:
-            self._seen[rank] = line
-        is_such = self._of or any(word in text for word in WORDS)
-        if not is_such or _OTHER.search(text):
+        if not line.has_prefix and (told := _RANK.search(text)):
+            rank, text = int(told[1]), text[told.end() :]
+        if rank < 0 or _OTHER.search(text):
             return
         if before := _BEFORE.search(text):
             prints = self._named(before["of"])
@@ -161,6 +167,11 @@ class EncoderPrints:
             if prints.is_inside(rank) and (is_its or is_alone):
                 prints.returned[rank] = prints.called[rank]
                 prints.last[rank] = line
+
+    def _see(self, rank: int, line: Line) -> None:
+        is_known = rank in self._seen or len(self._seen) < MOST_KEPT
+        if is_known and "rror" not in line.text:
+            self._seen[rank] = line
 
     def _named(self, what: str) -> _Prints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
