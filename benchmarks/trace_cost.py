@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import nemo_patches
-from nemo_patches.sync.rounds import Listeners
+from nemo_patches.sync.encoder_rounds import Listeners
 from nemo_patches.sync.settings import Settings
 from nemo_patches.tracing import recorded_forward
 from nemo_patches.tracing.recorder import tracing

@@ -34,8 +34,8 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.samples import Frame, Sample, Thread
-from nemo_patches.tools.diagnose.facts import Condition, Motion, Place
 from nemo_patches.tools.diagnose.findings import Diagnosis, RankSummary
+from nemo_patches.tools.diagnose.rank_facts import Condition, Motion, Place
 from nemo_patches.tools.diagnose.verdicts import LOADER
 
 pytestmark = [pytest.mark.one_nemo]
@@ -207,7 +207,7 @@ def test_a_start_up_that_hangs_is_no_skipped_backward() -> None:
 
 def test_an_unreadable_rank_that_others_report_missing_is_named() -> None:
     """As in a container without py-spy: the stall line in its log has the answer."""
-    from nemo_patches.tools.diagnose.facts import Fact
+    from nemo_patches.tools.diagnose.rank_facts import Fact
 
     unreadable = [
         one

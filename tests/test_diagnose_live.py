@@ -33,8 +33,8 @@ from nemo_patches.judging.kinds import ELSEWHERE, GONE, LEFT, SILENT
 from nemo_patches.judging.rank_groups import WAITING
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import live, report_text
-from nemo_patches.tools.diagnose.facts import UnreadableError
 from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.rank_facts import UnreadableError
 from nemo_patches.watch import subscriber
 from nemo_patches.watch.job_folder import private_folder
 from nemo_patches.watch.job_socket import ENDING, near

@@ -23,17 +23,17 @@ from typer.testing import CliRunner
 
 from nemo_patches.cli import app
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.page import ELSEWHERE, Lane, ShownJob, page
+from nemo_patches.tools.diagnose.page_content import content_of
+from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
-from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.page import ELSEWHERE, Job, Lane, page
-from nemo_patches.tools.diagnose.page_content import content_of
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -236,7 +236,7 @@ def seen(
     rank: int, *values: object, host: str = "node0", at: float = 1e9
 ) -> list[Fact]:
     """As stacks that nemo-patches collects tell of it."""
-    values = (Member(3, 100 + rank), Condition(conditions.RUNS), *values)
+    values = (ProcessRank(3, 100 + rank), Condition(conditions.RUNS), *values)
     cite = f"{host}, pid {100 + rank}"
     return [Fact(rank, value, cite, at, host) for value in values]  # type: ignore[arg-type]
 
@@ -268,7 +268,7 @@ def test_64_ranks_have_a_lane_each_and_more_are_grouped(tmp_path: Path) -> None:
     most = Lane((0,), "x" * 300, "y" * 300, True, ELSEWHERE, 0.0, 2000.0, 2100.0)
     report = judge(Evidence(seen(0)))
     lanes_ = (replace(most, waits=waits, calls=times),) * 64
-    assert 300_000 < len(page([Job(report, lanes_)])) < 800_000
+    assert 300_000 < len(page([ShownJob(report, lanes_)])) < 800_000
     text, root = written(write(tmp_path / "more", stuck(65, 17)))
     assert [one.all("b")[0].text for one in lanes(root)] == [
         "rank 17",

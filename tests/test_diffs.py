@@ -173,7 +173,7 @@ def test_a_nemo_without_the_reduce_is_recognised_left_and_watched(
         for name in ("conformer_encoder", "conv_asr")
     ]
     assert modules == str(encoders)
-    assert status.startswith(f"on {reason}; the watch is on {{")
+    assert status.startswith(f"on {reason}; the stall monitor is on {{")
     own = [line for line in done.stderr.splitlines() if " nemo_patches " in line]
     (line,) = own
     assert (

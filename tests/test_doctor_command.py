@@ -17,8 +17,8 @@ import pytest
 from interpreters import CHECKOUT, python
 
 from nemo_patches.tools.doctor import command, examination, report
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.ranks import Ranks
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.request import Request
 from nemo_patches.tools.doctor.rules import all_rules
 

@@ -32,7 +32,7 @@ LIMIT = 150.0  # seconds, for what takes 10
 # differs from rank to rank by more than NEMO_PATCHES_TIMEOUT, where the machine is busy.
 TOGETHER = """
 import runpy, sys
-import torch.distributed, nemo_patches.tools.doctor.exchange
+import torch.distributed, nemo_patches.tools.doctor.ranks_facts
 print("imported", flush=True)
 sys.stdin.readline()
 sys.argv[1:] = ["doctor", "--ranks", *sys.argv[1:]]
@@ -264,8 +264,8 @@ def test_a_rank_that_finds_no_rank_0_says_so_and_ends_without_an_exit_code_of_it
     ],
 )
 def test_a_place_in_a_job_that_is_none(variables: dict[str, str], said: str) -> None:
-    from nemo_patches.tools.doctor.errors import DoctorError
     from nemo_patches.tools.doctor.rank_place import place
+    from nemo_patches.tools.doctor.refused import DoctorError
 
     with pytest.raises(DoctorError, match=said.replace("(", r"\(").replace(".", r"\.")):
         place(variables)

@@ -21,7 +21,7 @@ from ranks import run_ranks
 
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import examination, yaml_text
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import RuleFinding, Severity
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import TABLE
 
@@ -654,7 +654,9 @@ def job(config: dict[str, Any], role: str = "train_ds") -> Job:
     )
 
 
-def said(rule: str, config: dict[str, Any], role: str = "train_ds") -> list[Finding]:
+def said(
+    rule: str, config: dict[str, Any], role: str = "train_ds"
+) -> list[RuleFinding]:
     found = examination.checked(job(config, role), examination.chosen([rule]))
     # Beside it, what was not judged.
     return [finding for each, finding in found if each.identifier == rule]

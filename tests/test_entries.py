@@ -13,7 +13,7 @@ import pytest
 from simulated_job import Collective, Event, Job, Listener, Rank, run
 
 from nemo_patches.tools.diagnose import entries as j
-from nemo_patches.tools.diagnose.entries import Entry, Judgement, judge
+from nemo_patches.tools.diagnose.entries import Entry, EntryJudgement, judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -111,11 +111,11 @@ def played(
     return hang_of(groups, programs, stop, [1] * world, tells_completion)
 
 
-def accused(found: list[Judgement]) -> set[int]:
+def accused(found: list[EntryJudgement]) -> set[int]:
     return {rank for one in found for rank in one.accused}
 
 
-def of(job: Hang, chance: random.Random) -> list[Judgement]:
+def of(job: Hang, chance: random.Random) -> list[EntryJudgement]:
     """The judgement on its entries in any order."""
     return judge(chance.sample(job.entries, len(job.entries)), job.groups)
 

@@ -13,19 +13,19 @@ from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.kinds import CHECKPOINT, PERHAPS
 from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.collect.source import NO_LOOP
+from nemo_patches.tools.diagnose.collect.frame_source import NO_LOOP
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
     Value,
 )
-from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -66,7 +66,7 @@ def still(
 ) -> list[Fact]:
     return facts(
         rank,
-        Member(3, 100 + rank),
+        ProcessRank(3, 100 + rank),
         Condition(f.RUNS),
         place,
         Motion(False, still_s=seconds),
@@ -137,7 +137,7 @@ def test_one_look_at_each_is_said_to_be_one() -> None:
 )
 def test_who_is_held_up_or_gone_is_told_as_that(kind: str, id_: str) -> None:
     found = report(
-        still(0, SYNC), facts(1, Member(3, 101), Condition(kind)), still(2, SYNC)
+        still(0, SYNC), facts(1, ProcessRank(3, 101), Condition(kind)), still(2, SYNC)
     )
     assert (found.findings[0].id, found.findings[0].ranks) == (id_, (1,))
     assert kind != f.STOPPED or "kill -CONT 101" in found.next_step
@@ -423,7 +423,7 @@ def test_who_is_held_where_the_others_wait_is_not_accused_while_one_is_elsewhere
     None
 ):
     held = facts(
-        0, Member(3, 100), Condition(f.TRACED), SYNC, Motion(False, still_s=60.0)
+        0, ProcessRank(3, 100), Condition(f.TRACED), SYNC, Motion(False, still_s=60.0)
     )
     found = report(held, still(1, ELSEWHERE), still(2, SYNC))
     assert [(one.id, one.ranks) for one in found.findings] == [(ids.MISSING_RANK, (1,))]

@@ -20,9 +20,9 @@ from interpreters import python
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose import plain_pickle
-from nemo_patches.tools.diagnose.facts import Evidence
 from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import Evidence
 from nemo_patches.tools.diagnose.sources import flight_recorder as fr
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]

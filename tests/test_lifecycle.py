@@ -317,9 +317,9 @@ def test_a_process_group_that_is_destroyed_during_a_wait(
 
 def destroyed_as_the_first_call_begins(rank: int, size: int, ports: list[int]) -> int:
     """By another thread, as it seems to the call."""
-    from nemo_patches.sync.rounds import Notes, listeners
+    from nemo_patches.sync.encoder_rounds import NoNotes, listeners
 
-    class OtherThread(Notes):
+    class OtherThread(NoNotes):
         def call_began(self, encoder: Any, sync: Any) -> None:
             dist.destroy_process_group()
 

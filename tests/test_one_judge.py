@@ -15,16 +15,16 @@ from test_entries import Hang, hang_of, played
 from nemo_patches.tools.diagnose import conditions as f
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
-from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
-from nemo_patches.tools.diagnose.judge import judge
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -67,7 +67,7 @@ def stacks(job: Hang, ranks: set[int], looked_twice: bool) -> list[Fact]:
     for rank in ranks:
         cite = f"node1, pid {100 + rank}"
         values = [
-            Member(len(job.groups["0"]), 100 + rank),
+            ProcessRank(len(job.groups["0"]), 100 + rank),
             Condition(f.RUNS),
             place_of(job, rank),
         ]
@@ -271,7 +271,7 @@ def test_whatever_the_facts_are_there_is_a_report() -> None:
                     Motion(
                         chance.random() < 0.5, still_s=chance.choice((None, 5.0, 60.0))
                     ),
-                    Member(size, chance.randint(0, 99)),
+                    ProcessRank(size, chance.randint(0, 99)),
                     Entry(
                         0,
                         chance.choice("01"),

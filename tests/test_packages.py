@@ -6,6 +6,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,24 @@ def test_there_is_no_import_circle() -> None:
     # A package's __init__.py runs before its modules; none but the first, the public API, imports
     # anything of theirs.
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_name_is_of_one_class_or_module() -> None:
+    """But what stands for another at run time: of two RunningTrainers a process loads one."""
+    of_each_tool, of_each_setting = {"__init__", "command"}, PACKAGE / "patching/parts"
+    names = [
+        node.name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    names += [
+        path.stem
+        for path in FILES
+        if path.stem not in of_each_tool and path.parent != of_each_setting
+    ]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    assert twice == {"RunningTrainer"}
 
 
 def draws(node: ast.AST) -> bool:

@@ -30,7 +30,7 @@ from nemo_patches.judging.missing_rank import ELSEWHERE, MissingRank
 from nemo_patches.judging.read_facts import read_facts
 from nemo_patches.sync import rank_log
 from nemo_patches.text import first_line, safe
-from nemo_patches.tools.doctor import exchange, ranks
+from nemo_patches.tools.doctor import ranks, ranks_facts
 from nemo_patches.tracing import records
 
 pytestmark = pytest.mark.one_nemo
@@ -172,7 +172,7 @@ def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
     store = dist.HashStore()
     for facts in (own, other):
         store.set(f"facts/{facts.rank}", json.dumps(msgspec.to_builtins(facts)))
-    collected = exchange._collect(store, 2, timedelta(seconds=5))
+    collected = ranks_facts._collect(store, 2, timedelta(seconds=5))
     # A launcher that starts all ranks again may keep the store.
     assert not store.check(["facts/0"])
     # Which is no JSON.
@@ -195,7 +195,7 @@ def test_the_doctor_prints_what_ranks_publish_safely(text: str) -> None:
         "facts/1",
         json.dumps({**msgspec.to_builtins(own), "rank": 1, "host": "x" * (1 << 20)}),
     )
-    assert list(exchange._collect(store, 2, timedelta(seconds=5))) == [0]
+    assert list(ranks_facts._collect(store, 2, timedelta(seconds=5))) == [0]
 
 
 @evil

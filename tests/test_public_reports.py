@@ -10,9 +10,9 @@ import pytest
 from test_watchdog_log import diagnose_logs
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.facts import Condition, Evidence
+from nemo_patches.tools.diagnose.rank_facts import Condition, Evidence
 from nemo_patches.tools.diagnose.sources import logs
-from nemo_patches.tools.diagnose.sources.stall_reports import Group
+from nemo_patches.tools.diagnose.sources.report_files import ReportedGroup
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
@@ -1443,7 +1443,7 @@ def test_the_recorders_stack_with_a_prefix_is_read(tmp_path: Path) -> None:
 
 def test_a_stall_report_tells_the_worker_first() -> None:
     states = ("worker 3 (pid 81) has /data/s.tar open", "worker 4 (pid 82) computes")
-    group = Group(
+    group = ReportedGroup(
         (1,),
         "elsewhere",
         "n1",

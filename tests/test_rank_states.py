@@ -26,7 +26,7 @@ from nemo_patches.channel.answers import (
     Silence,
 )
 from nemo_patches.channel.meeting import Member
-from nemo_patches.judging.answer import Answer, Question, answered
+from nemo_patches.judging.answer import Answer, RoundQuestion, answered
 from nemo_patches.judging.found import Found, found_of
 from nemo_patches.judging.judgement import Judge, Judgement
 from nemo_patches.judging.kinds import (
@@ -41,7 +41,7 @@ from nemo_patches.judging.missing_rank import MissingRank, been
 from nemo_patches.judging.read_facts import REFUSALS, read, read_facts
 
 pytestmark = pytest.mark.one_nemo
-QUESTION = Question("key", 5, None)
+QUESTION = RoundQuestion("key", 5, None)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: (
@@ -282,7 +282,7 @@ def test_a_rank_that_takes_no_part_is_missing_also_where_it_waits_behind_its_cal
     None
 ):
     apart = state(1, "gather (metric.py:9)", "all_gather", apart={"key": IS_LOCAL})
-    question = Question("key", 5, (40, 0))
+    question = RoundQuestion("key", 5, (40, 0))
     answer = answered(question, found(*at_round(5, 0, 2), apart), None)
     assert missing(answer) == [(1, IS_LOCAL)]
 

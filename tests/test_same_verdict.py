@@ -19,13 +19,13 @@ from test_who_is_not_to_blame import CALLS, ENCODER, OURS, call, traced
 
 from nemo_patches.channel.answers import ENDED, LEFT, NO_ANSWER, NOT_COME, NOT_HEARD
 from nemo_patches.facts import CALLING, COMPUTING, MOVING, RankFacts
-from nemo_patches.judging.answer import Answer, Question, answered
+from nemo_patches.judging.answer import Answer, RoundQuestion, answered
 from nemo_patches.judging.kinds import CHECKPOINT
 from nemo_patches.judging.rank_groups import grouped
 from nemo_patches.judging.verdict import Verdict, judged
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources.stall_reports import (
+from nemo_patches.tools.diagnose.sources.report_files import (
     decode,
     diagnose_answer,
     evidence_of,
@@ -172,7 +172,7 @@ def rounds() -> Iterator[tuple[tuple[object, ...], Answer]]:
                 at = number if came else number - 1
                 known.append(replace(states_of(rank)[kind], rounds={ENCODER: at}))
         look = found(*known, size=SIZE, silent=silent)
-        yield (own, *kinds), answered(Question(ENCODER, number, None), look, None)
+        yield (own, *kinds), answered(RoundQuestion(ENCODER, number, None), look, None)
 
 
 def test_of_a_round_nobody_else_is_accused_than_the_live_line_names(

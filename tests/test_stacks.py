@@ -15,17 +15,17 @@ from nemo_patches.judging.kinds import CHECKPOINT
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import HostJob, jobs_here, look
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
-from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.running import is_told
-from nemo_patches.tools.diagnose.sources.stacks import of_samples
+from nemo_patches.tools.diagnose.sources.stack_files import of_samples
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -312,7 +312,7 @@ def test_what_is_seen_of_a_hang_and_the_verdict(hang: Hang, tmp_path: Path) -> N
             pids, lambda facts: all(waits(facts, rank) for rank in hang.waiting)
         )
     for rank in range(hang.size):
-        assert of(facts, rank, Member) == Member(hang.size, pids[rank])
+        assert of(facts, rank, ProcessRank) == ProcessRank(hang.size, pids[rank])
     for rank, title in hang.waiting.items():
         assert of(facts, rank, Place).wait.startswith(title), facts
         assert waits(facts, rank)

@@ -38,9 +38,15 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
 from nemo_patches.tools.diagnose.collect.proc_files import has_own_pids, pid_here
-from nemo_patches.tools.diagnose.facts import Condition, Evidence, Member, Motion, Place
 from nemo_patches.tools.diagnose.findings import MISSING_RANK, OUT_OF_MEMORY
-from nemo_patches.tools.diagnose.sources import stacks as reader
+from nemo_patches.tools.diagnose.rank_facts import (
+    Condition,
+    Evidence,
+    Motion,
+    Place,
+    ProcessRank,
+)
+from nemo_patches.tools.diagnose.sources import stack_files as reader
 from nemo_patches.tools.diagnose.verdicts import LOADER, finding
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
@@ -521,7 +527,7 @@ def test_the_one_file_for_containers_tells_the_same(
     assert not evidence.problems
     assert evidence.world_size == 8
     told = [fact.value for fact in evidence.facts]
-    assert told[:2] == [Member(8, pid, has_own_pids()), Condition(conditions.RUNS)]
+    assert told[:2] == [ProcessRank(8, pid, has_own_pids()), Condition(conditions.RUNS)]
     assert "program.py" in told[2].where  # type: ignore[union-attr]
     assert isinstance(told[3], Motion)
     assert told[3].by.startswith("i of train (program.py) went from ")

@@ -19,7 +19,7 @@ import ranks as real_ranks
 import stock_hangs as jobs
 from test_stacks import LENGTH_SYNC, STUCK_AFTER_S, looked_at, of, waits
 
-from nemo_patches.tools.diagnose import conditions, places
+from nemo_patches.tools.diagnose import conditions, thread_places
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.host_jobs import (
     FORMAT,
@@ -29,16 +29,16 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.samples import Frame, py_spy
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
-from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources.stacks import of_samples, read, recognises
+from nemo_patches.tools.diagnose.sources.stack_files import of_samples, read, recognises
 from nemo_patches.tools.diagnose.verdicts import ENDING
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
@@ -172,7 +172,7 @@ def test_faulthandlers_stack_does_not_say_that_a_process_runs(
     assert of(told_by(*forms["faulthandler"]).facts, 1, Condition) is None
     facts = told_by(*forms["py-spy"]).facts
     assert of(facts, 1, Condition) == Condition(conditions.RUNS)
-    assert of(facts, 1, Member).pid == late_job[1][1]
+    assert of(facts, 1, ProcessRank).pid == late_job[1][1]
 
 
 def test_hosts_are_read_together_and_a_second_job_apart(
@@ -277,7 +277,7 @@ def test_a_file_is_torchs_in_its_package_and_not_in_any_folder_of_that_name(
     torch: str, is_torchs: bool
 ) -> None:
     backward = Frame("_engine_run_backward", f"{torch}/autograd/graph.py", 869)
-    assert bool(places.place([backward]).collective) == is_torchs
+    assert bool(thread_places.place([backward]).collective) == is_torchs
 
 
 SEGFAULT = """\
@@ -298,8 +298,8 @@ def test_the_standard_library_is_not_the_users_own_code_on_any_distribution() ->
         "/usr/lib64/python3.12",
         "/opt/conda/lib/python3.10/site-packages/torch",
     ):
-        assert places.is_library(Frame("wait", f"{folder}/threading.py", 320))
-    assert not places.is_library(Frame("wait", "/home/me/lib64/train.py", 320))
+        assert thread_places.is_library(Frame("wait", f"{folder}/threading.py", 320))
+    assert not thread_places.is_library(Frame("wait", "/home/me/lib64/train.py", 320))
 
 
 def test_a_traceback_behind_a_stack_is_none_of_its_frames(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ from nemo_patches.judging.found import Found
 from nemo_patches.judging.judgement import Judge
 from nemo_patches.judging.kinds import ANSWERS_NOTHING, UNANNOUNCED
 from nemo_patches.judging.missing_rank import MissingRank, Stall
-from nemo_patches.sync.rounds import Group, Round, WatchedRounds, listeners
+from nemo_patches.sync.encoder_rounds import Group, Round, WatchedRounds, listeners
 from nemo_patches.sync.settings import Settings
 from nemo_patches.watch import exits, late_rounds, report_file, stalls
 from nemo_patches.watch.incidents import Incident, Incidents
@@ -69,7 +69,7 @@ from nemo_patches.watch.late_modules import LateModules
 from nemo_patches.watch.late_rounds import _IS_SHORT, LateRounds
 from nemo_patches.watch.looks import Look, Looks, Told
 from nemo_patches.watch.membership import Absent, Gone, Roll
-from nemo_patches.watch.stalls import Stalled, Stalls
+from nemo_patches.watch.stalls import SinceLastStep, Stalls
 from nemo_patches.watch.training_notes import LastCall, TrainingNotes
 
 # Nothing here depends on NeMo's version.
@@ -582,7 +582,7 @@ def test_a_verdict_from_before_a_look_or_without_this_rank_is_not_its_result() -
 
 def test_a_rank_that_was_seen_to_move_has_moved_whatever_an_older_answer_says() -> None:
     """stall_exit's: the answers of two questions may come in the other order."""
-    stall = Stalled(LastCall(), stepped_at=0.0, since=0.0)
+    stall = SinceLastStep(LastCall(), stepped_at=0.0, since=0.0)
     stall.take(told_of({}, state(0, still=1.0), state(1, still=-1.0)), now=100.0)
     stall.take(told_of({}, state(0, still=50.0), state(1, still=60.0)), now=101.0)
     assert stall.moved_at == {0: 99.0, 1: 100.0}

@@ -28,7 +28,6 @@ from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
 from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.conditions import WAITED
-from nemo_patches.tools.diagnose.facts import Condition, Evidence, Fact, UnreadableError
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
     FIRST_FAILURE,
@@ -44,8 +43,14 @@ from nemo_patches.tools.diagnose.findings import (
     Diagnosis,
 )
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import (
+    Condition,
+    Evidence,
+    Fact,
+    UnreadableError,
+)
 from nemo_patches.tools.diagnose.sources import logs, rows
-from nemo_patches.tools.diagnose.sources.launch import Launch
+from nemo_patches.tools.diagnose.sources.launch_lines import Launch
 from nemo_patches.tools.diagnose.sources.lines import Line
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognises

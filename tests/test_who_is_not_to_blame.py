@@ -17,7 +17,7 @@ from nemo_patches.judging.kinds import GONE
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import Fact
+from nemo_patches.tools.diagnose.rank_facts import Fact
 from nemo_patches.tools.diagnose.sources import dumps
 from nemo_patches.tracing import records
 

@@ -59,7 +59,7 @@ def silent_by(silent: Mapping[int, Silence], *how: str) -> dict[int, str]:
 
 
 @dataclass
-class Group:
+class RanksAlike:
     """Ranks whose states have the same key, and the state of the lowest of them.
 
     still: seconds since the one that has moved last has moved; -1: not known.
@@ -69,7 +69,7 @@ class Group:
     state: Any
     still: float = -1.0
 
-    def join(self, other: Group) -> None:
+    def join(self, other: RanksAlike) -> None:
         if min(other.ranks) < min(self.ranks):
             self.state = other.state
         self.ranks |= other.ranks
@@ -82,7 +82,7 @@ class Answers:
     """The answers of one question at this rank."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, RanksAlike] = {}
         self.silent: dict[int, Silence] = {}
         self.heard: set[int] = set()
 
@@ -97,7 +97,7 @@ class Answers:
         self.heard |= ranks
         for rank in ranks & self.silent.keys():
             del self.silent[rank]
-        _join(self.groups, key, Group(ranks, state, still))
+        _join(self.groups, key, RanksAlike(ranks, state, still))
 
     def add_silent(self, ranks: Iterable[int], silence: Silence) -> None:
         """Ranks of which nothing is heard, unless something is. The first reason counts."""
@@ -119,7 +119,7 @@ class Answers:
         ]
         return {"groups": groups, "silent": silent}
 
-    def _kept(self) -> list[tuple[str, Group]]:
+    def _kept(self) -> list[tuple[str, RanksAlike]]:
         """Ranks that are nearly alone in their state as they are, the others without their place.
 
         A state of more kinds than fit is of OTHERS.
@@ -130,12 +130,12 @@ class Answers:
         )
         if len(by_size) <= _MOST_GROUPS:
             return by_size
-        kinds: dict[str, Group] = {}
+        kinds: dict[str, RanksAlike] = {}
         for key, group in by_size[_MOST_ALONE:]:
             kind = key.partition(" ")[0]
             if kind not in kinds and len(kinds) >= _MOST_GROUPS - _MOST_ALONE - 1:
                 kind = OTHERS
-            _join(kinds, kind, Group(set(group.ranks), group.state, group.still))
+            _join(kinds, kind, RanksAlike(set(group.ranks), group.state, group.still))
         return [*by_size[:_MOST_ALONE], *kinds.items()]
 
     def add_json(self, told: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Answers:
             self.add_silent(ranks_of(runs), Silence(known, said))
 
 
-def _join(groups: dict[str, Group], key: str, group: Group) -> None:
+def _join(groups: dict[str, RanksAlike], key: str, group: RanksAlike) -> None:
     if key in groups:
         groups[key].join(group)
     else:

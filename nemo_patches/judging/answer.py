@@ -26,7 +26,7 @@ from .missing_rank import MissingRank, described
 
 
 @dataclass(frozen=True)
-class Question:
+class RoundQuestion:
     """The ranks missing from this round of this encoder.
 
     clock: before the call, as a rank says it; None: not known. evaluation: the training calls so
@@ -106,7 +106,7 @@ class Answer:
         return f"cannot be told{odd}"
 
 
-def answered(question: Question, found: Found, before: Found | None) -> Answer:
+def answered(question: RoundQuestion, found: Found, before: Found | None) -> Answer:
     """before: what an earlier look has found, at half the timeout.
 
     A rank of which nothing is known is named where all others have come: the round waits for

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..facts import HAS_PAGED, HAS_WARNED, NO_PAGE, RankFacts
 from ..text import ranges
-from .answer import Answer, Question, answered
+from .answer import Answer, RoundQuestion, answered
 from .found import Found
 from .missing_rank import MissingRank
 from .rank_groups import grouped
@@ -98,7 +98,7 @@ class Judge:
             _pagers(list(states.values())),
         )
 
-    def _late(self, question: Question, found: Found) -> LateRound:
+    def _late(self, question: RoundQuestion, found: Found) -> LateRound:
         of = question.key, question.round_number
         before = self._before.get(of)
         if any(not question.came(state) for state in found.states.values()):
@@ -128,17 +128,17 @@ def ranks_in(runs: Runs) -> list[int]:
     return [rank for first, last in runs for rank in range(first, last + 1)]
 
 
-def _questions(states: Iterable[RankFacts]) -> list[Question]:
+def _questions(states: Iterable[RankFacts]) -> list[RoundQuestion]:
     """What the ranks ask: each round once."""
     asked: dict[tuple[str, int], list[tuple[int, ...]]] = {}
     for state in states:
         for key, (number, *call) in state.late.items():
             asked.setdefault((key, number), []).append(tuple(call))
-    questions = list[Question]()
+    questions = list[RoundQuestion]()
     for (key, number), calls in asked.items():
         clock = min((call[:2] for call in calls if call[0] >= 0), default=None)
         evaluation = min((call[2] for call in calls if call[2] >= 0), default=None)
-        questions.append(Question(key, number, clock, evaluation))
+        questions.append(RoundQuestion(key, number, clock, evaluation))
     return questions
 
 

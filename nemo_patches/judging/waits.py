@@ -103,7 +103,7 @@ _ENDS = re.compile(r"(?:train(?:ing)?|fit|epoch)_end\b|the end of its script")
 _TRAINS = re.compile(r"backward|gradients|train(?:ing)?_(?:step|batch)|optimizer_step")
 
 
-class Call(NamedTuple):
+class NamedFrame(NamedTuple):
     """A frame by its names, with "/" in them. in_torch: its path within torch/, empty where it is
     not torch's.
     """
@@ -113,7 +113,7 @@ class Call(NamedTuple):
     in_torch: str = ""
 
 
-def collective(calls: Iterable[Call]) -> str:
+def collective(calls: Iterable[NamedFrame]) -> str:
     """What a thread waits in, by its frames, innermost first; empty if unknown."""
     outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
     for call in calls:
@@ -152,7 +152,7 @@ def of_names(names: Sequence[str]) -> str:
     )
 
 
-def activity(calls: Sequence[Call]) -> str:
+def activity(calls: Sequence[NamedFrame]) -> str:
     """CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty."""
     if any(part in call.file for call in calls for part in _DEBUGGER_FILES):
         return DEBUGGER
@@ -175,7 +175,7 @@ def activity(calls: Sequence[Call]) -> str:
     return EXPORT if exports else next(filter(None, by_torch), "")
 
 
-def _title(call: Call, table: Iterable[tuple[str, str]]) -> str:
+def _title(call: NamedFrame, table: Iterable[tuple[str, str]]) -> str:
     """What a table of torch's files and functions says of a call; empty if it is not in it."""
     at = f"{call.in_torch}:{call.function}"
     return next((title for words, title in table if re.match(words, at)), "")

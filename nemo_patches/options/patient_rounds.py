@@ -8,8 +8,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from nemo_patches.channel.extremes import Extremes, ExtremesRounds
+from nemo_patches.sync.encoder_rounds import Round, WatchedRounds, listeners
 from nemo_patches.sync.length_sync import GroupSyncs, current
-from nemo_patches.sync.rounds import Round, WatchedRounds, listeners
 
 
 class PatientRounds(WatchedRounds):

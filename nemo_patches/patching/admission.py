@@ -86,9 +86,9 @@ def _about(version: str) -> str:
     if _series(version) in DIFFS_ONLY:
         series = " and ".join(DIFFS_ONLY)
         return f"; for {series} there are diffs, and docs/vendors.md says why not more"
-    from nemo_patches.patching import source
+    from nemo_patches.patching import released_source
 
-    return f". {source.compare(version, SUPPORTED, how_unknown(version))}"
+    return f". {released_source.compare(version, SUPPORTED, how_unknown(version))}"
 
 
 def _series(version: str) -> str:

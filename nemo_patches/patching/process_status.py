@@ -115,7 +115,7 @@ def _state(
         return ON, f"{patched} of NeMo's methods patched"
     if patching.in_force:
         left = dict.fromkeys(imported.nothing_to_bound().values())
-        return ON, f"{', '.join(left)}; the watch is on"
+        return ON, f"{', '.join(left)}; the stall monitor is on"
     if nemo == "not installed":
         return CANNOT_BE, f"NeMo is not installed for {sys.executable}"
     try:

@@ -12,10 +12,10 @@ from nemo_patches.patching.imported import find_overrides, nothing_to_bound
 from nemo_patches.patching.targets import TARGETS, Target
 from nemo_patches.sync import length_sync
 from nemo_patches.sync.encoder_flag import FLAG, flag_in_config
+from nemo_patches.sync.encoder_rounds import listeners, nobody
 from nemo_patches.sync.own_syncs import say as say_own_syncs
 from nemo_patches.sync.rank_log import rank_and_size
 from nemo_patches.sync.rank_log import report_of_rank as say
-from nemo_patches.sync.rounds import listeners, nobody
 
 NOT_INHERITED = "a process that this one spawns must call apply() too"
 
@@ -37,9 +37,12 @@ class StartLines:
         version = admission.nemo_version()
         how = admission.how_unknown(version)
         if rank_and_size()[0] == 0 and how:
-            from nemo_patches.patching import source
+            from nemo_patches.patching import released_source
 
-            say(source.compare(version, admission.SUPPORTED, how), logging.WARNING)
+            say(
+                released_source.compare(version, admission.SUPPORTED, how),
+                logging.WARNING,
+            )
 
     def end(self) -> None:
         listeners.all_announced = nobody

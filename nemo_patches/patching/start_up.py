@@ -93,9 +93,9 @@ class _Finder:
             if name == TORCH or package is not None:
                 # A process that stays alone has no more of ours than the hook.
                 if is_rank or _may_be_a_rank(name):
-                    from nemo_patches.patching import stall_reports
+                    from nemo_patches.patching import job_without_nemo
 
-                    stall_reports.begin()
+                    job_without_nemo.begin()
                 return
             from nemo_patches.patching import monkeypatch
 

@@ -35,7 +35,7 @@ _VARIABLE = "NEMO_PATCHES_STOP_TOGETHER"
 # One of them, where ours is on.
 _IN_FORCE = {
     "nemo_patches.patching.monkeypatch",
-    "nemo_patches.patching.stall_reports",
+    "nemo_patches.patching.job_without_nemo",
 }
 _LOADS = "_load_external_callbacks"  # what Lightning's callback_connector calls for the group
 

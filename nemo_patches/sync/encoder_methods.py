@@ -18,6 +18,7 @@ from ..channel.daemon import Daemon
 from ..growth import grow_privately, growth, outside_inference_mode
 from ..text import FEW_RANKS
 from .encoder_flag import flag_text, is_off
+from .encoder_rounds import listeners
 from .length_sync import synced_length
 from .rank_log import (
     contain,
@@ -26,7 +27,6 @@ from .rank_log import (
     report,
     report_of_rank,
 )
-from .rounds import listeners
 
 Method = Callable[..., None]
 # Torch puts it into the error of fullgraph=True.

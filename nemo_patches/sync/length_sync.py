@@ -27,6 +27,7 @@ from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
 from ..channel.rounds import RoundFailed, Rounds
 from .encoder_flag import is_off
+from .encoder_rounds import CallLeft, Group, Round, WatchedRounds, listeners
 from .protocol import (
     CAME,
     ENDED,
@@ -40,7 +41,6 @@ from .protocol import (
     LengthProtocol,
 )
 from .rank_log import is_distributed, raised_by_signal_handler, report
-from .rounds import CallLeft, Group, Round, WatchedRounds, listeners
 from .settings import Settings, SettingsError
 
 LENGTHS = "lengths"  # the key of the rounds, the same on all ranks

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 import nemo_patches
-from nemo_patches.patching import DISABLE_VARIABLE, admission, source, start_up
+from nemo_patches.patching import DISABLE_VARIABLE, admission, released_source, start_up
 from nemo_patches.patching.admission import CANNOT_BE as CANNOT_BE
 from nemo_patches.patching.admission import OFF
 from nemo_patches.patching.admission import ON as ON
@@ -310,8 +310,8 @@ def _folder_of(package: str) -> str:
 def _target(target: Target) -> TargetReport:
     file = target.source_file()
     try:
-        left = source.nothing_to_bound(target, file) if file else ""
-        problem = source.drift(target, file) if file and not left else ""
+        left = released_source.nothing_to_bound(target, file) if file else ""
+        problem = released_source.drift(target, file) if file and not left else ""
         return TargetReport(str(target), str(file or ""), left, problem)
     except (OSError, SyntaxError, ValueError) as error:
         raise StatusError(f"{file}: {error}") from error

@@ -21,7 +21,7 @@ from nemo_patches.text import first_line
 
 
 @dataclass(frozen=True)
-class Inputs:
+class EncoderInputs:
     """An encoder call's inputs. signal: batch first. frames: of the signal; None where that has no
     such dimension.
     """
@@ -55,7 +55,7 @@ class EncoderChecks:
         self._without_effect: set[str] = set()
         self._barrier: EncoderSync | None = None
 
-    def before(self, inputs: Inputs, call: int) -> None:
+    def before(self, inputs: EncoderInputs, call: int) -> None:
         """`inputs` and `cuda` wait for the device, `barrier` waits for the ranks."""
         if CUDA in self._words:
             self._say(
@@ -69,7 +69,7 @@ class EncoderChecks:
         if BARRIER in self._words:
             self._say(call, self._meet(inputs))
 
-    def after(self, inputs: Inputs, call: int) -> None:
+    def after(self, inputs: EncoderInputs, call: int) -> None:
         if CUDA in self._words:
             self._say(call, self._synchronize(inputs, "in the encoder"))
 
@@ -91,7 +91,7 @@ class EncoderChecks:
             self._without_effect.add(text)
             report(logging.INFO, f"{self._title}: {text}")
 
-    def _meet(self, inputs: Inputs) -> Iterator[CheckFinding]:
+    def _meet(self, inputs: EncoderInputs) -> Iterator[CheckFinding]:
         sync = length_sync.sync_of(self._encoder)
         if sync is None:
             self._say_once(
@@ -133,7 +133,7 @@ class EncoderChecks:
             self._barrier.serve(self._encoder)
         return self._barrier
 
-    def _looked_at(self, inputs: Inputs) -> Iterator[CheckFinding]:
+    def _looked_at(self, inputs: EncoderInputs) -> Iterator[CheckFinding]:
         """Waits once for the device, twice more if something is found."""
         signal, lengths, frames = inputs.signal, inputs.lengths, inputs.frames
         if signal is None:
@@ -177,7 +177,7 @@ class EncoderChecks:
             )
             yield CheckFinding(INPUTS, "lengths", text)
 
-    def _synchronize(self, inputs: Inputs, where: str) -> Iterator[CheckFinding]:
+    def _synchronize(self, inputs: EncoderInputs, where: str) -> Iterator[CheckFinding]:
         if inputs.signal is None or not inputs.signal.is_cuda:
             self._say_once(
                 "check cuda: does nothing for an input that is not on a CUDA device"

@@ -18,7 +18,7 @@ import torch
 
 from nemo_patches.sync.rank_log import report
 from nemo_patches.tracing import records
-from nemo_patches.tracing.checks import Inputs
+from nemo_patches.tracing.checks import EncoderInputs
 from nemo_patches.tracing.recorder import EncoderState, Recorder, tracing
 from nemo_patches.tracing.records import Enter, Leave
 
@@ -81,7 +81,7 @@ class _Call:
     def __init__(self, recorder: Recorder, state: EncoderState) -> None:
         self._recorder = recorder
         self._state = state
-        self._inputs = Inputs(None, None, None)
+        self._inputs = EncoderInputs(None, None, None)
 
     def enter(self, training: bool, signal: Any, lengths: Any, bypasses: bool) -> None:
         """bypasses: the signal is what pre_encode would give, with its frames in the middle."""
@@ -106,7 +106,7 @@ class _Call:
                 lengths = lengths if isinstance(lengths, torch.Tensor) else None
                 has_frames = signal is not None and signal.ndim > 1
                 frames = signal.shape[1 if bypasses else -1] if has_frames else None
-                self._inputs = Inputs(signal, lengths, frames)
+                self._inputs = EncoderInputs(signal, lengths, frames)
                 state.checks.before(self._inputs, state.number)
 
     def leave(self, output: Any) -> None:

@@ -19,8 +19,8 @@ import torch
 from nemo_patches.channel import process_hooks
 from nemo_patches.channel.process_hooks import InForkedChild
 from nemo_patches.sync import length_sync
+from nemo_patches.sync.encoder_rounds import CallLeft, Tracer, listeners
 from nemo_patches.sync.rank_log import raised_by_signal_handler, report
-from nemo_patches.sync.rounds import CallLeft, Tracer, listeners
 from nemo_patches.sync.settings import Settings
 from nemo_patches.text import first_line
 from nemo_patches.tracing import records

@@ -18,7 +18,7 @@ from .loader_workers import WorkerMotion, loader_workers
 from .motion import RankMotion, thread_ran_s
 from .occupation import occupation
 from .torch_knows import has_gpu
-from .training_thread import Thread
+from .training_thread import NumberedThread
 
 _BETWEEN_LOOKS_S = 1.0  # at processes: some hundred small files
 
@@ -44,7 +44,7 @@ class AtWork:
         self._looked_at = -math.inf
         # When the training thread was last seen in no wait for others, nor in what may be one.
         self._outside_at = -math.inf
-        self._thread: Thread | None = None
+        self._thread: NumberedThread | None = None
         self._ran_s = -1.0
         self._descendants = Descendants()
         self._motion = RankMotion(window_s)
@@ -54,7 +54,7 @@ class AtWork:
     def busy_processes(self) -> frozenset[int]:
         return self._workers.busy
 
-    def look(self, now: float, thread: Thread | None) -> None:
+    def look(self, now: float, thread: NumberedThread | None) -> None:
         """thread: the training thread, if it is known."""
         self._look_at_thread(thread)
         waits_in, waits_for_process = _waits(thread)
@@ -81,7 +81,7 @@ class AtWork:
         has_busy_workers = self._workers.moved(now, awaited) and is_outside
         self.works = self._motion.works or has_busy_workers
 
-    def _look_at_thread(self, thread: Thread | None) -> None:
+    def _look_at_thread(self, thread: NumberedThread | None) -> None:
         ran_s = thread_ran_s(thread.native) if thread is not None else -1.0
         is_same = thread == self._thread
         self.has_run = not is_same or ran_s < 0 or ran_s > self._ran_s
@@ -89,7 +89,7 @@ class AtWork:
         self._ran_s = ran_s
 
 
-def _waits(thread: Thread | None) -> tuple[str, bool]:
+def _waits(thread: NumberedThread | None) -> tuple[str, bool]:
     """The collective in which it waits, and whether it waits for a process."""
     if thread is None:
         return "", False

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from ..channel.answers import ENDED, LEFT, NEVER_HEARD, silent_by
 from ..channel.daemon import Daemon
 from ..facts import RankFacts
+from ..sync.encoder_rounds import listeners
 from ..sync.length_sync import current
-from ..sync.rounds import listeners
 from ..text import named
 from .incidents import Incident, Incidents, Reason
 from .log_line import report
 from .looks import Told
-from .stalls import LONG_FACTOR, Stalled, Stalls
+from .stalls import LONG_FACTOR, SinceLastStep, Stalls
 
 if TYPE_CHECKING:
     from ..judging.verdict import Verdict
@@ -60,7 +60,7 @@ class Exits(Reason):
         return {stall: stall.since}
 
     def next_at(self, incident: Incident) -> float:
-        stall: Stalled = incident.subject
+        stall: SinceLastStep = incident.subject
         if stall.leaves_at:
             return math.inf
         moved_at = max(self.progress.moved_at, stall.anew_at)
@@ -71,7 +71,7 @@ class Exits(Reason):
             self._stalls.stall.take(told, time.monotonic())
 
     def say(self, incident: Incident, told: Told, now: float) -> None:
-        stall: Stalled = incident.subject
+        stall: SinceLastStep = incident.subject
         if told.judgement is None:
             return
         stall.take(told, now)
@@ -84,7 +84,7 @@ class Exits(Reason):
             report(logging.ERROR, f"{self._stalls.idle(now)}, {why}: {end}")
 
     def _why_leave(
-        self, stall: Stalled, told: Told, verdict: Verdict, now: float
+        self, stall: SinceLastStep, told: Told, verdict: Verdict, now: float
     ) -> str:
         """By the last look, and by what this rank itself does at this moment; empty: it is looked
         at again. A rank of which that is not known may have moved just now.
@@ -122,7 +122,7 @@ class Exits(Reason):
         return others == silent.keys() == silent_by(silent, *NEVER_HEARD).keys()
 
     def _evidence(
-        self, stall: Stalled, told: Told, verdict: Verdict, have_ended: set[int]
+        self, stall: SinceLastStep, told: Told, verdict: Verdict, have_ended: set[int]
     ) -> str:
         """Why the wait will not end by itself; empty if it may."""
         has_started = self.progress.has_started
@@ -141,7 +141,7 @@ class Exits(Reason):
             return ""
         return f"{named(gone)} waited in a collective, and is gone now"
 
-    def _leave_or_stay(self, stall: Stalled, now: float) -> None:
+    def _leave_or_stay(self, stall: SinceLastStep, now: float) -> None:
         if self.progress.moved_at > stall.leaves_since:
             stall.leaves_at = 0.0
             report(logging.INFO, "this rank goes on: stall_exit does not end it")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..channel.exchange import Exchange
 from ..facts import RankFacts
-from ..sync.rounds import Group
+from ..sync.encoder_rounds import Group
 from .late_modules import LateModules
 from .looks import Look, Looks, Told
 from .progress import Progress

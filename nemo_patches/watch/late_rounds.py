@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..facts import RankFacts
 from ..limits import PATIENCE_S, REPORT_PER_RANK_S
+from ..sync.encoder_rounds import Round, WatchedRounds, listeners
 from ..sync.length_sync import current
-from ..sync.rounds import Round, WatchedRounds, listeners
 from ..text import FEW_RANKS, named
 from .incidents import Incident, Incidents, Reason
 from .log_line import report

@@ -22,7 +22,7 @@ from ..channel.answers import (
     NOT_HEARD,
     OTHERS,
     Answers,
-    Group,
+    RanksAlike,
     Silence,
     silent_by,
 )
@@ -230,7 +230,7 @@ class Looks:
 
 
 def _differences(
-    groups: Iterable[Group], silent: Mapping[int, Silence], size: int
+    groups: Iterable[RanksAlike], silent: Mapping[int, Silence], size: int
 ) -> list[str] | None:
     """From rank 0's point of view. A rank that has not called its first encoder yet may still be
     about to choose its settings.

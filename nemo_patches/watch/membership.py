@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..channel.answers import ENDED, LEFT, NOT_COME, UNREACHED, silent_by
 from ..limits import PATIENCE_S
+from ..sync.encoder_rounds import listeners
 from ..sync.length_sync import current
-from ..sync.rounds import listeners
 from ..text import FEW_RANKS, named
 from .incidents import Incident, Incidents, Reason
 from .late_rounds import LateRounds

@@ -69,7 +69,7 @@ class _Times(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Process:
+class _CoreUse:
     """ran_s: what its threads have used of a core, also those that have ended. children_s: what
     those have that it has waited for, and theirs. threads: of those that run.
     """
@@ -78,7 +78,7 @@ class _Process:
     children_s: float = 0.0
     threads: dict[int, _Times] = field(default_factory=dict)
 
-    def worked_s(self, before: _Process, passed_s: float, locked_s: float) -> float:
+    def worked_s(self, before: _CoreUse, passed_s: float, locked_s: float) -> float:
         """The seconds of a core that it would have used, had its threads never waited for one.
 
         locked_s: for so long somebody may have had Python's lock without a core.
@@ -107,13 +107,13 @@ class _Look:
 
     at: float
     own_waited_s: float
-    own: _Process
-    descendants: dict[int, _Process]
+    own: _CoreUse
+    descendants: dict[int, _CoreUse]
 
     @classmethod
     def make(cls, descendants: Iterable[int]) -> _Look:
         here = threading.get_native_id()
-        found = dict[int, _Process]()
+        found = dict[int, _CoreUse]()
         for pid in descendants:
             with contextlib.suppress(OSError):  # it has ended
                 found[pid] = _process(pid)
@@ -138,7 +138,7 @@ class _Look:
         """What those have used since then that have ended."""
         reaped_s = self.own.children_s - before.own.children_s
         for pid, process in self.descendants.items():
-            then = before.descendants.get(pid, _Process())
+            then = before.descendants.get(pid, _CoreUse())
             reaped_s += process.children_s - then.children_s
         for pid, process in before.descendants.items():
             if pid not in self.descendants:
@@ -162,20 +162,20 @@ def _clock(number: int, kind: int) -> int:
     return (~number << 3) | kind
 
 
-def _own_process() -> _Process:
+def _own_process() -> _CoreUse:
     """Without our own threads."""
     ours = own_threads.running().values()
     ran_s = time.process_time() - own_threads.ended_s()
     ran_s -= sum(max(thread_ran_s(thread), 0.0) for thread in ours)
     times = os.times()
     children_s = times.children_user + times.children_system
-    return _Process(ran_s, children_s, _threads(os.getpid(), but=ours))
+    return _CoreUse(ran_s, children_s, _threads(os.getpid(), but=ours))
 
 
-def _process(pid: int) -> _Process:
+def _process(pid: int) -> _CoreUse:
     """Raises OSError if there is none of this number."""
     ran_s = time.clock_gettime(_clock(pid, _PROCESS_CLOCK))
-    return _Process(ran_s, _children_s(pid), _threads(pid))
+    return _CoreUse(ran_s, _children_s(pid), _threads(pid))
 
 
 def _children_s(pid: int) -> float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..judging.kinds import CHECKPOINT
-from ..judging.waits import Call, activity, collective, of_names
+from ..judging.waits import NamedFrame, activity, collective, of_names
 from .kernel_call import KernelCall
 from .libraries import PYTHON, origin
 from .requests import request
@@ -38,7 +38,7 @@ _NOT_CALLERS = {"torch", "nemo_patches", PYTHON}
 _FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
 
-class Frame(NamedTuple):
+class KeptFrame(NamedTuple):
     """What is kept of a frame: its own object would keep the function's variables."""
 
     code: CodeType
@@ -68,7 +68,7 @@ class Occupation(NamedTuple):
     request: str = ""
 
 
-def occupation(frames: Sequence[Frame], kernel: KernelCall) -> Occupation:
+def occupation(frames: Sequence[KeptFrame], kernel: KernelCall) -> Occupation:
     """Of the thread whose stack this is, innermost first."""
     calls = [_call(frame) for frame in frames]
     doing = activity(calls)
@@ -95,14 +95,14 @@ def occupation(frames: Sequence[Frame], kernel: KernelCall) -> Occupation:
     )
 
 
-def _call(frame: Frame) -> Call:
+def _call(frame: KeptFrame) -> NamedFrame:
     file = frame.file
-    return Call(
+    return NamedFrame(
         frame.code.co_name, file, file[len(_TORCH) :] if file.startswith(_TORCH) else ""
     )
 
 
-def _caller(frames: Sequence[Frame]) -> str:
+def _caller(frames: Sequence[KeptFrame]) -> str:
     """The innermost frame in the user's code or in NeMo's: "file_exists
     (nemo_model_checkpoint.py:540)".
     """
@@ -118,7 +118,7 @@ def _caller(frames: Sequence[Frame]) -> str:
     )
 
 
-def _hook(frames: Sequence[Frame]) -> str:
+def _hook(frames: Sequence[KeptFrame]) -> str:
     """The innermost Lightning hook that is running."""
     for frame, caller in pairwise(frames):
         if caller.code.co_name in _HOOK_CALLS and any(

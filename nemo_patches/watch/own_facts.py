@@ -19,8 +19,8 @@ from ..facts import (
     RankFacts,
 )
 from ..sync import __version__
+from ..sync.encoder_rounds import WatchedRounds
 from ..sync.length_sync import current
-from ..sync.rounds import WatchedRounds
 from ..text import safe
 from .incidents import Incidents
 from .late_rounds import LateRounds

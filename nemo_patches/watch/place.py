@@ -15,7 +15,7 @@ from .loader_workers import described, loader_workers
 from .occupation import Occupation
 from .progress import Progress
 from .training_notes import TrainingNotes
-from .training_thread import Thread
+from .training_thread import NumberedThread
 
 
 def with_place(
@@ -48,7 +48,7 @@ def with_place(
     )
 
 
-def _where(thread: Thread | None) -> str:
+def _where(thread: NumberedThread | None) -> str:
     """Where it is not known which thread trains, the main one's place is a guess."""
     if thread is not None:
         return stacks.where(thread.ident)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 from ..judging.kinds import PERHAPS
-from ..judging.waits import Call
+from ..judging.waits import NamedFrame
 from .kernel_call import KernelCall
 from .libraries import PYTHON, origin
 
@@ -46,7 +46,9 @@ _WAITS = {
 _SELECTS = {"epoll", "poll", "select"}
 
 
-def request(calls: Sequence[Call], names: Collection[str], kernel: KernelCall) -> str:
+def request(
+    calls: Sequence[NamedFrame], names: Collection[str], kernel: KernelCall
+) -> str:
     """What it waits in, with PERHAPS where that may be a wait of another kind; empty if it waits
     for no request.
 

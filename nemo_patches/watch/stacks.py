@@ -13,7 +13,7 @@ from types import FrameType
 
 from .kernel_call import kernel_call
 from .libraries import origin
-from .occupation import Frame, Occupation
+from .occupation import KeptFrame, Occupation
 from .occupation import occupation as occupation_of
 
 LONGEST = 600  # characters
@@ -50,11 +50,11 @@ def occupation(thread: int, native_thread: int = 0) -> Occupation:
     return occupation_of(seen(thread), kernel_call(native_thread))
 
 
-def seen(thread: int) -> list[Frame]:
+def seen(thread: int) -> list[KeptFrame]:
     """What is kept of the frames of the thread with this identifier, innermost first; none if there
     is no such one.
     """
-    return [Frame(frame.f_code, frame.f_lineno or 0) for frame in frames(thread)]
+    return [KeptFrame(frame.f_code, frame.f_lineno or 0) for frame in frames(thread)]
 
 
 def frames(thread: int) -> Iterator[FrameType]:

@@ -25,8 +25,8 @@ from ..channel import process_hooks
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import AtExit, InForkedChild
 from ..channel.waker import Waker
+from ..sync.encoder_rounds import Group
 from ..sync.length_sync import current
-from ..sync.rounds import Group
 from ..text import first_line
 from .exits import Exits
 from .incidents import Incidents

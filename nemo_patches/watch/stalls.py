@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..channel.answers import NEVER_HEARD, NO_ANSWER, silent_by
 from ..facts import CAN_PAGE, HAS_PAGED, HAS_WARNED
+from ..sync.encoder_rounds import listeners
 from ..sync.length_sync import current
-from ..sync.rounds import listeners
 from .incidents import Incident, Incidents, Reason
 from .log_line import report
 from .looks import Told
@@ -44,7 +44,9 @@ class Stalls(Reason):
     def __init__(self, incidents: Incidents) -> None:
         super().__init__(incidents)
         self.is_over = False  # nothing of this group is a stall any more
-        self.stall: Stalled | None = None  # the present one, from half its time on
+        self.stall: SinceLastStep | None = (
+            None  # the present one, from half its time on
+        )
         # Of the last verdict that was idle: said once, not per stall.
         self._idle_outline: list[tuple[object, ...]] = []
         self._report_file: ReportFile | None = None
@@ -71,7 +73,7 @@ class Stalls(Reason):
             stall = None
             if now - progress.stepped_at >= limit_s / 2:
                 since = self._called_at() or progress.stepped_at
-                stall = Stalled(self.notes.last, progress.stepped_at, since)
+                stall = SinceLastStep(self.notes.last, progress.stepped_at, since)
             self.stall = stall
         if stall is None:
             return {}
@@ -81,14 +83,14 @@ class Stalls(Reason):
         return {stall: stall.since}
 
     def next_at(self, incident: Incident) -> float:
-        stall: Stalled = incident.subject
+        stall: SinceLastStep = incident.subject
         if stall.leaves_at:
             return math.inf
         moved_at = max(self.progress.moved_at, stall.anew_at)
         return moved_at + self._times(stall) * current().stall_timeout.total_seconds()
 
     def say(self, incident: Incident, told: Told, now: float) -> None:
-        stall: Stalled = incident.subject
+        stall: SinceLastStep = incident.subject
         if told.judgement is None:
             return
         silent = set(silent_by(told.silent, NO_ANSWER))
@@ -130,7 +132,7 @@ class Stalls(Reason):
             self._act(stall, told.judgement, content, not short)
 
     def over(self, incident: Incident, now: float) -> None:
-        stall: Stalled = incident.subject
+        stall: SinceLastStep = incident.subject
         if not incident.said_at or self.progress.stepped_at == stall.stepped_at:
             return
         from ..judging.missing_rank import been
@@ -155,7 +157,7 @@ class Stalls(Reason):
         is_ours = last.sync is not None and last.sync.group is self.group
         return last.since if is_ours else 0.0
 
-    def _times(self, stall: Stalled) -> int:
+    def _times(self, stall: SinceLastStep) -> int:
         """stall_timeout, until the next report."""
         if self.progress.has_started:
             return int(2**stall.looks)
@@ -173,7 +175,7 @@ class Stalls(Reason):
         )
         incident.stall = None
         if waited:
-            stall: Stalled = incident.subject
+            stall: SinceLastStep = incident.subject
             sync = stall.last.sync if self._called_at() else None
             incident.stall = Stall(
                 sync.title if sync is not None else "",
@@ -187,7 +189,7 @@ class Stalls(Reason):
 
     def _act(
         self,
-        stall: Stalled,
+        stall: SinceLastStep,
         judgement: Judgement,
         content: dict[str, Any],
         says_where: bool,
@@ -208,7 +210,7 @@ class Stalls(Reason):
         self._report_file.write(content, is_first, says_where)
 
     def _run_on_stall(
-        self, stall: Stalled, judgement: Judgement, command: str, text: str
+        self, stall: SinceLastStep, judgement: Judgement, command: str, text: str
     ) -> None:
         """Unless a rank has in this stall. The first one does that stands still, too, and so tells
         the same, but for those whose os.wait() might get what starts the command. If it has not by
@@ -263,7 +265,7 @@ class Stalls(Reason):
         }
 
 
-class Stalled:
+class SinceLastStep:
     """Since this rank has last taken a step. Only the stall monitor's thread writes it. Times are
     monotonic; 0.0: not yet.
     """

@@ -22,8 +22,8 @@ from ..channel.daemon import Daemon
 from ..channel.exchange import Exchange
 from ..channel.process_hooks import InForkedChild
 from ..sync import length_sync
+from ..sync.encoder_rounds import Group, NoNotes, WatchedRounds, listeners
 from ..sync.rank_log import contain, report
-from ..sync.rounds import Group, Notes, WatchedRounds, listeners
 from .late_modules import LateModules
 from .stall_monitor import StallMonitor
 from .training_notes import TrainingNotes
@@ -35,7 +35,7 @@ _LOOK_S = 0.25  # between two looks for a process group
 _MOST_FAILURES = 8  # looks in a row; then it is said
 
 
-class StallSubscriber(Notes):
+class StallSubscriber(NoNotes):
     """From the process group's beginning on, a monitor watches it.
 
     What the length sync tells it raises nothing of ours: an error in a note ends the notes, until

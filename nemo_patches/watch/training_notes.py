@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..sync.encoder_flag import flag_text
+from ..sync.encoder_rounds import Group, WatchedRounds
 from ..sync.length_sync import current
-from ..sync.rounds import Group, WatchedRounds
 from ..sync.settings import DEFERRED
 
 

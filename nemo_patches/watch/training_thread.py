@@ -37,7 +37,7 @@ _MANY = 10
 _BETWEEN_LOOKS_S = 5.0
 
 
-class Thread(NamedTuple):
+class NumberedThread(NamedTuple):
     """ident: Python's number. native: the kernel's; 0: not known."""
 
     ident: int
@@ -75,7 +75,7 @@ class TrainingThread:
             if is_in_a_step or ident in self._seen
         }
 
-    def known(self) -> Thread | None:
+    def known(self) -> NumberedThread | None:
         """The caller of the last encoder; else the one that has been seen at most steps, else the
         only thread that there is. None: not known.
 
@@ -87,7 +87,7 @@ class TrainingThread:
         if last.thread in stacks and os.path.exists(
             f"/proc/self/task/{last.native_thread}"
         ):
-            return Thread(last.thread, last.native_thread)
+            return NumberedThread(last.thread, last.native_thread)
         seen = [ident for ident in self._seen if ident in stacks]
         main = threading.main_thread().ident or 0
         if seen:
@@ -97,13 +97,13 @@ class TrainingThread:
         return None
 
 
-def _of(ident: int) -> Thread:
+def _of(ident: int) -> NumberedThread:
     if ident == threading.main_thread().ident:
-        return Thread(
+        return NumberedThread(
             ident, os.getpid()
         )  # in a forked child its object has the parent's
     thread = threading._active.get(ident)  # type: ignore[attr-defined]
-    return Thread(ident, (thread.native_id if thread is not None else 0) or 0)
+    return NumberedThread(ident, (thread.native_id if thread is not None else 0) or 0)
 
 
 def _is_in_a_step(frame: FrameType | None) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_patches.tools.doctor import examination
-from nemo_patches.tools.doctor.finding import Finding
+from nemo_patches.tools.doctor.finding import RuleFinding
 
 beside_nemo = pytest.mark.skipif(
     importlib.util.find_spec("nemo") is None, reason="NeMo is not installed"
@@ -25,7 +25,7 @@ from nemo.core.classes import typecheck
 """
 
 
-def found(folder: Path, rule: str, text: str) -> list[Finding]:
+def found(folder: Path, rule: str, text: str) -> list[RuleFinding]:
     """What one rule finds; the others must not fail on it, either, and nothing of it runs."""
     path = folder / "model.py"
     path.write_text(f"{HEAD}{text}\nraise SystemExit('it was run')\n")

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_patches.tools.doctor import examination
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import RuleFinding, Severity
 
 NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
 
@@ -87,7 +87,7 @@ def report(folder: Path, text: str, *overrides: str) -> examination.Examination:
     return examination.examine(path, overrides, examination.chosen())
 
 
-def found(folder: Path, rule: str, text: str, *overrides: str) -> list[Finding]:
+def found(folder: Path, rule: str, text: str, *overrides: str) -> list[RuleFinding]:
     """What one rule finds in a text; the others must not fail on it, either."""
     done = report(folder, text, *overrides)
     assert not done.error, done.error

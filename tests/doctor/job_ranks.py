@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from nemo_patches.tools.doctor import examination
-from nemo_patches.tools.doctor.finding import Finding, Severity
+from nemo_patches.tools.doctor.finding import RuleFinding, Severity
 from nemo_patches.tools.doctor.ranks import Facts, Ranks
 
 NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
@@ -33,7 +33,7 @@ def ranks(facts: Changes | None = None, size: int = 4) -> Ranks:
     return Ranks(size, timedelta(seconds=10), {rank: of(rank) for rank in range(size)})
 
 
-def found(rule: str, told: Ranks) -> list[Finding]:
+def found(rule: str, told: Ranks) -> list[RuleFinding]:
     """What one rule finds; the others must not fail, either."""
     done = examination.checked(told, examination.chosen(), "ranks")
     assert not [finding for checked, finding in done if checked.identifier == "NP001"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from configs import LHOTSE, NEST, NOTE, WARNING, found
 
-from nemo_patches.tools.doctor.finding import Finding
+from nemo_patches.tools.doctor.finding import RuleFinding
 
 pytestmark = pytest.mark.one_nemo
 
@@ -16,7 +16,7 @@ def timeout(value: str) -> str:
     return f"+trainer.strategy.timeout={value}"
 
 
-def only_refused(findings: list[Finding]) -> bool:
+def only_refused(findings: list[RuleFinding]) -> bool:
     """Whether all that is said is that NeMo 3.0 takes no duration from YAML."""
     (finding,) = findings
     return (

@@ -9,8 +9,8 @@ import pytest
 from codes import found
 
 from nemo_patches.tools.doctor import code, examination
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Severity
+from nemo_patches.tools.doctor.refused import DoctorError
 
 pytestmark = pytest.mark.one_nemo
 

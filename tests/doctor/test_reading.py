@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import examination, yaml_text
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.trees import walk
 
 pytestmark = pytest.mark.one_nemo

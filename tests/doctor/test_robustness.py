@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor import examination, fixes, yaml_text
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.refused import DoctorError
 
 pytestmark = pytest.mark.one_nemo
 

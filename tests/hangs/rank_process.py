@@ -10,7 +10,7 @@ import ranks  # its fork server imports NeMo, once for all
 from group import Rank
 from scenario import Ended, Stands, play
 
-from nemo_patches.tools.demo import logs
+from nemo_patches.tools.demo import job_logs
 
 
 class RankProcess:
@@ -58,7 +58,9 @@ class RankProcess:
         if was_running and not self.is_complete:
             return self.stands.where if self.stands else "still waiting, killed"
         if self._ended is None:
-            return f"died: {logs.cause_of_exit(self._process.exitcode, self.rank.log)}"
+            return (
+                f"died: {job_logs.cause_of_exit(self._process.exitcode, self.rank.log)}"
+            )
         return f"died: {self._ended.error}" if self._ended.error else "completed"
 
     def kill(self) -> None:

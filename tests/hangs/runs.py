@@ -17,7 +17,7 @@ from group import RANKS, Rank
 from rank_process import RankProcess
 from scenario import LIMIT_S
 
-from nemo_patches.tools.demo import logs
+from nemo_patches.tools.demo import job_logs
 
 LOOK_EVERY_S = 0.1
 OTHERS_END_S = 8.0  # for the other ranks once one has ended: they may hang, or find out
@@ -163,7 +163,7 @@ class _Run:
 
 
 def stall_lines(log: Path) -> list[StallLine]:
-    found = (_STALL.search(line) for line in logs.lines(log))
+    found = (_STALL.search(line) for line in job_logs.lines(log))
     return [
         StallLine(timedelta(seconds=float(each[1])), each[2]) for each in found if each
     ]

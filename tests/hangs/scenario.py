@@ -23,7 +23,7 @@ from typing import Any
 from group import RANKS, Rank
 
 import nemo_patches
-from nemo_patches.tools.demo import logs
+from nemo_patches.tools.demo import job_logs
 
 STALL_TIMEOUT_S = 4.0
 LIMIT_S = 120  # for what takes 5 to 15 s
@@ -54,7 +54,7 @@ def play(rank: Rank, events: Connection) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel's, as it may wait in C++
     signal.alarm(LIMIT_S + 10)  # the parent, if it is there, ends it at the limit
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
-    logs.write_to(rank.log)
+    job_logs.write_to(rank.log)
     faulthandler.enable()  # seen once: forked-lock's rank 0 ended by SIGSEGV, at a load of 30
     number, size = str(rank.number), str(RANKS)
     os.environ.update(

@@ -16,7 +16,7 @@ import runs
 from gallery import HANGS_BY_NAME, NAMED
 from scenario import STALL_TIMEOUT_S
 
-from nemo_patches.tools.demo import logs
+from nemo_patches.tools.demo import job_logs
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 AT_ONCE = 6  # they mostly wait
@@ -50,7 +50,7 @@ def test_stock_hangs_or_dies_and_nemo_patches_ends_or_names_it(
 ) -> None:
     for patched in (False, True):
         result = results[name, patched]
-        last = [line for log in result.logs for line in logs.lines(log)[-40:]]
+        last = [line for log in result.logs for line in job_logs.lines(log)[-40:]]
         assert result.as_expected, "\n".join([str(result), *last])
         if patched and result.ending == NAMED:
             assert all(

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_patches.tools.console import terminal
-from nemo_patches.tools.demo import data, logs, processes
+from nemo_patches.tools.demo import data, job_logs, processes
 from nemo_patches.tools.demo.jobs import (
     LENGTH_SYNC_TIMEOUT_S,
     UNEVEN_RANK,
@@ -38,7 +38,7 @@ Next, for your own job:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairOfRuns:
     """A run as stock, and the same run with nemo_patches."""
 
     title: str
@@ -124,7 +124,7 @@ def _require_picture(record: Path) -> None:
 
 def _compare(
     console: Console, folder: Path, devices: int, stall_s: float
-) -> list[Comparison]:
+) -> list[PairOfRuns]:
     """Do the six runs, one after the other."""
     slow = f"rank {devices - 1}"
     tasks: dict[Task, str] = {
@@ -157,11 +157,11 @@ def _compare(
             )
             console.print(Text(text, style="dim"), soft_wrap=True)
             runs.append(outcome)
-        comparisons.append(Comparison(title, *runs))
+        comparisons.append(PairOfRuns(title, *runs))
     return comparisons
 
 
-def _show(console: Console, comparisons: list[Comparison]) -> None:
+def _show(console: Console, comparisons: list[PairOfRuns]) -> None:
     table = Table(show_lines=True)
     table.add_column("")
     table.add_column("stock", style="red")
@@ -180,7 +180,7 @@ def _show(console: Console, comparisons: list[Comparison]) -> None:
                 " to the last bit."
             )
         for job in comparison.patched.jobs:
-            for line in logs.warnings(job.log)[:1]:
+            for line in job_logs.warnings(job.log)[:1]:
                 console.print(
                     Text(f"nemo_patches logged in {comparison.title[0]}: {line}")
                 )
@@ -193,7 +193,7 @@ def _show(console: Console, comparisons: list[Comparison]) -> None:
             )
 
 
-def _draw(record: Path, comparisons: list[Comparison]) -> None:
+def _draw(record: Path, comparisons: list[PairOfRuns]) -> None:
     """Without its web fonts: a picture in a repository loads nothing."""
     picture = Console(
         record=True,

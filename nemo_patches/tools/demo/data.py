@@ -21,7 +21,7 @@ LONGEST_AUDIO_S = 10.0  # longer files are cut, to keep the demo short
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """A piece of audio of a manifest; times in seconds, as the manifest has them."""
 
     audio: Path
@@ -29,7 +29,7 @@ class Entry:
     duration: float
 
 
-def from_manifest(manifest: Path) -> list[Entry]:
+def from_manifest(manifest: Path) -> list[ManifestEntry]:
     """The entries of the user's manifest that are long enough. Raises DemoError if it cannot be
     used.
     """
@@ -47,7 +47,7 @@ def from_manifest(manifest: Path) -> list[Entry]:
                 item = json.loads(line)
                 audio = (folder / item["audio_filepath"]).resolve(strict=True)
                 entries.append(
-                    Entry(
+                    ManifestEntry(
                         audio, float(item.get("offset") or 0), float(item["duration"])
                     )
                 )
@@ -68,7 +68,7 @@ def from_manifest(manifest: Path) -> list[Entry]:
     return usable
 
 
-def make_audio(folder: Path) -> list[Entry]:
+def make_audio(folder: Path) -> list[ManifestEntry]:
     """Write tones in noise. Their lengths differ, so that the ranks have something to agree on."""
     import numpy
     import soundfile
@@ -85,12 +85,12 @@ def make_audio(folder: Path) -> list[Entry]:
         soundfile.write(
             path, 0.1 * tones + 0.05 * random.standard_normal(times.size), 16000
         )
-        entries.append(Entry(path, 0.0, float(duration)))
+        entries.append(ManifestEntry(path, 0.0, float(duration)))
     return entries
 
 
 def write_shards(
-    entries: Sequence[Entry], devices: int, folder: Path, uneven: bool = True
+    entries: Sequence[ManifestEntry], devices: int, folder: Path, uneven: bool = True
 ) -> None:
     """Write each rank's training and validation manifest, dealt out in turn, and NEST's noise
     manifest.
@@ -102,7 +102,7 @@ def write_shards(
 
     supply = itertools.cycle(entries)
 
-    def batches(count: int) -> list[Entry]:
+    def batches(count: int) -> list[ManifestEntry]:
         return list(itertools.islice(supply, count * BATCH_SIZE))
 
     training = [batches(TRAINING_STEPS) for _ in range(devices)]
@@ -112,7 +112,7 @@ def write_shards(
     for rank in range(devices):
         _write_manifest(folder / f"train-{rank}.json", training[rank])
         _write_manifest(folder / f"validation-{rank}.json", validation[rank])
-    noise = Entry(folder / "noise.wav", 0.0, 2.0)
+    noise = ManifestEntry(folder / "noise.wav", 0.0, 2.0)
     soundfile.write(
         noise.audio,
         0.05 * numpy.random.default_rng(1).standard_normal(2 * 16000),
@@ -121,7 +121,7 @@ def write_shards(
     _write_manifest(folder / "noise.json", [noise])
 
 
-def _write_manifest(path: Path, entries: Iterable[Entry]) -> None:
+def _write_manifest(path: Path, entries: Iterable[ManifestEntry]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for entry in entries:
             duration = min(entry.duration, LONGEST_AUDIO_S)

@@ -28,7 +28,7 @@ class DemoError(Exception):
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankProgress:
     """How far one rank has come.
 
     longest_call_s: of the encoder calls that returned. wrong_rows, rows: of its positional
@@ -80,14 +80,18 @@ class RankJob:
     def log(self) -> Path:
         return self.folder / f"{self.task}-{self.version}-rank{self.rank}.log"
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: RankProgress) -> None:
         part = self.log.with_suffix(".part")
         part.write_text(json.dumps(asdict(progress)))
         part.replace(self.log.with_suffix(".json"))
 
-    def progress(self) -> Progress:
+    def progress(self) -> RankProgress:
         file = self.log.with_suffix(".json")
-        return Progress(**json.loads(file.read_text())) if file.exists() else Progress()
+        return (
+            RankProgress(**json.loads(file.read_text()))
+            if file.exists()
+            else RankProgress()
+        )
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class RunOutcome:
     """
 
     jobs: tuple[RankJob, ...]
-    ranks: tuple[Progress, ...]
+    ranks: tuple[RankProgress, ...]
     ended: str
     took_s: float
     verdict: str

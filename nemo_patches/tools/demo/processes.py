@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nemo_patches.tools.demo import logs
+from nemo_patches.tools.demo import job_logs
 from nemo_patches.tools.demo.jobs import COMPLETED, DemoError, RankJob, RunOutcome, Task
 
 LOOK_EVERY_S = 0.25
@@ -44,7 +44,7 @@ def prepare() -> None:
 def import_nemo(log: Path) -> None:
     """In this process, once for all ranks. What it prints goes to the log."""
     try:
-        with logs.written_to(log):
+        with job_logs.written_to(log):
             importlib.import_module("nemo_patches.tools.demo.rank")
     except Exception as error:
         raise DemoError(
@@ -100,7 +100,7 @@ def _wait(jobs: Sequence[RankJob], ranks: Sequence[BaseProcess]) -> str:
         )
         for job, rank in zip(jobs, ranks, strict=True):
             if rank.exitcode:
-                return f"rank {job.rank} died: {logs.cause_of_exit(rank.exitcode, job.log)}"
+                return f"rank {job.rank} died: {job_logs.cause_of_exit(rank.exitcode, job.log)}"
         if all(
             rank.exitcode == 0 or job.stays_away
             for job, rank in zip(jobs, ranks, strict=True)

@@ -22,15 +22,15 @@ from nemo.collections.asr.modules import ConformerEncoder
 from torch.nn.parallel import DistributedDataParallel
 
 import nemo_patches
-from nemo_patches.tools.demo import logs, nest
+from nemo_patches.tools.demo import job_logs, nest
 from nemo_patches.tools.demo.jobs import (
     EVALUATION_BATCHES,
     LENGTH_SYNC_TIMEOUT_S,
     STALL_AFTER_STEPS,
     TRAINING_STEPS,
     VALIDATE_EVERY,
-    Progress,
     RankJob,
+    RankProgress,
 )
 
 AWAY_AFTER = 2  # batches
@@ -47,7 +47,7 @@ def run(job: RankJob) -> None:
     # The parent, if it is there, ends it at the limit.
     signal.alarm(math.ceil(job.limit_s) + 10)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file where stock aborts
-    logs.write_to(job.log)
+    job_logs.write_to(job.log)
     rank, size = str(job.rank), str(job.world_size)
     os.environ.update(
         RANK=rank,
@@ -85,7 +85,7 @@ class Reporter(pl.Callback):  # type: ignore[misc]  # Lightning's types are not 
 
     def __init__(self, job: RankJob) -> None:
         self._job = job
-        self._progress = Progress()
+        self._progress = RankProgress()
         self._began = 0.0
 
     def change(self, **changes: Any) -> None:
@@ -132,7 +132,9 @@ def evaluate(job: RankJob, reporter: Reporter) -> None:
             encode(encoder, SHORT_BATCH)
             reporter.on_validation_batch_end()
     deadline = time.monotonic() + LONGEST_REPORT_S
-    while job.patched and not logs.warnings(job.log) and time.monotonic() < deadline:
+    while (
+        job.patched and not job_logs.warnings(job.log) and time.monotonic() < deadline
+    ):
         # A real job goes on; this one would end before its line about the missing rank is written.
         time.sleep(0.05)
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.rank_facts import (
     MAIN_THREAD,
     NOT_TOLD,
-    Call,
     Condition,
+    EncoderCall,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
 
 _NO_CONDITION = Condition("")
@@ -36,9 +36,9 @@ class Account:
     motion_fact: Fact | None = None
     motion: Motion = field(default_factory=Motion)
     member_fact: Fact | None = None
-    member: Member = field(default_factory=Member)
+    member: ProcessRank = field(default_factory=ProcessRank)
     reported: Fact | None = None  # missing, by another rank
-    call: Call | None = None
+    call: EncoderCall | None = None
     threads: list[Fact] = field(default_factory=list)  # places of several threads
     conditions: list[Fact] = field(default_factory=list)
     entered: list[Fact] = field(default_factory=list)
@@ -114,9 +114,9 @@ class Account:
                 if _counts(fact, self.motion_fact):
                     self.motion_fact = fact
                     self.motion = motion
-            case Call() as call:
+            case EncoderCall() as call:
                 self.call = call
-            case Member() as member:
+            case ProcessRank() as member:
                 if _counts(fact, self.member_fact):
                     self.member_fact = fact
                     self.member = member

@@ -23,10 +23,14 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     pids_in,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import Evidence, Member, UnreadableError
 from nemo_patches.tools.diagnose.findings import Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.live import NoSocketError, ask_job
+from nemo_patches.tools.diagnose.rank_facts import (
+    Evidence,
+    ProcessRank,
+    UnreadableError,
+)
 from nemo_patches.tools.diagnose.report_text import show
 
 JSON_FORMAT = 3  # docs/diagnose.md describes it
@@ -83,13 +87,13 @@ def _of_files(paths: list[Path]) -> tuple[Iterable[Judged], int]:
     evidence = reading.joined(reading.read(found), found.problems, found.earlier)
     jobs = {", ".join(safe(str(path)) for path in paths[:4]): evidence}
     for name, facts in evidence.other_jobs.items():
-        sizes = (f.value.world_size for f in facts if isinstance(f.value, Member))
+        sizes = (f.value.world_size for f in facts if isinstance(f.value, ProcessRank))
         jobs[f"job {name}"] = Evidence(facts, world_size=max(sizes, default=0))
     judged = [(judge(of, name), of) for name, of in jobs.items()]
     return judged, len(judged)
 
 
-def _say_size(found: reading.Found) -> None:
+def _say_size(found: reading.FoundFiles) -> None:
     """On a terminal, before what takes seconds."""
     files = {file for files in found.by_reader.values() for file in files}
     with contextlib.suppress(OSError):  # the readers say what cannot be read

@@ -62,7 +62,7 @@ class Entry(NamedTuple):
         )
 
 
-class Judgement(NamedTuple):
+class EntryJudgement(NamedTuple):
     """accused: empty if the entries do not decide. waiting: ranks in `entry`; absent: ranks that
     have not entered it.
     """
@@ -78,7 +78,7 @@ def judge(
     entries: Iterable[Entry],
     members: Mapping[str, Iterable[int]],
     begins: Mapping[tuple[str, int], int] | None = None,
-) -> list[Judgement]:
+) -> list[EntryJudgement]:
     """For each group, the first collective in which its ranks differ; groups in the order of their
     names.
 
@@ -106,7 +106,7 @@ def _of_group(
     entries: Iterable[Entry],
     members: Iterable[int],
     begins: Mapping[tuple[str, int], int],
-) -> Judgement | None:
+) -> EntryJudgement | None:
     of_number: dict[int, dict[int, Entry]] = defaultdict(dict)
     last = dict.fromkeys(members, -1)
     first: dict[int, int] = {}
@@ -125,23 +125,25 @@ def _of_group(
         who = tuple(sorted(there))
         some = there[who[0]]
         if len({entry.kind for entry in there.values()} - {""}) > 1:
-            return Judgement(OUT_OF_STEP, (), who, some)
+            return EntryJudgement(OUT_OF_STEP, (), who, some)
         sizes = {entry.size for entry in there.values()} - {""}
         if len(sizes) > 1 and not some.may_have_any_size:
-            return Judgement(SIZES, (), who, some)
+            return EntryJudgement(SIZES, (), who, some)
         absent = tuple(sorted(rank for rank, top in last.items() if top < number))
         if not absent:
             continue
         if any(entry.completed for entry in there.values()):
-            return Judgement(OLDER, (), who, some, absent)
+            return EntryJudgement(OLDER, (), who, some, absent)
         accused = tuple(
             rank for rank in absent if not _is_in(rank, of_number[last[rank]])
         )
-        return Judgement(MISSING if accused else DRIFTED, accused, who, some, absent)
+        return EntryJudgement(
+            MISSING if accused else DRIFTED, accused, who, some, absent
+        )
     there = of_number[max(last.values())]
     if there.keys() != last.keys() or any(entry.done for entry in there.values()):
         return None
-    return Judgement(ALL_IN, (), tuple(sorted(there)), there[min(there)])
+    return EntryJudgement(ALL_IN, (), tuple(sorted(there)), there[min(there)])
 
 
 def _is_in(rank: int, there: Mapping[int, Entry]) -> bool:
@@ -151,8 +153,8 @@ def _is_in(rank: int, there: Mapping[int, Entry]) -> bool:
 
 
 def _spared(
-    one: Judgement, found: list[Judgement], pending: Mapping[int, set[str]]
-) -> Judgement:
+    one: EntryJudgement, found: list[EntryJudgement], pending: Mapping[int, set[str]]
+) -> EntryJudgement:
     """A rank that waits in a collective of another group is not to blame."""
     waits = {
         rank

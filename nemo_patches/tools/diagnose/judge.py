@@ -28,18 +28,18 @@ from nemo_patches.tools.diagnose.accounts import (
     still_s,
 )
 from nemo_patches.tools.diagnose.collect.host_jobs import STUCK_AFTER_S
-from nemo_patches.tools.diagnose.facts import (
-    ALL_WELL,
-    NOT_TOLD,
-    Evidence,
-    Fact,
-    Member,
-)
 from nemo_patches.tools.diagnose.findings import (
     CRITICAL,
     WARNING,
     Diagnosis,
     Finding,
+)
+from nemo_patches.tools.diagnose.rank_facts import (
+    ALL_WELL,
+    NOT_TOLD,
+    Evidence,
+    Fact,
+    ProcessRank,
 )
 from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
@@ -167,7 +167,7 @@ def _is_healthy(evidence: Evidence) -> bool:
     """Whether all ended in good order, or a source knows the job and reports no trouble of any
     rank.
     """
-    if all(isinstance(fact.value, Member) for fact in evidence.facts):
+    if all(isinstance(fact.value, ProcessRank) for fact in evidence.facts):
         return evidence.is_well or ALL_WELL in evidence.summary
     kinds = {fact.condition_kind for fact in evidence.facts} - {"", conditions.HINT}
     return kinds == {conditions.ENDED}

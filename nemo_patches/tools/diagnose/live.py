@@ -24,10 +24,10 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     started_at,
     stat_fields,
 )
-from nemo_patches.tools.diagnose.facts import Evidence, UnreadableError
 from nemo_patches.tools.diagnose.findings import CRITICAL, Diagnosis
 from nemo_patches.tools.diagnose.judge import judge
-from nemo_patches.tools.diagnose.sources import stall_reports
+from nemo_patches.tools.diagnose.rank_facts import Evidence, UnreadableError
+from nemo_patches.tools.diagnose.sources import report_files
 from nemo_patches.watch.job_folder import private_folders
 from nemo_patches.watch.job_socket import ENDING, near, process_of
 
@@ -56,10 +56,10 @@ def ask_job(folder: Path) -> tuple[Diagnosis, Evidence]:
     problems: list[str] = []
     for file in sockets:
         try:
-            answer = stall_reports.decode(_ask(file))
-            report = stall_reports.diagnose_answer(answer, str(folder), tuple(problems))
+            answer = report_files.decode(_ask(file))
+            report = report_files.diagnose_answer(answer, str(folder), tuple(problems))
             if _is_enough(report, answer):
-                return report, stall_reports.evidence_of(answer)
+                return report, report_files.evidence_of(answer)
             return _seen_from_outside(report, answer, sockets)
         except OSError as error:
             problems.append(f"{file.name}: {error.strerror or error}")
@@ -70,7 +70,7 @@ def ask_job(folder: Path) -> tuple[Diagnosis, Evidence]:
     )
 
 
-def _is_enough(report: Diagnosis, answer: stall_reports.Answer) -> bool:
+def _is_enough(report: Diagnosis, answer: report_files.RankReport) -> bool:
     """Whether the job's own words tell which rank the others wait for, or that there is no hang, or
     none yet.
 
@@ -82,7 +82,7 @@ def _is_enough(report: Diagnosis, answer: stall_reports.Answer) -> bool:
 
 
 def _seen_from_outside(
-    report: Diagnosis, answer: stall_reports.Answer, sockets: Sequence[Path]
+    report: Diagnosis, answer: report_files.RankReport, sockets: Sequence[Path]
 ) -> tuple[Diagnosis, Evidence]:
     """With the stacks of the ranks on this host, unless these show no hang."""
     ranks = [
@@ -96,7 +96,7 @@ def _seen_from_outside(
         for file in sockets
         if stat_fields(f"/proc/{process_of(file)}/stat")
     ]
-    answered = stall_reports.evidence_of(answer)
+    answered = report_files.evidence_of(answer)
     also = [("the job's answer", answered)]
     name, evidence = running.evidence_of(ranks, stuck_after_s=0.0, also=also)
     seen = judge(evidence, name, stuck_after_s=0.0)
@@ -202,4 +202,4 @@ def _ask(file: Path) -> bytes:
         own.settimeout(_ANSWER_S)
         own.connect(path)
         with own.makefile("rb") as answer:
-            return answer.read(stall_reports.LONGEST)
+            return answer.read(report_files.LONGEST)

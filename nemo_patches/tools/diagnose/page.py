@@ -101,7 +101,7 @@ class LogLine:
 
 
 @dataclass(frozen=True)
-class Job:
+class ShownJob:
     """started: seconds since 1970 by this host's clock at the time 0 of the lanes; 0: unknown."""
 
     report: Diagnosis
@@ -112,7 +112,7 @@ class Job:
     lines: tuple[LogLine, ...] = ()
 
 
-def page(jobs: Sequence[Job]) -> str:
+def page(jobs: Sequence[ShownJob]) -> str:
     style = Path(__file__).with_suffix(".css").read_text("utf-8")
     title = _text(", ".join(job.report.folder for job in jobs[:3]))
     return (
@@ -161,7 +161,7 @@ def _list(lines: Iterable[str], kind: str = "lines") -> str:
     return f'<ul class="{kind}">\n{items}</ul>\n' if items else ""
 
 
-def _job(job: Job) -> str:
+def _job(job: ShownJob) -> str:
     report = job.report
     first = report.findings[0] if report.findings else None
     others = "".join(map(_finding, report.findings[1:]))
@@ -250,7 +250,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}{tenths}"
 
 
-def _about_times(job: Job) -> str:
+def _about_times(job: ShownJob) -> str:
     if not job.lanes:
         text = (
             "No source has times: traces have, and stacks that nemo-patches collects."
@@ -263,7 +263,7 @@ def _about_times(job: Job) -> str:
     return f"In minutes and seconds; 0:00 is {zero}."
 
 
-def _figures(job: Job) -> str:
+def _figures(job: ShownJob) -> str:
     """Of the whole time; where a stall is but a small part of that, of its end first."""
     if not job.lanes:
         return ""
@@ -423,7 +423,7 @@ def _spoken(lane: Lane, window: _Window) -> str:
 # Their stacks
 
 
-def _about_stacks(job: Job) -> str:
+def _about_stacks(job: ShownJob) -> str:
     partly = [one.rank for one in job.stacks if not one.is_whole]
     return f"Not all frames are known of {_named(partly)}." if partly else ""
 

@@ -14,18 +14,18 @@ from nemo_patches.judging.kinds import PERHAPS, is_guess
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.accounts import Account, accounts_of
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Evidence, Fact
 from nemo_patches.tools.diagnose.findings import Diagnosis, RankSummary
 from nemo_patches.tools.diagnose.page import (
     ELSEWHERE,
     UNKNOWN,
     WAITS,
-    Job,
     Lane,
     LogLine,
     Mark,
+    ShownJob,
     Stack,
 )
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Evidence, Fact
 from nemo_patches.tools.diagnose.sources import logs, traces
 from nemo_patches.tools.diagnose.sources.traces import RankTrace
 from nemo_patches.tools.diagnose.verdicts import doing, parties, who
@@ -40,11 +40,11 @@ _OF_STACK = re.compile(  # a tool's line above a thread's frames
 )
 
 
-def content_of(report: Diagnosis, evidence: Evidence) -> Job:
+def content_of(report: Diagnosis, evidence: Evidence) -> ShownJob:
     accounts = accounts_of(evidence)
     clock = _Clock(traces.load(evidence.files.get(traces.KIND, []), Evidence()))
     first = clock.traces[0].header if clock.traces else None
-    return Job(
+    return ShownJob(
         report,
         lanes=tuple(_Lanes(report, evidence, accounts, clock).shown()),
         started=first.started if first is not None else 0.0,

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.facts import Evidence, UnreadableError
+from nemo_patches.tools.diagnose.rank_facts import Evidence, UnreadableError
 from nemo_patches.tools.diagnose.sources import (
     flight_recorder,
     logs,
-    stacks,
-    stall_reports,
+    report_files,
+    stack_files,
     traces,
 )
 
@@ -48,9 +48,9 @@ class Reader:
 # log.
 _READERS = (
     Reader(
-        stall_reports.KIND, stall_reports.recognises, stall_reports.read
+        report_files.KIND, report_files.recognises, report_files.read
     ),  # before stacks, which see more
-    Reader(stacks.KIND, stacks.recognises, stacks.read),
+    Reader(stack_files.KIND, stack_files.recognises, stack_files.read),
     Reader("Flight Recorder dumps", flight_recorder.recognises, flight_recorder.read),
     Reader(traces.KIND, traces.recognises, traces.read),
 )
@@ -58,7 +58,7 @@ _LOGS = Reader(logs.KIND, logs.recognises, logs.read)
 
 
 @dataclass
-class Found:
+class FoundFiles:
     """Files found, by the reader that recognises them."""
 
     by_reader: dict[str, list[Path]] = field(default_factory=dict)
@@ -66,9 +66,9 @@ class Found:
     earlier: list[str] = field(default_factory=list)
 
 
-def find(paths: Sequence[Path]) -> Found:
+def find(paths: Sequence[Path]) -> FoundFiles:
     """Look into files and folders. Raises UnreadableError where there is nothing."""
-    found = Found()
+    found = FoundFiles()
     files = [
         (path, file)
         for path in paths
@@ -92,7 +92,7 @@ def _is_file(file: Path) -> bool:
         return True
 
 
-def _sort_in(file: Path, given: Path, found: Found) -> None:
+def _sort_in(file: Path, given: Path, found: FoundFiles) -> None:
     """Assign a file to its readers. Raises UnreadableError if it was named itself and is
     unreadable.
     """
@@ -106,12 +106,12 @@ def _sort_in(file: Path, given: Path, found: Found) -> None:
     is_of_torchrun = file != given and file.name.startswith(("stdout", "stderr"))
     readers = [reader for reader in _READERS if reader.recognises(str(file), head)]
     # A reader that knows a file by its name says itself what is wrong with it.
-    is_of_others = any(one.name != stacks.KIND for one in readers)
+    is_of_others = any(one.name != stack_files.KIND for one in readers)
     looks_at = os.path.isfile(file) and not is_of_torchrun and not is_of_others
     if looks_at and (fault := _fault_of(file, head)):
         found.problems.append(safe(f"{file.name}: {fault}"))
     if not readers or (
-        {traces.KIND, stall_reports.KIND}.isdisjoint(one.name for one in readers)
+        {traces.KIND, report_files.KIND}.isdisjoint(one.name for one in readers)
         and logs.recognises(str(file), head)
     ):
         readers.append(_LOGS)
@@ -135,7 +135,7 @@ def _fault_of(file: Path, head: bytes) -> str:
     return "" if is_whole else "it is cut: its JSON has no end"
 
 
-def _files(path: Path, found: Found) -> list[Path]:
+def _files(path: Path, found: FoundFiles) -> list[Path]:
     # Path's own raises for a name that is too long.
     if path == logs.STANDARD_INPUT or not os.path.isdir(path):
         return [path]
@@ -157,7 +157,7 @@ def _files(path: Path, found: Found) -> list[Path]:
     return files
 
 
-def _of_the_last_attempt(files: list[Path], found: Found) -> list[Path]:
+def _of_the_last_attempt(files: list[Path], found: FoundFiles) -> list[Path]:
     """Leave out the files of earlier attempts, which torchrun --log-dir keeps."""
     attempts = {file: _ATTEMPT.match(str(file)) for file in files}
     last: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _head(file: Path) -> bytes:
         return opened.read(_HEAD_BYTES)
 
 
-def read(found: Found) -> list[tuple[str, Evidence]]:
+def read(found: FoundFiles) -> list[tuple[str, Evidence]]:
     """Each reader's evidence from its files."""
     parts = []
     for reader in (*_READERS, _LOGS):

@@ -20,15 +20,15 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
 )
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.findings import Diagnosis
+from nemo_patches.tools.diagnose.judge import is_too_early, judge
+from nemo_patches.tools.diagnose.rank_facts import (
     Evidence,
     Motion,
     Place,
     UnreadableError,
 )
-from nemo_patches.tools.diagnose.findings import Diagnosis
-from nemo_patches.tools.diagnose.judge import is_too_early, judge
-from nemo_patches.tools.diagnose.sources import stacks
+from nemo_patches.tools.diagnose.sources import stack_files
 
 _MOST_SHOWN = 6
 
@@ -127,7 +127,8 @@ def _is_in_script(place: Place) -> bool:
 
 def _seen(job: HostJob) -> Evidence:
     return Evidence(
-        stacks.of_samples(job), world_size=max(one.rank.world_size for one in job.ranks)
+        stack_files.of_samples(job),
+        world_size=max(one.rank.world_size for one in job.ranks),
     )
 
 

@@ -13,9 +13,9 @@ from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, entries
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, Hearing, still_s
-from nemo_patches.tools.diagnose.entries import Judgement
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, OF_MODEL, Fact
+from nemo_patches.tools.diagnose.entries import EntryJudgement
 from nemo_patches.tools.diagnose.findings import WARNING, Finding
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, OF_MODEL, Fact
 from nemo_patches.tools.diagnose.verdicts import (
     Wait,
     all_absent,
@@ -198,7 +198,7 @@ def cause(facts: list[Fact], hearing: Hearing) -> Finding:
 
 
 def by_number(
-    one: Judgement,
+    one: EntryJudgement,
     hearing: Hearing,
     there: Sequence[Fact],
     accused: Sequence[Account],
@@ -277,7 +277,7 @@ def _may_be_buffers(fact: Fact) -> bool:
 
 
 def _behind(
-    one: Judgement,
+    one: EntryJudgement,
     hearing: Hearing,
     there: Sequence[Fact],
     accused: Sequence[Account],
@@ -308,7 +308,9 @@ def _last_entered(account: Account) -> str:
     return cited(last, f"its last collective: {title_of(last.entered)}")
 
 
-def contradiction(account: Account, one: Judgement, there: Fact, shows: Fact) -> str:
+def contradiction(
+    account: Account, one: EntryJudgement, there: Fact, shows: Fact
+) -> str:
     """shows: the fact by which the rank waits, or moves."""
     what = f"it waited ({account.condition.text})"
     if account.moved:
@@ -322,7 +324,7 @@ def contradiction(account: Account, one: Judgement, there: Fact, shows: Fact) ->
 
 
 def by_two_sources(
-    one: Judgement, there: Sequence[Fact], elsewhere: Sequence[Account]
+    one: EntryJudgement, there: Sequence[Fact], elsewhere: Sequence[Account]
 ) -> Finding:
     """These wait elsewhere, by their stacks; the others' stacks are not there to compare."""
     seen = next(fact.cite for each in elsewhere if (fact := each.place_fact))

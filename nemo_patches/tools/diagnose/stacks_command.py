@@ -19,9 +19,9 @@ from nemo_patches.tools.diagnose.collect.host_jobs import (
     look,
     pids_in,
 )
-from nemo_patches.tools.diagnose.facts import Evidence
+from nemo_patches.tools.diagnose.rank_facts import Evidence
 from nemo_patches.tools.diagnose.running import is_told
-from nemo_patches.tools.diagnose.sources.stacks import of_samples
+from nemo_patches.tools.diagnose.sources.stack_files import of_samples
 from nemo_patches.tools.diagnose.verdicts import evidence_of
 
 

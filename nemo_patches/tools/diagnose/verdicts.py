@@ -25,8 +25,8 @@ from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account, still_s
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Fact, Place
 from nemo_patches.tools.diagnose.findings import CRITICAL, Finding
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Fact, Place
 
 # Activities that only stacks show, beside those of judging/kinds.py.
 LOADER, LOCK, ENDING = "its data loader", "a lock", "the end of its script"

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.accounts import Account
-from nemo_patches.tools.diagnose.collect.source import NO_LOOP
-from nemo_patches.tools.diagnose.facts import Place
+from nemo_patches.tools.diagnose.collect.frame_source import NO_LOOP
+from nemo_patches.tools.diagnose.rank_facts import Place
 from nemo_patches.tools.diagnose.verdicts import by_party, capital, is_, names
 
 _REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
 
 
-class Reason(NamedTuple):
+class ReasonApart(NamedTuple):
     """Why ranks are in different collectives. id: a finding's; both empty if not known."""
 
     id: str = ""
@@ -28,7 +28,7 @@ class _Step(NamedTuple):
     line: int
 
 
-def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
+def further_on(few: Sequence[Account], many: Sequence[Account]) -> ReasonApart:
     """By a counter of a loop that both parties are in, else by their lines in the function where
     their stacks part.
     """
@@ -40,13 +40,13 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
                 " and a rank that waits in C++ runs no handler:"
                 " SLURMEnvironment(auto_requeue=False), and requeue in the job's script."
             )
-            return Reason(ids.OUT_OF_STEP, text)
+            return ReasonApart(ids.OUT_OF_STEP, text)
     one = few[0].place
     other = many[0].place
     pairs = enumerate(zip(one.way, other.way, strict=False))
     level = next((number for number, (a, b) in pairs if a != b), None)
     if level is None:
-        return Reason()
+        return ReasonApart()
     step = _step(one.way[level])
     their_step = _step(other.way[level])
     is_same = step.function == their_step.function
@@ -71,9 +71,9 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
                 f" {names(many)} at {there}: {names(ahead)} went on without a"
                 f" collective that the other side waits in{why}."
             )
-            return Reason(ids.SKIPPED, text)
+            return ReasonApart(ids.SKIPPED, text)
     if not is_same or step.line == their_step.line:
-        return Reason()
+        return ReasonApart()
     first, last = (few, many) if step.line > their_step.line else (many, few)
     near, far = sorted((step.line, their_step.line))
     place = (
@@ -81,7 +81,7 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> Reason:
         f" line {near}"
     )
     inner = {_step(way).function for way in last[0].place.way[level:]}
-    return _by_loops(first, last, inner, place) or Reason(
+    return _by_loops(first, last, inner, place) or ReasonApart(
         ids.OUT_OF_STEP, f"{capital(place)}."
     )
 
@@ -101,7 +101,7 @@ def _inner_loop(behind: Place, level: int, around: set[str]) -> str:
 
 def _by_loops(
     first: Sequence[Account], last: Sequence[Account], inner: set[str], place: str
-) -> Reason | None:
+) -> ReasonApart | None:
     """By the counters of the loops that `last` is in. first: further on in a function, by its
     lines.
     """
@@ -128,7 +128,7 @@ def _by_loops(
                 " this call: a step before has left one out, or"
                 f" {behind} made one more. {at_step}"
             )
-            return Reason(ids.SKIPPED, text)
+            return ReasonApart(ids.SKIPPED, text)
         # Which sets the same variable.
         is_in_later_loop = theirs.loops.get(name, 0) > max(begins, 0)
         if came_to < value and not is_in_later_loop:
@@ -136,19 +136,19 @@ def _by_loops(
             still = f"{behind} {is_(last)} still in the loop, at {name} = {value}"
             if name in theirs.counters:
                 text = f"{why}: {still}, where {ahead} came to {came_to}. {capital(place)}."
-                return Reason(ids.FEWER_BATCHES, text)
+                return ReasonApart(ids.FEWER_BATCHES, text)
             # It has left that function, so how far it came there is not known.
             text = (
                 f"{why}, or left this call out in one of them, or never came to this loop:"
                 f" {still}. {capital(place)}."
             )
-            return Reason(ids.FEWER_BATCHES if value else ids.SKIPPED, text)
+            return ReasonApart(ids.FEWER_BATCHES if value else ids.SKIPPED, text)
     if not same:
         return None
     text = (
         f"{capital(ahead)} passed that line without this call, or came from it. {same}"
     )
-    return Reason(ids.SKIPPED, text)
+    return ReasonApart(ids.SKIPPED, text)
 
 
 def apart(waiting: Sequence[Account]) -> str:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from nemo_patches.patching.targets import TARGETS
 from nemo_patches.tools import counted
-from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import Finding, Findings
-from nemo_patches.tools.doctor.interpreter import sentences
+from nemo_patches.tools.doctor.finding import Findings, RuleFinding
+from nemo_patches.tools.doctor.interpreter import divergence_texts
 from nemo_patches.tools.doctor.interpreter.divergences import divergences
 from nemo_patches.tools.doctor.interpreter.plain_python import plain
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.syntax import functions, last_part, nodes
 
 _MOST_BYTES = 1 << 20
@@ -60,7 +60,7 @@ class Code:
     path: Path
     tree: ast.Module
     classes: tuple[Class, ...]
-    divergences: tuple[tuple[str, Finding], ...]
+    divergences: tuple[tuple[str, RuleFinding], ...]
     nemo: Path | None
 
     def found(self, rule: str) -> Findings:
@@ -95,7 +95,7 @@ def read(path: Path, nemo: Path | None = None) -> Code:
                 _class(node, tree, nemo, in_nemo=_in_nemo(path))
                 for node in nodes(tree, ast.ClassDef)
             ),
-            divergences=tuple(map(sentences.finding, divergences(tree))),
+            divergences=tuple(map(divergence_texts.finding, divergences(tree))),
             nemo=nemo,
         )
     except RecursionError:

@@ -23,10 +23,10 @@ from nemo_patches.tools.doctor import (
     report,
 )
 from nemo_patches.tools.doctor import config as reading
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.examination import Examination
 from nemo_patches.tools.doctor.finding import Rule, Severity
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.request import FORMATS, SEVERITIES, Request
 
 
@@ -101,7 +101,7 @@ def _compare_ranks(
     overrides: Sequence[str],
 ) -> NoReturn:
     """Only rank 0 prints, and has an exit code: the launcher would end its job for any other's."""
-    from nemo_patches.tools.doctor import exchange, rank_place
+    from nemo_patches.tools.doctor import rank_place, ranks_facts
 
     here = rank_place.place()
     own: dict[str, str] = {}
@@ -112,7 +112,7 @@ def _compare_ranks(
         own = {"the config": str(error)}  # told to rank 0 like a setting
     code = 0
     try:
-        ranks = exchange.examine(here, own)
+        ranks = ranks_facts.examine(here, own)
         if ranks is not None:
             found = Examination(
                 f"{here.size} ranks",
@@ -125,7 +125,7 @@ def _compare_ranks(
     except DoctorError as error:
         _complain(str(error))
         code = 0 if here.rank else 2
-    exchange.leave(code)
+    ranks_facts.leave(code)
 
 
 def _printed(

@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from nemo_patches.tools.doctor import interpolations, yaml_text
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.interpolations import UNKNOWN
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 

@@ -13,13 +13,13 @@ from typing import Any
 from nemo_patches.tools.doctor import code
 from nemo_patches.tools.doctor import config as reading
 from nemo_patches.tools.doctor.config import Config
-from nemo_patches.tools.doctor.errors import DoctorError
-from nemo_patches.tools.doctor.finding import NOTE, Finding, Rule, warning
+from nemo_patches.tools.doctor.finding import NOTE, Rule, RuleFinding, warning
 from nemo_patches.tools.doctor.job import Job
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.rules import all_rules
 
 CRASHED = "NP001"
-Pair = tuple[Rule, Finding]
+Pair = tuple[Rule, RuleFinding]
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleFinding:
     """One thing that a rule found: `what`, the values that it `read`, what to write `instead`, and
     the safe change.
 
@@ -63,7 +63,7 @@ class Finding:
         )
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[RuleFinding]
 
 
 def _finding(
@@ -72,9 +72,9 @@ def _finding(
     read: Value | tuple[Value, ...] = (),
     instead: str = "",
     change: Change | None = None,
-) -> Finding:
+) -> RuleFinding:
     values = (read,) if isinstance(read, Value) else read
-    return Finding(
+    return RuleFinding(
         severity=severity, what=what, read=values, instead=instead, change=change
     )
 
@@ -86,7 +86,7 @@ def at(name: str, line: int) -> Value:
     return Value(name, "", origin=f"line {line}", line=line)
 
 
-def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> Finding:
+def stops(what: str, read: Value | tuple[Value, ...], instead: str) -> RuleFinding:
     """A warning about a job that never reaches a step."""
     return warning(f"{what}: the job stops at its start", read, instead)
 
@@ -106,7 +106,7 @@ class Rule:
     why: str
     link: str
     worst: Severity
-    check: Callable[[Any], Iterable[Finding]]
+    check: Callable[[Any], Iterable[RuleFinding]]
     whole: bool
     needs_nemo: bool
     bad: str

@@ -14,8 +14,8 @@ import yaml
 
 from nemo_patches.tools.doctor import yaml_text
 from nemo_patches.tools.doctor.config import Config
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.finding import Change
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.trees import put
 from nemo_patches.tools.doctor.yaml_text import YamlText
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import nemo_patches
 from nemo_patches.tools.doctor.examination import Examination
-from nemo_patches.tools.doctor.finding import NOTE, Finding, Rule
+from nemo_patches.tools.doctor.finding import NOTE, Rule, RuleFinding
 
 _ESCAPED = {"%": "%25", "\r": "%0D", "\n": "%0A"}
 _IN_TEXT = str.maketrans(_ESCAPED)
@@ -67,7 +67,7 @@ def _rule(rule: Rule) -> dict[str, Any]:
     return described
 
 
-def _result(name: str, rule: Rule, finding: Finding) -> dict[str, Any]:
+def _result(name: str, rule: Rule, finding: RuleFinding) -> dict[str, Any]:
     location: dict[str, Any] = {"artifactLocation": {"uri": name}}
     if finding.line:
         location["region"] = {"startLine": finding.line}
@@ -79,6 +79,6 @@ def _result(name: str, rule: Rule, finding: Finding) -> dict[str, Any]:
     }
 
 
-def _text(finding: Finding) -> str:
+def _text(finding: RuleFinding) -> str:
     instead = f". Instead: {finding.instead}" if finding.instead else ""
     return finding.what + instead

@@ -13,7 +13,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, place, put, walk, with_names
 from nemo_patches.tools.doctor.yaml_text import YamlText
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.refused import DoctorError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from omegaconf import _utils
 
-from nemo_patches.tools.doctor.errors import DoctorError
+from nemo_patches.tools.doctor.refused import DoctorError
 from nemo_patches.tools.doctor.trees import Keys, with_names
 
 # libyaml where PyYAML was built with it, ten times as fast.

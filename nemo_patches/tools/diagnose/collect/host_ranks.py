@@ -50,21 +50,21 @@ class HostRank:
 
 
 @dataclass(frozen=True)
-class Process:
+class HostProcess:
     pid: int
     parent: int
     is_python: bool
     variables: Mapping[str, str]
 
 
-def processes() -> dict[int, Process]:
+def processes() -> dict[int, HostProcess]:
     """The processes of this host that may be looked at."""
     found = {}
     for pid in process_ids():
         fields = stat_fields(f"/proc/{pid}/stat")
         if len(fields) > 1:
             of_python = is_python(pid)
-            found[pid] = Process(
+            found[pid] = HostProcess(
                 pid, int(fields[1]), of_python, variables(pid) if of_python else {}
             )
     return found
@@ -77,7 +77,7 @@ def is_python(pid: int) -> bool:
 
 
 def ranks(
-    among: Mapping[int, Process], pids: Sequence[int] = (), job: str = ""
+    among: Mapping[int, HostProcess], pids: Sequence[int] = (), job: str = ""
 ) -> list[HostRank]:
     """pids: only these, which are ranks whatever their variables. job: only those with this working
     directory, or of the job with this name or Slurm id, of an array as 4711_3.
@@ -120,7 +120,7 @@ def hides_others() -> bool:
     return "hidepid=" in "".join(mounts[-1:]) and not read("/proc/1/stat")
 
 
-def with_torch(among: Mapping[int, Process]) -> list[int]:
+def with_torch(among: Mapping[int, HostProcess]) -> list[int]:
     """Python processes that have loaded torch's distributed part, whichever job they are of."""
     return [
         pid
@@ -129,11 +129,11 @@ def with_torch(among: Mapping[int, Process]) -> list[int]:
     ]
 
 
-def _has_torch(process: Process) -> bool:
+def _has_torch(process: HostProcess) -> bool:
     return "libtorch" in read(f"/proc/{process.pid}/maps")
 
 
-def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
+def _given(among: Mapping[int, HostProcess], pids: Sequence[int]) -> list[HostRank]:
     told = [_rank_of(among[pid], among) if pid in among else None for pid in pids]
     known = [rank for rank in told if rank is not None]
     if len({rank.rank for rank in known}) == len(pids):
@@ -148,7 +148,7 @@ def _given(among: Mapping[int, Process], pids: Sequence[int]) -> list[HostRank]:
     ]
 
 
-def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
+def _rank_of(process: HostProcess, among: Mapping[int, HostProcess]) -> HostRank | None:
     if not process.is_python:
         return None
     given = process.variables
@@ -162,14 +162,16 @@ def _rank_of(process: Process, among: Mapping[int, Process]) -> HostRank | None:
     return _lightnings(process, among)
 
 
-def _is_told(process: Process) -> bool:
+def _is_told(process: HostProcess) -> bool:
     """Whether its variables have its rank, as under launchers other than Lightning's."""
     return any(
         process.variables.get(rank, "").isdecimal() for _, rank, _, _ in _LAUNCHERS
     )
 
 
-def _lightnings(process: Process, among: Mapping[int, Process]) -> HostRank | None:
+def _lightnings(
+    process: HostProcess, among: Mapping[int, HostProcess]
+) -> HostRank | None:
     """Lightning's launcher: the first rank of a host, which has no variables, is the parent of the
     others.
     """
@@ -213,7 +215,7 @@ def _job(given: Mapping[str, str]) -> str:
     return given.get("SLURM_JOB_ID", "")
 
 
-def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
+def _agents(told: Mapping[int, HostRank], among: Mapping[int, HostProcess]) -> set[int]:
     """Processes with a rank's variables that are launchers themselves: torchrun under srun, or in a
     pod with RANK.
     """
@@ -237,7 +239,9 @@ def _agents(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[i
     return agents & told.keys()
 
 
-def _own_step(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set[int]:
+def _own_step(
+    told: Mapping[int, HostRank], among: Mapping[int, HostProcess]
+) -> set[int]:
     """This program and its other tasks here, where srun has started it: they have a rank's
     variables. A rank that has started it itself (on_stall) has loaded torch.
     """
@@ -256,12 +260,14 @@ def _own_step(told: Mapping[int, HostRank], among: Mapping[int, Process]) -> set
     }
 
 
-def _step(process: Process) -> tuple[str | None, str | None]:
+def _step(process: HostProcess) -> tuple[str | None, str | None]:
     given = process.variables
     return given.get("SLURM_JOB_ID"), given.get("SLURM_STEP_ID")
 
 
-def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
+def _above(
+    process: HostProcess, among: Mapping[int, HostProcess]
+) -> Iterator[HostProcess]:
     """Its parent, its parent's parent, and so on."""
     passed = {process.pid}
     while (above := among.get(process.parent)) is not None and above.pid not in passed:
@@ -271,10 +277,10 @@ def _above(process: Process, among: Mapping[int, Process]) -> Iterator[Process]:
 
 
 def _is_below(
-    process: Process,
+    process: HostProcess,
     rank: HostRank,
     told: Mapping[int, HostRank],
-    among: Mapping[int, Process],
+    among: Mapping[int, HostProcess],
 ) -> bool:
     """Whether it is a child of a rank, with that one's variables, and no rank itself. A shell may
     be between them.
@@ -288,7 +294,7 @@ def _is_below(
 
 
 def _with_workers(
-    rank: HostRank, among: Mapping[int, Process], tops: set[int]
+    rank: HostRank, among: Mapping[int, HostProcess], tops: set[int]
 ) -> HostRank:
     found, rest = list[int](), [rank.pid]
     while rest and len(found) < _MOST_WORKERS:
@@ -303,7 +309,7 @@ def _with_workers(
     return replace(rank, workers=tuple(found))
 
 
-def _is_of(job: str, rank: HostRank, process: Process) -> bool:
+def _is_of(job: str, rank: HostRank, process: HostProcess) -> bool:
     given = process.variables
     element = f"{given.get('SLURM_ARRAY_JOB_ID')}_{given.get('SLURM_ARRAY_TASK_ID')}"
     if job in (rank.job, given.get("SLURM_JOB_ID"), element):  # as squeue names it

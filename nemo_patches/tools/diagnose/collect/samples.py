@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from nemo_patches.tools.diagnose.collect.frame_source import calls, loop_of
 from nemo_patches.tools.diagnose.collect.host_ranks import HostRank, is_python
 from nemo_patches.tools.diagnose.collect.proc_files import (
     CLOCK_TICKS_PER_S,
@@ -29,7 +30,6 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     stat_fields,
     uptime_s,
 )
-from nemo_patches.tools.diagnose.collect.source import calls, loop_of
 
 NO_PY_SPY = (
     "py-spy is not installed: `pip install py-spy` (nemo-patches' extra `tools`)"
@@ -106,7 +106,7 @@ class Frame(NamedTuple):
 @dataclass(frozen=True)
 class Thread:
     """counters: of its loops, by "i of train (train.py)". loops: by the same names, where that loop
-    begins (source.py).
+    begins (frame_source.py).
     calls: names of what the innermost line of Python calls, and "with".
     """
 

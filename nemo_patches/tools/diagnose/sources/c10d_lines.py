@@ -13,7 +13,7 @@ from typing import TypeAlias
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions, frame_text
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.rank_facts import (
     NOT_TOLD,
     OF_MODEL,
     Condition,

@@ -21,23 +21,23 @@ from nemo_patches.judging.kinds import is_guess
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.rank_facts import (
     MAIN_THREAD,
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
-from nemo_patches.tools.diagnose.places import (
+from nemo_patches.tools.diagnose.sources.lines import said
+from nemo_patches.tools.diagnose.thread_places import (
     is_users,
     of_autograd,
     place,
     waits_for_work,
     went_on,
 )
-from nemo_patches.tools.diagnose.sources.lines import said
 from nemo_patches.tools.diagnose.verdicts import ENDING, LOADER
 
 _LONGEST_LINE = 2000  # characters
@@ -493,7 +493,7 @@ def _of_dumped(
     last = dumps[-1]
     main = last.training
     if last.pid:
-        yield Fact(rank, Member(pid=last.pid), last.cite)
+        yield Fact(rank, ProcessRank(pid=last.pid), last.cite)
     if last.form != _FAULTHANDLER:  # faulthandler writes when a process ends, too
         yield Fact(rank, Condition(conditions.RUNS), last.cite)
     yield Fact(rank, _place(last, main, workers), last.cite)

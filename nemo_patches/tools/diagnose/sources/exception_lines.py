@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, frame_text
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact
 from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Fact
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 

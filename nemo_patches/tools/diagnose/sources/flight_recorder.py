@@ -19,8 +19,8 @@ import msgspec
 from nemo_patches.text import named, safe
 from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import Evidence, Fact, Member
 from nemo_patches.tools.diagnose.frame_text import is_library, shown
+from nemo_patches.tools.diagnose.rank_facts import Evidence, Fact, ProcessRank
 
 _RANK_IN_NAME = re.compile(
     r"rank[-_.]?(\d{1,7})(?!\d)|(\d{1,7})(?:\.\w{1,10})?$", re.IGNORECASE
@@ -111,7 +111,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
     evidence.world_size = max(evidence.world_size, *of_all, 0)
     for dump in dumps.values():
         evidence.facts.append(
-            Fact(dump.rank, Member(evidence.world_size), dump.cite, host=dump.host)
+            Fact(dump.rank, ProcessRank(evidence.world_size), dump.cite, host=dump.host)
         )
     groups = _groups(dumps)
     for name, ranks in groups:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.rank_end import error_in
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, TEXTS, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts

@@ -11,8 +11,13 @@ import time
 from dataclasses import replace
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Fact, Member
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT
+from nemo_patches.tools.diagnose.rank_facts import (
+    NOT_TOLD,
+    Condition,
+    Fact,
+    ProcessRank,
+)
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.rows import Row
@@ -304,7 +309,7 @@ class LauncherLines:
         for told, line in self._table:
             rank, code, pid = int(told["rank"]), _signed(told["code"]), told["pid"]
             host, at = shown(told.get("host", "")), times[line]
-            member = Member(pid=int(pid))
+            member = ProcessRank(pid=int(pid))
             self._found.keep(Fact(rank, member, line.cite, host=host, own=False))
             of_others = {one for file, one in self._sent if file == line.file}
             end = _condition_of(code, "torchrun")

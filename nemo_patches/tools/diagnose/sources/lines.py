@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.facts import NOT_TOLD
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 
 MOST_KEPT = 4096  # ranks, and the like, of one launch
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name

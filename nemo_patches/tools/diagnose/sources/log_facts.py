@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.rank_facts import (
     NOT_TOLD,
     Condition,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
     Value,
 )
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
@@ -94,7 +94,9 @@ class LaunchFacts:
         local ranks.
         """
         hosts = {
-            fact.host for fact in self.facts.values() if isinstance(fact.value, Member)
+            fact.host
+            for fact in self.facts.values()
+            if isinstance(fact.value, ProcessRank)
         } - {""}
         if not self.several_hosts and len(hosts) < 2:
             return set()
@@ -169,12 +171,14 @@ class LaunchFacts:
         return {
             fact.rank
             for fact in self.facts.values()
-            if not isinstance(fact.value, Member)
+            if not isinstance(fact.value, ProcessRank)
         }
 
     @property
     def tells_anything(self) -> bool:
-        return any(not isinstance(fact.value, Member) for fact in self.facts.values())
+        return any(
+            not isinstance(fact.value, ProcessRank) for fact in self.facts.values()
+        )
 
 
 def _with_place(before: Fact, fact: Fact) -> Fact:

@@ -14,13 +14,13 @@ from itertools import chain
 from pathlib import Path
 
 from nemo_patches.text import safe
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.rank_facts import (
     ALL_WELL,
     NOT_TOLD,
     Evidence,
     UnreadableError,
 )
-from nemo_patches.tools.diagnose.sources.launch import Launch
+from nemo_patches.tools.diagnose.sources.launch_lines import Launch
 from nemo_patches.tools.diagnose.sources.lines import (
     Line,
     Prefixes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from nemo_patches.tools.diagnose.facts import Place
+from nemo_patches.tools.diagnose.rank_facts import Place
 from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps, is_no_log_line
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 

@@ -14,7 +14,13 @@ from nemo_patches.judging.kinds import SILENT as NO_HEARTBEAT
 from nemo_patches.judging.rank_groups import DOES
 from nemo_patches.judging.verdict import WAITED_FOR
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Member, Motion, Place
+from nemo_patches.tools.diagnose.rank_facts import (
+    NOT_TOLD,
+    Condition,
+    Motion,
+    Place,
+    ProcessRank,
+)
 from nemo_patches.tools.diagnose.sources.lines import Line, ranks_in, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
@@ -177,9 +183,9 @@ class StallLines:
 
     def _process(self, rank: int, pid: int, host: str, line: Line) -> None:
         if pid:
-            self._found.facts.pop((rank, Member), None)
+            self._found.facts.pop((rank, ProcessRank), None)
         # A host's process 1 is no rank.
-        member = Member(self._found.world_size, pid, in_container=pid == 1)
+        member = ProcessRank(self._found.world_size, pid, in_container=pid == 1)
         self._found.add(rank, member, line, own=False, host=shown(host))
 
 

@@ -38,26 +38,26 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     stat_fields,
 )
 from nemo_patches.tools.diagnose.entries import Entry
-from nemo_patches.tools.diagnose.facts import (
-    Call,
-    Condition,
-    Evidence,
-    Fact,
-    Member,
-    Motion,
-    Place,
-    Value,
-)
 from nemo_patches.tools.diagnose.findings import Finding, RankSummary
 from nemo_patches.tools.diagnose.frame_text import shown
 from nemo_patches.tools.diagnose.rank_end import STALL_EXIT, error_in, error_of
+from nemo_patches.tools.diagnose.rank_facts import (
+    Condition,
+    EncoderCall,
+    Evidence,
+    Fact,
+    Motion,
+    Place,
+    ProcessRank,
+    Value,
+)
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
-from nemo_patches.tools.diagnose.sources.stall_lines import HAS_LEFT, told_in
-from nemo_patches.tools.diagnose.sources.stall_reports import (
-    Answer,
-    Group,
+from nemo_patches.tools.diagnose.sources.report_files import (
+    RankReport,
+    ReportedGroup,
     facts_of,
 )
+from nemo_patches.tools.diagnose.sources.stall_lines import HAS_LEFT, told_in
 from nemo_patches.tools.diagnose.verdicts import finding, parties
 from nemo_patches.tracing import records
 
@@ -85,13 +85,13 @@ _DECODERS: dict[bytes, msgspec.json.Decoder[records.Timed]] = {
 
 
 @dataclass(frozen=True)
-class Stalled(records.Stalled):
+class ReadStall(records.Stalled):
     """Read."""
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ReportedGroup, ...] = ()
 
 
-_DECODERS[b"stalled"] = msgspec.json.Decoder(Stalled)
+_DECODERS[b"stalled"] = msgspec.json.Decoder(ReadStall)
 
 
 @dataclass
@@ -121,10 +121,12 @@ class RankTrace:
     vain_rounds: set[int] = field(default_factory=set)
     waited: float = 0.0
     raised: records.Raised | None = None  # since which no encoder was called
-    stalled: Stalled | None = None  # the job's report, likewise
-    missing: Stalled | None = None  # on the round that was given up
-    departed: Stalled | None = None  # ranks that have left
-    told: Stalled | None = None  # the last line on a stall, also one that is no warning
+    stalled: ReadStall | None = None  # the job's report, likewise
+    missing: ReadStall | None = None  # on the round that was given up
+    departed: ReadStall | None = None  # ranks that have left
+    told: ReadStall | None = (
+        None  # the last line on a stall, also one that is no warning
+    )
     end: records.End | None = None
     gone: set[int] = field(default_factory=set)  # whose process it saw gone
     bad: int = 0  # lines that are no records, or do not follow from those before
@@ -191,7 +193,7 @@ class RankTrace:
                 self._check(record.e, record.n)
                 self.phase = ""
             self.raised = record
-        elif isinstance(record, Stalled):
+        elif isinstance(record, ReadStall):
             seen = zip(record.ranks, record.where, strict=False)
             self.gone |= {rank for rank, where in seen if where == GONE}
             if record.e and not record.n:
@@ -204,7 +206,7 @@ class RankTrace:
         elif isinstance(record, records.End):
             self.end = record
         self.last = record.t
-        if not isinstance(record, (Stalled, records.End)):
+        if not isinstance(record, (ReadStall, records.End)):
             self.called = record.t
 
     def _check(self, encoder: str, number: int) -> None:
@@ -357,7 +359,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
     if not absent and all(one.went_well for one in traces):
         evidence.is_well = True
         evidence.facts = [
-            fact for fact in evidence.facts if not isinstance(fact.value, Call)
+            fact for fact in evidence.facts if not isinstance(fact.value, EncoderCall)
         ]
     calls = max(len(one.entered) for one in traces)
     vain = sum(len(one.gave_up) for one in traces)
@@ -376,13 +378,13 @@ def _fact(trace: RankTrace, value: Value, t: float, of: int | None = None) -> Fa
 
 
 def _of_rank(trace: RankTrace, end: Condition | None) -> Iterator[Fact]:
-    member = Member(trace.header.world_size, trace.header.pid)
+    member = ProcessRank(trace.header.world_size, trace.header.pid)
     yield _fact(trace, member, trace.last)
     if end is not None:
         ended = trace.raised or trace.end
         yield _fact(trace, end, ended.t if ended is not None else trace.last)
     if trace.is_whole:
-        call = Call(trace.title, trace.position, trace.phase, trace.in_vain)
+        call = EncoderCall(trace.title, trace.position, trace.phase, trace.in_vain)
         yield _fact(trace, call, trace.last)
 
 
@@ -478,12 +480,12 @@ def _of_reports(trace: RankTrace, traces: dict[int, RankTrace]) -> Iterator[Fact
 
 
 def _of_all_ranks(
-    trace: RankTrace, report: Stalled, traces: dict[int, RankTrace]
+    trace: RankTrace, report: ReadStall, traces: dict[int, RankTrace]
 ) -> Iterator[Fact]:
     """Where the judge knew them to be; by older versions' records, what the line said."""
     at = trace.header.started + report.t
     size = trace.header.world_size
-    answer = Answer(size, "WARNING", report.text, report.groups, trace.rank, at)
+    answer = RankReport(size, "WARNING", report.text, report.groups, trace.rank, at)
     facts = list(facts_of(answer))
     if not facts:
         still_s = report.t - (trace.entered[-1] if trace.entered else 0.0)

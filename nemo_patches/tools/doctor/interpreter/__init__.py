@@ -6,5 +6,5 @@ what is known of a file. interpreter.py reads a function: statements.py, manager
 expressions.py and invocations.py (calls) say what each node does, functions.py what a helper of the
 file does. calls.py says what any other call gives, and collectives.py whether it is a collective.
 skeleton.py is what is left of a function, way.py follows it, divergences.py compares two ways, and
-sentences.py says what was found.
+divergence_texts.py says what was found.
 """

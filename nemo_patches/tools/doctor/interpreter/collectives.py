@@ -11,7 +11,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
     LOG,
     Collective,
-    Condition,
+    Decision,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
 from nemo_patches.tools.doctor.interpreter.values import DATA, VARIES, Abstract
@@ -109,7 +109,7 @@ def _logged(call: Call) -> Collective | None:
     )
 
 
-def name_by_batch(call: Call) -> Condition | None:
+def name_by_batch(call: Call) -> Decision | None:
     """What of a batch is in the name that something is logged under: each rank then reduces under
     its own.
     """
@@ -120,7 +120,7 @@ def name_by_batch(call: Call) -> Condition | None:
         if not isinstance(text, ast.FormattedValue) or value.level < DATA:
             continue
         if knowledge.BATCHES & names_in(text):
-            return Condition(
+            return Decision(
                 text=text_of(text.value),
                 key=text_of(text.value),
                 value=Abstract(VARIES),

@@ -31,7 +31,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     RECEIVED,
     UNUSED,
     Collective,
-    Condition,
+    Decision,
     conditions_in,
     served_in,
     tries_in,
@@ -142,7 +142,7 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
     return tuple(
         one
         for each in read
-        for one in Comparison(each, served).divergences(
+        for one in WaysCompared(each, served).divergences(
             said.setdefault(each.definition.node, set())
         )
     )
@@ -179,7 +179,7 @@ def _read(file: SourceFile) -> list[Interpreter]:
     return read
 
 
-class Comparison:
+class WaysCompared:
     """The ways through one function."""
 
     def __init__(self, reader: Interpreter, served: frozenset[str]) -> None:
@@ -189,7 +189,7 @@ class Comparison:
         self.name = reader.definition.name
         self.items = reader.items
         self.job = reader.file.members.job
-        by_key: dict[str, Condition] = {}
+        by_key: dict[str, Decision] = {}
         for each in conditions_in(self.items):
             # What is on one rank alone behind a reduce is asked for before it as what it was.
             if each.key not in by_key or not each.value.has("alone"):
@@ -291,7 +291,7 @@ class Comparison:
                 ways_of = self._follow_both(each.key)
                 yield from self._compared(*ways_of, [each], guess=guess)
 
-    def _guess_of_batches(self, condition: Condition) -> str:
+    def _guess_of_batches(self, condition: Decision) -> str:
         """What must hold for ranks to differ in a test that they mostly agree in, which counts
         where the parts of a sharded model are gathered.
         """
@@ -306,7 +306,7 @@ class Comparison:
         )
         return unlike if own else ""
 
-    def _loads(self, condition: Condition) -> bool:
+    def _loads(self, condition: Decision) -> bool:
         """Whether it is an evaluation until this rank's own loader ends, where nothing shares the
         batches out.
         """
@@ -340,7 +340,7 @@ class Comparison:
         self,
         way: Way,
         other: Way,
-        conditions: Sequence[Condition],
+        conditions: Sequence[Decision],
         *,
         by_rank: bool = False,
         guess: str = "",
@@ -378,7 +378,7 @@ class Comparison:
         way: Way,
         other: Way,
         missing: Sequence[Event],
-        conditions: Sequence[Condition],
+        conditions: Sequence[Decision],
         by_rank: bool,
     ) -> Iterator[Divergence]:
         exits = {*way.exits} ^ {*other.exits}
@@ -394,7 +394,7 @@ class Comparison:
         self,
         kind: Kind,
         made: tuple[Collective, ...],
-        condition: Condition,
+        condition: Decision,
         by_rank: bool,
     ) -> Divergence:
         sure = condition.value.count == VARIES or self._raced(kind, made[0], condition)
@@ -414,7 +414,7 @@ class Comparison:
             sure=sure,
         )
 
-    def _raced(self, kind: Kind, made: Collective, condition: Condition) -> bool:
+    def _raced(self, kind: Kind, made: Collective, condition: Decision) -> bool:
         """Whether one rank may make what the others look for: where it is not there yet, the rank
         decides something before the collective.
         """
@@ -424,7 +424,7 @@ class Comparison:
             for each in self.conditions
         )
 
-    def _tells(self, event: Event, conditions: Sequence[Condition], guess: str) -> bool:
+    def _tells(self, event: Event, conditions: Sequence[Decision], guess: str) -> bool:
         """Whether it can be told that ranks differ in it: a loop may go round as often as they
         agreed on before.
         """

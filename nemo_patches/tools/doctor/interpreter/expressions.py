@@ -27,7 +27,7 @@ from nemo_patches.tools.doctor.interpreter.names import (
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     Branch,
     Collective,
-    Condition,
+    Decision,
     Managed,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -229,7 +229,7 @@ def _entry(
     found = value.entries[-1][1]
     for name, each in value.entries[-2::-1]:
         at = applied(OPERATIONS[ast.Eq], [key.at, reader.file.constant(name).at], text)
-        condition = Condition(
+        condition = Decision(
             text=f"{text} == {name!r}",
             key=f"{reader.meaning(node.slice)} == {name!r}",
             value=replace(key, at=at),

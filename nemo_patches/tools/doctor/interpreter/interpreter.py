@@ -21,10 +21,10 @@ from nemo_patches.tools.doctor.interpreter.names import (
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    BlockEnd,
     Choice,
     Collective,
-    Condition,
-    End,
+    Decision,
     Items,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -110,11 +110,11 @@ class Interpreter:
             return Abstract(DATA, count=count, tags=frozenset({"loader"}))
         return self.env.get("return") or self.file.constant(None)
 
-    def block(self, body: Sequence[ast.stmt]) -> End | None:
+    def block(self, body: Sequence[ast.stmt]) -> BlockEnd | None:
         """Returns how it ends; None where it goes on."""
         for each in body:
             visit = self.visitors.get(type(each).__name__, self.visitors["stmt"])
-            end: End | None = visit(self, each)
+            end: BlockEnd | None = visit(self, each)
             if end is not None:
                 return end
         return None
@@ -188,7 +188,7 @@ class Interpreter:
         self.set_here.add(name)
         self.meanings.pop(name, None)
 
-    def condition(self, node: ast.expr, whole: ast.stmt | ast.expr) -> Condition:
+    def condition(self, node: ast.expr, whole: ast.stmt | ast.expr) -> Decision:
         filters = hasattr(whole, "filters")
         kind = "filter" if filters else type(whole).__name__.lower()
         return self.decided_by(node, self.truth(node), whole, kind)
@@ -200,9 +200,9 @@ class Interpreter:
         whole: ast.stmt | ast.expr,
         kind: str = "if",
         key: str = "",
-    ) -> Condition:
+    ) -> Decision:
         """What an expression of some value decides in a whole statement or expression."""
-        return Condition(
+        return Decision(
             text=key or text_of(node),
             key=key or self.meaning(node),
             value=value,
@@ -228,7 +228,7 @@ class Interpreter:
         return self.file.origin(name)
 
     def either(
-        self, condition: Condition, one: Abstract, other: Abstract, name: str = ""
+        self, condition: Decision, one: Abstract, other: Abstract, name: str = ""
     ) -> Abstract:
         """What a branch makes of two values."""
         value = joined(one, other)

@@ -8,7 +8,7 @@ from nemo_patches.tools.doctor.syntax import words
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveKind:
     """A kind of collective. owners: where it is from, or what its owner is (collectives.py)."""
 
     owners: tuple[str, ...]
@@ -319,14 +319,14 @@ CARRIED = words(
 )
 
 
-def _rows() -> dict[str, list[Row]]:
-    rows: dict[str, list[Row]] = {}
+def _rows() -> dict[str, list[CollectiveKind]]:
+    rows: dict[str, list[CollectiveKind]] = {}
     cells = [each.strip() for each in COLLECTIVES.replace("\n    ", " ").split("\n")]
     for line in filter(None, cells):
         owners, names, why, guess, pairs_with = (
             each.strip() for each in line.split("|")
         )
-        row = Row(tuple(owners.split(",")), why, guess, pairs_with)
+        row = CollectiveKind(tuple(owners.split(",")), why, guess, pairs_with)
         for name in names.split():
             rows.setdefault(name, []).append(row)
     return rows

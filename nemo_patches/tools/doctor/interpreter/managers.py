@@ -15,7 +15,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
-    End,
+    BlockEnd,
     Inlined,
     Items,
 )
@@ -30,11 +30,13 @@ from nemo_patches.tools.doctor.syntax import (
 )
 
 
-def visit_With(reader: Interpreter, node: ast.With) -> End | None:
+def visit_With(reader: Interpreter, node: ast.With) -> BlockEnd | None:
     return _with(reader, node, list(node.items))
 
 
-def _with(reader: Interpreter, node: ast.With, items: list[ast.withitem]) -> End | None:
+def _with(
+    reader: Interpreter, node: ast.With, items: list[ast.withitem]
+) -> BlockEnd | None:
     """Its items one in another."""
     if not items:
         return reader.block(node.body)
@@ -77,14 +79,14 @@ def _managed(
     manager: Definition,
     given: Mapping[str, Abstract],
     entered: Abstract | None = None,
-) -> End | None:
+) -> BlockEnd | None:
     """A block in the generator that is its context manager, at the yield. entered: the object
     that is one, which the block is given.
     """
     own = attributes_in(reader.env) if manager.owner is reader.owner else {}
     env = {**reader.file.start(manager, given), **own}
     within = Interpreter(reader.visitors, reader.file, manager, env, reader.depth + 1)
-    ends: list[End | None] = []
+    ends: list[BlockEnd | None] = []
 
     def run(value: Abstract) -> Items:
         if item.optional_vars is not None:
@@ -105,4 +107,4 @@ def _managed(
     made = Inlined(name, node.lineno, within.items, manages=True)
     reader.items.append(made)
     end = ends[-1] if ends else None
-    return None if end is End.RAISE else end
+    return None if end is BlockEnd.RAISE else end

@@ -24,7 +24,7 @@ class Open(str):
 
 
 @dataclass(frozen=True)
-class Member:
+class SampleMember:
     rank: int
     ranks: int = _MANY
     nodes: int = _NODES
@@ -36,7 +36,7 @@ class Members:
     one job; the others are rank 0 of jobs of other sizes.
     """
 
-    every: tuple[Member, ...]
+    every: tuple[SampleMember, ...]
     job: int
 
     def __len__(self) -> int:
@@ -65,9 +65,9 @@ def members_of(tree: ast.AST) -> Members:
         *(_MANY - each for each in named),
         *(_MANY // each for each in named if each),
     }
-    job = [Member(rank) for rank in sorted(ranks) if rank < _MANY]
+    job = [SampleMember(rank) for rank in sorted(ranks) if rank < _MANY]
     sizes = sorted({2, *named} - {0, 1})
-    others = [Member(0, size, nodes) for size in sizes for nodes in (1, size)]
+    others = [SampleMember(0, size, nodes) for size in sizes for nodes in (1, size)]
     return Members(every=(*job, *others), job=len(job))
 
 

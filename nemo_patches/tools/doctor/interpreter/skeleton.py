@@ -18,7 +18,7 @@ RECEIVED = ("broadcast", "scatter")  # what one rank sends
 WITHOUT_AGREEMENT = (ENCODER, BACKWARD, FORWARD, LOG, UNUSED)
 
 
-class End(Enum):
+class BlockEnd(Enum):
     """How a block ends that does not go on."""
 
     RETURN = "return"
@@ -45,7 +45,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Condition:
+class Decision:
     """What decides a branch or how often a loop goes round.
 
     text: as it is written; key: what it asks, the same wherever that is asked. kind: if, while,
@@ -67,21 +67,21 @@ class Condition:
 class Choice:
     """One function or another, by a condition."""
 
-    condition: Condition
+    condition: Decision
     yes: object
     no: object
 
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    condition: Condition
+    condition: Decision
     yes: Items
     no: Items
 
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    condition: Condition
+    condition: Decision
     body: Items
     orelse: Items
     endless: bool = False
@@ -89,7 +89,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Exit:
-    end: End
+    end: BlockEnd
     line: int
 
 
@@ -110,7 +110,7 @@ class Tried:
     """
 
     body: Items
-    handlers: list[tuple[Condition, Items]]
+    handlers: list[tuple[Decision, Items]]
     orelse: Items
     final: Items
     first: int
@@ -158,7 +158,7 @@ def inner_blocks(item: Item) -> list[Items]:
     return [item.body] if isinstance(item, (Inlined, Managed)) else []
 
 
-def conditions_in(items: Iterable[Item]) -> Iterator[Condition]:
+def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
     for each in items:
         if isinstance(each, (Branch, Loop)):
             yield each.condition

@@ -10,7 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
-from nemo_patches.tools.doctor.interpreter.members import Member, Members, members_of
+from nemo_patches.tools.doctor.interpreter.members import (
+    Members,
+    SampleMember,
+    members_of,
+)
 from nemo_patches.tools.doctor.interpreter.names import parts_of, sounds_like_data
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
@@ -24,7 +28,7 @@ from nemo_patches.tools.doctor.syntax import dotted, functions, last_part, nodes
 
 _MOST_BASES = 20
 # What each line of knowledge.SOURCES says on a member.
-_ON_MEMBER: dict[str, Callable[[Member], Any]] = {
+_ON_MEMBER: dict[str, Callable[[SampleMember], Any]] = {
     "rank": lambda each: each.rank,
     "first rank": lambda each: each.rank == 0,
     "last rank": lambda each: each.rank == each.ranks - 1,

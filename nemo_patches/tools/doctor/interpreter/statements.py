@@ -21,10 +21,10 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     UNUSED,
     WITHOUT_AGREEMENT,
     Assigned,
+    BlockEnd,
     Branch,
     Collective,
-    Condition,
-    End,
+    Decision,
     Exit,
     Items,
     Loop,
@@ -52,16 +52,16 @@ from nemo_patches.tools.doctor.syntax import (
 )
 
 _MOST_TURNED = 3  # loops in each other that are read twice
-_ENDS: dict[type[ast.stmt], End] = {
-    ast.Raise: End.RAISE,
-    ast.Break: End.BREAK,
-    ast.Continue: End.CONTINUE,
+_ENDS: dict[type[ast.stmt], BlockEnd] = {
+    ast.Raise: BlockEnd.RAISE,
+    ast.Break: BlockEnd.BREAK,
+    ast.Continue: BlockEnd.CONTINUE,
 }
 _DENYING = (ast.NotIn, ast.NotEq)
 _ASKED = (ast.Attribute, ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
 
 
-def statement(reader: Interpreter, node: ast.stmt) -> End | None:
+def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
     first = len(reader.items)
     for each in ast.iter_child_nodes(node):
         if isinstance(each, ast.expr):
@@ -73,7 +73,7 @@ def statement(reader: Interpreter, node: ast.stmt) -> End | None:
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            end = End.RAISE
+            end = BlockEnd.RAISE
     if end is not None:
         reader.items.append(Exit(end, node.lineno))
     return end
@@ -158,7 +158,7 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
         reader.items.append(Assigned(name, node.lineno, text_of(node), nothing))
 
 
-def visit_If(reader: Interpreter, node: ast.If) -> End | None:
+def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     condition = reader.condition(node.test, node)
     decided = condition.value.decided
     if decided is None and reader.caught_as and reader.caught_as in names_in(node.test):
@@ -191,7 +191,7 @@ def visit_If(reader: Interpreter, node: ast.If) -> End | None:
         reader.env = _merged(reader, condition, before, taken, other)
     elif left is not None and left_too is not None:
         reader.env = _merged(reader, condition, before, taken, other)
-        return left_too if left is End.RAISE else left
+        return left_too if left is BlockEnd.RAISE else left
     else:
         reader.env = taken if left is None else other
     return None
@@ -199,7 +199,7 @@ def visit_If(reader: Interpreter, node: ast.If) -> End | None:
 
 def _side(
     reader: Interpreter, body: Sequence[ast.stmt], before: Environment, chosen: int
-) -> tuple[Items, End | None, Environment]:
+) -> tuple[Items, BlockEnd | None, Environment]:
     """chosen: how surely data decide that it is this one, and others go on behind the other: DATA
     of what ranks mostly agree in.
     """
@@ -215,7 +215,7 @@ def _side(
 
 def _merged(
     reader: Interpreter,
-    condition: Condition,
+    condition: Decision,
     before: Environment,
     env: Environment,
     other: Environment,
@@ -311,7 +311,7 @@ def _turn(
 
 def _loop(
     reader: Interpreter,
-    condition: Condition,
+    condition: Decision,
     items: Items,
     orelse: Sequence[ast.stmt],
     endless: bool,
@@ -321,7 +321,7 @@ def _loop(
     reader.items.append(Loop(condition, items, last, endless))
 
 
-def visit_Try(reader: Interpreter, node: ast.Try) -> End | None:
+def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
     before = dict(reader.env)
     with reader.inside() as body:
         end = reader.block(node.body)
@@ -368,7 +368,7 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> End | None:
 
 def _handler(
     reader: Interpreter, node: ast.ExceptHandler, level: int, env: Environment
-) -> tuple[Items, End | None]:
+) -> tuple[Items, BlockEnd | None]:
     outer = reader.chosen, reader.caught_as
     reader.env = env
     reader.chosen = max(reader.chosen, level)
@@ -397,11 +397,11 @@ def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
     return agreements > 0
 
 
-def visit_Return(reader: Interpreter, node: ast.Return) -> End:
+def visit_Return(reader: Interpreter, node: ast.Return) -> BlockEnd:
     value = reader.file.constant(None) if node.value is None else reader.of(node.value)
     if reader.runs_backward and value.has("new"):  # backward raises at once
-        reader.items.append(Exit(End.RAISE, node.lineno))
-        return End.RAISE
+        reader.items.append(Exit(BlockEnd.RAISE, node.lineno))
+        return BlockEnd.RAISE
     if reader.runs_backward and not value.has("nothing", "const"):
         why = "in which the gradients are reduced"
         of = dotted(node.value) if node.value else ""
@@ -414,8 +414,8 @@ def visit_Return(reader: Interpreter, node: ast.Return) -> End:
     if (
         reader.run_managed is None
     ):  # a context manager's own return ends no block of another
-        reader.items.append(Exit(End.RETURN, node.lineno))
-    return End.RETURN
+        reader.items.append(Exit(BlockEnd.RETURN, node.lineno))
+    return BlockEnd.RETURN
 
 
 def _ends(body: list[ast.stmt]) -> bool:
@@ -438,7 +438,7 @@ def _denies(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
 
 
-def _of_handler(node: ast.ExceptHandler, tried: ast.Try, apart: bool) -> Condition:
+def _of_handler(node: ast.ExceptHandler, tried: ast.Try, apart: bool) -> Decision:
     """Whether it takes errors of one rank's batch or memory, or those that all ranks share, as
     those of imports are. apart: some ranks alone come there, and share theirs with nobody.
     """
@@ -447,7 +447,7 @@ def _of_handler(node: ast.ExceptHandler, tried: ast.Try, apart: bool) -> Conditi
     kinds = {last_part(dotted(each)) for each in types if each is not None}
     text = text_of(node.type) if node.type else "any error"
     of_all = ((kinds and kinds <= knowledge.ALL_RANKS) or imports) and not apart
-    return Condition(
+    return Decision(
         text=text,
         key=text,
         value=Abstract(SAME if of_all else VARIES),

@@ -13,10 +13,10 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
     ENCODER,
     Assigned,
+    BlockEnd,
     Branch,
     Collective,
-    Condition,
-    End,
+    Decision,
     Exit,
     Inlined,
     Item,
@@ -30,7 +30,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 
 _LOOPS = ("for ", "while ")  # how their guards begin
 Guards = tuple[str, ...]  # the texts of the open conditions around something
-Decide = Callable[[Condition], Any]  # True, False, or an Open text
+Decide = Callable[[Decision], Any]  # True, False, or an Open text
 # Of an event: what it pairs with, its guards, and those under which it is not come to.
 Key = tuple[str, Guards, frozenset[Guards]]
 # The block, which of its handlers, and whether the error came before all but its first call.
@@ -77,17 +77,17 @@ class Way:
     events: list[Event] = field(default_factory=list)
     exits: list[WayOut] = field(default_factory=list)
     unseen: set[str] = field(default_factory=set)
-    endless: list[Condition] = field(default_factory=list)
+    endless: list[Decision] = field(default_factory=list)
     raised: bool = False
     _guards: Guards = ()
-    _left: Mapping[End, tuple[Guards, ...]] = field(default_factory=dict)
+    _left: Mapping[BlockEnd, tuple[Guards, ...]] = field(default_factory=dict)
     _call: Inlined | None = None
     _outside: list[Inlined | None] = field(
         default_factory=list
     )  # of the calls in each other
     _nothing: set[str] = field(default_factory=set)  # names without a gradient
 
-    def follow(self, items: Items) -> End | None:
+    def follow(self, items: Items) -> BlockEnd | None:
         """Returns how they end; None where it goes on behind them."""
         for each in items:
             end = self._one(each)
@@ -95,7 +95,7 @@ class Way:
                 return end
         return None
 
-    def _one(self, item: Item) -> End | None:
+    def _one(self, item: Item) -> BlockEnd | None:
         if isinstance(item, Branch):
             return self._branch(item)
         if isinstance(item, Loop):
@@ -131,8 +131,8 @@ class Way:
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
 
-    def _exit(self, item: Exit) -> End | None:
-        if not self._call and item.end is not End.RAISE:
+    def _exit(self, item: Exit) -> BlockEnd | None:
+        if not self._call and item.end is not BlockEnd.RAISE:
             self._leave_by(item.end.value, item.line)
         return item.end
 
@@ -145,7 +145,7 @@ class Way:
             self._nothing.add(item.name)
             self._leave_by(item.text, item.line, sets=True)
 
-    def _branch(self, item: Branch) -> End | None:
+    def _branch(self, item: Branch) -> BlockEnd | None:
         decided = self.decide(item.condition)
         if isinstance(decided, Open):  # it may be asked again in its own branch
             if decided in self._guards:
@@ -155,7 +155,7 @@ class Way:
         if not isinstance(decided, Open):
             before = self._left
             end = self.follow(item.yes if decided else item.no)
-            always = end is End.RAISE and self._left == before and not self._call
+            always = end is BlockEnd.RAISE and self._left == before and not self._call
             self.raised = self.raised or always
             return end
         for side, other in ((item.yes, item.no), (item.no, item.yes)):
@@ -165,17 +165,17 @@ class Way:
         no = self._perhaps(item.no, negated(decided))
         if yes is None or no is None:
             return None
-        return yes if no is End.RAISE else no
+        return yes if no is BlockEnd.RAISE else no
 
-    def _perhaps(self, items: Items, guard: str) -> End | None:
+    def _perhaps(self, items: Items, guard: str) -> BlockEnd | None:
         """A block that may not be run: where it leaves, what follows is come to without it."""
         with self._under(guard):
             end = self.follow(items)
-            if end is not None and end is not End.RAISE:
+            if end is not None and end is not BlockEnd.RAISE:
                 self._leave(end)
         return end
 
-    def _leave(self, end: End) -> None:
+    def _leave(self, end: BlockEnd) -> None:
         self._left = {**self._left, end: (*self._left.get(end, ()), self._guards)}
 
     @contextmanager
@@ -185,7 +185,7 @@ class Way:
         yield
         self._guards = outer
 
-    def _loop(self, item: Loop) -> End | None:
+    def _loop(self, item: Loop) -> BlockEnd | None:
         condition = item.condition
         if self.decide(condition) is False and not item.endless:
             return self.follow(item.orelse)
@@ -193,36 +193,36 @@ class Way:
             self.endless.append(condition)
         first = len(self.events)
         outer = self._left
-        self._left = {**outer, End.CONTINUE: (), End.BREAK: ()}
+        self._left = {**outer, BlockEnd.CONTINUE: (), BlockEnd.BREAK: ()}
         with self._under(f"{condition.kind} {condition.key}"):
             end = self.follow(item.body)
-            returned = self._left.get(End.RETURN, ())
-            already = len(outer.get(End.RETURN, ()))
-            ways_out = {*self._left[End.BREAK], *returned[already:]}
-            if end in (End.BREAK, End.RETURN):
+            returned = self._left.get(BlockEnd.RETURN, ())
+            already = len(outer.get(BlockEnd.RETURN, ()))
+            ways_out = {*self._left[BlockEnd.BREAK], *returned[already:]}
+            if end in (BlockEnd.BREAK, BlockEnd.RETURN):
                 ways_out.add(("once",))
             # The next turn is not come to, either.
             self.events[first:] = [
                 each.behind(ways_out) for each in self.events[first:]
             ]
-            self._left = {**outer, End.RETURN: returned}
-            if end is End.RETURN:
+            self._left = {**outer, BlockEnd.RETURN: returned}
+            if end is BlockEnd.RETURN:
                 self._leave(end)
         return self.follow(item.orelse)
 
-    def _tried(self, item: Tried) -> End | None:
+    def _tried(self, item: Tried) -> BlockEnd | None:
         if self.caught is not None and self.caught[0] is item:
             end = self._error(item)
         else:
             end = self.follow(item.body)
             if end is None:
                 end = self.follow(item.orelse)
-            elif end is End.RAISE and item.handlers:  # it may be caught
+            elif end is BlockEnd.RAISE and item.handlers:  # it may be caught
                 end = None
         last = self.follow(item.final)
         return last if last is not None else end
 
-    def _error(self, item: Tried) -> End | None:
+    def _error(self, item: Tried) -> BlockEnd | None:
         """Follow the handler, after the collectives of the block or those of its first call."""
         assert self.caught is not None
         _, number, early = self.caught
@@ -236,14 +236,14 @@ class Way:
         ]
         before = self._left
         end = self.follow(item.handlers[number][1])
-        self.raised = self.raised or (end is End.RAISE and self._left == before)
+        self.raised = self.raised or (end is BlockEnd.RAISE and self._left == before)
         return end
 
-    def _inlined(self, item: Inlined) -> End | None:
+    def _inlined(self, item: Inlined) -> BlockEnd | None:
         left = self._left
         call = self._call
         self._outside = [*self._outside, call]
-        self._left = {**left, End.RETURN: left.get(End.RETURN, ())}
+        self._left = {**left, BlockEnd.RETURN: left.get(BlockEnd.RETURN, ())}
         self._call = call or item
         end = self.follow(item.body)
         self._outside = self._outside[:-1]
@@ -251,9 +251,9 @@ class Way:
         if item.manages:
             return end
         self._left = left
-        return end if end is End.RAISE else None
+        return end if end is BlockEnd.RAISE else None
 
-    def _managed(self, item: Managed) -> End | None:
+    def _managed(self, item: Managed) -> BlockEnd | None:
         call = self._call
         self._call = self._outside[-1]
         end = self.follow(item.body)
@@ -263,7 +263,7 @@ class Way:
 
 def _only_raises(items: Items) -> bool:
     last = items[-1] if items else None
-    raises = isinstance(last, Exit) and last.end is End.RAISE
+    raises = isinstance(last, Exit) and last.end is BlockEnd.RAISE
     return raises and not any(collectives_in(items))
 
 
@@ -331,14 +331,14 @@ def reordered(way: Way, other: Way) -> bool:
     return own != theirs and Counter(own) == Counter(theirs) and not is_open
 
 
-def undecided(condition: Condition) -> Any:
+def undecided(condition: Decision) -> Any:
     return Open(condition.key)
 
 
 def on_member(number: int, members: int) -> Decide:
     """The conditions as one member of a job decides them."""
 
-    def decide(condition: Condition) -> Any:
+    def decide(condition: Decision) -> Any:
         if condition.kind == "for":
             return Open(condition.key)
         return truths(condition.value.at, condition.key, members)[number]
@@ -349,7 +349,7 @@ def on_member(number: int, members: int) -> Decide:
 def either(key: str, holds: bool) -> Decide:
     """One condition decided, wherever it is asked, and all others left open."""
 
-    def decide(condition: Condition) -> Any:
+    def decide(condition: Decision) -> Any:
         return holds if condition.key == key else Open(condition.key)
 
     return decide

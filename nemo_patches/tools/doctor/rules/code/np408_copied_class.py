@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from nemo_patches.tools.doctor.code import Class, Code, calls
 from nemo_patches.tools.doctor.finding import (
-    Finding,
     Findings,
+    RuleFinding,
     at,
     note,
     warning,
@@ -48,7 +48,7 @@ def check(code: Code) -> Findings:
             yield _of_class(each)
 
 
-def _of_class(each: Class) -> Finding:
+def _of_class(each: Class) -> RuleFinding:
     shared = [name for name in each.methods if name in each.of_nemo]
     reduces = [
         name

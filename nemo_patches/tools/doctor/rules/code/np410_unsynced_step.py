@@ -14,8 +14,8 @@ from typing import Any
 
 from nemo_patches.tools.doctor.code import Code
 from nemo_patches.tools.doctor.finding import (
-    Finding,
     Findings,
+    RuleFinding,
     at,
     warning,
 )
@@ -64,7 +64,9 @@ def check(code: Code) -> Findings:
                     return
 
 
-def _finding(function: ast.AST, test: ast.expr, holds: bool, step: ast.If) -> Finding:
+def _finding(
+    function: ast.AST, test: ast.expr, holds: bool, step: ast.If
+) -> RuleFinding:
     unsynced = text_of(test) if holds else f"not ({text_of(test)})"
     where = f"{function.name}: " if isinstance(function, ast.FunctionDef) else ""
     what = (

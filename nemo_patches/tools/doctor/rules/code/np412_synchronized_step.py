@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from nemo_patches.tools.doctor.code import Code
-from nemo_patches.tools.doctor.finding import NOTE, Finding, Findings, at, note
+from nemo_patches.tools.doctor.finding import NOTE, Findings, RuleFinding, at, note
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.syntax import (
     DEFINITIONS,
@@ -60,7 +60,7 @@ def check(code: Code) -> Findings:
                 break
 
 
-def _of(name: str, computed: Sequence[ast.expr]) -> Finding | None:
+def _of(name: str, computed: Sequence[ast.expr]) -> RuleFinding | None:
     """Of the expressions of a block."""
     calls = [call for each in computed for call in nodes(each, ast.Call)]
     encodes = [each for each in calls if last_part(dotted(each.func)) in _ENCODERS]

@@ -9,7 +9,13 @@ Link: https://github.com/NVIDIA-NeMo/Speech/pull/11462
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.encoders import FLAG, Encoder, unknown_in
-from nemo_patches.tools.doctor.finding import Finding, Findings, note, stops, warning
+from nemo_patches.tools.doctor.finding import (
+    Findings,
+    RuleFinding,
+    note,
+    stops,
+    warning,
+)
 from nemo_patches.tools.doctor.job import Job
 from nemo_patches.tools.doctor.known_keys import TABLE
 
@@ -77,7 +83,7 @@ def _of_class(encoder: Encoder) -> Findings:
         )
 
 
-def _effective(job: Job, encoder: Encoder) -> Finding:
+def _effective(job: Job, encoder: Encoder) -> RuleFinding:
     flag = encoder.flag
     read = (encoder.get("_target_"), flag, job.strategy, job.devices, job.nodes)
     name = f"{encoder.where} ({encoder.name})"

@@ -12,7 +12,7 @@ Link: https://github.com/NVIDIA-NeMo/Speech/blob/main/nemo/collections/common/da
 from __future__ import annotations
 
 from nemo_patches.tools.doctor.datasets import OF_LHOTSE_ALONE, Dataset
-from nemo_patches.tools.doctor.finding import Finding, Findings, note, warning
+from nemo_patches.tools.doctor.finding import Findings, RuleFinding, note, warning
 from nemo_patches.tools.doctor.job import Job
 
 BAD = """\
@@ -41,7 +41,7 @@ def check(job: Job) -> Findings:
             yield from _of_a_stream(job, dataset)
 
 
-def _of_shares(job: Job, dataset: Dataset) -> Finding:
+def _of_shares(job: Job, dataset: Dataset) -> RuleFinding:
     """Measured on 2 ranks: 18 to 27% of the entries are read twice, and epochs of 112 batches meet
     113.
     """

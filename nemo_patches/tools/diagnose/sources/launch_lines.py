@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.facts import NOT_TOLD, Condition, Evidence
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Evidence
 from nemo_patches.tools.diagnose.sources.c10d_lines import C10dLines
 from nemo_patches.tools.diagnose.sources.encoder_prints import EncoderPrints
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines

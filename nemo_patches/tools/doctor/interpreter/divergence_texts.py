@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from nemo_patches.tools.doctor.finding import NOTE, WARNING, Finding, Severity, at
+from nemo_patches.tools.doctor.finding import NOTE, WARNING, RuleFinding, Severity, at
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.divergences import Divergence, Kind
-from nemo_patches.tools.doctor.interpreter.skeleton import BACKWARD, ENCODER, End
+from nemo_patches.tools.doctor.interpreter.skeleton import BACKWARD, ENCODER, BlockEnd
 
 _MOST_NAMED = 3  # collectives of a finding
 _EMPTY = re.compile(r"not \(?[\w.]+\b|len\([\w.]+\)|[\w.]+ is (not )?None$")
@@ -103,7 +103,7 @@ _OF_GENERATE = Sentence(
 )
 
 
-def finding(each: Divergence) -> tuple[str, Finding]:
+def finding(each: Divergence) -> tuple[str, RuleFinding]:
     """The rule's identifier, and its finding."""
     sentence = _sentence(each)
     one = len({made.name for made in each.collectives}) == 1
@@ -123,7 +123,7 @@ def finding(each: Divergence) -> tuple[str, Finding]:
         read = [at(each.exit, each.exit_line), *read]
     elif each.kind is Kind.ERROR:
         read = [at(f"except {each.cause}", each.line), *made]
-    return sentence.rule, Finding(
+    return sentence.rule, RuleFinding(
         severity=NOTE if guess else _severity(each),
         what=f"{each.function}: {said}{guess}",
         read=tuple(read),
@@ -157,7 +157,7 @@ def _guess(each: Divergence) -> str:
     guesses = [made.guess for made in each.collectives]
     said = f"{each.cause} {each.about}"
     # That a batch may be None.
-    expected = each.function.endswith("_step") or each.exit == End.CONTINUE.value
+    expected = each.function.endswith("_step") or each.exit == BlockEnd.CONTINUE.value
     if re.search(knowledge.NO_GRADIENT, said):
         expected = each.trains
     expected = bool(expected and re.search(knowledge.NO_BATCH, said))

@@ -1,5 +1,4 @@
-"""`doctor --ranks`:
-every rank publishes facts in the job's store, and rank 0 collects them, in bounded time.
+"""`doctor --ranks`: ranks publish facts in the job's store, rank 0 collects them in bounded time.
 
 A rank that does not answer becomes a finding. What a rank publishes is checked for its types and
 its size, and printed without control characters.
@@ -21,9 +20,9 @@ from nemo_patches.sync.settings import Settings, SettingsError
 from nemo_patches.text import first_line, safe
 from nemo_patches.tools import status
 from nemo_patches.tools.doctor import machine
-from nemo_patches.tools.doctor.errors import DoctorError
 from nemo_patches.tools.doctor.rank_place import RankPlace
 from nemo_patches.tools.doctor.ranks import Facts, Ranks
+from nemo_patches.tools.doctor.refused import DoctorError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -54,9 +53,9 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
     own = own_facts(here, loaders)
     # Torch's calls cannot be interrupted.
     limit = _TO_CONNECT_AND_COLLECT * timeout.total_seconds() + _ROOM_S
-    watch = threading.Timer(limit, _give_up, [here])
-    watch.daemon = True
-    watch.start()
+    limit_timer = threading.Timer(limit, _give_up, [here])
+    limit_timer.daemon = True
+    limit_timer.start()
     try:
         facts = _exchanged(here, own, timeout)
     except Exception as error:  # torch has no common class for what its stores raise
@@ -64,7 +63,7 @@ def examine(here: RankPlace, loaders: Mapping[str, str]) -> Ranks | None:
             f"rank {here.rank}, {here.store}: {first_line(error)}"
         ) from None
     finally:
-        watch.cancel()
+        limit_timer.cancel()
     return None if here.rank else Ranks(here.size, timeout, facts)
 
 

@@ -49,7 +49,7 @@ class Place:
     activity: one of judging/kinds.py or verdicts.py. worker: "its worker (pid 24950) is in
     __getitem__ (hang.py:24), at a.wav". way: its Python frames, outermost first. counters: integers
     of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the same names, the line at
-    which that loop begins; 0: the thread has left it; NO_LOOP (source.py): no loop sets that
+    which that loop begins; 0: the thread has left it; NO_LOOP (frame_source.py): no loop sets that
     variable; no entry where the source is not known. thread: its name, where several threads of the
     rank are in collectives: each has a place, beside the rank's.
     """
@@ -72,7 +72,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Call:
+class EncoderCall:
     """A rank's last encoder call. Ranks at different calls do not by themselves show a wait.
 
     title: "training call 71 of ConformerEncoder". position: training calls, and evaluation calls
@@ -99,7 +99,7 @@ class Motion:
 
 
 @dataclass(frozen=True)
-class Member:
+class ProcessRank:
     """A process is this rank of the job. world_size: 0: unknown. in_container: the pid is one of a
     container, and on its host another process has it.
     """
@@ -109,7 +109,7 @@ class Member:
     in_container: bool = False
 
 
-Value: TypeAlias = Entry | Condition | Place | Call | Motion | Member
+Value: TypeAlias = Entry | Condition | Place | EncoderCall | Motion | ProcessRank
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class CallLeft(NamedTuple):
     result: int  # the one that the encoder grows to
 
 
-class Notes:
+class NoNotes:
     """What the watch notes: nothing, until it is there and has put its own in place of these.
 
     On the thread that does it, mostly the training thread. They raise nothing but what a signal
@@ -188,7 +188,7 @@ class Notes:
 
 
 class Tracer:
-    """What a trace records: nothing where there is none. As Notes; the watch tells it, too."""
+    """What a trace records: nothing where there is none. As NoNotes; the watch tells it, too."""
 
     def call_left(self, call: CallLeft) -> None:
         pass
@@ -221,7 +221,7 @@ class Listeners:
     """Of this process. Each is called directly."""
 
     def __init__(self) -> None:
-        self.notes = Notes()
+        self.notes = NoNotes()
         self.tracer = Tracer()
         # On rank 0, once every rank has joined, so each is patched: how many they are, and how they
         # differ; again where that is known only later. Whether it logs the differences.

@@ -29,14 +29,6 @@ from nemo_patches.tools.diagnose.collect.proc_files import (
     pid_here,
     started_at,
 )
-from nemo_patches.tools.diagnose.facts import (
-    Condition,
-    Evidence,
-    Fact,
-    Member,
-    Motion,
-    Place,
-)
 from nemo_patches.tools.diagnose.findings import (
     CRITICAL,
     WARNING,
@@ -45,6 +37,14 @@ from nemo_patches.tools.diagnose.findings import (
     RankSummary,
 )
 from nemo_patches.tools.diagnose.judge import judge
+from nemo_patches.tools.diagnose.rank_facts import (
+    Condition,
+    Evidence,
+    Fact,
+    Motion,
+    Place,
+    ProcessRank,
+)
 from nemo_patches.tools.diagnose.verdicts import finding
 from nemo_patches.watch.job_socket import ENDING, is_ours, process_of
 from nemo_patches.watch.process_id import is_of_container, machine, started
@@ -61,7 +61,7 @@ _CONDITIONS = {
 _GOES_ON = (CALLING, MOVING, COMPUTING)
 
 
-class Group(msgspec.Struct):
+class ReportedGroup(msgspec.Struct):
     """Ranks at one place, as judging/rank_groups.py tells of them. Older versions leave out what
     has a default.
     """
@@ -126,7 +126,7 @@ class Group(msgspec.Struct):
         return self.collective or self.where
 
 
-class Process(msgspec.Struct):
+class ReportedProcess(msgspec.Struct):
     """As watch/process_id.py tells of it."""
 
     pid: int
@@ -152,7 +152,7 @@ class Process(msgspec.Struct):
         return self.is_here and started(self.pid) != self.started
 
 
-class Answer(msgspec.Struct):
+class RankReport(msgspec.Struct):
     """One rank's report. time: seconds since 1970 by its host's clock. idle_s: since its last
     step. process: the reporter's.
     """
@@ -160,11 +160,11 @@ class Answer(msgspec.Struct):
     world_size: int
     level: str
     text: str
-    groups: tuple[Group, ...]
+    groups: tuple[ReportedGroup, ...]
     rank: int = -1
     time: float = 0.0
     idle_s: float = 0.0
-    process: Process | None = None
+    process: ReportedProcess | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -187,7 +187,7 @@ class Answer(msgspec.Struct):
         """By rank of which it is known where it is: encoder calls, which ranks make in step."""
         return {rank: one.calls for rank, one in self.by_rank if one.is_placed}
 
-    def is_of_the_stall_of(self, newest: Answer) -> bool:
+    def is_of_the_stall_of(self, newest: RankReport) -> bool:
         """Hosts' clocks may differ by hours: of another one's report the calls tell."""
         if self.clock == newest.clock:
             return self.time >= newest.time - newest.idle_s
@@ -195,18 +195,18 @@ class Answer(msgspec.Struct):
         return all(then.get(rank, n) == n for rank, n in newest.calls.items())
 
     @property
-    def by_rank(self) -> list[tuple[int, Group]]:
+    def by_rank(self) -> list[tuple[int, ReportedGroup]]:
         pairs = ((rank, group) for group in self.groups for rank in group.ranks)
         return sorted(pairs, key=lambda one: one[0])
 
 
-def decode(data: bytes) -> Answer:
+def decode(data: bytes) -> RankReport:
     """Raises ValueError, RecursionError."""
-    return msgspec.json.decode(data, type=Answer)
+    return msgspec.json.decode(data, type=RankReport)
 
 
 def diagnose_answer(
-    answer: Answer, source: str, problems: tuple[str, ...]
+    answer: RankReport, source: str, problems: tuple[str, ...]
 ) -> Diagnosis:
     """The report on what a running job has just answered."""
     report = judge(evidence_of(answer), safe(source), stuck_after_s=0.0)
@@ -224,7 +224,7 @@ def diagnose_answer(
     )
 
 
-def evidence_of(answer: Answer) -> Evidence:
+def evidence_of(answer: RankReport) -> Evidence:
     """What a running job has just answered."""
     return Evidence(list(facts_of(answer)), world_size=answer.world_size)
 
@@ -238,7 +238,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
     """Add what the reports on the latest stall say. A rank that took no part in it may have left an
     earlier one; so may an earlier attempt, whose processes have ended.
     """
-    answers: list[tuple[Path, Answer]] = []
+    answers: list[tuple[Path, RankReport]] = []
     for file in files:
         try:
             with file.open("rb") as opened:
@@ -298,7 +298,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
         evidence.summary.append(f"The newest report is {_dated(newest)}{seen}.")
 
 
-def _running_since(folder: Path, answers: Sequence[Answer]) -> float:
+def _running_since(folder: Path, answers: Sequence[RankReport]) -> float:
     """When the first of the job's processes that run has begun, in seconds since 1970; 0: none is
     known to run.
     """
@@ -317,7 +317,7 @@ def _running_since(folder: Path, answers: Sequence[Answer]) -> float:
     return min(began) - CLOCK_SLACK_S if began else 0.0
 
 
-def _dated(answer: Answer) -> str:
+def _dated(answer: RankReport) -> str:
     ago_s = max(time.time() - answer.time, 0.0)
     ago = f"{ago_s:.0f} s" if ago_s < 120 else f"{ago_s / 60:.0f} min"
     if ago_s > 3 * 3600:
@@ -327,7 +327,7 @@ def _dated(answer: Answer) -> str:
     return f"{of}{ago} old"
 
 
-def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
+def _findings(answer: RankReport, judged: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """The job decides whether ranks wait in vain: it knows which of them go on, and which waits end
     by themselves.
     """
@@ -354,7 +354,7 @@ def _findings(answer: Answer, judged: tuple[Finding, ...]) -> tuple[Finding, ...
     )
 
 
-def _not_yet(answer: Answer, unsettled: Sequence[Group]) -> Finding:
+def _not_yet(answer: RankReport, unsettled: Sequence[ReportedGroup]) -> Finding:
     """unsettled: ranks that are away from the encoder, and not for long; else no rank waits."""
     groups = unsettled or answer.groups
     idle_s = min((group.idle for group in groups if group.idle >= 0), default=None)
@@ -376,7 +376,7 @@ def _not_yet(answer: Answer, unsettled: Sequence[Group]) -> Finding:
     return finding(ids.NOT_ENOUGH, text, evidence=places, next_step=step)
 
 
-def facts_of(answer: Answer) -> Iterator[Fact]:
+def facts_of(answer: RankReport) -> Iterator[Fact]:
     of_reporter = [group for group in answer.groups if answer.rank in group.ranks[:1]]
     clock = safe(of_reporter[0].host) if of_reporter else ""
     for rank, group in answer.by_rank:
@@ -395,7 +395,7 @@ def facts_of(answer: Answer) -> Iterator[Fact]:
         own = rank == answer.rank and group.kind not in _CONDITIONS
         yield Fact(
             rank,
-            Member(answer.world_size, pid, in_container),
+            ProcessRank(answer.world_size, pid, in_container),
             f"{host}, pid {pid}" if pid else cite,
             host=host,
             own=own,
@@ -404,7 +404,9 @@ def facts_of(answer: Answer) -> Iterator[Fact]:
             yield Fact(rank, value, cite, answer.time, clock, own)
 
 
-def _values(group: Group, is_hang: bool) -> Iterator[Condition | Place | Motion]:
+def _values(
+    group: ReportedGroup, is_hang: bool
+) -> Iterator[Condition | Place | Motion]:
     if group.kind in _CONDITIONS:
         is_gone = group.kind == SILENT and group.where == PROCESS_GONE
         yield Condition(conditions.GONE if is_gone else _CONDITIONS[group.kind])
@@ -419,7 +421,7 @@ def _values(group: Group, is_hang: bool) -> Iterator[Condition | Place | Motion]
         yield Motion(still_s=still_s, is_hang=is_hang)
 
 
-def _summary(rank: int, group: Group) -> RankSummary:
+def _summary(rank: int, group: ReportedGroup) -> RankSummary:
     """The place is the first rank's, and stands for all ranks of the group; host and pid are the
     first rank's only.
     """

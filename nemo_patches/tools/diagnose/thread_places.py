@@ -12,11 +12,11 @@ from itertools import takewhile
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging import waits
-from nemo_patches.judging.waits import Call
+from nemo_patches.judging.waits import NamedFrame
 from nemo_patches.text import safe
 from nemo_patches.tools.diagnose import frame_text
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread
-from nemo_patches.tools.diagnose.facts import Place
+from nemo_patches.tools.diagnose.rank_facts import Place
 from nemo_patches.tools.diagnose.verdicts import ENDING, LAST_THREADS, LOADER, LOCK
 
 _NO_FRAME = "the end of its script: no Python frame is left, it waits in C++"
@@ -153,8 +153,8 @@ def _in_torch(frame: Frame) -> str:
     return found[1] if found else ""
 
 
-def _call(frame: Frame) -> Call:
-    return Call(_function(frame), frame.file, _in_torch(frame))
+def _call(frame: Frame) -> NamedFrame:
+    return NamedFrame(_function(frame), frame.file, _in_torch(frame))
 
 
 def _where(frames: Sequence[Frame]) -> str:
@@ -164,7 +164,7 @@ def _where(frames: Sequence[Frame]) -> str:
     )
 
 
-def _set_up(calls: Iterable[Call]) -> str:
+def _set_up(calls: Iterable[NamedFrame]) -> str:
     """The function that makes or destroys a process group, in which all its ranks wait for each
     other.
     """

@@ -29,22 +29,22 @@ from nemo_patches.tools.diagnose.collect.samples import (
     Sample,
     Thread,
 )
-from nemo_patches.tools.diagnose.facts import (
+from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
     Fact,
-    Member,
     Motion,
     Place,
+    ProcessRank,
 )
-from nemo_patches.tools.diagnose.places import (
+from nemo_patches.tools.diagnose.sources import dumps
+from nemo_patches.tools.diagnose.sources.dumps import MOST_DETAILS, Dump
+from nemo_patches.tools.diagnose.thread_places import (
     is_users,
     place,
     waits_for_work,
     went_on,
 )
-from nemo_patches.tools.diagnose.sources import dumps
-from nemo_patches.tools.diagnose.sources.dumps import MOST_DETAILS, Dump
 from nemo_patches.tools.diagnose.verdicts import CHILD, LOADER, LOCK
 
 KIND = "stacks"
@@ -96,7 +96,9 @@ def read(files: Sequence[Path], evidence: Evidence) -> None:
     facts = _of_host_files(host_files, evidence)
     facts += dumps.facts_of(found, evidence)
     evidence.facts += facts
-    sizes = [fact.value.world_size for fact in facts if isinstance(fact.value, Member)]
+    sizes = [
+        fact.value.world_size for fact in facts if isinstance(fact.value, ProcessRank)
+    ]
     evidence.world_size = max(evidence.world_size, *sizes, 0)
 
 
@@ -176,8 +178,8 @@ def _ranks_of_host(job: HostJob) -> range:
 
 def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
     rank, samples = sampled.rank, sampled.samples
-    values: list[Condition | Place | Motion | Member] = [
-        Member(rank.world_size, rank.pid, job.in_container)
+    values: list[Condition | Place | Motion | ProcessRank] = [
+        ProcessRank(rank.world_size, rank.pid, job.in_container)
     ]
     if samples:
         last, motion = samples[-1], _motion(samples)
