@@ -55,7 +55,8 @@ def called(call: Call) -> Abstract:
     for known in (_of_ranks(call), _known(call), _of_items(call)):
         if known is not None:
             return known
-    return _by_name(call)
+    value = _by_name(call)
+    return value.tagged("unordered") if call.name in ("frozenset", "set") else value
 
 
 def _of_ranks(call: Call) -> Abstract | None:
@@ -113,13 +114,18 @@ def _known(call: Call) -> Abstract | None:
         size = call.given.get("size")
         drawn = tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
         return replace(drawn, count=size.level if size else None)
+    if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
+        return tagged("lock")
+    if call.last == "acquire" and call.owner.has("lock"):
+        return call.owner
     if call.last in knowledge.FILES:
         return tagged("file", level=VARIES)
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
 
 
 def _of_rank(call: Call) -> bool:
-    values = (*call.args, *call.given.values())
+    given = (*call.args, *call.given.values())
+    values = [each for one in given for each in (one, *one.parts)]
     return any(each.has("rank") or call.file.members.differ(each.at) for each in values)
 
 
@@ -210,6 +216,8 @@ def _of_items(call: Call) -> Abstract | None:
         return replace(value, count=count, item=Abstract())
     if call.last in knowledge.PASSED_ON and call.args:
         item = items[0]
+        if call.last != "sorted":
+            value = value.tagged(*call.args[0].tags & {"unordered"})
         if call.last == "enumerate":
             item = Abstract(parts=(Abstract(), item))
         return replace(value, count=call.args[0].count, item=item)
@@ -222,7 +230,9 @@ def _entries(call: Call, value: Abstract) -> Abstract:
     item = Abstract() if call.last == "keys" else None
     if call.last in ("items", "named_parameters"):
         entry = replace(value, level=min(value.level, DATA))
-        item = Abstract(parts=(Abstract(), entry))
+        is_text = call.last != "items" or "state_dict" in text_of(call.node)
+        key = tagged("text") if is_text else Abstract()
+        item = Abstract(parts=(key, entry))
     return replace(value, count=count, item=item)
 
 

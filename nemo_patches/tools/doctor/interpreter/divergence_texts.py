@@ -68,6 +68,18 @@ _SENTENCES = {
         "as many turns on all ranks: all_reduce their number with MAX, and fill up with"
         " padding",
     ),
+    Kind.LOCK: Sentence(
+        "NP401",
+        "{names} {are} made while a rank holds the lock of line {line}: it waits for the others,"
+        " and they for the lock",
+        "the collective behind the lock",
+    ),
+    Kind.SET: Sentence(
+        "NP401",
+        "{names} {are} made in the order of a set (line {line}), which is another one in each"
+        " process: ranks make unlike ones",
+        "sorted(..)",
+    ),
     Kind.ALARM: Sentence(
         "NP411",
         "the alarm of line {line} does not end {names}: Python runs the handler of a signal"

@@ -88,8 +88,12 @@ class Kind(Enum):
     NAME = "the name that it is logged under"
     FIRST_RANK = "a function that runs on one rank"
     ALARM = "an alarm that cannot end it"
+    LOCK = "a lock that one process alone holds at a time"
+    SET = "the order of a set"
 
 
+# What may be wrong with a collective that something else is wrong with.
+_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET)
 _KINDS = {
     "for": Kind.LOOP,
     "filter": Kind.LOOP,
@@ -123,7 +127,7 @@ class Divergence:
         if self.kind in (Kind.EXIT, Kind.ERROR):
             place = (self.kind, self.exit_line or self.line)
             return dict.fromkeys(self.collectives, place)
-        apart = self.kind if self.kind in (Kind.LOOP, Kind.ALARM) else None
+        apart = self.kind if self.kind in _BESIDE_OTHERS else None
         return {each: (apart, each.place, each.line) for each in self.collectives}
 
 
@@ -211,12 +215,12 @@ class WaysCompared:
                 yield replace(each, collectives=left, trains=self._trains)
 
     def _all(self) -> Iterator[Divergence]:
-        for made, line in self.reader.alarmed if self.file.handles_alarm else ():
+        for kind, made, line in self.reader.found:
             yield Divergence(
                 function=self.name,
-                kind=Kind.ALARM,
+                kind=Kind[kind],
                 collectives=(made,),
-                cause="the alarm",
+                cause=Kind[kind].value,
                 line=line,
             )
         yield from self._by_error()

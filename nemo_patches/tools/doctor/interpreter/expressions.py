@@ -248,7 +248,17 @@ def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abs
     return replace(mixed(values), at=at, count=SAME, parts=values)
 
 
-visit_Tuple = visit_Set = visit_List
+visit_Tuple = visit_List
+
+
+def visit_Set(reader: Interpreter, node: ast.Set) -> Abstract:
+    value = visit_List(reader, node).tagged("unordered")
+    is_text = any(each.at and isinstance(each.at[0], str) for each in value.parts)
+    return value.tagged("text") if is_text else value
+
+
+def visit_FormattedValue(reader: Interpreter, node: ast.FormattedValue) -> Abstract:
+    return reader.of(node.value)
 
 
 def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
@@ -287,7 +297,11 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     return value
 
 
-visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
+visit_GeneratorExp = visit_DictComp = visit_ListComp
+
+
+def visit_SetComp(reader: Interpreter, node: ast.SetComp) -> Abstract:
+    return visit_ListComp(reader, node).tagged("unordered")
 
 
 def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
@@ -331,6 +345,7 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     at = applied(operation, [each.at for each in sides], text_of(node))
     value = replace(mixed(sides), at=at).without("gradient")
     by_rank = at is None and any(map(reader.by_rank, sides))
+    value = value.tagged(*(sides[0].tags | sides[1].tags) & {"unordered"})
     return value.tagged("rank") if by_rank else value
 
 

@@ -87,7 +87,9 @@ class Interpreter:
         self.caught_as = ""  # the name of the error in its handler
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
-        self.alarmed: list[tuple[Collective, int]] = []
+        self.held = 0  # the line of a lock of several processes
+        # By Kind's names, what no comparison of ways shows, and the line of what is wrong with it.
+        self.found: list[tuple[str, Collective, int]] = []
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
         self.managed: Sequence[ast.stmt] = ()
@@ -300,11 +302,13 @@ class Interpreter:
     def emit(self, made: Collective) -> None:
         if made.pairs_with != BACKWARD or not self.unsynced:
             self.items.append(replace(made, place=(made.line, made.name)))
-            self._under_alarm(made)
+            self.note_what_is_set(made)
 
-    def _under_alarm(self, made: Collective) -> None:
-        if self.alarm:
-            self.alarmed.append((made, self.alarm))
+    def note_what_is_set(self, made: Collective) -> None:
+        if self.alarm and self.file.handles_alarm:
+            self.found.append(("ALARM", made, self.alarm))
+        if self.held:
+            self.found.append(("LOCK", made, self.held))
 
     def read(
         self,

@@ -56,7 +56,11 @@ _MOST_WORK = 40_000  # expressions of one file
 
 
 def _set_alarm(reader: Interpreter, call: calls.Call) -> None:
-    """Set or clear an alarm."""
+    """Set or clear an alarm, take or leave a lock."""
+    if call.owner.has("lock") and call.last in ("acquire", "release"):
+        reader.held = call.node.lineno if call.last == "acquire" else 0
+    if call.origin in knowledge.FILE_LOCKS:
+        reader.held = call.node.lineno if "LOCK_EX" in text_of(call.node) else 0
     last = call.node.args[-1] if call.node.args else None
     if call.origin in knowledge.ALARMS:
         reader.alarm = 0 if constant(last) == 0 else call.node.lineno

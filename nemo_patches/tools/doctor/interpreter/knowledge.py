@@ -273,6 +273,9 @@ ALL_RANKS = words("""
     """)
 HARMLESS = words("float getattr int len")
 ALARMS = words("signal.alarm signal.setitimer")
+# Locks of processes, of which one has it at a time.
+LOCKS = r"(FileLock|InterProcessLock)$|^portalocker\.\w*Lock$"
+FILE_LOCKS = words("fcntl.flock fcntl.lockf portalocker.lock portalocker.unlock")
 # Of what ranks make in a loop of another function that serves a rank.
 NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
@@ -315,7 +318,7 @@ OF_WRAPPERS = {
 }
 # Of what something is made of, what it has, too.
 CARRIED = words(
-    "alone ddp even file fsdp gradient lacks loader next perhaps random rank sized"
+    "alone ddp even file fsdp gradient lacks loader next perhaps random rank sized text"
 )
 
 

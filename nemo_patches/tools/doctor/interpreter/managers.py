@@ -46,19 +46,21 @@ def _with(
         assert isinstance(item.context_expr, ast.Call)
         given = given_by(manager, call_of(reader, item.context_expr))
         return _managed(reader, node, item, inner, manager, given)
+    outer = reader.unsynced, reader.held
     value = reader.of(item.context_expr)
+    if value.has("lock"):
+        reader.held = node.lineno
     enters = (
         reader.file.method(value.ref, "__enter__") if value.has("instance") else None
     )
     if enters is not None and enters not in reader.file.being_read:
         return _managed(reader, node, item, inner, enters, {}, value)
-    outer = reader.unsynced
     reader.unsynced |= "no_sync(" in text_of(item.context_expr)
     if item.optional_vars is not None:
         reader.assign(item.optional_vars, value)
     with reader.inside() as body:
         end = _with(reader, node, inner)
-    reader.unsynced = outer
+    reader.unsynced, reader.held = outer
     reader.items += body
     return end
 
@@ -91,11 +93,12 @@ def _managed(
     def run(value: Abstract) -> Items:
         if item.optional_vars is not None:
             reader.assign(item.optional_vars, entered or value)
-        outer = reader.alarm
-        reader.alarm = within.alarm or outer
+        outer = reader.alarm, reader.held
+        reader.alarm = within.alarm or reader.alarm
+        reader.held = within.held or reader.held
         with reader.inside() as items:
             ends.append(_with(reader, node, inner))
-        reader.alarm = outer
+        reader.alarm, reader.held = outer
         return items
 
     within.run_managed = run

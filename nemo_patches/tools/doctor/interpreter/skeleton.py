@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 
 from nemo_patches.tools.doctor.interpreter.values import Abstract
 
@@ -89,8 +90,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Exit:
+    """text: as it is written, where that is not what it is called."""
+
     end: BlockEnd
     line: int
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,21 @@ def size_of(items: Iterable[Item]) -> int:
         else 1 + sum(map(size_of, inner_blocks(each)))
         for each in items
     )
+
+
+def own_collectives(items: Iterable[Item]) -> Iterator[Collective]:
+    """With a helper's first one in place of all of the helper's, where it is called."""
+    for each in items:
+        if isinstance(each, Collective):
+            yield each
+        elif isinstance(each, Inlined):
+            for made in islice(collectives_in(each.body), 1):
+                why = made.why or f"which makes {made.name}"
+                name, guess = f"{each.name}()", made.guess or each.guess
+                yield replace(made, name=name, line=each.line, why=why, guess=guess)
+        else:
+            for block in inner_blocks(each):
+                yield from own_collectives(block)
 
 
 def collectives_in(items: Iterable[Item]) -> Iterator[Collective]:

@@ -29,6 +29,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Items,
     Loop,
     Tried,
+    own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -67,16 +68,24 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if isinstance(each, ast.expr):
             reader.of(each)
     end = _ENDS.get(type(node))
+    text = ""
     called = _called(node) if isinstance(node, ast.Expr) else None
     if called is not None:
         last = reader.items[-1] if reader.items else None
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            end = BlockEnd.RAISE
+            end = BlockEnd.RETURN if _succeeds(called) else BlockEnd.RAISE
+            text = text_of(called)
     if end is not None:
-        reader.items.append(Exit(end, node.lineno))
+        reader.items.append(Exit(end, node.lineno, text))
     return end
+
+
+def _succeeds(call: ast.Call) -> bool:
+    """Whether it ends a process without an error: its launcher leaves the other ranks alone."""
+    codes = [getattr(each, "value", call) for each in call.args]
+    return dotted(call.func) != "os.abort" and codes in ([], [0], [None])
 
 
 def _unused(reader: Interpreter, first: int) -> None:
@@ -283,6 +292,22 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     reader.loops -= 1
     reader.turns = turns
     _loop(reader, condition, items, node.orelse, endless=False)
+    if iterated.has("unordered"):
+        guess = "" if iterated.has("text") else "its items are no numbers"
+        for each in _made_with(node, items):
+            made = replace(each, guess=each.guess or guess)
+            reader.found.append(("SET", made, node.lineno))
+
+
+def _made_with(node: ast.For, items: Items) -> list[Collective]:
+    """The collectives of a loop's body that are given its item, or what is made of it."""
+    names = names_in(node.target)
+    for each in nodes(node, ast.Assign):
+        if names & names_in(each.value):
+            names |= {dotted(target) for target in each.targets}
+    calls_of = nodes(node, ast.Call)
+    given = {each.lineno for each in calls_of if names & names_in(each)}
+    return [each for each in own_collectives(items) if each.line in given]
 
 
 def _readings(reader: Interpreter) -> int:

@@ -133,7 +133,7 @@ class Way:
 
     def _exit(self, item: Exit) -> BlockEnd | None:
         if not self._call and item.end is not BlockEnd.RAISE:
-            self._leave_by(item.end.value, item.line)
+            self._leave_by(item.text or item.end.value, item.line)
         return item.end
 
     def _leave_by(self, text: str, line: int, sets: bool = False) -> None:
