@@ -61,6 +61,12 @@ _SENTENCES = {
         "raise in the handler, or a decision to skip that all ranks share, before the next"
         " collective",
     ),
+    Kind.HOOK: Sentence(
+        "NP406",
+        "{names} {are} made in {cause}, which runs on the rank that has an error: the others"
+        " wait elsewhere",
+        "what a rank does alone, such as torch.save to a file of its own",
+    ),
     Kind.LOOP: Sentence(
         "NP407",
         "{names} {are} made in each turn of a loop over `{cause}`: ranks whose batches give"

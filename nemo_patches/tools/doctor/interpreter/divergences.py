@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,9 +28,11 @@ from nemo_patches.tools.doctor.interpreter.members import truths
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
+    GENERATE,
     LOG,
     RECEIVED,
     UNUSED,
+    BlockEnd,
     Collective,
     Decision,
     conditions_in,
@@ -87,6 +90,7 @@ class Kind(Enum):
     LOOP = "how often a loop goes round"
     NAME = "the name that it is logged under"
     FIRST_RANK = "a function that runs on one rank"
+    HOOK = "a hook that runs on a rank with an error"
     ALARM = "an alarm that cannot end it"
 
 
@@ -124,7 +128,14 @@ class Divergence:
             place = (self.kind, self.exit_line or self.line)
             return dict.fromkeys(self.collectives, place)
         apart = self.kind if self.kind in (Kind.LOOP, Kind.ALARM) else None
-        return {each: (apart, each.place, each.line) for each in self.collectives}
+        return {
+            each: (
+                None if each.pairs_with == GENERATE else apart,
+                each.place,
+                each.line,
+            )
+            for each in self.collectives
+        }
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
@@ -233,6 +244,17 @@ class WaysCompared:
                 by_rank=True,
             )
             return
+        if self.reader.after_error:
+            own = [each for each in self._usual.events if not _of_all(each)]
+            if own:
+                yield Divergence(
+                    function=self.name,
+                    kind=Kind.HOOK,
+                    collectives=_made(own),
+                    cause=last_part(self.name),
+                    line=self.reader.definition.node.lineno,
+                )
+                return
         yield from self._by_rank()
         yield from self._by_data()
 
@@ -322,19 +344,36 @@ class WaysCompared:
             for number, (condition, _) in enumerate(tried.handlers):
                 if condition.value.level != VARIES or tried.harmless:
                     continue
+                missing: list[Event] = []
                 for early in (False, True):
                     way = self._follow(undecided, (tried, number, early))
-                    missing = [] if way.raised else difference(self._usual, way)
-                    if missing:
-                        yield Divergence(
-                            function=self.name,
-                            kind=Kind.ERROR,
-                            collectives=_made(missing),
-                            cause=condition.text,
-                            line=condition.line,
-                        )
-                    if missing or way.raised:
-                        break
+                    if way.raised:
+                        missing = self._alone(way)
+                    else:
+                        missing = missing or difference(self._usual, way)
+                if missing:
+                    yield Divergence(
+                        function=self.name,
+                        kind=Kind.ERROR,
+                        collectives=_made(missing),
+                        cause=condition.text,
+                        line=condition.line,
+                    )
+
+    def _alone(self, way: Way) -> list[Event]:
+        """What a handler makes before it raises, if the others come to something else then."""
+        before = Counter(each.key for each in way.events) - Counter(
+            each.key for each in way.handled
+        )
+        rest = []
+        for each in self._usual.events:
+            if before[each.key]:
+                before[each.key] -= 1
+            else:
+                rest.append(each.made.pairs_with)
+        rest += [each.made.pairs_with for each in self._usual.events]  # of a next turn
+        paired = [each.made.pairs_with for each in way.handled[:1]] == rest[:1]
+        return [] if paired else way.handled
 
     def _compared(
         self,
@@ -384,7 +423,9 @@ class WaysCompared:
         exits = {*way.exits} ^ {*other.exits}
         for each in sorted(exits, key=lambda one: (one.sets, one.line)):
             around = next((one for one in conditions if one.around(each.line)), None)
-            if around is not None:
+            # That a loop breaks is the matter of the test that does it.
+            breaks = each.text == BlockEnd.BREAK.value
+            if around is not None and not (breaks and around.kind == "for"):
                 made = self._guessed(missing, by_rank, "")
                 parted = self._parted(Kind.EXIT, made, around, by_rank)
                 yield replace(parted, exit=each.text, exit_line=each.line)
@@ -462,6 +503,12 @@ class WaysCompared:
             return ""
         # Reduced at the epoch's end.
         return "a rank does not come to it in all of an epoch"
+
+
+def _of_all(event: Event) -> bool:
+    """Whether it is made after an error that all ranks have."""
+    asked = " ".join(each for each in event.guards if not each.startswith("not "))
+    return not knowledge.ALL_RANKS.isdisjoint(re.findall(r"\w+", asked))
 
 
 def _made(events: Iterable[Event]) -> tuple[Collective, ...]:

@@ -52,6 +52,9 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
     | which all ranks of DeepSpeed save in | |
 fsdp | clip_grad_norm_ | which reduces the norm of sharded gradients | |
 metric | compute | which gathers the metric from all ranks | |
+@acc+measures,@accuracy+measures,@auroc+measures,@bleu+measures,@cer+measures,@f1+measures,
+    @metric+measures,@metrics+measures,@wer+measures | compute
+    | which gathers the metric from all ranks | |
 @acc,@accuracy,@auroc,@bleu,@cer,@f1,@metric,@metrics,@wer | compute
     | which gathers the metric from all ranks | it is a metric of torchmetrics |
 fsdp | state_dict | which gathers sharded parameters | |
@@ -133,8 +136,8 @@ IN_PARALLEL = words("""
     accelerate
     """)
 CONTAINERS = words("""
-    ModuleList ModuleDict Sequential dict enumerate iter items list next reversed sorted tqdm
-    tuple values zip compile to cuda train eval prepare
+    ModuleList ModuleDict Sequential clone copy deepcopy dict enumerate iter items list next
+    reversed sorted tqdm tuple values zip compile to cuda train eval prepare
     """)
 # Packages beside which an encoder may be NeMo's, in a file that does not import NeMo.
 BESIDE_NEMO = words("""
@@ -271,6 +274,10 @@ ALL_RANKS = words("""
     KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
     OverflowError StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
     """)
+# Of a trainer: what runs a whole program, and fails where that does.
+RUNNING = words("evaluate fit predict test validate")
+# Methods that Lightning calls on a rank that has an error.
+ERROR_HOOKS = words("on_exception")
 HARMLESS = words("float getattr int len")
 ALARMS = words("signal.alarm signal.setitimer")
 # Of what ranks make in a loop of another function that serves a rank.
@@ -313,9 +320,13 @@ OF_WRAPPERS = {
         "that rank's other backward passes have not reduced the gradients already"
     ),
 }
+# What lets ranks end a loop one after another.
+JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
+# A class that gathers from all ranks in compute().
+METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words(
-    "alone ddp even file fsdp gradient lacks loader next perhaps random rank sized"
+    "alone ddp even file fsdp gradient lacks loader metric next perhaps random rank sized"
 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 
+from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     attributes_in,
@@ -24,9 +26,6 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 )
 from nemo_patches.tools.doctor.interpreter.values import (
     Abstract,
-)
-from nemo_patches.tools.doctor.syntax import (
-    text_of,
 )
 
 
@@ -52,13 +51,15 @@ def _with(
     )
     if enters is not None and enters not in reader.file.being_read:
         return _managed(reader, node, item, inner, enters, {}, value)
-    outer = reader.unsynced
-    reader.unsynced |= "no_sync(" in text_of(item.context_expr)
+    outer = reader.unsynced, reader.joined
+    text = reader.meaning(item.context_expr)
+    reader.unsynced |= "no_sync(" in text
+    reader.joined |= re.search(knowledge.JOINS, text) is not None
     if item.optional_vars is not None:
         reader.assign(item.optional_vars, value)
     with reader.inside() as body:
         end = _with(reader, node, inner)
-    reader.unsynced = outer
+    reader.unsynced, reader.joined = outer
     reader.items += body
     return end
 
@@ -104,7 +105,7 @@ def _managed(
     within.block(manager.node.body)
     reader.file.being_read.pop()
     name = manager.owner.name if manager.owner and entered else manager.name
-    made = Inlined(name, node.lineno, within.items, manages=True)
+    made = Inlined(f"{name}()", node.lineno, within.items, manages=True)
     reader.items.append(made)
     end = ends[-1] if ends else None
     return None if end is BlockEnd.RAISE else end

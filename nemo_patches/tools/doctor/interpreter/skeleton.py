@@ -12,6 +12,7 @@ from nemo_patches.tools.doctor.interpreter.values import Abstract
 BACKWARD = "backward"
 ENCODER = "encoder"
 FORWARD = "forward"
+GENERATE = "generate"
 LOG = "log"
 UNUSED = "forward, and no backward"
 RECEIVED = ("broadcast", "scatter")  # what one rank sends
@@ -119,7 +120,9 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Inlined:
-    """A helper of the same file. manages: whether it is a context manager, with its block in it."""
+    """A helper of the same file, by its name as it is called. manages: whether it is a context
+    manager, with its block in it.
+    """
 
     name: str
     line: int

@@ -262,7 +262,7 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
         key=lambda each: each.value.level,
     )
     reader.loops -= 1
-    _loop(reader, condition, items, node.orelse, endless)
+    _loop(reader, condition, items, node, endless)
 
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
@@ -282,7 +282,7 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
     reader.loops -= 1
     reader.turns = turns
-    _loop(reader, condition, items, node.orelse, endless=False)
+    _loop(reader, condition, items, node, endless=False)
 
 
 def _readings(reader: Interpreter) -> int:
@@ -313,11 +313,13 @@ def _loop(
     reader: Interpreter,
     condition: Decision,
     items: Items,
-    orelse: Sequence[ast.stmt],
+    node: ast.For | ast.While,
     endless: bool,
 ) -> None:
     with reader.inside() as last:
-        reader.block(orelse)
+        reader.block(node.orelse)
+    if node.orelse:  # which is not in the loop
+        condition = replace(condition, end=node.orelse[0].lineno - 1)
     reader.items.append(Loop(condition, items, last, endless))
 
 
@@ -388,7 +390,12 @@ def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
         with reader.inside():
             call = call_of(reader, each)
         made = collectives.collective_of(call)
-        if made is not None and made.pairs_with not in WITHOUT_AGREEMENT:
+        runs_more = made is not None and made.pairs_with in knowledge.RUNNING
+        if (
+            made is not None
+            and made.pairs_with not in WITHOUT_AGREEMENT
+            and not runs_more
+        ):
             agreements += 1
             continue
         origin = call.origin
