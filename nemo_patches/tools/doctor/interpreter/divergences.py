@@ -25,6 +25,7 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
 from nemo_patches.tools.doctor.interpreter.members import truths
+from nemo_patches.tools.doctor.interpreter.messages import Correspondence
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
@@ -36,6 +37,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Collective,
     Decision,
     conditions_in,
+    messages_in,
     served_in,
     tries_in,
 )
@@ -89,6 +91,7 @@ class Kind(Enum):
     ERROR = "an error that is caught"
     LOOP = "how often a loop goes round"
     NAME = "the name that it is logged under"
+    MESSAGE = "a message without its other end"
     FIRST_RANK = "a function that runs on one rank"
     HOOK = "a hook that runs on a rank with an error"
     ALARM = "an alarm that cannot end it"
@@ -149,8 +152,9 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
             break
         known = file.attributes
     said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
+    unpaired = _unpaired(read, file)
     served = frozenset(kind for each in read for kind in served_in(each.items))
-    return tuple(
+    return *unpaired, *(
         one
         for each in read
         for one in WaysCompared(each, served).divergences(
@@ -188,6 +192,37 @@ def _read(file: SourceFile) -> list[Interpreter]:
     for of_class, known in [*file.of_classes, *set_by_methods]:
         file.keep_attributes(of_class, known)
     return read
+
+
+def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Divergence]:
+    """Messages of functions that no other function of the file calls."""
+    found: list[tuple[Interpreter, Correspondence]] = []
+    for each in read:
+        if (
+            any(messages_in(each.items))
+            and each.definition.node not in file.calls_joined
+        ):
+            every = range(file.members.job)
+            ways = [Way(on_member(number, len(file.members))) for number in every]
+            for way in ways:
+                way.follow(each.items)
+            if not any(way.unseen for way in ways):
+                found.append((each, Correspondence(ways, file.members)))
+    for reader, messages in found:
+        others = {
+            kind for _, each in found if each is not messages for kind in each.loose
+        }
+        for one in messages.wrong[:1]:  # mostly one fault, seen from both ends
+            made = one.message
+            if others - {made.kind}:
+                continue
+            yield Divergence(
+                function=reader.definition.name,
+                kind=Kind.MESSAGE,
+                collectives=(Collective(made.name, made.kind.value, made.line),),
+                cause=one.text,
+                line=made.line,
+            )
 
 
 class WaysCompared:

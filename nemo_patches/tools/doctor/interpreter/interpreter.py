@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import (
+    Column,
     Open,
     applied,
     negated,
@@ -92,6 +93,7 @@ class Interpreter:
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
         self.alarmed: list[tuple[Collective, int]] = []
+        self.ranges: dict[str, tuple[str, Column]] = {}  # of messages.py
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
         self.managed: Sequence[ast.stmt] = ()

@@ -15,6 +15,7 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     own_function,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+from nemo_patches.tools.doctor.interpreter.messages import message_of
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
 )
@@ -109,6 +110,9 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if named is not None:
             reader.items.append(Branch(named, [made], []))
         return _agree(reader, node, made)
+    message = message_of(call, reader.ranges)
+    if message is not None:
+        reader.items.append(message)
     sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))

@@ -174,7 +174,7 @@ SOURCES = {
     "ranks": words("""
         data_parallel_size data_parallel_world_size ddp_world_size distributed_world_size dp_size
         dp_world_size get_data_parallel_world_size get_num_processes get_world_size n_procs nprocs
-        num_gpus num_processes num_replicas world_size
+        num_gpus num_processes num_replicas world world_size
         """),
     "ranks of a node": words("""
         devices_per_node get_local_world_size gpus gpus_per_node local_world_size n_gpus
@@ -322,6 +322,18 @@ OF_WRAPPERS = {
 }
 # What lets ranks end a loop one after another.
 JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
+# Calls of torch.distributed from one rank to another, and what a rank does in them.
+MESSAGES = {
+    "send": "send",
+    "isend": "send",
+    "send_object_list": "send",
+    "recv": "recv",
+    "irecv": "recv",
+    "recv_object_list": "recv",
+    "P2POp": "other",
+    "batch_isend_irecv": "other",
+}
+MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.

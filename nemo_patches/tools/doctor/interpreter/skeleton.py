@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from nemo_patches.tools.doctor.interpreter.members import Column
 from nemo_patches.tools.doctor.interpreter.values import Abstract
 
 # Kinds of collectives that pair by something else than their names.
@@ -146,7 +147,38 @@ class Unseen:
     name: str
 
 
-Item = Collective | Branch | Loop | Exit | Assigned | Tried | Inlined | Managed | Unseen
+class MessageKind(Enum):
+    SEND = "send"
+    RECEIVE = "recv"
+    OTHER = "other"  # of a group, or of several at once: its other end is not known
+
+
+@dataclass(frozen=True)
+class Message:
+    """From one rank to another. waits: whether the call returns only when it has been received; at:
+    the rank at the other end, on each member; loop: that over these ranks.
+    """
+
+    name: str
+    line: int
+    kind: MessageKind
+    waits: bool
+    at: Column | None
+    loop: str
+
+
+Item = (
+    Collective
+    | Branch
+    | Loop
+    | Exit
+    | Assigned
+    | Tried
+    | Inlined
+    | Managed
+    | Message
+    | Unseen
+)
 Items = list[Item]
 
 
@@ -167,6 +199,14 @@ def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
             yield each.condition
         for block in inner_blocks(each):
             yield from conditions_in(block)
+
+
+def messages_in(items: Iterable[Item]) -> Iterator[Message]:
+    for each in items:
+        if isinstance(each, Message):
+            yield each
+        for block in inner_blocks(each):
+            yield from messages_in(block)
 
 
 def tries_in(items: Iterable[Item]) -> Iterator[Tried]:

@@ -274,6 +274,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     level = VARIES if iterated.turns >= DATA else SAME
     value = replace(iterated, level=level, at=None)
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
+    if iterated.at is not None and isinstance(node.target, ast.Name):
+        reader.ranges[node.target.id] = condition.key, iterated.at
     turns = reader.turns
     reader.turns = max(turns, iterated.turns)
     reader.loops += 1
@@ -282,6 +284,7 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
     reader.loops -= 1
     reader.turns = turns
+    reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, endless=False)
 
 

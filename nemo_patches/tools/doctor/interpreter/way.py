@@ -23,6 +23,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Items,
     Loop,
     Managed,
+    Message,
     Tried,
     Unseen,
     collectives_in,
@@ -79,6 +80,8 @@ class Way:
     exits: list[WayOut] = field(default_factory=list)
     handled: list[Event] = field(default_factory=list)  # in the handler of `caught`
     unseen: set[str] = field(default_factory=set)
+    # Whether it comes to each of them, and only once.
+    messages: list[tuple[Message, bool, bool]] = field(default_factory=list)
     endless: list[Decision] = field(default_factory=list)
     raised: bool = False
     _guards: Guards = ()
@@ -114,6 +117,8 @@ class Way:
             self._assigned(item)
         elif isinstance(item, Unseen):
             self.unseen.add(item.name)
+        elif isinstance(item, Message):
+            self._message(item)
         else:
             self._collective(item)
         return None
@@ -132,6 +137,15 @@ class Way:
             )
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
+
+    def _message(self, item: Message) -> None:
+        """The loop over the ranks that it goes to makes one for each."""
+        guards = [each for each in self._guards if each != f"for {item.loop}"]
+        is_open = any(not each.startswith(_LOOPS) for each in guards)
+        certain = not is_open and not any(self._left.values())
+        if self._call:
+            item = replace(item, name=self._call.name, line=self._call.line)
+        self.messages.append((item, certain, not guards))
 
     def _exit(self, item: Exit) -> BlockEnd | None:
         if not self._call and item.end is not BlockEnd.RAISE:
