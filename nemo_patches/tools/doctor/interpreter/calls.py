@@ -90,8 +90,9 @@ def _known(call: Call) -> Abstract | None:
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
         return _dealt(call)
-    if call.origin.startswith("torchmetrics."):
-        return tagged("metric")
+    if re.match(knowledge.METRICS, call.origin):
+        without = [each.arg for each in node.keywords if constant(each.value) is False]
+        return tagged("one device" if "sync_on_compute" in without else "metric")
     made = knowledge.MAKERS.get(last_part(call.origin))
     if made and call.last != "Trainer":
         return tagged(made)
@@ -193,7 +194,7 @@ def _by_name(call: Call) -> Abstract:
 def _mixed(call: Call) -> Abstract:
     value = mixed([call.owner, *call.args, *call.given.values()])
     keeps = call.last in knowledge.CONTAINERS
-    return value if keeps else value.without("ddp", "fsdp")
+    return value if keeps else value.without("ddp", "fsdp", "metric")
 
 
 def _of_items(call: Call) -> Abstract | None:
@@ -214,6 +215,10 @@ def _of_items(call: Call) -> Abstract | None:
         # Every so many from the rank's number on.
         count = VARIES if share and not call.args[1].has("sized") else None
         return replace(value, count=count, item=Abstract())
+    if call.last == "islice" and call.args:
+        stop = call.args[min(2, len(call.args) - 1)]
+        most = VARIES if stop.has("nothing") else stop.level
+        return replace(value, count=min(call.args[0].turns, most), item=items[0])
     if call.last in knowledge.PASSED_ON and call.args:
         item = items[0]
         if call.last != "sorted":

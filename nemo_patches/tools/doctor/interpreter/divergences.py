@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,15 +25,19 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
 from nemo_patches.tools.doctor.interpreter.members import truths
+from nemo_patches.tools.doctor.interpreter.messages import Correspondence
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
+    GENERATE,
     LOG,
     RECEIVED,
     UNUSED,
+    BlockEnd,
     Collective,
     Decision,
     conditions_in,
+    messages_in,
     served_in,
     tries_in,
 )
@@ -86,7 +91,9 @@ class Kind(Enum):
     ERROR = "an error that is caught"
     LOOP = "how often a loop goes round"
     NAME = "the name that it is logged under"
+    MESSAGE = "a message without its other end"
     FIRST_RANK = "a function that runs on one rank"
+    HOOK = "a hook that runs on a rank with an error"
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
     SET = "the order of a set"
@@ -128,7 +135,14 @@ class Divergence:
             place = (self.kind, self.exit_line or self.line)
             return dict.fromkeys(self.collectives, place)
         apart = self.kind if self.kind in _BESIDE_OTHERS else None
-        return {each: (apart, each.place, each.line) for each in self.collectives}
+        return {
+            each: (
+                None if each.pairs_with == GENERATE else apart,
+                each.place,
+                each.line,
+            )
+            for each in self.collectives
+        }
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
@@ -142,8 +156,9 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
             break
         known = file.attributes
     said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
+    unpaired = _unpaired(read, file)
     served = frozenset(kind for each in read for kind in served_in(each.items))
-    return tuple(
+    return *unpaired, *(
         one
         for each in read
         for one in WaysCompared(each, served).divergences(
@@ -181,6 +196,37 @@ def _read(file: SourceFile) -> list[Interpreter]:
     for of_class, known in [*file.of_classes, *set_by_methods]:
         file.keep_attributes(of_class, known)
     return read
+
+
+def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Divergence]:
+    """Messages of functions that no other function of the file calls."""
+    found: list[tuple[Interpreter, Correspondence]] = []
+    for each in read:
+        if (
+            any(messages_in(each.items))
+            and each.definition.node not in file.calls_joined
+        ):
+            every = range(file.members.job)
+            ways = [Way(on_member(number, len(file.members))) for number in every]
+            for way in ways:
+                way.follow(each.items)
+            if not any(way.unseen for way in ways):
+                found.append((each, Correspondence(ways, file.members)))
+    for reader, messages in found:
+        others = {
+            kind for _, each in found if each is not messages for kind in each.loose
+        }
+        for one in messages.wrong[:1]:  # mostly one fault, seen from both ends
+            made = one.message
+            if others - {made.kind}:
+                continue
+            yield Divergence(
+                function=reader.definition.name,
+                kind=Kind.MESSAGE,
+                collectives=(Collective(made.name, made.kind.value, made.line),),
+                cause=one.text,
+                line=made.line,
+            )
 
 
 class WaysCompared:
@@ -237,6 +283,17 @@ class WaysCompared:
                 by_rank=True,
             )
             return
+        if self.reader.after_error:
+            own = [each for each in self._usual.events if not _of_all(each)]
+            if own:
+                yield Divergence(
+                    function=self.name,
+                    kind=Kind.HOOK,
+                    collectives=_made(own),
+                    cause=last_part(self.name),
+                    line=self.reader.definition.node.lineno,
+                )
+                return
         yield from self._by_rank()
         yield from self._by_data()
 
@@ -326,19 +383,36 @@ class WaysCompared:
             for number, (condition, _) in enumerate(tried.handlers):
                 if condition.value.level != VARIES or tried.harmless:
                     continue
+                missing: list[Event] = []
                 for early in (False, True):
                     way = self._follow(undecided, (tried, number, early))
-                    missing = [] if way.raised else difference(self._usual, way)
-                    if missing:
-                        yield Divergence(
-                            function=self.name,
-                            kind=Kind.ERROR,
-                            collectives=_made(missing),
-                            cause=condition.text,
-                            line=condition.line,
-                        )
-                    if missing or way.raised:
-                        break
+                    if way.raised:
+                        missing = self._alone(way)
+                    else:
+                        missing = missing or difference(self._usual, way)
+                if missing:
+                    yield Divergence(
+                        function=self.name,
+                        kind=Kind.ERROR,
+                        collectives=_made(missing),
+                        cause=condition.text,
+                        line=condition.line,
+                    )
+
+    def _alone(self, way: Way) -> list[Event]:
+        """What a handler makes before it raises, if the others come to something else then."""
+        before = Counter(each.key for each in way.events) - Counter(
+            each.key for each in way.handled
+        )
+        rest = []
+        for each in self._usual.events:
+            if before[each.key]:
+                before[each.key] -= 1
+            else:
+                rest.append(each.made.pairs_with)
+        rest += [each.made.pairs_with for each in self._usual.events]  # of a next turn
+        paired = [each.made.pairs_with for each in way.handled[:1]] == rest[:1]
+        return [] if paired else way.handled
 
     def _compared(
         self,
@@ -388,7 +462,9 @@ class WaysCompared:
         exits = {*way.exits} ^ {*other.exits}
         for each in sorted(exits, key=lambda one: (one.sets, one.line)):
             around = next((one for one in conditions if one.around(each.line)), None)
-            if around is not None:
+            # That a loop breaks is the matter of the test that does it.
+            breaks = each.text == BlockEnd.BREAK.value
+            if around is not None and not (breaks and around.kind == "for"):
                 made = self._guessed(missing, by_rank, "")
                 parted = self._parted(Kind.EXIT, made, around, by_rank)
                 yield replace(parted, exit=each.text, exit_line=each.line)
@@ -466,6 +542,12 @@ class WaysCompared:
             return ""
         # Reduced at the epoch's end.
         return "a rank does not come to it in all of an epoch"
+
+
+def _of_all(event: Event) -> bool:
+    """Whether it is made after an error that all ranks have."""
+    asked = " ".join(each for each in event.guards if not each.startswith("not "))
+    return not knowledge.ALL_RANKS.isdisjoint(re.findall(r"\w+", asked))
 
 
 def _made(events: Iterable[Event]) -> tuple[Collective, ...]:

@@ -129,6 +129,9 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if entry is not None:
         return entry
     if isinstance(inner.ref, Definition):
+        method = reader.file.method(inner.ref, node.attr)
+        if method and is_property(method) and inner.has("instance"):
+            return call_helper(reader, method, None, node, name)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
             return known[f"self.{node.attr}"]
@@ -204,10 +207,11 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
         tags |= {"even"}
-    count = value.turns if value.level == VARIES else None
+    count = value.count if value.level == VARIES else None
     if unequal and not value.has("even"):
         count = VARIES
-    return Abstract(value.level, tags=tags, count=count)
+    item = Abstract(DATA) if own and value.level < DATA else None
+    return Abstract(value.level, tags=tags, count=count, item=item)
 
 
 def _spelled(reader: Interpreter, node: ast.AST) -> str:
@@ -385,6 +389,8 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     at = _compared(reader, node, values)
     if at is not None:
         return replace(mixed(values), at=at)
+    if values[0].level == DATA and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        return replace(mixed(values), level=VARIES)  # an item of this rank's data
     identity = any(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
     if not identity and any(map(reader.by_rank, values)):
         return tagged("rank", level=VARIES)

@@ -50,7 +50,10 @@ def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
         if found is not None:
             return None if is_property(found) else found
     known = reader.env.get(name, Abstract())
-    holder = reader.env.get(name.rpartition(".")[0], Abstract()).ref
+    owner = reader.env.get(name.rpartition(".")[0], Abstract())
+    if owner.has("metric") and last_part(name) == "compute":
+        return None  # torchmetrics runs it between two of its own collectives
+    holder = owner.ref
     if isinstance(holder, Definition) and holder.methods:
         return reader.file.method(holder, last_part(name))
     ref = known.ref
@@ -78,6 +81,7 @@ def call_helper(
     for parameter, value in given.items():
         seen = reader.file.given.setdefault(called, {})
         seen.setdefault(parameter, []).append(value)
+    reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     key = called, tuple(given.items()), tuple(own.items())
@@ -93,6 +97,7 @@ def call_helper(
         if size > _MOST_OF_A_HELPER:  # its collectives are one
             items = list(islice(collectives_in(items), 1))
             size = 1
+        name = name if call is None else f"{name}()"
         inlined = Inlined(name, node.lineno, items, guess, size=size)
         reader.items.append(inlined)
         for each in own_collectives([inlined]):

@@ -15,11 +15,13 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     own_function,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+from nemo_patches.tools.doctor.interpreter.messages import message_of
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    GENERATE,
     WITHOUT_AGREEMENT,
     Branch,
     Choice,
@@ -112,6 +114,9 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if named is not None:
             reader.items.append(Branch(named, [made], []))
         return _agree(reader, node, made)
+    message = message_of(call, reader.ranges)
+    if message is not None:
+        reader.items.append(message)
     sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))
@@ -176,13 +181,17 @@ def _lambda(reader: Interpreter, function: ast.Lambda, call: calls.Call) -> Abst
     reader.file.being_read.pop()
     reader.env = outer
     if items:
-        reader.items.append(Inlined(call.name, call.node.lineno, items))
+        reader.items.append(Inlined(f"{call.name}()", call.node.lineno, items))
     return value
 
 
 def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstract:
     """An object of a class of this file: what its constructor sets."""
     made = replace(tagged("instance"), ref=of_class)
+    if any(
+        re.match(knowledge.METRICS, each) for each in reader.file.bases(of_class)[1]
+    ):
+        made = made.tagged("metric")
     begin = reader.file.method(of_class, "__init__")
     if begin is None:
         fields = [
@@ -283,7 +292,7 @@ def _wrap(reader: Interpreter, node: ast.Call, kind: str, last: str) -> Abstract
 def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     """Make a collective: what it gives, and what is the same on all ranks behind it."""
     last = last_part(made.name)
-    if made.pairs_with == "generate":
+    if made.pairs_with == GENERATE:
         _generate(reader, node, made)
         return Abstract(DATA)
     reader.emit(made)
@@ -308,9 +317,14 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
 
 
 def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:
-    """As long as this rank's sequences go on, if ranks do not wait for each other."""
+    """A collective that lasts as long as this rank's sequences, if ranks do not wait for each
+    other.
+    """
+    reader.emit(replace(made, guess=""))
     for each in node.keywords:
         if each.arg == "synced_gpus" and getattr(each.value, "value", True):
             return
     condition = reader.decided_by(node.func, Abstract(VARIES), node, "for")
-    reader.items.append(Loop(condition, [made], []))
+    with reader.inside() as turn:
+        reader.emit(made)
+    reader.items.append(Loop(condition, turn, []))

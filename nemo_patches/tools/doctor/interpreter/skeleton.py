@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
 
+from nemo_patches.tools.doctor.interpreter.members import Column
 from nemo_patches.tools.doctor.interpreter.values import Abstract
 
 # Kinds of collectives that pair by something else than their names.
 BACKWARD = "backward"
 ENCODER = "encoder"
 FORWARD = "forward"
+GENERATE = "generate"
 LOG = "log"
 UNUSED = "forward, and no backward"
 RECEIVED = ("broadcast", "scatter")  # what one rank sends
@@ -123,7 +125,9 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Inlined:
-    """A helper of the same file. manages: whether it is a context manager, with its block in it."""
+    """A helper of the same file, by its name as it is called. manages: whether it is a context
+    manager, with its block in it.
+    """
 
     name: str
     line: int
@@ -147,7 +151,38 @@ class Unseen:
     name: str
 
 
-Item = Collective | Branch | Loop | Exit | Assigned | Tried | Inlined | Managed | Unseen
+class MessageKind(Enum):
+    SEND = "send"
+    RECEIVE = "recv"
+    OTHER = "other"  # of a group, or of several at once: its other end is not known
+
+
+@dataclass(frozen=True)
+class Message:
+    """From one rank to another. waits: whether the call returns only when it has been received; at:
+    the rank at the other end, on each member; loop: that over these ranks.
+    """
+
+    name: str
+    line: int
+    kind: MessageKind
+    waits: bool
+    at: Column | None
+    loop: str
+
+
+Item = (
+    Collective
+    | Branch
+    | Loop
+    | Exit
+    | Assigned
+    | Tried
+    | Inlined
+    | Managed
+    | Message
+    | Unseen
+)
 Items = list[Item]
 
 
@@ -168,6 +203,14 @@ def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
             yield each.condition
         for block in inner_blocks(each):
             yield from conditions_in(block)
+
+
+def messages_in(items: Iterable[Item]) -> Iterator[Message]:
+    for each in items:
+        if isinstance(each, Message):
+            yield each
+        for block in inner_blocks(each):
+            yield from messages_in(block)
 
 
 def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
@@ -211,8 +254,10 @@ def own_collectives(items: Iterable[Item]) -> Iterator[Collective]:
         elif isinstance(each, Inlined):
             for made in islice(collectives_in(each.body), 1):
                 why = made.why or f"which makes {made.name}"
-                name, guess = f"{each.name}()", made.guess or each.guess
-                yield replace(made, name=name, line=each.line, why=why, guess=guess)
+                guess = made.guess or each.guess
+                yield replace(
+                    made, name=each.name, line=each.line, why=why, guess=guess
+                )
         else:
             for block in inner_blocks(each):
                 yield from own_collectives(block)

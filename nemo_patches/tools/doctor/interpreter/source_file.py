@@ -44,6 +44,7 @@ _ON_MEMBER: dict[str, Callable[[SampleMember], Any]] = {
 }
 # What a file is about, by the names in it.
 _SUBJECTS = {
+    "measures": {"torchmetrics"},
     "parallel": knowledge.IN_PARALLEL,
     "sharded": knowledge.SHARDING,
     "transformers": {"transformers"},
@@ -124,6 +125,8 @@ class SourceFile:
         self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
         self.seeded_by_rank = False
+        self.calls_joined: dict[ast.AST, set[bool]] = {}
+        self.joined = set[ast.AST]()  # functions that are called within join() alone
         self.signalled = set[str]()  # names of functions that signals run
         self.handles_alarm = False  # by one of them
         for each in nodes(tree, ast.Call):
@@ -151,6 +154,10 @@ class SourceFile:
                 # They were set from what the arguments are called.
                 self.attributes.pop(definition.owner.name, None)
         self.given = {}
+        self.joined = {
+            node for node, seen in self.calls_joined.items() if False not in seen
+        }
+        self.calls_joined = {}
         self.definitions = []
         self.of_classes = []
         self.summaries = {}

@@ -271,7 +271,7 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
         key=lambda each: each.value.level,
     )
     reader.loops -= 1
-    _loop(reader, condition, items, node.orelse, endless)
+    _loop(reader, condition, items, node, endless)
 
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
@@ -283,6 +283,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     level = VARIES if iterated.turns >= DATA else SAME
     value = replace(iterated, level=level, at=None)
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
+    if iterated.at is not None and isinstance(node.target, ast.Name):
+        reader.ranges[node.target.id] = condition.key, iterated.at
     turns = reader.turns
     reader.turns = max(turns, iterated.turns)
     reader.loops += 1
@@ -291,7 +293,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
     reader.loops -= 1
     reader.turns = turns
-    _loop(reader, condition, items, node.orelse, endless=False)
+    reader.ranges.pop(getattr(node.target, "id", ""), None)
+    _loop(reader, condition, items, node, endless=False)
     if iterated.has("unordered"):
         guess = "" if iterated.has("text") else "its items are no numbers"
         for each in _made_with(node, items):
@@ -338,11 +341,13 @@ def _loop(
     reader: Interpreter,
     condition: Decision,
     items: Items,
-    orelse: Sequence[ast.stmt],
+    node: ast.For | ast.While,
     endless: bool,
 ) -> None:
     with reader.inside() as last:
-        reader.block(orelse)
+        reader.block(node.orelse)
+    if node.orelse:  # which is not in the loop
+        condition = replace(condition, end=node.orelse[0].lineno - 1)
     reader.items.append(Loop(condition, items, last, endless))
 
 
@@ -413,7 +418,12 @@ def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
         with reader.inside():
             call = call_of(reader, each)
         made = collectives.collective_of(call)
-        if made is not None and made.pairs_with not in WITHOUT_AGREEMENT:
+        runs_more = made is not None and made.pairs_with in knowledge.RUNNING
+        if (
+            made is not None
+            and made.pairs_with not in WITHOUT_AGREEMENT
+            and not runs_more
+        ):
             agreements += 1
             continue
         origin = call.origin

@@ -1,0 +1,162 @@
+"""Messages from one rank to another: those that the other end does not make, and rings in which all
+ranks wait first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_patches.tools.doctor.interpreter import knowledge
+from nemo_patches.tools.doctor.interpreter.calls import Call
+from nemo_patches.tools.doctor.interpreter.members import Column, Members
+from nemo_patches.tools.doctor.interpreter.skeleton import Message, MessageKind
+from nemo_patches.tools.doctor.interpreter.way import Way
+from nemo_patches.tools.doctor.syntax import last_part
+
+# By the name of a loop's variable: the loop, and what it goes over on each member.
+Ranges = Mapping[str, tuple[str, Column]]
+# A rank from here on may not exist, where a test on the rank says no more than "the others".
+_PERHAPS = 2
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What one rank does. peers: who may be at the other end; None: anybody. certain: whether it
+    comes to it; once: and not several times.
+    """
+
+    message: Message
+    peers: frozenset[int] | None
+    certain: bool
+    once: bool
+
+    def may_be(self, kind: MessageKind, peer: int) -> bool:
+        named = self.peers is None or peer in self.peers
+        return self.message.kind is kind and named
+
+
+@dataclass(frozen=True)
+class Unpaired:
+    message: Message
+    text: str
+
+
+def message_of(call: Call, ranges: Ranges) -> Message | None:
+    """What a call sends to another rank, or receives of it."""
+    last = last_part(call.origin)
+    kind = knowledge.MESSAGES.get(last)
+    if kind is None or not call.origin.startswith(knowledge.MESSAGE_OWNERS):
+        return None
+    end = "dst" if kind == "send" else "src"
+    nodes = {each.arg: each.value for each in call.node.keywords}
+    nodes |= dict(zip(("tensor", end, "group"), call.node.args, strict=False))
+    values = {
+        **call.given,
+        **dict(zip(("tensor", end, "group"), call.args, strict=False)),
+    }
+    others = [each for each in values if "group" in str(each)]
+    if any(not values[each].has("nothing") for each in others):
+        kind = "other"
+    loop, at = ranges.get(getattr(nodes.get(end), "id", ""), ("", None))
+    return Message(
+        name=call.name,
+        line=call.node.lineno,
+        kind=MessageKind(kind),
+        waits=not last.startswith("i"),
+        at=at or (values[end].at if end in values else None),
+        loop=loop,
+    )
+
+
+class Correspondence:
+    """The messages of all ranks in one function."""
+
+    def __init__(self, ways: Sequence[Way], members: Members) -> None:
+        self.posted = {
+            members.every[number].rank: [
+                Posted(message, _peers(message, number), certain, once)
+                for message, certain, once in way.messages
+            ]
+            for number, way in enumerate(ways)
+        }
+        every = [each for own in self.posted.values() for each in own]
+        kinds = {each.message.kind for each in every}
+        self.wrong = [] if MessageKind.OTHER in kinds else list(self._wrong())
+        # Those that may be another function's other ends.
+        wrong = {each.message for each in self.wrong}
+        self.loose = {
+            each.message.kind
+            for each in every
+            if not each.certain or each.peers is None or each.message in wrong
+        }
+
+    def _wrong(self) -> Iterator[Unpaired]:
+        firsts = [own[0] if own else None for own in self.posted.values()]
+        if firsts and all(self._waits_first(own) for own in self.posted.values()):
+            assert firsts[0] is not None
+            yield Unpaired(
+                firsts[0].message,
+                "each rank waits in it for one that waits in it, too, before it sends",
+            )
+            return
+        said = set[Message]()
+        for rank, own in self.posted.items():
+            for each in own:
+                message = each.message
+                if message in said or not each.certain or not self._told(message):
+                    continue
+                if message.kind is MessageKind.RECEIVE and rank >= _PERHAPS:
+                    continue
+                text, alike = self._without_end(rank, each)
+                if text:
+                    said |= alike
+                    yield Unpaired(message, text)
+
+    def _waits_first(self, own: Sequence[Posted]) -> bool:
+        """Whether a rank receives before it sends, and could send to all that it will."""
+        if not own or not own[0].certain or not own[0].peers:
+            return False
+        first = own[0].message
+        sends = any(each.message.kind is MessageKind.SEND for each in own)
+        return sends and first.kind is MessageKind.RECEIVE and first.waits
+
+    def _told(self, message: Message) -> bool:
+        """Whether the ranks are told apart in it: one does not make it, or it has both ends."""
+        making = [
+            any(each.message == message for each in own) for own in self.posted.values()
+        ]
+        kinds = {each.message.kind for own in self.posted.values() for each in own}
+        return not all(making) or len(kinds) > 1
+
+    def _without_end(self, rank: int, posted: Posted) -> tuple[str, set[Message]]:
+        """What is said of a message whose other end is made less often, and of which ones; empty
+        if none is.
+        """
+        sends = posted.message.kind is MessageKind.SEND
+        opposite = MessageKind.RECEIVE if sends else MessageKind.SEND
+        verbs = ("sends to", "receives") if sends else ("waits for", "sends")
+        for peer in sorted(posted.peers or ()):
+            if peer == rank or peer not in self.posted:
+                continue
+            kind = posted.message.kind
+            here = [each for each in self.posted[rank] if each.may_be(kind, peer)]
+            there = [each for each in self.posted[peer] if each.may_be(opposite, rank)]
+            counted = all(each.once and each.certain for each in (*here, *there))
+            said = f"rank {rank} {verbs[0]} rank {peer}"
+            alike = {each.message for each in here}
+            if not there:
+                return f"{said}, which {verbs[1]} nothing here", alike
+            if counted and len(there) < len(here):
+                times = f"{len(here)} times, which {verbs[1]} {len(there)}"
+                return f"{said} {times} here", alike
+        return "", set()
+
+
+def _peers(message: Message, number: int) -> frozenset[int] | None:
+    known = message.at[number] if message.at else None
+    if isinstance(known, int):
+        return frozenset({int(known)})
+    if isinstance(known, (range, list, tuple)):
+        return frozenset(each for each in known if isinstance(each, int))
+    return None
