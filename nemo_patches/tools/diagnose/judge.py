@@ -398,7 +398,9 @@ def _different(waiting: list[Account]) -> Finding:
     first, *_, last = by_place.values()
     why = further_on(first, last)
     by_title = {title: [one.rank for one in ranks] for title, ranks in by_place.items()}
-    return verdicts.out_of_step(by_title, why=why.text, kind=why.id or ids.OUT_OF_STEP)
+    places = {one.rank: one.place for one in waiting}
+    kind = why.id or ids.OUT_OF_STEP
+    return verdicts.out_of_step(by_title, places, why=why.text, kind=kind, out=why.out)
 
 
 def _nobody_waits(

@@ -216,7 +216,8 @@ def by_number(
         for fact in there
     )
     if one.id == entries.OUT_OF_STEP:
-        return [out_of_step(by_title, evidence)]
+        places = {fact.rank: hearing[fact.rank].place for fact in there}
+        return [out_of_step(by_title, places, evidence)]
     kind, step = one.id, ""
     if one.id == entries.SIZES:
         told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())
