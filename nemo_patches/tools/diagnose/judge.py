@@ -495,6 +495,12 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     return [replace(one, text=f"{one.text} {more}") for one in found]
 
 
+def mispaired(hearing: Hearing) -> list[Finding]:
+    """A rank got another collective's message; which rank is in the wrong one, it does not tell."""
+    found = hearing.having(conditions.MISPAIRED)
+    return [sentences.mispaired(found, hearing)] if found else []
+
+
 def behind_by_calls(hearing: Hearing) -> list[Finding]:
     """Ranks make encoder calls in step: who made fewer than one that waited is missing."""
     waited = hearing.having(conditions.WAITED)
@@ -617,6 +623,7 @@ _OF_A_HANG: tuple[Callable[[Hearing], list[Finding]], ...] = (by_numbers, by_pla
 # The first that finds anything speaks.
 RULES = (
     *_OF_A_HANG,
+    mispaired,
     told_missing,
     behind_by_calls,
     left_first,
