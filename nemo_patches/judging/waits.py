@@ -7,7 +7,9 @@ Needs no torch, so tools use it, too.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..text import named
@@ -49,58 +51,58 @@ _WAITS = (
     (r"cuda/.*:synchronize", PERHAPS + "the GPU"),
 )
 SET_UP = ("init_process_group", "destroy_process_group")
-_NO_COLLECTIVES = {
-    "wrapper",
-    "_wrapper",
-    *SET_UP,
-}  # new_group is one: all ranks make a group together
-DEVICE_WAITS = {
-    *("item", "tolist", "cpu", "numpy", "synchronize", "to", "cuda", "copy_", "equal"),
-    *("nonzero", "masked_select", "unique", "repeat_interleave"),
-}
+# new_group is one: all ranks make a group together
+_NO_COLLECTIVES = {"wrapper", *SET_UP}
+DEVICE_WAITS = re.compile(
+    "item|tolist|cpu|numpy|synchronize|to|cuda|copy_|equal|nonzero|masked_select|unique|"
+    "repeat_interleave"
+)
 _WORK_WAIT, _MOST_NAMES = "wait", 3
-_CHECKPOINT_FUNCTIONS = {
-    "save_checkpoint",
-    "_save_checkpoint",
-    "save_to",
-    "_save_to_state",
-}
-_CHECKPOINT_FILES = ("serialization.py", "distributed/checkpoint/")
-# By torch's file, and by how the names of its functions begin. A function that has been compiled
-# runs without them.
+# By torch's file, or another, and the function; the first that any frame matches. A function that
+# has been compiled runs without torch's.
 _ACTIVITIES = (
+    (r"/(?:pdb|bdb)\.py|/debugpy/|/pydevd|/IPython/core/debugger", DEBUGGER),
     (
-        r"_dynamo/convert_frame\.py|"
+        r":(?:_?save_checkpoint|save_to|_save_to_state)$|"
+        r"^torch/(?:serialization\.py|distributed/checkpoint/.*):save",
+        CHECKPOINT,
+    ),
+    (r"/nemo/core/classes/exportable\.py:_?export", EXPORT),
+    (
+        r"^torch/(?:_dynamo/convert_frame\.py|"
         r"_inductor/compile_fx\.py:(_?compile_fx|fx_codegen|fw_compiler|bw_compiler)|"
         r"_inductor/runtime/triton_heuristics\.py:"
-        r"(precompile|autotune|benchmark|coordinate)",
+        r"(precompile|autotune|benchmark|coordinate))",
         COMPILATION,
     ),
     (
-        r"(onnx|export)/.*:(_?export|draft_export)|jit/_trace\.py:_?trace|"
-        r"jit/_script\.py:_?script|jit/_freeze\.py:(freeze|optimize_for_inference)",
+        r"^torch/(?:(onnx|export)/.*:(_?export|draft_export)|jit/_trace\.py:_?trace|"
+        r"jit/_script\.py:_?script|jit/_freeze\.py:(freeze|optimize_for_inference))",
         EXPORT,
     ),
 )
 # NeMo 3.0's loader under tensor or context parallelism: only the first rank of a group reads.
-_BROADCASTING = (
-    "/lhotse/broadcasting.py",
-    "a batch from another rank's BroadcastingDataLoader",
+_BROADCASTING = "/lhotse/broadcasting.py"
+_ANOTHERS_BATCH = "a batch from another rank's BroadcastingDataLoader"
+SAVING = "saving a checkpoint"
+_REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
+REQUEUING = "in a handler of SIGUSR1 (Lightning's requeue)"
+# Lightning's functions (2.0 to 2.6) that call hooks of the user's and of NeMo's, and its loops.
+_LIGHTNING = re.compile(
+    r"/(?:lightning/pytorch|pytorch_lightning)/.*(?:"
+    r"_call_(?:callback|lightning|strategy)\w*>(\w+)|/(\w+_loop\.py:\w+)>|:_run>(_teardown))"
 )
-_NEMO_EXPORT = ("/nemo/core/classes/exportable.py", ("export", "_export"))
-_DEBUGGER_FILES = (
-    "/pdb.py",
-    "/bdb.py",
-    "/debugpy/",
-    "/pydevd",
-    "/IPython/core/debugger",
-)
-# Words of where ranks wait: in an evaluation, at the end of a loop, in a training step.
-_EVALUATES = re.compile(
-    r"(?<!in)valid|evaluat|\beval_|_eval\b|\bval_|sanity_check|test_step"
-)
-_ENDS = re.compile(r"(?:train(?:ing)?|fit|epoch)_end\b|the end of its script")
-_TRAINS = re.compile(r"backward|gradients|train(?:ing)?_(?:step|batch)|optimizer_step")
+_TRAINING_HAS_ENDED = re.compile("on_train_end|fit_loop.py:on_run_end|^_?teardown")
+# What ranks are at, by words of where they wait; the first that is found.
+EVALUATION, ITS_END, END, TRAINING = "evaluation", "its end", "end", "training"
+_STAGES = {
+    ITS_END: r"(?<!in)(?:valid|evaluat).*(?:(?<!batch)_end\b|compute)",
+    EVALUATION: r"(?<!in)valid|evaluat|\beval_|_eval\b|\bval_|sanity_check|test_step",
+    END: r"(?:train(?:ing)?|fit|epoch|fit_loop.*)_end\b|(?<!:)teardown|the end of its script",
+    TRAINING: r"backward|gradients|train(?:ing)?_(?:step|batch|epoch_loop)|optimizer_step",
+}
+_CALLED = re.compile(", (?:in|while|during) ")
+FIRST_BATCH = "; 0 of epoch"
 
 
 class NamedFrame(NamedTuple):
@@ -112,23 +114,25 @@ class NamedFrame(NamedTuple):
     file: str
     in_torch: str = ""
 
+    @property
+    def at(self) -> str:
+        file = f"torch/{self.in_torch}" if self.in_torch else self.file
+        return f"{file}:{self.function}"
+
 
 def collective(calls: Iterable[NamedFrame]) -> str:
     """What a thread waits in, by its frames, innermost first; empty if unknown."""
     outermost_name = ""  # of c10d's functions: all_gather_object calls all_gather
     for call in calls:
-        if outermost_name and call.file.endswith(_BROADCASTING[0]):
-            return _BROADCASTING[1]
-        if not call.in_torch or (not outermost_name and _title(call, _ACTIVITIES)):
+        if outermost_name and call.file.endswith(_BROADCASTING):
+            return _ANOTHERS_BATCH
+        if not call.in_torch or (not outermost_name and _title(call.at, _ACTIVITIES)):
             break  # a compilation within backward waits for no rank
         name = call.function
         if call.in_torch == C10D:
-            outermost_name = (
-                name
-                if not name.startswith("_") and name not in _NO_COLLECTIVES
-                else outermost_name
-            )
-        elif not outermost_name and (title := _title(call, _WAITS)):
+            if not name.startswith("_") and name not in _NO_COLLECTIVES:
+                outermost_name = name
+        elif not outermost_name and (title := _title(call.at, _WAITS)):
             return title
     return outermost_name
 
@@ -137,7 +141,7 @@ def of_method(method: str) -> str:
     """What a call of C or C++ waits for: a guess by its name, since it has no frame."""
     if method == _WORK_WAIT:
         return PERHAPS + "a collective's wait()"
-    return PERHAPS + f"the GPU, in {method}()" if method in DEVICE_WAITS else ""
+    return PERHAPS + f"the GPU, in {method}()" if DEVICE_WAITS.fullmatch(method) else ""
 
 
 def of_names(names: Sequence[str]) -> str:
@@ -146,7 +150,7 @@ def of_names(names: Sequence[str]) -> str:
     """
     if _WORK_WAIT in names:
         return of_method(_WORK_WAIT)
-    methods = [f"{name}()" for name in names if name in DEVICE_WAITS]
+    methods = [f"{name}()" for name in names if DEVICE_WAITS.fullmatch(name)]
     return (
         PERHAPS + f"the GPU, in {' or '.join(methods[:_MOST_NAMES])}" if methods else ""
     )
@@ -154,56 +158,56 @@ def of_names(names: Sequence[str]) -> str:
 
 def activity(calls: Sequence[NamedFrame]) -> str:
     """CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty."""
-    if any(part in call.file for call in calls for part in _DEBUGGER_FILES):
-        return DEBUGGER
-    saves = (
-        call.function in _CHECKPOINT_FUNCTIONS
-        or (
-            call.function.startswith("save")
-            and call.in_torch.startswith(_CHECKPOINT_FILES)
-        )
-        for call in calls
-    )
-    if any(saves):
-        return CHECKPOINT
-    path, functions = _NEMO_EXPORT
-    exports = any(
-        call.file.endswith(path) and call.function.startswith(functions)
-        for call in calls
-    )
-    by_torch = (_title(call, _ACTIVITIES) for call in calls if call.in_torch)
-    return EXPORT if exports else next(filter(None, by_torch), "")
+    return _title("\n".join(call.at for call in calls), _ACTIVITIES)
 
 
-def _title(call: NamedFrame, table: Iterable[tuple[str, str]]) -> str:
-    """What a table of torch's files and functions says of a call; empty if it is not in it."""
-    at = f"{call.in_torch}:{call.function}"
-    return next((title for words, title in table if re.match(words, at)), "")
+def _title(at: str, table: Iterable[tuple[str, str]]) -> str:
+    """What a table says of frames, by their files and functions; empty if none is in it."""
+    return next((title for words, title in table if re.search(words, at, re.M)), "")
+
+
+def hook(calls: Sequence[NamedFrame], doing: str) -> str:
+    """ "validation_step", "saving a checkpoint during on_train_end": Lightning's innermost hook or
+    loop that tells what the rank is at. doing: as activity() has it.
+    """
+    if any(call.function == _REQUEUES for call in calls):
+        return REQUEUING
+    found = (
+        _LIGHTNING.search(f"{caller.at}>{call.function}")
+        for call, caller in pairwise(calls)
+    )
+    names = [one[one.lastindex or 0] for one in found if one]
+    ended = list(filter(_TRAINING_HAS_ENDED.search, names))
+    if doing == CHECKPOINT:
+        return " during ".join([SAVING, *ended[:1]])
+    return next(iter([*ended, *filter(stage, names), *names]), "")
+
+
+def stage(place: str) -> str:
+    """What a rank is at, by the name of a hook, a collective or a function."""
+    name = place.partition(" (")[0]
+    return next((one for one, words in _STAGES.items() if re.search(words, name)), "")
 
 
 def remedy(places: Iterable[tuple[Iterable[int], str]]) -> str:
     """What to switch on where all ranks wait, in unlike collectives. places: ranks, and where they
-    wait, in words.
+    wait, in words: "barrier, in save (a.py:9), during on_train_end; 3 of epoch 1 (train)".
 
     A rank in an evaluation, or at the end of its loop, beside one in a training step ran out of
-    batches.
+    batches; beside one in its first batch, it evaluates longer. Lightning's hook decides before the
+    user's names do.
     """
-    past, training, other = list[int](), False, False
-    ends_evaluation, evaluates = False, False
+    ranks_at = defaultdict[str, list[int]](list)
     for ranks, place in places:
-        is_end = _ENDS.search(place) is not None
-        if _EVALUATES.search(place):
-            past += ranks
-            ends_evaluation |= is_end or "compute" in place
-            evaluates |= not is_end
-        elif is_end:
-            past += ranks
-        elif _TRAINS.search(place):
-            training = True
-        else:
-            other = True
-    if past and training:
+        waits_in, *callers = _CALLED.split(place.partition("; ")[0])
+        at = next(
+            filter(None, map(stage, [*callers[1:], waits_in, *callers[:1]][:2])), ""
+        )
+        ranks_at[ITS_END if at == TRAINING and FIRST_BATCH in place else at] += ranks
+    ended = ranks_at[ITS_END] + ranks_at[END]
+    past = ranks_at[EVALUATION] + ended
+    if past and ranks_at[TRAINING]:
         return f"most likely {named(past)} ran out of training batches: {OF_TRAINING}"
-    if evaluates and ends_evaluation and not other:
+    if ranks_at[EVALUATION] and ended and not ranks_at[""]:
         return f"most likely {OF_EVALUATION}"
     return IF_UNEVEN

@@ -9,31 +9,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
 
 import torch
 
-from ..judging.kinds import CHECKPOINT
-from ..judging.waits import NamedFrame, activity, collective, of_names
+from ..judging.waits import NamedFrame, activity, collective, hook, of_names
 from .kernel_call import KernelCall
 from .libraries import PYTHON, origin
 from .requests import request
 
 _TORCH = os.path.dirname(torch.__file__).replace(os.sep, "/") + "/"
-SAVING = "saving a checkpoint"
-_REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
-REQUEUING = "in a handler of SIGUSR1 (Lightning's requeue)"
-# Functions of Lightning's (2.0 to 2.6) that call hooks of the user's and of NeMo's.
-_HOOK_CALLS = {
-    "_call_callback_hooks",
-    "_call_callbacks_on_save_checkpoint",
-    "_call_lightning_datamodule_hook",
-    "_call_lightning_module_hook",
-    "_call_strategy_hook",
-}
-_LIGHTNING = ("/lightning/pytorch/", "/pytorch_lightning/")
 _NOT_CALLERS = {"torch", "nemo_patches", PYTHON}
 _FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 
@@ -57,7 +43,7 @@ class Occupation(NamedTuple):
     """collective: what it waits in, empty where that is nothing known.
 
     activity: what it does that ends by itself: CHECKPOINT, DEBUGGER, COMPILATION, EXPORT or empty.
-    caller: where in the user's code, or in NeMo's. hook: of Lightning's, SAVING or REQUEUING.
+    caller: where in the user's code, or in NeMo's. hook: as waits.hook() has it.
     request: as requests.py has it.
     """
 
@@ -83,14 +69,11 @@ def occupation(frames: Sequence[KeptFrame], kernel: KernelCall) -> Occupation:
         and kernel.may_wait_for_a_device
     ):
         waits_in = of_names(names)
-    hook = SAVING if doing == CHECKPOINT else _hook(frames)
-    if any(call.function == _REQUEUES for call in calls):
-        hook = REQUEUING
     return Occupation(
         collective=waits_in,
         activity=doing,
         caller=_caller(frames),
-        hook=hook,
+        hook=hook(calls, doing),
         request=asks,
     )
 
@@ -116,13 +99,3 @@ def _caller(frames: Sequence[KeptFrame]) -> str:
     return (
         f"{best.code.co_name} ({os.path.basename(best.code.co_filename)}:{best.line})"
     )
-
-
-def _hook(frames: Sequence[KeptFrame]) -> str:
-    """The innermost Lightning hook that is running."""
-    for frame, caller in pairwise(frames):
-        if caller.code.co_name in _HOOK_CALLS and any(
-            part in caller.file for part in _LIGHTNING
-        ):
-            return frame.code.co_name
-    return ""

@@ -26,6 +26,8 @@ ABORTED = "aborted"
 # A time-out of a collective, or of the store: another rank is the reason.
 WAITED = "waited"
 CUT = "cut"  # a closed connection ended it: another rank had gone before
+# Its collective got the message of another one: two ranks are in unlike collectives
+MISPAIRED = "mispaired"
 TERMINATED = "terminated"  # SIGTERM, Ctrl-C, stall_exit: somebody else ended it
 # Another rank's report, or torch's own, says that it has not come; text: to what
 MISSING = "missing"
@@ -57,7 +59,7 @@ FOR_MEMORY = "for want of memory"  # how the text of such a KILLED begins
 STALL_EXIT = "stall_exit"  # the text of a TERMINATED that ended itself so
 
 CAUSES = frozenset({RAISED, KILLED, NODE})
-CONSEQUENCES = frozenset({WAITED, CUT, PASSED_ON})
+CONSEQUENCES = frozenset({MISPAIRED, WAITED, CUT, PASSED_ON})
 HELD = frozenset({STOPPED, TRACED})
 OVER = CAUSES | CONSEQUENCES | {TERMINATED, ENDED, FAILED, GONE, ABORTED}
 NOT_HEARD = frozenset({SILENT, UNSEEN, MISSING, GONE})
@@ -70,6 +72,7 @@ RANKED = (
         NODE,
         STOPPED,
         TRACED,
+        MISPAIRED,
         WAITED,
         CUT,
         PASSED_ON,
@@ -106,6 +109,7 @@ WORDS = {
 EVIDENCE = {
     **WORDS,
     WAITED: "a time-out: a consequence, it waited",
+    MISPAIRED: "its collective met another one: no fault of its own by itself",
     CUT: "a connection closed: a consequence, another rank had gone",
     PASSED_ON: "a consequence: it passed on",
     UNRESOLVED: "it cannot resolve the address at which the ranks meet",

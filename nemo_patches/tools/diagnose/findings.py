@@ -71,8 +71,7 @@ NEXT_STEPS = {
     ),
     FEWER_BATCHES: (
         "Make the number of batches equal on all ranks (drop_last, DistributedSampler,"
-        " a limit); nemo_patches: NEMO_PATCHES_STOP_TOGETHER=training,"
-        " NEMO_PATCHES_METRICS=deferred."
+        " a limit)."
     ),
     SKIPPED: (
         "Look for what was skipped between these two: a backward, a swallowed"

@@ -398,7 +398,9 @@ def _different(waiting: list[Account]) -> Finding:
     first, *_, last = by_place.values()
     why = further_on(first, last)
     by_title = {title: [one.rank for one in ranks] for title, ranks in by_place.items()}
-    return verdicts.out_of_step(by_title, why=why.text, kind=why.id or ids.OUT_OF_STEP)
+    places = {one.rank: one.place for one in waiting}
+    kind = why.id or ids.OUT_OF_STEP
+    return verdicts.out_of_step(by_title, places, why=why.text, kind=kind, out=why.out)
 
 
 def _nobody_waits(
@@ -491,6 +493,12 @@ def told_missing(hearing: Hearing) -> list[Finding]:
         more = f"{verdicts.others(waited)} waited until a time limit."
     found = all_absent(_first_to_leave(suspects, hearing), None)
     return [replace(one, text=f"{one.text} {more}") for one in found]
+
+
+def mispaired(hearing: Hearing) -> list[Finding]:
+    """A rank got another collective's message; which rank is in the wrong one, it does not tell."""
+    found = hearing.having(conditions.MISPAIRED)
+    return [sentences.mispaired(found, hearing)] if found else []
 
 
 def behind_by_calls(hearing: Hearing) -> list[Finding]:
@@ -615,6 +623,7 @@ _OF_A_HANG: tuple[Callable[[Hearing], list[Finding]], ...] = (by_numbers, by_pla
 # The first that finds anything speaks.
 RULES = (
     *_OF_A_HANG,
+    mispaired,
     told_missing,
     behind_by_calls,
     left_first,

@@ -27,6 +27,8 @@ _WAITED_TYPES = frozenset(
 _RENDEZVOUS_TYPES = frozenset(
     {"RendezvousClosedError", "RendezvousConnectionError", "RendezvousTimeoutError"}
 )
+# Gloo found a message's size unlike its own collective's.
+MISPAIRED = re.compile(r"\bop\.preamble\.\w{1,20} ")
 # Words of torch's C++ alone, also in a RuntimeError; Gloo names the place:
 # ".../gloo/transport/tcp/pair.cc:544". Every vendor has a library like NCCL.
 _OF_TORCH = re.compile(

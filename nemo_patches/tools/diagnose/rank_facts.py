@@ -51,7 +51,7 @@ class Place:
     of its loops, by "batch_idx of run (evaluation_loop.py)". loops: by the same names, the line at
     which that loop begins; 0: the thread has left it; NO_LOOP (frame_source.py): no loop sets that
     variable; no entry where the source is not known. thread: its name, where several threads of the
-    rank are in collectives: each has a place, beside the rank's.
+    rank are in collectives: each has a place, beside the rank's. hook: as waits.hook() has it.
     """
 
     where: str = ""
@@ -64,6 +64,7 @@ class Place:
     counters: Mapping[str, int] = field(default_factory=dict)
     loops: Mapping[str, int] = field(default_factory=dict)
     thread: str = ""
+    hook: str = ""
 
     @property
     def wait(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from nemo_patches.facts import LENGTH_SYNC
 from nemo_patches.judging.kinds import is_guess
+from nemo_patches.judging.waits import remedy
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, entries
 from nemo_patches.tools.diagnose import findings as ids
@@ -216,7 +217,8 @@ def by_number(
         for fact in there
     )
     if one.id == entries.OUT_OF_STEP:
-        return [out_of_step(by_title, evidence)]
+        places = {fact.rank: hearing[fact.rank].place for fact in there}
+        return [out_of_step(by_title, places, evidence)]
     kind, step = one.id, ""
     if one.id == entries.SIZES:
         told = "; ".join(f"{key} on {named(of)}" for key, of in by_title.items())
@@ -466,6 +468,24 @@ def at_the_moment(text: str) -> str:
 
 
 # How ranks ended
+
+
+def mispaired(found: list[Account], hearing: Hearing) -> Finding:
+    ranks = names(found)
+    sizes = re.search(r"(\d{1,18}) vs\.? (\d{1,18})", found[0].condition.text)
+    how = f" ({sizes[1]} bytes, and {sizes[2]} in its own)" if sizes else ""
+    both = [*found, *hearing.having(conditions.WAITED, conditions.CUT)]
+    placed = [(one.condition.where, one.rank) for one in both if one.condition.where]
+    told = by_party(((inner(where), rank) for where, rank in placed))
+    place = f", {told}" if told else at(found[0].condition.where)
+    text = (
+        f"{ranks} got the message of another collective{how}{place}: two ranks are in"
+        " unlike collectives, or give one unlike sizes. Which of them is wrong, it does"
+        f" not tell: {ranks} only noticed."
+    )
+    uneven = remedy(([rank], where.replace(" < ", ", in ")) for where, rank in placed)
+    step = f"{ids.NEXT_STEPS[ids.OUT_OF_STEP]} {capital(uneven)}."
+    return finding(ids.OUT_OF_STEP, text, next_step=step)
 
 
 def start_up(waited: list[Account], hearing: Hearing) -> Finding:

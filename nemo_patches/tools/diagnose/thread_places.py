@@ -89,7 +89,8 @@ def place(
         collective = _of_native(native) or _guess(calls, has_gpu)
     activity = waits.activity(by_name)
     if collective:
-        return Place(where, collective, _caller(python), activity, way=way)
+        hook = waits.hook(by_name, activity)
+        return Place(where, collective, _caller(python), activity, way=way, hook=hook)
     if not activity and in_loader:
         activity = LOADER
     if not activity and any(
@@ -206,7 +207,7 @@ def _guess(calls: Sequence[str], has_gpu: bool) -> str:
     guesses = (
         waits.of_method(call)
         for call in calls
-        if has_gpu or call not in waits.DEVICE_WAITS
+        if has_gpu or not waits.DEVICE_WAITS.fullmatch(call)
     )
     return next(filter(None, guesses), "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from nemo_patches.judging.kinds import (
     SILENT,
     is_guess,
 )
-from nemo_patches.judging.waits import remedy
+from nemo_patches.judging.waits import FIRST_BATCH, remedy, stage
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
@@ -38,6 +38,7 @@ _MOST_RANKS = 64  # of a finding
 _MOST_EVIDENCE = 12
 _MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES, _MOST_PARTIES = 3, 8  # that a sentence tells
+_LIGHTNINGS_BATCH = "batch_idx of advance (training_epoch_loop.py)"  # in Place.counters
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _DOES = {
@@ -315,11 +316,15 @@ def doing(account: Account) -> str:
 
 def out_of_step(
     by_title: dict[str, list[int]],
+    places: Mapping[int, Place],
     evidence: Iterable[str] = (),
     why: str = "",
     kind: str = ids.OUT_OF_STEP,
+    out: Collection[int] = (),
 ) -> Finding:
-    """why, kind: the explanation, if any, and its id."""
+    """places: by rank. why, kind: the explanation, if any, and its id. out: the ranks that are out
+    of a loop in which the others are.
+    """
     few, *_, most = by_title.values()
     told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
     if why:
@@ -331,12 +336,25 @@ def out_of_step(
     if any(title.startswith(LENGTH_SYNC) for title in by_title):
         # Each rank gives that up by itself, and others tell of it when it has gone on.
         so = "of which the length sync ends by its timeout: its ranks may be elsewhere now"
-    step = ""
-    if kind == ids.OUT_OF_STEP:
-        uneven = remedy((ranks, title) for title, ranks in by_title.items())
-        step = f"{ids.NEXT_STEPS[kind]} {capital(uneven)}."
+    step = ids.NEXT_STEPS[kind]
+    if kind == ids.OUT_OF_STEP or out:
+        told_of = [
+            ([rank], _told(places.get(rank, Place()), title, is_out=rank in out))
+            for title, ranks in by_title.items()
+            for rank in ranks
+        ]
+        step += f" {capital(remedy(told_of))}."
     text = f"{told}: different collectives, {so}."
     return finding(kind, text, evidence=evidence, next_step=step)
+
+
+def _told(place: Place, title: str, *, is_out: bool) -> str:
+    """Where a rank waits, in the words that remedy() reads. title: where no place is known."""
+    frames = (frame for frame in reversed(place.way) if stage(frame))
+    at = place.hook or next(frames, "train_end" if is_out else "")
+    parts = [place.collective or title, place.caller and f"in {place.caller}"]
+    text = ", ".join(filter(None, [*parts, at and f"during {at}"]))
+    return text + FIRST_BATCH * (place.counters.get(_LIGHTNINGS_BATCH) == 0)
 
 
 def titles(waiting: Sequence[Account]) -> str:

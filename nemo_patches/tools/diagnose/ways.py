@@ -17,10 +17,13 @@ _REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
 
 
 class ReasonApart(NamedTuple):
-    """Why ranks are in different collectives. id: a finding's; both empty if not known."""
+    """Why ranks are in different collectives. id: a finding's; both empty if not known. out: the
+    ranks that are out of a loop in which the others are.
+    """
 
     id: str = ""
     text: str = ""
+    out: tuple[int, ...] = ()
 
 
 class _Step(NamedTuple):
@@ -61,17 +64,19 @@ def further_on(few: Sequence[Account], many: Sequence[Account]) -> ReasonApart:
         if there != value and (_of(name) in around or parts_there):
             ahead, behind = (few, many) if value > there else (many, few)
             why = " (a skipped backward, a swallowed exception, a call that only some make)"
+            out: tuple[int, ...] = ()
             if loop := _inner_loop(behind[0].place, level, around):
                 why = (
                     f", in a loop that {names(ahead)} left, or never came to, at {loop}:"
                     " fewer batches there, or a call that only some ranks make"
                 )
+                out = _ranks(ahead)
             text = (
                 f"{capital(names(few))} {is_(few)} at {name} = {value},"
                 f" {names(many)} at {there}: {names(ahead)} went on without a"
                 f" collective that the other side waits in{why}."
             )
-            return ReasonApart(ids.SKIPPED, text)
+            return ReasonApart(ids.SKIPPED, text, out)
     if not is_same or step.line == their_step.line:
         return ReasonApart()
     first, last = (few, many) if step.line > their_step.line else (many, few)
@@ -136,13 +141,14 @@ def _by_loops(
             still = f"{behind} {is_(last)} still in the loop, at {name} = {value}"
             if name in theirs.counters:
                 text = f"{why}: {still}, where {ahead} came to {came_to}. {capital(place)}."
-                return ReasonApart(ids.FEWER_BATCHES, text)
+                return ReasonApart(ids.FEWER_BATCHES, text, _ranks(first))
             # It has left that function, so how far it came there is not known.
             text = (
                 f"{why}, or left this call out in one of them, or never came to this loop:"
                 f" {still}. {capital(place)}."
             )
-            return ReasonApart(ids.FEWER_BATCHES if value else ids.SKIPPED, text)
+            kind = ids.FEWER_BATCHES if value else ids.SKIPPED
+            return ReasonApart(kind, text, _ranks(first))
     if not same:
         return None
     text = (
@@ -174,6 +180,10 @@ def parting(waiting: Sequence[Account]) -> str:
         for frames in levels
     )
     return next(filter(None, told), "")
+
+
+def _ranks(accounts: Sequence[Account]) -> tuple[int, ...]:
+    return tuple(one.rank for one in accounts)
 
 
 def _step(way: str) -> _Step:

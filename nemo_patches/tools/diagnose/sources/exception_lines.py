@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, frame_text
-from nemo_patches.tools.diagnose.rank_end import BY_HAND, Error, Frames
+from nemo_patches.tools.diagnose.rank_end import BY_HAND, MISPAIRED, Error, Frames
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Fact
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
@@ -51,7 +51,7 @@ _ERROR = re.compile(
     r"(?:\(\w{1,80}\))?)(?:: (.{0,2000})|:?$)"
 )
 _ERROR_NAME = re.compile(
-    r"(?:Error|Exception|Interrupt|Exit|Timeout)(?:\(\w{1,80}\))?$"
+    r"(?:Error|Exception|Interrupt|Exit|Timeout|EnforceNotMet)(?:\(\w{1,80}\))?$"
 )
 _CAUSED = "The above exception was the direct cause of the following exception"
 _MEANWHILE = "During handling of the above exception, another exception occurred"
@@ -106,6 +106,8 @@ def kind_of(error: Error) -> tuple[str, str]:
     )
     if is_cut or _BY_OTHERS.search(f"{error.type} {error.message}"):
         return conditions.TERMINATED, ""
+    if MISPAIRED.search(error.message):
+        return conditions.MISPAIRED, ""
     is_mismatch = any(words in error.message for words in _MISMATCHES)
     if not is_mismatch and not error.is_of_a_collective:
         return conditions.RAISED, ""

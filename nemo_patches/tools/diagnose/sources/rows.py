@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.conditions import (
     HEARD,
     HINT,
     KILLED,
+    MISPAIRED,
     MISSING,
     NODE,
     RAISED,
@@ -312,10 +313,16 @@ ROWS = (
         "{error}",
         of_rank=True,
     ),
+    _row(
+        "op.preamble.",
+        r"(?P<what>\bop\.preamble\.\w{1,20} .{1,200})",
+        MISPAIRED,
+        "{what}",
+    ),
     _row(  # others end so after a time-out
         "terminate called",
         r"terminate called after throwing an instance of"
-        r" '(?P<what>(?!c10::|std::runtime_error)[\w:<>]{1,80})'",
+        r" '(?P<what>(?!c10::|gloo::|std::runtime_error)[\w:<>]{1,80})'",
         RAISED,
         "{what}, of C++",
         of_rank=True,

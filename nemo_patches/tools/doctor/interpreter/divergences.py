@@ -358,7 +358,7 @@ class WaysCompared:
         """
         if condition.value.level == VARIES:
             is_even = condition.value.has("file") and condition.value.has("even")
-            return "the ranks' hosts see other files" if is_even else ""
+            return knowledge.OTHER_FILES if is_even else ""
         if condition.value.has("lacks"):
             return "a rank's batch has none of it, and another's has"
         own = self._loads(condition)

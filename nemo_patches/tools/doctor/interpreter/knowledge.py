@@ -301,6 +301,7 @@ WORD_OF_BATCH = r"\b(batch|batches|data|samples?)(\[[^\]]*\])+ (==|!=|in|not in)
 NO_GRADIENT = r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None"
 NO_BATCH = r"\b(batch(es)?|data|samples?) is (not )?None\b"
 BY_SAMPLER = "a sampler of this file's"
+OTHER_FILES = "the ranks' hosts, or moments, see other files"
 GUESSES = {
     BY_SAMPLER: "the sampler gives the ranks batches of unlike kinds at one step",
     NO_GRADIENT: "a rank's batches leave parameters without a gradient",
@@ -310,9 +311,7 @@ GUESSES = {
     _LAST_BATCH: "the ranks' last batches are of unlike sizes, as without a DistributedSampler",
     r"\bnext\b": "the ranks' iterators end after unlike numbers of batches",
     NO_BATCH: "the loader gives some ranks None for a batch",
-    r"\bfile\b|exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (
-        "the ranks' hosts, or moments, see other files"
-    ),
+    r"\bfile\b|exists\(|is_file\(|isfile\(|is_dir\(|isdir\(|listdir\(": (OTHER_FILES),
 }
 # A test on the wrapper, which its file's callers may have settled: also beside one on the rank.
 OF_WRAPPERS = {
