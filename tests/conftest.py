@@ -8,6 +8,7 @@ draws anew, for more.
 
 import atexit
 import gc
+import itertools
 import logging
 import os
 import shlex
@@ -16,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -121,6 +123,30 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if "STAGE_LOG" in os.environ:
         with open(os.environ["STAGE_LOG"], "a") as stages:
             stages.writelines(f"  again: {command}\n" for command in commands)
+
+
+@pytest.fixture(scope="module")
+def jobs_of_this_file(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, Any]]:
+    from ranks import at_once
+
+    base = tmp_path_factory.mktemp("jobs")
+    folders = (base / str(number) for number in itertools.count())
+
+    def run(job: Any) -> Any:
+        folder = next(folders)
+        folder.mkdir()
+        return job.run(folder)
+
+    with at_once(request, "results", run) as running:
+        yield running
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, jobs_of_this_file: dict[Any, Any]) -> Any:
+    """Of the Job that `@beside_others` has given (tests/ranks.py)."""
+    return jobs_of_this_file[request.param].result()
 
 
 @pytest.fixture
