@@ -132,21 +132,33 @@ def jobs_of_this_file(
     from ranks import at_once
 
     base = tmp_path_factory.mktemp("jobs")
-    folders = (base / str(number) for number in itertools.count())
+    numbers = itertools.count()
 
     def run(job: Any) -> Any:
-        folder = next(folders)
+        folder = base / str(next(numbers))
         folder.mkdir()
-        return job.run(folder)
+        return job.run(folder), folder
 
     with at_once(request, "results", run) as running:
         yield running
 
 
 @pytest.fixture
-def results(request: pytest.FixtureRequest, jobs_of_this_file: dict[Any, Any]) -> Any:
-    """Of the Job that `@beside_others` has given (tests/ranks.py)."""
-    return jobs_of_this_file[request.param].result()
+def job(request: pytest.FixtureRequest) -> Any:
+    """What `@beside_others` has given this test (tests/ranks.py)."""
+    return request.node.callspec.params["results"]
+
+
+@pytest.fixture
+def results(job: Any, jobs_of_this_file: dict[Any, Any]) -> Any:
+    """Of its ranks."""
+    return jobs_of_this_file[job].result()[0]
+
+
+@pytest.fixture
+def folder(job: Any, jobs_of_this_file: dict[Any, Any]) -> Any:
+    """Which it was given."""
+    return jobs_of_this_file[job].result()[1]
 
 
 @pytest.fixture

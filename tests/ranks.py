@@ -221,8 +221,13 @@ class Job:
 
     def __str__(self) -> str:
         """As the test's id has it."""
-        words = [one for one in self.args if not isinstance(one, Given)]
+        words = [getattr(one, "__name__", one) for one in self.settings]
         return " ".join(map(str, [self.function.__name__, *words]))
+
+    @property
+    def settings(self) -> list[Any]:
+        """Its arguments, but those that are given when it runs."""
+        return [one for one in self.args if not isinstance(one, Given)]
 
     def run(self, folder: Path) -> list[Result]:
         given = {Given.FOLDER: lambda: str(folder), Given.PORT: free_port}
@@ -230,8 +235,8 @@ class Job:
         return run_ranks(self.function, self.size, *args, **self.options)
 
 
-def beside_others(*jobs: Job) -> pytest.MarkDecorator:
-    """The test has one of these jobs' results each time. The jobs of a file are run some at a time,
+def beside_others(*jobs: Any) -> pytest.MarkDecorator:
+    """The test has the results of one of these Jobs (or pytest.param of one) each time. The jobs of a file are run some at a time,
     while tests before it wait: see `results` in conftest.py.
     """
     return pytest.mark.parametrize("results", jobs, ids=str, indirect=True)

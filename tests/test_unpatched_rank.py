@@ -311,7 +311,7 @@ def test_a_rank_that_syncs_and_has_no_stall_reports_is_not_called_unpatched(
         assert late.endswith(") is late")
 
 
-def store_goes(rank: int, size: int, goes_on: bool) -> bool:
+def store_goes(rank: int, size: int, goes_on: bool) -> None:
     """Rank 0 has the store's server, and ends; whether rank 1 goes on past the timeout is what is
     said or not.
     """
@@ -325,16 +325,15 @@ def store_goes(rank: int, size: int, goes_on: bool) -> bool:
     wait_for_others("looked", size)
     if goes_on:
         wait_until(has_said_who_is_missing)
-    return goes_on
 
 
 @beside_others(
     Job(store_goes, 2, False, dies=(0,)), Job(store_goes, 2, True, dies=(0,))
 )
 def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(
-    results: list[Result],
+    results: list[Result], job: Job
 ) -> None:
-    goes_on = results[1].value
+    (goes_on,) = job.settings
     lines = results[1].lines("WARNING", "every rank is patched")
     assert len(lines) == goes_on
     assert all(
