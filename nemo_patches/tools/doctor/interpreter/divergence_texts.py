@@ -61,6 +61,18 @@ _SENTENCES = {
         "raise in the handler, or a decision to skip that all ranks share, before the next"
         " collective",
     ),
+    Kind.LOCK: Sentence(
+        "NP401",
+        "{names} {are} made while `{cause}` of line {line} is held: the ranks that wait for this"
+        " lock do not come to it",
+        "the collective behind the lock",
+    ),
+    Kind.UNORDERED: Sentence(
+        "NP401",
+        "{names} {are} made in the order of a set (`{cause}`), which is another one in each"
+        " process: ranks make unlike ones",
+        "sorted(..) around the set",
+    ),
     Kind.MESSAGE: Sentence(
         "NP413",
         "{names}: {cause}",

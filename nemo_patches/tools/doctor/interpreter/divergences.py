@@ -94,6 +94,8 @@ class Kind(Enum):
     MESSAGE = "a message without its other end"
     FIRST_RANK = "a function that runs on one rank"
     HOOK = "a hook that runs on a rank with an error"
+    LOCK = "a lock that the others wait for"
+    UNORDERED = "a set, whose order is each process's own"
     ALARM = "an alarm that cannot end it"
 
 
@@ -195,12 +197,12 @@ def _read(file: SourceFile) -> list[Interpreter]:
 
 
 def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Divergence]:
-    """Messages of functions that no other function of the file calls."""
+    """Messages of functions that the file does not call for some ranks alone."""
     found: list[tuple[Interpreter, Correspondence]] = []
     for each in read:
         if (
             any(messages_in(each.items))
-            and each.definition.node not in file.calls_joined
+            and each.definition.node not in file.called_apart
         ):
             every = range(file.members.job)
             ways = [Way(on_member(number, len(file.members))) for number in every]
@@ -208,14 +210,21 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
                 way.follow(each.items)
             if not any(way.unseen for way in ways):
                 found.append((each, Correspondence(ways, file.members)))
+    # Of functions that no other one calls: what may be the other end of another one's.
+    loose = {
+        message
+        for reader, messages in found
+        if reader.definition.node not in file.calls_joined
+        for message in messages.loose
+    }
+    said = set[int]()
     for reader, messages in found:
-        others = {
-            kind for _, each in found if each is not messages for kind in each.loose
-        }
+        others = {each.kind for each in loose if each.own_line not in messages.lines}
         for one in messages.wrong[:1]:  # mostly one fault, seen from both ends
             made = one.message
-            if others - {made.kind}:
+            if others - {made.kind} or made.own_line in said:
                 continue
+            said.add(made.own_line)
             yield Divergence(
                 function=reader.definition.name,
                 kind=Kind.MESSAGE,
@@ -265,6 +274,7 @@ class WaysCompared:
                 cause="the alarm",
                 line=line,
             )
+        yield from self._under_locks()
         yield from self._by_error()
         if not self._usual.events:
             return
@@ -290,8 +300,35 @@ class WaysCompared:
                     line=self.reader.definition.node.lineno,
                 )
                 return
+        yield from self._unordered()
         yield from self._by_rank()
         yield from self._by_data()
+
+    def _under_locks(self) -> Iterator[Divergence]:
+        for made, lock, line in self.reader.locked:
+            yield Divergence(
+                function=self.name,
+                kind=Kind.LOCK,
+                collectives=(made,),
+                cause=lock,
+                line=line,
+                sure=True,
+            )
+
+    def _unordered(self) -> Iterator[Divergence]:
+        """What is made in the order of a set's items, in loops of its own or of helpers."""
+        for condition, items in self.reader.unordered:
+            way = Way(undecided)
+            way.follow(items)
+            made = [each for each in way.events if each.made.pairs_with != "barrier"]
+            if made:
+                yield Divergence(
+                    function=self.name,
+                    kind=Kind.UNORDERED,
+                    collectives=_made(made),
+                    cause=condition.text,
+                    line=condition.line,
+                )
 
     @cached_property
     def _usual(self) -> Way:
@@ -420,8 +457,6 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
-        if way.raised or other.raised:
-            return  # that rank ends, and its launcher ends the others
         missing = [
             each
             for each in difference(way, other)
@@ -433,7 +468,8 @@ class WaysCompared:
             missing = [each for each in missing if self._tells(each, conditions, guess)]
         keys = {each.key for each in conditions}
         every = [each for each in conditions_in(self.items) if each.key in keys]
-        if every and not missing and reordered(way, other):
+        ended = way.raised or other.raised
+        if every and not missing and not ended and reordered(way, other):
             yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
         for each in every:
             inside = [one for one in missing if each.around(one.made.line)]
@@ -444,7 +480,7 @@ class WaysCompared:
                 kind = Kind.BRANCH if by_rank else _KINDS.get(each.kind, Kind.BRANCH)
                 made = self._guessed(inside, by_rank, guess)
                 yield self._parted(kind, made, each, by_rank)
-        if missing and not guess:
+        if missing and not guess and not ended:
             yield from self._left_early(way, other, missing, every, by_rank)
 
     def _left_early(

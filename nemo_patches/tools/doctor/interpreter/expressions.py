@@ -45,6 +45,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
+    constant,
     dotted,
     last_part,
     names_in,
@@ -129,8 +130,10 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if entry is not None:
         return entry
     if isinstance(inner.ref, Definition):
-        method = reader.file.method(inner.ref, node.attr)
-        if method and is_property(method) and inner.has("instance"):
+        method = (
+            reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
+        )
+        if method and is_property(method):
             return call_helper(reader, method, None, node, name)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
@@ -252,7 +255,13 @@ def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abs
     return replace(mixed(values), at=at, count=SAME, parts=values)
 
 
-visit_Tuple = visit_Set = visit_List
+visit_Tuple = visit_List
+
+
+def visit_Set(reader: Interpreter, node: ast.Set) -> Abstract:
+    value = visit_List(reader, node)
+    numbers = all(isinstance(constant(each), int) for each in node.elts)
+    return value if numbers else value.tagged("set")
 
 
 def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
@@ -288,7 +297,7 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     reader.env = {**outer, **agreed}
     if isinstance(node, ast.DictComp) and value.count != VARIES:
         return replace(value, level=SAME, count=SAME)  # its keys are the data set's
-    return value
+    return value.tagged("set") if isinstance(node, ast.SetComp) else value
 
 
 visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
@@ -334,8 +343,11 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     operation = OPERATIONS.get(type(node.op))
     at = applied(operation, [each.at for each in sides], text_of(node))
     value = replace(mixed(sides), at=at).without("gradient")
+    if any(each.has("set") for each in sides):
+        value = value.tagged("set")
     by_rank = at is None and any(map(reader.by_rank, sides))
-    return value.tagged("rank") if by_rank else value
+    wraps = ["wraps"] if isinstance(node.op, ast.Mod) else []
+    return value.tagged("rank", *wraps) if by_rank else value
 
 
 def visit_IfExp(reader: Interpreter, node: ast.IfExp) -> Abstract:

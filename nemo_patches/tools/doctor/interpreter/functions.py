@@ -46,7 +46,8 @@ def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
     if first in ("super()", "self", "cls") and reader.owner and "." not in rest:
         beyond = first == "super()"
         found = reader.file.method(reader.owner, rest or "forward", beyond=beyond)
-        return None if found and is_property(found) else found
+        if found or first == "super()":
+            return None if found and is_property(found) else found
     known = reader.env.get(name, Abstract())
     owner = reader.env.get(name.rpartition(".")[0], Abstract())
     if owner.has("metric") and last_part(name) == "compute":
@@ -80,6 +81,8 @@ def call_helper(
         seen = reader.file.given.setdefault(called, {})
         seen.setdefault(parameter, []).append(value)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
+    if reader.apart:
+        reader.file.called_apart.add(called.node)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     key = called, tuple(given.items()), tuple(own.items())
@@ -100,7 +103,7 @@ def call_helper(
         for each in islice(collectives_in(items), 1):
             why = each.why or f"which makes {each.name}"
             made = replace(each, name=name, line=node.lineno, why=why)
-            reader._under_alarm(replace(made, guess=each.guess or guess))
+            reader.within(replace(made, guess=each.guess or guess))
     if inner.alarm is not None:
         reader.alarm = inner.alarm
     for parameter, expression in _passed(called, call):

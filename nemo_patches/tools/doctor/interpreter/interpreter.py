@@ -93,6 +93,11 @@ class Interpreter:
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
         self.alarmed: list[tuple[Collective, int]] = []
+        self.lock: tuple[str, int] | None = (
+            None  # of processes, that is held: its text and line
+        )
+        self.locked: list[tuple[Collective, str, int]] = []
+        self.unordered: list[tuple[Decision, Items]] = []  # loops over sets
         self.ranges: dict[str, tuple[str, Column]] = {}  # of messages.py
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
@@ -315,11 +320,14 @@ class Interpreter:
         )
         if not left_out:
             self.items.append(replace(made, place=(made.line, made.name)))
-            self._under_alarm(made)
+            self.within(made)
 
-    def _under_alarm(self, made: Collective) -> None:
+    def within(self, made: Collective) -> None:
+        """Note under what it is made."""
         if self.alarm:
             self.alarmed.append((made, self.alarm))
+        if self.lock:
+            self.locked.append((made, *self.lock))
 
     def read(
         self,

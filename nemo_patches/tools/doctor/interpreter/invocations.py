@@ -57,6 +57,18 @@ from nemo_patches.tools.doctor.syntax import (
 _MOST_WORK = 40_000  # expressions of one file
 
 
+def _hold(reader: Interpreter, call: calls.Call) -> None:
+    """Take a lock of processes, or give it back."""
+    text = text_of(call.node)
+    if isinstance(call.node.func, ast.Attribute):
+        text = reader.meaning(call.node.func.value)
+    exclusive = call.origin == "fcntl.flock" and "LOCK_EX" in text_of(call.node)
+    if exclusive or (call.last == "acquire" and re.search(knowledge.LOCKS, text)):
+        reader.lock = text_of(call.node), call.node.lineno
+    elif call.last == "release" or "LOCK_UN" in text_of(call.node):
+        reader.lock = None
+
+
 def _set_alarm(reader: Interpreter, call: calls.Call) -> None:
     """Set or clear an alarm."""
     last = call.node.args[-1] if call.node.args else None
@@ -98,7 +110,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if own and goes_on:
         if isinstance(own.node, ast.FunctionDef):
             return call_helper(reader, own, call, node, call.name)
-        return _make(reader, own, call)
+        if not call.function.has("instance"):
+            return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:
         return _lambda(reader, target, call)
     if isinstance(target, str) and own is None:
@@ -125,6 +138,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         reader.assign(ast.Attribute(node.args[0], str(name), ast.Store()), call.args[2])
         return Abstract()
     _set_alarm(reader, call)
+    if call.last in knowledge.LOCKING:
+        _hold(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
     value = calls.called(call)
@@ -199,6 +214,10 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         return replace(made, entries=tuple(given.items()))
     call_helper(reader, begin, call, call.node, call.name)
     iterates = reader.file.method(of_class, "__iter__")
+    counts = reader.file.method(of_class, "__len__")
+    if iterates is None and counts is not None and counts not in reader.file.being_read:
+        length = reader.read(counts, {}, {}).returned
+        return replace(made, count=VARIES) if length.level == VARIES else made
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})

@@ -51,15 +51,17 @@ def _with(
     )
     if enters is not None and enters not in reader.file.being_read:
         return _managed(reader, node, item, inner, enters, {}, value)
-    outer = reader.unsynced, reader.joined
+    outer = reader.unsynced, reader.joined, reader.lock
     text = reader.meaning(item.context_expr)
     reader.unsynced |= "no_sync(" in text
     reader.joined |= re.search(knowledge.JOINS, text) is not None
+    if re.search(knowledge.LOCKS, text):
+        reader.lock = text, node.lineno
     if item.optional_vars is not None:
         reader.assign(item.optional_vars, value)
     with reader.inside() as body:
         end = _with(reader, node, inner)
-    reader.unsynced, reader.joined = outer
+    reader.unsynced, reader.joined, reader.lock = outer
     reader.items += body
     return end
 

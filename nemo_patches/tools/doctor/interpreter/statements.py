@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
+from nemo_patches.tools.doctor.interpreter.names import parts_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -73,9 +74,10 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            end = BlockEnd.RAISE
+            in_order = not reader.depth and _in_order(called)
+            end = BlockEnd.RETURN if in_order else BlockEnd.RAISE
     if end is not None:
-        reader.items.append(Exit(end, node.lineno))
+        reader.items.append(Exit(end, node.lineno, text_of(called) if called else ""))
     return end
 
 
@@ -284,6 +286,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
     reader.loops -= 1
     reader.turns = turns
+    if iterated.has("set") and not parts_of(text_of(node.target)) & knowledge.NUMBERS:
+        reader.unordered.append((condition, items))
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, endless=False)
 
@@ -439,6 +443,13 @@ def _called(node: ast.Expr) -> ast.Call | None:
     while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
         inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
     return inner if isinstance(inner, ast.Call) else None
+
+
+def _in_order(leaving: ast.Call) -> bool:
+    """Whether a process ends without an error, for which its launcher ends no other."""
+    code = leaving.args[0] if leaving.args else ast.Constant(0)
+    said = isinstance(code, ast.Constant) and code.value in (0, None)
+    return said and dotted(leaving.func).endswith("exit")
 
 
 def _denies(test: ast.expr) -> bool:
