@@ -55,8 +55,7 @@ def called(call: Call) -> Abstract:
     for known in (_of_ranks(call), _known(call), _of_items(call)):
         if known is not None:
             return known
-    value = _by_name(call)
-    return value.tagged("unordered") if call.name in ("frozenset", "set") else value
+    return _by_name(call)
 
 
 def _of_ranks(call: Call) -> Abstract | None:
@@ -74,7 +73,9 @@ def _of_ranks(call: Call) -> Abstract | None:
     bare = not node.args and not node.keywords
     if bare or knowledge.SAID_BY.get(call.last) == "ranks":
         return file.source(call.name) or file.by_rank.get(call.last)
-    return None
+    # In a group, which may be that of all ranks.
+    in_group = call.last == "get_rank" and call.origin.startswith("torch.distributed")
+    return tagged("rank", level=VARIES) if in_group else None
 
 
 def _known(call: Call) -> Abstract | None:
@@ -180,6 +181,11 @@ def _by_name(call: Call) -> Abstract:
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
         value = value.tagged("holds") if words & knowledge.HOLDING else value
+    if call.name in ("frozenset", "set") or (
+        call.owner.has("set") and call.last in knowledge.OF_SETS
+    ):
+        numbers = bool(call.args) and call.args[0].at is not None
+        value = value if numbers else value.tagged("set")
     queue = knowledge.QUEUES & parts_of(dotted(getattr(node.func, "value", node)))
     if call.name == "next" or (queue and call.last in knowledge.TAKING):
         count = VARIES if call.args and call.args[0].count == VARIES else None
@@ -221,10 +227,10 @@ def _of_items(call: Call) -> Abstract | None:
         return replace(value, count=min(call.args[0].turns, most), item=items[0])
     if call.last in knowledge.PASSED_ON and call.args:
         item = items[0]
-        if call.last != "sorted":
-            value = value.tagged(*call.args[0].tags & {"unordered"})
         if call.last == "enumerate":
             item = Abstract(parts=(Abstract(), item))
+        if call.args[0].has("set") and call.last != "sorted":
+            value = value.tagged("set")
         return replace(value, count=call.args[0].count, item=item)
     return None
 

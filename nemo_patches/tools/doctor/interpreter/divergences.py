@@ -199,12 +199,12 @@ def _read(file: SourceFile) -> list[Interpreter]:
 
 
 def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Divergence]:
-    """Messages of functions that no other function of the file calls."""
+    """Messages of functions that the file does not call for some ranks alone."""
     found: list[tuple[Interpreter, Correspondence]] = []
     for each in read:
         if (
             any(messages_in(each.items))
-            and each.definition.node not in file.calls_joined
+            and each.definition.node not in file.called_apart
         ):
             every = range(file.members.job)
             ways = [Way(on_member(number, len(file.members))) for number in every]
@@ -212,14 +212,21 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
                 way.follow(each.items)
             if not any(way.unseen for way in ways):
                 found.append((each, Correspondence(ways, file.members)))
+    # Of functions that no other one calls: what may be the other end of another one's.
+    loose = {
+        message
+        for reader, messages in found
+        if reader.definition.node not in file.calls_joined
+        for message in messages.loose
+    }
+    said = set[int]()
     for reader, messages in found:
-        others = {
-            kind for _, each in found if each is not messages for kind in each.loose
-        }
+        others = {each.kind for each in loose if each.own_line not in messages.lines}
         for one in messages.wrong[:1]:  # mostly one fault, seen from both ends
             made = one.message
-            if others - {made.kind}:
+            if others - {made.kind} or made.own_line in said:
                 continue
+            said.add(made.own_line)
             yield Divergence(
                 function=reader.definition.name,
                 kind=Kind.MESSAGE,
@@ -424,8 +431,6 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
-        if way.raised or other.raised:
-            return  # that rank ends, and its launcher ends the others
         missing = [
             each
             for each in difference(way, other)
@@ -437,7 +442,8 @@ class WaysCompared:
             missing = [each for each in missing if self._tells(each, conditions, guess)]
         keys = {each.key for each in conditions}
         every = [each for each in conditions_in(self.items) if each.key in keys]
-        if every and not missing and reordered(way, other):
+        ended = way.raised or other.raised
+        if every and not missing and not ended and reordered(way, other):
             yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
         for each in every:
             inside = [one for one in missing if each.around(one.made.line)]
@@ -448,7 +454,7 @@ class WaysCompared:
                 kind = Kind.BRANCH if by_rank else _KINDS.get(each.kind, Kind.BRANCH)
                 made = self._guessed(inside, by_rank, guess)
                 yield self._parted(kind, made, each, by_rank)
-        if missing and not guess:
+        if missing and not guess and not ended:
             yield from self._left_early(way, other, missing, every, by_rank)
 
     def _left_early(

@@ -45,6 +45,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
+    constant,
     dotted,
     last_part,
     names_in,
@@ -129,8 +130,10 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if entry is not None:
         return entry
     if isinstance(inner.ref, Definition):
-        method = reader.file.method(inner.ref, node.attr)
-        if method and is_property(method) and inner.has("instance"):
+        method = (
+            reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
+        )
+        if method and is_property(method):
             return call_helper(reader, method, None, node, name)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
@@ -256,9 +259,11 @@ visit_Tuple = visit_List
 
 
 def visit_Set(reader: Interpreter, node: ast.Set) -> Abstract:
-    value = visit_List(reader, node).tagged("unordered")
+    value = visit_List(reader, node)
+    if all(isinstance(constant(each), int) for each in node.elts):
+        return value
     is_text = any(each.at and isinstance(each.at[0], str) for each in value.parts)
-    return value.tagged("text") if is_text else value
+    return value.tagged("set", *(["text"] if is_text else []))
 
 
 def visit_FormattedValue(reader: Interpreter, node: ast.FormattedValue) -> Abstract:
@@ -298,14 +303,10 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     reader.env = {**outer, **agreed}
     if isinstance(node, ast.DictComp) and value.count != VARIES:
         return replace(value, level=SAME, count=SAME)  # its keys are the data set's
-    return value
+    return value.tagged("set") if isinstance(node, ast.SetComp) else value
 
 
-visit_GeneratorExp = visit_DictComp = visit_ListComp
-
-
-def visit_SetComp(reader: Interpreter, node: ast.SetComp) -> Abstract:
-    return visit_ListComp(reader, node).tagged("unordered")
+visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
 
 
 def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
@@ -348,9 +349,11 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     operation = OPERATIONS.get(type(node.op))
     at = applied(operation, [each.at for each in sides], text_of(node))
     value = replace(mixed(sides), at=at).without("gradient")
+    if any(each.has("set") for each in sides):
+        value = value.tagged("set")
     by_rank = at is None and any(map(reader.by_rank, sides))
-    value = value.tagged(*(sides[0].tags | sides[1].tags) & {"unordered"})
-    return value.tagged("rank") if by_rank else value
+    wraps = ["wraps"] if isinstance(node.op, ast.Mod) else []
+    return value.tagged("rank", *wraps) if by_rank else value
 
 
 def visit_IfExp(reader: Interpreter, node: ast.IfExp) -> Abstract:

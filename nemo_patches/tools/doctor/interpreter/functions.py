@@ -47,8 +47,8 @@ def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
     if first in ("super()", "self", "cls") and reader.owner and "." not in rest:
         beyond = first == "super()"
         found = reader.file.method(reader.owner, rest or "forward", beyond=beyond)
-        if found is not None:
-            return None if is_property(found) else found
+        if found or first == "super()":
+            return None if found and is_property(found) else found
     known = reader.env.get(name, Abstract())
     owner = reader.env.get(name.rpartition(".")[0], Abstract())
     if owner.has("metric") and last_part(name) == "compute":
@@ -82,6 +82,8 @@ def call_helper(
         seen = reader.file.given.setdefault(called, {})
         seen.setdefault(parameter, []).append(value)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
+    if reader.apart:
+        reader.file.called_apart.add(called.node)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     key = called, tuple(given.items()), tuple(own.items())

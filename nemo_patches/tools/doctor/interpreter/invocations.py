@@ -102,7 +102,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if own and goes_on:
         if isinstance(own.node, ast.FunctionDef):
             return call_helper(reader, own, call, node, call.name)
-        return _make(reader, own, call)
+        if not call.function.has("instance"):
+            return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:
         return _lambda(reader, target, call)
     if isinstance(target, str) and own is None:
@@ -203,6 +204,10 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         return replace(made, entries=tuple(given.items()))
     call_helper(reader, begin, call, call.node, call.name)
     iterates = reader.file.method(of_class, "__iter__")
+    counts = reader.file.method(of_class, "__len__")
+    if iterates is None and counts is not None and counts not in reader.file.being_read:
+        length = reader.read(counts, {}, {}).returned
+        return replace(made, count=VARIES) if length.level == VARIES else made
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})

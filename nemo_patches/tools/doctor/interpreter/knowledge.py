@@ -131,10 +131,12 @@ WRAPPERS = {
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "=trainer"}
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
-IN_PARALLEL = words("""
-    DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group deepspeed
-    accelerate
+# Files in which the backward pass reduces the gradients: those that name one of these, or make a
+# group of ranks and reduce no gradient themselves.
+REDUCING = words("""
+    DistributedDataParallel FullyShardedDataParallel accelerate deepspeed fully_shard
     """)
+IN_PARALLEL = REDUCING | {"init_process_group"}
 CONTAINERS = words("""
     ModuleList ModuleDict Sequential clone copy deepcopy dict enumerate iter items list next
     reversed sorted tqdm tuple values zip compile to cuda train eval prepare
@@ -265,6 +267,8 @@ PLAUSIBLE = GRADIENTS | words("""
     """)
 PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
+TEXTS = words("key name")
+OF_SETS = words("copy difference intersection symmetric_difference union")
 ADDING = words("append extend add")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")

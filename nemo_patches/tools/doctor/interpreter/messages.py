@@ -20,6 +20,13 @@ Ranges = Mapping[str, tuple[str, Column]]
 _PERHAPS = 2
 
 
+_RINGS = {
+    MessageKind.RECEIVE: "each rank waits in it for one that waits in it, too, before it sends",
+    MessageKind.SEND: "each rank waits in it for one to receive that waits in it, too, unless the"
+    " backend keeps what is sent: it does so up to some size",
+}
+
+
 @dataclass(frozen=True)
 class Posted:
     """What one rank does. peers: who may be at the other end; None: anybody. certain: whether it
@@ -66,6 +73,8 @@ def message_of(call: Call, ranges: Ranges) -> Message | None:
         waits=not last.startswith("i"),
         at=at or (values[end].at if end in values else None),
         loop=loop,
+        wraps=end in values and values[end].has("wraps"),
+        own_line=call.node.lineno,
     )
 
 
@@ -86,20 +95,17 @@ class Correspondence:
         # Those that may be another function's other ends.
         wrong = {each.message for each in self.wrong}
         self.loose = {
-            each.message.kind
+            each.message
             for each in every
             if not each.certain or each.peers is None or each.message in wrong
         }
+        self.lines = {each.message.own_line for each in every}
 
     def _wrong(self) -> Iterator[Unpaired]:
-        firsts = [own[0] if own else None for own in self.posted.values()]
-        if firsts and all(self._waits_first(own) for own in self.posted.values()):
-            assert firsts[0] is not None
-            yield Unpaired(
-                firsts[0].message,
-                "each rank waits in it for one that waits in it, too, before it sends",
-            )
-            return
+        for kind, text in _RINGS.items():
+            if all(self._waits_first(own, kind) for own in self.posted.values()):
+                yield Unpaired(next(iter(self.posted.values()))[0].message, text)
+                return
         said = set[Message]()
         for rank, own in self.posted.items():
             for each in own:
@@ -113,13 +119,15 @@ class Correspondence:
                     said |= alike
                     yield Unpaired(message, text)
 
-    def _waits_first(self, own: Sequence[Posted]) -> bool:
-        """Whether a rank receives before it sends, and could send to all that it will."""
-        if not own or not own[0].certain or not own[0].peers:
+    def _waits_first(self, own: Sequence[Posted], kind: MessageKind) -> bool:
+        """Whether a rank waits in a message of a kind, for a rank that it may have at the end of
+        another one behind it.
+        """
+        if not own or not own[0].certain or not (own[0].peers or own[0].message.wraps):
             return False
         first = own[0].message
-        sends = any(each.message.kind is MessageKind.SEND for each in own)
-        return sends and first.kind is MessageKind.RECEIVE and first.waits
+        both = any(each.message.kind is not kind for each in own)
+        return both and first.kind is kind and first.waits
 
     def _told(self, message: Message) -> bool:
         """Whether the ranks are told apart in it: one does not make it, or it has both ends."""

@@ -92,7 +92,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Exit:
-    """text: as it is written, where that is not what it is called."""
+    """text: as it is written, where that is no statement of its own."""
 
     end: BlockEnd
     line: int
@@ -160,7 +160,8 @@ class MessageKind(Enum):
 @dataclass(frozen=True)
 class Message:
     """From one rank to another. waits: whether the call returns only when it has been received; at:
-    the rank at the other end, on each member; loop: that over these ranks.
+    the rank at the other end, on each member; loop: that over these ranks; wraps: whether it is
+    counted round, so that each rank has one; own_line: also where a helper makes it.
     """
 
     name: str
@@ -169,6 +170,8 @@ class Message:
     waits: bool
     at: Column | None
     loop: str
+    wraps: bool
+    own_line: int
 
 
 Item = (

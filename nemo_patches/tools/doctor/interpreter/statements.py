@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
+from nemo_patches.tools.doctor.interpreter.names import parts_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -75,17 +76,12 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            end = BlockEnd.RETURN if _succeeds(called) else BlockEnd.RAISE
+            in_order = not reader.depth and _in_order(called)
+            end = BlockEnd.RETURN if in_order else BlockEnd.RAISE
             text = text_of(called)
     if end is not None:
         reader.items.append(Exit(end, node.lineno, text))
     return end
-
-
-def _succeeds(call: ast.Call) -> bool:
-    """Whether it ends a process without an error: its launcher leaves the other ranks alone."""
-    codes = [getattr(each, "value", call) for each in call.args]
-    return dotted(call.func) != "os.abort" and codes in ([], [0], [None])
 
 
 def _unused(reader: Interpreter, first: int) -> None:
@@ -295,8 +291,10 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     reader.turns = turns
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, endless=False)
-    if iterated.has("unordered"):
-        guess = "" if iterated.has("text") else "its items are no numbers"
+    if iterated.has("set"):
+        named = parts_of(text_of(node.target)) & knowledge.TEXTS
+        is_text = named or iterated.has("text")
+        guess = "" if is_text else "its items are no numbers"
         for each in _made_with(node, items):
             made = replace(each, guess=each.guess or guess)
             reader.found.append(("SET", made, node.lineno))
@@ -464,6 +462,13 @@ def _called(node: ast.Expr) -> ast.Call | None:
     while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
         inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
     return inner if isinstance(inner, ast.Call) else None
+
+
+def _in_order(leaving: ast.Call) -> bool:
+    """Whether a process ends without an error, for which its launcher ends no other."""
+    code = leaving.args[0] if leaving.args else ast.Constant(0)
+    said = isinstance(code, ast.Constant) and code.value in (0, None)
+    return said and dotted(leaving.func).endswith("exit")
 
 
 def _denies(test: ast.expr) -> bool:

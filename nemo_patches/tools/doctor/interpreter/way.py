@@ -322,7 +322,8 @@ def difference(way: Way, other: Way) -> list[Event]:
     _take_out(*surplus)
     _take_out(*reversed(surplus))
     for one, another, too_many in zip((way, other), (other, way), surplus, strict=True):
-        if another.unseen - one.unseen:
+        # What a rank that has raised does not come to, nobody waits in: its launcher ends the job.
+        if another.unseen - one.unseen or another.raised:
             continue
         for each in _surplus(one.events, another.events, too_many):
             left[each.made.name, each.made.line] = each
