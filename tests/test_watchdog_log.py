@@ -1694,6 +1694,8 @@ EXAMPLES = (
     "run_rank.sh: line 12: 22110 Segmentation fault      (core dumped) python train.py",
     "ERROR [executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down.",
     "[rank1]: terminate called after throwing an instance of 'std::bad_alloc'",
+    "HW Exception by GPU node-7 (Agent handle: 0x5581f2d0) reason :GPU Hang",
+    "[WARNING] [RankMonitorServer:5] Terminating rank 5 with signal SIGKILL",
     "[rank1]:   what():  [enforce fail at ../gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 1",
     "process 71 spawned with command: ['python', '-u', 'main.py', '--local_rank=3']",
     "nnodes=1, num_local_procs=8, node_rank=0",
