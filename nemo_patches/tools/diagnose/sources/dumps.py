@@ -477,7 +477,7 @@ def _worker_of(dump: Dump, workers: Sequence[Dump]) -> str:
 
 
 def _place(dump: Dump, main: Thread, workers: Sequence[Dump]) -> Place:
-    found = place(main.frames)
+    found = replace(place(main.frames), counters=main.counters, loops=main.loops)
     called = _CALLS_COLLECTIVE.search(dump.line)
     if not found.collective and called and main.tid == dump.threads[-1].tid:
         caller = found.where.partition(" < ")[0]
