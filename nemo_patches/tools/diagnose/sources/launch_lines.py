@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.sources.place_lines import PlaceLines
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
 from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
+from nemo_patches.tools.diagnose.sources.straggler_lines import StragglerLines
 
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
@@ -36,6 +37,7 @@ class Launch:
         self._c10d = C10dLines(self.found)
         self._stalls = StallLines(self.found)
         self._ras = RasLines(self.found)
+        self._stragglers = StragglerLines()
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
@@ -47,7 +49,7 @@ class Launch:
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
         """The method that its row names, of whichever class has it."""
-        owners = (self, self._c10d, self.ends, self._ras)
+        owners = (self, self._c10d, self.ends, self._ras, self._stragglers)
         name = f"take_{row.reader}"
         reader = next(getattr(one, name) for one in owners if hasattr(one, name))
         return partial(reader, row) if row.reader in _OF_ROWS else reader
@@ -152,5 +154,6 @@ class Launch:
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():
             ranks -= not_told
-        if not self.ends.is_finished and (guess := self._prints.finding()):
-            evidence.findings.append(guess)
+        if not self.ends.is_finished:
+            more = (self._prints.finding(), self._stragglers.finding())
+            evidence.findings += filter(None, more)

@@ -32,7 +32,7 @@ from nemo_patches.tools.diagnose.conditions import (
     UNRESOLVED,
     WAITED,
 )
-from nemo_patches.tools.diagnose.sources import hearsay_lines
+from nemo_patches.tools.diagnose.sources import encoder_prints, hearsay_lines
 
 
 class Row(NamedTuple):
@@ -651,7 +651,20 @@ ROWS = (
         r" on node (\S{1,80})",
         reader="ras_rank",
     ),
+    _row(
+        "MxEtpt/Rnk",
+        r"MnEtpt/Rnk: ([\d.]{1,12})TF/(\d{1,7}) .{0,40}MxEtpt/Rnk: ([\d.]{1,12})TF/(\d{1,7})",
+        reader="throughput",
+    ),
     # What was wrong around the ranks
+    _row(
+        "lowdown",
+        r"(?P<what>(?:HW|SW) (?:[Tt]hermal|[Pp]ower)[ _][Ss]lowdown "
+        r"(?:is )?(?:[Aa]ctive|detected).{0,80})",
+        HINT,
+        "a GPU: {what}",
+        own=False,
+    ),
     _row(
         "NVRM|NVLink|nvlink",
         r"(?:NVRM: |nvidia-nvlink: )(?P<what>(?:Xid|GPU|NVLink|Fatal).{1,200})|"
@@ -718,6 +731,7 @@ def _filter() -> tuple[bytes, ...]:
         *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
         *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
         *("arrier", "sigkill_handler", "imed out", "ncoder", "ll_reduce", "ll_gather"),
+        *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,
     }
