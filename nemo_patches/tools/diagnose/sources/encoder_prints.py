@@ -58,8 +58,8 @@ _RAN_OUT = re.compile(
     r"\b(?:data ?loader|iterator|data ?set|shards?) (?:is |was |has been )?exhausted\b|"
     r"\b(?:leaving|leaves|left|exit(?:s|ing|ed)) the (?:train(?:ing)? )?loop\b|"
     r"\btrain(?:ing)? loop (?:is |was )?(?:left|exited|over)\b|"
-    r"\bkeine weiteren (?:batches|daten)|没有更多(?:数据|批次|batch)|"
-    r"数据(?:已|已经)?(?:读完|耗尽|用完)"
+    r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
+    r"没有更多batch|数据已?读完|数据已?耗尽|数据已?用完"
 )
 WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
