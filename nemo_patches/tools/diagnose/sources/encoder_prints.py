@@ -59,7 +59,7 @@ _RAN_OUT = re.compile(
     r"\b(?:leaving|leaves|left|exit(?:s|ing|ed)) the (?:train(?:ing)? )?loop\b|"
     r"\btrain(?:ing)? loop (?:is |was )?(?:left|exited|over)\b|"
     r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
-    r"没有更多batch|数据已?读完|数据已?耗尽|数据已?用完"
+    r"没有更多batch|数据读完|数据已读完|数据耗尽|数据已耗尽|数据用完"
 )
 WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
