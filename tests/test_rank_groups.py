@@ -501,6 +501,15 @@ def test_the_hook_and_the_caller_are_told_of_whatever_waits_there() -> None:
         occupied(in_a_requeue).hook == "in a handler of SIGUSR1 (Lightning's requeue)"
     )
 
+    def saves_at_the_end(began: threading.Event, may_end: threading.Event) -> None:
+        def on_train_end() -> None:
+            in_a_save(began, may_end)
+
+        names["_call_lightning_module_hook"](on_train_end)
+
+    told = occupied(saves_at_the_end).hook
+    assert told == "saving a checkpoint during on_train_end"
+
 
 @pytest.mark.parametrize(
     "method",
@@ -539,6 +548,9 @@ def test_the_line_names_what_helps_where_batches_are_uneven() -> None:
     )
     other = replace(state(1, "x", "barrier"), caller="save (a.py:20)")
     assert "`NEMO_PATCHES_METRICS=deferred`" in verdict(trains, other).text()
+    anew = replace(trains, batch="0 of epoch 3 (train): cuts valid-1")
+    told = verdict(anew, evaluates).text()
+    assert "most likely uneven evaluation: `NEMO_PATCHES_METRICS=deferred`" in told
 
 
 def test_a_long_line_names_every_group_with_four_functions_of_its_place() -> None:

@@ -4,7 +4,9 @@ instead.
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -254,6 +256,21 @@ def test_an_encoder_that_one_rank_has_left_out_is_told_by_where_the_calls_part(
                 "barrier, in on_validation_epoch_end (a.py:20)",
             ),
             "uneven evaluation: `NEMO_PATCHES_METRICS=deferred`",
+        ),
+        (  # Lightning's hook decides before the user's names
+            (
+                "DDP's buffer broadcast, in training_meets_validation (a.py:9), during"
+                " training_step",
+                "barrier, in save (a.py:20), while saving a checkpoint during on_train_end",
+            ),
+            "rank 1 ran out of training batches: `NEMO_PATCHES_STOP_TOGETHER=training`",
+        ),
+        (  # a file's name is no function's
+            (
+                "backward, which reduces the gradients, in step (train_eval.py:9)",
+                "barrier, in gather (train_eval.py:20)",
+            ),
+            "if it is uneven training: `NEMO_PATCHES_STOP_TOGETHER=training`",
         ),
         (  # a step's end is not the loop's
             (
@@ -530,3 +547,44 @@ def test_a_silent_rank_that_has_come_since_is_accused_no_more(tmp_path: Path) ->
     assert told(tmp_path, waited).findings[0].ranks == (1,)
     first = told(tmp_path, waited, came).findings[0]
     assert (first.id, first.ranks) == (ids.NOT_ENOUGH, ())
+
+
+STACKS = Path(__file__).parent / "logs" / "lightning_stacks.txt"
+
+
+def lightning_stacks() -> dict[str, list[str]]:
+    """By name: what the next step says, and the frames, with "--" between the ranks."""
+    sections = STACKS.read_text().split("\n=== ")[1:]
+    return {name: lines for name, *lines in (one.split("\n") for one in sections)}
+
+
+def py_spy_frames(lines: Sequence[str]) -> Iterator[dict[str, object]]:
+    for line in lines:
+        if line.startswith("."):
+            yield from py_spy_frames(lightning_stacks()[line])
+        elif line:
+            function, place, *variables = line.split()
+            file, _, number = place.rpartition(":")
+            names = (one.split("=") for one in variables)
+            yield {
+                "name": function,
+                "filename": file,
+                "line": int(number),
+                "locals": [{"name": name, "repr": value} for name, value in names],
+            }
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in lightning_stacks() if not name.startswith(".")]
+)
+def test_frames_of_lightning_decide_what_uneven_batches_need(
+    name: str, tmp_path: Path
+) -> None:
+    says, *lines = lightning_stacks()[name]
+    between = lines.index("--")
+    for rank, stack in enumerate((lines[:between], lines[between + 1 :])):
+        thread = {"thread_name": "MainThread", "owns_gil": False, "pid": 10 + rank}
+        content = [{**thread, "frames": list(py_spy_frames(stack))}]
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(content))
+    first = report_of(tmp_path).findings[0]
+    assert says.removeprefix("says: ") in first.next_step + first.text, first

@@ -89,7 +89,7 @@ _REQUEUES = "_slurm_sigusr_handler_fn"  # Lightning's
 REQUEUING = "in a handler of SIGUSR1 (Lightning's requeue)"
 # Lightning's functions (2.0 to 2.6) that call hooks of the user's and of NeMo's, and its loops.
 _LIGHTNING = re.compile(
-    r"/(?:lightning/pytorch|pytorch_lightning)/.*(?:"
+    r"(?:^|/)(?:lightning/pytorch|pytorch_lightning)/.*(?:"
     r"_call_(?:callback|lightning|strategy)\w*>(\w+)|/(\w+_loop\.py:\w+)>|:_run>(_teardown))"
 )
 _TRAINING_HAS_ENDED = re.compile("on_train_end|fit_loop.py:on_run_end|^_?teardown")

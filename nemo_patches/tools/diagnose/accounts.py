@@ -219,9 +219,12 @@ def _with_worker(place: Place, other: Place) -> Place:
 
 def _that_count(told: list[Fact]) -> list[Fact]:
     """Leave out exceptions that a rank raised after it had waited in vain, which are consequences,
-    and hearsay about a rank that is known to be there.
+    hearsay about a rank that is known to be there, and the kill of one that was found hung.
     """
     waited = [fact for fact in told if fact.condition_kind in conditions.CONSEQUENCES]
+    by_monitor = any(
+        fact.condition_text.startswith(conditions.BY_MONITOR) for fact in told
+    )
     there = (conditions.RUNS, *conditions.HELD)
     is_there = any(fact.own and fact.condition_kind in there for fact in told)
     return [
@@ -234,6 +237,7 @@ def _that_count(told: list[Fact]) -> list[Fact]:
         and not (
             is_there and not fact.own and fact.condition_kind in conditions.NOT_HEARD
         )
+        and not (by_monitor and fact.condition_text.startswith("SIGKILL"))
     ]
 
 

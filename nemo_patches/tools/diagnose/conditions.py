@@ -52,6 +52,9 @@ AT_START = "at start-up"
 # Likewise of a CUT rank whose process has no end.
 SYNC_ENDED = "its length sync has ended"
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
+BY_MONITOR = (
+    "its monitor"  # how the text of a TERMINATED begins that something had found hung
+)
 TIME_LIMIT = "the time limit"  # how the text of a TERMINATED by the scheduler begins
 PREEMPTED = "preemption"  # likewise
 REQUEUED = "a requeue"  # likewise

@@ -590,7 +590,11 @@ def first_failure(
 
 def _terminated(hearing: Hearing) -> list[Fact]:
     """What launchers and schedulers say about ranks, or a job, that somebody else ended."""
-    return [fact for fact in hearing.told(conditions.TERMINATED) if not fact.own]
+    return [
+        fact
+        for fact in hearing.told(conditions.TERMINATED)
+        if not fact.own and not fact.condition_text.startswith(conditions.BY_MONITOR)
+    ]
 
 
 def _ended_by_others(hearing: Hearing) -> list[Finding]:

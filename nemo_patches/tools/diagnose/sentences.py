@@ -45,6 +45,10 @@ from nemo_patches.tools.diagnose.verdicts import (
 # Words of an error that decide what to do.
 _CURES = (
     (
+        "HW Exception by GPU",
+        "Look at that GPU (`dmesg` of its host), and leave the node out if it comes again.",
+    ),
+    (
         "shared memory",
         (
             "Give the container more shared memory (`docker run --shm-size`, /dev/shm),"
@@ -628,7 +632,10 @@ def failed_first(
     ranks = {fact.rank for fact in firsts}
     how = first.condition_text
     if len(ranks) > 1:
-        text = f"{who(ranks)} failed in the same second, {how}: which was first, it does not tell."
+        at_once = " in the same second" if all(fact.at for fact in firsts) else ""
+        text = (
+            f"{who(ranks)} failed{at_once}, {how}: which was first, it does not tell."
+        )
         return finding(ids.FIRST_FAILURE, text)
     text = f"{who(ranks)} failed first, {how} [{first.cite}]."
     if first.condition_kind == conditions.ABORTED or of_ranks_that_waited:

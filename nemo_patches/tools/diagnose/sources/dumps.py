@@ -4,9 +4,9 @@ py-spy dump (text, JSON, --native), pystack, gdb's py-bt, faulthandler in logs, 
 torch.distributed.debug, and what a well-known loop over sys._current_frames() prints.
 
 The rank comes from a launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a
-heading, the file's name (rank3.txt, r3.log, torchrun's 3/stderr.log), --local_rank in the command,
-or else the order of the files. Several processes in a file are several ranks, and a bare number in
-its name is none of theirs.
+heading, what stands beside the process or the command (# rank 3), the file's name (rank3.txt,
+r3.log, torchrun's 3/stderr.log), --local_rank in the command, or else the order of the files.
+Several processes in a file are several ranks, and a bare number in its name is none of theirs.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ _HOST_HEADING = re.compile(
 )
 _NEW_PROCESS = re.compile(
     r"Process (?P<pid>\d{1,10}): (?:.*--local[_-]rank[= ](?P<local_rank>\d{1,5})\b)?"
+)
+# "Process 4414: python train.py (rank 3)", "$ py-spy dump --pid 4414  # local rank 3"
+_SAID = re.compile(
+    r"(?:Process \d{1,10}: |.{0,200}\b(?:py-spy|pystack|gdb)\b).{0,1000}[(#\[]\s{0,4}"
+    r"(?P<local>local[_ -]?)?rank[ =:_#-]{0,2}(?P<rank>\d{1,6})\b",
+    re.IGNORECASE,
 )
 _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
 _HEADS = ("Process", "hread", "Traceback")
@@ -280,6 +286,8 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
         for line in said(whole).split("\n")
     )
     host = ""  # by a heading, where that has no rank
+    said_of = _SAID.match("")  # the process that comes next, or the present one
+    is_of_next = False
     for number, line in lines:
         if len(line) > _LONGEST_LINE:
             continue
@@ -298,9 +306,17 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
             labels[found[1]] = None
         label = next(filter(line.startswith, labels), "")
         line, label = line[len(label) :], label or host
+        if "rank" in line.lower() and (found := _SAID.match(line)):
+            said_of, is_of_next = found, not _NEW_PROCESS.match(line)
+        elif _NEW_PROCESS.match(line):
+            said_of, is_of_next = said_of if is_of_next else None, False
         if dump := writers.setdefault((rank, label), _Writer()).take(line):
             dump.rank, dump.file = rank, name + label
             dump.in_name = prefix is None and heading is None
+            if dump.in_name and said_of and said_of["local"]:
+                dump.local_rank = int(said_of["rank"])
+            elif dump.in_name and said_of:
+                dump.rank, dump.in_name = int(said_of["rank"]), False
             dump.cite = f"{safe(name, 200)}:{number}"
             yield dump
 
@@ -461,7 +477,7 @@ def _worker_of(dump: Dump, workers: Sequence[Dump]) -> str:
 
 
 def _place(dump: Dump, main: Thread, workers: Sequence[Dump]) -> Place:
-    found = place(main.frames)
+    found = replace(place(main.frames), counters=main.counters, loops=main.loops)
     called = _CALLS_COLLECTIVE.search(dump.line)
     if not found.collective and called and main.tid == dump.threads[-1].tid:
         caller = found.where.partition(" < ")[0]

@@ -1,4 +1,5 @@
-"""People's own prints before and after a call of the encoder or a collective: guesses.
+"""People's own prints before and after a call of the encoder or a collective, and where their
+batches end: guesses.
 
 They accuse nobody.
 """
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from nemo_patches.judging.kinds import OF_TRAINING
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose.findings import (
     NEXT_STEPS,
@@ -49,6 +51,18 @@ _OTHER = re.compile(
     r"pre-?train\w*|loading)\b"
 )
 _ENCODER = "the encoder"
+# "no more batches", "left the training loop"
+_RAN_OUT = re.compile(
+    r"(?i)\bno (?:more|further) (?:training )?(?:batch(?:es)?|data|samples?)\b(?! (?:load|work))|"
+    r"\b(?:ran |is |am )?out of (?:training )?(?:batches|data|samples)\b|"
+    r"\b(?:data ?loader|iterator|data ?set|shards?) (?:is |was |has been )?exhausted\b|"
+    r"\b(?:leaving|leaves|left|exit(?:s|ing|ed)) the (?:train(?:ing)? )?loop\b|"
+    r"\btrain(?:ing)? loop (?:is |was )?(?:left|exited|over)\b|"
+    r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
+    r"没有更多batch|数据读完|数据已读完|数据耗尽|数据已耗尽|数据用完"
+)
+WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
+_MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
 WORDS = ("ncoder", "reduce", "gather", "arrier")
 _BEGIN = "A guess, by the job's own prints: "
@@ -139,6 +153,8 @@ class EncoderPrints:
     def __init__(self) -> None:
         self._of: dict[str, _Prints] = {}  # by what is called
         self._seen: dict[int, Line] = {}  # the last line of each rank, but for errors
+        self._ran_out: dict[int, Line] = {}  # that have said little since
+        self._after: Counter[int] = Counter()  # lines of these since
 
     def take(self, line: Line) -> None:
         rank, text = line.rank, line.text
@@ -170,17 +186,42 @@ class EncoderPrints:
 
     def _see(self, rank: int, line: Line) -> None:
         is_known = rank in self._seen or len(self._seen) < MOST_KEPT
-        if is_known and "rror" not in line.text:
-            self._seen[rank] = line
+        if not is_known or "rror" in line.text:
+            return
+        self._seen[rank] = line
+        if rank not in self._ran_out and _RAN_OUT.search(line.text):
+            self._ran_out[rank] = line
+            self._after[rank] = 0
+        elif rank in self._ran_out:
+            self._after[rank] += 1
+            if self._after[rank] > _MOST_AFTER:
+                del self._ran_out[rank]
 
     def _named(self, what: str) -> _Prints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
 
     def finding(self) -> Finding | None:
-        """Of the encoder first."""
+        """Of batches that ended on some ranks, else of a call, the encoder's first."""
+        if uneven := self._uneven():
+            return uneven
         ordered = sorted(self._of.values(), key=lambda one: one.name != _ENCODER)
         told = (one.finding(self._seen) for one in ordered)
         return next(filter(None, told), None)
+
+    def _uneven(self) -> Finding | None:
+        """Where few ranks say that they have no more batches, and all others print after that."""
+        ended = self._ran_out
+        others = self._seen.keys() - ended.keys()
+        if not ended or len(others) < len(ended):
+            return None
+        last = max(line.number for line in ended.values())
+        if any(self._seen[rank].number < last for rank in others):
+            return None
+        text = (
+            f"{_who(ended, ended)} had no more batches, and {_who(others, self._seen)} went"
+            f" on. If that is so: {OF_TRAINING}."
+        )
+        return _guess(text)
 
 
 def _name(what: str) -> str:

@@ -346,7 +346,8 @@ _OF_A_HANG_LOWER = re.compile(
     r"等待|错误|^[\s@|+#*]|^(?:frame #|Process \d)"
 )
 _LABEL = re.compile(
-    r"[\[(]\w{0,40}(?:Rank|Worker|rank|worker)\w{0,20}[:=#_ -](?P<rank>\d{1,6})[\])]\W{0,3}"
+    r"[\[(]\w{0,40}(?:Rank|Worker|rank|worker)\w{0,20}[:=#_ -](?P<rank>\d{1,6})"
+    r"(?:@[\w.-]{1,80})?[\])]\W{0,3}"
 )
 # Words of which one is in each such line, in place of a row's.
 WORDS = (

@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.sources.place_lines import PlaceLines
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
 from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
+from nemo_patches.tools.diagnose.sources.straggler_lines import StragglerLines
 
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
@@ -36,25 +37,38 @@ class Launch:
         self._c10d = C10dLines(self.found)
         self._stalls = StallLines(self.found)
         self._ras = RasLines(self.found)
+        self._stragglers = StragglerLines()
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
         self._places = PlaceLines(self.found)
         self._text_before = ""
+        self._first: Line | None = None
+        self._last: Line | None = None
         self._rows = [(row, self._reader_of(row)) for row in ROWS]
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
         """The method that its row names, of whichever class has it."""
-        owners = (self, self._c10d, self.ends, self._ras)
+        owners = (self, self._c10d, self.ends, self._ras, self._stragglers)
         name = f"take_{row.reader}"
         reader = next(getattr(one, name) for one in owners if hasattr(one, name))
         return partial(reader, row) if row.reader in _OF_ROWS else reader
+
+    def never_began(self, few: int) -> bool:
+        """Whether it was ended from outside before its ranks said much. few: lines."""
+        if self._first is None or self._last is None:
+            return True
+        kinds = {fact.condition_kind for fact in self.found.facts.values()} - {""}
+        is_from_outside = kinds <= {conditions.TERMINATED, conditions.HINT}
+        return is_from_outside and self._last.number - self._first.number < few
 
     def begin_file(self) -> None:
         self.found.is_over = False
         self._by_file.append(set())
 
     def take(self, line: Line) -> None:
+        self._first = self._first or line
+        self._last = line
         if line.has_prefix and len(self._by_file[-1]) < MOST_KEPT:
             self._by_file[-1].add(line.rank)
             self._hearsay.is_there(line.rank)
@@ -99,7 +113,7 @@ class Launch:
         condition = Condition(row.kind, row.text.format(**words).removeprefix(": "))
         if "peer" in told:  # lines before did not name it
             self.found.facts.pop((line.rank, Condition, row.kind, ""), None)
-        ranks = ranks_in(told.get("ranks", "")) or [int(told.get("rank", line.rank))]
+        ranks = ranks_in(told.get("ranks", "")) or [int(told.get("rank") or line.rank)]
         # NCCL's are the communicator's; the job's if the first agrees with the line's
         if "second" in told and line.rank in (NOT_TOLD, int(told["first"])):
             ranks = [int(told["first"]), int(told["second"])]
@@ -112,11 +126,15 @@ class Launch:
     def take_size(self, found: re.Match[str], line: Line) -> None:
         self.found.has_size(found[1])
 
+    def take_address(self, found: re.Match[str], line: Line) -> None:
+        self.found.note_address(found[1], line.rank)
+
     def take_over(self, found: re.Match[str], line: Line) -> None:
         self.found.is_over = True
 
     def take_pid(self, both: re.Match[str], line: Line) -> None:
-        pid, rank = both[1] or both[4] or both[5], both[2] or both[3] or both[6]
+        pid = both[1] or both[4] or both[5] or both[9]
+        rank = both[2] or both[3] or both[6] or both[8]
         self.found.note_pid(int(pid), int(rank))
         if both[7]:
             self.found.has_size(both[7])
@@ -131,9 +149,11 @@ class Launch:
             self._places.finish()
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
+        self.found.tell_who_closed()
         self._c10d.finish(evidence, self._by_file)
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():
             ranks -= not_told
-        if not self.ends.is_finished and (guess := self._prints.finding()):
-            evidence.findings.append(guess)
+        if not self.ends.is_finished:
+            more = (self._prints.finding(), self._stragglers.finding())
+            evidence.findings += filter(None, more)

@@ -88,6 +88,8 @@ _OF_OTHERS = re.compile(
 _SIZE = re.compile(
     rb"Starting with (\d{1,7}) processes|world_?[ -]?size\W{1,3}(\d{1,7})\b|\[rank(\d{1,7})\]"
 )
+# A line that tells both: torchrun's table, what people print at the start
+_BOTH = re.compile(r"(?<![a-z_])rank {0,8}[=:] ?(\d{1,7})\W{1,3}local_rank")
 # What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
 # -l the job's.
 _TEE = re.compile(
@@ -338,7 +340,9 @@ def _learned(head: bytes) -> re.Pattern[str] | None:
         text = text[clock.end() :] if clock else text
         if (found := _LABEL.match(text)) is None:
             continue
-        own, number = rank_in(text[found.end() :]), int(found["number"])
+        rest, number = text[found.end() :], int(found["number"])
+        both = _BOTH.search(rest)
+        own = int(both[1]) if both else rank_in(rest)
         key = found["before"], found["after"].strip()
         numbers[key].append(number if own in (None, number) else NOT_TOLD)
     sizes = [0]

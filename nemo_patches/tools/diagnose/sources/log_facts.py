@@ -19,7 +19,8 @@ from nemo_patches.tools.diagnose.rank_facts import (
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
-_PROCESS = re.compile(r"Killed process (\d{1,9}) ")
+_CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
+_PROCESS = re.compile(r"(?:Killed process |\(pid )(\d{1,9})[ )]")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
@@ -35,18 +36,19 @@ class LaunchFacts:
     whenever it happened.
 
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out,
-    or of an end. rank_of_pid: as far as lines tell both. patched: nemo_patches is on.
-    missing_lines: Ray leaves out lines of some ranks that are like others', or a file was not read
-    to its end. not_told: conditions so far of which the log does not tell the rank. reports_made:
-    lines of others so far, that a rank had not come. reports: folders with stall reports that lines
-    name. several_hosts: local ranks are not the job's. by_local_rank: keys of the facts whose rank
-    is one.
+    or of an end. rank_of_pid: as far as lines tell both. ranks_at: by address, likewise. patched:
+    nemo_patches is on. missing_lines: Ray leaves out lines of some ranks that are like others', or
+    a file was not read to its end. not_told: conditions so far of which the log does not tell the
+    rank. reports_made: lines of others so far, that a rank had not come. reports: folders with
+    stall reports that lines name. several_hosts: local ranks are not the job's. by_local_rank: keys
+    of the facts whose rank is one.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
     world_size: int = 0
     is_over: bool = False
     rank_of_pid: dict[int, int] = field(default_factory=dict)
+    ranks_at: dict[str, set[int]] = field(default_factory=dict)
     patched: bool = False
     missing_lines: bool = False
     not_told: int = 0
@@ -156,6 +158,29 @@ class LaunchFacts:
             if fact.rank == NOT_TOLD and rank is not None:
                 del self.facts[key]
                 self.keep(replace(fact, rank=rank))
+
+    def note_address(self, address: str, rank: int) -> None:
+        """Ranks log their hosts' at their start."""
+        if len(self.ranks_at) < MOST_KEPT:
+            self.ranks_at.setdefault(address, set()).add(rank)
+
+    def tell_who_closed(self) -> None:
+        """Gloo names the address by which a connection was closed: it is told of the one rank there
+        that says nothing of its own end.
+        """
+        told = {
+            rank: (by[1], fact)
+            for fact in self.facts.values()
+            if fact.condition_kind == conditions.CUT
+            and (by := _CLOSED_BY.search(fact.condition_text))
+            and len(ranks := self.ranks_at.get(by[1], set())) == 1
+            for rank in ranks - self.ranks()
+        }
+        for rank, (address, fact) in told.items() if len(told) == 1 else ():
+            gone = Condition(
+                conditions.GONE, f"{address}, its address, closed others' connections"
+            )
+            self.keep(replace(fact, rank=rank, value=gone, own=False))
 
     def note_reports(self, folder: str) -> None:
         if len(self.reports) < _MOST_REPORTS:

@@ -65,6 +65,7 @@ _RANK_IN_NAME = re.compile(
 
 # That are looked at where they, or those before them, hold such a word.
 _PART_BYTES = 1 << 13
+_FEW_LINES = 32  # of a launch that did not come to its first step
 _RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with \d{1,7} processes")
 # What somebody typed behind a shell's prompt, to start the job anew
@@ -205,14 +206,15 @@ class _Reading:
     def _put_aside(self) -> None:
         told = Evidence()
         self._launch.finish(told)
+        if self._before is not None and self._launch.never_began(_FEW_LINES):
+            return
         if self._launch.found.tells_anything or told.findings:
             self._before = self._launch.found, told
 
     def finish(self) -> None:
         """Add the facts of the last launch that has any."""
-        earlier, self._before = self._before, None
         self._put_aside()
-        found, told = self._before or earlier or (self._launch.found, Evidence())
+        found, told = self._before or (self._launch.found, Evidence())
         evidence = self._evidence
         evidence.facts += found.facts.values()
         for group, ranks in told.groups.items():

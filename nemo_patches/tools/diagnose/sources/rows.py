@@ -32,7 +32,7 @@ from nemo_patches.tools.diagnose.conditions import (
     UNRESOLVED,
     WAITED,
 )
-from nemo_patches.tools.diagnose.sources import hearsay_lines
+from nemo_patches.tools.diagnose.sources import encoder_prints, hearsay_lines
 
 
 class Row(NamedTuple):
@@ -104,13 +104,21 @@ OURS = re.compile(
 ROWS = (
     # What a line says of its launch
     _row("x across cluster]", "x across cluster]", reader="left_out"),
+    _row(
+        "ip|addr|host",
+        r"\b(?i:ip|addr(?:ess)?|host(?:_?ip)?)[ =:]{1,3}(\d{1,3}(?:\.\d{1,3}){3})\b",
+        reader="address",
+        of_rank=True,
+        follows=True,
+    ),
     _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
     _row(
         "pid",
         r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=).){0,200}?(?:\[rank|world_rank=)(\d{1,7})\b|\[rank=(\d{1,7})\]"
         r" pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
-        r" )?(\d{1,7}))?",
+        r" )?(\d{1,7}))?|"
+        r"\b[Rr]ank[ =:]?(\d{1,7}) ?\(pid[ =:]{1,2}(\d{1,9})\)",
         reader="pid",
         follows=True,
     ),
@@ -271,7 +279,7 @@ ROWS = (
     ),
     _row(
         "gloo|Gloo",
-        rf"{_OF_GLOO}(?P<error>Connection ?(?:closed|reset) ?by ?peer)",
+        rf"{_OF_GLOO}(?P<error>Connection ?(?:closed|reset) ?by ?peer(?: \[[\d.]{{7,15}}\])?)",
         CUT,
         "{error}",
         is_whole=True,
@@ -312,6 +320,12 @@ ROWS = (
         RAISED,
         "{error}",
         of_rank=True,
+    ),
+    _row(  # of ROCm, which ends the process
+        "HW Exception by GPU",
+        r"HW Exception by GPU .{1,80}?(?P<what>reason ?:.{1,80})",
+        RAISED,
+        "HW Exception by GPU, {what}",
     ),
     _row(
         "op.preamble.",
@@ -612,6 +626,14 @@ ROWS = (
         reader="ready",
         is_whole=True,
     ),
+    _row(
+        "SIGKILL",
+        r"(?i)\brank (?P<rank>\d{1,7})\b[^.;]{0,80}?\bwill be (?:terminated|killed)\b|"
+        r"\b(?:terminating|killing) rank (?P<ranks>\d{1,7})\b",
+        TERMINATED,
+        conditions.BY_MONITOR + " killed it",
+        own=False,
+    ),
     _row("Missing ranks:", "^Missing ranks:$", reader="horovod"),
     _row(
         ": [", r"^(\d{1,7}): \[(\S{1,200}?)[,\]]", reader="horovod_rank", follows=True
@@ -629,7 +651,20 @@ ROWS = (
         r" on node (\S{1,80})",
         reader="ras_rank",
     ),
+    _row(
+        "MxEtpt/Rnk",
+        r"MnEtpt/Rnk: ([\d.]{1,12})TF/(\d{1,7}) .{0,40}MxEtpt/Rnk: ([\d.]{1,12})TF/(\d{1,7})",
+        reader="throughput",
+    ),
     # What was wrong around the ranks
+    _row(
+        "lowdown",
+        r"(?P<what>(?:HW|SW) (?:[Tt]hermal|[Pp]ower)[ _][Ss]lowdown "
+        r"(?:is )?(?:[Aa]ctive|detected).{0,80})",
+        HINT,
+        "a GPU: {what}",
+        own=False,
+    ),
     _row(
         "NVRM|NVLink|nvlink",
         r"(?:NVRM: |nvidia-nvlink: )(?P<what>(?:Xid|GPU|NVLink|Fatal).{1,200})|"
@@ -639,10 +674,11 @@ ROWS = (
         own=False,
     ),
     _row(
-        "blocked for|not responding|mlx5|EDAC|Machine check",
+        "blocked for|not responding|mlx5|EDAC|Machine check|amdgpu",
         r"(?P<what>INFO: task \S{1,80} blocked for more than \d{1,9} seconds|"
         r"nfs: server \S{1,200} not responding.{0,40}|"
         r"mlx5_\S{1,20}(?:: | \S{1,40} ).{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
+        r"amdgpu: (?:ring \S{1,40} timeout|GPU reset begin|.{0,80}(?:[Hh]ang|fatal)).{0,80}|"
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",
@@ -695,6 +731,7 @@ def _filter() -> tuple[bytes, ...]:
         *("nemo_patches ", "[rank", "[Rank", "rank      :", "world_rank=", "pid "),
         *("Traceback (most", "Error", "EI00", "NCCL", "ollective", "watchdog"),
         *("arrier", "sigkill_handler", "imed out", "ncoder", "ll_reduce", "ll_gather"),
+        *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,
     }
