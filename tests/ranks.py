@@ -235,11 +235,40 @@ class Job:
         return run_ranks(self.function, self.size, *args, **self.options)
 
 
+class Body:
+    """Of a test that mostly waits, with its arguments, the last of which is a folder."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.args)) or "once"
+
+    def run(self, folder: Path) -> None:
+        self.function(*self.args, folder)
+
+
 def beside_others(*jobs: Any) -> pytest.MarkDecorator:
-    """The test has the results of one of these Jobs (or pytest.param of one) each time. The jobs of a file are run some at a time,
+    """The test has the results of one of these (a Job, a Body) each time. The jobs of a file are run some at a time,
     while tests before it wait: see `results` in conftest.py.
     """
     return pytest.mark.parametrize("results", jobs, ids=str, indirect=True)
+
+
+def waits_beside_others(
+    *cases: tuple[Any, ...],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test, a function of a case and a folder, mostly waits: its body runs in a thread, once for
+    each case.
+    """
+
+    def of_body(test: Callable[..., None]) -> Callable[..., None]:
+        def waits(results: None) -> None: ...
+
+        waits.__name__, waits.__doc__ = test.__name__, test.__doc__
+        return beside_others(*(Body(test, *case) for case in cases or [()]))(waits)
+
+    return of_body
 
 
 def _collect(pipes: list[Connection], limit: float) -> list[tuple[bool, Any] | None]:
