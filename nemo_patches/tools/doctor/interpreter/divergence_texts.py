@@ -61,6 +61,12 @@ _SENTENCES = {
         "raise in the handler, or a decision to skip that all ranks share, before the next"
         " collective",
     ),
+    Kind.GRADIENTS: Sentence(
+        "NP401",
+        "{names} {are} of one module where `{cause}`, and of another elsewhere: ranks where that"
+        " differs reduce unlike gradients",
+        "one choice for all ranks: from the step's number, or broadcast from rank 0",
+    ),
     Kind.LOCK: Sentence(
         "NP401",
         "{names} {are} made while `{cause}` of line {line} is held: the ranks that wait for this"
