@@ -61,6 +61,12 @@ _SENTENCES = {
         "raise in the handler, or a decision to skip that all ranks share, before the next"
         " collective",
     ),
+    Kind.GRADIENTS: Sentence(
+        "NP401",
+        "{names} {are} of one module where `{cause}`, and of another elsewhere: ranks where that"
+        " differs reduce unlike gradients",
+        "one choice for all ranks: from the step's number, or broadcast from rank 0",
+    ),
     Kind.MESSAGE: Sentence(
         "NP413",
         "{names}: {cause}",

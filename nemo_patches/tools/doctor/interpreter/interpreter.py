@@ -42,6 +42,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     VARIES,
     Abstract,
     Environment,
+    carried,
     joined,
 )
 from nemo_patches.tools.doctor.syntax import (
@@ -182,7 +183,7 @@ class Interpreter:
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)
         if value.has("ddp", "fsdp"):
-            self.file.wrapped[last] = value.tags & knowledge.CARRIED
+            self.file.wrapped[last] = carried(value.tags)
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Abstract) -> None:
         fit = len(value.parts) == len(target.elts)
