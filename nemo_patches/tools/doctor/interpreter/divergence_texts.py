@@ -75,8 +75,7 @@ _SENTENCES = {
     ),
     Kind.HOOK: Sentence(
         "NP406",
-        "{names} {are} made in {cause}, which runs on the rank that has an error: the others"
-        " wait elsewhere",
+        "{names} {are} made in {cause}, which runs on {hook}",
         "what a rank does alone, such as torch.save to a file of its own",
     ),
     Kind.LOOP: Sentence(
@@ -145,6 +144,7 @@ def finding(each: Divergence) -> tuple[str, RuleFinding]:
         exit=each.exit,
         exit_line=each.exit_line,
         line=each.line,
+        hook=knowledge.HOOKS.get(each.cause),
     )
     guess = _guess(each)
     made = [at(made.name, made.line) for made in each.collectives]

@@ -94,7 +94,7 @@ class Kind(Enum):
     NAME = "the name that it is logged under"
     MESSAGE = "a message without its other end"
     FIRST_RANK = "a function that runs on one rank"
-    HOOK = "a hook that runs on a rank with an error"
+    HOOK = "a method that runs on one rank"
     GRADIENTS = "a test that chooses whose gradients are reduced"
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
@@ -292,7 +292,7 @@ class WaysCompared:
                 by_rank=True,
             )
             return
-        if self.reader.after_error:
+        if self.reader.in_hook:
             own = [each for each in self._usual.events if not _of_all(each)]
             if own:
                 yield Divergence(

@@ -108,11 +108,9 @@ class Interpreter:
             and automatic.decided is not False
             and not depth
         )
-        self.after_error = (
-            last_part(definition.name) in knowledge.ERROR_HOOKS
-            and definition.owner is not None
-            and "trains" in file.subjects
-        )
+        hook = last_part(definition.name)
+        of_trainer = hook in knowledge.HOOKS and definition.owner is not None
+        self.in_hook = of_trainer and (hook == "__del__" or "trains" in file.subjects)
 
     @property
     def returned(self) -> Abstract:

@@ -504,6 +504,8 @@ def _first_call(body: Sequence[ast.stmt]) -> int:
     for each in body:
         if isinstance(each, ast.With):
             return _first_call(each.body)
+        if isinstance(each, (ast.For, ast.While)):
+            return each.lineno  # what a turn makes, later ones would, too
         if any(nodes(each, ast.Call)):
             return each.end_lineno or 0
     return 0
