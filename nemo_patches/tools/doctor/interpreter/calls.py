@@ -174,6 +174,8 @@ def _by_name(call: Call) -> Abstract:
         value = value.tagged("nothing", *new)
     if call.name == "dict" or call.last[:1].isupper():
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
+        if call.name != "dict":  # what an object decides is in what it is asked
+            value = replace(value, level=min(value.level, DATA))
         words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
         value = value.tagged("holds") if words & knowledge.HOLDING else value
     if call.name in ("frozenset", "set") or (

@@ -341,6 +341,7 @@ MESSAGES = {
     "P2POp": "other",
     "batch_isend_irecv": "other",
 }
+ELSEWHERE = "no other file has its other end"
 MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
