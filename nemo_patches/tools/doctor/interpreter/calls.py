@@ -162,7 +162,10 @@ def _by_name(call: Call) -> Abstract:
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )
-        return replace(value, level=VARIES if varies else SAME).without("gradient")
+        level = VARIES if varies else SAME
+        return replace(value, level=level, count=first.count).without("gradient")
+    if call.last in knowledge.EMPTINESS and call.owner.count == VARIES:
+        return Abstract(VARIES, count=VARIES)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
     if call.last in knowledge.READ_OFF and value.level >= enough:

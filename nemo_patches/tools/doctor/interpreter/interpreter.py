@@ -152,6 +152,8 @@ class Interpreter:
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
+            if whole.has("grows") and self.chosen == VARIES:
+                put = replace(put, level=VARIES, count=VARIES)
             key = (
                 self.of(target.slice).at if isinstance(target, ast.Subscript) else None
             )

@@ -270,7 +270,8 @@ SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split va
 OF_SETS = words("copy difference intersection symmetric_difference union")
 # What the items of a set are called that are numbers, whose order is the same in all processes.
 NUMBERS = words("i id idx index j layer level n number rank size stage step")
-ADDING = words("append extend add")
+ADDING = words("append extend add put put_nowait")
+EMPTINESS = words("empty qsize")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.
