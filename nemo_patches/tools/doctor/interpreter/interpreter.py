@@ -90,7 +90,7 @@ class Interpreter:
         self.joined = definition.node in file.joined
         self.sized = False  # where a test asks what is left over by the number of ranks
         self.apart = False  # where a test of the rank lets some ranks come
-        self.caught_as = ""  # the name of the error in its handler
+        self.caught_as = ""  # the name of the error in its handler; () without one
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
         self.alarmed: list[tuple[Collective, int]] = []
