@@ -295,11 +295,10 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.has("taken"):  # whether all of it has been worked off
+            return replace(value, level=VARIES)
         # A list that an object has was filled in an earlier step.
         kept = named and re.fullmatch(r"\w+(\.\w+)+", self.meaning(node)) is not None
-        worked_off = value.has("taken") and (not kept or value.count == VARIES)
-        if named and worked_off:
-            return replace(value, level=VARIES)
         alike = kept and value.count == SAME and not value.has("chosen")
         unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
         if named and value.level >= DATA and (alike or unlike):
