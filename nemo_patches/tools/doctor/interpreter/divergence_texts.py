@@ -211,4 +211,4 @@ def _severity(each: Divergence) -> Severity:
         return NOTE if (only and not each.sure) or at_end else WARNING
     empty = each.kind in (Kind.EXIT, Kind.BRANCH) and not each.by_rank
     empty = empty and bool(_EMPTY.match(each.cause))
-    return NOTE if empty and at_end and not any(backward) else WARNING
+    return NOTE if empty and at_end and not any(backward) and not each.sure else WARNING

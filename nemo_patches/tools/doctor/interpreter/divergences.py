@@ -229,10 +229,14 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
             if others - {made.kind} or made.own_line in said:
                 continue
             said.add(made.own_line)
+            is_program = "__main__" in file.mentioned
+            guess = "" if is_program or len(messages.kinds) > 1 else knowledge.ELSEWHERE
             yield Divergence(
                 function=reader.definition.name,
                 kind=Kind.MESSAGE,
-                collectives=(Collective(made.name, made.kind.value, made.line),),
+                collectives=(
+                    Collective(made.name, made.kind.value, made.line, guess=guess),
+                ),
                 cause=one.text,
                 line=made.line,
             )

@@ -269,7 +269,8 @@ PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("key name")
 OF_SETS = words("copy difference intersection symmetric_difference union")
-ADDING = words("append extend add")
+ADDING = words("append extend add put put_nowait")
+EMPTINESS = words("empty qsize")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.
@@ -343,6 +344,7 @@ MESSAGES = {
     "P2POp": "other",
     "batch_isend_irecv": "other",
 }
+ELSEWHERE = "no other file has its other end"
 MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"

@@ -289,6 +289,13 @@ class SourceFile:
             knowledge.WRAPPERS[each][0] for each in types & knowledge.WRAPPERS.keys()
         }
         tags = {*self.wrapped.get(name, ()), *wrapped}
+        of = (
+            self.env.get(dotted(argument.annotation), Abstract()).ref
+            if argument.annotation
+            else None
+        )
+        if isinstance(of, Definition) and isinstance(of.node, ast.ClassDef):
+            return Abstract(level, tags=frozenset({*tags, "instance"}), ref=of)
         if tensor and not sounds_like_data(name):
             tags.add("any size")
         if level == DATA and optional:
