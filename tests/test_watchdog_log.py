@@ -1698,6 +1698,7 @@ EXAMPLES = (
     "[WARNING] [RankMonitorServer:5] Terminating rank 5 with signal SIGKILL",
     "2025-02-03 22:12:53 | ^^^^ | MnEtpt/Rnk: 61.2TF/13 | MxEtpt/Rnk: 404.71TF/2",
     "dcgm-health: GPU 5 HW thermal slowdown active, SM clock 345 MHz",
+    "Container rank 2 status failed cmd ['python', 'train.py'] code -9 log log/workerlog.2",
     "[rank1]:   what():  [enforce fail at ../gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 1",
     "process 71 spawned with command: ['python', '-u', 'main.py', '--local_rank=3']",
     "nnodes=1, num_local_procs=8, node_rank=0",
