@@ -29,7 +29,7 @@ _OWN = re.compile(
 _CALLED = (
     r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
     r"wait(?:ing|s)? (?:in|at|for|on)|reached|arrived (?:in|at)|"
-    r"(?:going|goes) in(?:to)?|进入|即将调用|开始调用"
+    r"(?:going|goes) in(?:to)?|进入|即将调用|开始调用|等待"
 )
 _RETURNED = (
     r"after|completed|finished|done|returned|returns|left|exited|passed|完成|结束|返回"
@@ -45,10 +45,10 @@ _AFTER = re.compile(
 _AFTER_ALONE = re.compile(
     rf"(?i)^\W{{0,3}}(?:step \d+\W{{1,3}})?(?:{_RETURNED})\W{{0,3}}$"
 )
-# Such a line measures, or is of the encoder's weights.
+# Such a line measures, is of the encoder's weights, or tells what others do.
 _OTHER = re.compile(
     r"(?i)\b(?:time|took|elapsed|mem(?:ory)?|shape|weights?|frozen?|freez\w+|param\w*|config|"
-    r"pre-?train\w*|loading)\b"
+    r"pre-?train\w*|loading|(?:other|remaining) (?:rank|worker|process)\w*|others)\b"
 )
 _ENCODER = "the encoder"
 # "no more batches", "left the training loop"
@@ -138,8 +138,11 @@ class _Prints:
 
 def _who(ranks: Iterable[int], last: Mapping[int, Line]) -> str:
     """With the last print of the first."""
-    line = last[min(ranks)]
-    return f'{named(ranks)} ("{shown(line.text)}" [{line.cite}])'
+    return f"{named(ranks)} ({_quoted(last[min(ranks)])})"
+
+
+def _quoted(line: Line) -> str:
+    return f'"{shown(line.text)}" [{line.cite}]'
 
 
 def _guess(text: str) -> Finding:
@@ -199,6 +202,11 @@ class EncoderPrints:
 
     def _named(self, what: str) -> _Prints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
+
+    @property
+    def printed(self) -> dict[int, str]:
+        """By rank, its last line that was read, quoted."""
+        return {rank: _quoted(line) for rank, line in self._seen.items()}
 
     def finding(self) -> Finding | None:
         """Of batches that ended on some ranks, else of a call, the encoder's first."""

@@ -154,6 +154,7 @@ class Launch:
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():
             ranks -= not_told
+        evidence.printed |= self._prints.printed
         if not self.ends.is_finished:
             more = (self._prints.finding(), self._stragglers.finding())
             evidence.findings += filter(None, more)

@@ -221,6 +221,7 @@ class _Reading:
             evidence.groups.setdefault(group, set()).update(ranks)
         evidence.begins.update(told.begins)
         evidence.findings += told.findings
+        evidence.printed |= told.printed
         evidence.partly_known |= told.partly_known
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)
