@@ -8,6 +8,7 @@ draws anew, for more.
 
 import atexit
 import gc
+import itertools
 import logging
 import os
 import shlex
@@ -16,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -121,6 +123,42 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if "STAGE_LOG" in os.environ:
         with open(os.environ["STAGE_LOG"], "a") as stages:
             stages.writelines(f"  again: {command}\n" for command in commands)
+
+
+@pytest.fixture(scope="module")
+def jobs_of_this_file(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, Any]]:
+    from ranks import at_once
+
+    base = tmp_path_factory.mktemp("jobs")
+    numbers = itertools.count()
+
+    def run(job: Any) -> Any:
+        folder = base / str(next(numbers))
+        folder.mkdir()
+        return job.run(folder), folder
+
+    with at_once(request, "results", run) as running:
+        yield running
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Any:
+    """What `@beside_others` has given this test (tests/ranks.py)."""
+    return request.node.callspec.params["results"]
+
+
+@pytest.fixture
+def results(job: Any, jobs_of_this_file: dict[Any, Any]) -> Any:
+    """Of its ranks."""
+    return jobs_of_this_file[job].result()[0]
+
+
+@pytest.fixture
+def folder(job: Any, jobs_of_this_file: dict[Any, Any]) -> Any:
+    """Which it was given."""
+    return jobs_of_this_file[job].result()[1]
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import enum
 import functools
 import itertools
 import logging
@@ -26,8 +27,9 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pytest
+
 if TYPE_CHECKING:
-    import pytest
     import torch
 
 _context = multiprocessing.get_context("forkserver")
@@ -199,6 +201,74 @@ def at_once(
         yield {value: pool.submit(job, value) for value in dict.fromkeys(values)}
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class Given(enum.Enum):
+    """Stands for an argument of a job that is there only when it runs."""
+
+    FOLDER = enum.auto()  # of its own
+    PORT = enum.auto()  # a free one
+
+
+class Job:
+    """What run_ranks is given, for a test that has `@beside_others` and its `results`."""
+
+    def __init__(
+        self, function: Callable[..., Any], size: int, *args: Any, **options: Any
+    ) -> None:
+        self.function, self.size, self.args = function, size, args
+        self.options = options
+
+    def __str__(self) -> str:
+        """As the test's id has it."""
+        words = [getattr(one, "__name__", one) for one in self.settings]
+        return " ".join(map(str, [self.function.__name__, *words]))
+
+    @property
+    def settings(self) -> list[Any]:
+        """Its arguments, but those that are given when it runs."""
+        return [one for one in self.args if not isinstance(one, Given)]
+
+    def run(self, folder: Path) -> list[Result]:
+        given = {Given.FOLDER: lambda: str(folder), Given.PORT: free_port}
+        args = [given[one]() if isinstance(one, Given) else one for one in self.args]
+        return run_ranks(self.function, self.size, *args, **self.options)
+
+
+class Body:
+    """Of a test that mostly waits, with its arguments, the last of which is a folder."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.args)) or "once"
+
+    def run(self, folder: Path) -> None:
+        self.function(*self.args, folder)
+
+
+def beside_others(*jobs: Any) -> pytest.MarkDecorator:
+    """The test has the results of one of these (a Job, a Body) each time. The jobs of a file are run some at a time,
+    while tests before it wait: see `results` in conftest.py.
+    """
+    return pytest.mark.parametrize("results", jobs, ids=str, indirect=True)
+
+
+def waits_beside_others(
+    *cases: tuple[Any, ...],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test, a function of a case and a folder, mostly waits: its body runs in a thread, once for
+    each case.
+    """
+
+    def of_body(test: Callable[..., None]) -> Callable[..., None]:
+        def waits(results: None) -> None: ...
+
+        waits.__name__, waits.__doc__ = test.__name__, test.__doc__
+        return beside_others(*(Body(test, *case) for case in cases or [()]))(waits)
+
+    return of_body
 
 
 def _collect(pipes: list[Connection], limit: float) -> list[tuple[bool, Any] | None]:

@@ -134,7 +134,7 @@ def test_collectives_in_autograds_thread_are_the_ranks(tmp_path: Path) -> None:
 
 
 def command_report(file: Path) -> Diagnosis:
-    from test_watchdog_log import diagnose_logs
+    from diagnosing import diagnose_logs
 
     return diagnose_logs([file])
 

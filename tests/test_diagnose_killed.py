@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diagnosing import critical, diagnosed
-from ranks import run_ranks
+from ranks import Given, Job, beside_others
 
 import nemo_patches
 
@@ -32,7 +32,7 @@ def kill() -> None:
 
 
 def rank(
-    folder: Path, odd: int, moment: str, at: int, after_s: float, heeds: bool
+    folder: str, odd: int, moment: str, at: int, after_s: float, heeds: bool
 ) -> None:
     """One rank under the agent. heeds: SIGTERM ends it; else the closed connection does."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL if heeds else signal.SIG_IGN)
@@ -101,25 +101,39 @@ def told_their_ends(folder: Path, odd: int) -> bool:
     return all(b'"k":"raised"' in text or b'"k":"end"' in text for text in others)
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_who_was_killed_is_named_and_nobody_else(moment: str, tmp_path: Path) -> None:
+def job_of(moment: str, size: int, heeds: bool) -> Job:
+    draw = random.Random(f"{moment} {size}")
+    odd, at, after_s = (
+        draw.randrange(size),
+        draw.randrange(1, 30),
+        round(draw.uniform(0.1, 0.4), 3),
+    )
+    given = (size, Given.FOLDER, odd, moment, at, after_s, heeds)
+    return Job(agent, 1, *given, group=False)
+
+
+@beside_others(
+    *(
+        job_of(moment, size, heeds)
+        for moment in MOMENTS
+        for size, heeds in ((2, False), (3, False), (3, True))
+    )
+)
+@pytest.mark.usefixtures("results")
+def test_who_was_killed_is_named_and_nobody_else(job: Job, folder: Path) -> None:
     """Not always, where SIGTERM, which torchrun sends to the others, ends them: that leaves nothing
     in a trace.
     """
-    for size, heeds in ((2, False), (3, False), (3, True)):
-        draw = random.Random(f"{moment} {size}")
-        odd, folder = draw.randrange(size), tmp_path / f"{size}{heeds}"
-        at, after_s = draw.randrange(1, 30), draw.uniform(0.1, 0.4)
-        run_ranks(agent, 1, size, folder, odd, moment, at, after_s, heeds, group=False)
-        report = diagnosed(folder)
-        accused = {rank for one in critical(report) for rank in one.ranks}
-        if heeds and not told_their_ends(folder, odd):
-            assert accused <= {odd}, report
-            continue
-        first = report.findings[0]
-        assert (first.id, first.ranks, first.severity) == (
-            "killed",
-            (odd,),
-            "critical",
-        ), report
-        assert accused == {odd}, report
+    _, odd, *_, heeds = job.settings
+    report = diagnosed(folder)
+    accused = {rank for one in critical(report) for rank in one.ranks}
+    if heeds and not told_their_ends(folder, odd):
+        assert accused <= {odd}, report
+        return
+    first = report.findings[0]
+    assert (first.id, first.ranks, first.severity) == (
+        "killed",
+        (odd,),
+        "critical",
+    ), report
+    assert accused == {odd}, report

@@ -325,6 +325,37 @@ def test_a_rule_that_crashes_is_a_finding_and_not_the_end(
 # --- what is worth a person's time
 
 
+def test_a_file_that_cannot_be_judged_is_a_line_and_not_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = "import torch.distributed as dist\nif dist.get_rank() == 0:\n    dist.barrier()\n"
+    broken = write(tmp_path, "def f(:\n", "broken.py")
+    gone = tmp_path / "gone.py"
+    failing = write(tmp_path, hangs, "failing.py")
+    good = write(tmp_path, hangs, "good.py")
+    read = examination.code.read
+
+    def failing_once(path: Path) -> object:
+        if path == failing:
+            raise ZeroDivisionError("of the doctor's own")
+        return read(path)
+
+    monkeypatch.setattr(examination.code, "read", failing_once)
+    paths = [str(each) for each in (broken, gone, failing, good)]
+    assert command.carry_out(Request(arguments=paths, quiet=True)) == 2
+    said = capfd.readouterr()
+    assert "good.py:3: NP401" in said.out
+    lines = [line.partition(": ")[2] for line in said.err.splitlines()]
+    assert [
+        line.startswith(path) for line, path in zip(lines, paths, strict=False)
+    ] == [True] * 3
+    assert "not Python" in lines[0]
+    assert lines[2] == (
+        f"{failing}: the doctor failed on it: ZeroDivisionError: of the doctor's own;"
+        " please report it, with the file"
+    )
+
+
 def test_severity_is_what_is_shown_and_what_counts(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -324,15 +324,28 @@ if __name__ == "__main__":
 EXIT_CODES = {"exception": 1, "sys.exit": 3, "fork": 1, "spawn": 1, "healthy": 0}
 
 
+@pytest.fixture(scope="module")
+def killed(
+    nest: Nest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Ended]]:
+    """By how the others end: the three ranks of a job. All jobs are beside each other."""
+    folder = tmp_path_factory.mktemp("killed")
+    arguments = []
+    for ending in EXIT_CODES:
+        port = str(free_port())
+        arguments += [
+            [str(rank), port, ending, str(folder / "done")] for rank in range(3)
+        ]
+    ended = nest.run(KILLED, folder, *arguments)
+    jobs = [ended[first : first + 3] for first in range(0, len(ended), 3)]
+    return dict(zip(EXIT_CODES, jobs, strict=True))
+
+
 @pytest.mark.parametrize("ending", EXIT_CODES)
 def test_a_rank_that_was_killed_is_named_at_the_others_exit_however_they_end(
-    ending: str, nest: Nest, tmp_path: Path
+    ending: str, killed: dict[str, list[Ended]]
 ) -> None:
-    port, done = str(free_port()), str(tmp_path / "done")
-    ranks = nest.run(
-        KILLED, tmp_path, *([str(rank), port, ending, done] for rank in range(3))
-    )
-    for rank in (ranks[0], ranks[2]):
+    for rank in (killed[ending][0], killed[ending][2]):
         assert rank.code == EXIT_CODES[ending], rank.error
         said = [line for line in rank.error.splitlines() if "gone: " in line]
         if ending == "healthy":

@@ -17,8 +17,9 @@ import test_evidence
 import test_flight_recorder
 import test_traces
 import transcripts
+from diagnosing import diagnose_logs
 from rich.console import Console
-from test_watchdog_log import diagnose_logs, public_logs
+from test_watchdog_log import public_logs
 
 from nemo_patches.tools.diagnose import report_text
 from nemo_patches.tools.diagnose.findings import Diagnosis

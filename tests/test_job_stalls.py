@@ -16,8 +16,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import (
+    Given,
+    Job,
     Result,
     all_have_come,
-    at_once,
-    run_ranks,
+    beside_others,
     say_what_is_left,
     stall_monitor,
     wait_until,
@@ -236,29 +236,26 @@ def each_way(
     return found
 
 
-@pytest.fixture(
-    scope="module", params=[True, False], ids=["buffers broadcast", "gradients only"]
-)
-def ways(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[bool, list[Result]]:
-    return request.param, run_ranks(
-        each_way, 3, str(tmp_path_factory.mktemp("ways")), request.param
-    )
-
-
+# Under DDP's defaults, which broadcast buffers; and where the length sync comes first, two of them.
+HALVES = (tuple(WAYS)[:3], tuple(WAYS)[3:])
+BROADCAST = [Job(each_way, 3, Given.FOLDER, True, *half) for half in HALVES]
+IN_THE_LENGTH_SYNC = ("data reading", "holds the GIL")
+GRADIENTS_ONLY = Job(each_way, 3, Given.FOLDER, False, *IN_THE_LENGTH_SYNC)
 IN_A_COLLECTIVE = (
     "DDP's buffer broadcast|length sync|backward, which reduces the gradients"
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@beside_others(*BROADCAST, GRADIENTS_ONLY)
 def test_the_rank_that_is_waited_for_is_named_on_every_rank(
-    ways: tuple[bool, list[Result]], way: str
+    results: list[Result],
 ) -> None:
-    _, results = ways
-    for rank, result in enumerate(results):
-        stalls = result.value[way]
+    told = [
+        (way, rank, result.value[way])
+        for rank, result in enumerate(results)
+        for way in result.value
+    ]
+    for way, rank, stalls in told:
         if rank == CULPRIT and WAYS[way][1] == ANSWERS_NOTHING:
             continue  # it can say nothing meanwhile
         level, text = stalls[0]
@@ -320,25 +317,25 @@ def write_a_report() -> None:
     threading.Event().wait(200)
 
 
-def keep_the_connections() -> None:
+def keep_the_connections(trainer: Trainer) -> None:
     """As a data loader's worker does, which was forked: so the others' collectives do not fail when
-    this rank dies.
+    this rank dies. Until these have ended.
     """
     if os.fork() == 0:
-        parent = os.getppid()
-        wait_until(lambda: os.getppid() != parent, 200)
-        # What a test would wait for is in other processes.
-        time.sleep(STALL_TIMEOUT + 20)
-        os._exit(0)
+        pids = [file.read_text() for file in trainer.folder.glob("pid.*")]
+        try:
+            wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids), 90)
+        finally:
+            os._exit(0)
 
 
 def be_killed(trainer: Trainer) -> None:
-    keep_the_connections()
+    keep_the_connections(trainer)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end(trainer: Trainer) -> None:
-    keep_the_connections()
+    keep_the_connections(trainer)
     logging.shutdown()
     say_what_is_left()
     os._exit(0)
@@ -384,6 +381,7 @@ def deadlock(
 ) -> None:
     nemo_patches.apply(stall_timeout=0)
     trainer = Trainer(Path(folder), broadcast_buffers)
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     for _ in range(3):
         trainer.step()
     wait_until(all_have_come)
@@ -401,37 +399,18 @@ def deadlock(
     trainer.step()
 
 
-@pytest.fixture(scope="module")
-def deadlocks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[tuple[str, bool], Future[tuple[list[Result], Path]]]]:
-    def job(case: tuple[str, bool]) -> tuple[list[Result], Path]:
-        folder = folders / f"{case}"
-        folder.mkdir()
-        return run_ranks(deadlock, 3, str(folder), *case, dies=(0, 1, 2)), folder
-
-    folders = tmp_path_factory.mktemp("deadlocks")
-    with at_once(request, "case", job) as jobs:
-        yield jobs
+CASES = [(way, True) for way in DEADLOCKS]
+CASES += [("uneven batches", False), ("an exception", False), ("killed", False)]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *((way, True) for way in DEADLOCKS),
-        ("uneven batches", False),
-        ("an exception", False),
-        ("killed", False),
-    ],
-    ids=str,
+@beside_others(
+    *(Job(deadlock, 3, Given.FOLDER, *case, dies=(0, 1, 2)) for case in CASES)
 )
 def test_a_deadlock_is_told_handed_to_the_command_and_ended(
-    case: tuple[str, bool],
-    deadlocks: dict[tuple[str, bool], Future[tuple[list[Result], Path]]],
+    results: list[Result], job: Job, folder: Path
 ) -> None:
-    way, _ = case
+    way, _ = job.settings
     _, exit_code, culprit = DEADLOCKS[way]
-    results, folder = deadlocks[case].result()
     for rank in (0, 2):
         lines = results[rank].lines("no encoder call for", " | ")
         assert lines
@@ -496,10 +475,11 @@ def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
     trainer.step()
 
 
-def test_stall_exit_ends_a_rank_whose_stderr_nobody_reads(tmp_path: Path) -> None:
-    waiting, culprit = run_ranks(
-        stderr_that_nobody_reads, 2, str(tmp_path), limit=90, dies=(0, 1)
-    )
+@beside_others(Job(stderr_that_nobody_reads, 2, Given.FOLDER, limit=90, dies=(0, 1)))
+def test_stall_exit_ends_a_rank_whose_stderr_nobody_reads(
+    results: list[Result],
+) -> None:
+    waiting, culprit = results
     assert any(
         "stderr_that_nobody_reads (tests/test_job_stalls.py" in line
         for line in waiting.lines("no encoder call")
@@ -571,8 +551,8 @@ def score_the_set(trainer: Trainer) -> None:
         torch.ones(50, 50).sum().item()
 
 
-def test_ranks_that_are_busy_with_the_same_are_no_stall(tmp_path: Path) -> None:
-    results = run_ranks(no_alarm, 2, str(tmp_path))
+@beside_others(Job(no_alarm, 2, Given.FOLDER))
+def test_ranks_that_are_busy_with_the_same_are_no_stall(results: list[Result]) -> None:
     for result in results:
         ((level, text),) = result.value
         assert level == logging.INFO
@@ -637,8 +617,10 @@ def tell_of_a_warning(trainer: Trainer) -> None:
     (trainer.folder / "warned").touch()
 
 
-def test_a_rank_that_retries_for_ever_is_a_warning_at_once(tmp_path: Path) -> None:
-    results = run_ranks(one_goes_on_alone, 2, str(tmp_path), retries)
+@beside_others(Job(one_goes_on_alone, 2, Given.FOLDER, retries))
+def test_a_rank_that_retries_for_ever_is_a_warning_at_once(
+    results: list[Result], folder: Path
+) -> None:
     levels = [level for level, _ in results[0].value]
     # Before it, that the other rank has not stood still for long enough.
     assert logging.WARNING in levels[:2]
@@ -649,13 +631,13 @@ def test_a_rank_that_retries_for_ever_is_a_warning_at_once(tmp_path: Path) -> No
         r" \(tests/test_job_stalls.py:.* \| rank 0 \(",
         first,
     )
-    assert (tmp_path / "page").exists()
+    assert (folder / "page").exists()
 
 
+@beside_others(Job(one_goes_on_alone, 2, Given.FOLDER, computes))
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_is_not_ended(
-    tmp_path: Path,
+    results: list[Result], folder: Path
 ) -> None:
-    results = run_ranks(one_goes_on_alone, 2, str(tmp_path), computes)
     levels = [level for level, _ in results[0].value]
     assert levels[:3] == [logging.INFO, logging.INFO, logging.WARNING]
     for _, text in results[0].value[:3]:
@@ -665,5 +647,5 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_is_not_ended(
             text,
         )
     assert results[0].value[2][1].endswith("; no rank takes a step")
-    assert (tmp_path / "page").exists()
+    assert (folder / "page").exists()
     assert not results[0].lines("more than stall_exit")

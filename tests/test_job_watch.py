@@ -12,7 +12,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 from diagnosing import diagnosed
 from interpreters import CHECKOUT, environment
-from ranks import free_port
+from ranks import beside_others, free_port, wait_until
 
 from nemo_patches.tools.diagnose import findings as ids
 
@@ -139,107 +140,107 @@ class Server:
 
     def __init__(self, temporary: Path, **variables: str) -> None:
         command = [sys.executable, "-u", str(Path(__file__).parent / "watched_jobs.py")]
-        pipe = subprocess.PIPE
         all_ = {**LIMITS, "TMPDIR": str(temporary), **variables}
         self.process = subprocess.Popen(
             command,
             env=environment(CHECKOUT, **all_),
-            stdin=pipe,
-            stdout=pipe,
+            stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
 
     def run(self, name: str, folder: Path, limit_s: float) -> Ended:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(
-            json.dumps([name, free_port(), str(folder), limit_s]),
-            file=self.process.stdin,
-            flush=True,
-        )
-        return Ended(
-            folder,
-            next(
-                json.loads(line) for line in self.process.stdout if line.startswith("[")
-            ),
-        )
+        assert self.process.stdin is not None
+        request = json.dumps([name, free_port(), str(folder), limit_s])
+        self.process.stdin.write(f"{request}\n")
+        self.process.stdin.flush()
+        # NeMo is imported before the first.
+        wait_until((folder / "codes").exists, 2 * JOB_S)
+        return Ended(folder, json.loads((folder / "codes").read_text()))
 
     def end(self) -> None:
         self.process.kill()
         self.process.communicate(timeout=60)
 
 
-@pytest.fixture(scope="module")
-def servers(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[[str], Server]]:
-    """By what NEMO_PATCHES_SYNC is."""
-    made: dict[str, Server] = {}
+SERVERS: dict[str, Server] = {}  # by what NEMO_PATCHES_SYNC is
+MAKING = threading.Lock()
 
-    def server(sync: str) -> Server:
-        if sync not in made:
-            made[sync] = Server(
-                tmp_path_factory.mktemp("temporary"), NEMO_PATCHES_SYNC=sync
-            )
-        return made[sync]
 
-    yield server
-    for each in made.values():
+@pytest.fixture(scope="module", autouse=True)
+def servers() -> Iterator[None]:
+    yield
+    for each in SERVERS.values():
         each.end()
+    SERVERS.clear()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.weekly) if name in WEEKLY else name
+@dataclass(frozen=True)
+class Watched:
+    """A job of tests/watched_jobs.py."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def run(self, folder: Path) -> Ended:
+        sync = "local" if self.name == "sync=local" else "bounded"
+        with MAKING:
+            if sync not in SERVERS:
+                temporary = folder.parent / f"temporary-{sync}"
+                temporary.mkdir()
+                SERVERS[sync] = Server(temporary, NEMO_PATCHES_SYNC=sync)
+        return SERVERS[sync].run(self.name, folder, EXPECTED[self.name].limit_s)
+
+
+@beside_others(
+    *(
+        pytest.param(Watched(name), marks=[pytest.mark.weekly] * (name in WEEKLY))
         for name in EXPECTED
-    ],
-)
-def test_no_hang_is_silent_whatever_the_config(
-    name: str, servers: Callable[[str], Server], tmp_path: Path
-) -> None:
-    server, expected = (
-        servers("local" if name == "sync=local" else "bounded"),
-        EXPECTED[name],
     )
-    job = server.run(name, tmp_path, expected.limit_s)
-    speak = [rank for rank in range(len(job.codes)) if rank not in expected.mute]
+)
+def test_no_hang_is_silent_whatever_the_config(results: Ended, job: Watched) -> None:
+    name, expected = job.name, EXPECTED[job.name]
+    speak = [rank for rank in range(len(results.codes)) if rank not in expected.mute]
     for rank in speak:
-        assert job.stalls(rank), job.logs[rank][-3000:]
+        assert results.stalls(rank), results.logs[rank][-3000:]
         said = [
             line
-            for line in job.stalls(rank)
+            for line in results.stalls(rank)
             if f" {expected.level} " in line and re.search(expected.line, line)
         ]
-        assert said, job.stalls(rank)
+        assert said, results.stalls(rank)
         # Before it, on a busy machine, that another rank has not answered yet.
         first = said[0]
         after_s = (
             datetime.strptime(first[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-            - job.hang_began()
+            - results.hang_began()
         )
         assert after_s < STALL_TIMEOUT + LINE_S + ROOM_S, (after_s, first)
         print(f"{name}: rank {rank} said it after {after_s:.1f} s")
-        assert any(" WARNING " in line for line in job.stalls(rank))
+        assert any(" WARNING " in line for line in results.stalls(rank))
     codes = dict(expected.codes)
-    assert job.codes == [
-        codes.get(rank, EXIT_CODE) for rank in range(len(job.codes))
-    ], "\n".join(job.logs)[-5000:]
-    page: Any = json.loads((job.folder / "page.json").read_text())  # one rank for all
+    assert results.codes == [
+        codes.get(rank, EXIT_CODE) for rank in range(len(results.codes))
+    ], "\n".join(results.logs)[-5000:]
+    page: Any = json.loads(
+        (results.folder / "page.json").read_text()
+    )  # one rank for all
     assert page["level"] == "WARNING"
     assert any(
         page["text"] in line
-        for log in job.logs
+        for log in results.logs
         for line in log.splitlines()
         if " WARNING " in line
     )
     for rank in speak:
         (folder,) = re.findall(
             r" INFO .*; `nemo-patches diagnose (\S+)` reads those of all ranks",
-            job.logs[rank],
+            results.logs[rank],
         )
         report: Any = json.loads(Path(folder, f"stall_rank_{rank}.json").read_text())
         assert (report["rank"], report["level"]) == (rank, "WARNING")
-        assert any(report["text"] in line for line in job.stalls(rank))
+        assert any(report["text"] in line for line in results.stalls(rank))
     first = diagnosed(Path(folder)).findings[0]
     assert (first.id, first.ranks) == expected.verdict, first

@@ -18,7 +18,15 @@ from typing import Any
 import encoders
 import pytest
 import torch.distributed as dist
-from ranks import Said, all_have_come, run_ranks, wait_until
+from ranks import (
+    Given,
+    Job,
+    Result,
+    Said,
+    all_have_come,
+    beside_others,
+    wait_until,
+)
 
 import nemo_patches
 from nemo_patches.watch import on_stall
@@ -30,7 +38,7 @@ WAITS = 0  # the rank, which would run the command if it were not in os.wait()
 
 
 def waits_for_a_child(
-    rank: int, size: int, page: str, all_wait: bool
+    rank: int, size: int, folder: str, all_wait: bool
 ) -> tuple[bool, list[str]]:
     """Whether os.wait() gave this rank its own child, and what was said of on_stall.
 
@@ -44,6 +52,7 @@ def waits_for_a_child(
         dist.barrier()
     wait_until(all_have_come)
     dist.barrier()
+    page = f"{folder}/page"
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT, on_stall=f"tee {page}")
     is_own = True
     over = Path(f"{page} is not written" if all_wait else page)
@@ -69,7 +78,7 @@ def waits_for_a_child(
     return is_own, of_on_stall()
 
 
-def the_lowest_computes(rank: int, size: int, page: str) -> list[str]:
+def the_lowest_computes(rank: int, size: int, folder: str) -> list[str]:
     """Until another rank has run the command: it reports no stall itself."""
     nemo_patches.apply(stall_timeout=0)
     said = Said()
@@ -79,6 +88,7 @@ def the_lowest_computes(rank: int, size: int, page: str) -> list[str]:
         dist.barrier()
     wait_until(all_have_come)
     dist.barrier()
+    page = f"{folder}/page"
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT, on_stall=f"tee {page}")
     if rank == 0:
         end = time.monotonic() + LIMIT_S
@@ -89,10 +99,11 @@ def the_lowest_computes(rank: int, size: int, page: str) -> list[str]:
 
 
 @pytest.mark.alone
-def test_where_the_lowest_rank_computes_another_one_pages(tmp_path: Path) -> None:
-    page = tmp_path / "page"
-    results = run_ranks(the_lowest_computes, 2, str(page), limit=120)
-    assert json.loads(page.read_text())["rank"] == 1
+@beside_others(Job(the_lowest_computes, 2, Given.FOLDER, limit=120))
+def test_where_the_lowest_rank_computes_another_one_pages(
+    results: list[Result], folder: Path
+) -> None:
+    assert json.loads((folder / "page").read_text())["rank"] == 1
     assert any("rank 0 (" in line for line in results[1].value)
 
 
@@ -101,27 +112,25 @@ def is_whole(page: Path) -> bool:
 
 
 @pytest.mark.alone
+@beside_others(Job(waits_for_a_child, 2, Given.FOLDER, False, limit=120))
 def test_a_rank_in_os_wait_gets_its_own_child_and_another_rank_pages(
-    tmp_path: Path,
+    results: list[Result], folder: Path
 ) -> None:
-    page = tmp_path / "page"
-    results = run_ranks(waits_for_a_child, 2, str(page), False, limit=120)
     assert [result.value for result in results] == [(True, [])] * 2
-    assert json.loads(page.read_text())["rank"] == 1 - WAITS
+    assert json.loads((folder / "page").read_text())["rank"] == 1 - WAITS
 
 
 @pytest.mark.alone
+@beside_others(Job(waits_for_a_child, 2, Given.FOLDER, True, limit=120))
 def test_where_every_rank_is_in_os_wait_that_is_said_in_place_of_the_page(
-    tmp_path: Path,
+    results: list[Result], folder: Path
 ) -> None:
-    page = tmp_path / "page"
-    results = run_ranks(waits_for_a_child, 2, str(page), True, limit=120)
     assert all(is_own for is_own, _ in (result.value for result in results))
     (line,) = [line for result in results for line in result.value[1]]
     assert (
         "is not run: each rank that can be asked is in os.wait(), for any child" in line
     )
-    assert not page.exists()
+    assert not (folder / "page").exists()
 
 
 def shell(program: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from interpreters import CHECKOUT, environment, run
-from ranks import free_port, wait_until
+from ranks import free_port, wait_until, waits_beside_others
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.watch.job_socket import near
@@ -145,13 +145,10 @@ def asked(path: Path) -> object:
         return json.loads(b"".join(iter(lambda: own.recv(1 << 16), b"")))
 
 
-@pytest.mark.parametrize(
-    ("script", "way", "by_run"),
-    [
-        ("trainer", "retries", True),
-        ("ddp", "fetches_ahead", False),
-        ("ddp", "makes_no_group", False),
-    ],
+@waits_beside_others(
+    ("trainer", "retries", True),
+    ("ddp", "fetches_ahead", False),
+    ("ddp", "makes_no_group", False),
 )
 def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
     script: str, way: str, by_run: bool, tmp_path: Path
@@ -192,6 +189,7 @@ def test_a_rank_that_only_polls_is_a_warning_at_once_and_is_paged_and_ended(
         assert latest["retired"] == (way == "makes_no_group")
 
 
+@waits_beside_others()
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stall_exit(
     tmp_path: Path,
 ) -> None:
@@ -217,6 +215,7 @@ def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_outlives_stal
         assert "stall_exit" not in job.log()
 
 
+@waits_beside_others()
 def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(
     tmp_path: Path,
 ) -> None:
@@ -230,6 +229,7 @@ def test_a_loaders_worker_that_is_blocked_in_open_is_named_with_the_file(
         assert f"is in open() of {tmp_path / 'audio'}"[-60:] in named()[0]
 
 
+@waits_beside_others()
 def test_who_waits_for_another_ranks_batches_says_so(tmp_path: Path) -> None:
     """NeMo 3.0 under tensor parallelism: one rank reads for all of its group."""
     with running("tensor_parallel", "sleeps", tmp_path, stall_exit=0) as job:
@@ -242,6 +242,7 @@ def test_who_waits_for_another_ranks_batches_says_so(tmp_path: Path) -> None:
         assert waits in line.split(" | rank 1 (")[1]
 
 
+@waits_beside_others()
 def test_of_ranks_in_different_collectives_the_job_is_asked_and_looked_at_from_outside(
     tmp_path: Path,
 ) -> None:

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import encoders
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Result, all_have_come, at_once, run_ranks, wait_until
+from ranks import Given, Job, Result, all_have_come, beside_others, wait_until
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -124,40 +123,27 @@ def begin(**settings: Any) -> None:
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT, **settings)
 
 
-def serves(rank: int, size: int, way: str, page: str) -> None:
+def serves(rank: int, size: int, way: str, folder: str) -> None:
     """Two requests, one after the other."""
-    begin(on_stall=f"touch {page}")
+    begin(on_stall=f"touch {folder}/page")
     for _ in range(2):
         if rank == ASKED:
             WAYS[way][0]()
         dist.broadcast_object_list([None], src=ASKED)
 
 
-@pytest.fixture(scope="module")
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[tuple[list[Result], Path]]]]:
-    def job(way: str) -> tuple[list[Result], Path]:
-        page = folder / way
-        return run_ranks(serves, 2, way, str(page), limit=120), page
-
-    folder = tmp_path_factory.mktemp("pages")
-    with at_once(request, "way", job) as jobs:
-        yield jobs
-
-
-@pytest.mark.parametrize("way", WAYS)
+@beside_others(*(Job(serves, 2, way, Given.FOLDER, limit=120) for way in WAYS))
 def test_a_server_without_requests_is_said_once_and_is_neither_paged_nor_ended(
-    way: str, served: dict[str, Future[tuple[list[Result], Path]]]
+    results: list[Result], job: Job, folder: Path
 ) -> None:
-    results, page = served[way].result()
+    (way,) = job.settings
     for result in results:
         assert not result.lines("nemo_patches WARNING")
         assert not result.lines("nemo_patches ERROR")
         (line,) = result.lines("INFO", "s. rank 0 (", "waits for a request: ")
         assert f") waits for a request: {WAYS[way][1]}" in line
         assert " | rank 1 (" in line
-    assert not page.exists()
+    assert not (folder / "page").exists()
 
 
 def own_reader(job: Any) -> None:
@@ -183,11 +169,16 @@ def prefetches(rank: int, size: int, loads: Callable[[Any], None]) -> None:
         model(torch.ones(1)).sum().backward()
 
 
-@pytest.mark.parametrize("loads", [own_reader, a_loader])
+@beside_others(
+    *(
+        Job(prefetches, 2, loads, limit=120, dies=(0, 1))
+        for loads in (own_reader, a_loader)
+    )
+)
 def test_a_reader_that_waits_for_its_data_is_a_stall_and_is_ended(
-    loads: Callable[[Any], None],
+    results: list[Result], job: Job
 ) -> None:
-    results = run_ranks(prefetches, 2, loads, limit=120, dies=(0, 1))
+    (loads,) = job.settings
     assert any(result.exit_code == EXIT_CODE for result in results)
     for result in results:
         assert result.lines("WARNING", f" s. rank {ASKED} (", f"{loads.__name__} (")
@@ -201,10 +192,12 @@ def waits_in_a_loader_for_what_others_broadcast(rank: int, size: int) -> None:
     dist.broadcast_object_list([None], src=ASKED)
 
 
-def test_torchs_loader_is_no_server_whatever_the_others_wait_in() -> None:
-    results = run_ranks(
-        waits_in_a_loader_for_what_others_broadcast, 2, limit=120, dies=(0, 1)
-    )
+@beside_others(
+    Job(waits_in_a_loader_for_what_others_broadcast, 2, limit=120, dies=(0, 1))
+)
+def test_torchs_loader_is_no_server_whatever_the_others_wait_in(
+    results: list[Result],
+) -> None:
     assert any(result.exit_code == EXIT_CODE for result in results)
     assert all(
         result.lines("WARNING", f" s. rank {ASKED} (", "a_loader (")

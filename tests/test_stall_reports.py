@@ -29,15 +29,16 @@ from rank_states import state
 from ranks import (
     REPORT_S,
     SLACK_S,
+    Given,
+    Job,
     Result,
     Said,
     all_have_come,
+    beside_others,
     come_in,
     forget_incidents,
-    free_port,
     in_step,
     join_group,
-    run_ranks,
     wait_for_others,
     wait_until,
 )
@@ -212,11 +213,10 @@ def one_way(
     return report
 
 
-@pytest.fixture(scope="module")
-def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    return run_ranks(each_way, 3, str(tmp_path_factory.mktemp("ways")), (1,))
+EACH_WAY = Job(each_way, 3, Given.FOLDER, (1,))
 
 
+@beside_others(EACH_WAY)
 @pytest.mark.parametrize(
     ("way", "kind", "where"),
     [
@@ -236,10 +236,10 @@ def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
     ],
 )
 def test_each_way_to_be_missing_is_told_in_time(
-    ways: list[Result], way: str, kind: str, where: str
+    results: list[Result], way: str, kind: str, where: str
 ) -> None:
     for rank in (0, 2):
-        report = ways[rank].value[way]
+        report = results[rank].value[way]
         (missing,) = report.missing
         assert (missing.rank, missing.kind) == (1, kind)
         assert missing.pid > 0
@@ -251,16 +251,17 @@ def test_each_way_to_be_missing_is_told_in_time(
         assert report.report < TIMEOUT + REPORT_S
 
 
+@beside_others(EACH_WAY)
 def test_the_lines_are_one_warning_one_recovery_and_one_of_the_late_rank(
-    ways: list[Result],
+    results: list[Result],
 ) -> None:
     for rank in (0, 2):
-        warnings = ways[rank].lines(
+        warnings = results[rank].lines(
             "WARNING", "not every rank's length came", "Missing: rank 1 of 3 | rank 1 ("
         )
-        recoveries = ways[rank].lines("WARNING", "recovered: rank 1 came")
+        recoveries = results[rank].lines("WARNING", "recovered: rank 1 came")
         assert len(warnings) == len(recoveries) == len(WAYS)
-        assert len(ways[rank].lines("WARNING")) == 2 * len(WAYS)
+        assert len(results[rank].lines("WARNING")) == 2 * len(WAYS)
         assert (
             len(
                 [
@@ -282,13 +283,13 @@ def test_the_lines_are_one_warning_one_recovery_and_one_of_the_late_rank(
             )
             == 1
         )
-    late = ways[1].lines("WARNING")
+    late = results[1].lines("WARNING")
     assert (
         len(late)
-        == len(ways[1].lines("other ranks waited for this one, and gave up"))
+        == len(results[1].lines("other ranks waited for this one, and gave up"))
         == len(WAYS)
     )
-    assert len(ways[1].lines("it had been in wait_until (", "read_audio (")) == 1
+    assert len(results[1].lines("it had been in wait_until (", "read_audio (")) == 1
 
 
 def two_of_four(rank: int, size: int, folder: str) -> Report | None:
@@ -296,8 +297,8 @@ def two_of_four(rank: int, size: int, folder: str) -> Report | None:
     return one_way(rank, size, Path(folder, "two"), way, (1, 3))
 
 
-def test_two_of_four_are_missing_for_different_reasons(tmp_path: Path) -> None:
-    results = run_ranks(two_of_four, 4, str(tmp_path))
+@beside_others(Job(two_of_four, 4, Given.FOLDER))
+def test_two_of_four_are_missing_for_different_reasons(results: list[Result]) -> None:
     for rank in (0, 2):
         report = results[rank].value
         kinds = [(missing.rank, missing.kind) for missing in report.missing]
@@ -323,8 +324,8 @@ def the_store_goes_with_its_rank(rank: int, size: int, folder: str) -> Report | 
     return report
 
 
-def test_the_rank_that_the_store_goes_with_is_named(tmp_path: Path) -> None:
-    results = run_ranks(the_store_goes_with_its_rank, 3, str(tmp_path), dies=(0,))
+@beside_others(Job(the_store_goes_with_its_rank, 3, Given.FOLDER, dies=(0,)))
+def test_the_rank_that_the_store_goes_with_is_named(results: list[Result]) -> None:
     for rank in (1, 2):
         report = results[rank].value
         assert [(missing.rank, missing.kind) for missing in report.missing] == [
@@ -354,8 +355,11 @@ def two_come_one_after_the_other(rank: int, size: int, folder: str) -> Any:
     return missing
 
 
-def test_a_rank_that_came_late_is_not_named_in_its_own_report(tmp_path: Path) -> None:
-    first, second, _ = run_ranks(two_come_one_after_the_other, 3, str(tmp_path))
+@beside_others(Job(two_come_one_after_the_other, 3, Given.FOLDER))
+def test_a_rank_that_came_late_is_not_named_in_its_own_report(
+    results: list[Result],
+) -> None:
+    first, second, _ = results
     assert first.value == [(1, "elsewhere"), (2, "elsewhere")]
     assert second.value == [(2, "elsewhere")]
     assert len(first.lines("Missing: ranks 1-2 of 3 | rank 1 (")) == 1
@@ -381,8 +385,8 @@ def gone(rank: int, size: int) -> Report | None:
     return Report(max(calls), report, stall.missing)
 
 
-def test_a_killed_rank_is_named() -> None:
-    results = run_ranks(gone, 3, dies=(1,))
+@beside_others(Job(gone, 3, dies=(1,)))
+def test_a_killed_rank_is_named(results: list[Result]) -> None:
     for rank in (0, 2):
         report = results[rank].value
         assert [(missing.rank, missing.kind) for missing in report.missing] == [
@@ -415,9 +419,11 @@ def never_announced(rank: int, size: int, why: str) -> Report | None:
     return report
 
 
-@pytest.mark.parametrize("why", ["raised", "not patched"])
-def test_a_rank_that_never_announced_itself_is_named(why: str) -> None:
-    results = run_ranks(never_announced, 3, why, dies=(1,))
+@beside_others(
+    Job(never_announced, 3, "raised", dies=(1,)),
+    Job(never_announced, 3, "not patched", dies=(1,)),
+)
+def test_a_rank_that_never_announced_itself_is_named(results: list[Result]) -> None:
     for rank in (0, 2):
         report, said = results[rank].value, results[rank].lines()
         assert [(missing.rank, missing.kind) for missing in report.missing] == [
@@ -870,8 +876,9 @@ def is_tcp(descriptor: int) -> bool:
         return one.family in (socket.AF_INET, socket.AF_INET6)
 
 
-def test_a_healthy_run_says_nothing_and_leaves_nothing() -> None:
-    for result in run_ranks(healthy, 2, free_port(), group=False):
+@beside_others(Job(healthy, 2, Given.PORT, group=False))
+def test_a_healthy_run_says_nothing_and_leaves_nothing(results: list[Result]) -> None:
+    for result in results:
         calls, names, closed_in_child = result.value
         assert calls == 1000
         assert closed_in_child == 2  # its connections to the other, in both trees
@@ -899,10 +906,10 @@ def raising(rank: int, size: int, folder: str) -> Any:
     return (*found, stall.missing)
 
 
+@beside_others(Job(raising, 3, Given.FOLDER))
 def test_after_the_exception_the_log_and_the_status_say_who_is_missing_and_where_it_is(
-    tmp_path: Path,
+    results: list[Result],
 ) -> None:
-    results = run_ranks(raising, 3, str(tmp_path))
     for rank in (0, 2):
         seconds, text, missing = results[rank].value
         assert seconds < 4 + SLACK_S
@@ -929,8 +936,8 @@ def raising_for_a_killed_rank(rank: int, size: int) -> Any:
     return (*found, [(one.rank, one.kind) for one in stall.missing])
 
 
-def test_the_exception_comes_for_a_killed_rank_too() -> None:
-    results = run_ranks(raising_for_a_killed_rank, 3, dies=(1,))
+@beside_others(Job(raising_for_a_killed_rank, 3, dies=(1,)))
+def test_the_exception_comes_for_a_killed_rank_too(results: list[Result]) -> None:
     for rank in (0, 2):
         seconds, text, missing = results[rank].value
         assert seconds < 6 + SLACK_S
@@ -964,8 +971,8 @@ def short_stalls(rank: int, size: int) -> tuple[int, int]:
     return timeouts, len([line for line in said.lines if "not every rank" in line])
 
 
-def test_no_timeout_is_too_short_to_be_said() -> None:
-    results = run_ranks(short_stalls, 2)
+@beside_others(Job(short_stalls, 2))
+def test_no_timeout_is_too_short_to_be_said(results: list[Result]) -> None:
     for result in results:
         timeouts, said = result.value
         assert said >= timeouts
@@ -1093,8 +1100,11 @@ def monitor_that_fails(rank: int, size: int) -> list[str]:
     return said.lines
 
 
-def test_without_the_monitor_the_sync_itself_says_once_that_a_rank_was_late() -> None:
-    ended, late, recovered = run_ranks(monitor_that_fails, 2)[0].value
+@beside_others(Job(monitor_that_fails, 2))
+def test_without_the_monitor_the_sync_itself_says_once_that_a_rank_was_late(
+    results: list[Result],
+) -> None:
+    ended, late, recovered = results[0].value
     assert "the stall monitor has ended by an error of its own" in ended
     assert (
         "ConformerEncoder: training call 3: not every rank's length came within" in late
@@ -1119,8 +1129,11 @@ def rounds_shifted_by_a_late_rank(rank: int, size: int) -> list[str]:
     return said.lines
 
 
-def test_a_rank_that_waits_itself_after_a_call_without_a_round_is_not_blamed() -> None:
-    _, late = run_ranks(rounds_shifted_by_a_late_rank, 2)
+@beside_others(Job(rounds_shifted_by_a_late_rank, 2))
+def test_a_rank_that_waits_itself_after_a_call_without_a_round_is_not_blamed(
+    results: list[Result],
+) -> None:
+    _, late = results
     (line,) = [line for line in late.value if "call 4: not every rank" in line]
     assert line.endswith(". Every rank has come by now")
 
@@ -1151,10 +1164,10 @@ def blocked_elsewhere(rank: int, size: int, folder: str) -> Report | None:
     return Report(call, seen[0], seen[1].missing)
 
 
+@beside_others(Job(blocked_elsewhere, 3, Given.FOLDER))
 def test_a_round_left_open_is_reported_while_the_training_thread_is_elsewhere(
-    tmp_path: Path,
+    results: list[Result],
 ) -> None:
-    results = run_ranks(blocked_elsewhere, 3, str(tmp_path))
     for rank in (0, 2):
         report = results[rank].value
         assert [(one.rank, one.kind) for one in report.missing] == [(1, "elsewhere")]
@@ -1194,10 +1207,11 @@ def permanent(rank: int, size: int, folder: str) -> list[str]:
     return said.lines
 
 
+@beside_others(Job(permanent, 2, Given.FOLDER))
 def test_a_permanent_stall_is_repeated_with_growing_pauses_and_not_on_every_call(
-    tmp_path: Path,
+    results: list[Result],
 ) -> None:
-    first, _ = run_ranks(permanent, 2, str(tmp_path))
+    first, _ = results
     reports = late_lines(first.value)[:4]
     assert ["still" in line for line in reports] == [False, True, True, True]
     assert all("rank 1 (" in line and "read_audio (" in line for line in reports)
@@ -1217,8 +1231,10 @@ def left(rank: int, size: int) -> Any:
     return [(one.rank, one.kind) for one in stall.missing]
 
 
-def test_a_rank_that_has_left_is_told_from_one_that_was_killed() -> None:
-    results = run_ranks(left, 3)
+@beside_others(Job(left, 3))
+def test_a_rank_that_has_left_is_told_from_one_that_was_killed(
+    results: list[Result],
+) -> None:
     assert results[0].value == results[2].value == [(1, "left")]
     assert (
         len(
@@ -1245,8 +1261,10 @@ def differing(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_ranks_that_differ_in_versions_or_settings_are_said_once() -> None:
-    results = run_ranks(differing, 3)
+@beside_others(Job(differing, 3))
+def test_ranks_that_differ_in_versions_or_settings_are_said_once(
+    results: list[Result],
+) -> None:
     (line,) = results[0].lines("patched on all 3 ranks: ")
     assert results[0].lines("WARNING") == [line]
     versions, settings = line.split("; ranks differ in their settings: ")

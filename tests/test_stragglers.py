@@ -16,11 +16,12 @@ import torch.distributed as dist
 from ranks import (
     REPORT_S,
     SLACK_S,
+    Job,
     Result,
     Said,
+    beside_others,
     come_in,
     in_step,
-    run_ranks,
     wait_for_others,
     wait_until,
 )
@@ -103,9 +104,12 @@ def first_call(**settings: Any) -> torch.nn.Module:
 
 
 @pytest.mark.one_nemo
-@pytest.mark.parametrize("late_step", [0, pytest.param(3, marks=pytest.mark.matrix)])
-def test_a_rank_ten_seconds_late(late_step: int) -> None:
-    results = run_ranks(late_once, 3, late_step, 10.0)
+@beside_others(
+    Job(late_once, 3, 0, 10.0),
+    pytest.param(Job(late_once, 3, 3, 10.0), marks=pytest.mark.matrix),
+)
+def test_a_rank_ten_seconds_late(results: list[Result], job: Job) -> None:
+    late_step = job.settings[0]
     calls_before = 2 if late_step else 0  # in_step's
     for rank, result in enumerate(results):
         steps = result.value.steps
@@ -193,11 +197,11 @@ def incidents(rank: int, size: int, seed: int) -> dict[str, Life]:
 
 
 @pytest.mark.one_nemo
-@pytest.mark.parametrize(("size", "seed"), [(2, 1), (4, 3)])
+@beside_others(Job(incidents, 2, 1), Job(incidents, 4, 3))
 def test_one_incident_costs_at_most_1_2_timeouts_and_one_warning(
-    size: int, seed: int
+    results: list[Result],
 ) -> None:
-    results = run_ranks(incidents, size, seed)
+    size = len(results)
     for result in results:
         for kind, lived in result.value.items():
             assert lived.vain <= 1.2, (kind, lived.timeouts)
@@ -236,9 +240,12 @@ def persistent_asymmetry(rank: int, size: int, kind: str) -> Life:
 
 
 @pytest.mark.one_nemo
-@pytest.mark.parametrize("kind", ["calls twice on every step", "evaluates alone"])
-def test_persistent_asymmetry_costs_at_most_1_3_timeouts(kind: str) -> None:
-    for result in run_ranks(persistent_asymmetry, 2, kind):
+@beside_others(
+    Job(persistent_asymmetry, 2, "calls twice on every step"),
+    Job(persistent_asymmetry, 2, "evaluates alone"),
+)
+def test_persistent_asymmetry_costs_at_most_1_3_timeouts(results: list[Result]) -> None:
+    for result in results:
         assert result.value.vain <= 1.3
         # The rest is work, on a busy machine.
         assert sum(step.seconds for step in result.value.steps) < 1.3 + 30
@@ -257,8 +264,9 @@ def local(rank: int, size: int) -> tuple[list[Step], Any]:
 
 
 @pytest.mark.one_nemo
-def test_local_never_waits() -> None:
-    for rank, result in enumerate(run_ranks(local, 2)):
+@beside_others(Job(local, 2))
+def test_local_never_waits(results: list[Result]) -> None:
+    for rank, result in enumerate(results):
         steps, counters = result.value
         assert result.lines("WARNING") == []
         assert all(step.seconds < SLACK_S for step in steps)
@@ -284,8 +292,9 @@ def raises(rank: int, size: int) -> Any:
 
 
 @pytest.mark.one_nemo
-def test_on_timeout_raise() -> None:
-    first, second = run_ranks(raises, 2)
+@beside_others(Job(raises, 2))
+def test_on_timeout_raise(results: list[Result]) -> None:
+    first, second = results
     assert "ConformerEncoder: training call 3" in first.value
     assert second.value == ""
 
@@ -298,10 +307,12 @@ def flag_off(rank: int, size: int) -> Any:
 
 
 @pytest.mark.matrix
-def test_the_encoders_own_flag_off_means_no_communication() -> None:
+@beside_others(Job(flag_off, 2))
+def test_the_encoders_own_flag_off_means_no_communication(
+    results: list[Result],
+) -> None:
     if not encoders.has_flag(encoders.conformer()):
         pytest.skip("this NeMo's Conformer has no flag")
-    results: list[Result] = run_ranks(flag_off, 2)
     assert [result.value for result in results] == [(100, 0), (200, 0)]
 
 
@@ -325,11 +336,10 @@ def copies(rank: int, size: int, kept: bool) -> tuple[float, Life]:
 
 
 @pytest.mark.one_nemo
-@pytest.mark.parametrize("kept", [True, False])
+@beside_others(Job(copies, 2, True), Job(copies, 2, False))
 def test_a_copy_that_one_rank_alone_has_called_costs_the_others_nothing(
-    kept: bool,
+    results: list[Result],
 ) -> None:
-    results = run_ranks(copies, 2, kept)
     assert results[0].value[0] >= 7.9  # it waited for that copy
     for result in results:
         _, lived = result.value

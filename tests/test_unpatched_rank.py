@@ -17,10 +17,13 @@ from omegaconf import OmegaConf
 from ranks import (
     CONNECTING_S,
     REPORT_S,
+    Given,
+    Job,
+    Result,
     Said,
+    beside_others,
     free_port,
     join_group,
-    run_ranks,
     wait_for_others,
     wait_until,
 )
@@ -76,9 +79,13 @@ def has_said_who_is_missing() -> bool:
     )
 
 
-@pytest.mark.parametrize("mode", ["bounded", "local"])
-def test_a_rank_of_stock_nemo_is_named_within_one_timeout(mode: str) -> None:
-    results = run_ranks(one_is_stock, 3, mode, 1, dies=(1,))
+@beside_others(
+    Job(one_is_stock, 3, "bounded", 1, dies=(1,)),
+    Job(one_is_stock, 3, "local", 1, dies=(1,)),
+)
+def test_a_rank_of_stock_nemo_is_named_within_one_timeout(
+    results: list[Result],
+) -> None:
     for rank in (0, 2):
         visible_after, unannounced = results[rank].value
         assert unannounced == (1,)
@@ -109,10 +116,10 @@ def no_report_knows(rank: int, size: int) -> None:
     wait_for_others("named", size)
 
 
-def test_a_report_that_does_not_know_the_unpatched_rank_leaves_it_to_the_roll_call() -> (
-    None
-):
-    results = run_ranks(no_report_knows, 3)
+@beside_others(Job(no_report_knows, 3))
+def test_a_report_that_does_not_know_the_unpatched_rank_leaves_it_to_the_roll_call(
+    results: list[Result],
+) -> None:
     for rank in (0, 2):
         unknown, named = results[rank].lines("WARNING")
         assert "Missing: " in unknown and "announced" not in unknown
@@ -133,8 +140,9 @@ def late_or_never(rank: int, size: int) -> Any:
     return str(nemo_patches.status())
 
 
-def test_a_rank_that_was_only_late_is_cleared() -> None:
-    for rank, result in enumerate(run_ranks(late_or_never, 3)):
+@beside_others(Job(late_or_never, 3))
+def test_a_rank_that_was_only_late_is_cleared(results: list[Result]) -> None:
+    for rank, result in enumerate(results):
         assert "not started" not in result.value
         cleared = result.lines("every rank has announced itself now")
         assert len(cleared) == (rank != 1)
@@ -152,10 +160,10 @@ def flag_is_off(rank: int, size: int) -> Any:
     return nemo_patches.status().encoders[0].rounds, nemo_patches.status().unannounced
 
 
-def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_rank_says_so() -> (
-    None
-):
-    results = run_ranks(flag_is_off, 2)
+@beside_others(Job(flag_is_off, 2))
+def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_rank_says_so(
+    results: list[Result],
+) -> None:
     assert [result.value for result in results] == [(0, ())] * 2
     # Two threads log them.
     line, all_patched = sorted(
@@ -177,7 +185,7 @@ def test_an_encoder_without_a_length_sync_calls_the_roll_and_no_round_and_every_
 
 def calls_its_first_encoder(rank: int, size: int, port: int) -> None:
     """Rank 0 before there is a process group, too."""
-    nemo_patches.apply(timeout=CONNECTING_S)
+    nemo_patches.apply(timeout=TIMEOUT)
     before, encoder = (
         encoders.conformer(),
         encoders.conformer(sync_max_audio_length=rank == 0),
@@ -194,10 +202,11 @@ def calls_its_first_encoder(rank: int, size: int, port: int) -> None:
     wait_for_others("done", size)
 
 
-def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_what_differs_is_a_warning() -> (
-    None
-):
-    first, second = run_ranks(calls_its_first_encoder, 2, free_port(), group=False)
+@beside_others(Job(calls_its_first_encoder, 2, Given.PORT, group=False))
+def test_every_rank_says_at_its_first_encoder_call_which_flag_is_in_force_and_what_differs_is_a_warning(
+    results: list[Result],
+) -> None:
+    first, second = results
     said = "first encoder call: ConformerEncoder, sync_max_audio_length="
     assert (
         len(
@@ -241,10 +250,10 @@ def flag_is_not_in_force(rank: int, size: int) -> None:
     wait_for_others("done", size)
 
 
-def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_says_no() -> (
-    None
-):
-    results = run_ranks(flag_is_not_in_force, 2)
+@beside_others(Job(flag_is_not_in_force, 2))
+def test_rank_0_says_at_the_start_where_an_encoder_syncs_although_its_config_says_no(
+    results: list[Result],
+) -> None:
     (line,) = results[0].lines("patched on all 2 ranks")
     assert line.endswith(
         "; ConformerEncoder: sync_max_audio_length is false in the config that it was"
@@ -285,8 +294,10 @@ def one_has_no_stall_reports(rank: int, size: int) -> list[str] | None:
     return said.lines
 
 
-def test_a_rank_that_syncs_and_has_no_stall_reports_is_not_called_unpatched() -> None:
-    results = run_ranks(one_has_no_stall_reports, 3)
+@beside_others(Job(one_has_no_stall_reports, 3))
+def test_a_rank_that_syncs_and_has_no_stall_reports_is_not_called_unpatched(
+    results: list[Result],
+) -> None:
     assert (
         "rank 1 of 3: there are no stall reports there; stderr there says why"
         in results[0].value[0]
@@ -316,13 +327,14 @@ def store_goes(rank: int, size: int, goes_on: bool) -> None:
         wait_until(has_said_who_is_missing)
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
+@beside_others(
+    Job(store_goes, 2, False, dies=(0,)), Job(store_goes, 2, True, dies=(0,))
+)
 def test_a_store_that_is_gone_is_said_only_by_a_rank_that_goes_on(
-    goes_on: bool,
+    results: list[Result], job: Job
 ) -> None:
-    lines = run_ranks(store_goes, 2, goes_on, dies=(0,))[1].lines(
-        "WARNING", "every rank is patched"
-    )
+    (goes_on,) = job.settings
+    lines = results[1].lines("WARNING", "every rank is patched")
     assert len(lines) == goes_on
     assert all(
         "cannot see whether every rank is patched: this rank is not connected to"
@@ -358,8 +370,11 @@ def one_cannot_reach_rank_0(rank: int, size: int) -> Any:
     return said.lines, str(nemo_patches.status())
 
 
-def test_a_rank_that_cannot_reach_rank_0_is_not_called_unpatched() -> None:
-    first, second, third = run_ranks(one_cannot_reach_rank_0, 3)
+@beside_others(Job(one_cannot_reach_rank_0, 3))
+def test_a_rank_that_cannot_reach_rank_0_is_not_called_unpatched(
+    results: list[Result],
+) -> None:
+    first, second, third = results
     for result in (first, second):
         lines, status = result.value
         (line,) = [line for line in lines if "cannot be reached" in line]

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from diagnosing import diagnose_logs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreters import CHECKOUT, python
@@ -26,7 +27,6 @@ from nemo_patches.judging.kinds import ANSWERS_NOTHING, GONE
 from nemo_patches.judging.rank_groups import RankGroup
 from nemo_patches.judging.verdict import judged
 from nemo_patches.text import named, ranges
-from nemo_patches.tools.diagnose import reading
 from nemo_patches.tools.diagnose.conditions import WAITED
 from nemo_patches.tools.diagnose.findings import (
     EXCEPTION,
@@ -42,7 +42,6 @@ from nemo_patches.tools.diagnose.findings import (
     WAITED_IN_VAIN,
     Diagnosis,
 )
-from nemo_patches.tools.diagnose.judge import judge
 from nemo_patches.tools.diagnose.rank_facts import (
     Condition,
     Evidence,
@@ -57,15 +56,6 @@ from nemo_patches.tools.diagnose.sources.logs import LOOKED_FOR, read, recognise
 from nemo_patches.tracing import records
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
-
-
-def diagnose_logs(paths: list[Path]) -> Diagnosis:
-    """As the command does."""
-    found = reading.find(paths)
-    return judge(
-        reading.joined(reading.read(found), found.problems, found.earlier),
-        ", ".join(map(str, paths)),
-    )
 
 
 def line(

@@ -236,24 +236,34 @@ def rank_of(name: str, rank: int, port: int, folder: Path) -> None:
 
 
 def serve() -> None:
-    """A job for each line of standard input: its name, port, folder and limit; then the ranks' exit
-    codes.
+    """A job for each line of standard input, beside the others: its name, port, folder and limit.
+    The ranks' exit codes come to its folder.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        name, port, folder, limit_s = json.loads(line)
-        ranks = {}
-        for rank in range(JOBS[name][1]):
-            if (pid := os.fork()) == 0:
-                os.setsid()
-                try:
-                    rank_of(name, rank, port, Path(folder))
-                except BaseException:
-                    traceback.print_exc()
-                atexit._run_exitfuncs()
-                os._exit(1)
-            ranks[pid] = rank
-        codes = collect(dict(ranks), limit_s)
-        print(json.dumps([codes.get(rank) for rank in range(len(ranks))]), flush=True)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            name, port, folder, limit_s = json.loads(line)
+            run_job(name, port, Path(folder), limit_s)
+            os._exit(0)
+
+
+def run_job(name: str, port: int, folder: Path, limit_s: float) -> None:
+    ranks = {}
+    for rank in range(JOBS[name][1]):
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            try:
+                rank_of(name, rank, port, folder)
+            except BaseException:
+                traceback.print_exc()
+            atexit._run_exitfuncs()
+            os._exit(1)
+        ranks[pid] = rank
+    codes = collect(dict(ranks), limit_s)
+    text = json.dumps([codes.get(rank) for rank in range(len(ranks))])
+    (folder / "codes.new").write_text(text)
+    (folder / "codes.new").rename(folder / "codes")
 
 
 def collect(ranks: dict[int, int], limit_s: float) -> dict[int, int]:

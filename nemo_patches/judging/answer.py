@@ -30,8 +30,7 @@ class RoundQuestion:
     """The ranks missing from this round of this encoder.
 
     clock: before the call, as a rank says it; None: not known. evaluation: the training calls so
-    far, where the round
-    is an evaluation's of which ranks may have fewer batches; else None.
+    far, where the round is an evaluation's of which ranks may have fewer batches; else None.
     """
 
     key: str

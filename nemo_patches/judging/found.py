@@ -45,8 +45,7 @@ class Found:
     it.
 
     members: each rank's host and process, by rank; None where it is not known yet. trouble: why
-    this rank is not
-    connected to the others; empty if it is.
+    this rank is not connected to the others; empty if it is.
     """
 
     size: int

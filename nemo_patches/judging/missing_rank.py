@@ -53,16 +53,13 @@ class MissingRank:
     """A rank that the others wait for.
 
     kind: "elsewhere", "no heartbeat", "left", "unannounced" or "late"; "unreached": it is patched,
-    and cannot reach rank 0; "evaluation ended": it had fewer batches than
-    the others; "sync_max_audio_length is false" or "sync=local": it takes no part in the length
-    sync. The rest is what it last reported: empty, 0 and -1 if it reported nothing, or if too many
-    ranks are missing to describe each.
-    idle: seconds since its last encoder call began. where: what its training thread does, if it
-    answers; else what
-    shows why it does not.
-    workers: process ids of its data loader's workers. collective: the collective in which it waits
-    itself; empty: in
-    no known one. batch: its current or last batch: "1041 of epoch 3 (train): cuts a, b, +30".
+    and cannot reach rank 0; "evaluation ended": it had fewer batches than the others;
+    "sync_max_audio_length is false" or "sync=local": it takes no part in the length sync. The rest
+    is what it last reported: empty, 0 and -1 if it reported nothing, or if too many ranks are
+    missing to describe each. idle: seconds since its last encoder call began. where: what its
+    training thread does, if it answers; else what shows why it does not. workers: process ids of
+    its data loader's workers. collective: the collective in which it waits itself; empty: in no
+    known one. batch: its current or last batch: "1041 of epoch 3 (train): cuts a, b, +30".
     """
 
     rank: int

@@ -17,7 +17,9 @@ from nemo_patches.tools.doctor.finding import Severity
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 
-RULES = examination.chosen(["NP001", "NP401", "NP405", "NP406", "NP407", "NP411"])
+RULES = examination.chosen(
+    ["NP001", "NP401", "NP405", "NP406", "NP407", "NP411", "NP413"]
+)
 
 
 # A name is what tells that this object decides by this rank's loss: its class is of another file.

@@ -37,11 +37,10 @@ class Entry(NamedTuple):
     """One collective that a rank has entered.
 
     number: of its group, rising by one. kind, size: empty where not known; both are compared as
-    they are. done: the
-    rank has come out of it, or given it up; None: its source never tells, so that it is in it
-    excuses nobody.
-    completed: all ranks had entered it. caller: from where in the user's code; not compared.
-    counted: its source counts a call when it returns, so the rank may be inside the next one.
+    they are. done: the rank has come out of it, or given it up; None: its source never tells, so
+    that it is in it excuses nobody. completed: all ranks had entered it. caller: from where in the
+    user's code; not compared. counted: its source counts a call when it returns, so the rank may be
+    inside the next one.
     """
 
     rank: int
@@ -82,10 +81,9 @@ def judge(
     """For each group, the first collective in which its ranks differ; groups in the order of their
     names.
 
-    members: by group the ranks of which anything is known; who has an entry is one anyway.
-    begins: by
-    group and rank the
-    number from which on its record is whole, where that is not the first one in it.
+    members: by group the ranks of which anything is known; who has an entry is one anyway. begins:
+    by group and rank the number from which on its record is whole, where that is not the first one
+    in it.
     """
     of_group: dict[str, list[Entry]] = {group: [] for group in members}
     # By rank the groups in whose collectives it is.

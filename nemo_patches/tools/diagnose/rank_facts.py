@@ -118,8 +118,7 @@ class Fact:
     """cite: printed as it is: "train.log:4711", "rank 3's trace", "node7, pid 4711".
 
     at: seconds since 1970 by the clock of `host`, 0 if unknown; compared only with the same host's.
-    own: said by the
-    rank's own process or the kernel; False: by another rank or the launcher.
+    own: said by the rank's own process or the kernel; False: by another rank or the launcher.
     """
 
     rank: int
@@ -164,16 +163,13 @@ class Evidence:
     """All facts of a job, and what else its sources say.
 
     groups: by process group, as Entries name it, the ranks of which anything is known; begins: by
-    group and rank, the
-    number from which its record is complete. partly_known: groups that may have ranks of which
-    nothing is known.
-    patched: nemo_patches is on, so an all-reduce of one number is not the length sync. world_size:
-    0 if unknown.
-    findings: a source's own, about other things than hangs (stragglers, settings that differ).
-    looked_for: for the
-    report on files in which nothing was recognised. other_jobs: by name, the facts of stacks of
-    other jobs, which are judged apart. past: why this is no present hang; empty: it may be one.
-    files: by reader, those that it is from. printed: by rank, a line of its own, quoted.
+    group and rank, the number from which its record is complete. partly_known: groups that may have
+    ranks of which nothing is known. patched: nemo_patches is on, so an all-reduce of one number is
+    not the length sync. world_size: 0 if unknown. findings: a source's own, about other things than
+    hangs (stragglers, settings that differ). looked_for: for the report on files in which nothing
+    was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
+    past: why this is no present hang; empty: it may be one. files: by reader, those that it is
+    from. printed: by rank, a line of its own, quoted.
     """
 
     facts: list[Fact] = field(default_factory=list)

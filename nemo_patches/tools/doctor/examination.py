@@ -109,14 +109,17 @@ def examine(
     """Read one config, or a model's code, and check every rule on it. Never raises for what is in
     it.
     """
-    if path.suffix == ".py":
-        return examine_code(path, rules)
     try:
+        if path.suffix == ".py":
+            return examine_code(path, rules)
         config = reading.load(path, overrides)
+        job = Job(config)
+        return Examination(str(path), job.headline, checked(job, rules), config=config)
     except DoctorError as error:
         return Examination(str(path), error=str(error))
-    job = Job(config)
-    return Examination(str(path), job.headline, checked(job, rules), config=config)
+    except Exception as error:  # one file's fault hides not what others have
+        said = f"{path}: the doctor failed on it: {type(error).__name__}: {error}"
+        return Examination(str(path), error=f"{said}; please report it, with the file")
 
 
 def examine_code(path: Path, rules: Sequence[Rule]) -> Examination:

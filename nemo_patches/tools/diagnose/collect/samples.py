@@ -124,15 +124,12 @@ class Sample:
     """One look at a process; fields are about its main thread unless they say otherwise.
 
     state: from /proc, or GONE. uptime_s, ended_s: the host's uptime when the look began and ended.
-    slept_s: how long
-    the thread had not run; None if it ran, or if not known. undisturbed_s: how long no look had
-    woken it.
-    waits_untimed: in a futex without a time limit. file: that its system call is at. tracer: the
-    pid of a debugger.
-    has_gpu: the process has loaded a GPU driver, or this is not known. error: why there are no
-    threads. workers: the
-    processes that it has started, if it is in its data loader, or waits for a child. name: of the
-    program. written: bytes. waits_for: the child that it waits for; -1: any; 0: none.
+    slept_s: how long the thread had not run; None if it ran, or if not known. undisturbed_s: how
+    long no look had woken it. waits_untimed: in a futex without a time limit. file: that its system
+    call is at. tracer: the pid of a debugger. has_gpu: the process has loaded a GPU driver, or this
+    is not known. error: why there are no threads. workers: the processes that it has started, if it
+    is in its data loader, or waits for a child. name: of the program. written: bytes. waits_for:
+    the child that it waits for; -1: any; 0: none.
     """
 
     pid: int = 0

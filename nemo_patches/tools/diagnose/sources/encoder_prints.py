@@ -1,7 +1,6 @@
-"""People's own prints before and after a call of the encoder or a collective, and where their
-batches end: guesses.
+"""People's own prints around a call of the encoder or a collective, and where their batches end.
 
-They accuse nobody.
+They are guesses, and accuse nobody.
 """
 
 from __future__ import annotations

@@ -31,19 +31,17 @@ class LaunchFacts:
     """The facts of one launch, bounded whatever the log holds.
 
     Of a rank's conditions of one kind the first is kept; of its places, and of whether it moved,
-    the last. A fact's `at` is its line's number, by the clock of its file: lines of one file
-    stand in the order in which they were written. What launchers tell has none: it comes at the
-    end, whenever it happened.
+    the last. A fact's `at` is its line's number, by the clock of its file: lines of one file stand
+    in the order in which they were written. What launchers tell has none: it comes at the end,
+    whenever it happened.
 
     world_size: 0 where no line tells it. is_over: a line of the present file tells of a time-out,
-    or of an end.
-    rank_of_pid: as far as lines tell both. ranks_at: by address, likewise. patched: nemo_patches
-    is on. missing_lines: Ray leaves out lines of some ranks that are like others', or a file was
-    not read to its end. not_told: conditions so far of which the log does not tell the rank.
-    reports_made: lines of others so far, that a rank had not come. reports: folders with stall
-    reports that lines name.
-    several_hosts: local ranks are not the job's.
-    by_local_rank: keys of the facts whose rank is one.
+    or of an end. rank_of_pid: as far as lines tell both. ranks_at: by address, likewise. patched:
+    nemo_patches is on. missing_lines: Ray leaves out lines of some ranks that are like others', or
+    a file was not read to its end. not_told: conditions so far of which the log does not tell the
+    rank. reports_made: lines of others so far, that a rank had not come. reports: folders with
+    stall reports that lines name. several_hosts: local ranks are not the job's. by_local_rank: keys
+    of the facts whose rank is one.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Training logs: facts from the lines of torch, its launchers, Python and nemo_patches.
 
-A log may be of any size, one of many in a folder, with colours, prefixes, several
-ranks' lines mixed, and lines that a terminal has wrapped. A fact cites its file and line.
+A log may be of any size, one of many in a folder, with colours, prefixes, several ranks' lines
+mixed, and lines that a terminal has wrapped. A fact cites its file and line.
 """
 
 from __future__ import annotations

@@ -73,7 +73,9 @@ def _of_ranks(call: Call) -> Abstract | None:
     bare = not node.args and not node.keywords
     if bare or knowledge.SAID_BY.get(call.last) == "ranks":
         return file.source(call.name) or file.by_rank.get(call.last)
-    return None
+    # In a group, which may be that of all ranks.
+    in_group = call.last == "get_rank" and call.origin.startswith("torch.distributed")
+    return tagged("rank", level=VARIES) if in_group else None
 
 
 def _known(call: Call) -> Abstract | None:
@@ -89,8 +91,9 @@ def _known(call: Call) -> Abstract | None:
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
         return _dealt(call)
-    if call.origin.startswith("torchmetrics."):
-        return tagged("metric")
+    if re.match(knowledge.METRICS, call.origin):
+        without = [each.arg for each in node.keywords if constant(each.value) is False]
+        return tagged("one device" if "sync_on_compute" in without else "metric")
     made = knowledge.MAKERS.get(last_part(call.origin))
     if made and call.last != "Trainer":
         return tagged(made)
@@ -113,13 +116,18 @@ def _known(call: Call) -> Abstract | None:
         size = call.given.get("size")
         drawn = tagged(*(["random"] if "rand" in call.last else []), level=VARIES)
         return replace(drawn, count=size.level if size else None)
+    if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
+        return tagged("lock")
+    if call.last == "acquire" and call.owner.has("lock"):
+        return call.owner
     if call.last in knowledge.FILES:
         return tagged("file", level=VARIES)
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
 
 
 def _of_rank(call: Call) -> bool:
-    values = (*call.args, *call.given.values())
+    given = (*call.args, *call.given.values())
+    values = [each for one in given for each in (one, *one.parts)]
     return any(each.has("rank") or call.file.members.differ(each.at) for each in values)
 
 
@@ -173,6 +181,11 @@ def _by_name(call: Call) -> Abstract:
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
         value = value.tagged("holds") if words & knowledge.HOLDING else value
+    if call.name in ("frozenset", "set") or (
+        call.owner.has("set") and call.last in knowledge.OF_SETS
+    ):
+        numbers = bool(call.args) and call.args[0].at is not None
+        value = value if numbers else value.tagged("set")
     queue = knowledge.QUEUES & parts_of(dotted(getattr(node.func, "value", node)))
     if call.name == "next" or (queue and call.last in knowledge.TAKING):
         count = VARIES if call.args and call.args[0].count == VARIES else None
@@ -187,7 +200,7 @@ def _by_name(call: Call) -> Abstract:
 def _mixed(call: Call) -> Abstract:
     value = mixed([call.owner, *call.args, *call.given.values()])
     keeps = call.last in knowledge.CONTAINERS
-    return value if keeps else value.without("ddp", "fsdp")
+    return value if keeps else value.without("ddp", "fsdp", "metric")
 
 
 def _of_items(call: Call) -> Abstract | None:
@@ -208,10 +221,16 @@ def _of_items(call: Call) -> Abstract | None:
         # Every so many from the rank's number on.
         count = VARIES if share and not call.args[1].has("sized") else None
         return replace(value, count=count, item=Abstract())
+    if call.last == "islice" and call.args:
+        stop = call.args[min(2, len(call.args) - 1)]
+        most = VARIES if stop.has("nothing") else stop.level
+        return replace(value, count=min(call.args[0].turns, most), item=items[0])
     if call.last in knowledge.PASSED_ON and call.args:
         item = items[0]
         if call.last == "enumerate":
             item = Abstract(parts=(Abstract(), item))
+        if call.args[0].has("set") and call.last != "sorted":
+            value = value.tagged("set")
         return replace(value, count=call.args[0].count, item=item)
     return None
 
@@ -222,7 +241,9 @@ def _entries(call: Call, value: Abstract) -> Abstract:
     item = Abstract() if call.last == "keys" else None
     if call.last in ("items", "named_parameters"):
         entry = replace(value, level=min(value.level, DATA))
-        item = Abstract(parts=(Abstract(), entry))
+        is_text = call.last != "items" or "state_dict" in text_of(call.node)
+        key = tagged("text") if is_text else Abstract()
+        item = Abstract(parts=(key, entry))
     return replace(value, count=count, item=item)
 
 

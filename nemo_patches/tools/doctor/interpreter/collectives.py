@@ -141,6 +141,8 @@ def _of_a_group(call: Call) -> bool:
     alone = ("no_dist", "use_local_synchronization")
     if any(each.arg in alone for each in call.node.keywords):
         return True
+    if any(each.has("group") for each in (*call.args, *call.given.values())):
+        return True
     keywords = [each for each in call.node.keywords if each.arg not in ("src", "dst")]
     names = {
         dotted(inner)

@@ -61,12 +61,36 @@ _SENTENCES = {
         "raise in the handler, or a decision to skip that all ranks share, before the next"
         " collective",
     ),
+    Kind.MESSAGE: Sentence(
+        "NP413",
+        "{names}: {cause}",
+        "a recv for each send, on the rank that it goes to; isend or batch_isend_irecv, or an"
+        " order by rank % 2, in a ring",
+    ),
+    Kind.HOOK: Sentence(
+        "NP406",
+        "{names} {are} made in {cause}, which runs on the rank that has an error: the others"
+        " wait elsewhere",
+        "what a rank does alone, such as torch.save to a file of its own",
+    ),
     Kind.LOOP: Sentence(
         "NP407",
         "{names} {are} made in each turn of a loop over `{cause}`: ranks whose batches give"
         " another number of turns wait for each other",
         "as many turns on all ranks: all_reduce their number with MAX, and fill up with"
         " padding",
+    ),
+    Kind.LOCK: Sentence(
+        "NP401",
+        "{names} {are} made while a rank holds the lock of line {line}: it waits for the others,"
+        " and they for the lock",
+        "the collective behind the lock",
+    ),
+    Kind.SET: Sentence(
+        "NP401",
+        "{names} {are} made in the order of a set (line {line}), which is another one in each"
+        " process: ranks make unlike ones",
+        "sorted(..)",
     ),
     Kind.ALARM: Sentence(
         "NP411",
@@ -118,7 +142,7 @@ def finding(each: Divergence) -> tuple[str, RuleFinding]:
     )
     guess = _guess(each)
     made = [at(made.name, made.line) for made in each.collectives]
-    read = [*made, at(each.cause, each.line)]
+    read = made if each.kind is Kind.MESSAGE else [*made, at(each.cause, each.line)]
     if each.kind is Kind.EXIT:
         read = [at(each.exit, each.exit_line), *read]
     elif each.kind is Kind.ERROR:

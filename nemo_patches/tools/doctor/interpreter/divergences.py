@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -24,15 +25,19 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
 from nemo_patches.tools.doctor.interpreter.members import truths
+from nemo_patches.tools.doctor.interpreter.messages import Correspondence
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     FORWARD,
+    GENERATE,
     LOG,
     RECEIVED,
     UNUSED,
+    BlockEnd,
     Collective,
     Decision,
     conditions_in,
+    messages_in,
     served_in,
     tries_in,
 )
@@ -86,10 +91,16 @@ class Kind(Enum):
     ERROR = "an error that is caught"
     LOOP = "how often a loop goes round"
     NAME = "the name that it is logged under"
+    MESSAGE = "a message without its other end"
     FIRST_RANK = "a function that runs on one rank"
+    HOOK = "a hook that runs on a rank with an error"
     ALARM = "an alarm that cannot end it"
+    LOCK = "a lock that one process alone holds at a time"
+    SET = "the order of a set"
 
 
+# What may be wrong with a collective that something else is wrong with.
+_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET)
 _KINDS = {
     "for": Kind.LOOP,
     "filter": Kind.LOOP,
@@ -123,8 +134,15 @@ class Divergence:
         if self.kind in (Kind.EXIT, Kind.ERROR):
             place = (self.kind, self.exit_line or self.line)
             return dict.fromkeys(self.collectives, place)
-        apart = self.kind if self.kind in (Kind.LOOP, Kind.ALARM) else None
-        return {each: (apart, each.place, each.line) for each in self.collectives}
+        apart = self.kind if self.kind in _BESIDE_OTHERS else None
+        return {
+            each: (
+                None if each.pairs_with == GENERATE else apart,
+                each.place,
+                each.line,
+            )
+            for each in self.collectives
+        }
 
 
 def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
@@ -138,8 +156,9 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
             break
         known = file.attributes
     said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
+    unpaired = _unpaired(read, file)
     served = frozenset(kind for each in read for kind in served_in(each.items))
-    return tuple(
+    return *unpaired, *(
         one
         for each in read
         for one in WaysCompared(each, served).divergences(
@@ -179,6 +198,44 @@ def _read(file: SourceFile) -> list[Interpreter]:
     return read
 
 
+def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Divergence]:
+    """Messages of functions that the file does not call for some ranks alone."""
+    found: list[tuple[Interpreter, Correspondence]] = []
+    for each in read:
+        if (
+            any(messages_in(each.items))
+            and each.definition.node not in file.called_apart
+        ):
+            every = range(file.members.job)
+            ways = [Way(on_member(number, len(file.members))) for number in every]
+            for way in ways:
+                way.follow(each.items)
+            if not any(way.unseen for way in ways):
+                found.append((each, Correspondence(ways, file.members)))
+    # Of functions that no other one calls: what may be the other end of another one's.
+    loose = {
+        message
+        for reader, messages in found
+        if reader.definition.node not in file.calls_joined
+        for message in messages.loose
+    }
+    said = set[int]()
+    for reader, messages in found:
+        others = {each.kind for each in loose if each.own_line not in messages.lines}
+        for one in messages.wrong[:1]:  # mostly one fault, seen from both ends
+            made = one.message
+            if others - {made.kind} or made.own_line in said:
+                continue
+            said.add(made.own_line)
+            yield Divergence(
+                function=reader.definition.name,
+                kind=Kind.MESSAGE,
+                collectives=(Collective(made.name, made.kind.value, made.line),),
+                cause=one.text,
+                line=made.line,
+            )
+
+
 class WaysCompared:
     """The ways through one function."""
 
@@ -211,12 +268,12 @@ class WaysCompared:
                 yield replace(each, collectives=left, trains=self._trains)
 
     def _all(self) -> Iterator[Divergence]:
-        for made, line in self.reader.alarmed if self.file.handles_alarm else ():
+        for kind, made, line in self.reader.found:
             yield Divergence(
                 function=self.name,
-                kind=Kind.ALARM,
+                kind=Kind[kind],
                 collectives=(made,),
-                cause="the alarm",
+                cause=Kind[kind].value,
                 line=line,
             )
         yield from self._by_error()
@@ -233,6 +290,17 @@ class WaysCompared:
                 by_rank=True,
             )
             return
+        if self.reader.after_error:
+            own = [each for each in self._usual.events if not _of_all(each)]
+            if own:
+                yield Divergence(
+                    function=self.name,
+                    kind=Kind.HOOK,
+                    collectives=_made(own),
+                    cause=last_part(self.name),
+                    line=self.reader.definition.node.lineno,
+                )
+                return
         yield from self._by_rank()
         yield from self._by_data()
 
@@ -322,19 +390,36 @@ class WaysCompared:
             for number, (condition, _) in enumerate(tried.handlers):
                 if condition.value.level != VARIES or tried.harmless:
                     continue
+                missing: list[Event] = []
                 for early in (False, True):
                     way = self._follow(undecided, (tried, number, early))
-                    missing = [] if way.raised else difference(self._usual, way)
-                    if missing:
-                        yield Divergence(
-                            function=self.name,
-                            kind=Kind.ERROR,
-                            collectives=_made(missing),
-                            cause=condition.text,
-                            line=condition.line,
-                        )
-                    if missing or way.raised:
-                        break
+                    if way.raised:
+                        missing = self._alone(way)
+                    else:
+                        missing = missing or difference(self._usual, way)
+                if missing:
+                    yield Divergence(
+                        function=self.name,
+                        kind=Kind.ERROR,
+                        collectives=_made(missing),
+                        cause=condition.text,
+                        line=condition.line,
+                    )
+
+    def _alone(self, way: Way) -> list[Event]:
+        """What a handler makes before it raises, if the others come to something else then."""
+        before = Counter(each.key for each in way.events) - Counter(
+            each.key for each in way.handled
+        )
+        rest = []
+        for each in self._usual.events:
+            if before[each.key]:
+                before[each.key] -= 1
+            else:
+                rest.append(each.made.pairs_with)
+        rest += [each.made.pairs_with for each in self._usual.events]  # of a next turn
+        paired = [each.made.pairs_with for each in way.handled[:1]] == rest[:1]
+        return [] if paired else way.handled
 
     def _compared(
         self,
@@ -346,8 +431,6 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
-        if way.raised or other.raised:
-            return  # that rank ends, and its launcher ends the others
         missing = [
             each
             for each in difference(way, other)
@@ -359,7 +442,8 @@ class WaysCompared:
             missing = [each for each in missing if self._tells(each, conditions, guess)]
         keys = {each.key for each in conditions}
         every = [each for each in conditions_in(self.items) if each.key in keys]
-        if every and not missing and reordered(way, other):
+        ended = way.raised or other.raised
+        if every and not missing and not ended and reordered(way, other):
             yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
         for each in every:
             inside = [one for one in missing if each.around(one.made.line)]
@@ -370,7 +454,7 @@ class WaysCompared:
                 kind = Kind.BRANCH if by_rank else _KINDS.get(each.kind, Kind.BRANCH)
                 made = self._guessed(inside, by_rank, guess)
                 yield self._parted(kind, made, each, by_rank)
-        if missing and not guess:
+        if missing and not guess and not ended:
             yield from self._left_early(way, other, missing, every, by_rank)
 
     def _left_early(
@@ -384,7 +468,9 @@ class WaysCompared:
         exits = {*way.exits} ^ {*other.exits}
         for each in sorted(exits, key=lambda one: (one.sets, one.line)):
             around = next((one for one in conditions if one.around(each.line)), None)
-            if around is not None:
+            # That a loop breaks is the matter of the test that does it.
+            breaks = each.text == BlockEnd.BREAK.value
+            if around is not None and not (breaks and around.kind == "for"):
                 made = self._guessed(missing, by_rank, "")
                 parted = self._parted(Kind.EXIT, made, around, by_rank)
                 yield replace(parted, exit=each.text, exit_line=each.line)
@@ -462,6 +548,12 @@ class WaysCompared:
             return ""
         # Reduced at the epoch's end.
         return "a rank does not come to it in all of an epoch"
+
+
+def _of_all(event: Event) -> bool:
+    """Whether it is made after an error that all ranks have."""
+    asked = " ".join(each for each in event.guards if not each.startswith("not "))
+    return not knowledge.ALL_RANKS.isdisjoint(re.findall(r"\w+", asked))
 
 
 def _made(events: Iterable[Event]) -> tuple[Collective, ...]:

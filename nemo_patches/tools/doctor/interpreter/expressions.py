@@ -45,6 +45,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
+    constant,
     dotted,
     last_part,
     names_in,
@@ -129,6 +130,11 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     if entry is not None:
         return entry
     if isinstance(inner.ref, Definition):
+        method = (
+            reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
+        )
+        if method and is_property(method):
+            return call_helper(reader, method, None, node, name)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
             return known[f"self.{node.attr}"]
@@ -204,10 +210,11 @@ def _slice(reader: Interpreter, value: Abstract, node: ast.Slice) -> Abstract:
     tags = value.tags & (knowledge.CARRIED | {"agreed", "shape"})
     if sized and not own:
         tags |= {"even"}
-    count = value.turns if value.level == VARIES else None
+    count = value.count if value.level == VARIES else None
     if unequal and not value.has("even"):
         count = VARIES
-    return Abstract(value.level, tags=tags, count=count)
+    item = Abstract(DATA) if own and value.level < DATA else None
+    return Abstract(value.level, tags=tags, count=count, item=item)
 
 
 def _spelled(reader: Interpreter, node: ast.AST) -> str:
@@ -248,7 +255,19 @@ def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abs
     return replace(mixed(values), at=at, count=SAME, parts=values)
 
 
-visit_Tuple = visit_Set = visit_List
+visit_Tuple = visit_List
+
+
+def visit_Set(reader: Interpreter, node: ast.Set) -> Abstract:
+    value = visit_List(reader, node)
+    if all(isinstance(constant(each), int) for each in node.elts):
+        return value
+    is_text = any(each.at and isinstance(each.at[0], str) for each in value.parts)
+    return value.tagged("set", *(["text"] if is_text else []))
+
+
+def visit_FormattedValue(reader: Interpreter, node: ast.FormattedValue) -> Abstract:
+    return reader.of(node.value)
 
 
 def visit_JoinedStr(reader: Interpreter, node: ast.JoinedStr) -> Abstract:
@@ -284,7 +303,7 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     reader.env = {**outer, **agreed}
     if isinstance(node, ast.DictComp) and value.count != VARIES:
         return replace(value, level=SAME, count=SAME)  # its keys are the data set's
-    return value
+    return value.tagged("set") if isinstance(node, ast.SetComp) else value
 
 
 visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
@@ -330,8 +349,11 @@ def visit_BinOp(reader: Interpreter, node: ast.BinOp) -> Abstract:
     operation = OPERATIONS.get(type(node.op))
     at = applied(operation, [each.at for each in sides], text_of(node))
     value = replace(mixed(sides), at=at).without("gradient")
+    if any(each.has("set") for each in sides):
+        value = value.tagged("set")
     by_rank = at is None and any(map(reader.by_rank, sides))
-    return value.tagged("rank") if by_rank else value
+    wraps = ["wraps"] if isinstance(node.op, ast.Mod) else []
+    return value.tagged("rank", *wraps) if by_rank else value
 
 
 def visit_IfExp(reader: Interpreter, node: ast.IfExp) -> Abstract:
@@ -370,6 +392,8 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     at = _compared(reader, node, values)
     if at is not None:
         return replace(mixed(values), at=at)
+    if values[0].level == DATA and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+        return replace(mixed(values), level=VARIES)  # an item of this rank's data
     identity = any(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
     if not identity and any(map(reader.by_rank, values)):
         return tagged("rank", level=VARIES)

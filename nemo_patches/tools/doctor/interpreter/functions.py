@@ -16,6 +16,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Items,
     collectives_in,
     inner_blocks,
+    own_collectives,
     size_of,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -46,9 +47,13 @@ def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
     if first in ("super()", "self", "cls") and reader.owner and "." not in rest:
         beyond = first == "super()"
         found = reader.file.method(reader.owner, rest or "forward", beyond=beyond)
-        return None if found and is_property(found) else found
+        if found or first == "super()":
+            return None if found and is_property(found) else found
     known = reader.env.get(name, Abstract())
-    holder = reader.env.get(name.rpartition(".")[0], Abstract()).ref
+    owner = reader.env.get(name.rpartition(".")[0], Abstract())
+    if owner.has("metric") and last_part(name) == "compute":
+        return None  # torchmetrics runs it between two of its own collectives
+    holder = owner.ref
     if isinstance(holder, Definition) and holder.methods:
         return reader.file.method(holder, last_part(name))
     ref = known.ref
@@ -76,6 +81,9 @@ def call_helper(
     for parameter, value in given.items():
         seen = reader.file.given.setdefault(called, {})
         seen.setdefault(parameter, []).append(value)
+    reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
+    if reader.apart:
+        reader.file.called_apart.add(called.node)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     key = called, tuple(given.items()), tuple(own.items())
@@ -91,11 +99,11 @@ def call_helper(
         if size > _MOST_OF_A_HELPER:  # its collectives are one
             items = list(islice(collectives_in(items), 1))
             size = 1
-        reader.items.append(Inlined(name, node.lineno, items, guess, size=size))
-        for each in islice(collectives_in(items), 1):
-            why = each.why or f"which makes {each.name}"
-            made = replace(each, name=f"{name}()", line=node.lineno, why=why)
-            reader._under_alarm(replace(made, guess=each.guess or guess))
+        name = name if call is None else f"{name}()"
+        inlined = Inlined(name, node.lineno, items, guess, size=size)
+        reader.items.append(inlined)
+        for each in own_collectives([inlined]):
+            reader.note_what_is_set(each)
     if inner.alarm is not None:
         reader.alarm = inner.alarm
     for parameter, expression in _passed(called, call):
@@ -135,16 +143,20 @@ def decorated_alarm(reader: Interpreter) -> int | None:
     """The line of a decorator that runs the function under an alarm."""
     for node in getattr(reader.definition.node, "decorator_list", ()):
         made = _wrapper(reader, node)
-        if made is not None and made.alarmed:
+        if made is not None and _is_alarmed(made):
             return int(node.lineno)
     return None
+
+
+def _is_alarmed(made: Interpreter) -> bool:
+    return any(kind == "ALARM" for kind, _, _ in made.found)
 
 
 def decorated(reader: Interpreter, function: Definition) -> Definition:
     """What is called by a function's name: what a decorator of this file puts in its place."""
     for node in reversed(getattr(function.node, "decorator_list", ())):
         made = _wrapper(reader, node)
-        if made and (made.alarmed or _parts_ranks(reader, made.items)):
+        if made and (_is_alarmed(made) or _parts_ranks(reader, made.items)):
             continue
         own = _decorator(reader, node)
         args = getattr(getattr(own, "node", None), "args", None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import (
+    Column,
     Open,
     applied,
     negated,
@@ -21,6 +22,8 @@ from nemo_patches.tools.doctor.interpreter.names import (
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    FORWARD,
+    UNUSED,
     BlockEnd,
     Choice,
     Collective,
@@ -82,12 +85,17 @@ class Interpreter:
         self.loops = 0
         self.meanings: dict[str, str] = {}  # what a name was set to that may be a test
         self.unsynced = False  # within no_sync
+        # Within join(): a rank that has ended makes the model's collectives of the others.
+        self.joined = definition.node in file.joined
         self.sized = False  # where a test asks what is left over by the number of ranks
         self.apart = False  # where a test of the rank lets some ranks come
         self.caught_as = ""  # the name of the error in its handler
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
-        self.alarmed: list[tuple[Collective, int]] = []
+        self.held = 0  # the line of a lock of several processes
+        # By Kind's names, what no comparison of ways shows, and the line of what is wrong with it.
+        self.found: list[tuple[str, Collective, int]] = []
+        self.ranges: dict[str, tuple[str, Column]] = {}  # of messages.py
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
         self.managed: Sequence[ast.stmt] = ()
@@ -98,6 +106,11 @@ class Interpreter:
             and definition.owner is not None
             and automatic.decided is not False
             and not depth
+        )
+        self.after_error = (
+            last_part(definition.name) in knowledge.ERROR_HOOKS
+            and definition.owner is not None
+            and "trains" in file.subjects
         )
 
     @property
@@ -276,14 +289,14 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
-        # A list that an object has was filled in an earlier step, mostly alike on all ranks.
+        # A list that an object has was filled in an earlier step.
         kept = named and re.fullmatch(r"\w+(\.\w+)+", self.meaning(node)) is not None
-        if (
-            named and value.has("taken") and not kept
-        ):  # whether all of it has been worked off
+        worked_off = value.has("taken") and (not kept or value.count == VARIES)
+        if named and worked_off:
             return replace(value, level=VARIES)
-        open_counts = (UNKNOWN, DATA, VARIES) if kept else (UNKNOWN, DATA)
-        if named and value.level == VARIES and value.count in open_counts:
+        alike = kept and value.count == SAME and not value.has("chosen")
+        unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
+        if named and value.level >= DATA and (alike or unlike):
             return replace(value, level=UNKNOWN).tagged("lacks")  # whether it has any
         if value.level != DATA or isinstance(node, asked):
             return value
@@ -298,13 +311,19 @@ class Interpreter:
         return replace(value, level=UNKNOWN).tagged("lacks")
 
     def emit(self, made: Collective) -> None:
-        if made.pairs_with != BACKWARD or not self.unsynced:
+        of_model = made.pairs_with in (BACKWARD, FORWARD, UNUSED)
+        left_out = (self.unsynced and made.pairs_with == BACKWARD) or (
+            self.joined and of_model and "sharded" not in made.why
+        )
+        if not left_out:
             self.items.append(replace(made, place=(made.line, made.name)))
-            self._under_alarm(made)
+            self.note_what_is_set(made)
 
-    def _under_alarm(self, made: Collective) -> None:
-        if self.alarm:
-            self.alarmed.append((made, self.alarm))
+    def note_what_is_set(self, made: Collective) -> None:
+        if self.alarm and self.file.handles_alarm:
+            self.found.append(("ALARM", made, self.alarm))
+        if self.held:
+            self.found.append(("LOCK", made, self.held))
 
     def read(
         self,

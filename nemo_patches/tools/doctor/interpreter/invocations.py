@@ -15,11 +15,13 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     own_function,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
+from nemo_patches.tools.doctor.interpreter.messages import message_of
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    GENERATE,
     WITHOUT_AGREEMENT,
     Branch,
     Choice,
@@ -56,7 +58,11 @@ _MOST_WORK = 40_000  # expressions of one file
 
 
 def _set_alarm(reader: Interpreter, call: calls.Call) -> None:
-    """Set or clear an alarm."""
+    """Set or clear an alarm, take or leave a lock."""
+    if call.owner.has("lock") and call.last in ("acquire", "release"):
+        reader.held = call.node.lineno if call.last == "acquire" else 0
+    if call.origin in knowledge.FILE_LOCKS:
+        reader.held = call.node.lineno if "LOCK_EX" in text_of(call.node) else 0
     last = call.node.args[-1] if call.node.args else None
     if call.origin in knowledge.ALARMS:
         reader.alarm = 0 if constant(last) == 0 else call.node.lineno
@@ -96,7 +102,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if own and goes_on:
         if isinstance(own.node, ast.FunctionDef):
             return call_helper(reader, own, call, node, call.name)
-        return _make(reader, own, call)
+        if not call.function.has("instance"):
+            return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:
         return _lambda(reader, target, call)
     if isinstance(target, str) and own is None:
@@ -108,6 +115,9 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if named is not None:
             reader.items.append(Branch(named, [made], []))
         return _agree(reader, node, made)
+    message = message_of(call, reader.ranges)
+    if message is not None:
+        reader.items.append(message)
     sounds = re.search(knowledge.SOUNDS_COLLECTIVE, call.origin)
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))
@@ -172,13 +182,17 @@ def _lambda(reader: Interpreter, function: ast.Lambda, call: calls.Call) -> Abst
     reader.file.being_read.pop()
     reader.env = outer
     if items:
-        reader.items.append(Inlined(call.name, call.node.lineno, items))
+        reader.items.append(Inlined(f"{call.name}()", call.node.lineno, items))
     return value
 
 
 def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstract:
     """An object of a class of this file: what its constructor sets."""
     made = replace(tagged("instance"), ref=of_class)
+    if any(
+        re.match(knowledge.METRICS, each) for each in reader.file.bases(of_class)[1]
+    ):
+        made = made.tagged("metric")
     begin = reader.file.method(of_class, "__init__")
     if begin is None:
         fields = [
@@ -190,6 +204,10 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         return replace(made, entries=tuple(given.items()))
     call_helper(reader, begin, call, call.node, call.name)
     iterates = reader.file.method(of_class, "__iter__")
+    counts = reader.file.method(of_class, "__len__")
+    if iterates is None and counts is not None and counts not in reader.file.being_read:
+        length = reader.read(counts, {}, {}).returned
+        return replace(made, count=VARIES) if length.level == VARIES else made
     if iterates is None or iterates in reader.file.being_read:
         return made
     inner = reader.read(iterates, {}, {})
@@ -279,7 +297,7 @@ def _wrap(reader: Interpreter, node: ast.Call, kind: str, last: str) -> Abstract
 def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     """Make a collective: what it gives, and what is the same on all ranks behind it."""
     last = last_part(made.name)
-    if made.pairs_with == "generate":
+    if made.pairs_with == GENERATE:
         _generate(reader, node, made)
         return Abstract(DATA)
     reader.emit(made)
@@ -304,9 +322,14 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
 
 
 def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:
-    """As long as this rank's sequences go on, if ranks do not wait for each other."""
+    """A collective that lasts as long as this rank's sequences, if ranks do not wait for each
+    other.
+    """
+    reader.emit(replace(made, guess=""))
     for each in node.keywords:
         if each.arg == "synced_gpus" and getattr(each.value, "value", True):
             return
     condition = reader.decided_by(node.func, Abstract(VARIES), node, "for")
-    reader.items.append(Loop(condition, [made], []))
+    with reader.inside() as turn:
+        reader.emit(made)
+    reader.items.append(Loop(condition, turn, []))

@@ -52,6 +52,9 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
     | which all ranks of DeepSpeed save in | |
 fsdp | clip_grad_norm_ | which reduces the norm of sharded gradients | |
 metric | compute | which gathers the metric from all ranks | |
+@acc+measures,@accuracy+measures,@auroc+measures,@bleu+measures,@cer+measures,@f1+measures,
+    @metric+measures,@metrics+measures,@wer+measures | compute
+    | which gathers the metric from all ranks | |
 @acc,@accuracy,@auroc,@bleu,@cer,@f1,@metric,@metrics,@wer | compute
     | which gathers the metric from all ranks | it is a metric of torchmetrics |
 fsdp | state_dict | which gathers sharded parameters | |
@@ -128,13 +131,15 @@ WRAPPERS = {
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "=trainer"}
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
-IN_PARALLEL = words("""
-    DistributedDataParallel FullyShardedDataParallel fully_shard init_process_group deepspeed
-    accelerate
+# Files in which the backward pass reduces the gradients: those that name one of these, or make a
+# group of ranks and reduce no gradient themselves.
+REDUCING = words("""
+    DistributedDataParallel FullyShardedDataParallel accelerate deepspeed fully_shard
     """)
+IN_PARALLEL = REDUCING | {"init_process_group"}
 CONTAINERS = words("""
-    ModuleList ModuleDict Sequential dict enumerate iter items list next reversed sorted tqdm
-    tuple values zip compile to cuda train eval prepare
+    ModuleList ModuleDict Sequential clone copy deepcopy dict enumerate iter items list next
+    reversed sorted tqdm tuple values zip compile to cuda train eval prepare
     """)
 # Packages beside which an encoder may be NeMo's, in a file that does not import NeMo.
 BESIDE_NEMO = words("""
@@ -171,7 +176,7 @@ SOURCES = {
     "ranks": words("""
         data_parallel_size data_parallel_world_size ddp_world_size distributed_world_size dp_size
         dp_world_size get_data_parallel_world_size get_num_processes get_world_size n_procs nprocs
-        num_gpus num_processes num_replicas world_size
+        num_gpus num_processes num_replicas world world_size
         """),
     "ranks of a node": words("""
         devices_per_node get_local_world_size gpus gpus_per_node local_world_size n_gpus
@@ -262,6 +267,8 @@ PLAUSIBLE = GRADIENTS | words("""
     """)
 PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
+TEXTS = words("key name")
+OF_SETS = words("copy difference intersection symmetric_difference union")
 ADDING = words("append extend add")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
@@ -271,8 +278,15 @@ ALL_RANKS = words("""
     KeyboardInterrupt LookupError ModuleNotFoundError NameError NotImplementedError OSError
     OverflowError StopIteration SystemExit TimeoutError TypeError UnicodeDecodeError Empty Full
     """)
+# Of a trainer: what runs a whole program, and fails where that does.
+RUNNING = words("evaluate fit predict test validate")
+# Methods that Lightning calls on a rank that has an error.
+ERROR_HOOKS = words("on_exception")
 HARMLESS = words("float getattr int len")
 ALARMS = words("signal.alarm signal.setitimer")
+# Locks of processes, of which one has it at a time.
+LOCKS = r"(FileLock|InterProcessLock)$|^portalocker\.\w*Lock$"
+FILE_LOCKS = words("fcntl.flock fcntl.lockf portalocker.lock portalocker.unlock")
 # Of what ranks make in a loop of another function that serves a rank.
 NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
@@ -312,9 +326,25 @@ OF_WRAPPERS = {
         "that rank's other backward passes have not reduced the gradients already"
     ),
 }
+# What lets ranks end a loop one after another.
+JOINS = r"(\bJoin|\.join|join_uneven_inputs)\("
+# Calls of torch.distributed from one rank to another, and what a rank does in them.
+MESSAGES = {
+    "send": "send",
+    "isend": "send",
+    "send_object_list": "send",
+    "recv": "recv",
+    "irecv": "recv",
+    "recv_object_list": "recv",
+    "P2POp": "other",
+    "batch_isend_irecv": "other",
+}
+MESSAGE_OWNERS = ("torch.distributed.", "dist.")
+# A class that gathers from all ranks in compute().
+METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words(
-    "alone ddp even file fsdp gradient lacks loader next perhaps random rank sized"
+    "alone ddp even file fsdp gradient lacks loader metric next perhaps random rank sized text"
 )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 
+from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     attributes_in,
@@ -25,9 +27,6 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     Abstract,
 )
-from nemo_patches.tools.doctor.syntax import (
-    text_of,
-)
 
 
 def visit_With(reader: Interpreter, node: ast.With) -> BlockEnd | None:
@@ -46,19 +45,23 @@ def _with(
         assert isinstance(item.context_expr, ast.Call)
         given = given_by(manager, call_of(reader, item.context_expr))
         return _managed(reader, node, item, inner, manager, given)
+    outer = reader.unsynced, reader.joined, reader.held
     value = reader.of(item.context_expr)
+    if value.has("lock"):
+        reader.held = node.lineno
     enters = (
         reader.file.method(value.ref, "__enter__") if value.has("instance") else None
     )
     if enters is not None and enters not in reader.file.being_read:
         return _managed(reader, node, item, inner, enters, {}, value)
-    outer = reader.unsynced
-    reader.unsynced |= "no_sync(" in text_of(item.context_expr)
+    text = reader.meaning(item.context_expr)
+    reader.unsynced |= "no_sync(" in text
+    reader.joined |= re.search(knowledge.JOINS, text) is not None
     if item.optional_vars is not None:
         reader.assign(item.optional_vars, value)
     with reader.inside() as body:
         end = _with(reader, node, inner)
-    reader.unsynced = outer
+    reader.unsynced, reader.joined, reader.held = outer
     reader.items += body
     return end
 
@@ -91,11 +94,12 @@ def _managed(
     def run(value: Abstract) -> Items:
         if item.optional_vars is not None:
             reader.assign(item.optional_vars, entered or value)
-        outer = reader.alarm
-        reader.alarm = within.alarm or outer
+        outer = reader.alarm, reader.held
+        reader.alarm = within.alarm or reader.alarm
+        reader.held = within.held or reader.held
         with reader.inside() as items:
             ends.append(_with(reader, node, inner))
-        reader.alarm = outer
+        reader.alarm, reader.held = outer
         return items
 
     within.run_managed = run
@@ -104,7 +108,7 @@ def _managed(
     within.block(manager.node.body)
     reader.file.being_read.pop()
     name = manager.owner.name if manager.owner and entered else manager.name
-    made = Inlined(name, node.lineno, within.items, manages=True)
+    made = Inlined(f"{name}()", node.lineno, within.items, manages=True)
     reader.items.append(made)
     end = ends[-1] if ends else None
     return None if end is BlockEnd.RAISE else end

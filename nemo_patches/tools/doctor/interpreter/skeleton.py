@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 
+from nemo_patches.tools.doctor.interpreter.members import Column
 from nemo_patches.tools.doctor.interpreter.values import Abstract
 
 # Kinds of collectives that pair by something else than their names.
 BACKWARD = "backward"
 ENCODER = "encoder"
 FORWARD = "forward"
+GENERATE = "generate"
 LOG = "log"
 UNUSED = "forward, and no backward"
 RECEIVED = ("broadcast", "scatter")  # what one rank sends
@@ -89,8 +92,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Exit:
+    """text: as it is written, where that is no statement of its own."""
+
     end: BlockEnd
     line: int
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,9 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class Inlined:
-    """A helper of the same file. manages: whether it is a context manager, with its block in it."""
+    """A helper of the same file, by its name as it is called. manages: whether it is a context
+    manager, with its block in it.
+    """
 
     name: str
     line: int
@@ -143,7 +151,41 @@ class Unseen:
     name: str
 
 
-Item = Collective | Branch | Loop | Exit | Assigned | Tried | Inlined | Managed | Unseen
+class MessageKind(Enum):
+    SEND = "send"
+    RECEIVE = "recv"
+    OTHER = "other"  # of a group, or of several at once: its other end is not known
+
+
+@dataclass(frozen=True)
+class PeerMessage:
+    """From one rank to another. waits: whether the call returns only when it has been received; at:
+    the rank at the other end, on each member; loop: that over these ranks; wraps: whether it is
+    counted round, so that each rank has one; own_line: also where a helper makes it.
+    """
+
+    name: str
+    line: int
+    kind: MessageKind
+    waits: bool
+    at: Column | None
+    loop: str
+    wraps: bool
+    own_line: int
+
+
+Item = (
+    Collective
+    | Branch
+    | Loop
+    | Exit
+    | Assigned
+    | Tried
+    | Inlined
+    | Managed
+    | PeerMessage
+    | Unseen
+)
 Items = list[Item]
 
 
@@ -164,6 +206,14 @@ def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
             yield each.condition
         for block in inner_blocks(each):
             yield from conditions_in(block)
+
+
+def messages_in(items: Iterable[Item]) -> Iterator[PeerMessage]:
+    for each in items:
+        if isinstance(each, PeerMessage):
+            yield each
+        for block in inner_blocks(each):
+            yield from messages_in(block)
 
 
 def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
@@ -197,6 +247,23 @@ def size_of(items: Iterable[Item]) -> int:
         else 1 + sum(map(size_of, inner_blocks(each)))
         for each in items
     )
+
+
+def own_collectives(items: Iterable[Item]) -> Iterator[Collective]:
+    """With a helper's first one in place of all of the helper's, where it is called."""
+    for each in items:
+        if isinstance(each, Collective):
+            yield each
+        elif isinstance(each, Inlined):
+            for made in islice(collectives_in(each.body), 1):
+                why = made.why or f"which makes {made.name}"
+                guess = made.guess or each.guess
+                yield replace(
+                    made, name=each.name, line=each.line, why=why, guess=guess
+                )
+        else:
+            for block in inner_blocks(each):
+                yield from own_collectives(block)
 
 
 def collectives_in(items: Iterable[Item]) -> Iterator[Collective]:

@@ -44,6 +44,7 @@ _ON_MEMBER: dict[str, Callable[[SampleMember], Any]] = {
 }
 # What a file is about, by the names in it.
 _SUBJECTS = {
+    "measures": {"torchmetrics"},
     "parallel": knowledge.IN_PARALLEL,
     "sharded": knowledge.SHARDING,
     "transformers": {"transformers"},
@@ -96,6 +97,8 @@ class SourceFile:
             for subject, names in _SUBJECTS.items()
             if not names.isdisjoint(self.mentioned)
         }
+        if _averages_gradients(tree) and not self.mentioned & knowledge.REDUCING:
+            self.subjects.discard("parallel")
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -124,6 +127,9 @@ class SourceFile:
         self.being_read: list[object] = []
         self.summaries: dict[Any, Any] = {}
         self.seeded_by_rank = False
+        self.calls_joined: dict[ast.AST, set[bool]] = {}
+        self.called_apart = set[ast.AST]()  # and those that some ranks alone call
+        self.joined = set[ast.AST]()  # functions that are called within join() alone
         self.signalled = set[str]()  # names of functions that signals run
         self.handles_alarm = False  # by one of them
         for each in nodes(tree, ast.Call):
@@ -151,6 +157,10 @@ class SourceFile:
                 # They were set from what the arguments are called.
                 self.attributes.pop(definition.owner.name, None)
         self.given = {}
+        self.joined = {
+            node for node, seen in self.calls_joined.items() if False not in seen
+        }
+        self.calls_joined = {}
         self.definitions = []
         self.of_classes = []
         self.summaries = {}
@@ -285,7 +295,8 @@ class SourceFile:
 
     def bases(self, definition: Definition | None) -> tuple[list[Definition], set[str]]:
         """A class and its bases in this file, the nearest first, and the names of the others."""
-        found = [definition] if definition else []
+        is_class = definition is not None and isinstance(definition.node, ast.ClassDef)
+        found = [definition] if definition is not None and is_class else []
         others = set[str]()
         for each in found[:_MOST_BASES]:
             for base in each.node.bases:
@@ -390,6 +401,15 @@ def _packages(tree: ast.Module) -> set[str]:
         "" if node.level else str(node.module) for node in nodes(tree, ast.ImportFrom)
     }
     return {name.partition(".")[0] for name in whole | parts}
+
+
+def _averages_gradients(tree: ast.Module) -> bool:
+    """Whether a file reduces gradients itself: dist.all_reduce(p.grad)."""
+    return any(
+        "reduce" in parts_of(last_part(dotted(call.func)))
+        and any(each.attr == "grad" for each in nodes(call, ast.Attribute))
+        for call in nodes(tree, ast.Call)
+    )
 
 
 def _deepspeed_engines(tree: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:

@@ -14,6 +14,7 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
+from nemo_patches.tools.doctor.interpreter.names import parts_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -29,6 +30,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Items,
     Loop,
     Tried,
+    own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -67,15 +69,18 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if isinstance(each, ast.expr):
             reader.of(each)
     end = _ENDS.get(type(node))
+    text = ""
     called = _called(node) if isinstance(node, ast.Expr) else None
     if called is not None:
         last = reader.items[-1] if reader.items else None
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            end = BlockEnd.RAISE
+            in_order = not reader.depth and _in_order(called)
+            end = BlockEnd.RETURN if in_order else BlockEnd.RAISE
+            text = text_of(called)
     if end is not None:
-        reader.items.append(Exit(end, node.lineno))
+        reader.items.append(Exit(end, node.lineno, text))
     return end
 
 
@@ -262,7 +267,7 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
         key=lambda each: each.value.level,
     )
     reader.loops -= 1
-    _loop(reader, condition, items, node.orelse, endless)
+    _loop(reader, condition, items, node, endless)
 
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
@@ -274,6 +279,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     level = VARIES if iterated.turns >= DATA else SAME
     value = replace(iterated, level=level, at=None)
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
+    if iterated.at is not None and isinstance(node.target, ast.Name):
+        reader.ranges[node.target.id] = condition.key, iterated.at
     turns = reader.turns
     reader.turns = max(turns, iterated.turns)
     reader.loops += 1
@@ -282,7 +289,26 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
     reader.loops -= 1
     reader.turns = turns
-    _loop(reader, condition, items, node.orelse, endless=False)
+    reader.ranges.pop(getattr(node.target, "id", ""), None)
+    _loop(reader, condition, items, node, endless=False)
+    if iterated.has("set"):
+        named = parts_of(text_of(node.target)) & knowledge.TEXTS
+        is_text = named or iterated.has("text")
+        guess = "" if is_text else "its items are no numbers"
+        for each in _made_with(node, items):
+            made = replace(each, guess=each.guess or guess)
+            reader.found.append(("SET", made, node.lineno))
+
+
+def _made_with(node: ast.For, items: Items) -> list[Collective]:
+    """The collectives of a loop's body that are given its item, or what is made of it."""
+    names = names_in(node.target)
+    for each in nodes(node, ast.Assign):
+        if names & names_in(each.value):
+            names |= {dotted(target) for target in each.targets}
+    calls_of = nodes(node, ast.Call)
+    given = {each.lineno for each in calls_of if names & names_in(each)}
+    return [each for each in own_collectives(items) if each.line in given]
 
 
 def _readings(reader: Interpreter) -> int:
@@ -313,11 +339,13 @@ def _loop(
     reader: Interpreter,
     condition: Decision,
     items: Items,
-    orelse: Sequence[ast.stmt],
+    node: ast.For | ast.While,
     endless: bool,
 ) -> None:
     with reader.inside() as last:
-        reader.block(orelse)
+        reader.block(node.orelse)
+    if node.orelse:  # which is not in the loop
+        condition = replace(condition, end=node.orelse[0].lineno - 1)
     reader.items.append(Loop(condition, items, last, endless))
 
 
@@ -388,7 +416,12 @@ def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
         with reader.inside():
             call = call_of(reader, each)
         made = collectives.collective_of(call)
-        if made is not None and made.pairs_with not in WITHOUT_AGREEMENT:
+        runs_more = made is not None and made.pairs_with in knowledge.RUNNING
+        if (
+            made is not None
+            and made.pairs_with not in WITHOUT_AGREEMENT
+            and not runs_more
+        ):
             agreements += 1
             continue
         origin = call.origin
@@ -429,6 +462,13 @@ def _called(node: ast.Expr) -> ast.Call | None:
     while isinstance(inner, (ast.Attribute, ast.BinOp, ast.Subscript)):
         inner = inner.left if isinstance(inner, ast.BinOp) else inner.value
     return inner if isinstance(inner, ast.Call) else None
+
+
+def _in_order(leaving: ast.Call) -> bool:
+    """Whether a process ends without an error, for which its launcher ends no other."""
+    code = leaving.args[0] if leaving.args else ast.Constant(0)
+    said = isinstance(code, ast.Constant) and code.value in (0, None)
+    return said and dotted(leaving.func).endswith("exit")
 
 
 def _denies(test: ast.expr) -> bool:

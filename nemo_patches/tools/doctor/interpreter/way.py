@@ -23,6 +23,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Items,
     Loop,
     Managed,
+    PeerMessage,
     Tried,
     Unseen,
     collectives_in,
@@ -30,6 +31,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 
 _LOOPS = ("for ", "while ")  # how their guards begin
 Guards = tuple[str, ...]  # the texts of the open conditions around something
+_ONCE: Guards = ("once",)  # a loop that its first turn leaves
 Decide = Callable[[Decision], Any]  # True, False, or an Open text
 # Of an event: what it pairs with, its guards, and those under which it is not come to.
 Key = tuple[str, Guards, frozenset[Guards]]
@@ -76,7 +78,10 @@ class Way:
     caught: Caught | None = None
     events: list[Event] = field(default_factory=list)
     exits: list[WayOut] = field(default_factory=list)
+    handled: list[Event] = field(default_factory=list)  # in the handler of `caught`
     unseen: set[str] = field(default_factory=set)
+    # Whether it comes to each of them, and only once.
+    messages: list[tuple[PeerMessage, bool, bool]] = field(default_factory=list)
     endless: list[Decision] = field(default_factory=list)
     raised: bool = False
     _guards: Guards = ()
@@ -112,6 +117,8 @@ class Way:
             self._assigned(item)
         elif isinstance(item, Unseen):
             self.unseen.add(item.name)
+        elif isinstance(item, PeerMessage):
+            self._message(item)
         else:
             self._collective(item)
         return None
@@ -123,7 +130,7 @@ class Way:
         if call:
             made = replace(
                 made,
-                name=f"{call.name}()",
+                name=call.name,
                 line=call.line,
                 why=made.why or f"which makes {made.name}",
                 guess=made.guess or call.guess,
@@ -131,9 +138,18 @@ class Way:
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
 
+    def _message(self, item: PeerMessage) -> None:
+        """The loop over the ranks that it goes to makes one for each."""
+        guards = [each for each in self._guards if each != f"for {item.loop}"]
+        is_open = any(not each.startswith(_LOOPS) for each in guards)
+        certain = not is_open and not any(self._left.values())
+        if self._call:
+            item = replace(item, name=self._call.name, line=self._call.line)
+        self.messages.append((item, certain, not guards))
+
     def _exit(self, item: Exit) -> BlockEnd | None:
         if not self._call and item.end is not BlockEnd.RAISE:
-            self._leave_by(item.end.value, item.line)
+            self._leave_by(item.text or item.end.value, item.line)
         return item.end
 
     def _leave_by(self, text: str, line: int, sets: bool = False) -> None:
@@ -200,15 +216,27 @@ class Way:
             already = len(outer.get(BlockEnd.RETURN, ()))
             ways_out = {*self._left[BlockEnd.BREAK], *returned[already:]}
             if end in (BlockEnd.BREAK, BlockEnd.RETURN):
-                ways_out.add(("once",))
+                ways_out.add(_ONCE)
             # The next turn is not come to, either.
             self.events[first:] = [
                 each.behind(ways_out) for each in self.events[first:]
             ]
+            broken = self._left[BlockEnd.BREAK]
             self._left = {**outer, BlockEnd.RETURN: returned}
             if end is BlockEnd.RETURN:
                 self._leave(end)
-        return self.follow(item.orelse)
+        return self._otherwise(item, end, broken)
+
+    def _otherwise(
+        self, item: Loop, end: BlockEnd | None, broken: tuple[Guards, ...]
+    ) -> BlockEnd | None:
+        """The else of a loop: what no break has left. end: that of a turn."""
+        outer = self._left.get(BlockEnd.BREAK, ())
+        once = [_ONCE] if end is BlockEnd.BREAK else []
+        self._left = {**self._left, BlockEnd.BREAK: (*outer, *broken, *once)}
+        end = self.follow(item.orelse)
+        self._left = {**self._left, BlockEnd.BREAK: outer}
+        return end
 
     def _tried(self, item: Tried) -> BlockEnd | None:
         if self.caught is not None and self.caught[0] is item:
@@ -235,7 +263,9 @@ class Way:
             each for each in tried.events if _comes_before(each.made, item, early)
         ]
         before = self._left
+        done = len(self.events)
         end = self.follow(item.handlers[number][1])
+        self.handled = self.events[done:]
         self.raised = self.raised or (end is BlockEnd.RAISE and self._left == before)
         return end
 
@@ -292,7 +322,8 @@ def difference(way: Way, other: Way) -> list[Event]:
     _take_out(*surplus)
     _take_out(*reversed(surplus))
     for one, another, too_many in zip((way, other), (other, way), surplus, strict=True):
-        if another.unseen - one.unseen:
+        # What a rank that has raised does not come to, nobody waits in: its launcher ends the job.
+        if another.unseen - one.unseen or another.raised:
             continue
         for each in _surplus(one.events, another.events, too_many):
             left[each.made.name, each.made.line] = each
@@ -300,16 +331,23 @@ def difference(way: Way, other: Way) -> list[Event]:
 
 
 def _take_out(surplus: Counter[Key], others: Counter[Key]) -> None:
-    """What one way makes on both sides of a test that the other way does not ask."""
-    for kind, guards, after in list(surplus):
+    """What one way makes on both sides of a test that the other way does not ask, or before it
+    leaves a loop, and else behind it.
+    """
+    for yes in list(surplus):
+        kind, guards, after = yes
+        left = after & {guards, _ONCE}
         for number, guard in enumerate(guards):
             first, last = guards[:number], guards[number + 1 :]
-            yes = kind, guards, after
-            no = kind, (*first, negated(guard), *last), after
-            either_way = kind, (*first, *last), after
-            while surplus[yes] and surplus[no] and others[either_way]:
-                surplus.subtract((yes, no))
-                others.subtract((either_way,))
+            pairs = [((*first, negated(guard), *last), (*first, *last), after)]
+            if left:
+                pairs.append((first, first, after - left))
+            for opposite, outside, after_both in pairs:
+                no = kind, opposite, after
+                either_way = kind, outside, after_both
+                while surplus[yes] and surplus[no] and others[either_way]:
+                    surplus.subtract((yes, no))
+                    others.subtract((either_way,))
 
 
 def _surplus(

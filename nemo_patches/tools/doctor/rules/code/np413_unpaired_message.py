@@ -1,0 +1,33 @@
+"""A send that no rank receives, a recv that no rank sends, or a ring in which all receive first.
+
+A recv returns only when the message has come, and a send may wait for its recv as well, which
+depends on the backend and on the message's size. Where the other end is not made, or only after the
+call that waits for it, these ranks wait until the process group's timeout.
+Link: https://pytorch.org/docs/stable/distributed.html#point-to-point-communication
+"""
+
+from __future__ import annotations
+
+from nemo_patches.tools.doctor.code import Code
+from nemo_patches.tools.doctor.finding import Findings
+
+BAD = """\
+import torch.distributed as dist
+
+def shift(own, other, rank, world):
+    dist.recv(other, src=(rank - 1) % world)
+    dist.send(own, dst=(rank + 1) % world)
+"""
+GOOD = """\
+import torch.distributed as dist
+
+def shift(own, other, rank, world):
+    sent = dist.isend(own, dst=(rank + 1) % world)
+    dist.recv(other, src=(rank - 1) % world)
+    sent.wait()
+"""
+
+
+def check(code: Code) -> Findings:
+    """Where the file says which rank sends to which."""
+    return code.found("NP413")
