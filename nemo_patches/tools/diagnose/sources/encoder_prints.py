@@ -191,13 +191,13 @@ class EncoderPrints:
         if not is_known or "rror" in line.text:
             return
         self._seen[rank] = line
-        if rank not in self._ran_out and _RAN_OUT.search(line.text):
-            self._ran_out[rank] = line
-            self._after[rank] = 0
-        elif rank in self._ran_out:
+        if rank in self._ran_out:
             self._after[rank] += 1
             if self._after[rank] > _MOST_AFTER:
                 del self._ran_out[rank]
+        elif _may_be_an_end(line.text) and _RAN_OUT.search(line.text):
+            self._ran_out[rank] = line
+            self._after[rank] = 0
 
     def _named(self, what: str) -> _Prints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
@@ -229,6 +229,10 @@ class EncoderPrints:
             f" on. If that is so: {OF_TRAINING}."
         )
         return _guess(text)
+
+
+def _may_be_an_end(text: str) -> bool:
+    return not text.isascii() or any(word in text for word in WORDS_OF_AN_END)
 
 
 def _name(what: str) -> str:
