@@ -13,6 +13,7 @@ import re
 import string
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -1688,6 +1689,7 @@ EXAMPLES = (
     "[WARNING] [RankMonitorServer:5] Terminating rank 5 with signal SIGKILL",
     "2025-02-03 22:12:53 | ^^^^ | MnEtpt/Rnk: 61.2TF/13 | MxEtpt/Rnk: 404.71TF/2",
     "dcgm-health: GPU 5 HW thermal slowdown active, SM clock 345 MHz",
+    "Container rank 2 status failed cmd ['python', 'train.py'] code -9 log log/workerlog.2",
     "[rank1]:   what():  [enforce fail at ../gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 1",
     "process 71 spawned with command: ['python', '-u', 'main.py', '--local_rank=3']",
     "nnodes=1, num_local_procs=8, node_rank=0",
@@ -2010,3 +2012,47 @@ def test_the_short_lines_of_many_ranks_name_who_is_waited_for(
     assert finding.ranks == (5,)
     where = "read (data.py:41)" if has_whole else "others waited for it"
     assert where in finding.text, finding.text
+
+
+def steps_of(ranks: Sequence[int], count: int) -> list[str]:
+    """Such as fill a log, and tell nothing."""
+    text = "[rank{}]: 2026-01-01 00:00:00 | train | iteration {} of 9000, loss 2.31, lr 0.0003"
+    return [text.format(rank, number) for number in range(count) for rank in ranks]
+
+
+def test_of_labelled_lines_that_tell_nothing_each_ranks_last_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's label is no word of interest, and its rank is heard all the same."""
+    taken = list[Line]()
+    take = Launch.take
+    monkeypatch.setattr(
+        Launch, "take", lambda launch, one: (taken.append(one), take(launch, one))
+    )
+    lines = [*steps_of((0, 1), 2000), *steps_of((3,), 500), *steps_of((0, 1), 2000)]
+    lines[0] = "[rank0]: pid 71, rank 0 of 4"
+    report = report_on(tmp_path, *lines, line(0), line(1), line(2))
+    assert len(taken) < len(lines) / 10
+    assert 'it printed "2026-01-01' in report.verdict
+    assert "iteration 499 of" in report.verdict
+    assert "log:4503]" in report.verdict  # after three lines of noise
+
+
+def test_a_labelled_traceback_is_read_whole_among_others_lines(tmp_path: Path) -> None:
+    others = steps_of((0, 1), 50)
+    frame = (
+        '[rank2]:   File "/env/lib/python3.11/site-packages/av/{}.py", line 9, in pull'
+    )
+    lines = [
+        *others * 9,
+        "[rank2]: Traceback (most recent call last):",
+        *others,
+        '[rank2]:   File "/job/clips.py", line 31, in read_clip',
+        *others * 9,
+        *(text for n in range(9) for text in (frame.format(n), *others)),
+        "[rank2]: av.error.InvalidDataError: bad header",
+        *others * 9,
+    ]
+    report = report_on(tmp_path, *lines)
+    assert (report.findings[0].id, report.findings[0].ranks) == (EXCEPTION, (2,))
+    assert "read_clip (clips.py:31)" in report.verdict

@@ -51,6 +51,8 @@ UNREADABLE = "unreadable"  # it is there, and may not be looked at; text says wh
 AT_START = "at start-up"
 # Likewise of a CUT rank whose process has no end.
 SYNC_ENDED = "its length sync has ended"
+# Likewise of an UNSEEN rank that the log has lines of.
+NO_TIME_OUT = "the log has no time-out of it, as of the others"
 FROM_OUTSIDE = "SIGTERM, which torchrun had not sent"  # the text of such a TERMINATED
 BY_MONITOR = (
     "its monitor"  # how the text of a TERMINATED begins that something had found hung

@@ -169,7 +169,7 @@ class Evidence:
     hangs (stragglers, settings that differ). looked_for: for the report on files in which nothing
     was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
-    from.
+    from. printed: by rank, a line of its own, quoted.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -188,3 +188,4 @@ class Evidence:
     looked_for: list[str] = field(default_factory=list)
     other_jobs: dict[str, list[Fact]] = field(default_factory=dict)
     files: dict[str, list[Path]] = field(default_factory=dict)
+    printed: dict[int, str] = field(default_factory=dict)

@@ -246,6 +246,7 @@ def _add(part: Evidence, source: str, whole: Evidence) -> None:
     whole.is_well |= part.is_well
     whole.patched |= part.patched
     whole.other_jobs |= part.other_jobs
+    whole.printed |= part.printed
     for reader, files in part.files.items():
         whole.files[reader] = [*whole.files.get(reader, ()), *files]
 

@@ -42,6 +42,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     who,
 )
 
+_MOST_PRINTED = 2  # lines of ranks that are not seen
 # Words of an error that decide what to do.
 _CURES = (
     (
@@ -597,7 +598,15 @@ def _alone(waited: list[Account], hearing: Hearing) -> str:
 
 
 def _unseen(hearing: Hearing) -> str:
-    return f"; nothing is known of {named(hearing.unseen)}" if hearing.unseen else ""
+    if not hearing.unseen:
+        return ""
+    printed = hearing.evidence.printed
+    told = [
+        f"rank {one} printed {printed[one]}" for one in hearing.unseen if one in printed
+    ]
+    return "; ".join(
+        [f"; nothing is known of {named(hearing.unseen)}", *told[:_MOST_PRINTED]]
+    )
 
 
 def _collective_of(

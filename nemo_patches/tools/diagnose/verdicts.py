@@ -292,7 +292,8 @@ def doing(account: Account) -> str:
     """How a rank that others wait for ended, or where it is."""
     condition, place = account.condition, account.place
     if condition.kind == conditions.UNSEEN and condition.text:
-        return f"there is no sign of it: {condition.text}"
+        is_heard = condition.text.startswith(conditions.NO_TIME_OUT)
+        return f"{'' if is_heard else 'there is no sign of it: '}{condition.text}"
     if condition.kind in conditions.WORDS:
         text = conditions.in_words(condition.kind, condition.text)
         if condition.text and condition.text not in _SAID:

@@ -308,8 +308,10 @@ class C10dLines:
         silent = set(range(size)) - told
         if 2 * len(silent) >= size or not _has_hosts_of(by_file, silent):
             return
-        text = "the log has no line of it, and time-outs of the others"
         for rank in sorted(silent)[:64]:
+            text = "the log has no line of it, and time-outs of the others"
+            if printed := evidence.printed.get(rank):
+                text = f"{conditions.NO_TIME_OUT}; it printed {printed}"
             unseen = Condition(conditions.UNSEEN, text)
             self._found.add(rank, unseen, first, own=False)
             evidence.groups.setdefault(group, set()).add(rank)

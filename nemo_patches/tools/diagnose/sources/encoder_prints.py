@@ -28,7 +28,7 @@ _OWN = re.compile(
 _CALLED = (
     r"about to (?:call|enter|run)|before|calling|entering|starting|enters?|"
     r"wait(?:ing|s)? (?:in|at|for|on)|reached|arrived (?:in|at)|"
-    r"(?:going|goes) in(?:to)?|进入|即将调用|开始调用"
+    r"(?:going|goes) in(?:to)?|进入|即将调用|开始调用|等待"
 )
 _RETURNED = (
     r"after|completed|finished|done|returned|returns|left|exited|passed|完成|结束|返回"
@@ -44,10 +44,10 @@ _AFTER = re.compile(
 _AFTER_ALONE = re.compile(
     rf"(?i)^\W{{0,3}}(?:step \d+\W{{1,3}})?(?:{_RETURNED})\W{{0,3}}$"
 )
-# Such a line measures, or is of the encoder's weights.
+# Such a line measures, is of the encoder's weights, or tells what others do.
 _OTHER = re.compile(
     r"(?i)\b(?:time|took|elapsed|mem(?:ory)?|shape|weights?|frozen?|freez\w+|param\w*|config|"
-    r"pre-?train\w*|loading)\b"
+    r"pre-?train\w*|loading|(?:other|remaining) (?:rank|worker|process)\w*|others)\b"
 )
 _ENCODER = "the encoder"
 # "no more batches", "left the training loop"
@@ -137,8 +137,11 @@ class _Prints:
 
 def _who(ranks: Iterable[int], last: Mapping[int, Line]) -> str:
     """With the last print of the first."""
-    line = last[min(ranks)]
-    return f'{named(ranks)} ("{shown(line.text)}" [{line.cite}])'
+    return f"{named(ranks)} ({_quoted(last[min(ranks)])})"
+
+
+def _quoted(line: Line) -> str:
+    return f'"{shown(line.text)}" [{line.cite}]'
 
 
 def _guess(text: str) -> Finding:
@@ -188,16 +191,21 @@ class EncoderPrints:
         if not is_known or "rror" in line.text:
             return
         self._seen[rank] = line
-        if rank not in self._ran_out and _RAN_OUT.search(line.text):
-            self._ran_out[rank] = line
-            self._after[rank] = 0
-        elif rank in self._ran_out:
+        if rank in self._ran_out:
             self._after[rank] += 1
             if self._after[rank] > _MOST_AFTER:
                 del self._ran_out[rank]
+        elif _may_be_an_end(line.text) and _RAN_OUT.search(line.text):
+            self._ran_out[rank] = line
+            self._after[rank] = 0
 
     def _named(self, what: str) -> _Prints:
         return self._of.setdefault(_name(what), _Prints(_name(what)))
+
+    @property
+    def printed(self) -> dict[int, str]:
+        """By rank, its last line that was read, quoted."""
+        return {rank: _quoted(line) for rank, line in self._seen.items()}
 
     def finding(self) -> Finding | None:
         """Of batches that ended on some ranks, else of a call, the encoder's first."""
@@ -221,6 +229,10 @@ class EncoderPrints:
             f" on. If that is so: {OF_TRAINING}."
         )
         return _guess(text)
+
+
+def _may_be_an_end(text: str) -> bool:
+    return not text.isascii() or any(word in text for word in WORDS_OF_AN_END)
 
 
 def _name(what: str) -> str:

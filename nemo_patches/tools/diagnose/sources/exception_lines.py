@@ -166,6 +166,7 @@ class _Writing:
     was_caused: bool = False  # the next exception is named as caused by the last
     # Without a prefix, so its lines have none of the filter's words.
     in_traceback: bool = False
+    is_open: bool = False  # its error is to come
     has_frames: bool = False  # since the last exception
     was_over: bool = False  # it began after a time-out, or an end, of others
     thread: str = ""  # that it ended, if it is not the main one
@@ -197,6 +198,11 @@ class ExceptionLines:
     def is_reading(self) -> bool:
         """Whether lines without any of the filter's words may follow."""
         return any(one.in_traceback for one in self._writing.values())
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether lines of one may follow, with a rank's prefix or without."""
+        return any(one.in_traceback or one.is_open for one in self._writing.values())
 
     def take(self, line: Line) -> None:
         prefix = _PREFIX.search(line.text) if "[rank" in line.text else None
@@ -303,6 +309,7 @@ class ExceptionLines:
             writing = None
         if (writing := writing or self._anew(key)) is not None:
             writing.in_traceback = not line.has_prefix
+            writing.is_open = True
             if not is_inner:
                 writing.frames.clear()
 
@@ -345,6 +352,7 @@ class ExceptionLines:
         if writing.root is None or is_inner:
             writing.root = found
         writing.last, writing.was_caused, writing.has_frames = found, False, False
+        writing.is_open = False
         writing.in_traceback = not line.has_prefix
 
     def _end(self, key: int) -> None:

@@ -32,7 +32,10 @@ _NAMES = (
     r"[Rr]ank|RANK|[Ww]orker|[Pp]rocess|[Tt]ask|[Nn]ode|[Rr]eplica|[Tt]rainer|[Ll]earner|"
     r"[Pp]eer|[Mm]ember"
 )
-_WHO = rf"(?<![A-Za-z])(?P<pod>[\w.]-|pod |[Ll]ocal[ _-]?|[Nn]ode[ _-])?(?P<who>{_NAMES})s?"
+_WHO = (
+    r"(?<![A-Za-z])(?P<pod>[\w.]-|[Pp]od (?:\S{1,80}/)?|[Ll]ocal[ _-]?|[Nn]ode[ _-])?"
+    rf"(?P<who>{_NAMES})s?"
+)
 _NUMBER = (
     r"(?: ?[#:=_-] ?| (?:id|no\.?|number|index)[ :=]{1,2}| )?\[?"
     r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
@@ -248,7 +251,8 @@ _NO_LOG_LINE = re.compile(
     r"^\s*(?:-{1,2}[A-Za-z][\w-]*[ ,=]|[-*] |\d{1,2}\. |usage:|#|//|\+{1,4} |\$ |echo\b|>>> |"
     r"(?:export )?[A-Z][A-Z0-9_]*=|\|.*\|\s*$|"
     r"(?:[Ff]ix(?:e[sd])?|[Aa]dd(?:s|ed)?|[Cc]hanged?|[Rr]emoved?|feat|test|docs|perf)"
-    r"(?:\([\w/-]+\))?!?:)|^(?:\s{2,}|\t)(?!.*\d\d:\d\d)"
+    r"(?:\([\w/-]+\))?!?:)|^(?:\s{2,}|\t)"
+    r"(?!.*\d\d:\d\d|(?:Normal|Warning)\s{2})"  # kubectl's events
 )
 _CODE = re.compile(
     r"\s#\s|::\w|\b(?:PASSED|XFAIL|SKIPPED)\b|\btest_\w|\b(?:raise|assert|return|def|elif) |"

@@ -150,6 +150,7 @@ class Launch:
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.found.tell_who_closed()
+        evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)
         not_told = self.found.without_local_ranks()
         for ranks in evidence.groups.values():

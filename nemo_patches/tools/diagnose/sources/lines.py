@@ -55,8 +55,9 @@ _PREFIXES = tuple(
             r"(?!.{0,120}(?:Aborting process|\[name=))(?:\[[^\[\]]{1,60}\] ?){0,2}"
             r"[\[(][^\[\]()]{0,60}?\b[Rr]ank= ?(?P<rank>\d{1,6})\b[^\[\]()]{0,80}[\])]"
             r":? ?(?!pid=)(?:\|{1,2} )?",
-            # "[time][rank2][ERROR] ", "[rank 2] ", and not torch's own "[rank2]:"
-            r"(?:\[[\w :.,/-]{1,60}\] ?){0,2}\[rank[ _-]?(?P<rank>\d{1,6})\](?!:)"
+            # "[time][rank2][ERROR] ", "[rank 2]: ", and not torch's own "[rank2]:"
+            r"(?:\[[\w :.,/-]{1,60}\] ?){0,2}"
+            r"\[rank(?P<apart>[ _-])?(?P<rank>\d{1,6})\](?(apart):?|(?!:))"
             r"(?: ?\[[A-Z]{4,8}\])? ?",
             # HCCL
             r"\[(?:ERROR|WARNING|INFO)\] [\d:-]{10,24} \(PID:\d{1,9}, Device:\d{1,4},"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -66,6 +66,8 @@ _RANK_IN_NAME = re.compile(
 # That are looked at where they, or those before them, hold such a word.
 _PART_BYTES = 1 << 13
 _FEW_LINES = 32  # of a launch that did not come to its first step
+# Before a rank's lines: no word of interest by itself
+_RANKS_LABEL = re.compile(rb"^\[rank[ _-]?\d{1,7}\]", re.MULTILINE)
 _RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with \d{1,7} processes")
 # What somebody typed behind a shell's prompt, to start the job anew
@@ -221,6 +223,7 @@ class _Reading:
             evidence.groups.setdefault(group, set()).update(ranks)
         evidence.begins.update(told.begins)
         evidence.findings += told.findings
+        evidence.printed |= told.printed
         evidence.partly_known |= told.partly_known
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)
@@ -239,7 +242,9 @@ class _Reading:
             evidence.earlier.append(text)
 
     def _lines(self, blocks: Iterable[bytes]) -> Iterator[tuple[int, str]]:
-        """The lines near anything of interest, with their numbers, cleaned and bounded."""
+        """The lines near anything of interest, with their numbers, cleaned and bounded; of others
+        each rank's last one of a part.
+        """
         rest, number = b"", 1
         follows = True  # a file's first lines tell how the job was started
         for block in blocks:
@@ -247,18 +252,19 @@ class _Reading:
             end = whole.rfind(b"\n") + 1
             rest = whole[end:][-_BLOCK_BYTES:]
             # Most blocks tell nothing; to look at their parts takes a quarter longer.
-            if not (follows or self._launch.tracebacks.is_reading or _tells(whole)):
+            if not (follows or self._launch.tracebacks.goes_on or _tells(whole)):
                 number += whole.count(b"\n", 0, end)
                 continue
             for part in _parts(whole[:end]):
-                tells = _tells(part)
-                if tells or follows or self._launch.tracebacks.is_reading:
-                    for line in part.split(b"\n")[:-1]:
-                        for text in pieces(line):
-                            yield number, text
-                        number += 1
-                else:
-                    number += part.count(b"\n")
+                tells = _tells(_RANKS_LABEL.sub(b"", part))
+                lines = part.split(b"\n")[:-1]
+                kept: Iterable[int] = range(len(lines))
+                if not (tells or follows or self._launch.tracebacks.goes_on):
+                    kept = _last_of_each_rank(lines)
+                for index in kept:
+                    for text in pieces(lines[index]):
+                        yield number + index, text
+                number += len(lines)
                 follows = tells
         self._has_no_end = bool(rest)
         for text in pieces(rest):
@@ -269,6 +275,16 @@ def _tells(part: bytes) -> bool:
     return any(needle in part for needle in FILTER) or (
         not part.isascii() and any(needle in part for needle in FILTER_BEYOND_ASCII)
     )
+
+
+def _last_of_each_rank(lines: Sequence[bytes]) -> list[int]:
+    """Their indices, of the lines that begin with a rank's label."""
+    last = {
+        line.partition(b"]")[0]: index
+        for index, line in enumerate(lines)
+        if line.startswith(b"[rank")
+    }
+    return sorted(last.values())
 
 
 def _parts(lines: bytes) -> Iterator[bytes]:

@@ -511,6 +511,11 @@ ROWS = (
         text="accelerate's launcher",
     ),
     _end(
+        "status failed",
+        r"Container rank (?P<rank>\d{1,7}) status failed .{0,4000}? code (?P<code>-?\d{1,9})\b",
+        text="Paddle's launcher",
+    ),
+    _end(
         "Remote daemon",
         r"Remote daemon: .{1,200} on node (?P<node>\S{1,200})",
         NODE,
