@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Evidence
 from nemo_patches.tools.diagnose.sources.c10d_lines import C10dLines
 from nemo_patches.tools.diagnose.sources.encoder_prints import EncoderPrints
 from nemo_patches.tools.diagnose.sources.exception_lines import ExceptionLines
+from nemo_patches.tools.diagnose.sources.gpu_lines import GpuLines
 from nemo_patches.tools.diagnose.sources.hearsay_lines import (
     HearsayLines,
     is_no_event,
@@ -38,6 +39,7 @@ class Launch:
         self._stalls = StallLines(self.found)
         self._ras = RasLines(self.found)
         self._stragglers = StragglerLines()
+        self._gpus = GpuLines(self.found)
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
@@ -49,7 +51,7 @@ class Launch:
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
         """The method that its row names, of whichever class has it."""
-        owners = (self, self._c10d, self.ends, self._ras, self._stragglers)
+        owners = (self, self._c10d, self.ends, self._ras, self._stragglers, self._gpus)
         name = f"take_{row.reader}"
         reader = next(getattr(one, name) for one in owners if hasattr(one, name))
         return partial(reader, row) if row.reader in _OF_ROWS else reader
@@ -150,6 +152,7 @@ class Launch:
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.found.tell_who_closed()
+        self._gpus.finish()
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)
         not_told = self.found.without_local_ranks()
