@@ -411,7 +411,7 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     ):
         value = replace(value, level=VARIES)
     # Whether it is empty, or as long as another.
-    own = any(each.count == VARIES for each in values)
+    own = any(each.count == VARIES and not each.has("file") for each in values)
     return replace(value, count=VARIES if own else None).without("gradient")
 
 
