@@ -86,6 +86,9 @@ def judge(
     if findings and evidence.past:
         text = f"{evidence.past} {findings[0].text}"
         findings[0] = replace(findings[0], text=text, next_step="")
+    if findings and findings[0].ranks and evidence.is_numbered:
+        text = f"{findings[0].text} {sentences.ARE_NUMBERED}"
+        findings[0] = replace(findings[0], text=text)
     first = findings[0] if findings else None
     fine = " ".join(no_hang or ("Nothing found.", *evidence.summary))
     return Diagnosis(

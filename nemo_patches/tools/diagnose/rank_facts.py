@@ -169,7 +169,7 @@ class Evidence:
     hangs (stragglers, settings that differ). looked_for: for the report on files in which nothing
     was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
-    from. printed: by rank, a line of its own, quoted.
+    from. printed: by rank, a line of its own, quoted. is_numbered: nothing tells the stacks' ranks.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -189,3 +189,4 @@ class Evidence:
     other_jobs: dict[str, list[Fact]] = field(default_factory=dict)
     files: dict[str, list[Path]] = field(default_factory=dict)
     printed: dict[int, str] = field(default_factory=dict)
+    is_numbered: bool = False

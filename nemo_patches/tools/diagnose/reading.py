@@ -247,6 +247,7 @@ def _add(part: Evidence, source: str, whole: Evidence) -> None:
     whole.patched |= part.patched
     whole.other_jobs |= part.other_jobs
     whole.printed |= part.printed
+    whole.is_numbered |= part.is_numbered
     for reader, files in part.files.items():
         whole.files[reader] = [*whole.files.get(reader, ()), *files]
 

@@ -79,7 +79,7 @@ _NEW_PROCESS = re.compile(
 )
 # "Process 4414: python train.py (rank 3)", "$ py-spy dump --pid 4414  # local rank 3"
 _SAID = re.compile(
-    r"(?:Process \d{1,10}: |.{0,200}\b(?:py-spy|pystack|gdb)\b).{0,1000}[(#\[]\s{0,4}"
+    r"(?:Process \d{1,10}: |.{0,200}\b(?:py-spy|pystack|gdb)\b).{0,1000}[(#\[][^()#\[\]]{0,20}?"
     r"(?P<local>local[_ -]?)?rank[ =:_#-]{0,2}(?P<rank>\d{1,6})\b",
     re.IGNORECASE,
 )
@@ -464,6 +464,7 @@ def _numbered(dumps: Sequence[Dump], evidence: Evidence) -> dict[int, list[Dump]
     evidence.problems.append(
         "no file name or line tells a rank: they are numbered in the order of the files"
     )
+    evidence.is_numbered = True
     return dict(enumerate(by_process.values()))
 
 

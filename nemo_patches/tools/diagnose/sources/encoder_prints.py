@@ -60,6 +60,7 @@ _RAN_OUT = re.compile(
     r"\bkeine weiteren (?:batches|daten)|没有更多数据|没有更多批次|"
     r"没有更多batch|数据读完|数据已读完|数据耗尽|数据已耗尽|数据用完"
 )
+_IS_DONE = re.compile(r"(?i)\b(?:done|finish\w*|complet\w*|exit\w*|fertig)\b|完成|结束")
 WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weiteren ")
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
@@ -222,7 +223,8 @@ class EncoderPrints:
         if not ended or len(others) < len(ended):
             return None
         last = max(line.number for line in ended.values())
-        if any(self._seen[rank].number < last for rank in others):
+        later = [self._seen[rank] for rank in others]
+        if any(line.number < last or _IS_DONE.search(line.text) for line in later):
             return None
         text = (
             f"{_who(ended, ended)} had no more batches, and {_who(others, self._seen)} went"

@@ -633,7 +633,8 @@ ROWS = (
     ),
     _row(
         "SIGKILL",
-        r"(?i)\brank (?P<rank>\d{1,7})\b[^.;]{0,80}?\bwill be (?:terminated|killed)\b|"
+        r"(?i)\brank (?P<rank>\d{1,7})\b[^.;]{0,80}?\b(?:hung|stuck|unresponsive|timed out)\b"
+        r"[^.;]{0,40}?\bwill be (?:terminated|killed)\b|"
         r"\b(?:terminating|killing) rank (?P<ranks>\d{1,7})\b",
         TERMINATED,
         conditions.BY_MONITOR + " killed it",
