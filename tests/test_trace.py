@@ -431,7 +431,11 @@ def test_a_healthy_call_is_recorded_in_order(trained: list[Trace]) -> None:
         )
         assert 0 < sync["waited"] <= leave["t"] - enter["t"] and leave["shape"][0] == 2
         assert enter["training"]
-        assert [one["t"] for one in trace[1:]] == sorted(one["t"] for one in trace[1:])
+        # The stall monitor's records may come a moment later than their time says.
+        times = [
+            one["t"] for one in trace[1:] if one["k"] in ("enter", "sync", "leave")
+        ]
+        assert times == sorted(times)
 
 
 @pytest.mark.one_nemo
