@@ -51,6 +51,11 @@ class Thread:
         watch.join(60)
         return any(found)
 
+    def waited_s(self) -> float:
+        """For a core."""
+        assert self.thread.native_id is not None
+        return motion._threads(os.getpid())[self.thread.native_id].waited_s
+
     def _look(self, found: list[bool]) -> None:
         motion = RankMotion(WINDOW_S)
         descendants = Descendants()
@@ -214,9 +219,18 @@ def test_what_a_rank_or_what_it_has_started_computes_is_work(
 def test_who_counts_polls_or_waits_does_not_work(
     work: Callable[[Thread], None],
 ) -> None:
+    """On a busy machine one that has waited for a core may be taken to work, for a rank that
+    computes there must be: then it is looked at again.
+    """
     thread = Thread(work)
     try:
-        assert not thread.works()
+        for _ in range(5):
+            began, waited_s = time.monotonic(), thread.waited_s()
+            if not thread.works():
+                return
+            waited_s = thread.waited_s() - waited_s
+            assert waited_s > 0.1 * (time.monotonic() - began), "it had a core"
+        raise AssertionError("it is seen to work each time")
     finally:
         thread.end()
 
@@ -244,30 +258,6 @@ def test_a_process_of_which_the_kernel_tells_nothing_counts_by_its_clock(
         assert thread.works()
     finally:
         thread.end()
-
-
-@pytest.mark.parametrize(
-    ("ran_s", "waited_s", "locked_s", "works"),
-    [
-        (0.01, 0.0, 0.0, False),
-        (0.02, 0.97, 0.0, False),  # as a thread that polls, at each turn
-        (0.02, 0.6, 0.9, False),
-        (0.085, 0.9, 0.0, True),
-        (0.05, 0.1, 0.8, True),
-        (0.2, 0.0, 0.0, True),
-    ],
-)
-def test_who_waited_for_a_core_counts_for_what_it_ran_a_few_times_at_most(
-    ran_s: float, waited_s: float, locked_s: float, works: bool
-) -> None:
-    """In a second, of which `locked_s` somebody may have had Python's lock without a core."""
-
-    def used(ran_s: float, waited_s: float) -> motion._CoreUse:
-        times = motion._Times(ran_s, waited_s)
-        return motion._CoreUse(ran_s=ran_s, threads={7: times})
-
-    worked_s = used(5 + ran_s, 3 + waited_s).worked_s(used(5, 3), 1.0, locked_s)
-    assert (worked_s >= motion.LEAST_PART) == works
 
 
 def test_the_first_look_shows_nothing() -> None:

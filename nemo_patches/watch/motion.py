@@ -22,10 +22,8 @@ from .process_id import stat_fields
 # Of a core, all threads and processes together. A thread that polls every hundredth of a second
 # takes 0.004 to 0.01, one that reads the state of all processes every second 0.002.
 LEAST_PART = 0.1
-# What a thread has run counts at most so many times, however long it waited for a core or for
-# Python's lock. Beside sixteen processes on two cores one that polls has 0.02 of a core, at each
-# turn after such a wait; one that computes has 0.085.
-_MOST_TIMES = 4
+# Of the time in which a thread had a core: so much it had Python's lock, too.
+_LEAST_LOCKED_PART = 0.25
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Linux has a clock for each process and thread, which needs no file.
 _PROCESS_CLOCK = 2
@@ -93,7 +91,9 @@ class _CoreUse:
             then = before.threads.get(thread, _Times(0.0))
             ran_s = times.ran_s - then.ran_s
             had_a_core_s = passed_s - (times.waited_s - then.waited_s)
-            had_both_s = max(had_a_core_s - locked_s, passed_s / _MOST_TIMES, ran_s)
+            had_both_s = max(
+                had_a_core_s - locked_s, _LEAST_LOCKED_PART * had_a_core_s, ran_s
+            )
             worked_s += passed_s * ran_s / had_both_s if ran_s > 0 else 0.0
         return worked_s
 
