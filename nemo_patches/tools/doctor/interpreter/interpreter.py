@@ -99,7 +99,7 @@ class Interpreter:
         )
         self.locked: list[tuple[Collective, str, int]] = []
         self.unordered: list[tuple[Decision, Items]] = []  # loops over sets
-        self.ranges: dict[str, tuple[str, Column]] = {}  # of messages.py
+        self.ranges: dict[str, tuple[str, Column]] = {}  # of peer_messages.py
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
         self.managed: Sequence[ast.stmt] = ()

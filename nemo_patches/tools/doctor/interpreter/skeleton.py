@@ -159,7 +159,7 @@ class MessageKind(Enum):
 
 
 @dataclass(frozen=True)
-class Message:
+class PeerMessage:
     """From one rank to another. waits: whether the call returns only when it has been received; at:
     the rank at the other end, on each member; loop: that over these ranks; wraps: whether it is
     counted round, so that each rank has one; own_line: also where a helper makes it.
@@ -184,7 +184,7 @@ Item = (
     | Tried
     | Inlined
     | Managed
-    | Message
+    | PeerMessage
     | Unseen
 )
 Items = list[Item]
@@ -209,9 +209,9 @@ def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
             yield from conditions_in(block)
 
 
-def messages_in(items: Iterable[Item]) -> Iterator[Message]:
+def messages_in(items: Iterable[Item]) -> Iterator[PeerMessage]:
     for each in items:
-        if isinstance(each, Message):
+        if isinstance(each, PeerMessage):
             yield each
         for block in inner_blocks(each):
             yield from messages_in(block)

@@ -23,7 +23,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Items,
     Loop,
     Managed,
-    Message,
+    PeerMessage,
     Tried,
     Unseen,
     collectives_in,
@@ -81,7 +81,7 @@ class Way:
     handled: list[Event] = field(default_factory=list)  # in the handler of `caught`
     unseen: set[str] = field(default_factory=set)
     # Whether it comes to each of them, and only once.
-    messages: list[tuple[Message, bool, bool]] = field(default_factory=list)
+    messages: list[tuple[PeerMessage, bool, bool]] = field(default_factory=list)
     endless: list[Decision] = field(default_factory=list)
     raised: bool = False
     _guards: Guards = ()
@@ -117,7 +117,7 @@ class Way:
             self._assigned(item)
         elif isinstance(item, Unseen):
             self.unseen.add(item.name)
-        elif isinstance(item, Message):
+        elif isinstance(item, PeerMessage):
             self._message(item)
         else:
             self._collective(item)
@@ -138,7 +138,7 @@ class Way:
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
 
-    def _message(self, item: Message) -> None:
+    def _message(self, item: PeerMessage) -> None:
         """The loop over the ranks that it goes to makes one for each."""
         guards = [each for each in self._guards if each != f"for {item.loop}"]
         is_open = any(not each.startswith(_LOOPS) for each in guards)

@@ -1,6 +1,4 @@
-"""Messages from one rank to another: those that the other end does not make, and rings in which all
-ranks wait first.
-"""
+"""Messages from one rank to another: those without their other end, and rings that wait first."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.calls import Call
 from nemo_patches.tools.doctor.interpreter.members import Column, Members
-from nemo_patches.tools.doctor.interpreter.skeleton import Message, MessageKind
+from nemo_patches.tools.doctor.interpreter.skeleton import MessageKind, PeerMessage
 from nemo_patches.tools.doctor.interpreter.way import Way
 from nemo_patches.tools.doctor.syntax import last_part
 
@@ -33,7 +31,7 @@ class Posted:
     comes to it; once: and not several times.
     """
 
-    message: Message
+    message: PeerMessage
     peers: frozenset[int] | None
     certain: bool
     once: bool
@@ -45,11 +43,11 @@ class Posted:
 
 @dataclass(frozen=True)
 class Unpaired:
-    message: Message
+    message: PeerMessage
     text: str
 
 
-def message_of(call: Call, ranges: Ranges) -> Message | None:
+def message_of(call: Call, ranges: Ranges) -> PeerMessage | None:
     """What a call sends to another rank, or receives of it."""
     last = last_part(call.origin)
     kind = knowledge.MESSAGES.get(last)
@@ -66,7 +64,7 @@ def message_of(call: Call, ranges: Ranges) -> Message | None:
     if any(not values[each].has("nothing") for each in others):
         kind = "other"
     loop, at = ranges.get(getattr(nodes.get(end), "id", ""), ("", None))
-    return Message(
+    return PeerMessage(
         name=call.name,
         line=call.node.lineno,
         kind=MessageKind(kind),
@@ -106,7 +104,7 @@ class Correspondence:
             if all(self._waits_first(own, kind) for own in self.posted.values()):
                 yield Unpaired(next(iter(self.posted.values()))[0].message, text)
                 return
-        said = set[Message]()
+        said = set[PeerMessage]()
         for rank, own in self.posted.items():
             for each in own:
                 message = each.message
@@ -129,14 +127,14 @@ class Correspondence:
         both = any(each.message.kind is not kind for each in own)
         return both and first.kind is kind and first.waits
 
-    def _told(self, message: Message) -> bool:
+    def _told(self, message: PeerMessage) -> bool:
         """Whether the ranks are told apart in it: one does not make it, or it has both ends."""
         making = [
             any(each.message == message for each in own) for own in self.posted.values()
         ]
         return not all(making) or len(self.kinds) > 1
 
-    def _without_end(self, rank: int, posted: Posted) -> tuple[str, set[Message]]:
+    def _without_end(self, rank: int, posted: Posted) -> tuple[str, set[PeerMessage]]:
         """What is said of a message whose other end is made less often, and of which ones; empty
         if none is.
         """
@@ -163,7 +161,7 @@ class Correspondence:
         return "the last rank" if rank == max(self.posted) else f"rank {rank}"
 
 
-def _peers(message: Message, number: int) -> frozenset[int] | None:
+def _peers(message: PeerMessage, number: int) -> frozenset[int] | None:
     known = message.at[number] if message.at else None
     if isinstance(known, int):
         return frozenset({int(known)})
