@@ -25,8 +25,8 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
 from nemo_patches.tools.doctor.interpreter.members import truths
-from nemo_patches.tools.doctor.interpreter.messages import Correspondence
 from nemo_patches.tools.doctor.interpreter.names import is_loader
+from nemo_patches.tools.doctor.interpreter.peer_messages import Correspondence
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
     FORWARD,

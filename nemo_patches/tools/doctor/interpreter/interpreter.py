@@ -96,7 +96,7 @@ class Interpreter:
         self.held = 0  # the line of a lock of several processes
         # By Kind's names, what no comparison of ways shows, and the line of what is wrong with it.
         self.found: list[tuple[str, Collective, int]] = []
-        self.ranges: dict[str, tuple[str, Column]] = {}  # of messages.py
+        self.ranges: dict[str, tuple[str, Column]] = {}  # of peer_messages.py
         # Of a context manager: what runs the block of the with statement, and its statements.
         self.run_managed: Callable[[Abstract], Items] | None = None
         self.managed: Sequence[ast.stmt] = ()

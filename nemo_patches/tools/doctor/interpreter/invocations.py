@@ -15,10 +15,10 @@ from nemo_patches.tools.doctor.interpreter.functions import (
     own_function,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
-from nemo_patches.tools.doctor.interpreter.messages import message_of
 from nemo_patches.tools.doctor.interpreter.names import (
     parts_of,
 )
+from nemo_patches.tools.doctor.interpreter.peer_messages import message_of
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
     FORWARD,
