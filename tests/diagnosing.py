@@ -72,6 +72,7 @@ class Example:
     next_step: str
     innocent: tuple[int, ...]
     exit_code: int
+    others: str  # "none": the first finding is the only one
 
 
 def examples(name: str) -> dict[str, Example]:
@@ -97,6 +98,7 @@ def _example(text: str) -> tuple[str, Example]:
         next_step="".join(told.pop("next step", [])),
         innocent=_ranks(told.pop("innocent", [])),
         exit_code=int("".join(told.pop("exit code", ["1"]))),
+        others="".join(told.pop("other findings", [])),
     )
     assert not told, f"{name}: {', '.join(told)}?"
     return name, example
@@ -121,5 +123,6 @@ def check(example: Example, folder: Path) -> None:
     for words in example.unsaid:
         assert words not in found.verdict + found.next_step, found
     assert example.next_step in found.next_step, found
+    assert not (example.others == "none" and found.findings[1:]), found
     accused = {rank for one in found.findings for rank in one.ranks}
     assert not accused & set(example.innocent), found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks, stall_monitor, wait_until
+from ranks import Given, Job, Result, beside_others, stall_monitor, wait_until
 
 import nemo_patches
 from nemo_patches.watch import exits, progress, subscriber
@@ -110,9 +110,9 @@ def healthy(rank: int, size: int, name: str) -> str:
     return "goes on"
 
 
-@pytest.mark.parametrize("name", HEALTHY)
-def test_no_healthy_job_is_ended(name: str) -> None:
-    for result in run_ranks(healthy, 2, name, limit=90, dies=(0, 1)):
+@beside_others(*(Job(healthy, 2, name, limit=90, dies=(0, 1)) for name in HEALTHY))
+def test_no_healthy_job_is_ended(results: list[Result]) -> None:
+    for result in results:
         assert result.value == "goes on", result.stderr[-3000:]
 
 
@@ -137,14 +137,14 @@ def hangs_in_a_thread(rank: int, size: int, folder: str) -> None:
         thread.join()
 
 
+@beside_others(Job(hangs_in_a_thread, 2, Given.FOLDER, limit=90, dies=(0, 1)))
 def test_a_hang_in_a_thread_is_ended_with_all_that_the_rank_has_started(
-    tmp_path: Path,
+    results: list[Result], folder: Path
 ) -> None:
-    results = run_ranks(hangs_in_a_thread, 2, str(tmp_path), limit=90, dies=(0, 1))
     ended = [rank for rank in range(2) if results[rank].exit_code == EXIT_CODE]
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
     for rank in range(2):
-        pids = list(map(int, (tmp_path / str(rank)).read_text().split()))
+        pids = list(map(int, (folder / str(rank)).read_text().split()))
         if rank in ended:
             assert results[rank].lines("what this rank has started (pids ", "is ended")
             assert not any(map(runs, pids))

@@ -3,7 +3,7 @@ must not end; and hangs, which it must.
 
 Everything is in the small: a stall of a second and a half ends the process. A schedule lasts two to
 three times as long, and no rank is without a sign of motion for more than half of it.
-SCHEDULES=1000 runs so many, a seed for each 25, instead of a few.
+SCHEDULES=1000 runs so many, a seed for each 24, instead of a few.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import encoders
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ranks import (
+    Given,
     Result,
     all_have_come,
-    at_once,
+    beside_others,
     run_ranks,
     stall_monitor,
     wait_until,
@@ -56,7 +58,7 @@ LONGEST_S = (
 )  # after ten times, what may end by itself counts as a hang
 PIECE_S = STALL_EXIT / 5  # of work, in which nothing is seen to move
 RANKS = 3
-PER_SEED, MOST_RUNS = 25, 4
+MOST_RUNS = 4
 SCHEDULES = int(os.environ.get("SCHEDULES", "0"))
 
 
@@ -430,28 +432,31 @@ HEALTHY: tuple[Callable[[Job], None], ...] = (
 )
 
 
-WITHOUT_STEPS = (
-    *BESIDES,
-    one_decodes,
-    one_computes,
-    one_decodes_in_steps,
-    all_but_one_wait_for_their_gpus,
-    one_compiles,
-    one_exports,
-    one_saves,
-)
+WITHOUT_STEPS = {
+    schedule.__name__
+    for schedule in (
+        *BESIDES,
+        one_decodes,
+        one_computes,
+        one_decodes_in_steps,
+        all_but_one_wait_for_their_gpus,
+        one_compiles,
+        one_exports,
+        one_saves,
+    )
+}
 
 
-def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool]]:
+def healthy(
+    rank: int, size: int, seed: int, numbers: tuple[int, ...]
+) -> list[tuple[str, bool]]:
     """Each schedule's name, and whether it was looked at for stall_exit; at last one rank alone
     exports, and then computes for long.
     """
     job = Job(rank, size, seed)
-    order: list[Callable[[Job], None]] = []
-    while len(order) < count:
-        order += job.chance.sample(HEALTHY, len(HEALTHY))
     found = []
-    for schedule in order[:count]:
+    for number in job.chance.sample(numbers, len(numbers)):
+        schedule = HEALTHY[number]
         job.encode()
         schedule(job)
         stall = stall_monitor().stall.stall
@@ -467,28 +472,28 @@ def healthy(rank: int, size: int, seed: int, count: int) -> list[tuple[str, bool
     return found
 
 
-def run_healthy(seed: int, count: int) -> list[tuple[str, bool]]:
-    print(f"{count} schedules by seed {seed}", flush=True)
-    results = run_ranks(healthy, RANKS, seed, count, limit=60 + 12 * LONG_S * count)
+def run_healthy(seed: int, numbers: tuple[int, ...]) -> list[tuple[str, bool]]:
+    """numbers: of the schedules in HEALTHY."""
+    print(f"{len(numbers)} schedules by seed {seed}", flush=True)
+    limit_s = 60 + 12 * LONG_S * len(numbers)
+    results = run_ranks(healthy, RANKS, seed, numbers, limit=limit_s)
     return [one for result in results for one in result.value]
 
 
 def test_no_healthy_schedule_is_ended() -> None:
     first = random.SystemRandom().randrange(1 << 30)
+    every = tuple(range(len(HEALTHY)))
     if SCHEDULES:
         with ThreadPoolExecutor(7) as pool:
-            runs = list(
-                pool.map(
-                    lambda n: run_healthy(first + n, PER_SEED),
-                    range(-(-SCHEDULES // PER_SEED)),
-                )
-            )
+            seeds = range(first, first + -(-SCHEDULES // len(every)))
+            runs = list(pool.map(lambda seed: run_healthy(seed, every), seeds))
     else:
-        runs = [run_healthy(first, len(HEALTHY))]
+        runs = [run_healthy(first, every)]
     # Else nothing was tried. In the others every rank takes steps: nobody looks.
-    while not {schedule.__name__ for schedule in WITHOUT_STEPS} <= looked_at(runs):
-        assert len(runs) < MOST_RUNS, looked_at(runs)
-        runs.append(run_healthy(first + len(runs), len(HEALTHY)))
+    while unseen := WITHOUT_STEPS - looked_at(runs):
+        assert len(runs) < MOST_RUNS, unseen
+        again = tuple(n for n in every if HEALTHY[n].__name__ in unseen)
+        runs.append(run_healthy(first + len(runs), again))
     found = [one for run in runs for one in run]
     print(
         f"{len(found) // RANKS} schedules,"
@@ -548,6 +553,7 @@ def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> Non
     dist.barrier()
 
 
+@pytest.mark.usefixtures("jobs_of_this_file")  # which are beside these
 @pytest.mark.parametrize("way", ["gone", "silent"])
 def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(
     way: str, proxy: Proxy
@@ -646,24 +652,13 @@ def hung(rank: int, size: int, folder: str, name: str) -> None:
     dist.barrier()
 
 
-@pytest.fixture(scope="module")
-def hangs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[list[Result]]]]:
-    def job(name: str) -> list[Result]:
-        folder = folders / name
-        folder.mkdir()
-        dies = tuple(range(RANKS))
-        return run_ranks(hung, RANKS, str(folder), name, limit=90, dies=dies)
-
-    folders = tmp_path_factory.mktemp("hangs")
-    with at_once(request, "name", job) as jobs:
-        yield jobs
-
-
-@pytest.mark.parametrize("name", [*HUNG, hangs_at_first_after_long_work.__name__])
-def test_every_hang_is_ended(name: str, hangs: dict[str, Future[list[Result]]]) -> None:
-    results = hangs[name].result()
+@beside_others(
+    *(
+        ranks.Job(hung, RANKS, Given.FOLDER, name, limit=90, dies=(0, 1, 2))
+        for name in (*HUNG, hangs_at_first_after_long_work.__name__)
+    )
+)
+def test_every_hang_is_ended(results: list[Result]) -> None:
     # The others may lose their connection.
     ended = [result for result in results if result.exit_code == EXIT_CODE]
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]

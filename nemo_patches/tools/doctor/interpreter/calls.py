@@ -167,7 +167,10 @@ def _by_name(call: Call) -> Abstract:
         varies = (first.turns >= DATA and not of_all) or (
             first.has("letter") and first.level == DATA
         )
-        return replace(value, level=VARIES if varies else SAME).without("gradient")
+        level = VARIES if varies else SAME
+        return replace(value, level=level, count=first.count).without("gradient")
+    if call.last in knowledge.EMPTINESS and call.owner.count == VARIES:
+        return Abstract(VARIES, count=VARIES)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
     if call.last in knowledge.READ_OFF and value.level >= enough:
@@ -179,6 +182,8 @@ def _by_name(call: Call) -> Abstract:
         value = value.tagged("nothing", *new)
     if call.name == "dict" or call.last[:1].isupper():
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
+        if call.name != "dict":  # what an object decides is in what it is asked
+            value = replace(value, level=min(value.level, DATA))
         words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
         value = value.tagged("holds") if words & knowledge.HOLDING else value
     if call.name in ("frozenset", "set") or (

@@ -75,7 +75,8 @@ def _of_wrapped(call: Call) -> Collective | None:
     function = call.node.func
     if isinstance(function, ast.Call) or not call.function.has("fsdp", "ddp"):
         return None
-    sharded = call.function.has("fsdp")
+    zero = call.function.has("@engine") and "zero 3" in call.subjects
+    sharded = zero or call.function.has("fsdp")
     why, guess = knowledge.ON_FSDP if sharded else knowledge.ON_DDP
     module = function.value if isinstance(function, ast.Subscript) else function
     part = dotted(module).startswith("self.") and call.in_module

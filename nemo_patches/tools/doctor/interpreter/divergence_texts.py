@@ -61,6 +61,12 @@ _SENTENCES = {
         "raise in the handler, or a decision to skip that all ranks share, before the next"
         " collective",
     ),
+    Kind.GRADIENTS: Sentence(
+        "NP401",
+        "{names} {are} of one module where `{cause}`, and of another elsewhere: ranks where that"
+        " differs reduce unlike gradients",
+        "one choice for all ranks: from the step's number, or broadcast from rank 0",
+    ),
     Kind.MESSAGE: Sentence(
         "NP413",
         "{names}: {cause}",
@@ -69,8 +75,7 @@ _SENTENCES = {
     ),
     Kind.HOOK: Sentence(
         "NP406",
-        "{names} {are} made in {cause}, which runs on the rank that has an error: the others"
-        " wait elsewhere",
+        "{names} {are} made in {cause}, which runs on {hook}",
         "what a rank does alone, such as torch.save to a file of its own",
     ),
     Kind.LOOP: Sentence(
@@ -139,6 +144,7 @@ def finding(each: Divergence) -> tuple[str, RuleFinding]:
         exit=each.exit,
         exit_line=each.exit_line,
         line=each.line,
+        hook=knowledge.HOOKS.get(each.cause),
     )
     guess = _guess(each)
     made = [at(made.name, made.line) for made in each.collectives]
@@ -205,4 +211,4 @@ def _severity(each: Divergence) -> Severity:
         return NOTE if (only and not each.sure) or at_end else WARNING
     empty = each.kind in (Kind.EXIT, Kind.BRANCH) and not each.by_rank
     empty = empty and bool(_EMPTY.match(each.cause))
-    return NOTE if empty and at_end and not any(backward) else WARNING
+    return NOTE if empty and at_end and not any(backward) and not each.sure else WARNING

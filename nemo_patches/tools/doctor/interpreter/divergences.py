@@ -28,6 +28,7 @@ from nemo_patches.tools.doctor.interpreter.members import truths
 from nemo_patches.tools.doctor.interpreter.messages import Correspondence
 from nemo_patches.tools.doctor.interpreter.names import is_loader
 from nemo_patches.tools.doctor.interpreter.skeleton import (
+    BACKWARD,
     FORWARD,
     GENERATE,
     LOG,
@@ -93,7 +94,8 @@ class Kind(Enum):
     NAME = "the name that it is logged under"
     MESSAGE = "a message without its other end"
     FIRST_RANK = "a function that runs on one rank"
-    HOOK = "a hook that runs on a rank with an error"
+    HOOK = "a method that runs on one rank"
+    GRADIENTS = "a test that chooses whose gradients are reduced"
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
     SET = "the order of a set"
@@ -227,10 +229,14 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
             if others - {made.kind} or made.own_line in said:
                 continue
             said.add(made.own_line)
+            is_program = "__main__" in file.mentioned
+            guess = "" if is_program or len(messages.kinds) > 1 else knowledge.ELSEWHERE
             yield Divergence(
                 function=reader.definition.name,
                 kind=Kind.MESSAGE,
-                collectives=(Collective(made.name, made.kind.value, made.line),),
+                collectives=(
+                    Collective(made.name, made.kind.value, made.line, guess=guess),
+                ),
                 cause=one.text,
                 line=made.line,
             )
@@ -290,7 +296,7 @@ class WaysCompared:
                 by_rank=True,
             )
             return
-        if self.reader.after_error:
+        if self.reader.in_hook:
             own = [each for each in self._usual.events if not _of_all(each)]
             if own:
                 yield Divergence(
@@ -443,6 +449,11 @@ class WaysCompared:
         keys = {each.key for each in conditions}
         every = [each for each in conditions_in(self.items) if each.key in keys]
         ended = way.raised or other.raised
+        if every and not missing and not ended and not guess:
+            unlike = _unlike_gradients(way, other)
+            if unlike:
+                yield self._parted(Kind.GRADIENTS, unlike, every[0], by_rank)
+                return
         if every and not missing and not ended and reordered(way, other):
             yield self._parted(Kind.ORDER, _made(way.events), every[0], by_rank)
         for each in every:
@@ -548,6 +559,21 @@ class WaysCompared:
             return ""
         # Reduced at the epoch's end.
         return "a rank does not come to it in all of an epoch"
+
+
+def _unlike_gradients(way: Way, other: Way) -> tuple[Collective, ...]:
+    """The backward passes that reduce one module on one way, and another on the other."""
+    passes = [
+        [each.made for each in one.events if each.made.pairs_with == BACKWARD]
+        for one in (way, other)
+    ]
+    if len(passes[0]) != len(passes[1]):
+        return ()
+    for one, another in zip(*passes, strict=True):
+        known = one.modules and another.modules
+        if known and one.modules.isdisjoint(another.modules):
+            return one, another
+    return ()
 
 
 def _of_all(event: Event) -> bool:

@@ -284,6 +284,7 @@ def visit_Dict(reader: Interpreter, node: ast.Dict) -> Abstract:
     entries = known if len(known) == len(values) else ()
     value = replace(mixed(values), count=SAME, entries=entries)
     nothing = values and all(each.has("nothing", "const") for each in values)
+    value = value if node.keys else value.tagged("grows")
     return value.tagged("nothing") if nothing else value
 
 
@@ -409,7 +410,9 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
         or any(isinstance(each, _COMPARING) for each in node.ops)
     ):
         value = replace(value, level=VARIES)
-    return value.without("gradient")
+    # Whether it is empty, or as long as another.
+    own = any(each.count == VARIES for each in values)
+    return replace(value, count=VARIES if own else None).without("gradient")
 
 
 def _compared(

@@ -24,7 +24,9 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
     is_property,
 )
 from nemo_patches.tools.doctor.interpreter.values import (
+    DATA,
     UNKNOWN,
+    VARIES,
     Abstract,
     Environment,
     mixed,
@@ -101,7 +103,13 @@ def call_helper(
             size = 1
         name = name if call is None else f"{name}()"
         inlined = Inlined(name, node.lineno, items, guess, size=size)
-        reader.items.append(inlined)
+        kept = _is_cached(called) and any(each.level >= DATA for each in given.values())
+        if kept and any(collectives_in(items)):
+            text = f"what the cache of {called.name} has"
+            asked = reader.decided_by(node, Abstract(VARIES), node, key=text)
+            reader.items.append(Branch(asked, [], [inlined]))
+        else:
+            reader.items.append(inlined)
         for each in own_collectives([inlined]):
             reader.note_what_is_set(each)
     if inner.alarm is not None:
@@ -248,6 +256,11 @@ def given_by(called: Definition, call: calls.Call) -> dict[str, Abstract]:
         rest = tuple(args[len(names) :])
         given[vararg.arg] = replace(mixed(rest), parts=rest)
     return given
+
+
+def _is_cached(definition: Definition) -> bool:
+    named = (getattr(each, "func", each) for each in definition.node.decorator_list)
+    return any(last_part(dotted(each)) in knowledge.CACHES for each in named)
 
 
 def manages(definition: Definition) -> bool:

@@ -42,6 +42,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     VARIES,
     Abstract,
     Environment,
+    carried,
     joined,
 )
 from nemo_patches.tools.doctor.syntax import (
@@ -89,7 +90,7 @@ class Interpreter:
         self.joined = definition.node in file.joined
         self.sized = False  # where a test asks what is left over by the number of ranks
         self.apart = False  # where a test of the rank lets some ranks come
-        self.caught_as = ""  # the name of the error in its handler
+        self.caught_as = ""  # the name of the error in its handler; () without one
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
         self.held = 0  # the line of a lock of several processes
@@ -107,11 +108,9 @@ class Interpreter:
             and automatic.decided is not False
             and not depth
         )
-        self.after_error = (
-            last_part(definition.name) in knowledge.ERROR_HOOKS
-            and definition.owner is not None
-            and "trains" in file.subjects
-        )
+        hook = last_part(definition.name)
+        of_trainer = hook in knowledge.HOOKS and definition.owner is not None
+        self.in_hook = of_trainer and (hook == "__del__" or "trains" in file.subjects)
 
     @property
     def returned(self) -> Abstract:
@@ -148,6 +147,8 @@ class Interpreter:
             whole = self.of(target.value)
             put = replace(joined(value, whole), at=None, count=whole.turns, item=None)
             put = replace(put, entries=whole.entries, ref=None)
+            if whole.has("grows") and self.chosen == VARIES:
+                put = replace(put, level=VARIES, count=VARIES)
             key = (
                 self.of(target.slice).at if isinstance(target, ast.Subscript) else None
             )
@@ -182,7 +183,7 @@ class Interpreter:
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)
         if value.has("ddp", "fsdp"):
-            self.file.wrapped[last] = value.tags & knowledge.CARRIED
+            self.file.wrapped[last] = carried(value.tags)
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Abstract) -> None:
         fit = len(value.parts) == len(target.elts)
@@ -289,11 +290,10 @@ class Interpreter:
         value = self.of(node)
         asked = (ast.BoolOp, ast.UnaryOp, ast.NamedExpr, ast.Compare)
         named = isinstance(node, (ast.Name, ast.Attribute))
+        if named and value.has("taken"):  # whether all of it has been worked off
+            return replace(value, level=VARIES)
         # A list that an object has was filled in an earlier step.
         kept = named and re.fullmatch(r"\w+(\.\w+)+", self.meaning(node)) is not None
-        worked_off = value.has("taken") and (not kept or value.count == VARIES)
-        if named and worked_off:
-            return replace(value, level=VARIES)
         alike = kept and value.count == SAME and not value.has("chosen")
         unlike = value.level == VARIES and value.count in (UNKNOWN, DATA)
         if named and value.level >= DATA and (alike or unlike):

@@ -21,6 +21,7 @@ from nemo_patches.tools.doctor.interpreter.names import (
 )
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
+    FORWARD,
     GENERATE,
     WITHOUT_AGREEMENT,
     Branch,
@@ -40,9 +41,11 @@ from nemo_patches.tools.doctor.interpreter.values import (
     SAME,
     UNKNOWN,
     VARIES,
+    WRAPPED_AT,
     Abstract,
     joined,
     mixed,
+    modules_in,
     tagged,
 )
 from nemo_patches.tools.doctor.syntax import (
@@ -114,7 +117,13 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         named = collectives.name_by_batch(call)
         if named is not None:
             reader.items.append(Branch(named, [made], []))
-        return _agree(reader, node, made)
+        if made.pairs_with == BACKWARD:
+            taken = [call.owner, *call.args]
+            made = replace(made, modules=modules_in(mixed(taken).tags))
+        value = _agree(reader, node, made)
+        if made.pairs_with == FORWARD:
+            return value.tagged(*modules_in(call.function.tags))
+        return value
     message = message_of(call, reader.ranges)
     if message is not None:
         reader.items.append(message)
@@ -275,7 +284,7 @@ def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
 def _wrap(reader: Interpreter, node: ast.Call, kind: str, last: str) -> Abstract:
     perhaps = ["perhaps"] if reader.branches and kind == "fsdp" else []
     engine = ["@engine"] if last == "initialize" else []
-    value = tagged(kind, *perhaps, *engine)
+    value = tagged(kind, *perhaps, *engine, f"{WRAPPED_AT}{node.lineno}")
     if last != "fully_shard" or not node.args:
         return value
     # In place; and what a loop takes it from: for layer in model.layers.

@@ -269,7 +269,8 @@ PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("key name")
 OF_SETS = words("copy difference intersection symmetric_difference union")
-ADDING = words("append extend add")
+ADDING = words("append extend add put put_nowait")
+EMPTINESS = words("empty qsize")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.
@@ -280,8 +281,11 @@ ALL_RANKS = words("""
     """)
 # Of a trainer: what runs a whole program, and fails where that does.
 RUNNING = words("evaluate fit predict test validate")
-# Methods that Lightning calls on a rank that has an error.
-ERROR_HOOKS = words("on_exception")
+# Methods that are called on one rank when it has an error, or lets go of an object.
+HOOKS = {
+    "on_exception": "the rank that has an error: the others wait elsewhere",
+    "__del__": "each rank when its own collector comes to it: no two at one moment",
+}
 HARMLESS = words("float getattr int len")
 ALARMS = words("signal.alarm signal.setitimer")
 # Locks of processes, of which one has it at a time.
@@ -289,6 +293,7 @@ LOCKS = r"(FileLock|InterProcessLock)$|^portalocker\.\w*Lock$"
 FILE_LOCKS = words("fcntl.flock fcntl.lockf portalocker.lock portalocker.unlock")
 # Of what ranks make in a loop of another function that serves a rank.
 NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
+CACHES = words("cache lru_cache")
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 SOUNDS_COLLECTIVE = (
@@ -339,6 +344,7 @@ MESSAGES = {
     "P2POp": "other",
     "batch_isend_irecv": "other",
 }
+ELSEWHERE = "no other file has its other end"
 MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"

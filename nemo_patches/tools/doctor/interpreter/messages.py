@@ -88,8 +88,8 @@ class Correspondence:
             for number, way in enumerate(ways)
         }
         every = [each for own in self.posted.values() for each in own]
-        kinds = {each.message.kind for each in every}
-        self.wrong = [] if MessageKind.OTHER in kinds else list(self._wrong())
+        self.kinds = {each.message.kind for each in every}
+        self.wrong = [] if MessageKind.OTHER in self.kinds else list(self._wrong())
         # Those that may be another function's other ends.
         wrong = {each.message for each in self.wrong}
         self.loose = {
@@ -132,8 +132,7 @@ class Correspondence:
         making = [
             any(each.message == message for each in own) for own in self.posted.values()
         ]
-        kinds = {each.message.kind for own in self.posted.values() for each in own}
-        return not all(making) or len(kinds) > 1
+        return not all(making) or len(self.kinds) > 1
 
     def _without_end(self, rank: int, posted: Posted) -> tuple[str, set[PeerMessage]]:
         """What is said of a message whose other end is made less often, and of which ones; empty
@@ -149,7 +148,7 @@ class Correspondence:
             here = [each for each in self.posted[rank] if each.may_be(kind, peer)]
             there = [each for each in self.posted[peer] if each.may_be(opposite, rank)]
             counted = all(each.once and each.certain for each in (*here, *there))
-            said = f"rank {rank} {verbs[0]} rank {peer}"
+            said = f"{self._named(rank)} {verbs[0]} {self._named(peer)}"
             alike = {each.message for each in here}
             if not there:
                 return f"{said}, which {verbs[1]} nothing here", alike
@@ -157,6 +156,9 @@ class Correspondence:
                 times = f"{len(here)} times, which {verbs[1]} {len(there)}"
                 return f"{said} {times} here", alike
         return "", set()
+
+    def _named(self, rank: int) -> str:
+        return "the last rank" if rank == max(self.posted) else f"rank {rank}"
 
 
 def _peers(message: PeerMessage, number: int) -> frozenset[int] | None:

@@ -6,6 +6,7 @@ Early exits have an else, and a loop that asks for the next item is a for.
 from __future__ import annotations
 
 import ast
+import copy
 from itertools import pairwise
 from typing import Any
 
@@ -46,10 +47,21 @@ def _nested(body: list[ast.stmt]) -> list[ast.stmt]:
     return body
 
 
-def _iterated(body: list[ast.stmt]) -> list[ast.stmt]:
-    """A loop over what was made an iterator just before it."""
+def _joined(body: list[ast.stmt]) -> list[ast.stmt]:
+    """A loop over what was made an iterator just before it, and a with of what a test chose."""
     for number, pair in enumerate(pairwise(body)):
         match pair:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp() as chosen),
+                ast.With(
+                    items=[ast.withitem(context_expr=ast.Name(id=again))]
+                ) as block,
+            ) if name == again:
+                block.items[0].context_expr = chosen.body
+                other = copy.deepcopy(block)
+                other.items[0].context_expr = chosen.orelse
+                made = ast.copy_location(ast.If(chosen.test, [block], [other]), block)
+                return [*body[:number], *_joined([made, *body[number + 2 :]])]
             case (
                 ast.Assign(
                     targets=[ast.Name(id=name)],
@@ -58,7 +70,7 @@ def _iterated(body: list[ast.stmt]) -> list[ast.stmt]:
                 ast.For(iter=ast.Name(id=again)) as loop,
             ) if name == again:
                 loop.iter = iterated
-                return [*body[:number], *_iterated(body[number + 1 :])]
+                return [*body[:number], *_joined(body[number + 1 :])]
     return body
 
 
@@ -68,7 +80,7 @@ class _Plain(ast.NodeTransformer):
         for name in _BODIES:
             body = getattr(node, name, None)
             if isinstance(body, list):
-                setattr(node, name, _iterated(_nested(body)))
+                setattr(node, name, _joined(_nested(body)))
         kind = _SAME_AS.get(type(node))
         made = kind(**dict(ast.iter_fields(node))) if kind else node
         change = getattr(self, f"visit_{type(made).__name__}", None)
@@ -123,6 +135,13 @@ class _Plain(ast.NodeTransformer):
             return node
         handler = ast.ExceptHandler(ast.Tuple(errors, ast.Load()), None, [ast.Pass()])
         return ast.Try(node.body, [handler], [], [])
+
+    def visit_Try(self, node: ast.Try) -> ast.AST:
+        """A finally that leaves swallows each error."""
+        if leaves(node.finalbody) and not isinstance(node.finalbody[-1], ast.Raise):
+            handler = ast.ExceptHandler(None, None, [ast.Pass()])
+            node.handlers.append(ast.copy_location(handler, node.finalbody[-1]))
+        return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         """The two halves of a context manager as one, with the block in between as a generator has

@@ -24,7 +24,13 @@ from nemo_patches.tools.doctor.interpreter.values import (
     Abstract,
     joined,
 )
-from nemo_patches.tools.doctor.syntax import dotted, functions, last_part, nodes
+from nemo_patches.tools.doctor.syntax import (
+    constant,
+    dotted,
+    functions,
+    last_part,
+    nodes,
+)
 
 _MOST_BASES = 20
 # What each line of knowledge.SOURCES says on a member.
@@ -99,6 +105,8 @@ class SourceFile:
         }
         if _averages_gradients(tree) and not self.mentioned & knowledge.REDUCING:
             self.subjects.discard("parallel")
+        if "zero" in self.subjects and _shards_parameters(tree):
+            self.subjects.add("zero 3")
         packages = _packages(tree)
         self.imported = packages - {""}
         if packages & knowledge.TRAINERS:
@@ -281,6 +289,13 @@ class SourceFile:
             knowledge.WRAPPERS[each][0] for each in types & knowledge.WRAPPERS.keys()
         }
         tags = {*self.wrapped.get(name, ()), *wrapped}
+        of = (
+            self.env.get(dotted(argument.annotation), Abstract()).ref
+            if argument.annotation
+            else None
+        )
+        if isinstance(of, Definition) and isinstance(of.node, ast.ClassDef):
+            return Abstract(level, tags=frozenset({*tags, "instance"}), ref=of)
         if tensor and not sounds_like_data(name):
             tags.add("any size")
         if level == DATA and optional:
@@ -409,6 +424,15 @@ def _averages_gradients(tree: ast.Module) -> bool:
         "reduce" in parts_of(last_part(dotted(call.func)))
         and any(each.attr == "grad" for each in nodes(call, ast.Attribute))
         for call in nodes(tree, ast.Call)
+    )
+
+
+def _shards_parameters(tree: ast.Module) -> bool:
+    """Whether a config in the file asks for ZeRO's stage 3."""
+    return any(
+        constant(key) == "stage" and constant(value) == 3
+        for each in nodes(tree, ast.Dict)
+        for key, value in zip(each.keys, each.values, strict=True)
     )
 
 

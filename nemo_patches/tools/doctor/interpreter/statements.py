@@ -76,7 +76,7 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            in_order = not reader.depth and _in_order(called)
+            in_order = not reader.depth and not reader.caught_as and _in_order(called)
             end = BlockEnd.RETURN if in_order else BlockEnd.RAISE
             text = text_of(called)
     if end is not None:
@@ -400,7 +400,7 @@ def _handler(
     outer = reader.chosen, reader.caught_as
     reader.env = env
     reader.chosen = max(reader.chosen, level)
-    reader.caught_as = node.name or ""
+    reader.caught_as = node.name or "()"
     with reader.inside() as items:
         end = reader.block(node.body)
     reader.chosen, reader.caught_as = outer
@@ -504,6 +504,8 @@ def _first_call(body: Sequence[ast.stmt]) -> int:
     for each in body:
         if isinstance(each, ast.With):
             return _first_call(each.body)
+        if isinstance(each, (ast.For, ast.While)):
+            return each.lineno  # what a turn makes, later ones would, too
         if any(nodes(each, ast.Call)):
             return each.end_lineno or 0
     return 0

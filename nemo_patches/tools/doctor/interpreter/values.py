@@ -73,6 +73,16 @@ def tagged(*tags: str, level: int = SAME) -> Abstract:
 # What holds of a value of two paths only if it holds of both, or is of one path alone.
 _OF_BOTH = {"agreed", "const", "new", "nothing"}
 AGREED = tagged("agreed")
+WRAPPED_AT = "wrapped at "  # a tag: and the line
+
+
+def modules_in(tags: frozenset[str]) -> frozenset[str]:
+    """The modules that were wrapped, each by its place, that something is computed by."""
+    return frozenset(each for each in tags if each.startswith(WRAPPED_AT))
+
+
+def carried(tags: frozenset[str]) -> frozenset[str]:
+    return tags & knowledge.CARRIED | modules_in(tags)
 
 
 def mixed(values: Sequence[Abstract]) -> Abstract:
@@ -80,7 +90,7 @@ def mixed(values: Sequence[Abstract]) -> Abstract:
     tags = frozenset[str]().union(*(each.tags for each in values))
     level = max((each.level for each in values), default=SAME)
     agreed = tags & AGREED.tags if level == SAME else frozenset[str]()
-    return Abstract(level, tags=tags & knowledge.CARRIED | agreed)
+    return Abstract(level, tags=carried(tags) | agreed)
 
 
 def joined(one: Abstract, other: Abstract) -> Abstract:
