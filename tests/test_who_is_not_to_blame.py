@@ -549,6 +549,19 @@ def test_a_silent_rank_that_has_come_since_is_accused_no_more(tmp_path: Path) ->
     assert (first.id, first.ranks) == (ids.NOT_ENOUGH, ())
 
 
+def test_what_the_running_job_has_said_of_uneven_batches_holds(tmp_path: Path) -> None:
+    """It knows more than its line's places: the batches."""
+    cure = "most likely uneven evaluation: `NEMO_PATCHES_METRICS=deferred`"
+    line = (
+        "no step for 40 s. rank 0 (vm, pid 10): backward, which reduces the gradients, in"
+        " run (a.py:9), during backward | rank 1 (vm, pid 11): barrier, in f (a.py:20),"
+        f" during validation_step | {cure}; the ranks wait in different collectives; which"
+        " of them is wrong cannot be told"
+    )
+    found = told(tmp_path, OURS.format(0).replace("/3", "/2") + line)
+    assert cure[1:] in found.next_step
+
+
 STACKS = Path(__file__).parent / "logs" / "lightning_stacks.txt"
 
 

@@ -323,7 +323,7 @@ def by_places(hearing: Hearing) -> list[Finding]:
     elif unseen:
         found = sentences.not_seen(waiting, unseen)
     elif len(waits) > 1:
-        found = _different(waiting)
+        found = _different(waiting, hearing.evidence.cure)
     else:
         is_guessed = any(is_guess(one.place.collective) for one in waiting)
         told = apart(waiting) or ("" if is_guessed else parting(waiting))
@@ -396,14 +396,16 @@ def _first_to_leave(absent: list[Account], hearing: Hearing) -> list[Account]:
     return [one for one in absent if left.get(one.rank, firsts[0]) in firsts]
 
 
-def _different(waiting: list[Account]) -> Finding:
+def _different(waiting: list[Account], cure: str) -> Finding:
     by_place = verdicts.parties((each.place.wait, each) for each in waiting)
     first, *_, last = by_place.values()
     why = further_on(first, last)
     by_title = {title: [one.rank for one in ranks] for title, ranks in by_place.items()}
     places = {one.rank: one.place for one in waiting}
     kind = why.id or ids.OUT_OF_STEP
-    return verdicts.out_of_step(by_title, places, why=why.text, kind=kind, out=why.out)
+    return verdicts.out_of_step(
+        by_title, places, why=why.text, kind=kind, out=why.out, cure=cure
+    )
 
 
 def _nobody_waits(

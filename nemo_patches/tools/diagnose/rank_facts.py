@@ -170,6 +170,7 @@ class Evidence:
     was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
     from. printed: by rank, a line of its own, quoted. is_numbered: nothing tells the stacks' ranks.
+    cure: what the running job's own line says of uneven batches.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -190,3 +191,4 @@ class Evidence:
     files: dict[str, list[Path]] = field(default_factory=dict)
     printed: dict[int, str] = field(default_factory=dict)
     is_numbered: bool = False
+    cure: str = ""

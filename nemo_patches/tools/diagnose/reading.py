@@ -248,6 +248,7 @@ def _add(part: Evidence, source: str, whole: Evidence) -> None:
     whole.other_jobs |= part.other_jobs
     whole.printed |= part.printed
     whole.is_numbered |= part.is_numbered
+    whole.cure = whole.cure or part.cure
     for reader, files in part.files.items():
         whole.files[reader] = [*whole.files.get(reader, ()), *files]
 

@@ -42,7 +42,7 @@ from nemo_patches.tools.diagnose.verdicts import (
     who,
 )
 
-ARE_NUMBERED = "Which rank that is, is a guess: the stacks are numbered in their order."
+ARE_NUMBERED = "Nothing tells the stacks' ranks: they are numbered in their order."
 _MOST_PRINTED = 2  # lines of ranks that are not seen
 # Words of an error that decide what to do.
 _CURES = (

@@ -39,6 +39,7 @@ _MOST_EVIDENCE = 12
 _MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES, _MOST_PARTIES = 3, 8  # that a sentence tells
 _LIGHTNINGS_BATCH = "batch_idx of advance (training_epoch_loop.py)"  # in Place.counters
+_ITS_FIRST_BATCH = f"last batch {FIRST_BATCH.removeprefix('; ')}"  # in Place.details
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _DOES = {
@@ -322,9 +323,10 @@ def out_of_step(
     why: str = "",
     kind: str = ids.OUT_OF_STEP,
     out: Collection[int] = (),
+    cure: str = "",
 ) -> Finding:
     """places: by rank. why, kind: the explanation, if any, and its id. out: the ranks that are out
-    of a loop in which the others are.
+    of a loop in which the others are. cure: what the running job has said of uneven batches.
     """
     few, *_, most = by_title.values()
     told = "; ".join(f"{named(ranks)} in {title}" for title, ranks in by_title.items())
@@ -344,7 +346,7 @@ def out_of_step(
             for title, ranks in by_title.items()
             for rank in ranks
         ]
-        step += f" {capital(remedy(told_of))}."
+        step += f" {capital(cure or remedy(told_of))}."
     text = f"{told}: different collectives, {so}."
     return finding(kind, text, evidence=evidence, next_step=step)
 
@@ -355,7 +357,10 @@ def _told(place: Place, title: str, *, is_out: bool) -> str:
     at = place.hook or next(frames, "train_end" if is_out else "")
     parts = [place.collective or title, place.caller and f"in {place.caller}"]
     text = ", ".join(filter(None, [*parts, at and f"during {at}"]))
-    return text + FIRST_BATCH * (place.counters.get(_LIGHTNINGS_BATCH) == 0)
+    is_first = place.counters.get(_LIGHTNINGS_BATCH) == 0 or any(
+        detail.startswith(_ITS_FIRST_BATCH) for detail in place.details
+    )
+    return text + FIRST_BATCH * is_first
 
 
 def titles(waiting: Sequence[Account]) -> str:

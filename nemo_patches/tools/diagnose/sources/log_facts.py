@@ -40,8 +40,8 @@ class LaunchFacts:
     nemo_patches is on. missing_lines: Ray leaves out lines of some ranks that are like others', or
     a file was not read to its end. not_told: conditions so far of which the log does not tell the
     rank. reports_made: lines of others so far, that a rank had not come. reports: folders with
-    stall reports that lines name. several_hosts: local ranks are not the job's. by_local_rank: keys
-    of the facts whose rank is one.
+    stall reports that lines name. several_hosts: local ranks are not the job's. cure: as
+    Evidence has it. by_local_rank: keys of the facts whose rank is one.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -55,6 +55,7 @@ class LaunchFacts:
     reports_made: int = 0
     reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
+    cure: str = ""
     # In order, as a set is not.
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
 

@@ -224,6 +224,7 @@ class _Reading:
         evidence.begins.update(told.begins)
         evidence.findings += told.findings
         evidence.printed |= told.printed
+        evidence.cure = evidence.cure or found.cure
         evidence.partly_known |= told.partly_known
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)

@@ -49,6 +49,8 @@ _IS_OVER = re.compile(r"(?:calls|collectives) go on, after")
 _REPORT_IN = re.compile(
     r"; `nemo-patches diagnose (.{1,400}?)` reads those of all ranks on this host"
 )
+# As judging/waits.py says it: the job knows the ranks' batches
+_CURE = re.compile(r"most likely [\w, -]{1,2000}: `NEMO_PATCHES_\w{1,40}=\w{1,40}`")
 _AGE = re.compile(r"\d+(?:\.\d+)? s\b")  # by which reports of one look differ
 _STALL_EXIT = re.compile(r"this process ends with exit code \d{1,3}")
 _GOES_ON = re.compile(
@@ -115,6 +117,8 @@ class StallLines:
             late = ranks_in(came["late"]) if came["late"] else [reporter]
             self._put((text, rank), lambda: self._came(late, reporter, text, line))
         elif stall:
+            cure = _CURE.search(text)
+            self._found.cure = cure[0] if cure else ""
             if stall["call"]:
                 waits = Place(collective=LENGTH_SYNC)
                 self._put((reporter,), lambda: self._tell(reporter, line, waits))
