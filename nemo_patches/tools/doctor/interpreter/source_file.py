@@ -310,7 +310,7 @@ class SourceFile:
 
     def bases(self, definition: Definition | None) -> tuple[list[Definition], set[str]]:
         """A class and its bases in this file, the nearest first, and the names of the others."""
-        is_class = definition is not None and isinstance(definition.node, ast.ClassDef)
+        is_class = isinstance(getattr(definition, "node", None), ast.ClassDef)
         found = [definition] if definition is not None and is_class else []
         others = set[str]()
         for each in found[:_MOST_BASES]:
