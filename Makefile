@@ -62,7 +62,7 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
 # First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
-# that wait (marker "alone"), five files at a time, beside those of the wheel and of the other NeMo.
+# that wait (marker "alone"), three files at a time, beside those of the wheel and of the other NeMo.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
 STAGES = .venv/stages
@@ -105,11 +105,11 @@ test-together-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
 	.venv/nemo-$*/bin/python $(PYTEST) $(if $(filter $*,$(FIRST)),-n 3 -m "$(TOGETHER)",-n 0 -m "matrix and not (alone or weekly)" $(OF_EACH_NEMO))
 
-# Only these files are imported: others import NeMo, which each of the five processes would do for nothing.
+# Only these files are imported: others import NeMo, which each of the processes would do for nothing.
 WAIT = $$(grep -l mark.alone tests/test_*.py tests/*/test_*.py)
 test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, five files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 5 -m "alone and not (hosts or weekly)" $(WAIT)
+	@echo "== tests on NeMo $*, those that wait, three files at a time"
+	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "alone and not (hosts or weekly)" $(WAIT)
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
