@@ -366,10 +366,9 @@ def test_where_all_are_in_the_encoder_nobody_is_accused(folder: Path) -> None:
 
 def test_nothing_is_found_in_a_healthy_run(folder: Path) -> None:
     report = report_of(folder / "healthy")
-    # A busy machine may have stood for longer than STALL: that is told, and decides nothing.
-    assert {one.id for one in report.findings} <= {ids.NOT_ENOUGH}, report
-    assert not any(one.ranks for one in report.findings)
-    assert report.exit_code in (0, 2)
+    files = sorted((folder / "healthy").iterdir())
+    assert report.findings == (), [one.read_text()[-600:] for one in files]
+    assert report.exit_code == 0
 
 
 def dies(rank: int, size: int, folder: str, way: str, broadcast_buffers: bool) -> None:

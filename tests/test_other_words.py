@@ -45,7 +45,7 @@ def test_examples(name: str, tmp_path: Path) -> None:
     assert accused <= set().union(*sets), said
     for key, pattern in patterns:
         assert bool(re.search(pattern, said)) == (key == "says"), (pattern, said)
-    guesses = [one for one in found.findings if "A guess" in one.text]
+    guesses = [one for one in found.findings if "guess" in one.text.lower()]
     assert not any(one.ranks for one in guesses), said
     if kind == "harmless":
         assert {one.id for one in found.findings} <= {NOT_ENOUGH}, said
