@@ -247,6 +247,9 @@ def go_wrong(rank: int, size: int, folder: str) -> None:
             scenario(place)
         dist.barrier()
     nemo_patches.apply(timeout=TIMEOUT, trace="")
+    # After this the process ends: a busy disk may take the last record later than apply() waits.
+    (last,) = place.folder.glob(f"rank-{rank:05}.*")
+    wait_until(lambda: b'{"k":"end"' in last.read_bytes())
 
 
 def scenario_then_copy(place: Place, scenario: Callable[[Place], None]) -> None:
