@@ -214,7 +214,9 @@ def copy_of_hang(place: Place) -> None:
     shutil.copytree(place.folder, place.folder.with_suffix(".hang"))
     if place.folder.name in ASKED:
         port = meeting.port_of(dist.distributed_c10d._get_default_store())
-        asked = live.diagnose_job(private_folder(port)).findings[0]
+        told = live.diagnose_job(private_folder(port))
+        assert told.findings, told
+        asked = told.findings[0]
         place.folder.with_suffix(".asked").write_text(
             json.dumps([asked.id, asked.ranks])
         )
