@@ -221,7 +221,9 @@ def judge_the_hang(place: Place) -> None:
     shutil.copytree(place.folder, place.folder.with_suffix(".hang"))
     if place.folder.name in ASKED:
         port = meeting.port_of(dist.distributed_c10d._get_default_store())
-        asked = live.diagnose_job(private_folder(port)).findings[0]
+        told = live.diagnose_job(private_folder(port))
+        assert told.findings, told
+        asked = told.findings[0]
         place.folder.with_suffix(".asked").write_text(
             json.dumps([asked.id, asked.ranks])
         )
@@ -253,6 +255,9 @@ def go_wrong(rank: int, size: int, folder: str) -> None:
             scenario(place)
         dist.barrier()
     nemo_patches.apply(timeout=TIMEOUT, trace="")
+    # After this the process ends: a busy disk may take the last record later than apply() waits.
+    (last,) = place.folder.glob(f"rank-{rank:05}.*")
+    wait_until(lambda: b'{"k":"end"' in last.read_bytes())
 
 
 def scenario_then_copy(place: Place, scenario: Callable[[Place], None]) -> None:
