@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import gc
 import logging
 import math
 import os
@@ -283,7 +284,7 @@ class _Ranks:
             board.said_of = called
             equal = f"all ranks made {_count(self.clock)}: they wait outside the encoder"
             text = f"no encoder call for {WATCH_S:g} s; {board.behind() or equal}; this rank is"
-            self.say(f"{text} {_place(sys._current_frames().get(threading.main_thread().ident or 0))}")
+            self.say(f"{text} {_place()}")
 
 
 class _Board:
@@ -351,11 +352,19 @@ def _idle_connection(store: Any) -> socket.socket | None:
     return connection
 
 
-def _place(frame: Any) -> str:
-    """A thread's innermost line that is neither Python's, torch's, Lightning's nor NeMo's."""
+def _place() -> str:
+    """The main thread's innermost line that is neither Python's, torch's, Lightning's nor NeMo's."""
     libraries = LIBRARIES | sys.stdlib_module_names
-    while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in libraries:
-        frame = frame.f_back
+    collects = gc.isenabled()
+    # On Python 3.11 a collection lets it run on, which ends the process if its frames are being read.
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame and str(frame.f_globals.get("__name__")).partition(".")[0] in libraries:
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
     if frame is None:
         return "in no line of its user's"
     return f"at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -357,11 +357,12 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 def waits_for_a_round() -> bool:
     """Whether this process's main thread does."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    codes = [frame.f_code for frame, _ in traceback.walk_stack(frame)] if frame else []
+    from nemo_patches.watch.frames import stack
+
+    main = threading.main_thread().ident or 0
     return any(
         code.co_name == "wait" and code.co_filename.endswith("channel/rounds.py")
-        for code in codes
+        for code, _ in stack(main)
     )
 
 

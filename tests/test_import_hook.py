@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -265,11 +264,11 @@ def applied_while_a_thread_imports() -> bool:
         threading.Event(),
     )
 
+    from nemo_patches.watch.frames import stack
+
     def wants_metrics() -> bool:
-        frames = traceback.walk_stack(
-            sys._current_frames()[threading.main_thread().ident or 0]
-        )
-        return any(frame.f_code.co_name == "import_targets" for frame, _ in frames)
+        lines = stack(threading.main_thread().ident or 0)
+        return any(code.co_name == "import_targets" for code, _ in lines)
 
     class Slow(SourceFileLoader):
         """Waits in the module's code: in a finder it would hold Python's one lock of all imports."""

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from interpreters import python
 from ranks import run_ranks, stall_monitor, wait_until
 
 import nemo_patches
@@ -179,3 +180,62 @@ def test_a_rank_computes_draws_and_keeps_what_it_does_in_stock(
             [*programs, *every], result.value, strict=True
         ):
             assert watched == stock, program
+
+
+# Functions whose frames differ in size; of an own thread, since the watch's looks are at others'.
+LOOKED_AT = '''
+import gc
+import sys
+import threading
+import time
+
+from nemo_patches.watch import stacks
+from nemo_patches.watch.training_notes import TrainingNotes
+from nemo_patches.watch.training_thread import TrainingThread
+
+
+class Garbage:
+    """Of a cycle; while it is collected other threads run."""
+
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        time.sleep(0.0005)
+
+
+for number in range(40):
+    names = ", ".join(f"v{i}=object" for i in range(number))
+    exec(
+        f"def f{number}(depth, {names}):"
+        f" return depth and functions[(depth * 7 + {number}) % 40](depth - 1)"
+    )
+functions = [globals()[f"f{number}"] for number in range(40)]
+
+
+def train():
+    while not over.is_set():
+        assert gc.isenabled()
+        for depth in range(5, 60):
+            functions[depth % 40](depth)
+
+
+over = threading.Event()
+training = threading.Thread(target=train, daemon=True)
+training.start()
+gc.set_threshold(20)
+sys.setswitchinterval(1e-4)
+for look in range(400):
+    Garbage()
+    stacks.where(training.ident)
+    TrainingThread(TrainingNotes()).look(0.0, look)
+assert training.is_alive()
+over.set()
+training.join()
+'''
+
+
+def test_a_look_at_a_thread_that_runs_ends_no_process() -> None:
+    """Python 3.11 makes the frames' objects then, and a garbage collection lets the thread go on."""
+    done = python("-c", LOOKED_AT)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -35,8 +35,9 @@ NOT_BY_DEFAULT = (
     "nemo_patches.patching.released_source",  # for a NeMo that is newer than the tested ones
 )
 NOT_IN_A_RANK = {"ast", "dis"}  # no code is read there
-# All that a rank can run; the aim is 46,000. It may not grow from here.
-MOST_TOKENS = 66_500
+# All that a rank can run; the aim is 46,000. It may not grow from here: it did by watch/frames.py,
+# without which Python 3.11 ends ranks.
+MOST_TOKENS = 66_700
 STEPS = 20
 NO_CODE = {
     tokenize.COMMENT,

@@ -5,12 +5,10 @@ the user's own code in full, innermost first, runs of library frames folded.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from itertools import groupby, takewhile
 from operator import itemgetter
-from types import FrameType
 
+from .frames import stack
 from .kernel_call import kernel_call
 from .libraries import origin
 from .occupation import KeptFrame, Occupation
@@ -54,13 +52,4 @@ def seen(thread: int) -> list[KeptFrame]:
     """What is kept of the frames of the thread with this identifier, innermost first; none if there
     is no such one.
     """
-    return [KeptFrame(frame.f_code, frame.f_lineno or 0) for frame in frames(thread)]
-
-
-def frames(thread: int) -> Iterator[FrameType]:
-    """The frames themselves. Of these no variable is read: before Python 3.13 that would write into
-    the user's locals(), and keep each one's value until its function returns."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return [KeptFrame(code, line or 0) for code, line in stack(thread)]

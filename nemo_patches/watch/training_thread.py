@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 
 from ..channel.daemon import own_threads
+from .frames import stack, threads
 from .training_notes import TrainingNotes
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -65,10 +64,7 @@ class TrainingThread:
             return
         self._begun = begun
         self._looked_at = now
-        in_steps = {
-            ident: _is_in_a_step(frame)
-            for ident, frame in sys._current_frames().items()
-        }
+        in_steps = {ident: _is_in_a_step(ident) for ident in threads()}
         self._seen = {
             ident: self._seen.get(ident, 0) + is_in_a_step
             for ident, is_in_a_step in in_steps.items()
@@ -82,17 +78,17 @@ class TrainingThread:
         A GPU's backward has a thread of its own, which calls an encoder within
         torch.utils.checkpoint once more.
         """
-        stacks = sys._current_frames()
+        present = set(threads())
         last = self._notes.last
-        if last.thread in stacks and os.path.exists(
+        if last.thread in present and os.path.exists(
             f"/proc/self/task/{last.native_thread}"
         ):
             return NumberedThread(last.thread, last.native_thread)
-        seen = [ident for ident in self._seen if ident in stacks]
+        seen = [ident for ident in self._seen if ident in present]
         main = threading.main_thread().ident or 0
         if seen:
             return _of(max(seen, key=lambda ident: (self._seen[ident], ident == main)))
-        if stacks.keys() - own_threads.running().keys() == {main}:
+        if present - own_threads.running().keys() == {main}:
             return _of(main)
         return None
 
@@ -106,10 +102,8 @@ def _of(ident: int) -> NumberedThread:
     return NumberedThread(ident, (thread.native_id if thread is not None else 0) or 0)
 
 
-def _is_in_a_step(frame: FrameType | None) -> bool:
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(_OF_STEPS) and code.co_name != _SET_UP:
-            return True
-        frame = frame.f_back
-    return False
+def _is_in_a_step(thread: int) -> bool:
+    return any(
+        code.co_filename.startswith(_OF_STEPS) and code.co_name != _SET_UP
+        for code, _ in stack(thread)
+    )

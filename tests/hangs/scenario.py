@@ -108,15 +108,15 @@ def _watched(events: Connection) -> Iterator[None]:
 
 
 def _watch(thread: int, events: Connection, over: threading.Event) -> None:
-    from nemo_patches.watch import stacks
+    from nemo_patches.watch.frames import stack
 
     clock = time.pthread_getcpuclockid(thread)
-    place = list[tuple[CodeType, int]]()
+    place = list[tuple[CodeType, int | None]]()
     ran_s = 0.0
     since = time.monotonic()
     stands = False
     while not over.wait(LOOK_EVERY_S):
-        now_at = [(frame.f_code, frame.f_lasti) for frame in stacks.frames(thread)]
+        now_at = stack(thread)
         now_ran_s = time.clock_gettime(clock)
         if now_at != place or now_ran_s - ran_s > RUNS_S:
             place = now_at

@@ -1,0 +1,53 @@
+"""The frames of this process's threads, read so that no thread crashes by it.
+
+Python 3.11 makes a frame's object when it is asked for, which may begin a garbage collection. If
+that lets the thread run on, the object is of a frame that is gone, and the process ends by a
+segmentation fault. So no garbage is collected meanwhile; and no bytecode is run until it is again,
+so that no other thread sees that it was not.
+"""
+# Part of nemo_patches. SPDX-License-Identifier: Apache-2.0
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, repeat, takewhile
+from operator import attrgetter, is_not, methodcaller
+from types import CodeType
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
+_call = methodcaller("__call__")
+_kept = attrgetter("f_code", "f_lineno")
+
+
+def threads() -> list[int]:
+    """Their identifiers."""
+    return list(_uncollected(sys._current_frames))
+
+
+def stack(thread: int) -> list[tuple[CodeType, int | None]]:
+    """The code and the line of each frame of the thread with this identifier, innermost first; none
+    if there is no such one.
+
+    The frames' objects would keep the functions' variables. Of these none is read: before Python
+    3.13 that would write into the user's locals().
+    """
+    innermost = _uncollected(sys._current_frames).get(thread)
+    callers = accumulate(repeat("f_back"), getattr, initial=innermost)
+    frames = takewhile(partial(is_not, None), callers)
+    return _uncollected(partial(list, map(_kept, frames)))
+
+
+def _uncollected(function: Callable[[], _Result]) -> _Result:
+    """function: all that it calls is written in C."""
+    if not gc.isenabled():
+        return function()
+    try:
+        _, result, _ = map(_call, (gc.disable, function, gc.enable))
+    except BaseException:
+        gc.enable()
+        raise
+    return result
