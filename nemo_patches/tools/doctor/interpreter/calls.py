@@ -94,13 +94,15 @@ def _known(call: Call) -> Abstract | None:
     if re.match(knowledge.METRICS, call.origin):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         return tagged("one device" if "sync_on_compute" in without else "metric")
+    if call.origin == "logging.getLogger":
+        return Abstract(ref=text_of(node))
     made = knowledge.MAKERS.get(last_part(call.origin))
     if made and call.last != "Trainer":
         return tagged(made)
     if call.last == "Trainer":
         numbers = {each.arg: constant(each.value) for each in node.keywords}
         alone = numbers.get("devices") == 1 and numbers.get("num_nodes", 1) == 1
-        return tagged("one device") if alone else tagged("=trainer")
+        return tagged("one device") if alone else tagged("@trainer")
     kind = dotted(node.args[1]) if len(node.args) > 1 else ""
     if call.name == "isinstance" and kind.endswith("SingleDeviceStrategy"):
         return call.file.constant(False)
@@ -157,6 +159,8 @@ def _by_name(call: Call) -> Abstract:
     if call.last in knowledge.SIZES and call.owner.has("any size"):
         return Abstract(UNKNOWN)
     value = _mixed(call)
+    if call.last in knowledge.COUNTING and value.level == UNKNOWN:
+        value = replace(value, level=DATA)
     if "norm" in parts_of(call.last) and value.has(
         "gradient"
     ):  # they have been reduced
@@ -236,8 +240,16 @@ def _of_items(call: Call) -> Abstract | None:
             item = Abstract(parts=(Abstract(), item))
         if call.args[0].has("set") and call.last != "sorted":
             value = value.tagged("set")
-        return replace(value, count=call.args[0].count, item=item)
+        value = replace(value, count=call.args[0].count, item=item)
+        lazy = call.last in ("enumerate", "iter", "tqdm")
+        return _as_generator(value, call.args[0]) if lazy else value
     return None
+
+
+def _as_generator(value: Abstract, first: Abstract) -> Abstract:
+    """What takes its items one by one from another one."""
+    kinds = first.tags & {"generator", "instance"}
+    return replace(value.tagged(*kinds), ref=first.ref) if kinds else value
 
 
 def _entries(call: Call, value: Abstract) -> Abstract:

@@ -99,10 +99,11 @@ class Kind(Enum):
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
     SET = "the order of a set"
+    SIZES = "how much it takes of each rank"
 
 
 # What may be wrong with a collective that something else is wrong with.
-_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET)
+_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET, Kind.SIZES)
 _KINDS = {
     "for": Kind.LOOP,
     "filter": Kind.LOOP,

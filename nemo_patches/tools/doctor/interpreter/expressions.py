@@ -82,8 +82,8 @@ def visit_NamedExpr(reader: Interpreter, node: ast.NamedExpr) -> Abstract:
 def visit_Yield(reader: Interpreter, node: ast.Yield) -> Abstract:
     reader.yields.append((reader.chosen, reader.turns))
     value = reader.of(node.value) if node.value else Abstract()
-    if reader.run_managed is not None:
-        reader.items.append(Managed(reader.run_managed(value)))
+    run = reader.run_managed
+    reader.items.append(Managed(run(value) if run is not None else []))
     return value
 
 
@@ -252,7 +252,8 @@ def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abs
     values = tuple(map(reader.of, node.elts))
     columns = [each.at for each in values]
     at = applied(lambda *parts: parts, columns, text_of(node))
-    return replace(mixed(values), at=at, count=SAME, parts=values)
+    item = next((each for each in values if isinstance(each.ref, Definition)), None)
+    return replace(mixed(values), at=at, count=SAME, item=item, parts=values)
 
 
 visit_Tuple = visit_List

@@ -124,14 +124,15 @@ def call_helper(
     return inner.returned
 
 
-def makes_collectives(reader: Interpreter, own: Definition) -> bool:
-    """Whether a function of this file makes any, whatever it is given."""
+def items_of(reader: Interpreter, own: Definition) -> Items:
+    """What a function of this file makes, whatever it is given."""
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
-        return False
+        return []
     key = own, (), ()
     if key not in reader.file.summaries:
         reader.file.summaries[key] = reader.read(own, {}, {})
-    return any(collectives_in(reader.file.summaries[key].items))
+    inner: Interpreter = reader.file.summaries[key]
+    return inner.items
 
 
 def one_rank(reader: Interpreter, definition: Definition) -> str:
@@ -171,11 +172,9 @@ def decorated(reader: Interpreter, function: Definition) -> Definition:
         if args is None or not args.args or own in reader.file.being_read:
             continue
         inner = reader.read(own, {args.args[0].arg: Abstract(ref=function)}, {})
-        for (
-            name,
-            kept,
-        ) in inner.env.items():  # a table of functions, to which it is added
-            if kept.entries and "." not in name and name in reader.env:
+        for name, kept in inner.env.items():  # a table of functions, that it adds to
+            fills = (kept.entries or kept.item) and "." not in name
+            if fills and name in reader.env:
                 reader.env[name] = kept
         runs = inner.returned.ref
         if isinstance(runs, Definition) and runs in reader.file.definitions:

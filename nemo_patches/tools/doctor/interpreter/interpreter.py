@@ -119,7 +119,8 @@ class Interpreter:
                 chosen >= DATA or turns > DATA for chosen, turns in self.yields
             )
             count = VARIES if varies else UNKNOWN
-            return Abstract(DATA, count=count, tags=frozenset({"loader"}))
+            tags = frozenset({"loader", "generator"})
+            return Abstract(DATA, count=count, tags=tags, ref=self.definition)
         return self.env.get("return") or self.file.constant(None)
 
     def block(self, body: Sequence[ast.stmt]) -> BlockEnd | None:
@@ -172,6 +173,8 @@ class Interpreter:
         by_signal = last_part(self.definition.name) in self.file.signalled
         if by_signal and value.has("const"):  # which comes to each rank at another step
             value = replace(value, level=VARIES, at=None).tagged("signal", "chosen")
+        if isinstance(target, ast.Attribute):
+            value = value.tagged(*self.file.wrapped.get(last, ()))
         if isinstance(target, ast.Attribute) or name in self.file.changed:
             self.file.set_to.setdefault(last, []).append(value)
         if self.chosen == VARIES and value.has("const") and not value.has("agreed"):
@@ -358,6 +361,8 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
         methods & knowledge.LIGHTNING_METHODS
     ):
         subjects.add("lightning")
+    if any(last_part(each).endswith("ModelCheckpoint") for each in bases):
+        subjects.add("saves")
     if any(each.startswith("nemo.") and last_part(each) != "ModelPT" for each in bases):
         subjects.add("nemo")
     return frozenset(subjects)

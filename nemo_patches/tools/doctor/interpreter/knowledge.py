@@ -45,11 +45,14 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
 @pl_module,=self+lightning | all_gather | | |
 @strategy,@training_type_plugin | all_gather barrier broadcast reduce reduce_boolean_decision
     | | |
-=trainer+trains,=self.trainer+trains | fit predict save_checkpoint test validate
+@trainer+trains | fit predict save_checkpoint test validate
     | which waits for all ranks | |
-=trainer+transformers | evaluate | which waits for all ranks | |
+@trainer+transformers | evaluate | which waits for all ranks | |
 @engine+parallel | save_16bit_model save_checkpoint save_fp16_model
     | which all ranks of DeepSpeed save in | |
+=self+saves,@callback+lightning,@checkpoint+lightning |
+    _save_checkpoint _save_last_checkpoint _save_monitor_checkpoint
+    _save_none_monitor_checkpoint _save_topk_checkpoint | which waits for all ranks | |
 fsdp | clip_grad_norm_ | which reduces the norm of sharded gradients | |
 metric | compute | which gathers the metric from all ranks | |
 @acc+measures,@accuracy+measures,@auroc+measures,@bleu+measures,@cer+measures,@f1+measures,
@@ -97,6 +100,8 @@ _OF_LOGS = (
     "which reduces what was logged",
     "a metric in it was logged with sync_dist, and has not been reduced yet",
 )
+# all_to_all_single's arguments by their places: the last two are how much each rank sends.
+SIZES_OF = ("output", "input", "output_split_sizes", "input_split_sizes")
 # Properties of a trainer: what each pairs with, why, and what must hold.
 PROPERTIES = {
     "log_dir": ("broadcast", "which broadcasts rank 0's folder", ""),
@@ -129,7 +134,7 @@ WRAPPERS = {
     "initialize": ("ddp", "deepspeed"),
 }
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
-MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "=trainer"}
+MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 # Files in which the backward pass reduces the gradients: those that name one of these, or make a
 # group of ranks and reduce no gradient themselves.
@@ -216,6 +221,9 @@ OTHER_NAMES = words("""
 # What takes tensors, and what moves one.
 FED = words("criterion encoder model module net network")
 MOVING = words("cuda to")
+# What a logger runs at each record, by what it is added by, and what makes records.
+HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
+RECORDS = words("critical debug error exception info log warn warning")
 # What deals something out to ranks, in shares that differ by one.
 DEALING = words("array_split shard split_between_processes split_dataset_by_node")
 # Objects that decide by what they have been given.
@@ -236,6 +244,8 @@ READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
+# What is asked of tensors of data alone.
+COUNTING = words("bincount histc")
 # What takes items by their numbers, which come second.
 SELECTING = words("Subset select")
 SIZES = words("nelement numel size")

@@ -141,7 +141,7 @@ class Inlined:
 
 @dataclass(frozen=True, eq=False)
 class Managed:
-    """The block of a with statement, in the context manager that runs it."""
+    """The block of a with statement, in its context manager; empty at a generator's yield."""
 
     body: Items
 
@@ -226,6 +226,24 @@ def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
         helper = isinstance(each, Inlined) and not each.manages
         for block in () if helper else inner_blocks(each):
             yield from tries_in(block)
+
+
+def around_yields(items: Items) -> tuple[Items, Items]:
+    """What a generator makes before its first yield, and what only if it is asked for more."""
+    for number, each in enumerate(items):
+        before, behind = items[:number], items[number + 1 :]
+        if _yields(each):
+            if isinstance(each, Tried):  # its finally is run in any case
+                first, last = around_yields(each.body)
+                return [*before, *first], [*last, *behind]
+            return before, [each, *behind]
+    return items, []
+
+
+def _yields(item: Item) -> bool:
+    return (isinstance(item, Managed) and not item.body) or any(
+        _yields(each) for block in inner_blocks(item) for each in block
+    )
 
 
 def served_in(items: Iterable[Item]) -> Iterator[str]:

@@ -27,9 +27,13 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Collective,
     Decision,
     Exit,
+    Inlined,
+    Item,
     Items,
     Loop,
     Tried,
+    around_yields,
+    collectives_in,
     own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -111,7 +115,9 @@ def _of_class(reader: Interpreter, of_class: ast.ClassDef, node: ast.Assign) -> 
             if several or (of_enum and not value.at):
                 member = reader.file.constant(whole)
             reader.env[whole] = member
-            own = {f"self.{dotted(each)}": replace(member, ref=None)}
+            # rank: int = 0 is a default, and no object's own.
+            of_object = reader.file.source(dotted(each)) or member
+            own = {f"self.{dotted(each)}": replace(of_object, ref=None)}
             reader.file.of_classes.append((of_class.name, own))
 
 
@@ -267,11 +273,13 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
         key=lambda each: each.value.level,
     )
     reader.loops -= 1
-    _loop(reader, condition, items, node, endless)
+    _loop(reader, condition, items, node, endless=endless)
 
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
+    before, behind = _generated(reader, iterated, node)
+    reader.items += before
     whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
     loads = "batch" in names_in(node.target) or "data" in map(dotted, whole)
     if iterated.turns == DATA and loads:
@@ -290,7 +298,7 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     reader.loops -= 1
     reader.turns = turns
     reader.ranges.pop(getattr(node.target, "id", ""), None)
-    _loop(reader, condition, items, node, endless=False)
+    _loop(reader, condition, items, node, behind=behind)
     if iterated.has("set"):
         named = parts_of(text_of(node.target)) & knowledge.TEXTS
         is_text = named or iterated.has("text")
@@ -298,6 +306,23 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         for each in _made_with(node, items):
             made = replace(each, guess=each.guess or guess)
             reader.found.append(("SET", made, node.lineno))
+
+
+def _generated(
+    reader: Interpreter, iterated: Abstract, node: ast.For
+) -> tuple[Items, Items]:
+    """What a generator of this file makes before a loop over it, and with the next turns."""
+    made = iterated.ref
+    if iterated.has("instance"):
+        made = reader.file.method(made, "__iter__")
+    if not iterated.has("generator", "instance") or not isinstance(made, Definition):
+        return [], []
+    name = f"{last_part(made.name)}()"
+    first, second = around_yields(functions.items_of(reader, made))
+    return (
+        [Inlined(name, node.lineno, first)] if any(collectives_in(first)) else [],
+        [Inlined(name, node.lineno, second)] if any(collectives_in(second)) else [],
+    )
 
 
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
@@ -340,9 +365,12 @@ def _loop(
     condition: Decision,
     items: Items,
     node: ast.For | ast.While,
-    endless: bool,
+    *,
+    endless: bool = False,
+    behind: Sequence[Item] = (),
 ) -> None:
     with reader.inside() as last:
+        reader.items += behind
         reader.block(node.orelse)
     if node.orelse:  # which is not in the loop
         condition = replace(condition, end=node.orelse[0].lineno - 1)

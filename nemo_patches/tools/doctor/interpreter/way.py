@@ -209,20 +209,21 @@ class Way:
             self.endless.append(condition)
         first = len(self.events)
         outer = self._left
-        self._left = {**outer, BlockEnd.CONTINUE: (), BlockEnd.BREAK: ()}
         with self._under(f"{condition.kind} {condition.key}"):
             end = self.follow(item.body)
-            returned = self._left.get(BlockEnd.RETURN, ())
-            already = len(outer.get(BlockEnd.RETURN, ()))
-            ways_out = {*self._left[BlockEnd.BREAK], *returned[already:]}
+            broken, returned = (
+                self._left.get(each, ())[len(outer.get(each, ())) :]
+                for each in (BlockEnd.BREAK, BlockEnd.RETURN)
+            )
+            ways_out = {*broken, *returned}
             if end in (BlockEnd.BREAK, BlockEnd.RETURN):
                 ways_out.add(_ONCE)
             # The next turn is not come to, either.
             self.events[first:] = [
                 each.behind(ways_out) for each in self.events[first:]
             ]
-            broken = self._left[BlockEnd.BREAK]
-            self._left = {**outer, BlockEnd.RETURN: returned}
+            already = outer.get(BlockEnd.RETURN, ())
+            self._left = {**outer, BlockEnd.RETURN: (*already, *returned)}
             if end is BlockEnd.RETURN:
                 self._leave(end)
         return self._otherwise(item, end, broken)
@@ -284,6 +285,8 @@ class Way:
         return end if end is BlockEnd.RAISE else None
 
     def _managed(self, item: Managed) -> BlockEnd | None:
+        if not item.body:
+            return None
         call = self._call
         self._call = self._outside[-1]
         end = self.follow(item.body)
