@@ -317,7 +317,9 @@ def _wrap_layers(reader: Interpreter, of_class: object, tags: frozenset[str]) ->
     """What FSDP wraps by itself of a module: the items of its ModuleLists, and of its parts'."""
     classes = [of_class]
     for each in classes:
-        for node in nodes(each.node, ast.Assign) if isinstance(each, Definition) else ():
+        for node in (
+            nodes(each.node, ast.Assign) if isinstance(each, Definition) else ()
+        ):
             made = [dotted(call.func) for call in nodes(node.value, ast.Call)]
             if "ModuleList" in map(last_part, made):
                 reader.file.wrapped[last_part(dotted(node.targets[0]))] = tags
