@@ -52,10 +52,12 @@ class Call:
 
 def called(call: Call) -> Abstract:
     """By what is known of the function, and else by its name and what it is given."""
-    for known in (_of_ranks(call), _known(call), _of_items(call)):
-        if known is not None:
-            return known
-    return _by_name(call)
+    kinds = (_of_ranks, _known, _of_items)
+    value = next((each for kind in kinds if (each := kind(call)) is not None), None)
+    value = _by_name(call) if value is None else value
+    if "disable" in call.given and _of_rank(call):  # a bar counts where it is shown
+        value = value.with_entry("n", tagged("rank", level=VARIES))
+    return value
 
 
 def _of_ranks(call: Call) -> Abstract | None:
@@ -86,7 +88,8 @@ def _known(call: Call) -> Abstract | None:
     if last_part(call.origin) == "partial" and call.args:
         return Abstract(ref=call.args[0].ref)
     if call.last == "get" and call.owner.entries and node.args:
-        return call.owner.entry(constant(node.args[0])) or Abstract(call.owner.level)
+        found = call.owner.entry(constant(node.args[0]))
+        return found or Abstract(max(call.owner.level, call.args[0].level))
     if last_part(call.origin) in knowledge.DEALING or (
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
@@ -178,7 +181,7 @@ def _by_name(call: Call) -> Abstract:
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
     if call.last in knowledge.READ_OFF and value.level >= enough:
-        value = replace(value, level=VARIES).without("gradient")
+        value = replace(value, level=VARIES).without("gradient", "next")
     if call.origin in knowledge.NEW_TENSORS and all(
         isinstance(each, (ast.Constant, ast.List)) for each in node.args
     ):
@@ -201,7 +204,8 @@ def _by_name(call: Call) -> Abstract:
         return replace(value, count=count).tagged("next")
     if call.last in knowledge.SELECTING and len(call.args) > 1:
         return replace(value, count=call.args[1].turns)
-    if call.last == "DataLoader" and call.args and call.args[0].count == VARIES:
+    given = [*call.args, *call.given.values()]
+    if call.last == "DataLoader" and any(each.count == VARIES for each in given):
         return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
 

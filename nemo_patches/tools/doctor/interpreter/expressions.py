@@ -87,6 +87,13 @@ def visit_Yield(reader: Interpreter, node: ast.Yield) -> Abstract:
     return value
 
 
+def visit_YieldFrom(reader: Interpreter, node: ast.YieldFrom) -> Abstract:
+    value = reader.of(node.value)
+    reader.yields.append((reader.chosen, max(reader.turns, value.turns)))
+    reader.items.append(Managed([]))
+    return value
+
+
 def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:
     wrapped = reader.file.wrapped.get(node.id, frozenset())
     ref = reader.file.reference(node.id)
@@ -114,7 +121,7 @@ def visit_Attribute(reader: Interpreter, node: ast.Attribute) -> Abstract:
         return _named(reader, name, reader.env[name])
     method = reader.file.method(reader.owner, node.attr) if owner == "self" else None
     if method and is_property(method):
-        return call_helper(reader, method, None, node, name)
+        return call_helper(reader, method, None, node)
     if owner in ("trainer", "self.trainer") and node.attr in knowledge.PROPERTIES:
         pairs_with, why, guess = knowledge.PROPERTIES[node.attr]
         reader.emit(Collective(name, pairs_with, node.lineno, why, guess))
@@ -134,7 +141,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
             reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
         )
         if method and is_property(method):
-            return call_helper(reader, method, None, node, name)
+            return call_helper(reader, method, None, node)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
             return known[f"self.{node.attr}"]
@@ -407,13 +414,13 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     itself = text_of(sides[0]) == text_of(sides[1])  # loss != loss
     if value.level == DATA and (
         itself
-        or any(each.at and isinstance(each.at[0], str) for each in values)
+        or any(each.at and isinstance(each.at[0], (str, tuple)) for each in values)
         or any(isinstance(each, _COMPARING) for each in node.ops)
     ):
         value = replace(value, level=VARIES)
     # Whether it is empty, or as long as another.
     own = any(each.count == VARIES and not each.has("file") for each in values)
-    return replace(value, count=VARIES if own else None).without("gradient")
+    return replace(value, count=VARIES if own else None).without("gradient", "next")
 
 
 def _compared(

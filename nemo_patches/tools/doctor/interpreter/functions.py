@@ -74,7 +74,6 @@ def call_helper(
     called: Definition,
     call: calls.Call | None,
     node: ast.Call | ast.Attribute,
-    name: str,
 ) -> Abstract:
     """A helper of this file, read with what it is given. call: None of a property."""
     if called in reader.file.being_read or manages(called):
@@ -101,7 +100,7 @@ def call_helper(
         if size > _MOST_OF_A_HELPER:  # its collectives are one
             items = list(islice(collectives_in(items), 1))
             size = 1
-        name = name if call is None else f"{name}()"
+        name = text_of(node) if call is None else f"{text_of(call.node.func)}()"
         inlined = Inlined(name, node.lineno, items, guess, size=size)
         kept = _is_cached(called) and any(each.level >= DATA for each in given.values())
         if kept and any(collectives_in(items)):

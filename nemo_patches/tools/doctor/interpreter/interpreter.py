@@ -81,6 +81,7 @@ class Interpreter:
         self.settled = set[str]()
         self.yields: list[tuple[int, int]] = []
         self.chosen = SAME
+        self.parted = SAME  # the same, with ranks that are not here any more
         self.turns = SAME
         self.branches = 0
         self.loops = 0
@@ -173,11 +174,14 @@ class Interpreter:
         by_signal = last_part(self.definition.name) in self.file.signalled
         if by_signal and value.has("const"):  # which comes to each rank at another step
             value = replace(value, level=VARIES, at=None).tagged("signal", "chosen")
-        if isinstance(target, ast.Attribute):
+        # Ranks that have left the function keep what an object has from before.
+        outlives = isinstance(target, ast.Attribute)
+        if outlives:
             value = value.tagged(*self.file.wrapped.get(last, ()))
-        if isinstance(target, ast.Attribute) or name in self.file.changed:
+        if outlives or name in self.file.changed:
             self.file.set_to.setdefault(last, []).append(value)
-        if self.chosen == VARIES and value.has("const") and not value.has("agreed"):
+        chosen = self.parted if outlives else self.chosen
+        if chosen == VARIES and value.has("const") and not value.has("agreed"):
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
         if value.has("agreed"):
             self.settled.add(name)
@@ -251,7 +255,7 @@ class Interpreter:
         value = joined(one, other)
         if one == other:
             return value
-        if one.ref != other.ref and (_callable(one.ref) or _callable(other.ref)):
+        if one.ref != other.ref and (_callable(one) or _callable(other)):
             value = replace(value, ref=Choice(condition, one.ref, other.ref))
         if name == "return" and condition.value.level == VARIES:
             of_files = condition.value.tags & {"file", "random"}
@@ -368,9 +372,10 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
     return frozenset(subjects)
 
 
-def _callable(ref: object) -> bool:
+def _callable(value: Abstract) -> bool:
+    ref = value.ref
     if isinstance(ref, Definition):
-        return isinstance(ref.node, ast.FunctionDef)
+        return not value.has("instance", "generator")
     if isinstance(ref, Choice):  # not those of turn after turn
         return not isinstance(ref.yes, Choice) or not isinstance(ref.no, Choice)
     return isinstance(ref, (str, ast.Lambda))

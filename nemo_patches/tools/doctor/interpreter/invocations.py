@@ -105,7 +105,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     own = target if isinstance(target, Definition) else None
     if own and goes_on:
         if isinstance(own.node, ast.FunctionDef):
-            return call_helper(reader, own, call, node, call.name)
+            return call_helper(reader, own, call, node)
         if not call.function.has("instance"):
             return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:
@@ -186,7 +186,7 @@ def _handle(reader: Interpreter, call: calls.Call) -> None:
             reader.file.handlers[handler.node] = handler, where
     for handler, where in list(reader.file.handlers.values()):
         if call.last in knowledge.RECORDS and logger.startswith(where):
-            call_helper(reader, handler, call, call.node, call.name)
+            call_helper(reader, handler, call, call.node)
 
 
 def _keep(reader: Interpreter, call: calls.Call) -> None:
@@ -241,7 +241,7 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         ]
         given = {**dict(zip(fields, call.args, strict=False)), **call.given}
         return replace(made, entries=tuple(given.items()))
-    call_helper(reader, begin, call, call.node, call.name)
+    call_helper(reader, begin, call, call.node)
     iterates = reader.file.method(of_class, "__iter__")
     counts = reader.file.method(of_class, "__len__")
     if iterates is None and counts is not None and counts not in reader.file.being_read:

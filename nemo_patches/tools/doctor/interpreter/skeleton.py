@@ -246,6 +246,18 @@ def _yields(item: Item) -> bool:
     )
 
 
+def leaving(items: Items, by: Decision | None = None) -> Iterator[Decision]:
+    """What decides whether a loop goes on behind these."""
+    for each in items:
+        if isinstance(each, Branch):
+            yield from leaving([*each.yes, *each.no], each.condition)
+        elif isinstance(each, (Managed, Tried)):
+            for block in inner_blocks(each):
+                yield from leaving(block, by)
+        elif isinstance(each, Exit) and each.end in (BlockEnd.BREAK, BlockEnd.RETURN):
+            yield from [by] if by else []
+
+
 def served_in(items: Iterable[Item]) -> Iterator[str]:
     """What is made in an endless loop that begins with what another rank sends."""
     for each in items:

@@ -22,6 +22,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     DATA,
     SAME,
     UNKNOWN,
+    VARIES,
     Abstract,
     joined,
 )
@@ -274,7 +275,7 @@ class SourceFile:
             value.level == DATA
         ):  # what a name says counts less than what all ranks agreed on
             return called if called.has("agreed") else value
-        if parts_of(name) & knowledge.OTHER_NAMES:
+        if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value
         fed = called.level < DATA and name in _fed(definition.node)
         return replace(value, level=DATA) if fed else called

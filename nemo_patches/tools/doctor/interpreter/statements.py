@@ -34,6 +34,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Tried,
     around_yields,
     collectives_in,
+    leaving,
     own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -185,13 +186,11 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     reader.sized |= condition.value.has("sized")
     reader.apart |= reader.by_rank(condition.value)
     meanings = reader.meanings
-    yes, left, taken = _side(
-        reader, node.body, before, SAME if _ends(node.orelse) else chosen
-    )
+    yes, left, taken = _side(reader, node.body, before, chosen, _ends(node.orelse))
     of_yes = reader.meanings
     reader.meanings = meanings
     no, left_too, other = _side(
-        reader, node.orelse, before, SAME if _ends(node.body) else chosen
+        reader, node.orelse, before, chosen, _ends(node.body)
     )
     common = of_yes.items() & reader.meanings.items()
     reader.meanings = dict(common)
@@ -209,18 +208,23 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
 
 
 def _side(
-    reader: Interpreter, body: Sequence[ast.stmt], before: Environment, chosen: int
+    reader: Interpreter,
+    body: Sequence[ast.stmt],
+    before: Environment,
+    chosen: int,
+    alone: bool,
 ) -> tuple[Items, BlockEnd | None, Environment]:
-    """chosen: how surely data decide that it is this one, and others go on behind the other: DATA
-    of what ranks mostly agree in.
+    """chosen: how surely data decide that it is this one: DATA of what ranks mostly agree in.
+    alone: whether nobody goes on behind the other one.
     """
     reader.env = dict(before)
     reader.meanings = dict(reader.meanings)
-    outer = reader.chosen
-    reader.chosen = max(outer, chosen)
+    outer = reader.chosen, reader.parted
+    reader.parted = max(reader.parted, chosen)
+    reader.chosen = max(reader.chosen, SAME if alone else chosen)
     with reader.inside() as items:
         end = reader.block(body)
-    reader.chosen = outer
+    reader.chosen, reader.parted = outer
     return items, end, reader.env
 
 
@@ -261,12 +265,14 @@ def _merged(
 def visit_While(reader: Interpreter, node: ast.While) -> None:
     endless = isinstance(node.test, ast.Constant)
     reader.loops += 1
+    turns = reader.turns
     for _ in range(_readings(reader)):
         condition = reader.condition(node.test, node)
         sized = reader.sized
         reader.sized |= condition.value.has("sized")
         items = _turn(reader, node.body, endless)
         reader.sized = sized
+    reader.turns = turns
     condition = max(
         condition,
         reader.condition(node.test, node),
@@ -353,6 +359,9 @@ def _turn(
         if target is not None and drawn is not None:
             reader.assign(target, drawn)
         reader.block(body)
+    for each in leaving(items):
+        if each.value.level == VARIES and not each.value.has("next"):
+            reader.turns = VARIES
     for name, value in before.items() if not endless else ():
         now = reader.env.get(name, value)
         if now is not value and not now.has("agreed"):
@@ -425,13 +434,14 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
 def _handler(
     reader: Interpreter, node: ast.ExceptHandler, level: int, env: Environment
 ) -> tuple[Items, BlockEnd | None]:
-    outer = reader.chosen, reader.caught_as
+    outer = reader.chosen, reader.parted, reader.caught_as
     reader.env = env
     reader.chosen = max(reader.chosen, level)
+    reader.parted = max(reader.parted, level)
     reader.caught_as = node.name or "()"
     with reader.inside() as items:
         end = reader.block(node.body)
-    reader.chosen, reader.caught_as = outer
+    reader.chosen, reader.parted, reader.caught_as = outer
     return items, end
 
 

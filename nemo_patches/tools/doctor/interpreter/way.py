@@ -329,7 +329,9 @@ def difference(way: Way, other: Way) -> list[Event]:
         if another.unseen - one.unseen or another.raised:
             continue
         for each in _surplus(one.events, another.events, too_many):
-            left[each.made.name, each.made.line] = each
+            place = each.made.name, each.made.line
+            if not each.made.guess or place not in left:
+                left[place] = each
     return sorted(left.values(), key=lambda each: each.made.line)
 
 
