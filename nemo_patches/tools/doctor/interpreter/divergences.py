@@ -75,7 +75,7 @@ _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # What is found under a guess, and not only left open by it.
-_TOLD = ("the module is sharded", "a rank whose")
+_TOLD = ("the module is sharded", "a rank whose", knowledge.IN_A_GROUP)
 _MOST_MEMBERS = 16
 _MOST_TESTS = 100  # of one function on its data; NeMo's largest has 20
 # Each knows what the one before has seen of attributes and wrapped modules.
@@ -287,27 +287,20 @@ class WaysCompared:
         if not self._usual.events:
             return
         alone = functions.one_rank(self.reader, self.reader.definition)
-        if alone:
+        of_all = [each for each in self._usual.events if not each.made.grouped]
+        if self.reader.in_hook and not alone:
+            of_all = [each for each in of_all if not _of_all(each)]
+        if of_all and (alone or self.reader.in_hook):
             yield Divergence(
                 function=self.name,
-                kind=Kind.FIRST_RANK,
-                collectives=_made(self._usual.events),
-                cause=alone,
+                kind=Kind.FIRST_RANK if alone else Kind.HOOK,
+                collectives=_made(of_all),
+                cause=alone or last_part(self.name),
                 line=self.reader.definition.node.lineno,
-                by_rank=True,
+                by_rank=bool(alone),
             )
+        if alone or (of_all and self.reader.in_hook):
             return
-        if self.reader.in_hook:
-            own = [each for each in self._usual.events if not _of_all(each)]
-            if own:
-                yield Divergence(
-                    function=self.name,
-                    kind=Kind.HOOK,
-                    collectives=_made(own),
-                    cause=last_part(self.name),
-                    line=self.reader.definition.node.lineno,
-                )
-                return
         yield from self._by_rank()
         yield from self._by_data()
 
@@ -325,13 +318,14 @@ class WaysCompared:
         """Whether it is a step, or runs the backward pass itself."""
         return self.name.endswith("_step") or "backward" in self._attributes
 
-    def _follow(self, decide: Decide, caught: Caught | None = None) -> Way:
+    def _follow(
+        self, decide: Decide, caught: Caught | None = None, by_rank: bool = False
+    ) -> Way:
         way = Way(decide, caught)
         way.follow(self.items)
+        if by_rank:  # a rank that is in no group has to make nothing there
+            way.events = [each for each in way.events if not each.made.grouped]
         return way
-
-    def _follow_both(self, key: str) -> tuple[Way, Way]:
-        return self._follow(either(key, True)), self._follow(either(key, False))
 
     def _by_rank(self) -> Iterator[Divergence]:
         members = self.file.members
@@ -348,7 +342,7 @@ class WaysCompared:
         for number in range(self.job):
             unlike.setdefault(tuple(column[number] for column in columns), number)
         ways = [
-            self._follow(on_member(number, len(members)))
+            self._follow(on_member(number, len(members)), by_rank=True)
             for number in list(unlike.values())[:_MOST_MEMBERS]
         ]
         for other in ways[1:]:
@@ -356,15 +350,23 @@ class WaysCompared:
         # Those that a rank's number does not decide, such as rank == source.
         for each in self.conditions:
             if each.value.has("rank") and each not in ranked:
-                ways_of = self._follow_both(each.key)
-                yield from self._compared(*ways_of, [each], by_rank=True)
+                yield from self._by_test(each, by_rank=True)
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self.conditions[:_MOST_TESTS]:
             guess = self._guess_of_batches(each)
             if guess or (each.value.level == VARIES and not each.value.has("rank")):
-                ways_of = self._follow_both(each.key)
-                yield from self._compared(*ways_of, [each], guess=guess)
+                yield from self._by_test(each, guess=guess)
+
+    def _by_test(
+        self, condition: Decision, *, by_rank: bool = False, guess: str = ""
+    ) -> Iterator[Divergence]:
+        """Of the ways on which it holds and does not."""
+        one, other = (
+            self._follow(either(condition.key, holds), by_rank=by_rank)
+            for holds in (True, False)
+        )
+        yield from self._compared(one, other, [condition], by_rank=by_rank, guess=guess)
 
     def _guess_of_batches(self, condition: Decision) -> str:
         """What must hold for ranks to differ in a test that they mostly agree in, which counts

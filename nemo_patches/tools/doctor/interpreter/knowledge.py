@@ -73,6 +73,7 @@ fsdp,@engine+zero,=engine.module+zero | generate
 lightning,parallel | backward | which reduces the gradients | | backward
 =self+sharded,=self+ours | encoder perception pre_encoder | | | encoder
 """
+IN_A_GROUP = "the ranks of its group have batches of their own"
 # A call of a wrapped module: why it is a collective, and what must hold where that is not sure.
 ON_FSDP = (
     "which gathers sharded parameters",
@@ -163,6 +164,11 @@ ONE_RANK = words("""
     """)
 GROUPS = words("new_group new_subgroups new_subgroups_by_enumeration")
 GROUP_NAME = r"group|mesh|\bpg\b|_pg\b"
+# In the call of a collective: some ranks alone make it, or those of its group have one batch.
+ALONE_OR_ALIKE = (
+    r"(?<![a-z])(context|cp|mesh|model|mp|pipeline|pp|sequence|sp|tensor|tp)(?![a-z])"
+    r"|new_\w*group|no_dist|use_local_synchronization"
+)
 LOGS = words("self.log self.log_dict pl_module.log pl_module.log_dict")
 
 # What a name says on a member, by its last part; source_file.py has what each line says.

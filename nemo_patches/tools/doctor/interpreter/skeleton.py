@@ -34,8 +34,9 @@ class BlockEnd(Enum):
 class Collective:
     """A call that every rank must make. pairs_with: its kind; why: what makes it one; guess: what
     must hold for that. of: the name that is used in it. on_step: of a log, whether it is reduced at
-    once, where it says so. modules: of a backward pass, those it is known to reduce. place: its own
-    line and name, also where a helper makes it.
+    once, where it says so. grouped: whether only the ranks of a group make it. modules: of a
+    backward pass, those it is known to reduce. place: its own line and name, also where a helper
+    makes it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Collective:
     guess: str = ""
     of: str = ""
     on_step: object = None
+    grouped: bool = False
     modules: frozenset[str] = frozenset()
     place: tuple[int, str] | None = None
 

@@ -189,9 +189,7 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     yes, left, taken = _side(reader, node.body, before, chosen, _ends(node.orelse))
     of_yes = reader.meanings
     reader.meanings = meanings
-    no, left_too, other = _side(
-        reader, node.orelse, before, chosen, _ends(node.body)
-    )
+    no, left_too, other = _side(reader, node.orelse, before, chosen, _ends(node.body))
     common = of_yes.items() & reader.meanings.items()
     reader.meanings = dict(common)
     reader.sized, reader.apart = sized, apart

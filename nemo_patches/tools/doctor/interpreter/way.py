@@ -127,6 +127,8 @@ class Way:
         if made.of in self._nothing:
             return
         call = self._call
+        if call and made.grouped:  # which group it is given is not told here
+            return
         if call:
             made = replace(
                 made,
