@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import OPERATIONS, applied
@@ -45,7 +46,7 @@ class Call:
     subjects: frozenset[str]
     in_module: bool
 
-    @property
+    @cached_property
     def last(self) -> str:
         return last_part(self.name)
 

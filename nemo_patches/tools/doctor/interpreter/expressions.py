@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -320,25 +321,25 @@ visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
 
 def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
     ends = isinstance(node.op, ast.Or)
-    members = len(reader.file.members)
     first = node.values[0]
-    value = reader.truth(first)
-    at: Sequence[Any] = truths(value.at, text_of(first), members)
-    known = [value]
+    known = [reader.truth(first)]
     for each in node.values[1:]:
-        if value.decided is ends:
+        if known[-1].decided is ends:
             break
         with reader.inside() as items:
-            value = reader.truth(each)
+            known.append(reader.truth(each))
         if items:
             condition = reader.decided_by(first, known[0], node)
             sides = ([], items) if ends else (items, [])
             reader.items.append(Branch(condition, *sides))
-        known.append(value)
-        at = both(at, truths(value.at, text_of(each), members), ends)
     left = mixed([each for each in known if each.decided is None])
-    decided = any(each.at for each in known)
-    return replace(left, at=tuple(at) if decided else None)
+    if not any(each.at for each in known):
+        return left
+    columns = (
+        truths(value.at, text_of(each), len(reader.file.members))
+        for each, value in zip(node.values, known, strict=False)
+    )
+    return replace(left, at=tuple(reduce(partial(both, ends=ends), columns)))
 
 
 def visit_UnaryOp(reader: Interpreter, node: ast.UnaryOp) -> Abstract:

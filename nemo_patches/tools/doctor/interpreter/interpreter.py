@@ -203,7 +203,8 @@ class Interpreter:
 
     def set(self, name: str, value: Abstract) -> None:
         if name != "self":  # the attributes of what it was before
-            for each in [key for key in self.env if key.startswith(f"{name}.")]:
+            attributes = f"{name}."
+            for each in [key for key in self.env if key.startswith(attributes)]:
                 del self.env[each]
         self.env[name] = value
         self.set_here.add(name)

@@ -237,24 +237,24 @@ def _merged(
     are no others.
     """
     nothing = Abstract()
+    merged = {**other, **env}
+    unlike = [name for name in merged if env.get(name) is not other.get(name)]
     agree = {
         side
+        for name in unlike
         for side, here in enumerate((env, other))
-        for name, each in here.items()
-        if each is not before.get(name) and each.has("agreed")
+        if (each := here.get(name, nothing)) is not before.get(name)
+        and each.has("agreed")
     }
     agreeing = (
         len(agree) == 1 and condition.value.level != VARIES and "%" not in condition.key
     )
     side = min(agree, default=0)
-    merged = {}
-    for name in {**env, **other}:
+    for name in unlike:
         pair = env.get(name, nothing), other.get(name, nothing)
         mine, theirs = pair[side], pair[1 - side]
         if agreeing and (mine.has("agreed") or mine.level < theirs.level):
             merged[name] = mine
-        elif pair[0] is pair[1]:
-            merged[name] = pair[0]
         else:
             merged[name] = reader.either(condition, *pair, name)
     return merged
@@ -262,21 +262,13 @@ def _merged(
 
 def visit_While(reader: Interpreter, node: ast.While) -> None:
     endless = isinstance(node.test, ast.Constant)
-    reader.loops += 1
-    turns = reader.turns
-    for _ in range(_readings(reader)):
-        condition = reader.condition(node.test, node)
-        sized = reader.sized
-        reader.sized |= condition.value.has("sized")
-        items = _turn(reader, node.body, endless)
-        reader.sized = sized
-    reader.turns = turns
-    condition = max(
-        condition,
-        reader.condition(node.test, node),
-        key=lambda each: each.value.level,
-    )
-    reader.loops -= 1
+    asked = [reader.condition(node.test, node)]
+    sized = reader.sized
+    reader.sized |= asked[0].value.has("sized")
+    items = _turns(reader, node, endless=endless)
+    reader.sized = sized
+    asked.append(reader.condition(node.test, node))
+    condition = max(asked, key=lambda each: each.value.level)
     _loop(reader, condition, items, node, endless=endless)
 
 
@@ -293,14 +285,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
-    turns = reader.turns
-    reader.turns = max(turns, iterated.turns)
-    reader.loops += 1
-    for _ in range(_readings(reader)):
-        drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
-        items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
-    reader.loops -= 1
-    reader.turns = turns
+    drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+    items = _turns(reader, node, iterated.turns, drawn)
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, behind=behind)
     if iterated.has("set"):
@@ -340,30 +326,41 @@ def _made_with(node: ast.For, items: Items) -> list[Collective]:
     return [each for each in own_collectives(items) if each.line in given]
 
 
-def _readings(reader: Interpreter) -> int:
-    """A body is read twice, as what a turn sets may be asked for in the next one."""
-    return 2 if reader.loops <= _MOST_TURNED else 1
-
-
-def _turn(
+def _turns(
     reader: Interpreter,
-    body: Sequence[ast.stmt],
-    endless: bool,
-    target: ast.expr | None = None,
+    node: ast.For | ast.While,
+    often: int = SAME,
     drawn: Abstract | None = None,
+    *,
+    endless: bool = False,
 ) -> Items:
-    before = dict(reader.env)
-    with reader.inside() as items:
-        if target is not None and drawn is not None:
-            reader.assign(target, drawn)
-        reader.block(body)
-    for each in leaving(items):
-        if each.value.level == VARIES and not each.value.has("next"):
+    """What a turn makes. often: how surely ranks differ in how many there are."""
+    turns = reader.turns
+    reader.turns = max(turns, often)
+    reader.loops += 1
+    # What a turn sets may be asked for in the next one.
+    for _ in range(2 if reader.loops <= _MOST_TURNED else 1):
+        before = dict(reader.env)
+        changed = False
+        with reader.inside() as items:
+            if drawn is not None and isinstance(node, ast.For):
+                reader.assign(node.target, drawn)
+            reader.block(node.body)
+        left = [each.value for each in leaving(items)]
+        if any(each.level == VARIES and not each.has("next") for each in left):
+            changed = reader.turns != VARIES
             reader.turns = VARIES
-    for name, value in before.items() if not endless else ():
-        now = reader.env.get(name, value)
-        if now is not value and not now.has("agreed"):
-            reader.env[name] = joined(value, now)
+        for name, value in before.items():
+            now = reader.env.get(name, value)
+            if now == value:
+                continue
+            changed = True
+            if not endless and not now.has("agreed"):
+                reader.env[name] = joined(value, now)
+        if not changed:
+            break
+    reader.loops -= 1
+    reader.turns = turns
     return items
 
 
