@@ -37,10 +37,11 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     BlockEnd,
     Collective,
     Decision,
+    PeerMessage,
+    Tried,
     conditions_in,
-    messages_in,
+    of_kind,
     served_in,
-    tries_in,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
 from nemo_patches.tools.doctor.interpreter.values import VARIES, Abstract
@@ -206,7 +207,7 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
     found: list[tuple[Interpreter, Correspondence]] = []
     for each in read:
         if (
-            any(messages_in(each.items))
+            any(of_kind(each.items, PeerMessage))
             and each.definition.node not in file.called_apart
         ):
             every = range(file.members.job)
@@ -395,7 +396,8 @@ class WaysCompared:
         )
 
     def _by_error(self) -> Iterator[Divergence]:
-        for tried in tries_in(self.items):
+        # A helper's are found in the helper.
+        for tried in of_kind(self.items, Tried, helpers=False):
             for number, (condition, _) in enumerate(tried.handlers):
                 if condition.value.level != VARIES or tried.harmless:
                     continue

@@ -12,12 +12,12 @@ from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     Branch,
+    Collective,
     Inlined,
     Items,
-    collectives_in,
-    inner_blocks,
+    inside,
+    of_kind,
     own_collectives,
-    size_of,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -96,14 +96,12 @@ def call_helper(
     if inner.items and not inner.yields:
         guess = collectives.guess_of_helper(called, call, reader.file)
         items = inner.items
-        size = size_of(items)
-        if size > _MOST_OF_A_HELPER:  # its collectives are one
-            items = list(islice(collectives_in(items), 1))
-            size = 1
+        if any(islice(inside(items), _MOST_OF_A_HELPER, None)):  # they are one
+            items = list(islice(of_kind(items, Collective), 1))
         name = text_of(node) if call is None else f"{text_of(call.node.func)}()"
-        inlined = Inlined(name, node.lineno, items, guess, size=size)
+        inlined = Inlined(name, node.lineno, items, guess)
         kept = _is_cached(called) and any(each.level >= DATA for each in given.values())
-        if kept and any(collectives_in(items)):
+        if kept and any(of_kind(items, Collective)):
             text = f"what the cache of {called.name} has"
             asked = reader.decided_by(node, Abstract(VARIES), node, key=text)
             reader.items.append(Branch(asked, [], [inlined]))
@@ -230,13 +228,9 @@ def _returned(
 def _parts_ranks(reader: Interpreter, items: Items) -> bool:
     """Whether a collective is made on one side of a test on the rank only."""
     return any(
-        any(_parts_ranks(reader, block) for block in inner_blocks(each))
-        or (
-            isinstance(each, Branch)
-            and reader.by_rank(each.condition.value)
-            and any(collectives_in(each.yes)) != any(collectives_in(each.no))
-        )
-        for each in items
+        reader.by_rank(each.condition.value)
+        and any(of_kind(each.yes, Collective)) != any(of_kind(each.no, Collective))
+        for each in of_kind(items, Branch)
     )
 
 

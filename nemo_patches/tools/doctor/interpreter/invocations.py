@@ -30,7 +30,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Inlined,
     Loop,
     Unseen,
-    collectives_in,
+    of_kind,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -167,7 +167,7 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
         if (
             isinstance(own, Definition)
             and isinstance(own.node, ast.FunctionDef)
-            and any(collectives_in(items_of(reader, own)))
+            and any(of_kind(items_of(reader, own), Collective))
         ):
             reader.items.append(Unseen(own.name))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
+from typing import TypeVar
 
 from nemo_patches.tools.doctor.interpreter.members import Column
 from nemo_patches.tools.doctor.interpreter.values import Abstract
@@ -138,7 +139,6 @@ class Inlined:
     body: Items
     guess: str = ""
     manages: bool = False
-    size: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +191,7 @@ Item = (
     | Unseen
 )
 Items = list[Item]
+Kind = TypeVar("Kind")
 
 
 def inner_blocks(item: Item) -> list[Items]:
@@ -204,30 +205,24 @@ def inner_blocks(item: Item) -> list[Items]:
     return [item.body] if isinstance(item, (Inlined, Managed)) else []
 
 
+def inside(items: Iterable[Item], *, helpers: bool = True) -> Iterator[Item]:
+    """All of them, with those in others. helpers: also what helpers make."""
+    for each in items:
+        yield each
+        if helpers or not isinstance(each, Inlined) or each.manages:
+            for block in inner_blocks(each):
+                yield from inside(block, helpers=helpers)
+
+
+def of_kind(
+    items: Iterable[Item], kind: type[Kind], *, helpers: bool = True
+) -> Iterator[Kind]:
+    return (each for each in inside(items, helpers=helpers) if isinstance(each, kind))
+
+
 def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
-    for each in items:
-        if isinstance(each, (Branch, Loop)):
-            yield each.condition
-        for block in inner_blocks(each):
-            yield from conditions_in(block)
-
-
-def messages_in(items: Iterable[Item]) -> Iterator[PeerMessage]:
-    for each in items:
-        if isinstance(each, PeerMessage):
-            yield each
-        for block in inner_blocks(each):
-            yield from messages_in(block)
-
-
-def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
-    """Those of a function itself: a helper's are found in the helper."""
-    for each in items:
-        if isinstance(each, Tried):
-            yield each
-        helper = isinstance(each, Inlined) and not each.manages
-        for block in () if helper else inner_blocks(each):
-            yield from tries_in(block)
+    around = (each for each in inside(items) if isinstance(each, (Branch, Loop)))
+    return (each.condition for each in around)
 
 
 def around_yields(items: Items) -> tuple[Items, Items]:
@@ -243,9 +238,7 @@ def around_yields(items: Items) -> tuple[Items, Items]:
 
 
 def _yields(item: Item) -> bool:
-    return (isinstance(item, Managed) and not item.body) or any(
-        _yields(each) for block in inner_blocks(item) for each in block
-    )
+    return any(not each.body for each in of_kind([item], Managed))
 
 
 def leaving(items: Items, by: Decision | None = None) -> Iterator[Decision]:
@@ -262,47 +255,29 @@ def leaving(items: Items, by: Decision | None = None) -> Iterator[Decision]:
 
 def served_in(items: Iterable[Item]) -> Iterator[str]:
     """What is made in an endless loop that begins with what another rank sends."""
-    for each in items:
-        if isinstance(each, Loop) and each.endless:
-            kinds = [made.pairs_with for made in collectives_in(each.body)]
-            first = next(iter(each.body), None)
-            waits = isinstance(first, (Collective, Inlined))
-            if kinds and waits and kinds[0].startswith(RECEIVED):
-                yield from kinds
-        for block in inner_blocks(each):
-            yield from served_in(block)
+    for each in of_kind(items, Loop):
+        kinds = [made.pairs_with for made in of_kind(each.body, Collective)]
+        waits = each.body and isinstance(each.body[0], (Collective, Inlined))
+        if each.endless and waits and kinds and kinds[0].startswith(RECEIVED):
+            yield from kinds
 
 
-def size_of(items: Iterable[Item]) -> int:
-    """How many items there are, with those of helpers."""
-    return sum(
-        each.size
-        if isinstance(each, Inlined) and each.size
-        else 1 + sum(map(size_of, inner_blocks(each)))
-        for each in items
+def as_called(made: Collective, call: Inlined) -> Collective:
+    """A collective of a helper, where the helper is called."""
+    return replace(
+        made,
+        name=call.name,
+        line=call.line,
+        why=made.why or f"which makes {made.name}",
+        guess=made.guess or call.guess,
     )
 
 
 def own_collectives(items: Iterable[Item]) -> Iterator[Collective]:
     """With a helper's first one in place of all of the helper's, where it is called."""
-    for each in items:
+    for each in inside(items, helpers=False):
         if isinstance(each, Collective):
             yield each
-        elif isinstance(each, Inlined):
-            for made in islice(collectives_in(each.body), 1):
-                why = made.why or f"which makes {made.name}"
-                guess = made.guess or each.guess
-                yield replace(
-                    made, name=each.name, line=each.line, why=why, guess=guess
-                )
-        else:
-            for block in inner_blocks(each):
-                yield from own_collectives(block)
-
-
-def collectives_in(items: Iterable[Item]) -> Iterator[Collective]:
-    for each in items:
-        if isinstance(each, Collective):
-            yield each
-        for block in inner_blocks(each):
-            yield from collectives_in(block)
+        elif isinstance(each, Inlined) and not each.manages:
+            for made in islice(of_kind(each.body, Collective), 1):
+                yield as_called(made, each)

@@ -33,8 +33,8 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Loop,
     Tried,
     around_yields,
-    collectives_in,
     leaving,
+    of_kind,
     own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -300,19 +300,17 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
 
 def _generated(
     reader: Interpreter, iterated: Abstract, node: ast.For
-) -> tuple[Items, Items]:
+) -> list[list[Inlined]]:
     """What a generator of this file makes before a loop over it, and with the next turns."""
     made = iterated.ref
     if iterated.has("instance"):
         made = reader.file.method(made, "__iter__")
     if not iterated.has("generator", "instance") or not isinstance(made, Definition):
-        return [], []
+        return [[], []]
     name = f"{last_part(made.name)}()"
-    first, second = around_yields(functions.items_of(reader, made))
-    return (
-        [Inlined(name, node.lineno, first)] if any(collectives_in(first)) else [],
-        [Inlined(name, node.lineno, second)] if any(collectives_in(second)) else [],
-    )
+    parts = around_yields(functions.items_of(reader, made))
+    called = [Inlined(name, node.lineno, each) for each in parts]
+    return [[each] if any(of_kind(each.body, Collective)) else [] for each in called]
 
 
 def _made_with(node: ast.For, items: Items) -> list[Collective]:

@@ -53,7 +53,9 @@ class Abstract:
         return self if union == self.tags else replace(self, tags=union)
 
     def without(self, *tags: str) -> Abstract:
-        return replace(self, tags=self.tags.difference(tags)) if self.has(*tags) else self
+        return (
+            replace(self, tags=self.tags.difference(tags)) if self.has(*tags) else self
+        )
 
     @property
     def decided(self) -> bool | None:

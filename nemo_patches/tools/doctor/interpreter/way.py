@@ -26,7 +26,8 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     PeerMessage,
     Tried,
     Unseen,
-    collectives_in,
+    as_called,
+    of_kind,
 )
 
 _LOOPS = ("for ", "while ")  # how their guards begin
@@ -130,13 +131,7 @@ class Way:
         if call and made.grouped:  # which group it is given is not told here
             return
         if call:
-            made = replace(
-                made,
-                name=call.name,
-                line=call.line,
-                why=made.why or f"which makes {made.name}",
-                guess=made.guess or call.guess,
-            )
+            made = as_called(made, call)
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
 
@@ -299,7 +294,7 @@ class Way:
 def _only_raises(items: Items) -> bool:
     last = items[-1] if items else None
     raises = isinstance(last, Exit) and last.end is BlockEnd.RAISE
-    return raises and not any(collectives_in(items))
+    return raises and not any(of_kind(items, Collective))
 
 
 def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
