@@ -11,7 +11,7 @@ from functools import cached_property
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import OPERATIONS, applied
 from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
-from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
+from nemo_patches.tools.doctor.interpreter.source_file import SourceFile
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
@@ -83,14 +83,8 @@ def _of_ranks(call: Call) -> Abstract | None:
 
 def _known(call: Call) -> Abstract | None:
     node = call.node
-    ref = call.function.ref
-    if isinstance(ref, Definition):
-        return replace(tagged("instance"), ref=ref)
     if last_part(call.origin) == "partial" and call.args:
         return Abstract(ref=call.args[0].ref)
-    if call.last == "get" and call.owner.entries and node.args:
-        found = call.owner.entry(constant(node.args[0]))
-        return found or Abstract(max(call.owner.level, call.args[0].level))
     if last_part(call.origin) in knowledge.DEALING or (
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
@@ -177,8 +171,6 @@ def _by_name(call: Call) -> Abstract:
         )
         level = VARIES if varies else SAME
         return replace(value, level=level, count=first.count).without("gradient")
-    if call.last in knowledge.EMPTINESS and call.owner.count == VARIES:
-        return Abstract(VARIES, count=VARIES)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
     if call.last in knowledge.READ_OFF and value.level >= enough:

@@ -300,7 +300,6 @@ class WaysCompared:
                 line=self.reader.definition.node.lineno,
                 by_rank=bool(alone),
             )
-        if alone or (of_all and self.reader.in_hook):
             return
         yield from self._by_rank()
         yield from self._by_data()

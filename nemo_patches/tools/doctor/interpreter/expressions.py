@@ -158,13 +158,9 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
         return Abstract(ref=method)
     if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
         return tagged("gradient") if node.attr == "grad" else Abstract()
-    if node.attr == "shape" and parts_of(dotted(node.value)) & knowledge.PARAMETER:
-        return Abstract()
     if node.attr == "shape" and inner.level:
         return tagged("shape", level=VARIES)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
-    if node.attr == "module":
-        wrapped = frozenset()
     tags = wrapped | inner.tags & {"@engine", "alone", "file", "object"}
     level = inner.level
     count = UNKNOWN if parts_of(node.attr) & knowledge.LOADERS else None
@@ -311,8 +307,6 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     reader.turns, reader.chosen = before
     agreed = {key: each for key, each in reader.env.items() if each.has("agreed")}
     reader.env = {**outer, **agreed}
-    if isinstance(node, ast.DictComp) and value.count != VARIES:
-        return replace(value, level=SAME, count=SAME)  # its keys are the data set's
     return value.tagged("set") if isinstance(node, ast.SetComp) else value
 
 

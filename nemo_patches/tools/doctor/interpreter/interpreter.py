@@ -91,16 +91,15 @@ class Interpreter:
         self.joined = definition.node in file.joined
         self.sized = False  # where a test asks what is left over by the number of ranks
         self.apart = False  # where a test of the rank lets some ranks come
-        self.caught_as = ""  # the name of the error in its handler; () without one
+        self.handles = False  # an error
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
         self.held = 0  # the line of a lock of several processes
         # By Kind's names, what no comparison of ways shows, and the line of what is wrong with it.
         self.found: list[tuple[str, Collective, int]] = []
         self.ranges: dict[str, tuple[str, Column]] = {}  # of peer_messages.py
-        # Of a context manager: what runs the block of the with statement, and its statements.
+        # Of a context manager: what runs the block of the with statement.
         self.run_managed: Callable[[Abstract], Items] | None = None
-        self.managed: Sequence[ast.stmt] = ()
         self.subjects = _subjects(file, self.owner)
         automatic = env.get("self.automatic_optimization", Abstract())
         self.runs_backward = (
@@ -160,14 +159,9 @@ class Interpreter:
             target = target.value
         name = dotted(target)
         last = last_part(name)
-        if name.startswith(("()", "super")):
-            return
         drawn = value.has("drawn") and name in knowledge.BATCHES
         if drawn or (value.has("next") and sounds_like_data(name)):
             value = replace(value, level=DATA).tagged("batch")
-        of_loader = parts_of(name) & knowledge.LOADERS
-        if value.level == DATA and value.count is None and of_loader:
-            value = replace(value, count=UNKNOWN)
         is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
         if value.level == UNKNOWN and last == name and is_loss:
             value = replace(value, level=DATA)

@@ -138,10 +138,6 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         return _add(reader, dotted(node.func.value), call)
     if call.name in ("filter", "map") and len(call.args) == 2:
         return _mapped(reader, call)
-    if call.last == "setattr" and len(node.args) == 3:
-        name = getattr(node.args[1], "value", "")
-        reader.assign(ast.Attribute(node.args[0], str(name), ast.Store()), call.args[2])
-        return Abstract()
     _set_alarm(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
@@ -366,11 +362,6 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     every += [
         each.value for each in node.keywords if each.arg not in knowledge.SETTINGS
     ]
-    of_torch = reader.origin(made.name).startswith(("torch.distributed", "dist."))
-    if last in knowledge.TO_ONE and of_torch:
-        if last == "reduce":  # one rank alone has the result
-            reader.agree_on(every[0], tagged("alone", level=VARIES))
-        return Abstract()
     if last in knowledge.READING:
         into_first = last.startswith("all_") and len(every) > 1
         every = every[:1] if into_first else []

@@ -109,8 +109,7 @@ PROPERTIES = {
     "callback_metrics": _OF_LOGS,
     "logged_metrics": _OF_LOGS,
 }
-# Those that leave their result on one rank, and those that read what they are given.
-TO_ONE = words("reduce gather gather_object")
+# Those that read what they are given, or leave their result on one rank.
 READING = words("""
     all_gather all_gather_into_tensor all_gather_object gather gather_for_metrics gather_object
     reduce
@@ -286,7 +285,6 @@ SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split va
 TEXTS = words("key name")
 OF_SETS = words("copy difference intersection symmetric_difference union")
 ADDING = words("append extend add put put_nowait")
-EMPTINESS = words("empty qsize")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.

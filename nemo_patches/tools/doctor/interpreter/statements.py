@@ -64,7 +64,6 @@ _ENDS: dict[type[ast.stmt], BlockEnd] = {
     ast.Break: BlockEnd.BREAK,
     ast.Continue: BlockEnd.CONTINUE,
 }
-_DENYING = (ast.NotIn, ast.NotEq)
 _ASKED = (ast.Attribute, ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
 
 
@@ -81,7 +80,7 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            in_order = not reader.depth and not reader.caught_as and _in_order(called)
+            in_order = not reader.depth and not reader.handles and _in_order(called)
             end = BlockEnd.RETURN if in_order else BlockEnd.RAISE
             text = text_of(called)
     if end is not None:
@@ -173,8 +172,6 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
 def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     condition = reader.condition(node.test, node)
     decided = condition.value.decided
-    if decided is None and reader.caught_as and reader.caught_as in names_in(node.test):
-        decided = not _denies(node.test)  # it is the error that is looked for
     if decided is not None:
         return reader.block(node.body if decided else node.orelse)
     before = reader.env
@@ -316,9 +313,6 @@ def _generated(
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
     """The collectives of a loop's body that are given its item, or what is made of it."""
     names = names_in(node.target)
-    for each in nodes(node, ast.Assign):
-        if names & names_in(each.value):
-            names |= {dotted(target) for target in each.targets}
     calls_of = nodes(node, ast.Call)
     given = {each.lineno for each in calls_of if names & names_in(each)}
     return [each for each in own_collectives(items) if each.line in given]
@@ -408,17 +402,14 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
     reader.env = after
     with reader.inside() as final:
         last = reader.block(node.finalbody)
-    body_of = node.body
-    if any(nodes(each, ast.Yield) for each in node.body) and reader.managed:
-        body_of = list(reader.managed)
     reader.items.append(
         Tried(
             body=body,
             handlers=handlers,
             orelse=orelse,
             final=final,
-            first=_first_call(body_of),
-            harmless=_harmless(reader, body_of),
+            first=_first_call(node.body),
+            harmless=_harmless(reader, node.body),
         )
     )
     return last or (None if node.handlers else end)
@@ -427,14 +418,14 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
 def _handler(
     reader: Interpreter, node: ast.ExceptHandler, level: int, env: Environment
 ) -> tuple[Items, BlockEnd | None]:
-    outer = reader.chosen, reader.parted, reader.caught_as
+    outer = reader.chosen, reader.parted, reader.handles
     reader.env = env
     reader.chosen = max(reader.chosen, level)
     reader.parted = max(reader.parted, level)
-    reader.caught_as = node.name or "()"
+    reader.handles = True
     with reader.inside() as items:
         end = reader.block(node.body)
-    reader.chosen, reader.parted, reader.caught_as = outer
+    reader.chosen, reader.parted, reader.handles = outer
     return items, end
 
 
@@ -500,13 +491,6 @@ def _in_order(leaving: ast.Call) -> bool:
     code = leaving.args[0] if leaving.args else ast.Constant(0)
     said = isinstance(code, ast.Constant) and code.value in (0, None)
     return said and dotted(leaving.func).endswith("exit")
-
-
-def _denies(test: ast.expr) -> bool:
-    """Whether a test holds where what it names is not there."""
-    if isinstance(test, ast.UnaryOp):
-        return not _denies(test.operand)
-    return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
 
 
 def _of_handler(node: ast.ExceptHandler, tried: ast.Try, apart: bool) -> Decision:

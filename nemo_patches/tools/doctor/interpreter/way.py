@@ -160,11 +160,6 @@ class Way:
 
     def _branch(self, item: Branch) -> BlockEnd | None:
         decided = self.decide(item.condition)
-        if isinstance(decided, Open):  # it may be asked again in its own branch
-            if decided in self._guards:
-                decided = True
-            elif negated(decided) in self._guards:
-                decided = False
         if not isinstance(decided, Open):
             before = self._left
             end = self.follow(item.yes if decided else item.no)
