@@ -253,11 +253,6 @@ def _entries(call: Call, value: Abstract) -> Abstract:
     of_dict = call.last in ("items", "keys", "values")
     count = VARIES if of_dict and call.owner.turns == VARIES else SAME
     item = Abstract() if call.last == "keys" else None
-    if call.last in ("items", "named_parameters"):
-        entry = replace(value, level=min(value.level, DATA))
-        is_text = call.last != "items" or "state_dict" in text_of(call.node)
-        key = tagged("text") if is_text else Abstract()
-        item = Abstract(parts=(key, entry))
     return replace(value, count=count, item=item)
 
 

@@ -158,8 +158,8 @@ def _is_alarmed(made: Interpreter) -> bool:
     return any(kind == "ALARM" for kind, _, _ in made.found)
 
 
-def decorated(reader: Interpreter, function: Definition) -> Definition:
-    """What is called by a function's name: what a decorator of this file puts in its place."""
+def decorate(reader: Interpreter, function: Definition) -> None:
+    """Read what a decorator of this file does with a function: add it to a table, or run it."""
     for node in reversed(getattr(function.node, "decorator_list", ())):
         made = _wrapper(reader, node)
         if made and (_is_alarmed(made) or _parts_ranks(reader, made.items)):
@@ -169,16 +169,10 @@ def decorated(reader: Interpreter, function: Definition) -> Definition:
         if args is None or not args.args or own in reader.file.being_read:
             continue
         inner = reader.read(own, {args.args[0].arg: Abstract(ref=function)}, {})
-        for name, kept in inner.env.items():  # a table of functions, that it adds to
+        for name, kept in inner.env.items():
             fills = (kept.entries or kept.item) and "." not in name
             if fills and name in reader.env:
                 reader.env[name] = kept
-        runs = inner.returned.ref
-        if isinstance(runs, Definition) and runs in reader.file.definitions:
-            place = reader.file.definitions.index(runs)
-            function = replace(runs, name=function.name, owner=function.owner)
-            reader.file.definitions[place] = function
-    return function
 
 
 def _wrapper(reader: Interpreter, decorator: ast.expr) -> Interpreter | None:

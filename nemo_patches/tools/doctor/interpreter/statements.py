@@ -99,7 +99,8 @@ def _unused(reader: Interpreter, first: int) -> None:
 def visit_FunctionDef(reader: Interpreter, node: ast.FunctionDef) -> None:
     in_module = reader.definition.node is reader.file.tree
     made = Definition(node.name, node, outer=None if in_module else reader.env)
-    reader.env[node.name] = Abstract(ref=functions.decorated(reader, made))
+    functions.decorate(reader, made)
+    reader.env[node.name] = Abstract(ref=made)
     reader.file.definitions.append(made)
 
 
@@ -136,8 +137,8 @@ def visit_ClassDef(reader: Interpreter, node: ast.ClassDef) -> None:
                 # It may call a method that is another one here.
                 inherited = replace(method, name=f"{node.name}.{name}", owner=made)
                 made.methods[name] = inherited
-    for name, method in made.methods.items():
-        made.methods[name] = functions.decorated(reader, method)
+    for method in made.methods.values():
+        functions.decorate(reader, method)
         reader.file.definitions.append(method)
 
 
