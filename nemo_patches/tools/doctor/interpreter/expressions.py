@@ -80,19 +80,16 @@ def visit_NamedExpr(reader: Interpreter, node: ast.NamedExpr) -> Abstract:
     return reader.env.get(node.target.id, value)
 
 
-def visit_Yield(reader: Interpreter, node: ast.Yield) -> Abstract:
-    reader.yields.append((reader.chosen, reader.turns))
+def visit_Yield(reader: Interpreter, node: ast.Yield | ast.YieldFrom) -> Abstract:
     value = reader.of(node.value) if node.value else Abstract()
+    often = value.turns if isinstance(node, ast.YieldFrom) else SAME
+    reader.yields.append((reader.chosen, max(reader.turns, often)))
     run = reader.run_managed
     reader.items.append(Managed(run(value) if run is not None else []))
     return value
 
 
-def visit_YieldFrom(reader: Interpreter, node: ast.YieldFrom) -> Abstract:
-    value = reader.of(node.value)
-    reader.yields.append((reader.chosen, max(reader.turns, value.turns)))
-    reader.items.append(Managed([]))
-    return value
+visit_YieldFrom = visit_Yield
 
 
 def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:

@@ -87,10 +87,7 @@ def call_helper(
         reader.file.called_apart.add(called.node)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
-    key = called, tuple(given.items()), tuple(own.items())
-    if key not in reader.file.summaries:
-        reader.file.summaries[key] = reader.read(called, given, own)
-    inner: Interpreter = reader.file.summaries[key]
+    inner = _summary(reader, called, given, own)
     if one_rank(reader, called):
         return inner.returned
     if inner.items and not inner.yields:
@@ -125,11 +122,21 @@ def items_of(reader: Interpreter, own: Definition) -> Items:
     """What a function of this file makes, whatever it is given."""
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
         return []
-    key = own, (), ()
+    return _summary(reader, own, {}, {}).items
+
+
+def _summary(
+    reader: Interpreter,
+    called: Definition,
+    given: Mapping[str, Abstract],
+    own: Mapping[str, Abstract],
+) -> Interpreter:
+    """Each is read once for what it is given."""
+    key = called, tuple(given.items()), tuple(own.items())
     if key not in reader.file.summaries:
-        reader.file.summaries[key] = reader.read(own, {}, {})
+        reader.file.summaries[key] = reader.read(called, given, own)
     inner: Interpreter = reader.file.summaries[key]
-    return inner.items
+    return inner
 
 
 def one_rank(reader: Interpreter, definition: Definition) -> str:

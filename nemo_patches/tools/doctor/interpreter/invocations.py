@@ -150,9 +150,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
 def _own_sizes(call: calls.Call) -> bool:
     """Whether this rank's data say how much the others send, which they do not know of."""
     given = {**dict(zip(knowledge.SIZES_OF, call.args, strict=False)), **call.given}
-    sizes = given.get("output_split_sizes", tagged("nothing"))
-    if sizes.has("nothing"):
-        sizes = given.get("input_split_sizes", sizes)
+    sent = given.get("input_split_sizes", Abstract())
+    sizes = given.get("output_split_sizes", sent)
     return sizes.level == VARIES and not sizes.has("shape")
 
 
@@ -171,8 +170,6 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
 def _handle(reader: Interpreter, call: calls.Call) -> None:
     """Add a handler of this file to a logger, or run those that a record comes to."""
     logger = str(call.owner.ref)
-    if logger == "logging":  # the root of all
-        logger = "logging.getLogger()"
     method = knowledge.HANDLERS.get(call.last, "")
     given = [*call.args, *(each for one in call.given.values() for each in one.parts)]
     for each in given if method else ():
