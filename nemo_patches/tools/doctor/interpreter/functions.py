@@ -45,26 +45,24 @@ _SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
 def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
     """The function of this file that a call leads to."""
     name = dotted(node.func)
-    first, _, rest = name.partition(".")
-    if first in ("super()", "self", "cls") and reader.owner and "." not in rest:
-        beyond = first == "super()"
-        found = reader.file.method(reader.owner, rest or "forward", beyond=beyond)
-        if found or first == "super()":
+    holder_name, _, last = name.rpartition(".")
+    holder = reader.env.get(holder_name, Abstract())
+    if holder_name in ("super()", "self", "cls") or name == "self":
+        beyond = holder_name == "super()"
+        own = last if holder_name else "forward"
+        found = reader.file.method(reader.owner, own, beyond=beyond)
+        if found or beyond:
             return None if found and is_property(found) else found
-    known = reader.env.get(name, Abstract())
-    owner = reader.env.get(name.rpartition(".")[0], Abstract())
-    if owner.has("metric") and last_part(name) == "compute":
+    if holder.has("metric") and last == "compute":
         return None  # torchmetrics runs it between two of its own collectives
-    holder = owner.ref
-    if isinstance(holder, Definition) and holder.methods:
-        return reader.file.method(holder, last_part(name))
-    ref = known.ref
+    if isinstance(holder.ref, Definition) and holder.ref.methods:
+        return reader.file.method(holder.ref, last)
+    known = reader.env.get(name, Abstract())
     if known.has("instance"):
-        wrapped = known.has("ddp", "fsdp")
-        if wrapped:
-            return None
-        called = reader.file.method(ref, "__call__")
-        return called or reader.file.method(ref, "forward")
+        called = reader.file.method(known.ref, "__call__")
+        called = called or reader.file.method(known.ref, "forward")
+        return None if known.has("ddp", "fsdp") else called
+    ref = known.ref
     is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
     return ref if is_function else None
 
