@@ -118,8 +118,6 @@ def _known(call: Call) -> Abstract | None:
         return replace(drawn, count=size.level if size else None)
     if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
         return tagged("lock")
-    if call.last == "acquire" and call.owner.has("lock"):
-        return call.owner
     if call.last in knowledge.FILES:
         return tagged("file", level=VARIES)
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
@@ -184,8 +182,6 @@ def _by_name(call: Call) -> Abstract:
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         if call.name != "dict":  # what an object decides is in what it is asked
             value = replace(value, level=min(value.level, DATA))
-        words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
-        value = value.tagged("holds") if words & knowledge.HOLDING else value
     if call.name in ("frozenset", "set") or (
         call.owner.has("set") and call.last in knowledge.OF_SETS
     ):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -34,7 +33,6 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     LOG,
     RECEIVED,
     UNUSED,
-    BlockEnd,
     Collective,
     Decision,
     PeerMessage,
@@ -206,10 +204,7 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
     """Messages of functions that the file does not call for some ranks alone."""
     found: list[tuple[Interpreter, Correspondence]] = []
     for each in read:
-        if (
-            any(of_kind(each.items, PeerMessage))
-            and each.definition.node not in file.called_apart
-        ):
+        if any(of_kind(each.items, PeerMessage)):
             every = range(file.members.job)
             ways = [Way(on_member(number, len(file.members))) for number in every]
             for way in ways:
@@ -254,11 +249,7 @@ class WaysCompared:
         self.name = reader.definition.name
         self.items = reader.items
         self.job = reader.file.members.job
-        by_key: dict[str, Decision] = {}
-        for each in conditions_in(self.items):
-            # What is on one rank alone behind a reduce is asked for before it as what it was.
-            if each.key not in by_key or not each.value.has("alone"):
-                by_key[each.key] = each
+        by_key = {each.key: each for each in conditions_in(self.items)}
         self.conditions = list(by_key.values())
 
     def divergences(self, said: set[object]) -> Iterator[Divergence]:
@@ -403,10 +394,7 @@ class WaysCompared:
                 missing: list[Event] = []
                 for early in (False, True):
                     way = self._follow(undecided, (tried, number, early))
-                    if way.raised:
-                        missing = self._alone(way)
-                    else:
-                        missing = missing or difference(self._usual, way)
+                    missing = missing or difference(self._usual, way)
                 if missing:
                     yield Divergence(
                         function=self.name,
@@ -415,21 +403,6 @@ class WaysCompared:
                         cause=condition.text,
                         line=condition.line,
                     )
-
-    def _alone(self, way: Way) -> list[Event]:
-        """What a handler makes before it raises, if the others come to something else then."""
-        before = Counter(each.key for each in way.events) - Counter(
-            each.key for each in way.handled
-        )
-        rest = []
-        for each in self._usual.events:
-            if before[each.key]:
-                before[each.key] -= 1
-            else:
-                rest.append(each.made.pairs_with)
-        rest += [each.made.pairs_with for each in self._usual.events]  # of a next turn
-        paired = [each.made.pairs_with for each in way.handled[:1]] == rest[:1]
-        return [] if paired else way.handled
 
     def _compared(
         self,
@@ -441,11 +414,7 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
-        missing = [
-            each
-            for each in difference(way, other)
-            if each.made.name not in self.reader.settled
-        ]
+        missing = difference(way, other)
         if by_rank:
             missing = _not_served(way, other, missing)
         else:
@@ -483,9 +452,7 @@ class WaysCompared:
         exits = {*way.exits} ^ {*other.exits}
         for each in sorted(exits, key=lambda one: (one.sets, one.line)):
             around = next((one for one in conditions if one.around(each.line)), None)
-            # That a loop breaks is the matter of the test that does it.
-            breaks = each.text == BlockEnd.BREAK.value
-            if around is not None and not (breaks and around.kind == "for"):
+            if around is not None:
                 made = self._guessed(missing, by_rank, "")
                 parted = self._parted(Kind.EXIT, made, around, by_rank)
                 yield replace(parted, exit=each.text, exit_line=each.line)

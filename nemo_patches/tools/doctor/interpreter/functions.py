@@ -81,8 +81,6 @@ def call_helper(
         seen = reader.file.given.setdefault(called, {})
         seen.setdefault(parameter, []).append(value)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
-    if reader.apart:
-        reader.file.called_apart.add(called.node)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
     inner = _summary(reader, called, given, own)

@@ -143,7 +143,6 @@ class SourceFile:
         self.summaries: dict[Any, Any] = {}
         self.seeded_by_rank = False
         self.calls_joined: dict[ast.AST, set[bool]] = {}
-        self.called_apart = set[ast.AST]()  # and those that some ranks alone call
         self.joined = set[ast.AST]()  # functions that are called within join() alone
         self.signalled = set[str]()  # names of functions that signals run
         # What handles records, and of which loggers: how their text begins.

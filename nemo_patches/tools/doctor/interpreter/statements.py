@@ -147,8 +147,6 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
     value = reader.of(node.value)
     if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
         value = value.tagged("const")
-    if reader.sized:  # filled up, or cut
-        value = value.tagged("even")
     for target in node.targets:
         with reader.inside() as items:
             reader.assign(target, value)

@@ -79,7 +79,6 @@ class Way:
     caught: Caught | None = None
     events: list[Event] = field(default_factory=list)
     exits: list[WayOut] = field(default_factory=list)
-    handled: list[Event] = field(default_factory=list)  # in the handler of `caught`
     unseen: set[str] = field(default_factory=set)
     # Whether it comes to each of them, and only once.
     messages: list[tuple[PeerMessage, bool, bool]] = field(default_factory=list)
@@ -256,9 +255,7 @@ class Way:
             each for each in tried.events if _comes_before(each.made, item, early)
         ]
         before = self._left
-        done = len(self.events)
         end = self.follow(item.handlers[number][1])
-        self.handled = self.events[done:]
         self.raised = self.raised or (end is BlockEnd.RAISE and self._left == before)
         return end
 
