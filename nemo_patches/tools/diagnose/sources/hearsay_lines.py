@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, TEXTS, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.sources.table_lines import Apart, TableLines
 
 # Where the job's size is not known: larger numbers are process ids.
 _MOST_RANK = 1 << 12
@@ -233,11 +234,6 @@ _OF_HEADER = re.compile(
     r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?=[^\w.]|$)"
 )
 
-# A table's head, and a row that begins with a rank's number: a cell tells what it is
-_COLUMNS = re.compile(rf"(?i)^\W{{0,8}}(?:{_NAMES})\W{{1,20}}\w+[\w\s|/#-]{{0,200}}$")
-_ROW = re.compile(r"^[\s|]{0,12}(?P<rank>\d{1,6})(?:\s{2,}|\s?\|)(?P<cells>.*)$")
-_CELLS = re.compile(r"\s{2,}|\s?\|\s?")
-
 # A monitor's event of a rank, in JSON
 _EVENT = re.compile(
     r"(?:\[rank\d{1,7}\]: )?(?:rank|worker|process)_(lost|dead|died|crashed|failed|stalled|hung|"
@@ -380,11 +376,12 @@ _ENDS = (
 
 
 class _Told(NamedTuple):
-    """at: how many lines had been weighed when it was told last."""
+    """at: how many lines had been weighed when it was told last. needs_a_hang: as Apart has it."""
 
     kind: str
     line: Line
     at: int
+    needs_a_hang: bool
 
 
 class _After:
@@ -428,18 +425,24 @@ class HearsayLines:
         self._before = ""  # the text of the line before
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
-        self._in_table = False
+        self.tables = TableLines(found, _state_of, self._tell_apart, self.is_there)
         self._weighed = 0  # lines
         self._after: dict[str, _After] = {}  # by file
 
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
+        is_row = self.tables.take(line)
         if line.text.isupper():
             line = line._replace(text=line.text.lower())
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
-        if is_known or self._take_listed(line) or self._take_words(line, before):
+        if (
+            is_known
+            or is_row
+            or self._take_listed(line)
+            or self._take_words(line, before)
+        ):
             return
         if self._told:
             self._weigh(line)
@@ -464,8 +467,6 @@ class HearsayLines:
 
     def _take_listed(self, line: Line) -> bool:
         """Whether the line is one of those that a header's word is told of."""
-        if self._take_row(line):
-            return True
         listed = _OF_HEADER.match(line.text) if self._header else None
         if self._header is None or listed is None:
             self._header = None
@@ -475,26 +476,20 @@ class HearsayLines:
         self._tell(ranks_in(listed["ranks"]), TOLD_ABSENT, told)
         return True
 
-    def _take_row(self, line: Line) -> bool:
-        row = _ROW.match(line.text) if self._in_table else None
-        self._in_table = row is not None or _COLUMNS.match(line.text) is not None
-        if row is None:
-            return False
-        kinds = [
-            kind for cell in _CELLS.split(row["cells"]) if (kind := _state_of(cell))
-        ]
-        for kind in kinds[:1]:
-            self._tell([int(row["rank"])], kind, line)
-        return bool(kinds)
+    def _tell_apart(self, one: Apart) -> None:
+        self._tell([one.rank], one.kind, one.line, one.needs_a_hang)
 
-    def _tell(self, ranks: list[int], kind: str, line: Line) -> None:
+    def _tell(
+        self, ranks: list[int], kind: str, line: Line, needs_a_hang: bool = False
+    ) -> None:
         self._steps.begin()
         for rank in ranks:
             key = (rank, kind if rank != NOT_TOLD else line.text)
             if len(self._told) < MOST_KEPT or key in self._told:
                 first = self._told.get(key)
                 first_line = first.line if first else line
-                self._told[key] = _Told(kind, first_line, self._weighed)
+                needs = needs_a_hang and (first is None or first.needs_a_hang)
+                self._told[key] = _Told(kind, first_line, self._weighed, needs)
 
     def _take_back(self, text: str) -> None:
         if self._found.reports_made > self._reports:
@@ -541,11 +536,14 @@ class HearsayLines:
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
+        self.tables.end()
         if is_finished:
             self._goes_on()
         kinds = {fact.condition_kind for fact in self._found.facts.values()}
         has_ended = not kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
+            if told.needs_a_hang and not has_ended:
+                continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)
             after = self._after.get(told.line.file)

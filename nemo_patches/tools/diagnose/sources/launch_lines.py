@@ -23,7 +23,6 @@ from nemo_patches.tools.diagnose.sources.place_lines import PlaceLines
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
 from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
-from nemo_patches.tools.diagnose.sources.straggler_lines import StragglerLines
 
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
@@ -38,7 +37,6 @@ class Launch:
         self._c10d = C10dLines(self.found)
         self._stalls = StallLines(self.found)
         self._ras = RasLines(self.found)
-        self._stragglers = StragglerLines()
         self._gpus = GpuLines(self.found)
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
@@ -51,7 +49,8 @@ class Launch:
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
         """The method that its row names, of whichever class has it."""
-        owners = (self, self._c10d, self.ends, self._ras, self._stragglers, self._gpus)
+        tables = self._hearsay.tables
+        owners = (self, self._c10d, self.ends, self._ras, tables, self._gpus)
         name = f"take_{row.reader}"
         reader = next(getattr(one, name) for one in owners if hasattr(one, name))
         return partial(reader, row) if row.reader in _OF_ROWS else reader
@@ -159,5 +158,5 @@ class Launch:
         for ranks in evidence.groups.values():
             ranks -= not_told
         if not self.ends.is_finished:
-            more = (self._prints.finding(), self._stragglers.finding())
+            more = (self._prints.finding(), self._hearsay.tables.finding())
             evidence.findings += filter(None, more)

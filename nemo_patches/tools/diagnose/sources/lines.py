@@ -76,6 +76,19 @@ _LABEL = re.compile(
 _CLOCK = r"(?:\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?\]?\s{1,2}(?:[|-] )?)?"
 _BEHIND_CLOCK = re.compile(_CLOCK)
 _LEVEL = r"(?:\[?(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\]?[:|]?(?: |$))?"
+# What a logger writes before a message: its time, the level, who writes
+BEFORE_MESSAGE = re.compile(
+    rf"(?:[A-Z][a-z]{{2}} {{1,2}}\d{{1,2}} )?{_CLOCK}{_LEVEL}"
+    r"(?:(?![Rr][Aa][Nn][Kk])[A-Za-z][\w ./-]{0,40}(?:\[\d{1,9}\])?: |\[[A-Za-z][\w .-]{0,40}\] )?"
+)
+# A rank in a command, or in its environment
+RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND = (
+    re.compile(rf"(?<![\w-])(?:{words})[= ]['\"]?(\d{{1,6}})\b")
+    for words in (
+        "--(?:global[-_])?rank|RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK|PMI_RANK",
+        "--local[-_]rank|(?:OMPI_COMM_WORLD_)?LOCAL_RANK|SLURM_LOCALID",
+    )
+)
 _OF_RANKS = re.compile(
     r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner|进程",
     re.IGNORECASE,

@@ -145,18 +145,19 @@ class LaunchFacts:
 
     def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
-        start.
+        start. Containers may have one for several ranks.
         """
         if len(self.rank_of_pid) < MOST_KEPT:
-            self.rank_of_pid[pid] = rank
+            is_one = self.rank_of_pid.setdefault(pid, rank) == rank
+            self.rank_of_pid[pid] = rank if is_one else NOT_TOLD
 
     def tell_ranks_of_killed(self) -> None:
         """The kernel names a process that it kills by its id; another file may have the rank."""
         for key, fact in [*self.facts.items()]:
             is_killed = fact.condition_kind == conditions.KILLED
             pid = _PROCESS.search(fact.condition_text) if is_killed else None
-            rank = self.rank_of_pid.get(int(pid[1])) if pid else None
-            if fact.rank == NOT_TOLD and rank is not None:
+            rank = self.rank_of_pid.get(int(pid[1]), NOT_TOLD) if pid else NOT_TOLD
+            if fact.rank == NOT_TOLD != rank:
                 del self.facts[key]
                 self.keep(replace(fact, rank=rank))
 

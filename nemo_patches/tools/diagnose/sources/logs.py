@@ -225,6 +225,7 @@ class _Reading:
         evidence.findings += told.findings
         evidence.printed |= told.printed
         evidence.cure = evidence.cure or found.cure
+        evidence.rank_of_pid.update(found.rank_of_pid)
         evidence.partly_known |= told.partly_known
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)

@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.rank_facts import Place
 from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps, is_no_log_line
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.sources.table_lines import OF_A_HANG
 
 _RANKS = (
     r"[Rr]anks?[ :=]{1,2}\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b(?![.\d])\]?"
@@ -27,9 +28,6 @@ _FORMS = (
 )
 _COLLECTIVE = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|all_?to_?all|\bnccl\w|backward"
-)
-_OF_A_HANG = re.compile(  # in small letters
-    r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
 )
 _NEAR = 8  # lines: a report says in its first one what it is of
 
@@ -48,7 +46,7 @@ class PlaceLines:
         text = line.text
         if self._told and self._steps.go_on(text):
             self._told.clear()
-        if _OF_A_HANG.search(text.lower()):
+        if OF_A_HANG.search(text.lower()):
             self._hang_at = line.number
         is_near = line.number - self._hang_at < _NEAR
         if not is_near or "ank" not in text or line.has_prefix:

@@ -32,7 +32,11 @@ from nemo_patches.tools.diagnose.conditions import (
     UNRESOLVED,
     WAITED,
 )
-from nemo_patches.tools.diagnose.sources import encoder_prints, hearsay_lines
+from nemo_patches.tools.diagnose.sources import (
+    encoder_prints,
+    hearsay_lines,
+    table_lines,
+)
 
 
 class Row(NamedTuple):
@@ -118,7 +122,7 @@ ROWS = (
         r" pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
         r" )?(\d{1,7}))?|"
-        r"\b[Rr]ank[ =:]?(\d{1,7}) ?\(pid[ =:]{1,2}(\d{1,9})\)",
+        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b",
         reader="pid",
         follows=True,
     ),
@@ -748,6 +752,7 @@ def _filter() -> tuple[bytes, ...]:
         *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,
+        *table_lines.WORDS_OF_A_HEAD,
     }
     shortest = [one for one in words if not any(two in one for two in words - {one})]
     return tuple(word.encode() for word in sorted(shortest))

@@ -1,0 +1,349 @@
+"""Tables with a row for each rank, as ps, monitors and profilers print them.
+
+They are read by the words of their heads, or of their rows ("rank 3: step 811, age 2 s"). One rank
+that is apart from all others, which are alike, is told: by its state, behind in steps, long
+unheard, or slow. Where several differ, or values are close, nobody is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
+from nemo_patches.tools.diagnose.findings import Finding
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
+from nemo_patches.tools.diagnose.sources.lines import (
+    BEFORE_MESSAGE,
+    LOCAL_RANK_OF_COMMAND,
+    MOST_KEPT,
+    RANK_OF_COMMAND,
+    Line,
+)
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.verdicts import finding
+
+# Of the best rank's throughput: ranks on one kind of GPU differ by some %
+_LEAST_SHARE = 0.5
+_MOST_UNLIKE = 1.5  # the most by the least of values that are alike
+_LEAST_AGE_S, _LEAST_AGE = 30.0, 5  # of a heartbeat that is old, and by the others'
+_LEAST_RANKS = 3  # of which one is apart by a number
+_NEAR = 8  # lines: what a table is of stands before it
+
+# What a column has, by its name in small letters with "_" between its words.
+_ROLES = tuple(
+    (role, re.compile(words))
+    for role, words in (
+        ("rank", "(?:global_|world_|mpi_|dist_|slurm_)?(?:rank|procid)(?:_id)?s?"),
+        ("number", "(?:worker|task|process|proc|replica|trainer|learner)(?:_id)?"),
+        ("pid", "pid"),
+        ("command", "command|cmd|args"),
+        ("wchan", "wchan"),
+        ("state", "stat|s|state|status|health"),
+        (
+            "rate",
+            r".*throughput.*|.*tflops?.*|.*(?:tok\w*|samples?|it|steps?|utts?)_s(?:ec)?",
+        ),
+        ("age", r"(?:.*_)?(?:age|silent|heartbeat|beat|hb|last_seen)(?:_.*)?"),
+        ("wait", r"(?=.*(?:ms|sec|time|us|s)$).*(?:wait|comm|sync|nccl|reduce|idle).*"),
+        (
+            "time",
+            r"(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s)",
+        ),
+        ("time", "data|total|fwd|forward|bwd|backward|compute|load|loading"),
+        ("step", r"(?:\w+_)?(?:step|iter|iteration|batch|seq|seqnum|update)(?:_\w+)?"),
+    )
+)
+_OF_RANK = ("rank", "number", "command", "pid")
+_JUDGED = ("state", "step", "age", "wait", "time", "rate")
+_OF_SLOWNESS = ("wait", "time", "rate")
+_MAY_BE_HEAD = re.compile(
+    r"(?i)rank|\bpid\b|procid|\b(?:worker|task|process|replica|trainer)\b"
+)
+WORDS_OF_A_HEAD = ("rank  ", "rank\t", "rank |", "rank,", "RANK", "PROCID", "STAT")
+_RULE = re.compile(r"[\s|│+=:─-]*")
+_SPLITS = tuple(map(re.compile, (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")))
+_VALUE = re.compile(
+    r"(?P<hours>\d\d):(?P<minutes>\d\d):(?P<seconds>\d\d(?:\.\d{1,9})?)Z?|"
+    r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s?(?P<unit>ms|s|sec\w*|m|min\w*|h|hours?)?(?: ago)?"
+)
+_UNITS = {"ms": 1e-3, "m": 60.0, "mi": 60.0, "h": 3600.0, "ho": 3600.0}
+_NUMBER = re.compile(r"[A-Za-z_ -]{0,12}(\d{1,6})(?:/\d{1,6})?")
+# Rows that name what they have
+_KEYED_RANK = re.compile(r"\b[Rr]ank[ =:#]{1,2}(\d{1,6})\b")
+_KEYED = re.compile(
+    r"\b(?i:(?P<key>(?:last[ _])?(?:step|iter(?:ation)?|seq|heartbeat|seen)|age|hb|stat(?:e|us)?))"
+    r"[ =:]{1,3}(?P<value>\d\d:\d\d:\d\d|\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?|[A-Za-z]+)"
+)
+# A process's state, as the kernel names it
+_RUNS = re.compile(r"[RSDI][sl+<NLn]{0,5}|(?i:running|sleeping|disk[ -]sleep)")
+_ASLEEP = re.compile(r"D[sl+<NLn]{0,5}|(?i:disk[ -]sleep)")
+_STATES = (
+    (TOLD_ABSENT, re.compile(r"[Tt][sl+<NLn]{0,5}|(?i:stopped)")),
+    (TOLD_DEAD, re.compile(r"[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct)")),
+)
+_FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
+OF_A_HANG = re.compile(  # in small letters
+    r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
+)
+
+
+class Apart(NamedTuple):
+    """needs_a_hang: it decides only where the job is known to hang."""
+
+    rank: int
+    kind: str
+    line: Line
+    needs_a_hang: bool = False
+
+
+@dataclass
+class _Table:
+    """names: of its columns; split: how they are told apart; None: its rows have them. rows: by
+    rank, by the columns' names.
+    """
+
+    names: Sequence[str] = ()
+    split: re.Pattern[str] | None = None
+    is_of_a_hang: bool = False
+    rows: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    lines: dict[int, Line] = field(default_factory=dict)
+
+    def columns(self, *roles: str) -> dict[str, dict[int, str]]:
+        """By name, their cells by rank."""
+        return {
+            name: {rank: row[name] for rank, row in self.rows.items()}
+            for name in self.names
+            if _role_of(name) in roles
+        }
+
+    def add(self, rank: int, row: Mapping[str, str], line: Line) -> None:
+        if len(self.rows) < MOST_KEPT:
+            told = ", ".join(f"{name} {cell}" for name, cell in row.items())
+            told = told if self.split else f"rank {rank}, {told}"
+            self.rows[rank] = row
+            self.lines[rank] = line._replace(text=told)
+
+
+class TableLines:
+    """One launch's lines. state_of: the condition that a cell's words tell. tell: of whom is apart
+    in a table that has ended; is_there: of others.
+    """
+
+    def __init__(
+        self,
+        found: LaunchFacts,
+        state_of: Callable[[str], str],
+        tell: Callable[[Apart], None],
+        is_there: Callable[[int], None],
+    ) -> None:
+        self._found = found
+        self._state_of = state_of
+        self._tell = tell
+        self._is_there = is_there
+        self._table = _Table()
+        self._hang_at = -_NEAR  # number of the last line that speaks of one
+        self._slow: Finding | None = None
+
+    def take_throughput(self, found: re.Match[str], line: Line) -> None:
+        """Megatron's: the least throughput and its rank, the most and its rank."""
+        least, slow, most, best = found.groups()
+        self._slow = None
+        if float(least) < _LEAST_SHARE * float(most):
+            text = f"{least} TFLOP/s, and rank {best} has {most}"
+            self._note_slow(int(slow), text, line)
+
+    def _note_slow(self, rank: int, text: str, line: Line) -> None:
+        text = (
+            f"Rank {rank} is slow: {text}, by the job's straggler report [{line.cite}]."
+        )
+        self._slow = finding(ids.STRAGGLER, text, [rank])
+
+    def finding(self) -> Finding | None:
+        return self._slow
+
+    def take(self, line: Line) -> bool:
+        """Whether it is a row beneath a head."""
+        text = line.text
+        if self._table.split is not None:
+            if _RULE.fullmatch(text):
+                return bool(text)
+            if self._take_row(line):
+                return True
+        if self._take_keyed(line):
+            return False
+        self.end()
+        if OF_A_HANG.search(text.lower()):
+            self._hang_at = line.number
+        if _MAY_BE_HEAD.search(text):
+            self._begin(line)
+        return False
+
+    def _begin(self, line: Line) -> None:
+        text = line.text[_end_of_prefix(line.text) :].strip(" \t|│")
+        for split in _SPLITS:
+            names = split.split(text)
+            roles = {_role_of(name) for name in names}
+            if not roles.isdisjoint(_OF_RANK) and not roles.isdisjoint(_JUDGED):
+                self._table = _Table(names, split, self._is_of_a_hang(line))
+                return
+
+    def _is_of_a_hang(self, line: Line) -> bool:
+        return line.number - self._hang_at < _NEAR
+
+    def _take_row(self, line: Line) -> bool:
+        table = self._table
+        text = line.text[_end_of_prefix(line.text) :].strip(" \t|│")
+        assert table.split is not None
+        most = len(table.names) - 1
+        cells = table.split.split(text, maxsplit=most)
+        if len(cells) <= most:
+            cells = text.split(maxsplit=most)
+        if len(cells) <= most:
+            return False
+        row = dict(zip(table.names, cells, strict=True))
+        rank = self._rank_of(row)
+        if rank == NOT_TOLD or rank in table.rows:
+            return False
+        table.add(rank, row, line)
+        return True
+
+    def _rank_of(self, row: Mapping[str, str]) -> int:
+        """By the first of its columns that tells it."""
+        by_role = {_role_of(name): cell for name, cell in reversed(row.items())}
+        for role in ("rank", "number"):
+            if told := _NUMBER.fullmatch(by_role.get(role, "")):
+                return int(told[1])
+        command, pid = by_role.get("command", ""), by_role.get("pid", "")
+        for pattern in (RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND):
+            if found := pattern.search(command):
+                return int(found[1])
+        return (
+            self._found.rank_of_pid.get(int(pid), NOT_TOLD)
+            if pid.isdecimal()
+            else NOT_TOLD
+        )
+
+    def _take_keyed(self, line: Line) -> bool:
+        if line.has_prefix or "ank" not in line.text:
+            return False
+        rank = _KEYED_RANK.findall(line.text)
+        row = {one["key"]: one["value"] for one in _KEYED.finditer(line.text)}
+        if len(rank) != 1 or not row:
+            return False
+        table = self._table
+        if table.split or row.keys() != set(table.names) or int(rank[0]) in table.rows:
+            self.end()
+            self._table = _Table([*row], is_of_a_hang=self._is_of_a_hang(line))
+        self._table.add(int(rank[0]), row, line)
+        return True
+
+    def end(self) -> None:
+        """Judge the table that was read."""
+        table, self._table = self._table, _Table()
+        if len(table.rows) < 2:
+            return
+        told = [*self._by_state(table), *_by_number(table)]
+        for rank in table.rows.keys() - {one.rank for one in told}:
+            self._is_there(rank)
+        for one in told:
+            needs = one.needs_a_hang and not table.is_of_a_hang
+            self._tell(one._replace(needs_a_hang=needs))
+        self._take_slow(table)
+
+    def _by_state(self, table: _Table) -> Iterator[Apart]:
+        for cells in table.columns("state").values():
+            kinds = {rank: self._state_of(cell) for rank, cell in cells.items()}
+            others = {cell for rank, cell in cells.items() if not kinds[rank]}
+            for rank, kind in kinds.items() if len(others) == 1 else ():
+                if kind:
+                    yield Apart(rank, kind, table.lines[rank])
+            odd = [rank for rank, cell in cells.items() if not _RUNS.fullmatch(cell)]
+            asleep = [rank for rank, cell in cells.items() if _ASLEEP.fullmatch(cell)]
+            for kind, state in _STATES if len(odd) == 1 else ():
+                if state.fullmatch(cells[odd[0]]):
+                    yield Apart(odd[0], kind, table.lines[odd[0]])
+            if len(asleep) == 1 and not odd:
+                line = table.lines[asleep[0]]
+                needs = _FILE_SYSTEMS.search(line.text) is None
+                yield Apart(asleep[0], TOLD_ABSENT, line, needs)
+
+    def _take_slow(self, table: _Table) -> None:
+        slow = {}
+        columns = table.columns(*_OF_SLOWNESS)
+        for name, cells in columns.items():
+            values = _values(cells)
+            one = _outlier(_role_of(name), values)
+            if one is not None:
+                others = [value for rank, value in values.items() if rank != one]
+                text = f"{name} {cells[one]}, and the others {min(others):g} to {max(others):g}"
+                slow[one] = text
+        if columns:
+            self._slow = None  # the last table counts
+        if len(slow) == 1:
+            [(rank, text)] = slow.items()
+            self._note_slow(rank, text, table.lines[rank])
+
+
+def _by_number(table: _Table) -> Iterator[Apart]:
+    """Who is behind, and who was not heard for long. One step is close, unless the job hangs."""
+    for name, cells in table.columns("step", "age").items():
+        role, values = _role_of(name), _values(cells)
+        one = _outlier(role, values)
+        if one is not None:
+            is_close = role == "step" and values[one] + 1 == max(values.values())
+            yield Apart(one, TOLD_ABSENT, table.lines[one], is_close)
+
+
+def _outlier(role: str, values: Mapping[int, float]) -> int | None:
+    """The one rank that is apart from the others, which are alike."""
+    if len(values) < _LEAST_RANKS:
+        return None
+    ordered = sorted(values, key=values.__getitem__)
+    one = ordered.pop(0 if role in ("step", "wait", "rate") else -1)
+    value, least, most = values[one], values[ordered[0]], values[ordered[-1]]
+    if role == "step":
+        is_apart = value < least == most
+    elif role == "age":
+        is_apart = value > max(_LEAST_AGE_S, _LEAST_AGE * most)
+    else:
+        is_alike = most <= _MOST_UNLIKE * least
+        is_apart = is_alike and (
+            value < _LEAST_SHARE * least or most < _LEAST_SHARE * value
+        )
+    return one if is_apart else None
+
+
+def _values(cells: Mapping[int, str]) -> dict[int, float]:
+    """None where a cell has no number. Of times of the day, how long ago by the last of them."""
+    found = {rank: _VALUE.fullmatch(cell) for rank, cell in cells.items()}
+    values = {rank: _value(told) for rank, told in found.items() if told}
+    if len(values) < len(cells):
+        return {}
+    if any(told and told["hours"] for told in found.values()):
+        last = max(values.values())
+        return {rank: last - value for rank, value in values.items()}
+    return values
+
+
+def _value(told: re.Match[str]) -> float:
+    if told["hours"]:
+        return (
+            3600 * int(told["hours"])
+            + 60 * int(told["minutes"])
+            + float(told["seconds"])
+        )
+    return float(told["number"]) * _UNITS.get((told["unit"] or "")[:2], 1.0)
+
+
+def _role_of(name: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return next((role for role, one in _ROLES if one.fullmatch(words)), "")
+
+
+def _end_of_prefix(text: str) -> int:
+    before = BEFORE_MESSAGE.match(text)
+    return before.end() if before else 0
