@@ -35,6 +35,8 @@ MISSING = "missing"
 STUCK = "stuck"
 # Its log has a traceback, and nothing tells whether that ended it: it may have been caught
 LOGGED = "logged"
+# An exception ended a thread of it, such as one that reads ahead: its training may wait for that
+THREAD = "thread"
 PASSED_ON = "passed on"  # it ended by an exception that another rank had raised, and all were told
 NODE = "node"  # its node failed, says the scheduler or the launcher
 # It cannot resolve the address at which the ranks meet; harmless if it starts all the same
@@ -85,7 +87,8 @@ RANKED = (
         ABORTED,
         DIED,
     ),
-    *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, LOGGED),
+    *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, THREAD),
+    LOGGED,
     *(TOLD_DEAD, TOLD_ABSENT, UNRESOLVED, HEARD, RUNS),
 )
 
@@ -109,6 +112,7 @@ WORDS = {
     TERMINATED: "somebody ended it",
     ABORTED: "it aborted, as ranks do that waited in vain",
     STUCK: "its NCCL watchdog got stuck",
+    THREAD: "an exception ended a thread of it",
 }
 # Of those that have a line of evidence.
 EVIDENCE = {

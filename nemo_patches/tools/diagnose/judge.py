@@ -58,6 +58,7 @@ _OUT = (
 )
 # Collectives that pair wrongly wait in vain, or crash a rank.
 _OF_UNEVEN_CALLS = (ids.OUT_OF_STEP, ids.LATE, ids.KILLED)
+DEFAULT_GROUPS = ("", "0")  # "": a group that no line names
 _NOT_COME = (conditions.GONE, conditions.SILENT, conditions.MISSING)
 _SILENT = (conditions.GONE, conditions.SILENT)
 _LEFT = (conditions.GONE, conditions.ENDED)
@@ -493,6 +494,10 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     left = hearing.having(conditions.ENDED)
     if not waited and len(left) == 1 and not left[0].ended_by_itself:
         suspects += [one for one in left if one.waits is None]
+    # Whose training waits for that thread, if its group is the one that waited
+    entered = [fact.entered for one in waited for fact in one.entered]
+    if waited and all(entry.group in DEFAULT_GROUPS for entry in entered):
+        suspects += [o for o in hearing.having(conditions.THREAD) if o.waits is None]
     more = _were_cut(cut)
     if waited:
         more = f"{verdicts.others(waited)} waited until a time limit."

@@ -345,9 +345,12 @@ class _Said(NamedTuple):
 def _said(line: str, is_of_process: bool) -> _Said | None:
     """is_of_process: the line has its command, or its environment."""
     if is_of_process:
-        rank, local = RANK_OF_COMMAND.search(line), LOCAL_RANK_OF_COMMAND.search(line)
-        if rank or local:
-            return _Said(rank and int(rank[1]), local and int(local[1]))
+        told = RANK_OF_COMMAND.search(line)
+        local = LOCAL_RANK_OF_COMMAND.search(line)
+        if told or local:
+            return _Said(
+                int(told[1]) if told else None, int(local[1]) if local else None
+            )
     if (found := _SAID.match(line)) is None:
         return None
     rank = int(found["rank"])

@@ -234,6 +234,11 @@ _OF_HEADER = re.compile(
     r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?=[^\w.]|$)"
 )
 
+# An event of a cluster's pod or node
+_OF_CLUSTER = re.compile(
+    r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
+    r"Node(?:NotReady|Lost|Failure)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed))\b"
+)
 # A monitor's event of a rank, in JSON
 _EVENT = re.compile(
     r"(?:\[rank\d{1,7}\]: )?(?:rank|worker|process)_(lost|dead|died|crashed|failed|stalled|hung|"
@@ -359,6 +364,7 @@ WORDS = (
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
+    *("Evict", "Preempt", "NotReady", "NodeLost", "OOMKilled", "drained", "is down"),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
@@ -376,12 +382,15 @@ _ENDS = (
 
 
 class _Told(NamedTuple):
-    """at: how many lines had been weighed when it was told last. needs_a_hang: as Apart has it."""
+    """at: how many lines had been weighed when it was told last. needs_a_hang: as Apart has it.
+    needs_a_name: it counts only if lines tell the rank of what it names.
+    """
 
     kind: str
     line: Line
     at: int
     needs_a_hang: bool
+    needs_a_name: bool
 
 
 class _After:
@@ -463,6 +472,9 @@ class HearsayLines:
         for ranks, kind in _told_in(line, self._found.world_size):
             self._tell(ranks, kind, line)
             return True
+        if _OF_CLUSTER.search(text):
+            self._tell([NOT_TOLD], TOLD_DEAD, line, needs_a_name=True)
+            return True
         return False
 
     def _take_listed(self, line: Line) -> bool:
@@ -480,7 +492,12 @@ class HearsayLines:
         self._tell([one.rank], one.kind, one.line, one.needs_a_hang)
 
     def _tell(
-        self, ranks: list[int], kind: str, line: Line, needs_a_hang: bool = False
+        self,
+        ranks: list[int],
+        kind: str,
+        line: Line,
+        needs_a_hang: bool = False,
+        needs_a_name: bool = False,
     ) -> None:
         self._steps.begin()
         for rank in ranks:
@@ -489,7 +506,8 @@ class HearsayLines:
                 first = self._told.get(key)
                 first_line = first.line if first else line
                 needs = needs_a_hang and (first is None or first.needs_a_hang)
-                self._told[key] = _Told(kind, first_line, self._weighed, needs)
+                at = self._weighed
+                self._told[key] = _Told(kind, first_line, at, needs, needs_a_name)
 
     def _take_back(self, text: str) -> None:
         if self._found.reports_made > self._reports:
@@ -497,6 +515,9 @@ class HearsayLines:
             self._steps.begin()
         elif not self._told and not self._reports:
             return
+        if "NodeReady" in text:
+            for key in [key for key, told in self._told.items() if told.needs_a_name]:
+                del self._told[key]
         if _ALL_BACK.search(text):
             self._goes_on()
         elif any(one in text for one in _OF_BACK) and (back := _BACK.search(text)):
@@ -542,7 +563,10 @@ class HearsayLines:
         kinds = {fact.condition_kind for fact in self._found.facts.values()}
         has_ended = not kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
-            if told.needs_a_hang and not has_ended:
+            is_named = self._found.ranks_named(told.line.text)
+            if (told.needs_a_hang and not has_ended) or (
+                told.needs_a_name and not is_named
+            ):
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)

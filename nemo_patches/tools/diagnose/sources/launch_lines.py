@@ -151,6 +151,7 @@ class Launch:
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.found.tell_who_closed()
+        self.found.tell_ranks_of_named()
         self._gpus.finish()
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)

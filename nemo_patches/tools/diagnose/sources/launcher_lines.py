@@ -233,6 +233,8 @@ class LauncherLines:
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
         fact = Fact(rank, condition, line.cite, at, clock if at else "", own=False)
+        if rank == NOT_TOLD:
+            self._found.note_text(line)
         self._found.keep(fact, line.local_rank)
 
     def take_ray_death(self, found: re.Match[str], line: Line) -> None:

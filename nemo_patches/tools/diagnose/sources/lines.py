@@ -102,8 +102,20 @@ _OF_OTHERS = re.compile(
 _SIZE = re.compile(
     rb"Starting with (\d{1,7}) processes|world_?[ -]?size\W{1,3}(\d{1,7})\b|\[rank(\d{1,7})\]"
 )
-# A line that tells both: torchrun's table, what people print at the start
-_BOTH = re.compile(r"(?<![a-z_])rank {0,8}[=:] ?(\d{1,7})\W{1,3}local_rank")
+# The rank that a line's own words tell
+_OWN = re.compile(
+    r"(?<![A-Za-z_-])(?<!ocal )(?<!ode )(?<!for )(?<!rom )(?<!ing )"
+    r"(?:(?:GLOBAL_|SLURM_)?(?:RANK|PROCID)[ =:]{1,3}|(?:global_|world_)?[Rr]ank {0,8}[=:] ?|"
+    r"(?:(?:as|am|is|got|launched|started|joined|initiali[sz]ed) )(?:global )?rank |\[rank)"
+    r"(\d{1,6})\b(?!\.\d)"
+)
+# A pod's or a host's name: before the line, or behind such a word
+_NAME = r"[a-z](?=[a-z.-]*\d|[a-z]*-)[a-z0-9]*(?:[-.][a-z0-9]+){0,20}"
+_NAMED = re.compile(
+    rf"^{_CLOCK}\W{{0,2}}(?:pod/)?(?P<label>{_NAME})(?:/[\w.-]{{1,60}}){{0,2}}\s{{0,8}}[\]|:]{{1,2}}\s+|"
+    r"\b(?i:host(?:_?name)?|node(?:_?name)?|pod(?:_?name)?|on|at)[ =:]{1,2}(?:(?:node|host|pod) )?"
+    rf"['\"]?(?P<name>{_NAME})|\((?P<inside>{_NAME})[,)]"
+)
 # What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
 # -l the job's.
 _TEE = re.compile(
@@ -182,7 +194,10 @@ class Prefixes:
     """
 
     def __init__(self, head: bytes, local: int) -> None:
-        self._label = _learned(head)
+        # Of pods and hosts, their ranks; of what stands before lines, its one.
+        self.names: dict[str, set[int]] = defaultdict(set)
+        self._labels: dict[str, int] = {}
+        self._label = self._learned(head)
         self._local = local
         self._launchers = _TEE
 
@@ -199,6 +214,9 @@ class Prefixes:
         if self._label is not None and (found := self._label.match(text)):
             text = text[found.end() :]
             told = int(found["number"]) if told < 0 else told
+        elif told < 0 and self._labels and (found := _NAMED.match(text)):
+            told = self._labels.get(found["label"], NOT_TOLD)
+            text = text[found.end() :] if told >= 0 else text
         rank = rank_in(text)
         if label := self._launchers.match(text):
             local = int(label[label.lastindex or 1])
@@ -206,6 +224,63 @@ class Prefixes:
         elif rank is None and told >= 0:
             rank = told
         return Prefixed(text, rank, local)
+
+    def _learned(self, head: bytes) -> re.Pattern[str] | None:
+        """The label that begins lines and takes the numbers of ranks."""
+        numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
+        agree: dict[tuple[str, str], int] = defaultdict(int)
+        lines = head.split(b"\n", _MOST_LOOKED_AT)[:_MOST_LOOKED_AT]
+        for raw in lines:
+            text = said(raw[:2000].decode("utf-8", "replace").rstrip("\r"))
+            self._note_names(text)
+            clock = _BEHIND_CLOCK.match(text)
+            text = text[clock.end() :] if clock else text
+            if (found := _LABEL.match(text)) is None:
+                continue
+            rest, number = text[found.end() :], int(found["number"])
+            key = found["before"], found["after"].strip()
+            numbers[key].append(number)
+            if own := _OWN.search(rest):
+                agree[key] += 1 if int(own[1]) == number else -1
+        self._keep_labels()
+        sizes = [0]
+        for processes, world, rank in _SIZE.findall(head):
+            sizes += [int(processes or world or 0), int(rank) + 1 if rank else 0]
+        size = max(sizes)
+        known = [
+            (len(seen), before, after)
+            for (before, after), seen in numbers.items()
+            if agree[before, after] >= 0 and _is_of_ranks(before, after, seen, size)
+        ]
+        if not known:
+            return None
+        _, before, after = max(known)
+        end = rf"\s{{0,4}}{re.escape(after)}(?:\s{{1,2}}|$)" if after else r"(?:\s|$)"
+        label = rf"{re.escape(before)}(?P<number>\d{{1,5}}){end}"
+        return re.compile(_CLOCK + label + _LEVEL)
+
+    def _note_names(self, text: str) -> None:
+        if "ank" not in text and "RANK" not in text:
+            return
+        ranks = set(map(int, _OWN.findall(text)))
+        # NCCL's may be a group's.
+        if len(ranks) != 1 or len(self.names) >= MOST_KEPT or "NCCL INFO" in text:
+            return
+        for found in _NAMED.finditer(text):
+            name = found[found.lastgroup or 0]
+            self.names[name] |= ranks
+            if found["label"]:
+                self._labels[name] = min(ranks)
+
+    def _keep_labels(self) -> None:
+        """Those before lines of one rank, if each is another's."""
+        labels = {
+            name: rank
+            for name, rank in self._labels.items()
+            if len(self.names[name]) == 1
+        }
+        is_each = 1 < len(labels) == len(set(labels.values()))
+        self._labels = labels if is_each else {}
 
 
 def said(line: str) -> str:
@@ -344,43 +419,11 @@ def ranks_in(text: str) -> list[int]:
     return ranks[:MOST_KEPT]
 
 
-def _learned(head: bytes) -> re.Pattern[str] | None:
-    """The label that begins lines and takes the numbers of ranks."""
-    numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    lines = head.split(b"\n", _MOST_LOOKED_AT)[:_MOST_LOOKED_AT]
-    for raw in lines:
-        text = said(raw[:2000].decode("utf-8", "replace").rstrip("\r"))
-        clock = _BEHIND_CLOCK.match(text)
-        text = text[clock.end() :] if clock else text
-        if (found := _LABEL.match(text)) is None:
-            continue
-        rest, number = text[found.end() :], int(found["number"])
-        both = _BOTH.search(rest)
-        own = int(both[1]) if both else rank_in(rest)
-        key = found["before"], found["after"].strip()
-        numbers[key].append(number if own in (None, number) else NOT_TOLD)
-    sizes = [0]
-    for processes, world, rank in _SIZE.findall(head):
-        sizes += [int(processes or world or 0), int(rank) + 1 if rank else 0]
-    size = max(sizes)
-    known = [
-        (len(seen), before, after)
-        for (before, after), seen in numbers.items()
-        if _is_of_ranks(before, after, seen, size)
-    ]
-    if not known:
-        return None
-    _, before, after = max(known)
-    end = rf"\s{{0,4}}{re.escape(after)}(?:\s{{1,2}}|$)" if after else r"(?:\s|$)"
-    label = rf"{re.escape(before)}(?P<number>\d{{1,5}}){end}"
-    return re.compile(_CLOCK + label + _LEVEL)
-
-
 def _is_of_ranks(before: str, after: str, seen: Sequence[int], size: int) -> bool:
     """size: of the job, as far as lines tell; 0: not known."""
     ranks = set(seen)
     count = max(ranks) + 1
-    if min(ranks) < 0 or len(ranks) < 2 or not before + after:
+    if len(ranks) < 2 or not before + after:
         return False
     is_named = _OF_RANKS.search(before) is not None
     if is_named and (after or "=" in before):

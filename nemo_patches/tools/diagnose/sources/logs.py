@@ -175,6 +175,7 @@ class _Reading:
                     self._launch.take(
                         Line(text, name, number, line_rank, prefixed is not None)
                     )
+                self._launch.found.note_names(prefixes.names)
                 if self._has_no_end and goes_on(message, is_whole):
                     text = f"{name}: it is cut: line {number} has no end"
                     self._evidence.problems.append(text)

@@ -28,6 +28,7 @@ from nemo_patches.tools.diagnose.conditions import (
     RAISED,
     STUCK,
     TERMINATED,
+    THREAD,
     TOLD_DEAD,
     UNRESOLVED,
     WAITED,
@@ -91,6 +92,13 @@ _GONE = (
     r"remote process exited or there was a network error)"
 )
 _CLOSED = "remote process exited, or a network error"
+# In one line, of a thread that reads ahead; not where it tries again
+_THREAD_DIED = (
+    r"(?!.*\b(?i:retr|re-?start|skipp|ignor))(?i:\b(?:thread|prefetch\w*|producer|loader|fetcher)\b"
+    r".{0,60}?\b(?:died|dead|crash\w*|failed|exception|exited|aborted|stopped|raised)\b|"
+    r"\bexception in (?:\w+ ){0,2}(?:thread|prefetch\w*|producer|loader)\b)"
+    r".{0,80}?(?P<error>\b[A-Z]\w*(?:Error|Exception)\b.{0,200})"
+)
 _OF_MPIRUN = (
     r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<node>\S{1,80}) "
 )
@@ -361,6 +369,23 @@ ROWS = (
         "its NCCL watchdog got stuck",
         of_rank=True,
         is_whole=True,
+    ),
+    *(
+        _row(
+            "hread|refetch|roducer|oader",
+            begin + _THREAD_DIED,
+            THREAD,
+            "{error}, in a thread",
+            of_rank=not begin,
+        )
+        for begin in ("", r"\b[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b.{0,80}?")
+    ),
+    _row(
+        "EI000",
+        r"EI000[26]: .{0,200}?\btimes? ?out",
+        WAITED,
+        "an operation of HCCL timed out",
+        of_rank=True,
     ),
     _row(
         "Observed flight|timeout from another",
@@ -668,6 +693,17 @@ ROWS = (
         r"(?:(?P<on>\S{1,200}) kernel: .{0,40})?NVRM: (?P<what>Xid"
         r" \(PCI:(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).{1,200})",
         reader="gpu",
+    ),
+    _row(
+        "rank_id|device_id|device_ip|server_id",
+        r"\b(?:rank_id|device_id|device_ip|server_id)\b",
+        reader="device",
+    ),
+    _row(
+        "ECC|HBM|rror code|EE9999|RUNTIME(",
+        r"(?i)(?=.*(?:multi.?bit|uncorrect|error code|fault|ProcessCoreError)).*?"
+        r"\bdev(?:ice)?[_ ]?(?:phy_?|logic_?)?id[ =:\[]{1,3}(?P<device>\d{1,3})\b",
+        reader="device_error",
     ),
     _row(
         "MxEtpt/Rnk",

@@ -211,7 +211,7 @@ class TableLines:
         table.add(rank, row, line)
         return True
 
-    def _rank_of(self, row: Mapping[str, str]) -> int:
+    def _rank_of(self, row: dict[str, str]) -> int:
         """By the first of its columns that tells it."""
         by_role = {_role_of(name): cell for name, cell in reversed(row.items())}
         for role in ("rank", "number"):
