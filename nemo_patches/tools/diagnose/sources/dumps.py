@@ -81,7 +81,10 @@ _HOST_HEADING = re.compile(
     r"[=#*-]{2,} ?(.{0,80}(?:node|host|gpu|pod|worker)[-_. ]?\d.{0,80}?) ?[=#*-]{2,}\s*$",
     re.IGNORECASE,
 )
-_NEW_PROCESS = re.compile(r"Process (?P<pid>\d{1,10}): (?P<command>.*)")
+_NEW_PROCESS = re.compile(
+    r"(?:Process |.{0,200}\bgdb\b.{0,80}? (?:-p|--pid)[ =]|Attaching to process )"
+    r"(?P<pid>\d{1,10})\b:?(?P<command>.*)"
+)
 # "Process 4414: python train.py (rank 3)", "$ py-spy dump --pid 4414  # local rank 3"
 _SAID = re.compile(
     r"(?:Process \d{1,10}: |.{0,200}\b(?:py-spy|pystack|gdb)\b).{0,1000}[(#\[][^()#\[\]]{0,20}?"
@@ -89,7 +92,7 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
-_HEADS = ("Process", "hread", "Traceback")
+_HEADS = ("Process", "hread", "Traceback", "gdb", "Attaching")
 _MARK = re.compile(
     rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|=== Rank \d|"
     rb"Traceback for thread \d|most recent call first\)|"

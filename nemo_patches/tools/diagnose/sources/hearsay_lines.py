@@ -10,7 +10,7 @@ and nothing bears it out. The rules stand in this order below.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
@@ -432,6 +432,7 @@ class HearsayLines:
         self._reports = 0  # of others, so far, of who had not come
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
+        self._file = ""  # the present one: others' lines may be earlier or later
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
         self.tables = TableLines(found, _state_of, self._tell_apart, self.is_there)
@@ -440,6 +441,9 @@ class HearsayLines:
 
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
+        if line.file != self._file:
+            self._file = line.file
+            self._steps.begin()
         is_row = self.tables.take(line)
         if line.text.isupper():
             line = line._replace(text=line.text.lower())
@@ -516,8 +520,7 @@ class HearsayLines:
         elif not self._told and not self._reports:
             return
         if "NodeReady" in text:
-            for key in [key for key, told in self._told.items() if told.needs_a_name]:
-                del self._told[key]
+            self._drop(lambda told: told.needs_a_name)
         if _ALL_BACK.search(text):
             self._goes_on()
         elif any(one in text for one in _OF_BACK) and (back := _BACK.search(text)):
@@ -545,19 +548,29 @@ class HearsayLines:
             after.of_others = self._weighed
 
     def _goes_on(self) -> None:
-        self._told.clear()
+        self._drop(lambda told: True)
         self._steps.begin()
         if self._reports:
             self._found.leave_out_reports()
 
+    def _drop(self, which: Callable[[_Told], bool]) -> None:
+        """Of what the present file has told."""
+        for key, told in [*self._told.items()]:
+            if told.line.file == self._file and which(told):
+                del self._told[key]
+
     def is_there(self, *ranks: int) -> None:
         """Said to be absent, and heard of after that."""
         for rank in ranks:
-            self._told.pop((rank, TOLD_ABSENT), None)
+            told = self._told.get((rank, TOLD_ABSENT))
+            if told is not None and told.line.file == self._file:
+                del self._told[rank, TOLD_ABSENT]
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
         self.tables.end()
+        if is_finished:
+            self._told.clear()
         if is_finished:
             self._goes_on()
         kinds = {fact.condition_kind for fact in self._found.facts.values()}

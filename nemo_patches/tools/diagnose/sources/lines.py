@@ -116,15 +116,22 @@ _NAMED = re.compile(
     r"\b(?i:host(?:_?name)?|node(?:_?name)?|pod(?:_?name)?|on|at)[ =:]{1,2}(?:(?:node|host|pod) )?"
     rf"['\"]?(?P<name>{_NAME})|\((?P<inside>{_NAME})[,)]"
 )
+# Above the lines of one rank: "---- Begin global rank 5 STDERR ----", "==> rank_5.log <=="; another
+# heading ends them.
+_SECTION = re.compile(
+    r"(?:[=#*-]{2,}>? ?(?:(?i:begin (?:of )?)?(?:[\w.-]{1,80}/)*(?i:global[ _]|worker )?)"
+    r"[Rr]ank[ _:#=-]{0,2}(?P<rank>\d{1,6})(?:[ .](?:STDOUT|STDERR|log|out|err|stdout|stderr)){0,2}"
+    r" ?<?[=#*-]{2,}$)|[=#*-]{3,} ?\S.{0,200}[=#*-]{2,}$|==> \S+ <==$"
+)
 # What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
 # -l the job's.
 _TEE = re.compile(
     r"\[default(\d{1,6})\]: ?|"
     r"\[\d{1,9},(?:mpirank:)?(\d{1,6})(?:,[\w-]{1,80})?\]<std(?:err|out)>: ?"
 )
-_SRUN_LABEL = re.compile(r"(\d{1,6}): ")
+_SRUN_LABEL = re.compile(r" {0,5}(\d{1,6}): ")
 # From such a line on.
-_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
+_LABELLED = re.compile(r" {0,5}\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
@@ -136,6 +143,7 @@ _NEW_MESSAGE = re.compile(
     r" raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
+_RULES = ("==", "##", "**", "--")
 _SEVERAL = re.compile(
     r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)"
 )  # processes' in a line
@@ -200,10 +208,13 @@ class Prefixes:
         self._label = self._learned(head)
         self._local = local
         self._launchers = _TEE
+        self._section = NOT_TOLD
 
     def strip(self, text: str) -> Prefixed:
         if _LABELLED.match(text):
             self._launchers = _SRUN_LABEL
+        if text[:2] in _RULES and (found := _SECTION.match(text)):
+            self._section = int(found["rank"] or NOT_TOLD)
         told, local = NOT_TOLD, self._local
         for _ in range(_MOST_PREFIXES):
             found = next((one for p in _PREFIXES if (one := p.match(text))), None)
@@ -221,8 +232,8 @@ class Prefixes:
         if label := self._launchers.match(text):
             local = int(label[label.lastindex or 1])
             text = text[label.end() :]
-        elif rank is None and told >= 0:
-            rank = told
+        elif rank is None and max(told, self._section) >= 0:
+            rank = told if told >= 0 else self._section
         return Prefixed(text, rank, local)
 
     def _learned(self, head: bytes) -> re.Pattern[str] | None:

@@ -168,6 +168,8 @@ class _Reading:
                         self._launches = max(self._launches, 1)
                         self._begin_launch()
                     line_rank = local_rank if prefixed is None else prefixed
+                    if prefixed is not None:
+                        self._launch.ends.note_task(local_rank, prefixed)
                     # The same file's other lines may have no rank but the local one.
                     self._launch.found.several_hosts |= (
                         local_rank >= 0 and line_rank != local_rank

@@ -147,7 +147,7 @@ ROWS = (
     ),
     _row(
         "ank",
-        r"^(?:(?P<task>\d{1,6}): )?.{0,40}?(?<![a-z_])[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b",
+        r"^ {0,5}(?:(?P<task>\d{1,6}): )?.{0,40}?(?<![a-z_])[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b",
         reader="label",
         follows=True,
     ),

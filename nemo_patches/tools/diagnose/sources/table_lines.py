@@ -220,6 +220,8 @@ class TableLines:
         command, pid = by_role.get("command", ""), by_role.get("pid", "")
         for pattern in (RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND):
             if found := pattern.search(command):
+                if pid.isdecimal() and pattern is RANK_OF_COMMAND:
+                    self._found.note_pid(int(pid), int(found[1]))
                 return int(found[1])
         return (
             self._found.rank_of_pid.get(int(pid), NOT_TOLD)
