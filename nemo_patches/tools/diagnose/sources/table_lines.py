@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import findings as ids
@@ -341,6 +342,7 @@ def _value(told: re.Match[str]) -> float:
     return float(told["number"]) * _UNITS.get((told["unit"] or "")[:2], 1.0)
 
 
+@cache
 def _role_of(name: str) -> str:
     words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return next((role for role, one in _ROLES if one.fullmatch(words)), "")
