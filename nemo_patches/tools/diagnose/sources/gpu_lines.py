@@ -16,51 +16,53 @@ _IN_TABLE = re.compile(
     r"\b(rank_id|device_id|device_ip|server_id)\b['\"]?\s?[:=]\s?['\"]?([\d.]{1,15})\b"
 )
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
-_MOST_ERRORS = 64
-_Gpu = tuple[str, int]  # its host, and where it is on the bus, as NCCL writes that
 
 
 class GpuLines:
-    """Of one launch."""
+    """Of one launch. A GPU's number is where it is on the bus, as NCCL writes that."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
-        self._ranks: dict[_Gpu, tuple[int, int]] = {}  # and of how many ranks
-        self._failed: dict[_Gpu, tuple[str, Line]] = {}
+        # By host or address, and number: the rank, and of how many ranks, 0 if not told
+        self._ranks: dict[tuple[str, int], tuple[int, int]] = {}
+        # Numbers, their hosts or addresses if told, and what is told
+        self._failed: list[tuple[int, set[str], str, Line]] = []
         self._entry: dict[str, str] = {}  # of the table of devices
-        self._devices: list[tuple[set[str], str, int]] = []  # addresses, number, rank
-        self._errors: list[tuple[str, Line]] = []  # of a device
 
     def take_gpu(self, both: re.Match[str], line: Line) -> None:
-        if len(self._ranks) + len(self._failed) >= MOST_KEPT:
-            return
         if both["rank"]:
-            gpu = _short(both["of"]), int(both["bus"], 16)
-            size = int(both["size"])
-            if size > self._ranks.get(gpu, (0, 0))[1]:  # others are of its groups
-                self._ranks[gpu] = int(both["rank"]), size
+            self._note(
+                both["of"], int(both["bus"], 16), int(both["rank"]), int(both["size"])
+            )
             return
         domain, bus, device = (int(part, 16) for part in both["pci"].split(":")[:3])
-        gpu = _short(both["on"] or ""), domain << 20 | bus << 12 | device << 4
-        self._failed.setdefault(gpu, (f"the kernel: {shown(both['what'])}", line))
+        text = f"the kernel: {shown(both['what'])}"
+        hosts = {_short(both["on"])} if both["on"] else set()
+        self._fail(domain << 20 | bus << 12 | device << 4, hosts, text, line)
 
     def take_device(self, found: re.Match[str], line: Line) -> None:
         """The server stands before its devices, and a device's rank behind it."""
+        entry = self._entry
         for key, value in _IN_TABLE.findall(line.text):
-            self._entry[key] = value
-            if not {"rank_id", "device_id"} <= self._entry.keys():
-                continue
-            if len(self._devices) < MOST_KEPT:
-                at = {
-                    self._entry.get("server_id", ""),
-                    self._entry.pop("device_ip", ""),
-                }
-                rank = int(self._entry.pop("rank_id"))
-                self._devices.append((at, self._entry.pop("device_id"), rank))
+            entry[key] = value
+            if {"rank_id", "device_id"} <= entry.keys():
+                rank, number = int(entry.pop("rank_id")), int(entry.pop("device_id"))
+                self._note(entry.get("server_id", ""), number, rank)
+                self._note(entry.pop("device_ip", ""), number, rank)
 
     def take_device_error(self, found: re.Match[str], line: Line) -> None:
-        if len(self._errors) < _MOST_ERRORS:
-            self._errors.append((found["device"], line))
+        addresses = {_short(one) for one in _ADDRESS.findall(line.text)}
+        self._fail(int(found["device"]), addresses, shown(line.text), line)
+
+    def _note(self, at: str, number: int, rank: int, size: int = 0) -> None:
+        """size: of the group, of which the largest is the job."""
+        gpu = _short(at), number
+        if len(self._ranks) < 2 * MOST_KEPT and size >= self._ranks.get(gpu, (0, 0))[1]:
+            self._ranks[gpu] = rank, size
+
+    def _fail(self, number: int, at: set[str], text: str, line: Line) -> None:
+        if len(self._failed) < MOST_KEPT:
+            self._failed.append((number, at, text, line))
 
     def finish(self) -> None:
         """Where others waited in vain, and the rank itself says nothing."""
@@ -68,27 +70,17 @@ class GpuLines:
         if kinds.isdisjoint({conditions.WAITED, conditions.CUT}):
             return
         job = max((size for _, size in self._ranks.values()), default=0)
-        for (host, bus), (text, line) in self._failed.items():
+        for number, at, text, line in self._failed:
             ranks = {
                 rank
-                for (of, at), (rank, size) in self._ranks.items()
-                if at == bus and of == (host or of) and size == job
+                for (host, its), (rank, size) in self._ranks.items()
+                if its == number and (not at or host in at) and size == job
             }
-            self._tell(ranks, text, line)
-        for number, line in self._errors:
-            at = set(_ADDRESS.findall(line.text))
-            ranks = {
-                rank
-                for addresses, device, rank in self._devices
-                if device == number and (addresses & at or not at)
-            }
-            self._tell(ranks, shown(line.text), line)
-
-    def _tell(self, ranks: set[int], text: str, line: Line) -> None:
-        if len(ranks) == 1 and ranks.isdisjoint(self._found.ranks()):
-            condition = Condition(conditions.TOLD_ABSENT, text)
-            self._found.add(ranks.pop(), condition, line, own=False)
+            if len(ranks) == 1 and ranks.isdisjoint(self._found.ranks()):
+                condition = Condition(conditions.TOLD_ABSENT, text)
+                self._found.add(ranks.pop(), condition, line, own=False)
 
 
 def _short(host: str) -> str:
-    return host.partition(".")[0]
+    """Without its domain."""
+    return host if host[:1].isdecimal() else host.partition(".")[0]

@@ -442,6 +442,7 @@ class HearsayLines:
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
         if line.file != self._file:
+            self.tables.end()
             self._file = line.file
             self._steps.begin()
         is_row = self.tables.take(line)

@@ -8,7 +8,7 @@ unheard, or slow. Where several differ, or values are close, nobody is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -54,19 +54,24 @@ _ROLES = tuple(
             "time",
             r"(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s)",
         ),
-        ("time", "data|total|fwd|forward|bwd|backward|compute|load|loading"),
-        ("step", r"(?:\w+_)?(?:step|iter|iteration|batch|seq|seqnum|update)(?:_\w+)?"),
+        ("phase", "fwd|forward|bwd|backward|compute"),
+        ("part", "data|total|load|loading"),  # of a step, beside its phases
+        (
+            "step",
+            r"(?:(?:last|global|train|current)_)?(?:step|iter|iteration|seqnum|update)",
+        ),
+        ("step", r"last_(?:batch|seq)|batch_idx|(?:step|iter|batch)_(?:no|num|done)"),
     )
 )
 _OF_RANK = ("rank", "number", "command", "pid")
-_JUDGED = ("state", "step", "age", "wait", "time", "rate")
-_OF_SLOWNESS = ("wait", "time", "rate")
+_OF_SLOWNESS = ("wait", "time", "rate", "phase")
+_JUDGED = ("state", "step", "age", *_OF_SLOWNESS)
 _MAY_BE_HEAD = re.compile(
     r"(?i)rank|\bpid\b|procid|\b(?:worker|task|process|replica|trainer)\b"
 )
 WORDS_OF_A_HEAD = ("rank  ", "rank\t", "rank |", "rank,", "RANK", "PROCID", "STAT")
 _RULE = re.compile(r"[\s|│+=:─-]*")
-_SPLITS = tuple(map(re.compile, (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")))
+_SPLITS = (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")
 _VALUE = re.compile(
     r"(?P<hours>\d\d):(?P<minutes>\d\d):(?P<seconds>\d\d(?:\.\d{1,9})?)Z?|"
     r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s?(?P<unit>ms|s|sec\w*|m|min\w*|h|hours?)?(?: ago)?"
@@ -76,7 +81,7 @@ _NUMBER = re.compile(r"[A-Za-z_ -]{0,12}(\d{1,6})(?:/\d{1,6})?")
 # Rows that name what they have
 _KEYED_RANK = re.compile(r"\b[Rr]ank[ =:#]{1,2}(\d{1,6})\b")
 _KEYED = re.compile(
-    r"\b(?i:(?P<key>(?:last[ _])?(?:step|iter(?:ation)?|seq|heartbeat|seen)|age|hb|stat(?:e|us)?))"
+    r"\b(?i:(?P<key>(?:last[ _])?(?:step|iter(?:ation)?|heartbeat|seen)|age|hb|stat(?:e|us)?))"
     r"[ =:]{1,3}(?P<value>\d\d:\d\d:\d\d|\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?|[A-Za-z]+)"
 )
 # A process's state, as the kernel names it
@@ -103,12 +108,12 @@ class Apart(NamedTuple):
 
 @dataclass
 class _Table:
-    """names: of its columns; split: how they are told apart; None: its rows have them. rows: by
-    rank, by the columns' names.
+    """names: of its columns; split: what is between them, a pattern; empty: its rows have them.
+    rows: by rank, by the columns' names.
     """
 
     names: Sequence[str] = ()
-    split: re.Pattern[str] | None = None
+    split: str = ""
     is_of_a_hang: bool = False
     rows: dict[int, Mapping[str, str]] = field(default_factory=dict)
     lines: dict[int, Line] = field(default_factory=dict)
@@ -122,7 +127,7 @@ class _Table:
         }
 
     def add(self, rank: int, row: Mapping[str, str], line: Line) -> None:
-        if len(self.rows) < MOST_KEPT:
+        if rank != NOT_TOLD and len(self.rows) < MOST_KEPT:
             told = ", ".join(f"{name} {cell}" for name, cell in row.items())
             told = told if self.split else f"rank {rank}, {told}"
             self.rows[rank] = row
@@ -169,7 +174,7 @@ class TableLines:
     def take(self, line: Line) -> bool:
         """Whether it is a row beneath a head."""
         text = line.text
-        if self._table.split is not None:
+        if self._table.split:
             if _RULE.fullmatch(text):
                 return bool(text)
             if self._take_row(line):
@@ -184,9 +189,9 @@ class TableLines:
         return False
 
     def _begin(self, line: Line) -> None:
-        text = line.text[_end_of_prefix(line.text) :].strip(" \t|│")
+        text = _message(line)
         for split in _SPLITS:
-            names = split.split(text)
+            names = re.split(split, text)
             roles = {_role_of(name) for name in names}
             if not roles.isdisjoint(_OF_RANK) and not roles.isdisjoint(_JUDGED):
                 self._table = _Table(names, split, self._is_of_a_hang(line))
@@ -196,21 +201,18 @@ class TableLines:
         return line.number - self._hang_at < _NEAR
 
     def _take_row(self, line: Line) -> bool:
-        table = self._table
-        text = line.text[_end_of_prefix(line.text) :].strip(" \t|│")
-        assert table.split is not None
+        table, text = self._table, _message(line)
         most = len(table.names) - 1
-        cells = table.split.split(text, maxsplit=most)
+        cells = re.split(table.split, text, maxsplit=most)
         if len(cells) <= most:
             cells = text.split(maxsplit=most)
         if len(cells) <= most:
             return False
         row = dict(zip(table.names, cells, strict=True))
         rank = self._rank_of(row)
-        if rank == NOT_TOLD or rank in table.rows:
-            return False
-        table.add(rank, row, line)
-        return True
+        if rank not in table.rows:  # workers have their rank's command
+            table.add(rank, row, line)
+        return rank != NOT_TOLD
 
     def _rank_of(self, row: dict[str, str]) -> int:
         """By the first of its columns that tells it."""
@@ -247,7 +249,7 @@ class TableLines:
     def end(self) -> None:
         """Judge the table that was read."""
         table, self._table = self._table, _Table()
-        if len(table.rows) < 2:
+        if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
         told = [*self._by_state(table), *_by_number(table)]
         for rank in table.rows.keys() - {one.rank for one in told}:
@@ -277,6 +279,8 @@ class TableLines:
     def _take_slow(self, table: _Table) -> None:
         slow = {}
         columns = table.columns(*_OF_SLOWNESS)
+        if table.columns("phase"):
+            columns |= table.columns("part")
         for name, cells in columns.items():
             values = _values(cells)
             one = _outlier(_role_of(name), values)
@@ -289,6 +293,12 @@ class TableLines:
         if len(slow) == 1:
             [(rank, text)] = slow.items()
             self._note_slow(rank, text, table.lines[rank])
+
+
+def _are_ranks(numbers: Collection[int]) -> bool:
+    """Not of models (4, 8, 16), nor of a list of the best (1, 2, 3)."""
+    first = min(numbers)
+    return first == 0 or (first > 1 and max(numbers) - first < len(numbers))
 
 
 def _by_number(table: _Table) -> Iterator[Apart]:
@@ -348,6 +358,6 @@ def _role_of(name: str) -> str:
     return next((role for role, one in _ROLES if one.fullmatch(words)), "")
 
 
-def _end_of_prefix(text: str) -> int:
-    before = BEFORE_MESSAGE.match(text)
-    return before.end() if before else 0
+def _message(line: Line) -> str:
+    before = BEFORE_MESSAGE.match(line.text)
+    return line.text[before.end() if before else 0 :].strip(" \t|│")
