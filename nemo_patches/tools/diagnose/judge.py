@@ -41,6 +41,7 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Fact,
     ProcessRank,
 )
+from nemo_patches.tools.diagnose.sources.lines import DEFAULT_GROUPS
 from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
@@ -58,7 +59,6 @@ _OUT = (
 )
 # Collectives that pair wrongly wait in vain, or crash a rank.
 _OF_UNEVEN_CALLS = (ids.OUT_OF_STEP, ids.LATE, ids.KILLED)
-DEFAULT_GROUPS = ("", "0")  # "": a group that no line names
 _NOT_COME = (conditions.GONE, conditions.SILENT, conditions.MISSING)
 _SILENT = (conditions.GONE, conditions.SILENT)
 _LEFT = (conditions.GONE, conditions.ENDED)

@@ -20,8 +20,9 @@ from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, TEXTS, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
-from nemo_patches.tools.diagnose.sources.table_lines import Apart, TableLines
+from nemo_patches.tools.diagnose.sources.table_lines import A_HANG, TableLines
 
+A_NAME = "a name"
 # Where the job's size is not known: larger numbers are process ids.
 _MOST_RANK = 1 << 12
 _MOST_PROCESSES = 64
@@ -139,6 +140,11 @@ _GENERAL = (
         TOLD_ABSENT,
         rf"\b[Mm]issing (?:the )?(?:\w+ ){{1,2}}(?:of|from|for) {_WHO}{_NUMBER}",
     ),
+    (  # of a monitor's label
+        TOLD_ABSENT,
+        r"[\[(]\w{0,40}?(?P<who>[Rr]ank|[Ww]orker)\w{0,20}[:=#_ -](?P<ranks>\d{1,6})"
+        r"(?:@[\w.-]{1,80})?[\])]\W{0,3}(?i:did not|didn't|has not) (?:get|receive|see|hear)\b",
+    ),
     (  # of a name, which is no rank's
         TOLD_ABSENT,
         r"\b(?:[Nn]ode|[Hh]ost|[Aa]gent|[Pp]od) ['\"]?(?P<who>[\w.-]*[A-Za-z][\w.-]*)"
@@ -245,6 +251,8 @@ _EVENT = re.compile(
     r"missing|unresponsive|disconnected)$"
 )
 
+# What follows a comma is of the same.
+_SENTENCES = re.compile(r"(?<=[.!?;])\s+(?=\S)")
 # Patterns whose names end in _LOWER are for text in small letters: that is twice as fast.
 # 1. What is no line of a log: an option's help, an item of a list, a comment, a shell's trace,
 # code, a test's name or result, what stands indented.
@@ -350,10 +358,6 @@ _OF_A_HANG_LOWER = re.compile(
     r"fail\w*|hang\w*|stuck|dump\w*|stacks?|(?:current )?thread)(?![a-z])|"
     r"等待|错误|^[\s@|+#*]|^(?:frame #|Process \d)"
 )
-_LABEL = re.compile(
-    r"[\[(]\w{0,40}(?:Rank|Worker|rank|worker)\w{0,20}[:=#_ -](?P<rank>\d{1,6})"
-    r"(?:@[\w.-]{1,80})?[\])]\W{0,3}"
-)
 # Words of which one is in each such line, in place of a row's.
 WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
@@ -382,15 +386,14 @@ _ENDS = (
 
 
 class _Told(NamedTuple):
-    """at: how many lines had been weighed when it was told last. needs_a_hang: as Apart has it.
-    needs_a_name: it counts only if lines tell the rank of what it names.
+    """at: how many lines had been weighed when it was told last. needs: without which it does not
+    count: A_HANG of the job, or A_NAME of a pod or a host whose rank lines tell.
     """
 
     kind: str
     line: Line
     at: int
-    needs_a_hang: bool
-    needs_a_name: bool
+    needs: str
 
 
 class _After:
@@ -435,7 +438,7 @@ class HearsayLines:
         self._file = ""  # the present one: others' lines may be earlier or later
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
-        self.tables = TableLines(found, _state_of, self._tell_apart, self.is_there)
+        self.tables = TableLines(found, _state_of, self._tell, self.is_there)
         self._weighed = 0  # lines
         self._after: dict[str, _After] = {}  # by file
 
@@ -478,7 +481,7 @@ class HearsayLines:
             self._tell(ranks, kind, line)
             return True
         if _OF_CLUSTER.search(text):
-            self._tell([NOT_TOLD], TOLD_DEAD, line, needs_a_name=True)
+            self._tell([NOT_TOLD], TOLD_DEAD, line, A_NAME)
             return True
         return False
 
@@ -493,26 +496,14 @@ class HearsayLines:
         self._tell(ranks_in(listed["ranks"]), TOLD_ABSENT, told)
         return True
 
-    def _tell_apart(self, one: Apart) -> None:
-        self._tell([one.rank], one.kind, one.line, one.needs_a_hang)
-
-    def _tell(
-        self,
-        ranks: list[int],
-        kind: str,
-        line: Line,
-        needs_a_hang: bool = False,
-        needs_a_name: bool = False,
-    ) -> None:
+    def _tell(self, ranks: list[int], kind: str, line: Line, needs: str = "") -> None:
         self._steps.begin()
         for rank in ranks:
             key = (rank, kind if rank != NOT_TOLD else line.text)
             if len(self._told) < MOST_KEPT or key in self._told:
-                first = self._told.get(key)
-                first_line = first.line if first else line
-                needs = needs_a_hang and (first is None or first.needs_a_hang)
-                at = self._weighed
-                self._told[key] = _Told(kind, first_line, at, needs, needs_a_name)
+                first = self._told.get(key, _Told(kind, line, 0, needs))
+                needs = min(needs, first.needs)
+                self._told[key] = first._replace(at=self._weighed, needs=needs)
 
     def _take_back(self, text: str) -> None:
         if self._found.reports_made > self._reports:
@@ -521,7 +512,7 @@ class HearsayLines:
         elif not self._told and not self._reports:
             return
         if "NodeReady" in text:
-            self._drop(lambda told: told.needs_a_name)
+            self._drop(lambda told: told.needs == A_NAME)
         if _ALL_BACK.search(text):
             self._goes_on()
         elif any(one in text for one in _OF_BACK) and (back := _BACK.search(text)):
@@ -577,10 +568,8 @@ class HearsayLines:
         kinds = {fact.condition_kind for fact in self._found.facts.values()}
         has_ended = not kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
-            is_named = self._found.ranks_named(told.line.text)
-            if (told.needs_a_hang and not has_ended) or (
-                told.needs_a_name and not is_named
-            ):
+            named = self._found.ranks_named(told.line.text)
+            if not {"": True, A_HANG: has_ended, A_NAME: named}[told.needs]:
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)
@@ -631,7 +620,7 @@ def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
     if listed := _in_lists(text, size):
         yield listed, TOLD_ABSENT
         return
-    for start, clause in _clauses(text):
+    for clause in _SENTENCES.split(text):
         for kind, pattern in _RULES if text.isascii() else _RULES_BEYOND_ASCII:
             if (told := pattern.search(clause)) and _is_told_of_now(clause, told):
                 yield _ranks_of(told.groupdict(), text, size), kind
@@ -644,10 +633,6 @@ def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
             return
         if not line.has_prefix and (kind := _told_anywhere(clause, text)):
             yield ranks_in(_ONE_RANK.findall(clause)[0][1]), kind
-            return
-        label = _LABEL.search(text, 0, start + 1) if start else None
-        if label and (of_label := _after_label(text[label.end() :], label["rank"])):
-            yield [int(label["rank"])], of_label
             return
 
 
@@ -676,29 +661,11 @@ def _with_error(found: re.Match[str], text: str, size: int) -> list[int]:
     return [] if is_other else _ranks_of(told, text, size)
 
 
-def _after_label(message: str, rank: str) -> str:
-    """What is told of the rank of a monitor's label: "[RankMonitor:5] did not get a heartbeat"."""
-    if re.match(r"(?i)(?:did not|didn't|has not) (?:get|receive|see|hear)\b", message):
-        return TOLD_ABSENT
-    for kind, pattern in _RULES[:2]:
-        if pattern.match(f"rank {rank} {message[:1].lower()}{message[1:]}"):
-            return kind
-    return ""
-
-
 def _state_of(cell: str) -> str:
     """The condition that a cell of a table names."""
     if re.fullmatch(_DIED, cell.lower()):
         return TOLD_DEAD
     return TOLD_ABSENT if re.fullmatch(f"{_ABSENT}|lost", cell.lower()) else ""
-
-
-def _clauses(text: str) -> Iterator[tuple[int, str]]:
-    """A line's sentences, and where each begins. What follows a comma is of the same."""
-    start = 0
-    for end in re.finditer(r"[.!?;]\s+(?=\S)|$", text):
-        yield start, text[start : end.start() + 1]
-        start = end.end()
 
 
 def _is_told_of_now(clause: str, told: re.Match[str]) -> bool:

@@ -62,9 +62,13 @@ class Row(NamedTuple):
     follows: bool = False
 
 
+_BY_OTHERS = (HINT, MISSING, TERMINATED, TOLD_DEAD)  # who tells such conditions
+
+
 def _row(
     words: str, pattern: str, kind: str = "", text: str = "", **more: object
 ) -> Row:
+    more.setdefault("own", kind not in _BY_OTHERS)
     return Row(tuple(words.split("|")), re.compile(pattern), kind, text, **more)  # type: ignore[arg-type]  # flags
 
 
@@ -625,28 +629,24 @@ ROWS = (
         r".{0,200}tag\[(?P<tag>\w{1,80})",
         MISSING,
         "to {tag}, by HCCL",
-        own=False,
     ),
     _row(
         "Notify record",
         r"has not received the Notify record from remote rank:? ?\[(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a collective, by HCCL",
-        own=False,
     ),
     _row(
         "Worker proc",
         r"(?P<what>Worker proc \w{1,40}-(?P<ranks>\d{1,6}) died unexpectedly.{0,80})",
         TOLD_DEAD,
         "{what}",
-        own=False,
     ),
     _row(
         "remoteRank[",
         r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a connection, by HCCL",
-        own=False,
     ),
     _row(
         "mpirun|horovodrun|mpiexec",
@@ -667,7 +667,6 @@ ROWS = (
         r"\b(?:terminating|killing) rank (?P<ranks>\d{1,7})\b",
         TERMINATED,
         conditions.BY_MONITOR + " killed it",
-        own=False,
     ),
     _row("Missing ranks:", "^Missing ranks:$", reader="horovod"),
     _row(
@@ -717,7 +716,6 @@ ROWS = (
         r"(?:is )?(?:[Aa]ctive|detected).{0,80})",
         HINT,
         "a GPU: {what}",
-        own=False,
     ),
     _row(
         "NVRM|NVLink|nvlink",
@@ -725,7 +723,6 @@ ROWS = (
         r"(?=.*(?:rror|atal|down))(?P<link>NVLink.{1,200})",
         HINT,
         "the kernel: {what}{link}",
-        own=False,
     ),
     _row(
         "blocked for|not responding|mlx5|EDAC|Machine check|amdgpu",
@@ -736,35 +733,30 @@ ROWS = (
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",
-        own=False,
     ),
     _row(
         "Culprit rank",
         r"(?P<what>Culprit rank \d{1,7}; Error type: .{1,2000})",
         HINT,
         "fr_trace: {what}",
-        own=False,
     ),
     _row(
         "NCCL WARN",
         r"NCCL WARN (?P<what>.{1,200})",
         HINT,
         "NCCL: {what}",
-        own=False,
     ),
     _row(
         "SIGSEGV|SIGBUS|SIGILL|SIGFPE",
         r"^\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
         HINT,
         "{what} received",
-        own=False,
     ),
     _row(
         "@",
         r"^.{0,60}?@ +0x[0-9a-f]+ +(?:\(?\w+\)? +)?(?P<what>nccl\w{1,80})\(",
         HINT,
         "its native stack is in {what}",
-        own=False,
         follows=True,
     ),
 )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
+from typing import TypeAlias
 
 from nemo_patches.tools.diagnose import findings as ids
 from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
@@ -97,13 +97,9 @@ OF_A_HANG = re.compile(  # in small letters
 )
 
 
-class Apart(NamedTuple):
-    """needs_a_hang: it decides only where the job is known to hang."""
-
-    rank: int
-    kind: str
-    line: Line
-    needs_a_hang: bool = False
+# Whom a table shows apart: the rank, the condition, and what that needs to count, or nothing.
+_Apart: TypeAlias = tuple[int, str, str]
+A_HANG = "a hang"
 
 
 @dataclass
@@ -143,7 +139,7 @@ class TableLines:
         self,
         found: LaunchFacts,
         state_of: Callable[[str], str],
-        tell: Callable[[Apart], None],
+        tell: Callable[[list[int], str, Line, str], None],
         is_there: Callable[[int], None],
     ) -> None:
         self._found = found
@@ -252,29 +248,28 @@ class TableLines:
         if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
         told = [*self._by_state(table), *_by_number(table)]
-        for rank in table.rows.keys() - {one.rank for one in told}:
+        for rank in table.rows.keys() - {rank for rank, _, _ in told}:
             self._is_there(rank)
-        for one in told:
-            needs = one.needs_a_hang and not table.is_of_a_hang
-            self._tell(one._replace(needs_a_hang=needs))
+        for rank, kind, needs in told:
+            needs = "" if table.is_of_a_hang else needs
+            self._tell([rank], kind, table.lines[rank], needs)
         self._take_slow(table)
 
-    def _by_state(self, table: _Table) -> Iterator[Apart]:
+    def _by_state(self, table: _Table) -> Iterator[_Apart]:
         for cells in table.columns("state").values():
             kinds = {rank: self._state_of(cell) for rank, cell in cells.items()}
             others = {cell for rank, cell in cells.items() if not kinds[rank]}
             for rank, kind in kinds.items() if len(others) == 1 else ():
                 if kind:
-                    yield Apart(rank, kind, table.lines[rank])
+                    yield rank, kind, ""
             odd = [rank for rank, cell in cells.items() if not _RUNS.fullmatch(cell)]
             asleep = [rank for rank, cell in cells.items() if _ASLEEP.fullmatch(cell)]
             for kind, state in _STATES if len(odd) == 1 else ():
                 if state.fullmatch(cells[odd[0]]):
-                    yield Apart(odd[0], kind, table.lines[odd[0]])
+                    yield odd[0], kind, ""
             if len(asleep) == 1 and not odd:
-                line = table.lines[asleep[0]]
-                needs = _FILE_SYSTEMS.search(line.text) is None
-                yield Apart(asleep[0], TOLD_ABSENT, line, needs)
+                at = _FILE_SYSTEMS.search(table.lines[asleep[0]].text)
+                yield asleep[0], TOLD_ABSENT, "" if at else A_HANG
 
     def _take_slow(self, table: _Table) -> None:
         slow = {}
@@ -301,14 +296,14 @@ def _are_ranks(numbers: Collection[int]) -> bool:
     return first == 0 or (first > 1 and max(numbers) - first < len(numbers))
 
 
-def _by_number(table: _Table) -> Iterator[Apart]:
+def _by_number(table: _Table) -> Iterator[_Apart]:
     """Who is behind, and who was not heard for long. One step is close, unless the job hangs."""
     for name, cells in table.columns("step", "age").items():
         role, values = _role_of(name), _values(cells)
         one = _outlier(role, values)
         if one is not None:
             is_close = role == "step" and values[one] + 1 == max(values.values())
-            yield Apart(one, TOLD_ABSENT, table.lines[one], is_close)
+            yield one, TOLD_ABSENT, A_HANG if is_close else ""
 
 
 def _outlier(role: str, values: Mapping[int, float]) -> int | None:
