@@ -69,21 +69,32 @@ _JUDGED = ("state", "step", "age", *_OF_SLOWNESS)
 _MAY_BE_HEAD = re.compile(
     r"(?i)rank|\bpid\b|procid|\b(?:worker|task|process|replica|trainer)\b"
 )
-WORDS_OF_A_HEAD = ("rank  ", "rank\t", "rank |", "rank,", "RANK", "PROCID", "STAT")
-_RULE = re.compile(r"[\s|│+=:─-]*")
+WORDS_OF_A_HEAD = (
+    "rank  ",
+    "rank\t",
+    "rank |",
+    "rank │",
+    "rank,",
+    "RANK",
+    "PROCID",
+    "STAT",
+)
+_RULE = re.compile(r"[\s|│+=:─┌┬┐├┼┤└┴┘╞╪╡-]*")
 _SPLITS = (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")
 _VALUE = re.compile(
-    r"(?P<hours>\d\d):(?P<minutes>\d\d):(?P<seconds>\d\d(?:\.\d{1,9})?)Z?|"
+    r"(?:\d{4}-\d\d-\d\d[T ])?(?P<hours>\d\d):(?P<minutes>\d\d):(?P<seconds>\d\d(?:\.\d{1,9})?)Z?|"
     r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s?(?P<unit>ms|s|sec\w*|m|min\w*|h|hours?)?(?: ago)?"
 )
 _UNITS = {"ms": 1e-3, "m": 60.0, "mi": 60.0, "h": 3600.0, "ho": 3600.0}
 _NUMBER = re.compile(r"[A-Za-z_ -]{0,12}(\d{1,6})(?:/\d{1,6})?")
 # Rows that name what they have
-_KEYED_RANK = re.compile(r"\b[Rr]ank[ =:#]{1,2}(\d{1,6})\b")
+_KEYED_RANK = re.compile(r"\b[Rr]ank['\"]?[ =:#]{1,2}(\d{1,6})\b")
 _KEYED = re.compile(
-    r"\b(?i:(?P<key>(?:last[ _])?(?:step|iter(?:ation)?|heartbeat|seen)|age|hb|stat(?:e|us)?))"
-    r"[ =:]{1,3}(?P<value>\d\d:\d\d:\d\d|\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?|[A-Za-z]+)"
+    r"\b(?P<key>(?:last )?[A-Za-z_]{2,30}|ms)['\"]?[ =:]{1,3}['\"]?(?P<value>\d\d:\d\d:\d\d|"
+    r"\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?)|"
+    r"\b(?P<state>stat(?:e|us)?)['\"]?[ =:]{1,3}['\"]?(?P<word>[A-Za-z]+)"
 )
+_OF_SLOW_RANKS = re.compile(r"(?i)straggl|profil|slow|\bavg|mean|median|p50")
 # A process's state, as the kernel names it
 _RUNS = re.compile(r"[RSDI][sl+<NLn]{0,5}|(?i:running|sleeping|disk[ -]sleep)")
 _ASLEEP = re.compile(r"D[sl+<NLn]{0,5}|(?i:disk[ -]sleep)")
@@ -229,11 +240,16 @@ class TableLines:
         )
 
     def _take_keyed(self, line: Line) -> bool:
-        if line.has_prefix or "ank" not in line.text:
+        if "ank" not in line.text:
             return False
         rank = _KEYED_RANK.findall(line.text)
-        row = {one["key"]: one["value"] for one in _KEYED.finditer(line.text)}
-        if len(rank) != 1 or not row:
+        row = {}
+        roles = _JUDGED[: None if _OF_SLOW_RANKS.search(line.text) else 3]
+        for one in _KEYED.finditer(line.text) if len(rank) == 1 else ():
+            if _role_of(name := one["key"] or one["state"]) in (*roles, "part"):
+                row[name] = one["value"] or one["word"]
+        # Each rank's own lines have its label, and no heartbeats.
+        if not row or (line.has_prefix and "age" not in map(_role_of, row)):
             return False
         table = self._table
         if table.split or row.keys() != set(table.names) or int(rank[0]) in table.rows:
@@ -280,8 +296,9 @@ class TableLines:
             values = _values(cells)
             one = _outlier(_role_of(name), values)
             if one is not None:
-                others = [value for rank, value in values.items() if rank != one]
-                text = f"{name} {cells[one]}, and the others {min(others):g} to {max(others):g}"
+                others = sorted(values.keys() - {one}, key=values.__getitem__)
+                between = f"{cells[others[0]]} to {cells[others[-1]]}"
+                text = f"{name} {cells[one]}, and the others {between}"
                 slow[one] = text
         if columns:
             self._slow = None  # the last table counts
