@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
@@ -18,7 +19,13 @@ from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
 from nemo_patches.tools.diagnose.rank_end import error_in
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, TEXTS, Line, ranks_in
+from nemo_patches.tools.diagnose.sources.lines import (
+    ANY_DIGIT,
+    MOST_KEPT,
+    TEXTS,
+    Line,
+    ranks_in,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.table_lines import A_HANG, TableLines
 
@@ -470,8 +477,7 @@ class HearsayLines:
         if line.has_prefix and (event := _EVENT.match(text)):
             self._tell([line.rank], _state_of(event[1]), line)
             return True
-        words = WORDS if text.isascii() else WORDS + IN_CHINESE
-        if not any(word in text for word in words) or _is_no_report(text, before):
+        if not _has_words(text.translate(ANY_DIGIT)) or _is_no_report(text, before):
             return False
         if text.endswith(":") and _WHOSE_LISTS.search(text):
             header = _HEADER.search(text)
@@ -578,6 +584,12 @@ class HearsayLines:
                 quoted = f'the log goes on after "{text}"'
                 condition = Condition(conditions.HINT, quoted)
             self._found.add(rank, condition, told.line, own=False)
+
+
+@lru_cache(1 << 9)
+def _has_words(shape: str) -> bool:
+    words = WORDS if shape.isascii() else WORDS + IN_CHINESE
+    return any(word in shape for word in words)
 
 
 def is_no_event(text: str, before: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Evidence
@@ -17,13 +17,20 @@ from nemo_patches.tools.diagnose.sources.hearsay_lines import (
     is_no_event,
 )
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
+from nemo_patches.tools.diagnose.sources.lines import (
+    ANY_DIGIT,
+    MOST_KEPT,
+    Line,
+    ranks_in,
+    shown,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.place_lines import PlaceLines
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
 from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
+_MOST_SHAPES = 1 << 9  # of lines
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -41,7 +48,7 @@ class Launch:
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
-        self._places = PlaceLines(self.found)
+        self._places = PlaceLines(self.found, self._hearsay.tables)
         self._text_before = ""
         self._first: Line | None = None
         self._last: Line | None = None
@@ -91,17 +98,15 @@ class Launch:
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
         text, is_end = line.text, False
-        for row, read in self._rows:
+        for number in _rows_with_words_in(text.translate(ANY_DIGIT)):
+            row, read = self._rows[number]
             if (row.is_end and is_end) or (
                 row.of_rank and not row.is_end and line.rank < 0
             ):
                 continue
-            for word in row.words:
-                if word in text:
-                    if found := row.pattern.search(text):
-                        read(found, line)
-                        is_end |= row.is_end
-                    break
+            if found := row.pattern.search(text):
+                read(found, line)
+                is_end |= row.is_end
         return is_end
 
     def take_condition(self, row: Row, found: re.Match[str], line: Line) -> None:
@@ -161,3 +166,13 @@ class Launch:
         if not self.ends.is_finished:
             more = (self._prints.finding(), self._hearsay.tables.finding())
             evidence.findings += filter(None, more)
+
+
+@lru_cache(_MOST_SHAPES)
+def _rows_with_words_in(shape: str) -> tuple[int, ...]:
+    """shape: a line without its digits, as lines of many ranks have it in common."""
+    return tuple(
+        number
+        for number, row in enumerate(ROWS)
+        if any(word.translate(ANY_DIGIT) in shape for word in row.words)
+    )

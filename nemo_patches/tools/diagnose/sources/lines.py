@@ -16,6 +16,7 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 
 MOST_KEPT = 4096  # ranks, and the like, of one launch
+ANY_DIGIT = str.maketrans("123456789", "000000000")
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _LONGEST_TEXT = 300

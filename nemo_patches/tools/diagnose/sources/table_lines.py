@@ -67,7 +67,7 @@ _OF_RANK = ("rank", "number", "command", "pid")
 _OF_SLOWNESS = ("wait", "time", "rate", "phase")
 _JUDGED = ("state", "step", "age", *_OF_SLOWNESS)
 _MAY_BE_HEAD = re.compile(
-    r"(?i)rank|\bpid\b|procid|\b(?:worker|task|process|replica|trainer)\b"
+    r"(?i)(?:rank|procid|\b(?:pid|worker|task|process|replica|trainer))(?:_id)?s?\b(?! ?[=:#]? ?\d)"
 )
 WORDS_OF_A_HEAD = (
     "rank  ",
@@ -103,7 +103,7 @@ _STATES = (
     (TOLD_DEAD, re.compile(r"[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct)")),
 )
 _FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
-OF_A_HANG = re.compile(  # in small letters
+_OF_A_HANG = re.compile(  # in small letters
     r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
 )
 
@@ -189,7 +189,7 @@ class TableLines:
         if self._take_keyed(line):
             return False
         self.end()
-        if OF_A_HANG.search(text.lower()):
+        if _OF_A_HANG.search(text.lower()):
             self._hang_at = line.number
         if _MAY_BE_HEAD.search(text):
             self._begin(line)
@@ -201,10 +201,11 @@ class TableLines:
             names = re.split(split, text)
             roles = {_role_of(name) for name in names}
             if not roles.isdisjoint(_OF_RANK) and not roles.isdisjoint(_JUDGED):
-                self._table = _Table(names, split, self._is_of_a_hang(line))
+                self._table = _Table(names, split, self.is_of_a_hang(line))
                 return
 
-    def _is_of_a_hang(self, line: Line) -> bool:
+    def is_of_a_hang(self, line: Line) -> bool:
+        """Whether a line near before it speaks of one, or it does."""
         return line.number - self._hang_at < _NEAR
 
     def _take_row(self, line: Line) -> bool:
@@ -254,7 +255,7 @@ class TableLines:
         table = self._table
         if table.split or row.keys() != set(table.names) or int(rank[0]) in table.rows:
             self.end()
-            self._table = _Table([*row], is_of_a_hang=self._is_of_a_hang(line))
+            self._table = _Table([*row], is_of_a_hang=self.is_of_a_hang(line))
         self._table.add(int(rank[0]), row, line)
         return True
 
