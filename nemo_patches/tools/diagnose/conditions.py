@@ -43,6 +43,7 @@ NODE = "node"  # its node failed, says the scheduler or the launcher
 UNRESOLVED = "unresolved"
 # By general words of a line, which no table knows: that it died, or that it is not there
 TOLD_DEAD, TOLD_ABSENT = "told dead", "told absent"
+TOLD_APART = "told apart"  # likewise by a table: behind all others, or held up
 # Something that was wrong around the ranks, and decides nothing: told beside a verdict
 HINT = "hint"
 HEARD = "heard"  # it was told of another rank's time-out, and had none itself
@@ -89,7 +90,7 @@ RANKED = (
     ),
     *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, THREAD),
     LOGGED,
-    *(TOLD_DEAD, TOLD_ABSENT, UNRESOLVED, HEARD, RUNS),
+    *(TOLD_DEAD, TOLD_ABSENT, TOLD_APART, UNRESOLVED, HEARD, RUNS),
 )
 
 # What a rank did, in words.

@@ -619,6 +619,7 @@ def by_words(hearing: Hearing) -> list[Finding]:
     """
     for kind, id_ in (
         (conditions.TOLD_ABSENT, ids.MISSING_RANK),
+        (conditions.TOLD_APART, ids.MISSING_RANK),
         (conditions.TOLD_DEAD, ids.FIRST_FAILURE),
     ):
         facts = [

@@ -706,6 +706,9 @@ def by_words(kind: str, facts: Sequence[Fact], hearing: Hearing) -> Finding:
         how = "ended"
         if kind == ids.MISSING_RANK:
             how = f"{is_(of_first)} not there"
+        if first.condition_kind == conditions.TOLD_APART:
+            how = f"{is_(of_first)} behind all others, or held up"
+            text = text.replace("a line", "a table", 1).replace('"', "")
         text = f"{who(of_first)} {how}, {text}"
     found = finding(kind, text, of_first, of=hearing[first.rank])
     return replace(found, severity=WARNING)

@@ -66,8 +66,7 @@ class GpuLines:
 
     def finish(self) -> None:
         """Where others waited in vain, and the rank itself says nothing."""
-        kinds = {fact.condition_kind for fact in self._found.facts.values()}
-        if kinds.isdisjoint({conditions.WAITED, conditions.CUT}):
+        if self._found.kinds.isdisjoint({conditions.WAITED, conditions.CUT}):
             return
         job = max((size for _, size in self._ranks.values()), default=0)
         for number, at, text, line in self._failed:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
+from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.rank_end import error_in
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
@@ -375,6 +375,7 @@ WORDS = (
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
+    *("no step", "stall", " hang"),
     *("Evict", "Preempt", "NotReady", "NodeLost", "OOMKilled", "drained", "is down"),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
@@ -560,9 +561,10 @@ class HearsayLines:
     def is_there(self, *ranks: int) -> None:
         """Said to be absent, and heard of after that."""
         for rank in ranks:
-            told = self._told.get((rank, TOLD_ABSENT))
-            if told is not None and told.line.file == self._file:
-                del self._told[rank, TOLD_ABSENT]
+            for kind in (TOLD_ABSENT, TOLD_APART):
+                told = self._told.get((rank, kind))
+                if told is not None and told.line.file == self._file:
+                    del self._told[rank, kind]
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
@@ -571,8 +573,7 @@ class HearsayLines:
             self._told.clear()
         if is_finished:
             self._goes_on()
-        kinds = {fact.condition_kind for fact in self._found.facts.values()}
-        has_ended = not kinds.isdisjoint(_ENDS)
+        has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
             named = self._found.ranks_named(told.line.text)
             if not {"": True, A_HANG: has_ended, A_NAME: named}[told.needs]:

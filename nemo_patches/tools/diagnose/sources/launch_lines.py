@@ -66,8 +66,7 @@ class Launch:
         """Whether it was ended from outside before its ranks said much. few: lines."""
         if self._first is None or self._last is None:
             return True
-        kinds = {fact.condition_kind for fact in self.found.facts.values()} - {""}
-        is_from_outside = kinds <= {conditions.TERMINATED, conditions.HINT}
+        is_from_outside = self.found.kinds <= {conditions.TERMINATED, conditions.HINT}
         return is_from_outside and self._last.number - self._first.number < few
 
     def begin_file(self) -> None:

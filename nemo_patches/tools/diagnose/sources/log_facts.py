@@ -148,7 +148,7 @@ class LaunchFacts:
 
     def leave_out_reports(self) -> None:
         """Of others, of who had not come: the job has gone on, and no rank gave up waiting."""
-        kinds = {fact.condition_kind for fact in self.facts.values()}
+        kinds = self.kinds
         for key, fact in [*self.facts.items()]:
             is_report = fact.condition_kind == conditions.MISSING and not fact.own
             if is_report and conditions.WAITED not in kinds:
@@ -236,6 +236,11 @@ class LaunchFacts:
 
     def has(self, rank: int, condition: str) -> bool:
         return (rank, Condition, condition, "") in self.facts
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of conditions that are told, of any rank."""
+        return {fact.condition_kind for fact in self.facts.values()} - {""}
 
     def ranks(self) -> set[int]:
         """Ranks of which more is known than that they belong to the job."""

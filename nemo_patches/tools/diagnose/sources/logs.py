@@ -39,7 +39,7 @@ LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output,"
     " Gloo's errors, the store's time-outs at start-up, tables and lines of torchrun,"
     " DeepSpeed, Ray, Slurm, mpirun and kubectl, exceptions and CUDA errors that ended a rank,"
-    " kills for want of memory, nemo_patches' own lines"
+    " kills for want of memory, tables with a row for each rank, nemo_patches' own lines"
 )
 KIND = "logs"
 STANDARD_INPUT = Path("-")

@@ -14,7 +14,7 @@ from functools import cache
 from typing import TypeAlias
 
 from nemo_patches.tools.diagnose import findings as ids
-from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
+from nemo_patches.tools.diagnose.conditions import TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.findings import Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 from nemo_patches.tools.diagnose.sources.lines import (
@@ -99,7 +99,7 @@ _OF_SLOW_RANKS = re.compile(r"(?i)straggl|profil|slow|\bavg|mean|median|p50")
 _RUNS = re.compile(r"[RSDI][sl+<NLn]{0,5}|(?i:running|sleeping|disk[ -]sleep)")
 _ASLEEP = re.compile(r"D[sl+<NLn]{0,5}|(?i:disk[ -]sleep)")
 _STATES = (
-    (TOLD_ABSENT, re.compile(r"[Tt][sl+<NLn]{0,5}|(?i:stopped)")),
+    (TOLD_APART, re.compile(r"[Tt][sl+<NLn]{0,5}|(?i:stopped)")),
     (TOLD_DEAD, re.compile(r"[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct)")),
 )
 _FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
@@ -108,8 +108,9 @@ _OF_A_HANG = re.compile(  # in small letters
 )
 
 
-# Whom a table shows apart: the rank, the condition, and what that needs to count, or nothing.
-_Apart: TypeAlias = tuple[int, str, str]
+# Whom a table shows apart: the rank, the condition, what that needs to count, and what is told;
+# empty: the row.
+_Apart: TypeAlias = tuple[int, str, str, str]
 A_HANG = "a hang"
 
 
@@ -265,11 +266,12 @@ class TableLines:
         if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
         told = [*self._by_state(table), *_by_number(table)]
-        for rank in table.rows.keys() - {rank for rank, _, _ in told}:
+        for rank in table.rows.keys() - {one[0] for one in told}:
             self._is_there(rank)
-        for rank, kind, needs in told:
+        for rank, kind, needs, text in told:
+            line = table.lines[rank]
             needs = "" if table.is_of_a_hang else needs
-            self._tell([rank], kind, table.lines[rank], needs)
+            self._tell([rank], kind, line._replace(text=text or line.text), needs)
         self._take_slow(table)
 
     def _by_state(self, table: _Table) -> Iterator[_Apart]:
@@ -278,15 +280,15 @@ class TableLines:
             others = {cell for rank, cell in cells.items() if not kinds[rank]}
             for rank, kind in kinds.items() if len(others) == 1 else ():
                 if kind:
-                    yield rank, kind, ""
+                    yield rank, kind, "", ""
             odd = [rank for rank, cell in cells.items() if not _RUNS.fullmatch(cell)]
             asleep = [rank for rank, cell in cells.items() if _ASLEEP.fullmatch(cell)]
             for kind, state in _STATES if len(odd) == 1 else ():
                 if state.fullmatch(cells[odd[0]]):
-                    yield odd[0], kind, ""
+                    yield odd[0], kind, "", ""
             if len(asleep) == 1 and not odd:
                 at = _FILE_SYSTEMS.search(table.lines[asleep[0]].text)
-                yield asleep[0], TOLD_ABSENT, "" if at else A_HANG
+                yield asleep[0], TOLD_APART, "" if at else A_HANG, ""
 
     def _take_slow(self, table: _Table) -> None:
         slow = {}
@@ -297,10 +299,7 @@ class TableLines:
             values = _values(cells)
             one = _outlier(_role_of(name), values)
             if one is not None:
-                others = sorted(values.keys() - {one}, key=values.__getitem__)
-                between = f"{cells[others[0]]} to {cells[others[-1]]}"
-                text = f"{name} {cells[one]}, and the others {between}"
-                slow[one] = text
+                slow[one] = _among(name, cells, one)
         if columns:
             self._slow = None  # the last table counts
         if len(slow) == 1:
@@ -321,7 +320,17 @@ def _by_number(table: _Table) -> Iterator[_Apart]:
         one = _outlier(role, values)
         if one is not None:
             is_close = role == "step" and values[one] + 1 == max(values.values())
-            yield one, TOLD_ABSENT, A_HANG if is_close else ""
+            needs = A_HANG if is_close else ""
+            yield one, TOLD_APART, needs, _among(name, cells, one)
+
+
+def _among(name: str, cells: Mapping[int, str], one: int) -> str:
+    """One rank's cell, and the others', which are alike."""
+    values = _values(cells)
+    others = sorted(values.keys() - {one}, key=values.__getitem__)
+    first, last = cells[others[0]], cells[others[-1]]
+    to = "" if first == last else f" to {last}"
+    return f"{name} {cells[one]}, and the others {first}{to}"
 
 
 def _outlier(role: str, values: Mapping[int, float]) -> int | None:
