@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import TypeAlias
 
 from nemo_patches.tools.diagnose import findings as ids
@@ -34,38 +35,24 @@ _LEAST_AGE_S, _LEAST_AGE = 30.0, 5  # of a heartbeat that is old, and by the oth
 _LEAST_RANKS = 3  # of which one is apart by a number
 _NEAR = 8  # lines: what a table is of stands before it
 
-# What a column has, by its name in small letters with "_" between its words.
-_ROLES = tuple(
-    (role, re.compile(words))
-    for role, words in (
-        ("rank", "(?:global_|world_|mpi_|dist_|slurm_)?(?:rank|procid)(?:_id)?s?"),
-        ("number", "(?:worker|task|process|proc|replica|trainer|learner)(?:_id)?"),
-        ("pid", "pid"),
-        ("command", "command|cmd|args"),
-        ("wchan", "wchan"),
-        ("state", "stat|s|state|status|health"),
-        (
-            "rate",
-            r".*throughput.*|.*tflops?.*|.*(?:tok\w*|samples?|it|steps?|utts?)_s(?:ec)?",
-        ),
-        ("age", r"(?:.*_)?(?:age|silent|heartbeat|beat|hb|last_seen)(?:_.*)?"),
-        ("wait", r"(?=.*(?:ms|sec|time|us|s)$).*(?:wait|comm|sync|nccl|reduce|idle).*"),
-        (
-            "time",
-            r"(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s)",
-        ),
-        ("phase", "fwd|forward|bwd|backward|compute"),
-        ("part", "data|total|load|loading"),  # of a step, beside its phases
-        (
-            "step",
-            r"(?:(?:last|global|train|current)_)?(?:step|iter|iteration|seqnum|update)",
-        ),
-        ("step", r"last_(?:batch|seq)|batch_idx|(?:step|iter|batch)_(?:no|num|done)"),
-    )
+# What a column has, by its name in small letters with "_" between its words. A part of a step
+# counts beside its phases.
+_ROLES = re.compile(
+    r"(?P<rank>(?:global_|world_|mpi_|dist_|slurm_)?(?:rank|procid)(?:_id)?s?)|"
+    r"(?P<number>(?:worker|task|process|proc|replica|trainer|learner)(?:_id)?)|"
+    r"(?P<pid>pid)|(?P<command>command|cmd|args)|(?P<state>stat|s|state|status|health)|"
+    r"(?P<rate>.*throughput.*|.*tflops?.*|.*(?:tok\w*|samples?|it|steps?|utts?)_s(?:ec)?)|"
+    r"(?P<age>(?:.*_)?(?:age|silent|heartbeat|beat|hb|last_seen)(?:_.*)?)|"
+    r"(?P<wait>(?=.*(?:ms|sec|time|us|s)$).*(?:wait|comm|sync|nccl|reduce|idle).*)|"
+    r"(?P<time>(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s))|"
+    r"(?P<phase>fwd|forward|bwd|backward|compute)|(?P<part>data|total|load|loading)|"
+    r"(?P<step>(?:(?:last|global|train|current)_)?(?:step|iter|iteration|seqnum|update)|"
+    r"last_(?:batch|seq)|batch_idx|(?:step|iter|batch)_(?:no|num|done))"
 )
-_OF_RANK = ("rank", "number", "command", "pid")
-_OF_SLOWNESS = ("wait", "time", "rate", "phase")
-_JUDGED = ("state", "step", "age", *_OF_SLOWNESS)
+_OF_RANK = {"rank", "number", "command", "pid"}
+_OF_HANGS = {"state", "step", "age"}
+_OF_SLOWNESS = {"wait", "time", "rate", "phase"}
+_NUMBERS = {"step", "age", "wait", "time", "rate"}
 _MAY_BE_HEAD = re.compile(
     r"(?i)(?:rank|procid|\b(?:pid|worker|task|process|replica|trainer))(?:_id)?s?\b(?! ?[=:#]? ?\d)"
 )
@@ -94,13 +81,18 @@ _KEYED = re.compile(
     r"\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?)|"
     r"\b(?P<state>stat(?:e|us)?)['\"]?[ =:]{1,3}['\"]?(?P<word>[A-Za-z]+)"
 )
+# One line: "step time by rank (ms): 0: 355, 1: 351, 2: 1553"
+_LISTED = re.compile(
+    r"(?<![\w:.-])(?:r(?:ank)?[ _-]?)?(\d{1,5})\s?[:=]\s?(\d[\d.]*(?: ?(?:ms|s)\b)?)"
+    r"(?=[,;})\]\s]|$)"
+)
 _OF_SLOW_RANKS = re.compile(r"(?i)straggl|profil|slow|\bavg|mean|median|p50")
 # A process's state, as the kernel names it
-_RUNS = re.compile(r"[RSDI][sl+<NLn]{0,5}|(?i:running|sleeping|disk[ -]sleep)")
-_ASLEEP = re.compile(r"D[sl+<NLn]{0,5}|(?i:disk[ -]sleep)")
-_STATES = (
-    (TOLD_APART, re.compile(r"[Tt][sl+<NLn]{0,5}|(?i:stopped)")),
-    (TOLD_DEAD, re.compile(r"[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct)")),
+_STATES = re.compile(
+    r"(?P<runs>[RSI][sl+<NLn]{0,5}|(?i:running|sleeping))|"
+    r"(?P<asleep>D[sl+<NLn]{0,5}|(?i:disk[ -]sleep))|"
+    r"(?P<stopped>[Tt][sl+<NLn]{0,5}|(?i:stopped))|"
+    r"(?P<ended>[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct))"
 )
 _FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
 _OF_A_HANG = re.compile(  # in small letters
@@ -192,16 +184,15 @@ class TableLines:
         self.end()
         if _OF_A_HANG.search(text.lower()):
             self._hang_at = line.number
-        if _MAY_BE_HEAD.search(text):
+        if not self._take_list(line) and _MAY_BE_HEAD.search(text):
             self._begin(line)
         return False
 
     def _begin(self, line: Line) -> None:
-        text = _message(line)
         for split in _SPLITS:
-            names = re.split(split, text)
-            roles = {_role_of(name) for name in names}
-            if not roles.isdisjoint(_OF_RANK) and not roles.isdisjoint(_JUDGED):
+            names = re.split(split, _message(line))
+            roles = set(map(_role_of, names))
+            if roles & _OF_RANK and roles & (_OF_HANGS | _OF_SLOWNESS):
                 self._table = _Table(names, split, self.is_of_a_hang(line))
                 return
 
@@ -246,9 +237,11 @@ class TableLines:
             return False
         rank = _KEYED_RANK.findall(line.text)
         row = {}
-        roles = _JUDGED[: None if _OF_SLOW_RANKS.search(line.text) else 3]
+        roles = _OF_HANGS
+        if _OF_SLOW_RANKS.search(line.text):
+            roles = roles | _OF_SLOWNESS | {"part"}
         for one in _KEYED.finditer(line.text) if len(rank) == 1 else ():
-            if _role_of(name := one["key"] or one["state"]) in (*roles, "part"):
+            if _role_of(name := one["key"] or one["state"]) in roles:
                 row[name] = one["value"] or one["word"]
         # Each rank's own lines have its label, and no heartbeats.
         if not row or (line.has_prefix and "age" not in map(_role_of, row)):
@@ -260,12 +253,26 @@ class TableLines:
         self._table.add(int(rank[0]), row, line)
         return True
 
+    def _take_list(self, line: Line) -> bool:
+        cells = _LISTED.findall(line.text)
+        if "ank" not in line.text or len(cells) < _LEAST_RANKS:
+            return False
+        words = re.findall("[A-Za-z]+", line.text.partition(cells[0][1])[0])
+        names = [*map("_".join, pairwise(words)), *words]
+        name = next((one for one in names if _role_of(one) in _NUMBERS), "")
+        self._table = _Table([name], is_of_a_hang=self.is_of_a_hang(line))
+        for rank, cell in cells if name else ():
+            self._table.add(int(rank), {name: cell}, line)
+        return True
+
     def end(self) -> None:
         """Judge the table that was read."""
         table, self._table = self._table, _Table()
         if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
             return
-        told = [*self._by_state(table), *_by_number(table)]
+        told = [*self._by_state(table)]
+        for rank, text, is_close in _outliers(table, "step", "age"):
+            told.append((rank, TOLD_APART, A_HANG if is_close else "", text))
         for rank in table.rows.keys() - {one[0] for one in told}:
             self._is_there(rank)
         for rank, kind, needs, text in told:
@@ -281,26 +288,23 @@ class TableLines:
             for rank, kind in kinds.items() if len(others) == 1 else ():
                 if kind:
                     yield rank, kind, "", ""
-            odd = [rank for rank, cell in cells.items() if not _RUNS.fullmatch(cell)]
-            asleep = [rank for rank, cell in cells.items() if _ASLEEP.fullmatch(cell)]
-            for kind, state in _STATES if len(odd) == 1 else ():
-                if state.fullmatch(cells[odd[0]]):
-                    yield odd[0], kind, "", ""
-            if len(asleep) == 1 and not odd:
-                at = _FILE_SYSTEMS.search(table.lines[asleep[0]].text)
-                yield asleep[0], TOLD_APART, "" if at else A_HANG, ""
+            states = {rank: _group(_STATES, cell) for rank, cell in cells.items()}
+            odd = [rank for rank, state in states.items() if state != "runs"]
+            if len(odd) != 1:
+                continue
+            [rank] = odd
+            if states[rank] == "ended":
+                yield rank, TOLD_DEAD, "", ""
+            elif states[rank] == "stopped":
+                yield rank, TOLD_APART, "", ""
+            elif states[rank] == "asleep":
+                at = _FILE_SYSTEMS.search(table.lines[rank].text)
+                yield rank, TOLD_APART, "" if at else A_HANG, ""
 
     def _take_slow(self, table: _Table) -> None:
-        slow = {}
-        columns = table.columns(*_OF_SLOWNESS)
-        if table.columns("phase"):
-            columns |= table.columns("part")
-        for name, cells in columns.items():
-            values = _values(cells)
-            one = _outlier(_role_of(name), values)
-            if one is not None:
-                slow[one] = _among(name, cells, one)
-        if columns:
+        roles = _OF_SLOWNESS | ({"part"} if table.columns("phase") else set())
+        slow = {rank: text for rank, text, _ in _outliers(table, *roles)}
+        if table.columns(*roles):
             self._slow = None  # the last table counts
         if len(slow) == 1:
             [(rank, text)] = slow.items()
@@ -313,71 +317,56 @@ def _are_ranks(numbers: Collection[int]) -> bool:
     return first == 0 or (first > 1 and max(numbers) - first < len(numbers))
 
 
-def _by_number(table: _Table) -> Iterator[_Apart]:
-    """Who is behind, and who was not heard for long. One step is close, unless the job hangs."""
-    for name, cells in table.columns("step", "age").items():
+def _outliers(table: _Table, *roles: str) -> Iterator[tuple[int, str, bool]]:
+    """Of each column the one rank that is apart from the others, which are alike, in words, and
+    whether it is close: one step.
+    """
+    for name, cells in table.columns(*roles).items():
         role, values = _role_of(name), _values(cells)
-        one = _outlier(role, values)
-        if one is not None:
-            is_close = role == "step" and values[one] + 1 == max(values.values())
-            needs = A_HANG if is_close else ""
-            yield one, TOLD_APART, needs, _among(name, cells, one)
-
-
-def _among(name: str, cells: Mapping[int, str], one: int) -> str:
-    """One rank's cell, and the others', which are alike."""
-    values = _values(cells)
-    others = sorted(values.keys() - {one}, key=values.__getitem__)
-    first, last = cells[others[0]], cells[others[-1]]
-    to = "" if first == last else f" to {last}"
-    return f"{name} {cells[one]}, and the others {first}{to}"
-
-
-def _outlier(role: str, values: Mapping[int, float]) -> int | None:
-    """The one rank that is apart from the others, which are alike."""
-    if len(values) < _LEAST_RANKS:
-        return None
-    ordered = sorted(values, key=values.__getitem__)
-    one = ordered.pop(0 if role in ("step", "wait", "rate") else -1)
-    value, least, most = values[one], values[ordered[0]], values[ordered[-1]]
-    if role == "step":
-        is_apart = value < least == most
-    elif role == "age":
-        is_apart = value > max(_LEAST_AGE_S, _LEAST_AGE * most)
-    else:
-        is_alike = most <= _MOST_UNLIKE * least
-        is_apart = is_alike and (
-            value < _LEAST_SHARE * least or most < _LEAST_SHARE * value
-        )
-    return one if is_apart else None
+        if len(values) < _LEAST_RANKS:
+            continue
+        is_of_most = role not in ("step", "wait", "rate")
+        one, *others = sorted(values, key=values.__getitem__, reverse=is_of_most)
+        value, near, far = (values[rank] for rank in (one, others[0], others[-1]))
+        is_alike = max(near, far) <= _MOST_UNLIKE * min(near, far)
+        is_near = _LEAST_SHARE * near <= value <= near / _LEAST_SHARE
+        is_apart = is_alike and not is_near
+        if role == "step":
+            is_apart = value < near == far
+        elif role == "age":
+            is_apart = value > max(_LEAST_AGE_S, _LEAST_AGE * near)
+        if is_apart:
+            between = " to ".join(dict.fromkeys((cells[others[-1]], cells[others[0]])))
+            text = f"{name} {cells[one]}, and the others {between}"
+            yield one, text, role == "step" and value + 1 == near
 
 
 def _values(cells: Mapping[int, str]) -> dict[int, float]:
     """None where a cell has no number. Of times of the day, how long ago by the last of them."""
-    found = {rank: _VALUE.fullmatch(cell) for rank, cell in cells.items()}
-    values = {rank: _value(told) for rank, told in found.items() if told}
-    if len(values) < len(cells):
-        return {}
-    if any(told and told["hours"] for told in found.values()):
-        last = max(values.values())
-        return {rank: last - value for rank, value in values.items()}
-    return values
-
-
-def _value(told: re.Match[str]) -> float:
-    if told["hours"]:
-        return (
-            3600 * int(told["hours"])
-            + 60 * int(told["minutes"])
-            + float(told["seconds"])
-        )
-    return float(told["number"]) * _UNITS.get((told["unit"] or "")[:2], 1.0)
+    values = {}
+    for rank, cell in cells.items():
+        if (told := _VALUE.fullmatch(cell)) is None:
+            return {}
+        clock = [float(told[part] or 0) for part in ("hours", "minutes", "seconds")]
+        values[rank] = -3600 * clock[0] - 60 * clock[1] - clock[2]
+        if told["number"]:
+            values[rank] = float(told["number"]) * _UNITS.get(
+                (told["unit"] or "")[:2], 1.0
+            )
+    last = min(*values.values(), 0.0)
+    return {rank: value - last for rank, value in values.items()}
 
 
 @cache
 def _role_of(name: str) -> str:
     words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-    return next((role for role, one in _ROLES if one.fullmatch(words)), "")
+    return _group(_ROLES, words)
+
+
+def _group(pattern: re.Pattern[str], text: str) -> str:
+    """The group of the pattern that is all of the text."""
+    found = pattern.fullmatch(text)
+    return (found and found.lastgroup) or ""
 
 
 def _message(line: Line) -> str:
