@@ -41,6 +41,7 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Fact,
     ProcessRank,
 )
+from nemo_patches.tools.diagnose.sources.dumps import RUNS
 from nemo_patches.tools.diagnose.sources.lines import DEFAULT_GROUPS
 from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
@@ -472,6 +473,10 @@ def _aged(
         one.place_fact and one.place_fact.own and not one.motion_fact for one in waiting
     )
     if is_moment and not any(one.condition.kind in ended for one in accused):
+        # So a job looks that goes on.
+        run = [one for one in accused if RUNS in one.place.details]
+        if run == accused and len({one.place.where for one in run}) > 1:
+            return [sentences.so_far(lower)]
         first = replace(first, text=sentences.at_the_moment(first.text))
     return [first, *rest]
 

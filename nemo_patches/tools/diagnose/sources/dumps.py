@@ -51,6 +51,7 @@ _LONGEST_LINE = 2000  # characters
 _MOST_FRAMES, _MOST_THREADS = 300, 200
 _MOST_RANK = 1 << 20
 MOST_DETAILS = 4
+RUNS = "it runs"
 # With the word it is a rank; a bare number, without a zero before it, may be one.
 _RANK_IN_NAME = re.compile(
     r"(?:rank|worker|proc|task|\br)[-_. ]?(\d{1,7})(?!\d)", re.IGNORECASE
@@ -161,8 +162,9 @@ _FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK)
 @dataclass
 class Dump:
     """One dump of one process. rank: None if not known. in_name: only its file's name tells it.
-    label: which prefix or heading does, as one of several. command: without numbers. line: the
-    text of its last thread's innermost line, where it is printed.
+    label: which prefix or heading does, as one of several. command: without numbers. active: ids of
+    threads that run, as py-spy says. line: the text of its last thread's innermost line, where it
+    is printed.
     """
 
     rank: int | None
@@ -175,6 +177,7 @@ class Dump:
     local_rank: int | None = None
     command: str = ""
     threads: list[Thread] = field(default_factory=list)
+    active: set[int] = field(default_factory=set)
     line: str = ""
 
     @property
@@ -408,6 +411,8 @@ class _Writer:
         assert self.dump is not None
         if len(self.dump.threads) < _MOST_THREADS:
             self.dump.threads.append(thread)
+            if told.get("state", "").startswith("active"):
+                self.dump.active.add(thread.tid)
             self.dump.line = ""
         return None if self.dump is dump else self.dump
 
@@ -542,6 +547,8 @@ def _place(dump: Dump, main: Thread, workers: Sequence[Dump]) -> Place:
     if found.collective:
         return found
     details = other_threads(main, dump.threads)
+    if main.tid in dump.active:
+        details.insert(0, RUNS)
     if main.has_gil:
         details.insert(0, "it holds Python's lock (GIL)")
     worker = _worker_of(dump, workers) if found.activity == LOADER else ""
