@@ -13,7 +13,8 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
 _IN_TABLE = re.compile(
-    r"\b(rank_id|device_id|device_ip|server_id)\b['\"]?\s?[:=]\s?['\"]?([\d.]{1,15})\b"
+    r"\b(?:(?P<id>rank_id|device_id)|(?P<address>device_ip|server_id))['\"]?\s?[:=]\s?['\"]?"
+    r"(?P<value>(?(id)\d{1,6}\b(?!\.)|[\d.]{1,15}\b))"
 )
 _ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 
@@ -43,8 +44,8 @@ class GpuLines:
     def take_device(self, found: re.Match[str], line: Line) -> None:
         """The server stands before its devices, and a device's rank behind it."""
         entry = self._entry
-        for key, value in _IN_TABLE.findall(line.text):
-            entry[key] = value
+        for told in _IN_TABLE.finditer(line.text):
+            entry[told["id"] or told["address"]] = told["value"]
             if {"rank_id", "device_id"} <= entry.keys():
                 rank, number = int(entry.pop("rank_id")), int(entry.pop("device_id"))
                 self._note(entry.get("server_id", ""), number, rank)

@@ -220,7 +220,7 @@ class TableLines:
         for role in ("rank", "number"):
             if told := _NUMBER.fullmatch(by_role.get(role, "")):
                 return int(told[1])
-        command, pid = by_role.get("command", ""), by_role.get("pid", "")
+        command, pid = by_role.get("command", ""), by_role.get("pid", "")[:9]
         for pattern in (RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND):
             if found := pattern.search(command):
                 if pid.isdecimal() and pattern is RANK_OF_COMMAND:
