@@ -1,12 +1,11 @@
 """Stalls anywhere in the job: where all ranks are, and who is waited for, as every rank's stderr
-says it; real DDP.
+says it; real DDP, one job for each verdict. When and how loudly what is said: test_stall_decisions.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import io
 import json
 import logging
@@ -72,7 +71,7 @@ class Trainer:
     have said.
     """
 
-    def __init__(self, folder: Path, broadcast_buffers: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.rank, self.size = (
             folder,
             dist.get_rank(),
@@ -80,9 +79,7 @@ class Trainer:
         )
         folder.mkdir(exist_ok=True)
         self.lines = Lines()
-        self.ddp = DistributedDataParallel(
-            encoders.conformer(), broadcast_buffers=broadcast_buffers
-        )
+        self.ddp = DistributedDataParallel(encoders.conformer())
         threading.Thread(target=self._tell, daemon=True).start()
 
     def step(self) -> None:
@@ -98,24 +95,6 @@ class Trainer:
         wait_until(
             lambda: len(list(self.folder.glob("said.*"))) >= self.size - (but >= 0), 120
         )
-
-
-def read_audio(trainer: Trainer) -> None:
-    trainer.others_have_said_it()
-
-
-def take_the_lock(trainer: Trainer) -> None:
-    path = trainer.folder / "lock"
-    with path.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        threading.Thread(
-            target=lambda: (
-                trainer.others_have_said_it(),
-                fcntl.flock(held, fcntl.LOCK_UN),
-            )
-        ).start()
-        with path.open("w") as wanted:
-            fcntl.flock(wanted, fcntl.LOCK_EX)
 
 
 class Shards(Dataset[int]):
@@ -163,51 +142,34 @@ def save_checkpoint(trainer: Trainer) -> None:
     )
 
 
-def once_others_have_said_it(trainer: Trainer, act: Callable[[], object]) -> int:
-    """A child, which does it: this rank cannot."""
+def hold_the_gil(trainer: Trainer) -> None:
+    """Until a child of this rank, which can do nothing itself, has it go on."""
+    go_on, told = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             trainer.others_have_said_it(but=trainer.rank)
         finally:
-            act()
+            os.write(told, b".")
             os._exit(0)
-    return child
-
-
-def hold_the_gil(trainer: Trainer) -> None:
-    go_on, told = os.pipe()
-    child = once_others_have_said_it(trainer, lambda: os.write(told, b"."))
     # PyDLL keeps the lock during the call.
     ctypes.PyDLL(None).read(go_on, ctypes.create_string_buffer(1), 1)
     os.waitpid(child, 0)
 
 
-def be_stopped(trainer: Trainer) -> None:
-    rank = os.getpid()
-    child = once_others_have_said_it(trainer, lambda: os.kill(rank, signal.SIGCONT))
-    os.kill(rank, signal.SIGSTOP)
-    os.waitpid(child, 0)
-
-
 CULPRIT = 1
 WAYS: dict[str, tuple[Callable[[Trainer], None], str]] = {
-    "data reading": (read_audio, "read_audio (tests/test_job_stalls.py:"),
-    "a file lock": (take_the_lock, "take_the_lock (tests/test_job_stalls.py:"),
     "a loader's worker": (next_batch, "next_batch (tests/test_job_stalls.py:"),
     "a checkpoint": (save_checkpoint, "save_checkpoint (tests/test_job_stalls.py:"),
     "holds the GIL": (hold_the_gil, ANSWERS_NOTHING),
-    "stopped": (be_stopped, ANSWERS_NOTHING),
 }
 
 
-def each_way(
-    rank: int, size: int, folder: str, broadcast_buffers: bool, *only: str
-) -> dict[str, Any]:
+def each_way(rank: int, size: int, folder: str) -> dict[str, Any]:
     found = {}
-    for way in only or WAYS:
+    for way in WAYS:
         nemo_patches.apply(stall_timeout=0)
-        trainer = Trainer(Path(folder, way.replace(" ", "_")), broadcast_buffers)
+        trainer = Trainer(Path(folder, way.replace(" ", "_")))
         for _ in range(3):
             trainer.step()
         wait_until(all_have_come)
@@ -236,17 +198,12 @@ def each_way(
     return found
 
 
-# Under DDP's defaults, which broadcast buffers; and where the length sync comes first, two of them.
-HALVES = (tuple(WAYS)[:3], tuple(WAYS)[3:])
-BROADCAST = [Job(each_way, 3, Given.FOLDER, True, *half) for half in HALVES]
-IN_THE_LENGTH_SYNC = ("data reading", "holds the GIL")
-GRADIENTS_ONLY = Job(each_way, 3, Given.FOLDER, False, *IN_THE_LENGTH_SYNC)
 IN_A_COLLECTIVE = (
     "DDP's buffer broadcast|length sync|backward, which reduces the gradients"
 )
 
 
-@beside_others(*BROADCAST, GRADIENTS_ONLY)
+@beside_others(Job(each_way, 3, Given.FOLDER))
 def test_the_rank_that_is_waited_for_is_named_on_every_rank(
     results: list[Result],
 ) -> None:
@@ -273,26 +230,8 @@ def test_the_rank_that_is_waited_for_is_named_on_every_rank(
         ), text
 
 
-def a_barrier_too_many(trainer: Trainer) -> None:
-    dist.barrier()
-
-
 def another_collective(trainer: Trainer) -> None:
     dist.all_gather([torch.zeros(1) for _ in range(trainer.size)], torch.zeros(1))
-
-
-def evaluation_in_place_of_training(trainer: Trainer) -> None:
-    trainer.ddp.eval()
-    with torch.no_grad():
-        for _ in range(3):
-            encoders.run(trainer.ddp.module, 80)
-    score = [None] * trainer.size
-    dist.all_gather_object(score, trainer.rank)
-
-
-def end_of_the_epoch(trainer: Trainer) -> None:
-    """It has a batch less than the others."""
-    dist.monitored_barrier()
 
 
 class FailingBackward(torch.autograd.Function):
@@ -342,25 +281,10 @@ def end(trainer: Trainer) -> None:
 
 
 DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
-    "a barrier on one rank": (
-        a_barrier_too_many,
-        EXIT_CODE,
-        r"rank 1 \(.*\): barrier, in a_barrier_too_many",
-    ),
     "another collective": (
         another_collective,
         EXIT_CODE,
         r"rank 1 \(.*\): all_gather, in another_collective",
-    ),
-    "evaluation": (
-        evaluation_in_place_of_training,
-        EXIT_CODE,
-        r"rank 1 \(.*\): all_gather_object, in eval.*, after enco",
-    ),
-    "uneven batches": (
-        end_of_the_epoch,
-        EXIT_CODE,
-        r"rank 1 \(.*\): monitored_barrier, in end_of_the_epoch",
     ),
     "an exception": (
         an_exception_in_backward,
@@ -376,11 +300,9 @@ DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
 }
 
 
-def deadlock(
-    rank: int, size: int, folder: str, way: str, broadcast_buffers: bool
-) -> None:
+def deadlock(rank: int, size: int, folder: str, way: str) -> None:
     nemo_patches.apply(stall_timeout=0)
-    trainer = Trainer(Path(folder), broadcast_buffers)
+    trainer = Trainer(Path(folder))
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     for _ in range(3):
         trainer.step()
@@ -399,17 +321,13 @@ def deadlock(
     trainer.step()
 
 
-CASES = [(way, True) for way in DEADLOCKS]
-CASES += [("uneven batches", False), ("an exception", False), ("killed", False)]
-
-
 @beside_others(
-    *(Job(deadlock, 3, Given.FOLDER, *case, dies=(0, 1, 2)) for case in CASES)
+    *(Job(deadlock, 3, Given.FOLDER, way, dies=(0, 1, 2)) for way in DEADLOCKS)
 )
 def test_a_deadlock_is_told_handed_to_the_command_and_ended(
     results: list[Result], job: Job, folder: Path
 ) -> None:
-    way, _ = job.settings
+    (way,) = job.settings
     _, exit_code, culprit = DEADLOCKS[way]
     for rank in (0, 2):
         lines = results[rank].lines("no encoder call for", " | ")
@@ -454,7 +372,7 @@ def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:
     """
     trace = "-" if rank == CULPRIT else ""  # its thread blocks, too
     nemo_patches.apply(stall_timeout=0, trace=trace)
-    trainer = Trainer(Path(folder), broadcast_buffers=True)
+    trainer = Trainer(Path(folder))
     for _ in range(3):
         trainer.step()
     wait_until(all_have_come)
@@ -522,33 +440,18 @@ def test_a_log_handler_that_hangs_holds_up_the_monitor_once() -> None:
 
 
 def no_alarm(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
-    """Every rank is busy with the same, or has not begun, or is in a debugger: nobody waits for
-    another.
-    """
+    """Every rank is busy with the same, or the training is over: nobody waits for another."""
     nemo_patches.apply(**AT_ONCE)
-    trainer = Trainer(Path(folder), broadcast_buffers=True)
-    trainer.step()
-    dist.barrier()
-    time.sleep(1.5 * STALL_TIMEOUT)  # the set-up itself, not a wait of the test's
-    # Before its second call a job may take any time.
-    assert trainer.lines.stalls() == []
-    for _ in range(2):
+    trainer = Trainer(Path(folder))
+    for _ in range(3):
         trainer.step()
     wait_until(all_have_come)
-    score_the_set(trainer)
+    trainer.others_have_said_it()
     trainer.step()
     dist.barrier()
     dist.destroy_process_group()
-    time.sleep(1.5 * STALL_TIMEOUT)  # the training is over
+    time.sleep(1.5 * STALL_TIMEOUT)  # the end itself, not a wait of the test's
     return trainer.lines.stalls()
-
-
-def score_the_set(trainer: Trainer) -> None:
-    """Long enough for a second report, were there one."""
-    trainer.others_have_said_it()
-    end = time.monotonic() + 2 * STALL_TIMEOUT
-    while time.monotonic() < end:
-        torch.ones(50, 50).sum().item()
 
 
 @beside_others(Job(no_alarm, 2, Given.FOLDER))
@@ -557,19 +460,11 @@ def test_ranks_that_are_busy_with_the_same_are_no_stall(results: list[Result]) -
         ((level, text),) = result.value
         assert level == logging.INFO
         assert re.search(
-            r" s\. ranks 0-1: wait_until .* < score_the_set .* | no rank is known to"
+            r" s\. ranks 0-1: wait_until .* < no_alarm .* | no rank is known to"
             r" wait for another",
             text,
         )
         assert not result.lines("nemo_patches WARNING")
-
-
-def retries(trainer: Trainer) -> None:
-    """A livelock, as of a data set whose file is damaged: it counts, and sleeps."""
-    attempt = 0
-    while not has_warned(trainer):
-        attempt += 1
-        time.sleep(0.01)
 
 
 def computes(trainer: Trainer) -> None:
@@ -583,29 +478,25 @@ def has_warned(trainer: Trainer) -> bool:
     return (trainer.folder / "warned").exists()
 
 
-def one_goes_on_alone(
-    rank: int, size: int, folder: str, goes_on: Callable[[Trainer], None]
-) -> list[tuple[int, str]]:
+def one_goes_on_alone(rank: int, size: int, folder: str) -> list[tuple[int, str]]:
     """The stall's lines on the rank that waits, until the first warning and a while after it."""
     nemo_patches.apply(stall_timeout=0)
-    trainer = Trainer(Path(folder, "ranks"), broadcast_buffers=True)
+    trainer = Trainer(Path(folder, "ranks"))
     for _ in range(3):
         trainer.step()
     wait_until(all_have_come)
     dist.barrier()
-    stall_exit = 2 * STALL_TIMEOUT if goes_on is computes else 0
-    page = shlex.quote(str(Path(folder, "page")))
-    nemo_patches.apply(
-        stall_timeout=STALL_TIMEOUT, stall_exit=stall_exit, on_stall=f"tee {page}"
-    )
+    page = Path(folder, "page")
+    command = f"tee {shlex.quote(str(page))}"
+    nemo_patches.apply(**AT_ONCE, stall_exit=2 * STALL_TIMEOUT, on_stall=command)
     if rank == CULPRIT:
-        goes_on(trainer)
+        computes(trainer)
     else:
         threading.Thread(target=tell_of_a_warning, args=(trainer,), daemon=True).start()
     trainer.step()
     dist.barrier()
     if rank != CULPRIT:
-        wait_until(Path(folder, "page").exists)
+        wait_until(page.exists)
     return trainer.lines.stalls()
 
 
@@ -617,24 +508,7 @@ def tell_of_a_warning(trainer: Trainer) -> None:
     (trainer.folder / "warned").touch()
 
 
-@beside_others(Job(one_goes_on_alone, 2, Given.FOLDER, retries))
-def test_a_rank_that_retries_for_ever_is_a_warning_at_once(
-    results: list[Result], folder: Path
-) -> None:
-    levels = [level for level, _ in results[0].value]
-    # Before it, that the other rank has not stood still for long enough.
-    assert logging.WARNING in levels[:2]
-    first = next(text for level, text in results[0].value if level == logging.WARNING)
-    # Or it is seen in the function by which it knows when to end.
-    assert re.search(
-        r" s\. rank 1 \(.*\): (has_warned \(.* < )?retries"
-        r" \(tests/test_job_stalls.py:.* \| rank 0 \(",
-        first,
-    )
-    assert (folder / "page").exists()
-
-
-@beside_others(Job(one_goes_on_alone, 2, Given.FOLDER, computes))
+@beside_others(Job(one_goes_on_alone, 2, Given.FOLDER))
 def test_a_rank_that_computes_is_info_twice_and_then_a_warning_and_is_not_ended(
     results: list[Result], folder: Path
 ) -> None:

@@ -91,6 +91,14 @@ HANGS = {
         f"{IN_A_COLLECTIVE}, and {LASTS}",
         " | no rank has moved for ",
     ),
+    "one saves a checkpoint, and another reads": Hang(
+        (BARRIER, SAVES, READS),
+        "rank 1 (node1, pid 101) writes a checkpoint: write (ckpt.py:3) | rank 2"
+        " (node2, pid 102): read (data.py:41) | rank 0 (node0, pid 100): barrier, in"
+        " save (train.py:31)",
+        "90 WARNING page 150 WARNING 270 WARNING 510 WARNING 630 ERROR 635 exit",
+        f"{IN_A_COLLECTIVE}, and {LASTS}",
+    ),
     "one computes": Hang(
         (GRADIENTS, WORKS, GRADIENTS),
         "rank 1 (node1, pid 101): computes but takes no step, now in decode"
@@ -329,15 +337,18 @@ def test_a_rank_that_is_silent_for_a_moment_is_asked_again_before_a_stall_is_sai
 
 def test_a_job_that_was_suspended_begins_anew() -> None:
     """As by `scontrol suspend`: what was seen before it is no evidence."""
-    rows: list[Row] = [
-        (0, [TRAINS] * 3),
-        (HANGS_AT, [GRADIENTS, READS, GRADIENTS]),
-        (80, [STOPPED] * 3),
-        (1000, [GRADIENTS, READS, GRADIENTS]),
-        (1040, [TRAINS] * 3),
-    ]
-    for rank in Job(rows).run(1200, **EVERY_60_S).ranks:
-        assert rank.lines == []
+    for stopped_at in (80, 100):
+        rows: list[Row] = [
+            (0, [TRAINS] * 3),
+            (HANGS_AT, [GRADIENTS, READS, GRADIENTS]),
+            (stopped_at, [STOPPED] * 3),
+            (1000, [GRADIENTS, READS, GRADIENTS]),
+        ]
+        for rank in Job(rows).run(1500, **EVERY_60_S).ranks:
+            before = [(90, "WARNING")] if stopped_at > 90 else []
+            told = [(1060, "WARNING"), (1120, "WARNING")]
+            assert stalls(rank) == before + told
+            assert int(rank.exited_at) == 1125
 
 
 def test_a_server_without_requests_is_said_once_and_not_between_any_two() -> None:
@@ -359,6 +370,21 @@ def test_a_hang_after_long_work_is_ended() -> None:
     assert rank.lines[-1].text.split(", and ")[1].startswith(IN_A_COLLECTIVE)
 
 
+def test_who_waited_and_was_ended_is_evidence_but_where_a_checkpoint_is_saved() -> None:
+    """stall_exit has ended it, perhaps: the rank that it waited for must end, too."""
+    for doing, then in ((POLLS, KILLED), (SAVES, KILLED)):
+        rows: list[Row] = [
+            (0, [TRAINS] * 2),
+            (HANGS_AT, [BARRIER, doing]),
+            (140, [then, doing]),
+        ]
+        _, left = Job(rows).run(1500, **EVERY_60_S).ranks
+        (error,) = [one for one in left.lines if one.level == "ERROR"]
+        if doing is POLLS:
+            assert "and rank 0 waited in a collective, and is gone now: " in error.text
+        assert int(error.at) == (150 if doing is POLLS else 630)
+
+
 WAITS_FOR_CHILD = replace(GRADIENTS, waits_for_child=True)
 
 
@@ -374,7 +400,7 @@ WAITS_FOR_CHILD = replace(GRADIENTS, waits_for_child=True)
     ],
 )
 def test_one_rank_runs_on_stall(doing: tuple[Doing, ...], pager: int) -> None:
-    ranks = hangs(*doing, until=600, stall_exit=0)
+    ranks = hangs(*doing, until=300, stall_exit=0)
     assert [rank.number for rank in ranks if rank.pages] == [pager] * (pager >= 0)
     assert all(len(rank.pages) <= 1 for rank in ranks)
     not_run = "on_stall='page' is not run: each rank that can be asked is in os.wait()"

@@ -1,16 +1,14 @@
-"""stall_exit on real ranks: healthy schedules without an encoder call, drawn by chance, which it
-must not end; and hangs, which it must.
+"""stall_exit on real ranks: healthy schedules without an encoder call, in an order drawn by chance,
+which it must not end; and hangs, which it must. What it decides by what, test_stall_decisions.py has.
 
 Everything is in the small: a stall of a second and a half ends the process. A schedule lasts two to
 three times as long, and no rank is without a sign of motion for more than half of it.
-SCHEDULES=1000 runs so many, a seed for each 24, instead of a few.
+SCHEDULES=1000 runs so many, a seed for each 9, instead of a few.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ctypes
 import functools
 import io
 import multiprocessing
@@ -32,13 +30,13 @@ import ranks
 import torch
 import torch.distributed as dist
 from ranks import (
-    Given,
     Result,
     all_have_come,
     beside_others,
     run_ranks,
     stall_monitor,
     wait_until,
+    waits_beside_others,
 )
 from store_proxy import Proxy, change
 from store_proxy import proxy as proxy
@@ -90,6 +88,10 @@ class Job:
     def someone(self) -> int:
         return self.chance.randrange(self.size)
 
+    def long_s(self) -> float:
+        """Enough to be looked at."""
+        return self.chance.uniform(1.5 * STALL_EXIT, LONG_S)
+
     def pieces(self, long_s: float = LONG_S) -> list[float]:
         """Seconds, of pieces of work."""
         found: list[float] = []
@@ -117,33 +119,11 @@ def one_decodes(job: Job) -> None:
     dist.barrier()
 
 
-def one_computes(job: Job) -> None:
-    """As a metric in plain Python does: every look sees the same functions."""
-    who, pieces = job.someone(), job.pieces()
-    if job.rank == who:
-        compute(sum(pieces))
-    dist.barrier()
-
-
 def is_at_one_place(seconds: float) -> None:
     """As in one long call of a library."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
-
-
-def one_decodes_in_steps(job: Job) -> None:
-    """As a loop that has its counter elsewhere: each step is a call."""
-    who, pieces = job.someone(), iter(job.pieces())
-
-    def advance(batch_idx: int) -> float:
-        compute(piece := next(pieces, 0.0))
-        return piece
-
-    count = 0
-    while job.rank == who and advance(count):
-        count += 1
-    dist.barrier()
 
 
 def other_models_steps(job: Job) -> None:
@@ -154,13 +134,6 @@ def other_models_steps(job: Job) -> None:
         if job.rank == who:
             time.sleep(piece)
         job.other_step()
-
-
-def gathers_objects(job: Job) -> None:
-    pieces = job.pieces()
-    while pieces:
-        time.sleep(pieces.pop() * (job.rank + 1) / job.size)
-        dist.all_gather_object([None] * job.size, job.rank)
 
 
 def two_reduce_while_the_others_wait(job: Job) -> None:
@@ -185,14 +158,6 @@ def one_is_far_ahead(job: Job) -> None:
         works.pop().wait()
 
 
-def a_wait_that_ends_just_before(job: Job) -> None:
-    who = job.someone()
-    for _ in range(3):
-        if job.rank == who:
-            time.sleep(0.65 * STALL_EXIT)
-        dist.barrier()
-
-
 class Gpu:
     """Its method is all that is seen of it, as of a tensor's: it has no Python frame, and waits for
     no time.
@@ -205,41 +170,11 @@ class Gpu:
 
 def all_but_one_wait_for_their_gpus(job: Job) -> None:
     """That it is the GPU, and what for, is a guess; the one is in a long call."""
-    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    who, long_s = job.someone(), job.long_s()
     if job.rank == who:
         time.sleep(long_s)
     else:
         Gpu.item(long_s)
-
-
-def one_compiles(job: Job) -> None:
-    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
-
-    def slow_backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        time.sleep(long_s)
-        return graph.forward
-
-    if job.rank == who:
-        torch._dynamo.reset()
-        torch.compile(torch.nn.Linear(4, 4), backend=slow_backend)(torch.ones(2, 4))
-    dist.barrier()
-
-
-class SlowModel(torch.nn.Module):
-    def __init__(self, long_s: float) -> None:
-        super().__init__()
-        self.long_s = long_s
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.long_s)
-        return value + 1
-
-
-def one_exports(job: Job) -> None:
-    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
-    if job.rank == who:
-        torch.jit.trace(SlowModel(long_s), torch.ones(1), check_trace=False)
-    dist.barrier()
 
 
 class SlowDisk(io.BytesIO):
@@ -254,7 +189,7 @@ class SlowDisk(io.BytesIO):
 
 
 def one_saves(job: Job) -> None:
-    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    who, long_s = job.someone(), job.long_s()
     if job.rank == who:
         torch.save(
             {"w": torch.zeros(4)},
@@ -266,7 +201,7 @@ def one_saves(job: Job) -> None:
 
 def the_job_is_suspended(job: Job) -> None:
     """With one rank at work, and the others in a barrier; it goes on one rank after the other."""
-    who, long_s = job.someone(), job.chance.uniform(STALL_EXIT, LONG_S)
+    who, long_s = job.someone(), job.long_s()
     order = job.chance.sample(range(job.size), job.size)
     if job.rank == who and os.fork() == 0:
         for one in order:
@@ -294,38 +229,9 @@ def a_thread_pool(seconds: float) -> None:
         pool.submit(compute, seconds).result()
 
 
-def a_thread(seconds: float) -> None:
-    thread = threading.Thread(target=compute, args=(seconds,))
-    thread.start()
-    thread.join()
-
-
-def brief_threads(seconds: float) -> None:
-    """One after the other, each shorter than the time from one look to the next."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        a_thread(0.1)
-
-
 def a_process_pool(seconds: float) -> None:
     with ProcessPoolExecutor(1, mp_context=FORKED) as pool:
         pool.submit(count, seconds).result()
-
-
-def a_process(seconds: float) -> None:
-    process = FORKED.Process(target=count, args=(seconds,))
-    process.start()
-    process.join()
-
-
-def a_child(seconds: float) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            count(seconds)
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
 
 
 def count(seconds: float) -> None:
@@ -341,37 +247,17 @@ def loop_of(seconds: float) -> str:
     return f"while [ $(date +%s%N) -lt {int(end * 1e9)} ]; do :; done"
 
 
-def a_command(seconds: float) -> None:
-    assert os.system(loop_of(seconds)) == 0
-
-
 def a_commands_output(seconds: float) -> None:
     """Of a process that the shell has left behind."""
     command = f"({loop_of(seconds)}) & :"
     subprocess.run(command, shell=True, check=True, stdout=subprocess.PIPE)
 
 
-def an_asyncio_command(seconds: float) -> None:
-    async def run() -> None:
-        process = await asyncio.create_subprocess_exec("sh", "-c", loop_of(seconds))
-        await process.wait()
-
-    asyncio.run(run())
-
-
-def a_command_that_is_killed(seconds: float) -> None:
-    """And is started again."""
-    for _ in range(2):
-        with subprocess.Popen(["sh", "-c", loop_of(60)]) as process:
-            time.sleep(seconds / 2)
-            process.kill()
-
-
 def besides(work: Callable[[float], None]) -> Callable[[Job], None]:
     """A schedule: one rank waits for what works beside its training thread."""
 
     def schedule(job: Job) -> None:
-        who, long_s = job.someone(), job.chance.uniform(1.5 * STALL_EXIT, LONG_S)
+        who, long_s = job.someone(), job.long_s()
         if job.rank == who:
             work(long_s)
         dist.barrier()
@@ -380,69 +266,24 @@ def besides(work: Callable[[float], None]) -> Callable[[Job], None]:
     return schedule
 
 
-def one_trains_in_a_thread(job: Job) -> None:
-    """Its main thread waits for that, which is in no collective."""
-    who, long_s = job.someone(), job.chance.uniform(1.5 * STALL_EXIT, LONG_S)
-
-    def train() -> None:
-        job.other_step()
-        if job.rank == who:
-            compute(long_s)
-        job.other_step()
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    dist.barrier()
-
-
-BESIDES = tuple(
-    map(
-        besides,
-        (
-            a_thread_pool,
-            a_thread,
-            brief_threads,
-            a_process_pool,
-            a_process,
-            a_child,
-            a_command,
-            a_commands_output,
-            an_asyncio_command,
-            a_command_that_is_killed,
-        ),
-    )
-)
 HEALTHY: tuple[Callable[[Job], None], ...] = (
-    *BESIDES,
-    one_trains_in_a_thread,
+    besides(a_thread_pool),
+    besides(a_process_pool),
+    besides(a_commands_output),
     one_decodes,
-    one_computes,
-    one_decodes_in_steps,
-    other_models_steps,
-    gathers_objects,
     two_reduce_while_the_others_wait,
     one_is_far_ahead,
-    a_wait_that_ends_just_before,
     all_but_one_wait_for_their_gpus,
-    one_compiles,
-    one_exports,
     one_saves,
     the_job_is_suspended,
 )
-
-
-WITHOUT_STEPS = {
+# In these every rank takes steps: nobody looks.
+WITH_STEPS = {
     schedule.__name__
     for schedule in (
-        *BESIDES,
-        one_decodes,
-        one_computes,
-        one_decodes_in_steps,
-        all_but_one_wait_for_their_gpus,
-        one_compiles,
-        one_exports,
-        one_saves,
+        two_reduce_while_the_others_wait,
+        one_is_far_ahead,
+        the_job_is_suspended,
     )
 }
 
@@ -451,7 +292,7 @@ def healthy(
     rank: int, size: int, seed: int, numbers: tuple[int, ...]
 ) -> list[tuple[str, bool]]:
     """Each schedule's name, and whether it was looked at for stall_exit; at last one rank alone
-    exports, and then computes for long.
+    computes for long.
     """
     job = Job(rank, size, seed)
     found = []
@@ -462,9 +303,6 @@ def healthy(
         stall = stall_monitor().stall.stall
         was_looked_at = stall is not None and stall.look_at > 0
         found.append((schedule.__name__, was_looked_at))
-    job.encode()
-    if rank == 0:
-        torch.jit.trace(SlowModel(LONG_S), torch.ones(1), check_trace=False)
     job.encode()
     if rank == 0:
         is_at_one_place(LONGEST_S)
@@ -478,31 +316,6 @@ def run_healthy(seed: int, numbers: tuple[int, ...]) -> list[tuple[str, bool]]:
     limit_s = 60 + 12 * LONG_S * len(numbers)
     results = run_ranks(healthy, RANKS, seed, numbers, limit=limit_s)
     return [one for result in results for one in result.value]
-
-
-def test_no_healthy_schedule_is_ended() -> None:
-    first = random.SystemRandom().randrange(1 << 30)
-    every = tuple(range(len(HEALTHY)))
-    if SCHEDULES:
-        with ThreadPoolExecutor(7) as pool:
-            seeds = range(first, first + -(-SCHEDULES // len(every)))
-            runs = list(pool.map(lambda seed: run_healthy(seed, every), seeds))
-    else:
-        runs = [run_healthy(first, every)]
-    # Else nothing was tried. In the others every rank takes steps: nobody looks.
-    while unseen := WITHOUT_STEPS - looked_at(runs):
-        assert len(runs) < MOST_RUNS, unseen
-        again = tuple(n for n in every if HEALTHY[n].__name__ in unseen)
-        runs.append(run_healthy(first + len(runs), again))
-    found = [one for run in runs for one in run]
-    print(
-        f"{len(found) // RANKS} schedules,"
-        f" {sum(looked for _, looked in found) // RANKS} looked at for stall_exit"
-    )
-
-
-def looked_at(runs: list[list[tuple[str, bool]]]) -> set[str]:
-    return {name for run in runs for name, was_looked_at in run if was_looked_at}
 
 
 CULPRIT = 1
@@ -537,7 +350,7 @@ def no_root(*_: Any) -> Any:
     raise ConnectionError("as where the store does not answer")
 
 
-def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> None:
+def without_a_store(rank: int, size: int, port: int, mode: str) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     meeting.find_root = no_root  # else the ranks could ask each other
@@ -545,7 +358,7 @@ def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> Non
     job = Job(rank, size, 0, is_connected=False)
     job.encode()
     if rank == CULPRIT:
-        change(Path(mode), way)
+        change(Path(mode), "silent")
     other_models_steps(job)
     if rank == CULPRIT:
         end_with_the_others(job)
@@ -554,17 +367,14 @@ def without_a_store(rank: int, size: int, port: int, mode: str, way: str) -> Non
 
 
 @pytest.mark.usefixtures("jobs_of_this_file")  # which are beside these
-@pytest.mark.parametrize("way", ["gone", "silent"])
 def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(
-    way: str, proxy: Proxy
+    proxy: Proxy,
 ) -> None:
-    mode = str(proxy._mode)
     results = run_ranks(
         without_a_store,
         RANKS,
         proxy.port,
-        mode,
-        way,
+        str(proxy._mode),
         limit=90,
         dies=(0, 1, 2),
         group=False,
@@ -581,30 +391,6 @@ def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(
     assert results[CULPRIT].exit_code != EXIT_CODE
 
 
-def reads(job: Job) -> None:
-    os.read(os.pipe()[0], 1)
-
-
-def is_stopped(job: Job) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def is_killed(job: Job) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def holds_the_gil(job: Job) -> None:
-    ctypes.PyDLL(None).sleep(100)
-
-
-def makes_another_collective(job: Job) -> None:
-    dist.all_reduce(torch.ones(1))
-
-
-def polls_for_ever(job: Job) -> None:
-    wait_until(lambda: Path("/no such file").exists(), 100)
-
-
 def retries_for_ever(job: Job) -> None:
     """A livelock: as a data set whose file is damaged."""
     attempt = 0
@@ -613,52 +399,17 @@ def retries_for_ever(job: Job) -> None:
         time.sleep(0.01)
 
 
-def has_fewer_batches(job: Job) -> None:
-    dist.monitored_barrier()
-
-
-def hangs_at_first_after_long_work(job: Job) -> None:
-    one_decodes(job)
-    if job.rank == CULPRIT:
-        threading.Event().wait(100)
-
-
-HUNG: dict[str, Callable[[Job], None]] = {
-    way.__name__: way
-    for way in (
-        reads,
-        is_stopped,
-        is_killed,
-        holds_the_gil,
-        makes_another_collective,
-        polls_for_ever,
-        retries_for_ever,
-        has_fewer_batches,
-    )
-}
-
-
-def hung(rank: int, size: int, folder: str, name: str) -> None:
+def hung(rank: int, size: int) -> None:
     job = Job(rank, size, 0)
     job.encode()
     if rank == CULPRIT:
         end_with_the_others(job)
-    if name == hangs_at_first_after_long_work.__name__:
-        hangs_at_first_after_long_work(job)
-    elif rank == CULPRIT:
-        HUNG[name](job)
-    Path(folder, str(rank)).write_text(str(time.monotonic()))
-    dist.barrier() if name != "has_fewer_batches" else job.other_step()
+        retries_for_ever(job)
     dist.barrier()
 
 
-@beside_others(
-    *(
-        ranks.Job(hung, RANKS, Given.FOLDER, name, limit=90, dies=(0, 1, 2))
-        for name in (*HUNG, hangs_at_first_after_long_work.__name__)
-    )
-)
-def test_every_hang_is_ended(results: list[Result]) -> None:
+@beside_others(ranks.Job(hung, RANKS, limit=90, dies=(0, 1, 2)))
+def test_a_livelock_is_ended(results: list[Result]) -> None:
     # The others may lose their connection.
     ended = [result for result in results if result.exit_code == EXIT_CODE]
     assert ended, [(result.exit_code, result.stderr[-2000:]) for result in results]
@@ -668,3 +419,24 @@ def test_every_hang_is_ended(results: list[Result]) -> None:
     )
     # Who ends later may see who was first.
     assert any(result.lines("some wait in a collective") for result in ended)
+
+
+@waits_beside_others()
+def test_no_healthy_schedule_is_ended(folder: Path) -> None:
+    first = random.SystemRandom().randrange(1 << 30)
+    every = tuple(range(len(HEALTHY)))
+    if SCHEDULES:
+        with ThreadPoolExecutor(7) as pool:
+            seeds = range(first, first + -(-SCHEDULES // len(every)))
+            runs = list(pool.map(lambda seed: run_healthy(seed, every), seeds))
+    else:
+        runs = [run_healthy(first, every)]
+    # Else nothing was tried.
+    while unseen := {one.__name__ for one in HEALTHY} - WITH_STEPS - looked_at(runs):
+        assert len(runs) < MOST_RUNS, unseen
+        again = tuple(n for n in every if HEALTHY[n].__name__ in unseen)
+        runs.append(run_healthy(first + len(runs), again))
+
+
+def looked_at(runs: list[list[tuple[str, bool]]]) -> set[str]:
+    return {name for run in runs for name, was_looked_at in run if was_looked_at}
