@@ -23,7 +23,9 @@ import pytest
 from nemo_patches.channel.answers import (
     ENDED,
     LEFT,
+    NEVER_HEARD,
     NO_ANSWER,
+    NOT_COME,
     NOT_HEARD,
     Answers,
     Silence,
@@ -33,7 +35,7 @@ from nemo_patches.channel.rounds import Latest
 from nemo_patches.facts import RankFacts
 from nemo_patches.limits import HERE_S
 from nemo_patches.sync import length_sync
-from nemo_patches.sync.encoder_rounds import Group, WatchedRounds
+from nemo_patches.sync.encoder_rounds import Group, Round, WatchedRounds
 from nemo_patches.sync.settings import Settings
 from nemo_patches.watch import (
     at_work,
@@ -59,7 +61,11 @@ _WATCH = stall_monitor.__name__.rpartition(".")[0]
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does. In a collective it begins it. silent: how, if it is not there."""
+    """What a rank does. In a collective it begins it. silent: how, if it is not there.
+
+    comes: it calls its encoder, and waits in its round until that comes, or so many seconds. flag:
+    what it says of its encoder. trouble: of its exchange. is_known: whether its end is heard of.
+    """
 
     where: str = "step (train.py:9)"
     collective: str = ""
@@ -70,7 +76,11 @@ class Doing:
     works: bool = False  # it takes a core
     polls: bool = False  # it runs now and then
     waits_for_child: bool = False  # for any
+    comes: float = 0.0
+    flag: str = ""
+    trouble: str = ""
     silent: str = ""
+    is_known: bool = True
 
 
 TRAINS = Doing(every_s=0.5, encodes=True)
@@ -88,6 +98,8 @@ ASKS = Doing("get (serve.py:2)", request="input()")
 STOPPED = Doing(silent=NO_ANSWER)
 KILLED = Doing(silent=ENDED)
 HAS_LEFT = Doing(silent=LEFT)
+
+ABSENT = Doing(silent=NOT_COME)
 
 Row = tuple[float, Sequence[Doing]]  # from so many seconds on, what each rank does
 
@@ -139,24 +151,18 @@ class Rank:
         self.job, self.number = job, number
         self.lines: list[Line] = []
         self.pages: list[Page] = []
+        self.waited_for_page: list[float] = []  # when
         self.exited_at = math.inf
         self.was_looked_at = False  # for stall_exit
         self.next_at = job.clock.now
         self.notes = TrainingNotes()
         self.group = Group(number, job.size, 0)
-        rounds: Any = SimpleNamespace(latest=Latest(), over="", issued=0)
-        rounds.exchange = SimpleNamespace(over="")
-        self.sync = WatchedRounds(
-            "Encoder", "key", self.group, rounds, "{waited:.1f} s"
-        )
         self.exchange: Any = SimpleNamespace(
             rank=number,
             size=job.size,
-            members=[
-                Member(f"node{rank}", "", 1, 100 + rank) for rank in range(job.size)
-            ],
-            is_joined=True,
-            is_whole=True,
+            members=[None] * job.size,
+            is_joined=False,
+            is_whole=False,
             is_closed=False,
             any_died=False,
             any_failed=False,
@@ -166,6 +172,12 @@ class Rank:
             ask=self.ask,
             start=lambda: None,
         )
+        rounds: Any = SimpleNamespace(latest=Latest(), over="", issued=0)
+        rounds.exchange = self.exchange
+        rounds.has_come = lambda: rounds.latest.number >= rounds.issued
+        late = "not every rank's length came within {waited:.2f} s"
+        self.sync = WatchedRounds("Encoder", "key", self.group, rounds, late)
+        self.waits_until = math.inf  # in a round
         self.monitor = StallMonitor(
             self.group, self.exchange, self.notes, LateModules()
         )
@@ -198,10 +210,46 @@ class Rank:
         return 1 + int((self.job.clock.now - self._since) / self.doing.every_s)
 
     def do(self, doing: Doing) -> None:
+        now = self.job.clock.now
         if hasattr(self, "doing"):
             self._begun += self._steps()
             self._calls += self._steps() * self.doing.encodes
-        self.doing, self._since = doing, self.job.clock.now
+        self.doing, self._since = doing, now
+        self.notes.encoder_flag = doing.flag
+        self.exchange.trouble = doing.trouble
+        if doing.comes:
+            self._calls += 1
+            self.sync.rounds.issued += 1
+            call, rounds = self._calls, self.sync.rounds.issued
+            issued = Round(rounds, call, True, 100, self.sync.in_time_at, now)
+            self.sync.latest_call = call, (call - 1, 0)
+            self.sync.was_issued(issued)
+            self.notes.note(self.sync)
+            self._call(now, call)
+            self.sync.in_call = True
+            self.waits_until = now + doing.comes
+
+    def _call(self, now: float, call: int) -> None:
+        clock = call - 1, 0
+        self.notes.last = LastCall(self.sync, call, clock, call, now, 1, 1)
+
+    def _wait(self, now: float) -> None:
+        """In the round: until it comes, or not for longer."""
+        if not self.sync.in_call:
+            return
+        sync = self.sync
+        assert sync.round is not None
+        has_come = sync.has_come(sync.round)
+        until = sync.rounds.latest.came_at if has_come else now
+        if until >= self.waits_until:
+            sync.round.gave_up_at = self.waits_until
+            sync.timed_out = sync.round
+            sync.in_call = False
+        elif has_come:
+            sync.in_time_at = until
+            sync.in_call = False
+        elif sync.has_failed():
+            sync.in_call = False
 
     def with_place(self, facts: RankFacts, is_away: bool) -> RankFacts:
         doing = self.doing
@@ -230,16 +278,20 @@ class Rank:
     def wake(self) -> None:
         self.next_at = min(self.next_at, self.job.clock.now + _SOON_S)
 
-    def tick(self) -> None:
+    def tick(self, *, is_last: bool = False) -> None:
+        """is_last: its process ends, as stall_monitor's `_at_exit` has it."""
         self.job.current = self
+        now = self.job.clock.now
+        self._wait(now)
         if self.doing.encodes:
-            calls, now = self._steps(), self.job.clock.now
             since = now - (now - self._since) % self.doing.every_s
-            count = self._calls + calls
-            self.notes.last = LastCall(self.sync, count, (count, 0), count, since, 1, 1)
+            self._call(since, self._calls + self._steps())
         self.next_at = math.inf
+        leaves = self.monitor.exits.leaves
         try:
-            self.monitor._tick()
+            self.monitor._tick(is_last)
+            if is_last and leaves:
+                self.monitor.exits.leave()
         except Exited:
             self.exited_at = self.job.now
             self.job.has_ended(self, Silence(ENDED))
@@ -260,7 +312,7 @@ class Rank:
 class Question:
     number: int
     ends_at: float
-    asked: set[int]
+    waits_for: set[int]
     answers: Answers = field(default_factory=Answers)
 
 
@@ -288,21 +340,22 @@ class Network:
     def _begin(self) -> None:
         self._number += 1
         asked = [rank for rank in self.job.ranks if rank.is_heard]
-        self.question = Question(
-            self._number,
-            self.job.clock.now + HERE_S,
-            {rank.number for rank in asked},
-        )
+        # One that has ended refuses a connection.
+        waits_for = {
+            rank.number
+            for rank in self.job.ranks
+            if rank.is_heard or rank.doing.silent == NO_ANSWER
+        }
+        ends_at = self.job.clock.now + HERE_S
+        self.question = Question(self._number, ends_at, waits_for)
         for rank in asked:
             self._put(rank, self.question)
 
     def _put(self, rank: Rank, question: Question) -> None:
         def reply(key: str, state: Any, still: float) -> None:
             question.answers.add(key, {rank.number}, state, still)
-            all_are_heard = self.job.size == len(question.answers.heard) + len(
-                rank.exchange.ended
-            )
-            if question is self.question and all_are_heard:
+            waits = question.waits_for - question.answers.heard
+            if question is self.question and not waits:
                 question.ends_at = self.job.clock.now
 
         rank.exchange.watch.asked(str(question.number), reply)
@@ -354,10 +407,20 @@ class Network:
 
 
 class Job:
-    """rows: the table. is_cut: no rank can ask another."""
+    """rows: the table. is_cut: no rank can ask another. lag_s: until the result of a round is there."""
 
-    def __init__(self, rows: Sequence[Row], *, is_cut: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        is_cut: bool = False,
+        lag_s: float = 0.0,
+        ranks_of_a_host: int = 1,
+    ) -> None:
         self.clock = Clock()
+        self.lag_s = lag_s
+        self._arriving: list[tuple[float, int]] = []
+        self.ranks_of_a_host = ranks_of_a_host
         self.rows = list(rows)
         self.size = len(rows[0][1])
         self.is_cut = is_cut
@@ -374,22 +437,26 @@ class Job:
         for one in self.ranks:
             one.exchange.ended[rank.number] = how
             one.exchange.any_died |= how.how == ENDED
+            one.exchange.over = f"rank {rank.number} has ended"
             one.wake()
 
     def run(self, until: float, **settings: Any) -> Job:
         """until: seconds from its begin."""
         with self._in_place(settings):
             self.ranks = [Rank(self, *one) for one in enumerate(self.rows[0][1])]
+            self._meet()
             rows = self.rows[1:]
             while True:
                 row_at = rows[0][0] + _START if rows else math.inf
                 looks_at = [rank.next_at for rank in self.ranks if rank.is_heard]
-                at = min([row_at, self.network.next_at, *looks_at])
+                arrives_at = [at for at, _ in self._arriving[:1]]
+                at = min([row_at, self.network.next_at, *arrives_at, *looks_at])
                 if at > until + _START:
                     return self
                 self.clock.now = max(at, self.clock.now)
                 if row_at <= self.clock.now:
                     self._begin(rows.pop(0)[1])
+                self._arrive()
                 if self.network.next_at <= self.clock.now:
                     self.network.tick()
                 for rank in self.ranks:
@@ -400,8 +467,37 @@ class Job:
         for rank, doing in zip(self.ranks, row, strict=True):
             if doing is not rank.doing:
                 rank.do(doing)
-                if doing.silent in (ENDED, LEFT):
+                if doing.silent == LEFT:
+                    rank.tick(is_last=True)
+                if doing.silent in (ENDED, LEFT) and doing.is_known:
                     self.has_ended(rank, Silence(doing.silent))
+        self._meet()
+        came = min(rank.sync.rounds.issued for rank in self.ranks)
+        self._arriving.append((self.clock.now + self.lag_s, came))
+
+    def _arrive(self) -> None:
+        """The results of rounds."""
+        while self._arriving and self._arriving[0][0] <= self.clock.now:
+            _, number = self._arriving.pop(0)
+            for rank in self.ranks:
+                if number > rank.sync.rounds.latest.number:
+                    rank.sync.rounds.latest = Latest(number, 0, self.clock.now)
+
+    def _meet(self) -> None:
+        """All whom rank 0 knows, as a list is sent once all have come."""
+        are_there = [rank.doing.silent not in NEVER_HEARD for rank in self.ranks]
+        for rank in self.ranks:
+            exchange = rank.exchange
+            exchange.is_joined = exchange.is_whole = exchange.is_joined or all(
+                are_there
+            )
+            if exchange.is_joined:
+                exchange.members = [
+                    Member(self.host(one), "", 1, 100 + one) for one in range(self.size)
+                ]
+
+    def host(self, rank: int) -> str:
+        return f"node{rank // self.ranks_of_a_host}"
 
     @contextlib.contextmanager
     def _in_place(self, settings: dict[str, Any]) -> Iterator[None]:
@@ -415,7 +511,9 @@ class Job:
                 if name.startswith(_WATCH) and getattr(module, "time", None) is time:
                     patch.setattr(module, "time", self.clock)
             patch.setattr(looks, "Look", self._look)
-            patch.setattr(own_facts, "host_name", lambda: f"node{self.current.number}")
+            patch.setattr(
+                own_facts, "host_name", lambda: self.host(self.current.number)
+            )
             own_pid = SimpleNamespace(getpid=lambda: 100 + self.current.number)
             patch.setattr(own_facts, "os", own_pid)
             patch.setattr(log_line, "Daemon", NoThread)
@@ -449,8 +547,10 @@ class Job:
     def _with_place(self, facts: RankFacts, *_: Any, is_away: bool) -> RankFacts:
         return self.current.with_place(facts, is_away)
 
-    def _page(self, command: str, text: str) -> None:
+    def _page(self, command: str, text: str) -> Any:
         self.current.pages.append(Page(self.now, command, json.loads(text)))
+        rank = self.current
+        return SimpleNamespace(join=lambda _: rank.waited_for_page.append(self.now))
 
 
 looks_look = looks.Look

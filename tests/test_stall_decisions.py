@@ -307,6 +307,21 @@ def test_a_rank_that_goes_on_before_its_end_is_not_ended(then: Doing) -> None:
         assert len(last) == len(on) + 1
 
 
+def test_on_stalls_command_is_waited_for_also_where_the_process_ends_meanwhile() -> (
+    None
+):
+    """stall_exit has decided, and then training ends by the error of another rank's end."""
+    for then in (READS, HAS_LEFT):
+        rows: list[Row] = [
+            (0, [TRAINS] * 2),
+            (HANGS_AT, [READS] * 2),
+            (152, [then] * 2),
+        ]
+        rank, _ = Job(rows).run(300, **EVERY_60_S).ranks
+        assert int(rank.exited_at) == (155 if then is READS else 152)
+        assert rank.waited_for_page == [rank.exited_at]
+
+
 def test_that_a_stall_is_over_is_said_with_where_the_missing_rank_had_been() -> None:
     rows: list[Row] = [
         (0, [TRAINS] * 3),
