@@ -127,11 +127,16 @@ def test_a_rank_that_waits_itself_after_a_call_without_a_round_is_not_blamed() -
 def test_a_rank_that_ends_while_others_wait_for_it_is_named_at_once(
     end: Doing, how: str
 ) -> None:
-    waits, _, other = run((30, [COMES, READS, COMES]), (35, [COMES, end, COMES]))
-    for rank in (waits, other):
-        (line,) = rank.lines
-        text = f"Encoder: gone: rank 1 of 3 | rank 1 (node1, pid 101){how}"
-        assert (int(line.at), line.text) == (35, text)
+    """And has not come, also where its round had been reported."""
+    for ends_at in (35, 45):
+        waits, _, other = run(
+            (30, [COMES, READS, COMES]), (ends_at, [COMES, end, COMES])
+        )
+        for rank in (waits, other):
+            *late, line = rank.lines
+            text = f"Encoder: gone: rank 1 of 3 | rank 1 (node1, pid 101){how}"
+            assert (int(line.at), line.text) == (ends_at, text)
+            assert [int(one.at) for one in late] == [40] * (ends_at == 45)
 
 
 @pytest.mark.parametrize(
