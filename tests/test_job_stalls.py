@@ -205,28 +205,6 @@ def another_collective(trainer: Trainer) -> None:
     dist.all_gather([torch.zeros(1) for _ in range(trainer.size)], torch.zeros(1))
 
 
-class FailingBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        raise ValueError("in backward")
-
-
-def an_exception_in_backward(trainer: Trainer) -> None:
-    """It is caught, for a last word; others wait for its gradients."""
-    try:
-        FailingBackward.apply(encoders.run(trainer.ddp, 80)).sum().backward()
-    except ValueError:
-        write_a_report()
-
-
-def write_a_report() -> None:
-    threading.Event().wait(200)
-
-
 def keep_the_connections(trainer: Trainer) -> None:
     """As a data loader's worker does, which was forked: so the others' collectives do not fail when
     this rank dies. Until these have ended.
@@ -251,23 +229,20 @@ def end(trainer: Trainer) -> None:
     os._exit(0)
 
 
-DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], int, str]] = {
+UNDECIDED = "which of them is wrong cannot be told"
+# Who is told, and how that is read.
+DEADLOCKS: dict[str, tuple[Callable[[Trainer], None], str, str]] = {
     "another collective": (
         another_collective,
-        EXIT_CODE,
-        r"rank 1 \(.*\): all_gather, in another_collective",
-    ),
-    "an exception": (
-        an_exception_in_backward,
-        EXIT_CODE,
-        r"rank 1 \(.*\): write_a_report \(tests/test_job_stalls.py",
+        r"rank 1 \(.*\): all_gather, in another_collective.* \| ",
+        UNDECIDED,
     ),
     "killed": (
         be_killed,
-        -signal.SIGKILL,
-        r"rank 1 \(.*\): its process has gone|rank 1 has not announced",
+        r"rank 1 (\(.*\): its process has gone|has not announced)",
+        "",
     ),
-    "ended": (end, 0, r"rank 1 \(.*\) has left"),
+    "ended": (end, r"rank 1 \(.*\) has left", ""),
 }
 
 
@@ -299,42 +274,24 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(
     results: list[Result], job: Job, folder: Path
 ) -> None:
     (way,) = job.settings
-    _, exit_code, culprit = DEADLOCKS[way]
+    _, culprit, remark = DEADLOCKS[way]
     for rank in (0, 2):
         lines = results[rank].lines("no encoder call for", " | ")
         assert lines
-        # Another one where what the culprit did last was later than its last encoder call
         for line in lines:
             assert " WARNING " in line
-            _, _, groups = line.partition(" s. ")
-            suspects = [
-                group for group in groups.split(" | ") if re.match(culprit, group)
-            ]
-            assert len(suspects) == 1, line
-            if exit_code != EXIT_CODE or way == "an exception":
-                assert groups.startswith(suspects[0])
-            else:
-                assert "which of them is wrong cannot be told" in groups
+            first = ".*" if remark else ""  # else it is named first
+            assert re.search(rf" s\. {first}{culprit}", line), line
+            assert (UNDECIDED in line) == bool(remark)
     # Who is not the first to end may have lost its connection to the one that was.
     first_to_end = [result for result in results if result.exit_code == EXIT_CODE]
     assert first_to_end
-    assert all(
-        result.lines("more than stall_exit=", f"exit code {EXIT_CODE}")
-        for result in first_to_end
-    )
+    for result in first_to_end:
+        assert result.lines("more than stall_exit=", f"exit code {EXIT_CODE}")
     (report,) = folder.glob("report.*.json")  # one rank for all
     told = json.loads(report.read_text())
-    assert told["world_size"] == 3
-    assert told["missing"] or "cannot be told" in told["remark"]
-    assert any(
-        re.match(culprit, group)
-        for group in told["text"].partition(" s. ")[2].split(" | ")
-    )
-    assert sorted(rank for group in told["groups"] for rank in group["ranks"]) == [
-        0,
-        1,
-        2,
-    ]
+    assert re.search(culprit, told["text"])
+    assert [one["rank"] for one in told["missing"]] == ([] if remark else [1])
 
 
 def stderr_that_nobody_reads(rank: int, size: int, folder: str) -> None:

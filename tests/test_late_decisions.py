@@ -192,6 +192,12 @@ def test_a_rank_that_a_report_names_is_not_named_again_where_there_had_been_trou
     assert again and all(named in text and "still" in text for text in again)
 
 
+def test_an_absent_rank_is_left_to_the_report_that_will_name_it() -> None:
+    rank, _ = run((0, [TRAINS, ABSENT]), (4, [COMES, ABSENT]))
+    (line,) = rank.lines
+    assert (int(line.at), ". Missing: rank 1 of 2 | " in line.text) == (14, True)
+
+
 def test_an_absent_rank_that_no_report_names_is_named_once() -> None:
     rank, _, _ = run((0, [TRAINS, ABSENT, Doing(silent=UNREACHED)]), until=200)
     absent_line, unreached_line = texts(rank)
