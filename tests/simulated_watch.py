@@ -98,7 +98,6 @@ ASKS = Doing("get (serve.py:2)", request="input()")
 STOPPED = Doing(silent=NO_ANSWER)
 KILLED = Doing(silent=ENDED)
 HAS_LEFT = Doing(silent=LEFT)
-
 ABSENT = Doing(silent=NOT_COME)
 
 Row = tuple[float, Sequence[Doing]]  # from so many seconds on, what each rank does
@@ -169,7 +168,6 @@ class Rank:
             trouble="",
             over="",
             ended={},
-            ask=self.ask,
             start=lambda: None,
         )
         rounds: Any = SimpleNamespace(latest=Latest(), over="", issued=0)
@@ -272,9 +270,6 @@ class Rank:
     def is_heard(self) -> bool:
         return not self.doing.silent and math.isinf(self.exited_at)
 
-    def ask(self) -> None:
-        self.job.network.ask(self)
-
     def wake(self) -> None:
         self.next_at = min(self.next_at, self.job.clock.now + _SOON_S)
 
@@ -299,14 +294,6 @@ class Rank:
         stall = self.monitor.stall.stall
         self.was_looked_at |= stall is not None and stall.look_at > 0
 
-    def story(self) -> list[str]:
-        """What it has said and done, each with its second."""
-        told = [f"{int(line.at)} {line.level} {line.text}" for line in self.lines]
-        told += [f"{int(at)} runs {command}" for at, command, _ in self.pages]
-        if self.exited_at < math.inf:
-            told.append(f"{int(self.exited_at)} exits")
-        return told
-
 
 @dataclass
 class Question:
@@ -317,39 +304,38 @@ class Question:
 
 
 class Network:
-    """One question at a time. A rank that is silent is waited for, as the real one is."""
+    """These ranks ask each other, one question at a time. A rank that is silent is waited for, as
+    the real one is.
+    """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, ranks: Sequence[Rank]) -> None:
+        self.job, self.ranks = job, ranks
         self.question: Question | None = None
         self.is_wanted = False
         self._number = 0
+        for rank in ranks:
+            rank.exchange.ask = self.ask
 
     @property
     def next_at(self) -> float:
         return self.question.ends_at if self.question is not None else math.inf
 
-    def ask(self, rank: Rank) -> None:
-        if self.job.is_cut:
-            self._answer_alone(rank)
-        elif self.question is not None:
+    def ask(self) -> None:
+        if self.question is not None:
             self.is_wanted = True
-        else:
-            self._begin()
-
-    def _begin(self) -> None:
+            return
         self._number += 1
-        asked = [rank for rank in self.job.ranks if rank.is_heard]
         # One that has ended refuses a connection.
         waits_for = {
             rank.number
-            for rank in self.job.ranks
+            for rank in self.ranks
             if rank.is_heard or rank.doing.silent == NO_ANSWER
         }
         ends_at = self.job.clock.now + HERE_S
         self.question = Question(self._number, ends_at, waits_for)
-        for rank in asked:
-            self._put(rank, self.question)
+        for rank in self.ranks:
+            if rank.is_heard:
+                self._put(rank, self.question)
 
     def _put(self, rank: Rank, question: Question) -> None:
         def reply(key: str, state: Any, still: float) -> None:
@@ -364,46 +350,25 @@ class Network:
         """All that answer have, or the time is over."""
         question, self.question = self.question, None
         assert question is not None
-        heard = [
-            rank for rank in self.job.ranks if rank.number in question.answers.heard
-        ]
-        for rank in self.job.ranks:
-            how = Silence(rank.doing.silent or ENDED)
-            question.answers.add_silent([rank.number], how)
-        if heard:
-            judge = next((rank for rank in heard if rank.is_heard), heard[0])
+        answers = question.answers
+        for rank in self.ranks:
+            answers.add_silent([rank.number], Silence(rank.doing.silent or ENDED))
+        answers.add_silent(range(self.job.size), Silence(NOT_HEARD))
+        heard = [rank for rank in self.ranks if rank.number in answers.heard]
+        judge = next((rank for rank in heard if rank.is_heard), None)
+        if judge is not None:
             judge.exchange.watch.judge(
-                question.answers.to_json(),
-                lambda verdict: self._tell(question, verdict),
+                answers.to_json(), lambda verdict: self._tell(question, verdict)
             )
         if self.is_wanted:
             self.is_wanted = False
-            self._begin()
+            self.ask()
 
     def _tell(self, question: Question, verdict: Any) -> None:
-        for rank in self.job.ranks:
+        for rank in self.ranks:
             if rank.is_heard:
                 told = json.loads(json.dumps(verdict))
                 rank.exchange.watch.told(str(question.number), told)
-
-    def _answer_alone(self, rank: Rank) -> None:
-        self._number += 1
-        question = Question(self._number, math.inf, {rank.number})
-        rank.exchange.watch.asked(
-            str(question.number),
-            lambda key, state, still: question.answers.add(
-                key, {rank.number}, state, still
-            ),
-        )
-
-        def judge() -> None:
-            question.answers.add_silent(range(self.job.size), Silence(NOT_HEARD))
-            rank.exchange.watch.judge(
-                question.answers.to_json(),
-                lambda verdict: rank.exchange.watch.told(str(question.number), verdict),
-            )
-
-        rank.exchange.watch._have(judge)
 
 
 class Job:
@@ -425,7 +390,6 @@ class Job:
         self.size = len(rows[0][1])
         self.is_cut = is_cut
         self.current: Rank
-        self.network = Network(self)
         self.ranks: list[Rank] = []
 
     @property
@@ -444,21 +408,25 @@ class Job:
         """until: seconds from its begin."""
         with self._in_place(settings):
             self.ranks = [Rank(self, *one) for one in enumerate(self.rows[0][1])]
+            together = [[rank] for rank in self.ranks] if self.is_cut else [self.ranks]
+            networks = [Network(self, ranks) for ranks in together]
             self._meet()
             rows = self.rows[1:]
             while True:
                 row_at = rows[0][0] + _START if rows else math.inf
                 looks_at = [rank.next_at for rank in self.ranks if rank.is_heard]
                 arrives_at = [at for at, _ in self._arriving[:1]]
-                at = min([row_at, self.network.next_at, *arrives_at, *looks_at])
+                told_at = [network.next_at for network in networks]
+                at = min([row_at, *told_at, *arrives_at, *looks_at])
                 if at > until + _START:
                     return self
                 self.clock.now = max(at, self.clock.now)
                 if row_at <= self.clock.now:
                     self._begin(rows.pop(0)[1])
                 self._arrive()
-                if self.network.next_at <= self.clock.now:
-                    self.network.tick()
+                for network in networks:
+                    if network.next_at <= self.clock.now:
+                        network.tick()
                 for rank in self.ranks:
                     if rank.is_heard and rank.next_at <= self.clock.now:
                         rank.tick()
@@ -484,17 +452,14 @@ class Job:
                     rank.sync.rounds.latest = Latest(number, 0, self.clock.now)
 
     def _meet(self) -> None:
-        """All whom rank 0 knows, as a list is sent once all have come."""
-        are_there = [rank.doing.silent not in NEVER_HEARD for rank in self.ranks]
+        """Once all have come, each knows all."""
+        if any(rank.doing.silent in NEVER_HEARD for rank in self.ranks):
+            return
+        ranks = range(self.size)
+        members = [Member(self.host(rank), "", 1, 100 + rank) for rank in ranks]
         for rank in self.ranks:
-            exchange = rank.exchange
-            exchange.is_joined = exchange.is_whole = exchange.is_joined or all(
-                are_there
-            )
-            if exchange.is_joined:
-                exchange.members = [
-                    Member(self.host(one), "", 1, 100 + one) for one in range(self.size)
-                ]
+            rank.exchange.is_joined = rank.exchange.is_whole = True
+            rank.exchange.members = members
 
     def host(self, rank: int) -> str:
         return f"node{rank // self.ranks_of_a_host}"
@@ -510,12 +475,10 @@ class Job:
             for name, module in list(sys.modules.items()):
                 if name.startswith(_WATCH) and getattr(module, "time", None) is time:
                     patch.setattr(module, "time", self.clock)
-            patch.setattr(looks, "Look", self._look)
-            patch.setattr(
-                own_facts, "host_name", lambda: self.host(self.current.number)
-            )
-            own_pid = SimpleNamespace(getpid=lambda: 100 + self.current.number)
-            patch.setattr(own_facts, "os", own_pid)
+            begin = looks.Look
+            patch.setattr(looks, "Look", lambda ends_at: begin(ends_at, self.clock.now))
+            patch.setattr(own_facts, "host_name", self._own_host)
+            patch.setattr(own_facts, "os", SimpleNamespace(getpid=self._own_pid))
             patch.setattr(log_line, "Daemon", NoThread)
             patch.setattr(exits, "Daemon", NoThread)
             patch.setattr(exits, "os", SimpleNamespace(_exit=self._exit))
@@ -532,13 +495,16 @@ class Job:
                 logger.removeHandler(handler)
                 length_sync.process._settings = before
 
-    def _look(self, ends_at: float) -> looks.Look:
-        return looks_look(ends_at, self.clock.now)
-
     def _say(self, record: logging.LogRecord) -> None:
         assert isinstance(record.args, tuple)
         line = Line(self.now, record.levelname, str(record.args[1]))
         self.current.lines.append(line)
+
+    def _own_host(self) -> str:
+        return self.host(self.current.number)
+
+    def _own_pid(self) -> int:
+        return 100 + self.current.number
 
     def _exit(self, code: int) -> NoReturn:
         assert code == exits.EXIT_CODE
@@ -551,6 +517,3 @@ class Job:
         self.current.pages.append(Page(self.now, command, json.loads(text)))
         rank = self.current
         return SimpleNamespace(join=lambda _: rank.waited_for_page.append(self.now))
-
-
-looks_look = looks.Look
