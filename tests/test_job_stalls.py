@@ -276,13 +276,12 @@ def test_a_deadlock_is_told_handed_to_the_command_and_ended(
     (way,) = job.settings
     _, culprit, remark = DEADLOCKS[way]
     for rank in (0, 2):
-        lines = results[rank].lines("no encoder call for", " | ")
-        assert lines
-        for line in lines:
-            assert " WARNING " in line
-            first = ".*" if remark else ""  # else it is named first
-            assert re.search(rf" s\. {first}{culprit}", line), line
-            assert (UNDECIDED in line) == bool(remark)
+        # A later one may tell that another rank has ended, too.
+        line = results[rank].lines("no encoder call for", " | ")[0]
+        assert " WARNING " in line
+        first = ".*" if remark else ""  # else it is named first
+        assert re.search(rf" s\. {first}{culprit}", line), line
+        assert (UNDECIDED in line) == bool(remark)
     # Who is not the first to end may have lost its connection to the one that was.
     first_to_end = [result for result in results if result.exit_code == EXIT_CODE]
     assert first_to_end
