@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from simulated_watch import (
@@ -55,6 +56,9 @@ ALL_IN = (
 )
 MAY_WAIT = "who waits may wait for a rank that goes on"
 NOT_KNOWN = "no rank is known to wait for another"
+ONE_READS = [GRADIENTS, READS, GRADIENTS]
+WAITS_FOR_CHILD = replace(GRADIENTS, waits_for_child=True)
+BARRIER_AND_CHILD = replace(BARRIER, waits_for_child=True)
 QUEUE = Doing("get (serve.py:2)", request="perhaps queue.get()")
 AT_ONCE = "90 WARNING page 150 WARNING ERROR 155 exit"
 INFO_TWICE = "90 INFO 150 INFO 270 WARNING page 510 WARNING 630 ERROR 635 exit"
@@ -222,223 +226,174 @@ def test_what_is_said_when_and_who_is_ended(name: str) -> None:
     assert outline(job.ranks[1], hang) == silent
 
 
-def test_what_on_stall_is_given() -> None:
-    job = Job([(0, [TRAINS] * 3), (HANGS_AT, [GRADIENTS, READS, GRADIENTS])])
-    (page,) = job.run(100, **EVERY_60_S).ranks[0].pages
-    told, line = page.content, job.ranks[0].lines[0]
-    assert (told["rank"], told["world_size"], told["level"]) == (0, 3, "WARNING")
-    assert (told["idle_s"], told["remark"]) == (60.6, "")
-    assert told["text"] == line.text
-    (missing,) = told["missing"]
-    assert (missing["rank"], missing["kind"], missing["where"]) == (
-        1,
-        "elsewhere",
-        "read (data.py:41)",
-    )
-    assert [group["ranks"] for group in told["groups"]] == [[1], [0, 2]]
-
-
-def hangs(*doing: Doing, until: float = 1500, **settings: object) -> list[Rank]:
-    rows: list[Row] = [(0, [TRAINS] * len(doing)), (HANGS_AT, doing)]
-    return Job(rows).run(until, **{**EVERY_60_S, **settings}).ranks
+def run(*rows: Row, until: float = 1500, **settings: Any) -> list[Rank]:
+    """Of ranks that train until second 30, unless the first row is there before."""
+    first = (0, [TRAINS] * len(rows[0][1]))
+    before = [first] * (rows[0][0] > 0)
+    is_cut = settings.pop("is_cut", False)
+    settings = {**EVERY_60_S, **settings}
+    return Job([*before, *rows], is_cut=is_cut).run(until, **settings).ranks
 
 
 def stalls(rank: Rank) -> list[tuple[int, str]]:
     return [(int(one.at), one.level) for one in rank.lines if " s. " in one.text]
 
 
+def test_what_on_stall_is_given() -> None:
+    rank, _, _ = run((HANGS_AT, ONE_READS), until=100)
+    (told,) = [page.content for page in rank.pages]
+    assert (told["rank"], told["world_size"], told["level"]) == (0, 3, "WARNING")
+    assert (told["idle_s"], told["remark"]) == (60.6, "")
+    assert told["text"] == rank.lines[0].text
+    (missing,) = told["missing"]
+    assert missing["rank"] == 1
+    assert (missing["kind"], missing["where"]) == ("elsewhere", "read (data.py:41)")
+    assert [group["ranks"] for group in told["groups"]] == [[1], [0, 2]]
+
+
 @pytest.mark.parametrize(
-    ("first", "then", "told"),
+    ("rows", "told_at"),
     [
         # Setting up may take any time.
-        ([READS] * 3, None, [(600, "WARNING"), (1200, "WARNING")]),
-        ([WORKS] * 3, None, []),
-        ([STEPS] * 3, [GRADIENTS, POLLS, GRADIENTS], [(602, "WARNING")]),
+        ([(0, [READS] * 3)], [600, 1200]),
+        ([(0, [WORKS] * 3)], []),
+        # After fewer collectives than DDP's set-up may have.
+        ([(0, [STEPS] * 3), (2, [GRADIENTS, POLLS, GRADIENTS])], [602]),
         # Who has not run at all for so long is in one wait, which is sure.
-        (
-            [STEPS] * 3,
-            [GRADIENTS, READS, GRADIENTS],
-            [(at, "WARNING") for at in (62, 122, 242, 482, 602)],
-        ),
+        ([(0, [STEPS] * 3), (2, ONE_READS)], [62, 122, 242, 482, 602]),
     ],
 )
 def test_before_the_first_steps_less_is_said_and_nobody_is_ended(
-    first: list[Doing], then: list[Doing] | None, told: list[tuple[int, str]]
+    rows: list[Row], told_at: list[int]
 ) -> None:
-    rows: list[Row] = [(0, first)]
-    if then is not None:
-        rows.append((2, then))  # after fewer collectives than DDP's set-up may have
-    for rank in Job(rows).run(1201, **EVERY_60_S).ranks:
-        assert stalls(rank) == told
+    for rank in run(*rows, until=1201):
+        assert stalls(rank) == [(at, "WARNING") for at in told_at]
         assert rank.exited_at > 1500
 
 
-def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on() -> (
-    None
-):
-    for goes_on in (TRAINS, STEPS):
-        rows: list[Row] = [
-            (0, [TRAINS] * 3),
-            (HANGS_AT, [GRADIENTS, goes_on, GRADIENTS]),
-        ]
-        waits, going_on, _ = Job(rows, is_cut=True).run(400, **EVERY_60_S).ranks
-        (error,) = [one.text for one in waits.lines if one.level == "ERROR"]
-        assert "waits in backward, which reduces the gradients, and the oth" in error
-        assert int(waits.exited_at) == 155
-        assert stalls(going_on) == []
-        assert going_on.exited_at > 400
+@pytest.mark.parametrize("goes_on", [TRAINS, STEPS])
+def test_where_nobody_can_be_asked_a_rank_ends_that_waits_and_none_that_goes_on(
+    goes_on: Doing,
+) -> None:
+    row = (HANGS_AT, [GRADIENTS, goes_on, GRADIENTS])
+    waits, going_on, _ = run(row, until=400, is_cut=True)
+    (error,) = [one.text for one in waits.lines if one.level == "ERROR"]
+    assert "waits in backward, which reduces the gradients, and the oth" in error
+    assert int(waits.exited_at) == 155
+    assert stalls(going_on) == [] and going_on.exited_at > 400
 
 
-@pytest.mark.parametrize("then", [TRAINS, WORKS])
-def test_a_rank_that_goes_on_before_its_end_is_not_ended(then: Doing) -> None:
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [(TRAINS, []), (WORKS, ["this rank goes on: stall_exit does not end it"])],
+)
+def test_a_rank_that_goes_on_before_its_end_is_not_ended(
+    then: Doing, said: list[str]
+) -> None:
     """Every rank ends some seconds after it has decided that."""
-    rows: list[Row] = [
-        (0, [TRAINS] * 3),
-        (HANGS_AT, [READS] * 3),
-        (153, [then] * 3),
-        (250, [TRAINS] * 3),
-    ]
-    for rank in Job(rows).run(300, **EVERY_60_S).ranks:
+    goes_on = (153, [then] * 3), (250, [TRAINS] * 3)
+    for rank in run((HANGS_AT, [READS] * 3), *goes_on, until=300):
+        *on, over = [one.text for one in rank.lines if one.at > 152]
+        assert on == said and over.startswith("encoder calls go on, after ")
         assert rank.exited_at > 300
-        last = [one.text for one in rank.lines if one.at > 152]
-        on = [] if then is TRAINS else ["this rank goes on: stall_exit does not end it"]
-        assert last[: len(on)] == on
-        assert last[len(on)].startswith("encoder calls go on, after ")
-        assert len(last) == len(on) + 1
 
 
-def test_on_stalls_command_is_waited_for_also_where_the_process_ends_meanwhile() -> (
-    None
-):
+@pytest.mark.parametrize(("then", "exits_at"), [(READS, 155), (HAS_LEFT, 152)])
+def test_on_stalls_command_is_waited_for_also_where_the_process_ends_meanwhile(
+    then: Doing, exits_at: int
+) -> None:
     """stall_exit has decided, and then training ends by the error of another rank's end."""
-    for then in (READS, HAS_LEFT):
-        rows: list[Row] = [
-            (0, [TRAINS] * 2),
-            (HANGS_AT, [READS] * 2),
-            (152, [then] * 2),
-        ]
-        rank, _ = Job(rows).run(300, **EVERY_60_S).ranks
-        assert int(rank.exited_at) == (155 if then is READS else 152)
-        assert rank.waited_for_page == [rank.exited_at]
+    rank, _ = run((HANGS_AT, [READS] * 2), (152, [then] * 2), until=300)
+    assert int(rank.exited_at) == exits_at
+    assert rank.waited_for_page == [rank.exited_at]
 
 
 def test_that_a_stall_is_over_is_said_with_where_the_missing_rank_had_been() -> None:
-    rows: list[Row] = [
-        (0, [TRAINS] * 3),
-        (HANGS_AT, [GRADIENTS, READS, GRADIENTS]),
-        (100, [TRAINS] * 3),
-    ]
-    for rank in Job(rows).run(150, **EVERY_60_S).ranks:
-        text = "encoder calls go on, after 71 s; rank 1 had been in read (data.py:41)"
-        assert rank.lines[1:] == [(rank.lines[1].at, "INFO", text)]
+    for rank in run((HANGS_AT, ONE_READS), (100, [TRAINS] * 3), until=150):
+        _, (_, level, text) = rank.lines
+        been = "rank 1 had been in read (data.py:41)"
+        assert (level, text) == ("INFO", f"encoder calls go on, after 71 s; {been}")
 
 
-def test_a_rank_that_is_silent_for_a_moment_is_asked_again_before_a_stall_is_said() -> (
-    None
-):
+@pytest.mark.parametrize(("stall_exit", "is_asked_again"), [(120, True), (60, False)])
+def test_a_rank_that_is_silent_for_a_moment_is_asked_again_before_a_stall_is_said(
+    stall_exit: int, is_asked_again: bool
+) -> None:
     """As while py-spy reads its stack. Where the end comes soon, it is said all the same."""
-    rows: list[Row] = [
-        (0, [TRAINS] * 3),
-        (HANGS_AT, [GRADIENTS, READS, GRADIENTS]),
-        (89, [GRADIENTS, STOPPED, GRADIENTS]),
-        (91, [GRADIENTS, READS, GRADIENTS]),
-    ]
-    first, _, _ = Job(rows).run(120, **EVERY_60_S).ranks
-    (line,) = first.lines
-    assert "rank 1 (node1, pid 101): read (data.py:41)" in line.text
-    first, _, _ = Job(rows).run(120, **{**EVERY_60_S, "stall_exit": 60}).ranks
-    assert "answers nothing" in first.lines[0].text
+    moment = (89, [GRADIENTS, STOPPED, GRADIENTS]), (91, ONE_READS)
+    rank, *_ = run((HANGS_AT, ONE_READS), *moment, until=120, stall_exit=stall_exit)
+    text = rank.lines[0].text
+    assert ("rank 1 (node1, pid 101): read (data.py:41)" in text) == is_asked_again
+    assert ("answers nothing" in text) != is_asked_again
 
 
-def test_a_job_that_was_suspended_begins_anew() -> None:
+@pytest.mark.parametrize(("at", "before"), [(80, []), (100, [(90, "WARNING")])])
+def test_a_job_that_was_suspended_begins_anew(
+    at: int, before: list[tuple[int, str]]
+) -> None:
     """As by `scontrol suspend`: what was seen before it is no evidence."""
-    for stopped_at in (80, 100):
-        rows: list[Row] = [
-            (0, [TRAINS] * 3),
-            (HANGS_AT, [GRADIENTS, READS, GRADIENTS]),
-            (stopped_at, [STOPPED] * 3),
-            (1000, [GRADIENTS, READS, GRADIENTS]),
-        ]
-        for rank in Job(rows).run(1500, **EVERY_60_S).ranks:
-            before = [(90, "WARNING")] if stopped_at > 90 else []
-            told = [(1060, "WARNING"), (1120, "WARNING")]
-            assert stalls(rank) == before + told
-            assert int(rank.exited_at) == 1125
+    for rank in run((HANGS_AT, ONE_READS), (at, [STOPPED] * 3), (1000, ONE_READS)):
+        assert stalls(rank) == [*before, (1060, "WARNING"), (1120, "WARNING")]
+        assert int(rank.exited_at) == 1125
 
 
 def test_a_server_without_requests_is_said_once_and_not_between_any_two() -> None:
     idle = [RECEIVES, ASKS, RECEIVES]
-    rows: list[Row] = [(0, [TRAINS] * 3), (30, idle), (400, [STEPS] * 3), (401, idle)]
-    for rank in Job(rows).run(1500, **EVERY_60_S).ranks:
+    for rank in run((HANGS_AT, idle), (400, [STEPS] * 3), (401, idle)):
         assert stalls(rank) == [(90, "INFO")]
         assert not rank.pages and rank.exited_at > 1500
 
 
 def test_a_hang_after_long_work_is_ended() -> None:
-    rows: list[Row] = [
-        (0, [TRAINS] * 3),
-        (HANGS_AT, [GRADIENTS, WORKS, GRADIENTS]),
-        (400, [GRADIENTS, READS, GRADIENTS]),
-    ]
-    for rank in Job(rows).run(1500, **EVERY_60_S).ranks:
+    for rank in run((HANGS_AT, [GRADIENTS, WORKS, GRADIENTS]), (400, ONE_READS)):
         assert 400 + 120 < rank.exited_at < 400 + 2 * 120
-    assert rank.lines[-1].text.split(", and ")[1].startswith(IN_A_COLLECTIVE)
+        assert f", and {IN_A_COLLECTIVE}: " in rank.lines[-1].text
 
 
-def test_who_waited_and_was_ended_is_evidence_but_where_a_checkpoint_is_saved() -> None:
+@pytest.mark.parametrize(("doing", "ends_at"), [(POLLS, 150), (SAVES, 630)])
+def test_who_waited_and_was_ended_is_evidence_but_where_a_checkpoint_is_saved(
+    doing: Doing, ends_at: int
+) -> None:
     """stall_exit has ended it, perhaps: the rank that it waited for must end, too."""
-    for doing, then in ((POLLS, KILLED), (SAVES, KILLED)):
-        rows: list[Row] = [
-            (0, [TRAINS] * 2),
-            (HANGS_AT, [BARRIER, doing]),
-            (140, [then, doing]),
-        ]
-        _, left = Job(rows).run(1500, **EVERY_60_S).ranks
-        (error,) = [one for one in left.lines if one.level == "ERROR"]
-        if doing is POLLS:
-            assert "and rank 0 waited in a collective, and is gone now: " in error.text
-        assert int(error.at) == (150 if doing is POLLS else 630)
-
-
-WAITS_FOR_CHILD = replace(GRADIENTS, waits_for_child=True)
+    _, rank = run((HANGS_AT, [BARRIER, doing]), (140, [KILLED, doing]))
+    (error,) = [one for one in rank.lines if one.level == "ERROR"]
+    gone = "and rank 0 waited in a collective, and is gone now: "
+    assert (int(error.at), gone in error.text) == (ends_at, doing is POLLS)
 
 
 @pytest.mark.parametrize(
     ("doing", "pager"),
     [
         # Who computes does not report the stall.
-        ((WORKS, READS, BARRIER), 1),
-        ((WAITS_FOR_CHILD, replace(READS, waits_for_child=True), BARRIER), 2),
-        ((KILLED, READS, GRADIENTS), 1),
-        ((STOPPED, READS, GRADIENTS), 1),
-        ((WAITS_FOR_CHILD, replace(READS, waits_for_child=True), WAITS_FOR_CHILD), -1),
+        ([WORKS, READS, BARRIER], [1]),
+        ([WAITS_FOR_CHILD, WAITS_FOR_CHILD, READS], [2]),
+        ([KILLED, READS, GRADIENTS], [1]),
+        ([STOPPED, READS, GRADIENTS], [1]),
+        ([WAITS_FOR_CHILD, BARRIER_AND_CHILD], []),
     ],
 )
-def test_one_rank_runs_on_stall(doing: tuple[Doing, ...], pager: int) -> None:
-    ranks = hangs(*doing, until=300, stall_exit=0)
-    assert [rank.number for rank in ranks if rank.pages] == [pager] * (pager >= 0)
-    assert all(len(rank.pages) <= 1 for rank in ranks)
+def test_one_rank_runs_on_stall(doing: list[Doing], pager: list[int]) -> None:
+    ranks = run((HANGS_AT, doing), until=300, stall_exit=0)
+    assert [rank.number for rank in ranks for _ in rank.pages] == pager
     not_run = "on_stall='page' is not run: each rank that can be asked is in os.wait()"
-    told = [rank.number for rank in ranks for one in rank.lines if not_run in one.text]
-    assert set(told) == (set() if pager >= 0 else {0})
+    told = {rank.number for rank in ranks for one in rank.lines if not_run in one.text}
+    assert told == (set() if pager else {0})
 
 
 @pytest.mark.parametrize(
-    ("then", "at", "paged_at"),
-    [(TRAINS, 89.9, 150), (KILLED, 89.9, 0), (KILLED, 89.8, 90)],
+    ("then", "at", "pages"),
+    [(TRAINS, 89.9, [(1, 150)]), (KILLED, 89.9, []), (KILLED, 89.8, [(1, 90)])],
 )
 def test_where_the_rank_that_was_to_run_on_stall_does_not_say_the_stall_another_does(
-    then: Doing, at: float, paged_at: int
+    then: Doing, at: float, pages: list[tuple[int, int]]
 ) -> None:
     """Rank 0 has answered the question of second 89.8. Once it is gone it may have run it."""
     rows: list[Row] = [
-        (0, [TRAINS] * 3),
-        (HANGS_AT, [READS, READS, GRADIENTS]),
-        (at, [then, READS, GRADIENTS]),
+        (HANGS_AT, [READS, *ONE_READS[1:]]),
+        (at, [then, *ONE_READS[1:]]),
     ]
-    ranks = Job(rows).run(400, **{**EVERY_60_S, "stall_exit": 0}).ranks
-    pages = [(rank.number, int(page.at)) for rank in ranks for page in rank.pages]
-    assert pages == ([(1, paged_at)] if paged_at else [])
+    ranks = run(*rows, until=400, stall_exit=0)
+    assert [(one.number, int(page.at)) for one in ranks for page in one.pages] == pages
 
 
 # Jobs drawn by chance: in the small, a stall of 20 s ends a process.
@@ -469,8 +424,22 @@ class Draw:
         return self.chance.uniform(20, LONG_S)
 
 
-def one_works(draw: Draw) -> Iterator[Piece]:
-    yield draw.long(), draw.one(WORKS)
+SLOW_STEPS = replace(STEPS, every_s=PIECE_S)
+# What one does, and the others meanwhile.
+LASTS_LONG = (
+    (WORKS, BARRIER),
+    (SAVES, BARRIER),
+    (replace(SAVES, activity="a compilation"), BARRIER),
+    (replace(SAVES, activity="an export"), BARRIER),
+    (ASKS, RECEIVES),
+    (POLLS, GPU),
+    (SLOW_STEPS, BARRIER),  # it is far ahead
+    (BARRIER, SLOW_STEPS),  # they have a group of their own
+)
+
+
+def one_is_long_at_something(draw: Draw) -> Iterator[Piece]:
+    yield draw.long(), draw.one(*draw.chance.choice(LASTS_LONG))
 
 
 def one_works_and_reads(draw: Draw) -> Iterator[Piece]:
@@ -487,31 +456,10 @@ def each_time_another_is_slow(draw: Draw) -> Iterator[Piece]:
         yield 0.5, [STEPS] * SIZE
 
 
-def some_reduce_while_others_wait(draw: Draw) -> Iterator[Piece]:
-    yield draw.long(), draw.one(BARRIER, replace(STEPS, every_s=PIECE_S))
-
-
-def one_is_far_ahead(draw: Draw) -> Iterator[Piece]:
-    yield draw.long(), draw.one(replace(STEPS, every_s=PIECE_S))
-
-
 def a_wait_that_ends_just_before(draw: Draw) -> Iterator[Piece]:
     for _ in range(3):
         yield 0.65 * 20, draw.one(READS)
         yield 0.5, [STEPS] * SIZE
-
-
-def all_but_one_wait_for_their_gpus(draw: Draw) -> Iterator[Piece]:
-    yield draw.long(), draw.one(POLLS, GPU)
-
-
-def one_saves_compiles_or_exports(draw: Draw) -> Iterator[Piece]:
-    what = draw.chance.choice(("a checkpoint", "a compilation", "an export"))
-    yield draw.long(), draw.one(replace(SAVES, activity=what))
-
-
-def one_waits_for_a_person(draw: Draw) -> Iterator[Piece]:
-    yield LONGEST_S, draw.one(ASKS, RECEIVES)
 
 
 def the_job_is_suspended(draw: Draw) -> Iterator[Piece]:
@@ -527,15 +475,10 @@ def the_job_is_suspended(draw: Draw) -> Iterator[Piece]:
 
 
 HEALTHY: tuple[Callable[[Draw], Iterator[Piece]], ...] = (
-    one_works,
+    one_is_long_at_something,
     one_works_and_reads,
     each_time_another_is_slow,
-    some_reduce_while_others_wait,
-    one_is_far_ahead,
     a_wait_that_ends_just_before,
-    all_but_one_wait_for_their_gpus,
-    one_saves_compiles_or_exports,
-    one_waits_for_a_person,
     the_job_is_suspended,
 )
 
