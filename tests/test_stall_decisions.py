@@ -308,11 +308,32 @@ def test_on_stalls_command_is_waited_for_also_where_the_process_ends_meanwhile(
     assert rank.waited_for_page == [rank.exited_at]
 
 
-def test_that_a_stall_is_over_is_said_with_where_the_missing_rank_had_been() -> None:
-    for rank in run((HANGS_AT, ONE_READS), (100, [TRAINS] * 3), until=150):
+@pytest.mark.parametrize(
+    ("doing", "been"),
+    [(ONE_READS, "; rank 1 had been in read (data.py:41)"), ([POLLS] * 3, "")],
+)
+def test_that_a_stall_is_over_is_said_with_where_the_missing_rank_had_been(
+    doing: list[Doing], been: str
+) -> None:
+    for rank in run((HANGS_AT, doing), (100, [TRAINS] * 3), until=150):
         _, (_, level, text) = rank.lines
-        been = "rank 1 had been in read (data.py:41)"
-        assert (level, text) == ("INFO", f"encoder calls go on, after 71 s; {been}")
+        assert (level, text) == ("INFO", f"encoder calls go on, after 71 s{been}")
+
+
+@pytest.mark.parametrize(
+    ("doing", "text"),
+    [
+        (STOPPED, "ranks 0-1: answer nothing, their connections stand: "),
+        (KILLED, "ranks 0-1: their processes have gone | "),
+        (HAS_LEFT, "ranks 0-1: have left: they ended, or destroyed their process g"),
+        (GPU, "that ranks 0-1 wait is a guess, by a method's name; which of them is"),
+    ],
+)
+def test_of_several_ranks_that_do_the_same_one_thing_is_said(
+    doing: Doing, text: str
+) -> None:
+    *_, rank = run((HANGS_AT, [doing, doing, GRADIENTS]), until=100)
+    assert text in rank.lines[-1].text
 
 
 @pytest.mark.parametrize(("stall_exit", "is_asked_again"), [(120, True), (60, False)])
