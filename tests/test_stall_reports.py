@@ -190,7 +190,12 @@ EACH_WAY = Job(each_way, 3, Given.FOLDER)
 @pytest.mark.parametrize(
     ("way", "kind", "where", "workers"),
     [
-        ("loader", "elsewhere", "_try_get_data (torch/utils/data/dataloader.py:", 2),
+        (
+            "loader",
+            "elsewhere",
+            "(torch/utils/data/dataloader.py:",
+            2,
+        ),  # it may still be giving out indices
         ("gil", "no heartbeat", ANSWERS_NOTHING, 0),
         ("stopped", "no heartbeat", ANSWERS_NOTHING, 0),
     ],
