@@ -611,13 +611,16 @@ def is_no_log_line(text: str) -> bool:
 
 
 def _is_no_report(text: str, before: str) -> bool:
-    lower = text.lower()
     return bool(
-        is_no_log_line(text)
-        or _OF_OTHERS_LOWER.search(lower)
-        or _SEEN_TO_LOWER.search(lower)
+        _is_of_others(text.translate(ANY_DIGIT))
+        or _SEEN_TO_LOWER.search(text.lower())
         or _is_entry(text, before)
     )
+
+
+@lru_cache(1 << 9)
+def _is_of_others(shape: str) -> bool:
+    return is_no_log_line(shape) or _OF_OTHERS_LOWER.search(shape.lower()) is not None
 
 
 def _is_entry(text: str, before: str) -> bool:

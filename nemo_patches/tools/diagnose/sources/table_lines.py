@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -19,6 +19,7 @@ from nemo_patches.tools.diagnose.conditions import TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.findings import Finding
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 from nemo_patches.tools.diagnose.sources.lines import (
+    ANY_DIGIT,
     BEFORE_MESSAGE,
     LOCAL_RANK_OF_COMMAND,
     MOST_KEPT,
@@ -179,12 +180,13 @@ class TableLines:
                 return bool(text)
             if self._take_row(line):
                 return True
-        if self._take_keyed(line):
+        is_of_a_hang, may_be_row, may_begin = _looks_of(text.translate(ANY_DIGIT))
+        if may_be_row and self._take_keyed(line):
             return False
         self.end()
-        if _OF_A_HANG.search(text.lower()):
+        if is_of_a_hang:
             self._hang_at = line.number
-        if not self._take_list(line) and _MAY_BE_HEAD.search(text):
+        if may_begin and not self._take_list(line):
             self._begin(line)
         return False
 
@@ -233,8 +235,6 @@ class TableLines:
         )
 
     def _take_keyed(self, line: Line) -> bool:
-        if "ank" not in line.text:
-            return False
         rank = _KEYED_RANK.findall(line.text)
         row = {}
         roles = _OF_HANGS
@@ -255,7 +255,7 @@ class TableLines:
 
     def _take_list(self, line: Line) -> bool:
         cells = _LISTED.findall(line.text)
-        if "ank" not in line.text or len(cells) < _LEAST_RANKS:
+        if len(cells) < _LEAST_RANKS:
             return False
         words = re.findall("[A-Za-z]+", line.text.partition(cells[0][1])[0])
         names = [*map("_".join, pairwise(words)), *words]
@@ -355,6 +355,19 @@ def _values(cells: Mapping[int, str]) -> dict[int, float]:
             )
     last = min(*values.values(), 0.0)
     return {rank: value - last for rank, value in values.items()}
+
+
+@lru_cache(1 << 9)
+def _looks_of(shape: str) -> tuple[bool, bool, bool]:
+    """Of lines that differ in digits alone: whether they speak of a hang, may be a row that names
+    what it has, may begin a table.
+    """
+    of_ranks = "ank" in shape
+    keys = (one["key"] or "state" for one in _KEYED.finditer(shape))
+    may_be_row = of_ranks and any(map(_role_of, keys))
+    is_list = of_ranks and len(_LISTED.findall(shape)) >= _LEAST_RANKS
+    may_begin = is_list or _MAY_BE_HEAD.search(shape) is not None
+    return _OF_A_HANG.search(shape.lower()) is not None, may_be_row, may_begin
 
 
 @cache
