@@ -170,6 +170,7 @@ def run_ranks(
             )
             for outcome, log, process in zip(outcomes, logs, processes, strict=True)
         ]
+    failures = []
     for rank, (outcome, result) in enumerate(zip(outcomes, results, strict=True)):
         if rank not in dies and not (outcome and outcome[0]):
             why = (
@@ -177,9 +178,13 @@ def run_ranks(
                 if outcome
                 else f"no result within {limit} s, exit code {result.exit_code}"
             )
-            raise AssertionError(
-                f"rank {rank} of {size}: {why}\n--- its stderr ends:\n{result.stderr[-3000:]}"
-            )
+            failures.append(f"rank {rank} of {size}: {why}")
+    # Why one has waited in vain often stands with another.
+    ends = [
+        f"--- rank {rank}'s stderr ends:\n{result.stderr[-3000:]}"
+        for rank, result in enumerate(results)
+    ]
+    assert not failures, "\n".join((*failures, *ends))
     return results
 
 

@@ -10,8 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +35,9 @@ LIMIT_S = 60.0  # for what must come
 WAITS = 0  # the rank, which would run the command if it were not in os.wait()
 
 
-def waits_for_a_child(
-    rank: int, size: int, folder: str, all_wait: bool
-) -> tuple[bool, list[str]]:
-    """Whether os.wait() gave this rank its own child, and what was said of on_stall.
-
-    The child lives until the page is there, or until it is said why there is none.
+def waits_for_a_child(rank: int, size: int, folder: str) -> tuple[bool, list[str]]:
+    """Whether os.wait() gave this rank its own child, which lives until the page is there, and what
+    was said of on_stall.
     """
     nemo_patches.apply(stall_timeout=0)
     said = Said()
@@ -52,85 +47,30 @@ def waits_for_a_child(
         dist.barrier()
     wait_until(all_have_come)
     dist.barrier()
-    page = f"{folder}/page"
+    page = Path(folder, "page")
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT, on_stall=f"tee {page}")
     is_own = True
-    over = Path(f"{page} is not written" if all_wait else page)
-
-    def of_on_stall() -> list[str]:
-        return [line for line in said.lines if "] on_stall=" in line]
-
-    def tell() -> None:
-        wait_until(of_on_stall, LIMIT_S)
-        over.write_text("{}")
-
-    if all_wait:
-        threading.Thread(target=tell, daemon=True).start()
-    if rank == WAITS or all_wait:
+    if rank == WAITS:
         child = os.fork()
         if child == 0:
             try:
-                wait_until(lambda: is_whole(over), LIMIT_S)
+                wait_until(
+                    lambda: page.exists() and page.read_text().endswith("}"), LIMIT_S
+                )
             finally:
                 os._exit(0)
         is_own = os.wait() == (child, 0)
     dist.barrier()
-    return is_own, of_on_stall()
-
-
-def the_lowest_computes(rank: int, size: int, folder: str) -> list[str]:
-    """Until another rank has run the command: it reports no stall itself."""
-    nemo_patches.apply(stall_timeout=0)
-    said = Said()
-    encoder = encoders.conformer()
-    for _ in range(2):
-        encoders.sync(encoder, 80)
-        dist.barrier()
-    wait_until(all_have_come)
-    dist.barrier()
-    page = f"{folder}/page"
-    nemo_patches.apply(stall_timeout=STALL_TIMEOUT, on_stall=f"tee {page}")
-    if rank == 0:
-        end = time.monotonic() + LIMIT_S
-        while not is_whole(Path(page)) and time.monotonic() < end:
-            sum(range(10_000))
-    dist.barrier()
-    return said.lines
+    return is_own, [line for line in said.lines if "] on_stall=" in line]
 
 
 @pytest.mark.alone
-@beside_others(Job(the_lowest_computes, 2, Given.FOLDER, limit=120))
-def test_where_the_lowest_rank_computes_another_one_pages(
-    results: list[Result], folder: Path
-) -> None:
-    assert json.loads((folder / "page").read_text())["rank"] == 1
-    assert any("rank 0 (" in line for line in results[1].value)
-
-
-def is_whole(page: Path) -> bool:
-    return page.exists() and page.read_text().endswith("}")
-
-
-@pytest.mark.alone
-@beside_others(Job(waits_for_a_child, 2, Given.FOLDER, False, limit=120))
+@beside_others(Job(waits_for_a_child, 2, Given.FOLDER, limit=120))
 def test_a_rank_in_os_wait_gets_its_own_child_and_another_rank_pages(
     results: list[Result], folder: Path
 ) -> None:
     assert [result.value for result in results] == [(True, [])] * 2
     assert json.loads((folder / "page").read_text())["rank"] == 1 - WAITS
-
-
-@pytest.mark.alone
-@beside_others(Job(waits_for_a_child, 2, Given.FOLDER, True, limit=120))
-def test_where_every_rank_is_in_os_wait_that_is_said_in_place_of_the_page(
-    results: list[Result], folder: Path
-) -> None:
-    assert all(is_own for is_own, _ in (result.value for result in results))
-    (line,) = [line for result in results for line in result.value[1]]
-    assert (
-        "is not run: each rank that can be asked is in os.wait(), for any child" in line
-    )
-    assert not (folder / "page").exists()
 
 
 def shell(program: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from diagnosing import report_of
 
-from nemo_patches.tools.diagnose.findings import NOT_ENOUGH
+from nemo_patches.tools.diagnose.findings import MISSING_RANK, NOT_ENOUGH
 
 pytestmark = [pytest.mark.one_nemo, pytest.mark.wheel]
 EXAMPLES = Path(__file__).with_name("logs") / "other_words.txt"
@@ -49,3 +49,17 @@ def test_examples(name: str, tmp_path: Path) -> None:
     assert not any(one.ranks for one in guesses), said
     if kind == "harmless":
         assert {one.id for one in found.findings} <= {NOT_ENOUGH}, said
+
+
+def test_numbers_that_are_none_or_too_long_end_no_reader(tmp_path: Path) -> None:
+    long = "9" * 5000
+    (tmp_path / "train.log").write_text(
+        '{"device_id": "2.1", "rank_id": "1.2"}\n'
+        '{"device_id": "2", "device_ip": "...", "rank_id": "10"}\n'
+        f"PID STAT COMMAND\n{long} Sl python train.py --rank 1\n{long}1 T python --rank 2\n"
+        f"rank  age_s\n0     1.2.3\n1     {long}\n2     4\n"
+    )
+    assert {one.id for one in report_of(tmp_path / "train.log").findings} <= {
+        NOT_ENOUGH,
+        MISSING_RANK,
+    }

@@ -129,3 +129,23 @@ def test_a_thread_is_told_of_the_rank_that_has_it(tmp_path: Path) -> None:
     evidence = diagnose_logs(sorted(tmp_path.iterdir())).findings[0].evidence
     [told] = [line for line in evidence if "watcher" in line]
     assert "rank 2" in told
+
+
+@pytest.mark.parametrize("second", ("compute (train.py:9)", "update (optim.py:7)"))
+def test_ranks_that_run_at_unlike_places_are_no_hang_by_one_look(
+    second: str, tmp_path: Path
+) -> None:
+    """So a job looks that goes on; at one place they may be held up there."""
+    places = (
+        "all_reduce (torch/distributed/distributed_c10d.py:2501)",
+        "compute (train.py:9)",
+    )
+    for rank, place in enumerate((*places, second)):
+        (tmp_path / f"rank{rank}.txt").write_text(
+            f"Process {50 + rank}: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
+            f'Thread {50 + rank} (active): "MainThread"\n    {place}\n    main (train.py:80)\n'
+        )
+    report = diagnose_logs(sorted(tmp_path.iterdir()))
+    accused = [one.ranks for one in report.findings]
+    assert accused == ([(1, 2)] if second == places[1] else [])
+    assert report.verdict.startswith("So far no hang") == (accused == [])

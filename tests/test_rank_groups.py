@@ -542,10 +542,12 @@ def test_the_line_names_what_helps_where_batches_are_uneven() -> None:
     )
     evaluates = replace(state(1, "x", "barrier"), caller="validation_step (a.py:20)")
     told = verdict(trains, evaluates).text()
-    assert (
+    ran_out = (
         "rank 1 ran out of training batches: `NEMO_PATCHES_STOP_TOGETHER=training`"
-        in told
     )
+    assert f"if {ran_out}; if it is uneven evaluation" in told
+    later = replace(trains, batch="7 of epoch 3 (train): cuts valid-1")
+    assert f"most likely {ran_out}" in verdict(later, evaluates).text()
     other = replace(state(1, "x", "barrier"), caller="save (a.py:20)")
     assert "`NEMO_PATCHES_METRICS=deferred`" in verdict(trains, other).text()
     anew = replace(trains, batch="0 of epoch 3 (train): cuts valid-1")

@@ -1,5 +1,5 @@
 """Idle by design is no stall: a rank waits for a person or a request, and the others for it; on
-real ranks.
+real ranks. When it is one, test_stall_decisions.py has.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ import socket
 import socketserver
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import encoders
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import Given, Job, Result, all_have_come, beside_others, wait_until
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 import nemo_patches
@@ -36,79 +33,6 @@ pytestmark = [pytest.mark.one_nemo, pytest.mark.alone]
 STALL_TIMEOUT, STALL_EXIT = 0.5, 1.0
 IDLE_S = 8.0  # longer than ten times stall_timeout, after which any other wait ends a process
 ASKED = 0  # the rank
-
-
-class Later:
-    """Something that is done once this rank has been idle for long."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
-        self.act = act
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        end = time.monotonic() + IDLE_S
-        wait_until(lambda: time.monotonic() > end)
-        self.act()
-
-
-def terminal() -> int:
-    """A terminal as standard input; who writes to the file that this returns is the person there."""
-    person, own = os.openpty()
-    os.dup2(own, 0)
-    sys.stdin = os.fdopen(0, closefd=False)
-    return person
-
-
-def a_queue() -> None:
-    requests = queue.Queue[str]()
-    Later(lambda: requests.put("one"))
-    requests.get()
-
-
-def an_input() -> None:
-    person = terminal()
-    Later(lambda: os.write(person, b"go on\n"))
-    input("Go on? ")
-
-
-def a_console() -> None:
-    person = terminal()
-    Later(lambda: os.write(person, b"raise SystemExit\n"))
-    with contextlib.suppress(SystemExit):
-        code.interact(local={})
-
-
-def a_socket() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        Later(lambda: socket.create_connection(listener.getsockname()).close())
-        listener.accept()
-
-
-def a_server() -> None:
-    with socketserver.TCPServer(
-        ("127.0.0.1", 0), socketserver.BaseRequestHandler
-    ) as server:
-        Later(server.shutdown)
-        server.serve_forever()
-
-
-def an_event_loop() -> None:
-    async def serve() -> None:
-        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        async with server:
-            await asyncio.sleep(IDLE_S)
-
-    asyncio.run(serve())
-
-
-WAYS: dict[str, tuple[Callable[[], None], str]] = {
-    "queue.get()": (a_queue, "queue.get() in a_queue (test_requests.py:"),
-    "input()": (an_input, "input() in an_input (test_requests.py:"),
-    "code.interact()": (a_console, "input() in a_console (test_requests.py:"),
-    "accept()": (a_socket, "accept() in a_socket (test_requests.py:"),
-    "serve_forever()": (a_server, "serve_forever() in a_server (test_requests.py:"),
-    "asyncio": (an_event_loop, "asyncio's loop in an_event_loop (test_requests.py:"),
-}
 
 
 def begin(**settings: Any) -> None:
@@ -123,32 +47,26 @@ def begin(**settings: Any) -> None:
     nemo_patches.apply(stall_timeout=STALL_TIMEOUT, stall_exit=STALL_EXIT, **settings)
 
 
-def serves(rank: int, size: int, way: str, folder: str) -> None:
-    """Two requests, one after the other."""
+def serves(rank: int, size: int, folder: str) -> None:
     begin(on_stall=f"touch {folder}/page")
-    for _ in range(2):
-        if rank == ASKED:
-            WAYS[way][0]()
-        dist.broadcast_object_list([None], src=ASKED)
+    if rank == ASKED:
+        requests = queue.Queue[str]()
+        threading.Timer(IDLE_S, requests.put, ["one"]).start()
+        requests.get()
+    dist.broadcast_object_list([None], src=ASKED)
 
 
-@beside_others(*(Job(serves, 2, way, Given.FOLDER, limit=120) for way in WAYS))
+@beside_others(Job(serves, 2, Given.FOLDER, limit=120))
 def test_a_server_without_requests_is_said_once_and_is_neither_paged_nor_ended(
-    results: list[Result], job: Job, folder: Path
+    results: list[Result], folder: Path
 ) -> None:
-    (way,) = job.settings
     for result in results:
         assert not result.lines("nemo_patches WARNING")
         assert not result.lines("nemo_patches ERROR")
         (line,) = result.lines("INFO", "s. rank 0 (", "waits for a request: ")
-        assert f") waits for a request: {WAYS[way][1]}" in line
+        assert ") waits for a request: queue.get() in serves (test_requests.py:" in line
         assert " | rank 1 (" in line
     assert not (folder / "page").exists()
-
-
-def own_reader(job: Any) -> None:
-    """A queue that a thread of the user's own fills, in training: the others wait for gradients."""
-    queue.Queue[int]().get()
 
 
 class Stream(IterableDataset[int]):
@@ -156,39 +74,10 @@ class Stream(IterableDataset[int]):
         yield queue.Queue[int]().get()
 
 
-def a_loader(job: Any) -> None:
-    next(iter(DataLoader(Stream())))
-
-
-def prefetches(rank: int, size: int, loads: Callable[[Any], None]) -> None:
-    begin()
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
-    for step in range(3):
-        if rank == ASKED and step == 2:
-            loads(None)
-        model(torch.ones(1)).sum().backward()
-
-
-@beside_others(
-    *(
-        Job(prefetches, 2, loads, limit=120, dies=(0, 1))
-        for loads in (own_reader, a_loader)
-    )
-)
-def test_a_reader_that_waits_for_its_data_is_a_stall_and_is_ended(
-    results: list[Result], job: Job
-) -> None:
-    (loads,) = job.settings
-    assert any(result.exit_code == EXIT_CODE for result in results)
-    for result in results:
-        assert result.lines("WARNING", f" s. rank {ASKED} (", f"{loads.__name__} (")
-        assert not result.lines("waits for a request")
-
-
 def waits_in_a_loader_for_what_others_broadcast(rank: int, size: int) -> None:
     begin()
     if rank == ASKED:
-        a_loader(None)
+        next(iter(DataLoader(Stream())))
     dist.broadcast_object_list([None], src=ASKED)
 
 
@@ -199,10 +88,74 @@ def test_torchs_loader_is_no_server_whatever_the_others_wait_in(
     results: list[Result],
 ) -> None:
     assert any(result.exit_code == EXIT_CODE for result in results)
-    assert all(
-        result.lines("WARNING", f" s. rank {ASKED} (", "a_loader (")
-        for result in results
-    )
+    for result in results:
+        assert result.lines("WARNING", f" s. rank {ASKED} (", "_for_what_others_bro")
+        assert not result.lines("waits for a request")
+
+
+def an_input() -> None:
+    input("Go on? ")
+
+
+def a_console() -> None:
+    with contextlib.suppress(SystemExit):
+        code.interact(local={})
+
+
+def a_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.accept()
+
+
+def a_server() -> None:
+    address = ("127.0.0.1", 0)
+    with socketserver.TCPServer(address, socketserver.BaseRequestHandler) as server:
+        server.serve_forever()
+
+
+def an_event_loop() -> None:
+    async def serve() -> None:
+        async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0):
+            await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+WAYS: dict[Callable[[], None], str] = {
+    an_input: "input()",
+    a_console: "input()",
+    a_socket: "accept()",
+    a_server: "serve_forever()",
+    an_event_loop: "perhaps asyncio's loop",
+}
+
+
+def each_way(rank: int, size: int) -> dict[str, str]:
+    """Each in a thread of a process that has a terminal."""
+    person, own = os.openpty()
+    os.dup2(own, 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    found = {}
+    for way in WAYS:
+        thread = threading.Thread(target=way, daemon=True)
+        thread.start()
+
+        def asks(thread: threading.Thread = thread) -> str:
+            return stacks.occupation(thread.ident or 0, thread.native_id or 0).request
+
+        wait_until(asks)
+        found[way.__name__] = asks()
+        if way in (an_input, a_console):  # one at a time reads the terminal
+            os.write(person, b"raise SystemExit\n")
+            thread.join(60)
+    return found
+
+
+@beside_others(Job(each_way, 1, group=False))
+def test_what_a_thread_waits_in_for_a_person_or_a_request(
+    results: list[Result],
+) -> None:
+    assert results[0].value == {way.__name__: WAYS[way] for way in WAYS}
 
 
 def in_file(path: str, function: str) -> Callable[[Callable[[], object]], object]:

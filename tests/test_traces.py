@@ -535,6 +535,20 @@ def test_of_damaged_files_whatever_is_said_is_true(
         files[rank].write_bytes(whole[rank])
 
 
+@pytest.mark.parametrize("lost", range(1, 8))
+def test_the_records_that_a_stopped_rank_had_no_time_to_write_say_nothing(
+    lost: int, tmp_path: Path
+) -> None:
+    """Two calls' records at most: where others have come further with it, it was there as well."""
+    scenario = SCENARIOS["no heartbeat"]
+    write(tmp_path, scenario.schedules, reports=True)
+    (file,) = tmp_path.glob("rank-00002*")
+    lines = file.read_bytes().splitlines(True)
+    file.write_bytes(b"".join(lines[:-lost]))
+    first = report_of(tmp_path).findings[0]
+    assert (first.id, first.ranks) == (ids.SILENT, (2,))
+
+
 def test_other_files_are_named_and_do_no_harm(tmp_path: Path) -> None:
     write(tmp_path, SCENARIOS["before the encoder"].schedules)
     (tmp_path / "binary.jsonl").write_bytes(bytes(range(256)) * 999)

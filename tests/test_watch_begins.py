@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from interpreters import CHECKOUT, environment, python
-from ranks import Said, free_port, join_group, run_ranks, stall_monitor, wait_until
+from ranks import (
+    Given,
+    Job,
+    Result,
+    Said,
+    beside_others,
+    join_group,
+    run_ranks,
+    stall_monitor,
+    wait_until,
+)
 from store_proxy import Proxy, proxy  # noqa: F401  # a fixture
 
 import nemo_patches
@@ -30,18 +40,20 @@ COUNT = f"[thread.name for thread in threading.enumerate()].count({THREAD!r})"
 THREADS = f"""
 import sys, threading
 {{}}
-print({COUNT}, "nemo_patches.watch" in sys.modules)
+ours = [name in sys.modules for name in ("nemo_patches.watch", "nemo_patches.patching.monkeypatch")]
+print({COUNT}, *ours, "torch._dynamo" in sys.modules)
 """
+NOTHING = "0 False False False"
 
 
 @pytest.mark.parametrize(
     ("imports", "variables", "said"),
     [
-        ("import json", OF_TORCHRUN, "0 False"),
-        ("import torch", OF_TORCHRUN, "1 True"),
-        ("import torch", {}, "0 False"),
-        ("import torch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, "0 False"),
-        ("import lightning.pytorch", OF_TORCHRUN, "1 True"),
+        ("import json", OF_TORCHRUN, NOTHING),
+        # It patches nothing, and imports nothing of torch's that torch has not.
+        ("import torch", OF_TORCHRUN, "1 True False False"),
+        ("import torch", {}, NOTHING),
+        ("import torch", {**OF_TORCHRUN, "NEMO_PATCHES_DISABLE": "1"}, NOTHING),
     ],
 )
 def test_torch_begins_it_in_one_of_several_ranks_where_the_checkout_is_on_pythonpath(
@@ -72,15 +84,6 @@ def test_what_a_launcher_says_decides(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert patching.is_one_of_several_ranks() == of_several
-
-
-def test_it_patches_nothing_and_imports_nothing_of_torchs_that_torch_has_not() -> None:
-    program = (
-        "import sys, torch; print('nemo_patches.patching.monkeypatch' in sys.modules,"
-        " 'torch._dynamo' in sys.modules)"
-    )
-    done = python("-c", program, path=(CHECKOUT,), **OF_TORCHRUN)
-    assert done.stdout.strip() == "False False", done.stderr
 
 
 SPAWNED = f"""
@@ -115,7 +118,7 @@ def test_torchrun_which_slurm_has_started_has_none(tmp_path: Path) -> None:
     done = python(
         "-u", str(script), path=(CHECKOUT,), SLURM_PROCID="0", SLURM_NTASKS="2"
     )
-    assert done.stdout.strip() == "0 False", done.stderr
+    assert done.stdout.strip() == NOTHING, done.stderr
 
 
 def test_where_ours_imports_torch_first_apply_begins_it() -> None:
@@ -133,24 +136,10 @@ def test_where_ours_imports_torch_first_apply_begins_it() -> None:
 
 
 def test_a_setting_that_is_not_allowed_is_said_once_and_nothing_is_watched() -> None:
-    program = THREADS.format("import lightning.pytorch")
-    done = python(
-        "-c",
-        program,
-        path=(CHECKOUT,),
-        NEMO_PATCHES_STALL_TIMEOUT="soon",
-        **OF_TORCHRUN,
-    )
-    assert (
-        len(
-            [
-                line
-                for line in done.stderr.splitlines()
-                if "NEMO_PATCHES_STALL_TIMEOUT='soon'" in line
-            ]
-        )
-        == 1
-    )
+    variables = {**OF_TORCHRUN, "NEMO_PATCHES_STALL_TIMEOUT": "soon"}
+    done = python("-c", THREADS.format("import torch"), path=(CHECKOUT,), **variables)
+    assert done.stderr.count("NEMO_PATCHES_STALL_TIMEOUT='soon'") == 1
+    assert done.stdout.startswith("0 ")
 
 
 UNTRACED = """
@@ -257,27 +246,27 @@ class Module(pl.LightningModule):
 
 ours = [name for name in sys.modules if name.startswith("nemo_patches.watch")]
 off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-devices = int(sys.argv[1])
-strategy = "ddp" if devices > 1 else "auto"
-trainer = pl.Trainer(
-    accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, **dict.fromkeys(off, False)
-)
-trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 1)))
-os.write(1, f"{{trainer.global_rank}} {{ours}} {{{COUNT}}}\\n".encode())
+off = dict.fromkeys(off, False)
+threads = []
+for devices, strategy in ((1, "auto"), (2, "ddp")):
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, **off
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 1)))
+    threads.append({COUNT})
+os.write(1, f"{{trainer.global_rank}} {{ours}} {{threads}}\\n".encode())
 """
 
 
-@pytest.mark.parametrize(("devices", "threads"), [("2", "1"), ("1", "0")])
 def test_lightnings_own_launcher_begins_it_with_the_trainers_process_group(
-    devices: str, threads: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    """Not with one device, which has none."""
     script = tmp_path / "train.py"
     script.write_text(WITHOUT_NEMO)
-    done = python(str(script), devices, path=(CHECKOUT,))
-    said = [line for line in done.stdout.splitlines() if line.endswith(f"[] {threads}")]
-    assert sorted(said) == [f"{rank} [] {threads}" for rank in range(int(devices))], (
-        done.stdout + done.stderr
-    )
+    done = python(str(script), path=(CHECKOUT,))
+    said = [line for line in done.stdout.splitlines() if " [] [" in line]
+    assert sorted(said) == ["0 [] [0, 1]", "1 [] [0, 1]"], done.stdout + done.stderr
 
 
 QUIET_S = 3.0
@@ -379,8 +368,9 @@ def cannot_be_watched(rank: int, size: int, port: int) -> list[str]:
     ]
 
 
-def test_a_rank_that_cannot_be_watched_says_so_once() -> None:
-    for result in run_ranks(cannot_be_watched, 2, free_port(), group=False):
+@beside_others(Job(cannot_be_watched, 2, Given.PORT, group=False))
+def test_a_rank_that_cannot_be_watched_says_so_once(results: list[Result]) -> None:
+    for result in results:
         (line,) = result.value
         assert line.endswith("RuntimeError('no monitor today')")
 
@@ -422,6 +412,9 @@ def ends_beside_a_wake(rank: int, size: int, port: int) -> list[bool]:
     return is_open
 
 
-def test_no_thread_writes_to_the_monitors_file_once_it_is_closed() -> None:
-    for result in run_ranks(ends_beside_a_wake, 2, free_port(), group=False):
+@beside_others(Job(ends_beside_a_wake, 2, Given.PORT, group=False))
+def test_no_thread_writes_to_the_monitors_file_once_it_is_closed(
+    results: list[Result],
+) -> None:
+    for result in results:
         assert result.value == [True, False]

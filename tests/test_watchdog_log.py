@@ -1063,6 +1063,11 @@ def test_what_is_a_log() -> None:
 
 # A line that each row of the table reads.
 EXAMPLES = (
+    "[rank1]: prefetch thread died: KeyError('text')",
+    "rank 1: exception in prefetch thread: KeyError: 'text'",
+    "EI0002: [Rank 1] The wait execution of the Notify register times out.",
+    '{"device_id": "2", "device_ip": "10.0.0.7", "rank_id": "10"}',
+    "RUNTIME(8,python): ProcessCoreError: HBM multi bit ECC error, device_id=3",
     "run_rank.sh: line 12: 22110 Segmentation fault      (core dumped) python train.py",
     "ERROR [executor.py:140] Worker proc VllmWorker-1 died unexpectedly, shutting down.",
     "[rank1]: terminate called after throwing an instance of 'std::bad_alloc'",

@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from diagnosing import report_of
-from ranks import CONNECTING_S, come_in, run_ranks, wait_until
+from ranks import (
+    CONNECTING_S,
+    Given,
+    Job,
+    Result,
+    beside_others,
+    come_in,
+    wait_until,
+)
 
 import nemo_patches
 from nemo_patches.tools.diagnose import findings as ids
@@ -52,11 +60,6 @@ def acquire_manifest_lock(place: Place) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def save_checkpoint(place: Place) -> None:
-    if place.rank == 0:
-        dist.barrier()
-
-
 def gather_metrics(place: Place) -> None:
     if place.rank == 1:
         dist.all_gather([torch.zeros(1) for _ in range(SIZE)], torch.zeros(1))
@@ -72,13 +75,12 @@ def read_batch(place: Place) -> None:
 WAYS: tuple[Callable[[Place], None], ...] = (
     be_stopped,
     acquire_manifest_lock,
-    save_checkpoint,
     gather_metrics,
     read_batch,
 )
 
 
-def hang(rank: int, size: int, folder: str, way: int) -> None:
+def hang(rank: int, size: int, folder: str, way: Callable[[Place], None]) -> None:
     place = Place(rank, Path(folder))
     tempfile.tempdir = str(place.folder / REPORTS)
     settings = {"stall_timeout": STALL, "trace": place.folder / "traces"}
@@ -95,9 +97,9 @@ def hang(rank: int, size: int, folder: str, way: int) -> None:
     nemo_patches.apply(timeout=TIMEOUT, **settings)
     place.pid_of(rank).write_text(str(os.getpid()))
     dist.barrier()
-    if rank == 2 and WAYS[way] is not read_batch:  # the others end then
+    if rank == 2 and way is not read_batch:  # the others end then
         threading.Thread(target=kill_all, args=(place,), daemon=True).start()
-    WAYS[way](place)
+    way(place)
     step()
     step()
 
@@ -117,27 +119,23 @@ def kill_all(place: Place) -> None:
         os.kill(int(place.pid_of(rank).read_text()), signal.SIGKILL)
 
 
-@pytest.fixture(scope="module", params=range(len(WAYS)), ids=lambda n: WAYS[n].__name__)
-def job(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Callable[[Place], None], Path]]:
-    """Its way, and the folder with its traces and its log."""
-    folder = tmp_path_factory.mktemp("job")
-    (folder / REPORTS).mkdir()
-    with (folder / LOCK).open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        results = run_ranks(
-            hang,
-            SIZE,
-            str(folder),
-            request.param,
-            dies=(0, 1, 2),
-            group_timeout=200.0,
-        )
-    (folder / "train.log").write_text("".join(one.stderr for one in results))
-    yield WAYS[request.param], folder
+class Hung(Job):
+    """Its folder has its traces, its stall reports and its log."""
+
+    def __init__(self, way: Callable[[Place], None]) -> None:
+        options = {"dies": (0, 1, 2), "group_timeout": 200.0}
+        super().__init__(hang, SIZE, Given.FOLDER, way, **options)
+
+    def run(self, folder: Path) -> list[Result]:
+        (folder / REPORTS).mkdir()
+        with (folder / LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            results = super().run(folder)
+        (folder / "train.log").write_text("".join(one.stderr for one in results))
+        return results
 
 
+HUNG = tuple(map(Hung, WAYS))
 EXPECTED = {
     be_stopped: (ids.SILENT, (1,), "Rank 1: it does not answer"),
     acquire_manifest_lock: (
@@ -145,7 +143,6 @@ EXPECTED = {
         (2,),
         "Rank 2: it is in acquire_manifest_lock (",
     ),
-    save_checkpoint: (ids.OUT_OF_STEP, (), "rank 0 in barrier of save_checkpoint ("),
     gather_metrics: (
         ids.OUT_OF_STEP,
         (),
@@ -155,6 +152,7 @@ EXPECTED = {
 }
 
 
+@beside_others(*HUNG)
 @pytest.mark.parametrize(
     "sources",
     [
@@ -167,9 +165,9 @@ EXPECTED = {
     ids="+".join,
 )
 def test_who_is_waited_for(
-    job: tuple[Callable[[Place], None], Path], sources: tuple[str, ...]
+    results: list[Result], job: Hung, folder: Path, sources: tuple[str, ...]
 ) -> None:
-    way, folder = job
+    (way,) = job.settings
     id_, ranks, said = EXPECTED[way]
     if way is read_batch and REPORTS in sources:
         assert not list((folder / REPORTS).rglob("*.json"))  # nothing stalled
@@ -186,13 +184,14 @@ def test_who_is_waited_for(
     assert all(one.because for one in others), report
 
 
+@beside_others(*HUNG)
 def test_what_one_rank_has_left_says_what_its_line_said(
-    job: tuple[Callable[[Place], None], Path],
+    results: list[Result], job: Hung, folder: Path
 ) -> None:
     """A rank that has warned names the same ranks in its trace alone, and in its stall report
     alone. One that has not accuses nobody, but for one that had left.
     """
-    way, folder = job
+    (way,) = job.settings
     id_, ranks, said = EXPECTED[way]
     warned = 0
     for file in (folder / "traces").iterdir():

@@ -161,18 +161,13 @@ class RankGroup(Doing):
     @property
     def wait(self) -> str:
         """What it waits in, and from where."""
-        return f"{self.collective}{self._from()}"
+        caller = f", in {self.caller}" if self.caller else ""
+        how = "while" if " " in self.hook else "during"
+        hook = f", {how} {self.hook}" if self.hook else ""
+        return f"{self.collective}{caller}{hook}"
 
     def _workers(self) -> str:
         return "".join(f"; its data loader's {text}" for text in self.worker_states)
-
-    def _from(self) -> str:
-        caller = f", in {self.caller}" if self.caller else ""
-        if not self.hook:
-            return caller
-        return caller + (
-            f", while {self.hook}" if " " in self.hook else f", during {self.hook}"
-        )
 
 
 _MEANINGS = {

@@ -10,7 +10,7 @@ torch.
 # No `from __future__ import annotations`: read_facts.py reads the fields' types.
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..facts import CALLING, COMPUTING, MOVING
@@ -182,22 +182,14 @@ def judged(groups: tuple[RankGroup, ...]) -> Verdict:
 def _wait_for_requests(
     groups: tuple[RankGroup, ...], suspects: list[RankGroup]
 ) -> bool:
-    """Whether all suspects do, and the others wait for these requests. A rank that has ended is
-    none of these.
+    """Whether all suspects do, and the others wait for these requests; if none waits: whether it is
+    certain that they do. A rank that has ended is none of these.
     """
     collectives = {group.collective for group in groups if group.kind == WAITING}
+    is_from_one = bool(collectives) and _FROM_ONE.issuperset(collectives)
     return all(
-        group.request and _is_waited_for(group.request, collectives)
+        group.request and (is_from_one or not is_guess(group.request))
         for group in suspects
-    )
-
-
-def _is_waited_for(request: str, collectives: Collection[str]) -> bool:
-    """Whether ranks that wait in these collectives wait for this rank's request. If none waits:
-    whether it is certain that this rank does.
-    """
-    return not is_guess(request) or (
-        bool(collectives) and _FROM_ONE.issuperset(collectives)
     )
 
 

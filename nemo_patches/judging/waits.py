@@ -194,20 +194,25 @@ def remedy(places: Iterable[tuple[Iterable[int], str]]) -> str:
     wait, in words: "barrier, in save (a.py:9), during on_train_end; 3 of epoch 1 (train)".
 
     A rank in an evaluation, or at the end of its loop, beside one in a training step ran out of
-    batches; beside one in its first batch, it evaluates longer. Lightning's hook decides before the
-    user's names do.
+    batches; beside one in its first batch, it evaluates longer, and that may be where no batch is
+    told. Lightning's hook decides before the user's names do.
     """
     ranks_at = defaultdict[str, list[int]](list)
+    is_told = True
     for ranks, place in places:
         waits_in, *callers = _CALLED.split(place.partition("; ")[0])
         at = next(
             filter(None, map(stage, [*callers[1:], waits_in, *callers[:1]][:2])), ""
         )
+        is_told &= at != TRAINING or " of epoch" in place
         ranks_at[ITS_END if at == TRAINING and FIRST_BATCH in place else at] += ranks
     ended = ranks_at[ITS_END] + ranks_at[END]
     past = ranks_at[EVALUATION] + ended
     if past and ranks_at[TRAINING]:
-        return f"most likely {named(past)} ran out of training batches: {OF_TRAINING}"
+        ran_out = f"{named(past)} ran out of training batches: {OF_TRAINING}"
+        if not is_told and past != ranks_at[END]:
+            return f"if {ran_out}; if it is {OF_EVALUATION}"
+        return f"most likely {ran_out}"
     if ranks_at[EVALUATION] and ended and not ranks_at[""]:
         return f"most likely {OF_EVALUATION}"
     return IF_UNEVEN

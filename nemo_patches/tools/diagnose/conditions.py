@@ -35,12 +35,15 @@ MISSING = "missing"
 STUCK = "stuck"
 # Its log has a traceback, and nothing tells whether that ended it: it may have been caught
 LOGGED = "logged"
+# An exception ended a thread of it, such as one that reads ahead: its training may wait for that
+THREAD = "thread"
 PASSED_ON = "passed on"  # it ended by an exception that another rank had raised, and all were told
 NODE = "node"  # its node failed, says the scheduler or the launcher
 # It cannot resolve the address at which the ranks meet; harmless if it starts all the same
 UNRESOLVED = "unresolved"
 # By general words of a line, which no table knows: that it died, or that it is not there
 TOLD_DEAD, TOLD_ABSENT = "told dead", "told absent"
+TOLD_APART = "told apart"  # likewise by a table: behind all others, or held up
 # Something that was wrong around the ranks, and decides nothing: told beside a verdict
 HINT = "hint"
 HEARD = "heard"  # it was told of another rank's time-out, and had none itself
@@ -85,8 +88,9 @@ RANKED = (
         ABORTED,
         DIED,
     ),
-    *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, LOGGED),
-    *(TOLD_DEAD, TOLD_ABSENT, UNRESOLVED, HEARD, RUNS),
+    *(TERMINATED, ENDED, FAILED, GONE, SILENT, MISSING, UNSEEN, UNREADABLE, THREAD),
+    LOGGED,
+    *(TOLD_DEAD, TOLD_ABSENT, TOLD_APART, UNRESOLVED, HEARD, RUNS),
 )
 
 # What a rank did, in words.
@@ -109,6 +113,7 @@ WORDS = {
     TERMINATED: "somebody ended it",
     ABORTED: "it aborted, as ranks do that waited in vain",
     STUCK: "its NCCL watchdog got stuck",
+    THREAD: "an exception ended a thread of it",
 }
 # Of those that have a line of evidence.
 EVIDENCE = {

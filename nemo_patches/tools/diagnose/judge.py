@@ -41,6 +41,8 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Fact,
     ProcessRank,
 )
+from nemo_patches.tools.diagnose.sources.dumps import RUNS
+from nemo_patches.tools.diagnose.sources.lines import DEFAULT_GROUPS
 from nemo_patches.tools.diagnose.verdicts import ENDING, Wait, all_absent
 from nemo_patches.tools.diagnose.ways import apart, further_on, parting
 
@@ -471,6 +473,10 @@ def _aged(
         one.place_fact and one.place_fact.own and not one.motion_fact for one in waiting
     )
     if is_moment and not any(one.condition.kind in ended for one in accused):
+        # So a job looks that goes on.
+        run = [one for one in accused if RUNS in one.place.details]
+        if run == accused and len({one.place.where for one in run}) > 1:
+            return [sentences.so_far(lower)]
         first = replace(first, text=sentences.at_the_moment(first.text))
     return [first, *rest]
 
@@ -493,6 +499,10 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     left = hearing.having(conditions.ENDED)
     if not waited and len(left) == 1 and not left[0].ended_by_itself:
         suspects += [one for one in left if one.waits is None]
+    # Whose training waits for that thread, if its group is the one that waited
+    entered = [fact.entered for one in waited for fact in one.entered]
+    if waited and all(entry.group in DEFAULT_GROUPS for entry in entered):
+        suspects += [o for o in hearing.having(conditions.THREAD) if o.waits is None]
     more = _were_cut(cut)
     if waited:
         more = f"{verdicts.others(waited)} waited until a time limit."
@@ -614,6 +624,7 @@ def by_words(hearing: Hearing) -> list[Finding]:
     """
     for kind, id_ in (
         (conditions.TOLD_ABSENT, ids.MISSING_RANK),
+        (conditions.TOLD_APART, ids.MISSING_RANK),
         (conditions.TOLD_DEAD, ids.FIRST_FAILURE),
     ):
         facts = [

@@ -170,7 +170,7 @@ class Evidence:
     was recognised. other_jobs: by name, the facts of stacks of other jobs, which are judged apart.
     past: why this is no present hang; empty: it may be one. files: by reader, those that it is
     from. printed: by rank, a line of its own, quoted. is_numbered: nothing tells the stacks' ranks.
-    cure: what the running job's own line says of uneven batches.
+    cure: what the running job's own line says of uneven batches. rank_of_pid: as logs tell it.
     """
 
     facts: list[Fact] = field(default_factory=list)
@@ -192,3 +192,4 @@ class Evidence:
     printed: dict[int, str] = field(default_factory=dict)
     is_numbered: bool = False
     cure: str = ""
+    rank_of_pid: dict[int, int] = field(default_factory=dict)

@@ -187,14 +187,15 @@ def _head(file: Path) -> bytes:
 
 
 def read(found: FoundFiles) -> list[tuple[str, Evidence]]:
-    """Each reader's evidence from its files."""
+    """Each reader's evidence from its files; logs are read first, and tell processes' ranks."""
     parts = []
-    for reader in (*_READERS, _LOGS):
+    pids: dict[int, int] = {}
+    for reader in (_LOGS, *_READERS):
         if files := found.by_reader.get(reader.name):
-            evidence = Evidence(files={reader.name: files})
+            evidence = Evidence(files={reader.name: files}, rank_of_pid=pids)
             reader.read(files, evidence)
             parts.append((reader.name, evidence))
-    return parts
+    return sorted(parts, key=lambda part: part[0] == _LOGS.name)
 
 
 def joined(

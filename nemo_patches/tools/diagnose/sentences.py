@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nemo_patches.facts import LENGTH_SYNC
-from nemo_patches.judging.kinds import is_guess
-from nemo_patches.judging.waits import remedy
+from nemo_patches.judging.kinds import OF_EVALUATION, is_guess
+from nemo_patches.judging.waits import EVALUATION, remedy, stage
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions, entries
 from nemo_patches.tools.diagnose import findings as ids
@@ -415,6 +415,8 @@ def all_in(waiting: Sequence[Account], hearing: Hearing, apart: str) -> Finding:
             f"Every rank waits, and they did not come to the same step by the same way:"
             f" {apart}. Possibly these are not the same call, and one rank is ahead."
         )
+        if all(EVALUATION in map(stage, one.place.way) for one in waiting):
+            step = f"{ids.NEXT_STEPS[kind]} If it is {OF_EVALUATION}."
     elif any(map(is_guess, collectives)):
         kind = ids.NOT_ENOUGH
         text = (
@@ -489,9 +491,15 @@ def mispaired(found: list[Account], hearing: Hearing) -> Finding:
         " unlike collectives, or give one unlike sizes. Which of them is wrong, it does"
         f" not tell: {ranks} only noticed."
     )
-    uneven = remedy(([rank], where.replace(" < ", ", in ")) for where, rank in placed)
-    step = f"{ids.NEXT_STEPS[ids.OUT_OF_STEP]} {capital(uneven)}."
+    uneven = _remedy((rank, where) for where, rank in placed)
+    step = f"{ids.NEXT_STEPS[ids.OUT_OF_STEP]} {uneven}"
     return finding(ids.OUT_OF_STEP, text, next_step=step)
+
+
+def _remedy(places: Iterable[tuple[int, str]]) -> str:
+    """Of uneven batches, by ranks and where each waits."""
+    told = remedy(([rank], where.replace(" < ", ", in ")) for rank, where in places)
+    return f"{capital(told)}."
 
 
 def start_up(waited: list[Account], hearing: Hearing) -> Finding:
@@ -544,7 +552,8 @@ def in_vain(waited: list[Account], cut: list[Account], hearing: Hearing) -> Find
             f"{'; '.join(ends)}, at different places{unseen}: {places}. One of them may"
             " have made a collective more or fewer."
         )
-        step = step or _UNLIKE
+        at_places = [(o.rank, o.condition.where) for o in waited if o.condition.where]
+        step = f"{step or _UNLIKE} {_remedy(at_places)}"
     lines = [cited(fact, title_of(fact.entered)) for fact in entered[:8]]
     return finding(ids.WAITED_IN_VAIN, text, evidence=lines, next_step=step)
 
@@ -697,6 +706,9 @@ def by_words(kind: str, facts: Sequence[Fact], hearing: Hearing) -> Finding:
         how = "ended"
         if kind == ids.MISSING_RANK:
             how = f"{is_(of_first)} not there"
+        if first.condition_kind == conditions.TOLD_APART:
+            how = f"{is_(of_first)} behind all others, or held up"
+            text = text.replace("a line", "a table", 1).replace('"', "")
         text = f"{who(of_first)} {how}, {text}"
     found = finding(kind, text, of_first, of=hearing[first.rank])
     return replace(found, severity=WARNING)
@@ -709,12 +721,14 @@ def with_the_log(first: Finding, hearing: Hearing) -> Finding:
     """With what the logs have on the accused rank, too: a thread that died, or a traceback that may
     be its end.
     """
-    for fact in hearing.told(conditions.LOGGED):
+    for fact in hearing.told(conditions.LOGGED, conditions.THREAD):
         if first.ranks and fact.rank not in (*first.ranks, NOT_TOLD):
             continue
         told = f"{fact.condition_text}{at(fact.condition.where)} [{fact.cite}]"
         log = "The log" if fact.rank == NOT_TOLD else f"The log of rank {fact.rank}"
-        if ", in its thread " in fact.condition_text:
+        if fact.condition_kind == conditions.THREAD:
+            if fact.condition_text in first.text:
+                continue
             text = f"{log} has {told}."
         elif first.id == ids.KILLED:
             text = f"Or it ended by {told}, which no line ties to a rank."
@@ -744,7 +758,7 @@ def not_enough(hearing: Hearing) -> Finding:
     accounts = hearing.accounts.values()
     unseen = sorted(set(range(hearing.world_size)) - hearing.accounts.keys())
     of_others = f"; of {named(unseen)} nothing is told" if unseen else ""
-    logged = hearing.having(conditions.LOGGED)
+    logged = hearing.having(conditions.LOGGED, conditions.THREAD)
     lines = [*evidence_of(logged), *evidence_of(accounts)]
     placed = [one for one in accounts if one.place.where and not one.place.collective]
     if placed and not logged:

@@ -19,7 +19,7 @@ from nemo_patches.judging.kinds import (
     SILENT,
     is_guess,
 )
-from nemo_patches.judging.waits import FIRST_BATCH, remedy, stage
+from nemo_patches.judging.waits import remedy, stage
 from nemo_patches.text import named
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose import findings as ids
@@ -39,7 +39,7 @@ _MOST_EVIDENCE = 12
 _MOST_DETAILED = 4  # ranks of a group
 _MOST_PLACES, _MOST_PARTIES = 3, 8  # that a sentence tells
 _LIGHTNINGS_BATCH = "batch_idx of advance (training_epoch_loop.py)"  # in Place.counters
-_ITS_FIRST_BATCH = f"last batch {FIRST_BATCH.removeprefix('; ')}"  # in Place.details
+_LAST_BATCH = re.compile(r"last batch \d+ of epoch")  # in Place.details
 _LARGE_BROADCAST = 1 << 16  # elements; DDP's buffers are more, a metric is less
 
 _DOES = {
@@ -299,6 +299,8 @@ def doing(account: Account) -> str:
         text = conditions.in_words(condition.kind, condition.text)
         if condition.text and condition.text not in _SAID:
             text += f"{' ' if condition.kind == conditions.MISSING else ', '}{condition.text}"
+        if condition.kind == conditions.THREAD:
+            text += at(condition.where)
         # Which came after it had held the others up.
         if condition.kind in (conditions.TERMINATED, conditions.ABORTED) and (
             place.worker or place.where
@@ -357,10 +359,12 @@ def _told(place: Place, title: str, *, is_out: bool) -> str:
     at = place.hook or next(frames, "train_end" if is_out else "")
     parts = [place.collective or title, place.caller and f"in {place.caller}"]
     text = ", ".join(filter(None, [*parts, at and f"during {at}"]))
-    is_first = place.counters.get(_LIGHTNINGS_BATCH) == 0 or any(
-        detail.startswith(_ITS_FIRST_BATCH) for detail in place.details
+    batch = place.counters.get(_LIGHTNINGS_BATCH)
+    told = next(filter(_LAST_BATCH.match, place.details), "").removeprefix(
+        "last batch "
     )
-    return text + FIRST_BATCH * is_first
+    told = told if batch is None else f"{batch} of epoch"
+    return f"{text}; {told}" if told else text
 
 
 def titles(waiting: Sequence[Account]) -> str:

@@ -17,6 +17,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+@lru_cache(maxsize=20_000)
 def last_part(name: str) -> str:
     """`c` of `a.b.c`."""
     return name.rpartition(".")[2]

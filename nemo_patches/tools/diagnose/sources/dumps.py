@@ -3,10 +3,11 @@
 py-spy dump (text, JSON, --native), pystack, gdb's py-bt, faulthandler in logs, the files of
 torch.distributed.debug, and what a well-known loop over sys._current_frames() prints.
 
-The rank comes from a launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a
-heading, what stands beside the process or the command (# rank 3), the file's name (rank3.txt,
-r3.log, torchrun's 3/stderr.log), --local_rank in the command, or else the order of the files.
-Several processes in a file are several ranks, and a bare number in its name is none of theirs.
+The rank comes from what stands beside the process or in its command (# rank 3, RANK=3), a
+launcher's prefix of the lines ([rank3]:, [default3]:, [1,3]<stderr>:, 3:), a heading, the file's
+name (rank3.txt, r3.log, torchrun's 3/stderr.log), the log's line of that process id, --local_rank
+in the command, or else the order of the files. Several processes in a file, or behind one prefix,
+are several ranks: neither its name nor the prefix is theirs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from nemo_patches.judging.kinds import is_guess
 from nemo_patches.text import safe
@@ -23,6 +25,7 @@ from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.collect.samples import Frame, Thread, thread_of
 from nemo_patches.tools.diagnose.rank_facts import (
     MAIN_THREAD,
+    NOT_TOLD,
     Condition,
     Evidence,
     Fact,
@@ -30,7 +33,11 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Place,
     ProcessRank,
 )
-from nemo_patches.tools.diagnose.sources.lines import said
+from nemo_patches.tools.diagnose.sources.lines import (
+    LOCAL_RANK_OF_COMMAND,
+    RANK_OF_COMMAND,
+    said,
+)
 from nemo_patches.tools.diagnose.thread_places import (
     is_users,
     of_autograd,
@@ -44,6 +51,7 @@ _LONGEST_LINE = 2000  # characters
 _MOST_FRAMES, _MOST_THREADS = 300, 200
 _MOST_RANK = 1 << 20
 MOST_DETAILS = 4
+RUNS = "it runs"
 # With the word it is a rank; a bare number, without a zero before it, may be one.
 _RANK_IN_NAME = re.compile(
     r"(?:rank|worker|proc|task|\br)[-_. ]?(\d{1,7})(?!\d)", re.IGNORECASE
@@ -75,7 +83,8 @@ _HOST_HEADING = re.compile(
     re.IGNORECASE,
 )
 _NEW_PROCESS = re.compile(
-    r"Process (?P<pid>\d{1,10}): (?:.*--local[_-]rank[= ](?P<local_rank>\d{1,5})\b)?"
+    r"(?:Process |.{0,200}\bgdb\b.{0,80}? (?:-p|--pid)[ =]|Attaching to process )"
+    r"(?P<pid>\d{1,10})\b:?(?P<command>.*)"
 )
 # "Process 4414: python train.py (rank 3)", "$ py-spy dump --pid 4414  # local rank 3"
 _SAID = re.compile(
@@ -84,7 +93,7 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _GDB_THREAD = re.compile(r"Thread \d+ \(Thread 0x[0-9a-f]+ \(LWP (\d{1,10})\)")
-_HEADS = ("Process", "hread", "Traceback")
+_HEADS = ("Process", "hread", "Traceback", "gdb", "Attaching")
 _MARK = re.compile(
     rb"Process \d{1,10}: |Thread (?:0x)?[0-9a-fA-F]{1,16} \((?:active|idle)|=== Rank \d|"
     rb"Traceback for thread \d|most recent call first\)|"
@@ -153,7 +162,9 @@ _FORMS = (_FAULTHANDLER, _PY_SPY, _GDB, _LOOP, _PYSTACK)
 @dataclass
 class Dump:
     """One dump of one process. rank: None if not known. in_name: only its file's name tells it.
-    line: the text of its last thread's innermost line, where it is printed.
+    label: which prefix or heading does, as one of several. command: without numbers. active: ids of
+    threads that run, as py-spy says. line: the text of its last thread's innermost line, where it
+    is printed.
     """
 
     rank: int | None
@@ -162,8 +173,11 @@ class Dump:
     file: str
     form: _Form
     in_name: bool = False
+    label: str = ""
     local_rank: int | None = None
+    command: str = ""
     threads: list[Thread] = field(default_factory=list)
+    active: set[int] = field(default_factory=set)
     line: str = ""
 
     @property
@@ -286,13 +300,15 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
         for line in said(whole).split("\n")
     )
     host = ""  # by a heading, where that has no rank
-    said_of = _SAID.match("")  # the process that comes next, or the present one
-    is_of_next = False
+    said_of = _Said()  # of the process that comes next, or the present one
+    is_of_next = awaits_thread = False
+    headings = 0
     for number, line in lines:
         if len(line) > _LONGEST_LINE:
             continue
         if found := _HEADING.match(line):
             heading = int(found[1] or found[2])
+            headings += 1
             writers.pop((heading, ""), None)
             continue
         if found := _HOST_HEADING.match(line):
@@ -306,19 +322,45 @@ def _of_text(text: str, name: str) -> Iterator[Dump]:
             labels[found[1]] = None
         label = next(filter(line.startswith, labels), "")
         line, label = line[len(label) :], label or host
-        if "rank" in line.lower() and (found := _SAID.match(line)):
-            said_of, is_of_next = found, not _NEW_PROCESS.match(line)
-        elif _NEW_PROCESS.match(line):
-            said_of, is_of_next = said_of if is_of_next else None, False
+        is_new = _NEW_PROCESS.match(line) is not None
+        if is_new:
+            said_of = said_of if is_of_next else _Said()
+            is_of_next, awaits_thread = False, True
+        if "rank" in line.lower() and (told := _said(line, is_new or awaits_thread)):
+            said_of, is_of_next = told, not awaits_thread
         if dump := writers.setdefault((rank, label), _Writer()).take(line):
+            awaits_thread = False
             dump.rank, dump.file = rank, name + label
             dump.in_name = prefix is None and heading is None
-            if dump.in_name and said_of and said_of["local"]:
-                dump.local_rank = int(said_of["rank"])
-            elif dump.in_name and said_of:
-                dump.rank, dump.in_name = int(said_of["rank"]), False
+            dump.local_rank = said_of.local_rank
+            if said_of.rank is not None:
+                dump.rank, dump.in_name = said_of.rank, False
+            elif not dump.in_name:
+                dump.label = f"{dump.file} {rank} {headings}"
             dump.cite = f"{safe(name, 200)}:{number}"
             yield dump
+
+
+class _Said(NamedTuple):
+    """What words beside a process tell of its rank."""
+
+    rank: int | None = None
+    local_rank: int | None = None
+
+
+def _said(line: str, is_of_process: bool) -> _Said | None:
+    """is_of_process: the line has its command, or its environment."""
+    if is_of_process:
+        told = RANK_OF_COMMAND.search(line)
+        local = LOCAL_RANK_OF_COMMAND.search(line)
+        if told or local:
+            return _Said(
+                int(told[1]) if told else None, int(local[1]) if local else None
+            )
+    if (found := _SAID.match(line)) is None:
+        return None
+    rank = int(found["rank"])
+    return _Said(local_rank=rank) if found["local"] else _Said(rank)
 
 
 class _Writer:
@@ -326,7 +368,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self.pid = 0
-        self.local_rank: int | None = None
+        self.command = ""
         self.dump: Dump | None = None
         self.is_in_stack = False
         self.tid = ""  # from gdb's heading, for the stack that comes next
@@ -344,7 +386,7 @@ class _Writer:
             return None
         if found := _NEW_PROCESS.match(line):
             self.pid, self.dump = int(found["pid"]), None
-            self.local_rank = int(found["local_rank"]) if found["local_rank"] else None
+            self.command = re.sub(r"\d", "", found["command"])
         elif found := _GDB_THREAD.match(line):
             self.tid = found[1]
         else:
@@ -365,10 +407,12 @@ class _Writer:
         dump = self.dump
         is_next = dump is not None and dump.form == form
         if dump is None or not is_next or thread.tid in {x.tid for x in dump.threads}:
-            self.dump = Dump(None, self.pid, "", "", form, local_rank=self.local_rank)
+            self.dump = Dump(None, self.pid, "", "", form, command=self.command)
         assert self.dump is not None
         if len(self.dump.threads) < _MOST_THREADS:
             self.dump.threads.append(thread)
+            if told.get("state", "").startswith("active"):
+                self.dump.active.add(thread.tid)
             self.dump.line = ""
         return None if self.dump is dump else self.dump
 
@@ -400,6 +444,11 @@ def facts_of(dumps: Iterable[Dump], evidence: Evidence) -> list[Fact]:
     workers = [dump for dump in dumps if dump.is_worker]
     ranks = [dump for dump in dumps if dump.is_rank] or dumps
     _take_back_names(ranks)
+    _take_back_labels(ranks)
+    for dump in ranks:
+        told = evidence.rank_of_pid.get(dump.pid, NOT_TOLD)
+        if dump.rank is None and told != NOT_TOLD:
+            dump.rank = told
     by_rank: dict[int, list[Dump]] = defaultdict(list)
     unnamed = [dump for dump in ranks if dump.rank is None]
     for dump in ranks:
@@ -441,6 +490,18 @@ def _take_back_names(dumps: Sequence[Dump]) -> None:
         is_other = file in bare and (not are_ranks or bare[file] in pids)
         if len(pids) > 1 or is_other:
             for dump in of_file:
+                dump.rank = None
+
+
+def _take_back_labels(dumps: Sequence[Dump]) -> None:
+    """Of a prefix or a heading behind which several processes have one command."""
+    labelled: dict[tuple[str, str], list[Dump]] = defaultdict(list)
+    for dump in dumps:
+        if dump.label:
+            labelled[dump.label, dump.command].append(dump)
+    for some in labelled.values():
+        if len({dump.pid for dump in some}) > 1:
+            for dump in some:
                 dump.rank = None
 
 
@@ -486,6 +547,8 @@ def _place(dump: Dump, main: Thread, workers: Sequence[Dump]) -> Place:
     if found.collective:
         return found
     details = other_threads(main, dump.threads)
+    if main.tid in dump.active:
+        details.insert(0, RUNS)
     if main.has_gil:
         details.insert(0, "it holds Python's lock (GIL)")
     worker = _worker_of(dump, workers) if found.activity == LOADER else ""

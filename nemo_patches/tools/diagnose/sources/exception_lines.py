@@ -363,7 +363,7 @@ class ExceptionLines:
             text = f"{writing.root.text}, in its thread {writing.thread}"
             self._found.add(
                 max(key, NOT_TOLD),
-                Condition(conditions.LOGGED, text, writing.root.where),
+                Condition(conditions.THREAD, text, writing.root.where),
                 writing.root.line,
             )
             return

@@ -1,4 +1,7 @@
-"""Whose GPU the kernel says an error of: NCCL tells at its start which rank has which GPU."""
+"""Whose GPU the kernel says an error of: NCCL tells at its start which rank has which GPU.
+
+Likewise of Ascend's devices: their table of ranks tells it.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +12,75 @@ from nemo_patches.tools.diagnose.rank_facts import Condition
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
-_Gpu = tuple[str, int]  # its host, and where it is on the bus, as NCCL writes that
+_IN_TABLE = re.compile(
+    r"\b(?:(?P<id>rank_id|device_id)|(?P<address>device_ip|server_id))['\"]?\s?[:=]\s?['\"]?"
+    r"(?P<value>(?(id)\d{1,6}\b(?!\.)|[\d.]{1,15}\b))"
+)
+_ADDRESS = re.compile(r"(?<![\d.])\d{1,3}(?:\.\d{1,3}){3}(?![\d.])")
 
 
 class GpuLines:
-    """Of one launch."""
+    """Of one launch. A GPU's number is where it is on the bus, as NCCL writes that."""
 
     def __init__(self, found: LaunchFacts) -> None:
         self._found = found
-        self._ranks: dict[_Gpu, tuple[int, int]] = {}  # and of how many ranks
-        self._failed: dict[_Gpu, tuple[str, Line]] = {}
+        # By host or address, and number: the rank, and of how many ranks, 0 if not told
+        self._ranks: dict[tuple[str, int], tuple[int, int]] = {}
+        # Numbers, their hosts or addresses if told, and what is told
+        self._failed: list[tuple[int, set[str], str, Line]] = []
+        self._entry: dict[str, str] = {}  # of the table of devices
 
     def take_gpu(self, both: re.Match[str], line: Line) -> None:
-        if len(self._ranks) + len(self._failed) >= MOST_KEPT:
-            return
         if both["rank"]:
-            gpu = _short(both["of"]), int(both["bus"], 16)
-            size = int(both["size"])
-            if size > self._ranks.get(gpu, (0, 0))[1]:  # others are of its groups
-                self._ranks[gpu] = int(both["rank"]), size
+            self._note(
+                both["of"], int(both["bus"], 16), int(both["rank"]), int(both["size"])
+            )
             return
         domain, bus, device = (int(part, 16) for part in both["pci"].split(":")[:3])
-        gpu = _short(both["on"] or ""), domain << 20 | bus << 12 | device << 4
-        self._failed.setdefault(gpu, (f"the kernel: {shown(both['what'])}", line))
+        text = f"the kernel: {shown(both['what'])}"
+        hosts = {_short(both["on"])} if both["on"] else set()
+        self._fail(domain << 20 | bus << 12 | device << 4, hosts, text, line)
+
+    def take_device(self, found: re.Match[str], line: Line) -> None:
+        """The server stands before its devices, and a device's rank behind it."""
+        entry = self._entry
+        for told in _IN_TABLE.finditer(line.text):
+            entry[told["id"] or told["address"]] = told["value"]
+            if {"rank_id", "device_id"} <= entry.keys():
+                rank, number = int(entry.pop("rank_id")), int(entry.pop("device_id"))
+                self._note(entry.get("server_id", ""), number, rank)
+                self._note(entry.pop("device_ip", ""), number, rank)
+
+    def take_device_error(self, found: re.Match[str], line: Line) -> None:
+        addresses = {_short(one) for one in _ADDRESS.findall(line.text)}
+        self._fail(int(found["device"]), addresses, shown(line.text), line)
+
+    def _note(self, at: str, number: int, rank: int, size: int = 0) -> None:
+        """size: of the group, of which the largest is the job."""
+        gpu = _short(at), number
+        if len(self._ranks) < 2 * MOST_KEPT and size >= self._ranks.get(gpu, (0, 0))[1]:
+            self._ranks[gpu] = rank, size
+
+    def _fail(self, number: int, at: set[str], text: str, line: Line) -> None:
+        if len(self._failed) < MOST_KEPT:
+            self._failed.append((number, at, text, line))
 
     def finish(self) -> None:
         """Where others waited in vain, and the rank itself says nothing."""
-        kinds = {fact.condition_kind for fact in self._found.facts.values()}
-        if kinds.isdisjoint({conditions.WAITED, conditions.CUT}):
+        if self._found.kinds.isdisjoint({conditions.WAITED, conditions.CUT}):
             return
         job = max((size for _, size in self._ranks.values()), default=0)
-        silent = set(range(job)) - self._found.ranks()
-        for (host, bus), (text, line) in self._failed.items():
+        for number, at, text, line in self._failed:
             ranks = {
                 rank
-                for (of, at), (rank, size) in self._ranks.items()
-                if at == bus and of == (host or of) and size == job
+                for (host, its), (rank, size) in self._ranks.items()
+                if its == number and (not at or host in at) and size == job
             }
-            if len(ranks) == 1 and ranks <= silent:
+            if len(ranks) == 1 and ranks.isdisjoint(self._found.ranks()):
                 condition = Condition(conditions.TOLD_ABSENT, text)
                 self._found.add(ranks.pop(), condition, line, own=False)
 
 
 def _short(host: str) -> str:
-    return host.partition(".")[0]
+    """Without its domain."""
+    return host if host[:1].isdecimal() else host.partition(".")[0]

@@ -10,17 +10,26 @@ and nothing bears it out. The rules stand in this order below.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from nemo_patches.tools.diagnose import conditions
-from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_DEAD
+from nemo_patches.tools.diagnose.conditions import TOLD_ABSENT, TOLD_APART, TOLD_DEAD
 from nemo_patches.tools.diagnose.rank_end import error_in
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition
 from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, TEXTS, Line, ranks_in
+from nemo_patches.tools.diagnose.sources.lines import (
+    ANY_DIGIT,
+    MOST_KEPT,
+    TEXTS,
+    Line,
+    ranks_in,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.sources.table_lines import A_HANG, TableLines
 
+A_NAME = "a name"
 # Where the job's size is not known: larger numbers are process ids.
 _MOST_RANK = 1 << 12
 _MOST_PROCESSES = 64
@@ -138,6 +147,11 @@ _GENERAL = (
         TOLD_ABSENT,
         rf"\b[Mm]issing (?:the )?(?:\w+ ){{1,2}}(?:of|from|for) {_WHO}{_NUMBER}",
     ),
+    (  # of a monitor's label
+        TOLD_ABSENT,
+        r"[\[(]\w{0,40}?(?P<who>[Rr]ank|[Ww]orker)\w{0,20}[:=#_ -](?P<ranks>\d{1,6})"
+        r"(?:@[\w.-]{1,80})?[\])]\W{0,3}(?i:did not|didn't|has not) (?:get|receive|see|hear)\b",
+    ),
     (  # of a name, which is no rank's
         TOLD_ABSENT,
         r"\b(?:[Nn]ode|[Hh]ost|[Aa]gent|[Pp]od) ['\"]?(?P<who>[\w.-]*[A-Za-z][\w.-]*)"
@@ -233,17 +247,19 @@ _OF_HEADER = re.compile(
     r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?=[^\w.]|$)"
 )
 
-# A table's head, and a row that begins with a rank's number: a cell tells what it is
-_COLUMNS = re.compile(rf"(?i)^\W{{0,8}}(?:{_NAMES})\W{{1,20}}\w+[\w\s|/#-]{{0,200}}$")
-_ROW = re.compile(r"^[\s|]{0,12}(?P<rank>\d{1,6})(?:\s{2,}|\s?\|)(?P<cells>.*)$")
-_CELLS = re.compile(r"\s{2,}|\s?\|\s?")
-
+# An event of a cluster's pod or node
+_OF_CLUSTER = re.compile(
+    r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
+    r"Node(?:NotReady|Lost|Failure)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed))\b"
+)
 # A monitor's event of a rank, in JSON
 _EVENT = re.compile(
     r"(?:\[rank\d{1,7}\]: )?(?:rank|worker|process)_(lost|dead|died|crashed|failed|stalled|hung|"
     r"missing|unresponsive|disconnected)$"
 )
 
+# What follows a comma is of the same.
+_SENTENCES = re.compile(r"(?<=[.!?;])\s+(?=\S)")
 # Patterns whose names end in _LOWER are for text in small letters: that is twice as fast.
 # 1. What is no line of a log: an option's help, an item of a list, a comment, a shell's trace,
 # code, a test's name or result, what stands indented.
@@ -349,10 +365,6 @@ _OF_A_HANG_LOWER = re.compile(
     r"fail\w*|hang\w*|stuck|dump\w*|stacks?|(?:current )?thread)(?![a-z])|"
     r"等待|错误|^[\s@|+#*]|^(?:frame #|Process \d)"
 )
-_LABEL = re.compile(
-    r"[\[(]\w{0,40}(?:Rank|Worker|rank|worker)\w{0,20}[:=#_ -](?P<rank>\d{1,6})"
-    r"(?:@[\w.-]{1,80})?[\])]\W{0,3}"
-)
 # Words of which one is in each such line, in place of a row's.
 WORDS = (
     *("issing", "talled", "tuck", "hung", "is hanging", "respond", "nresponsive"),
@@ -363,6 +375,8 @@ WORDS = (
     *("silent", "terminated ", "unexpectedly", "abnormally", "bsent", "failed"),
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
+    *("no step", "stall", " hang"),
+    *("Evict", "Preempt", "NotReady", "NodeLost", "OOMKilled", "drained", "is down"),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
@@ -380,11 +394,14 @@ _ENDS = (
 
 
 class _Told(NamedTuple):
-    """at: how many lines had been weighed when it was told last."""
+    """at: how many lines had been weighed when it was told last. needs: without which it does not
+    count: A_HANG of the job, or A_NAME of a pod or a host whose rank lines tell.
+    """
 
     kind: str
     line: Line
     at: int
+    needs: str
 
 
 class _After:
@@ -426,20 +443,31 @@ class HearsayLines:
         self._reports = 0  # of others, so far, of who had not come
         self._told: dict[tuple[int, str], _Told] = {}  # by rank and text
         self._before = ""  # the text of the line before
+        self._file = ""  # the present one: others' lines may be earlier or later
         self._steps = Steps()  # since the last that was told
         self._header: Line | None = None  # that the lines before followed
-        self._in_table = False
+        self.tables = TableLines(found, _state_of, self._tell, self.is_there)
         self._weighed = 0  # lines
         self._after: dict[str, _After] = {}  # by file
 
     def take(self, line: Line, is_known: bool) -> None:
         """is_known: a row has read it, so only what it tells of the job's going on counts."""
+        if line.file != self._file:
+            self.tables.end()
+            self._file = line.file
+            self._steps.begin()
+        is_row = self.tables.take(line)
         if line.text.isupper():
             line = line._replace(text=line.text.lower())
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
-        if is_known or self._take_listed(line) or self._take_words(line, before):
+        if (
+            is_known
+            or is_row
+            or self._take_listed(line)
+            or self._take_words(line, before)
+        ):
             return
         if self._told:
             self._weigh(line)
@@ -450,8 +478,7 @@ class HearsayLines:
         if line.has_prefix and (event := _EVENT.match(text)):
             self._tell([line.rank], _state_of(event[1]), line)
             return True
-        words = WORDS if text.isascii() else WORDS + IN_CHINESE
-        if not any(word in text for word in words) or _is_no_report(text, before):
+        if not _has_words(text.translate(ANY_DIGIT)) or _is_no_report(text, before):
             return False
         if text.endswith(":") and _WHOSE_LISTS.search(text):
             header = _HEADER.search(text)
@@ -460,12 +487,13 @@ class HearsayLines:
         for ranks, kind in _told_in(line, self._found.world_size):
             self._tell(ranks, kind, line)
             return True
+        if _OF_CLUSTER.search(text):
+            self._tell([NOT_TOLD], TOLD_DEAD, line, A_NAME)
+            return True
         return False
 
     def _take_listed(self, line: Line) -> bool:
         """Whether the line is one of those that a header's word is told of."""
-        if self._take_row(line):
-            return True
         listed = _OF_HEADER.match(line.text) if self._header else None
         if self._header is None or listed is None:
             self._header = None
@@ -475,26 +503,14 @@ class HearsayLines:
         self._tell(ranks_in(listed["ranks"]), TOLD_ABSENT, told)
         return True
 
-    def _take_row(self, line: Line) -> bool:
-        row = _ROW.match(line.text) if self._in_table else None
-        self._in_table = row is not None or _COLUMNS.match(line.text) is not None
-        if row is None:
-            return False
-        kinds = [
-            kind for cell in _CELLS.split(row["cells"]) if (kind := _state_of(cell))
-        ]
-        for kind in kinds[:1]:
-            self._tell([int(row["rank"])], kind, line)
-        return bool(kinds)
-
-    def _tell(self, ranks: list[int], kind: str, line: Line) -> None:
+    def _tell(self, ranks: list[int], kind: str, line: Line, needs: str = "") -> None:
         self._steps.begin()
         for rank in ranks:
             key = (rank, kind if rank != NOT_TOLD else line.text)
             if len(self._told) < MOST_KEPT or key in self._told:
-                first = self._told.get(key)
-                first_line = first.line if first else line
-                self._told[key] = _Told(kind, first_line, self._weighed)
+                first = self._told.get(key, _Told(kind, line, 0, needs))
+                needs = min(needs, first.needs)
+                self._told[key] = first._replace(at=self._weighed, needs=needs)
 
     def _take_back(self, text: str) -> None:
         if self._found.reports_made > self._reports:
@@ -502,6 +518,8 @@ class HearsayLines:
             self._steps.begin()
         elif not self._told and not self._reports:
             return
+        if "NodeReady" in text:
+            self._drop(lambda told: told.needs == A_NAME)
         if _ALL_BACK.search(text):
             self._goes_on()
         elif any(one in text for one in _OF_BACK) and (back := _BACK.search(text)):
@@ -529,23 +547,37 @@ class HearsayLines:
             after.of_others = self._weighed
 
     def _goes_on(self) -> None:
-        self._told.clear()
+        self._drop(lambda told: True)
         self._steps.begin()
         if self._reports:
             self._found.leave_out_reports()
 
+    def _drop(self, which: Callable[[_Told], bool]) -> None:
+        """Of what the present file has told."""
+        for key, told in [*self._told.items()]:
+            if told.line.file == self._file and which(told):
+                del self._told[key]
+
     def is_there(self, *ranks: int) -> None:
         """Said to be absent, and heard of after that."""
         for rank in ranks:
-            self._told.pop((rank, TOLD_ABSENT), None)
+            for kind in (TOLD_ABSENT, TOLD_APART):
+                told = self._told.get((rank, kind))
+                if told is not None and told.line.file == self._file:
+                    del self._told[rank, kind]
 
     def finish(self, is_finished: bool) -> None:
         """is_finished: training has come to its end, so nobody is missing."""
+        self.tables.end()
+        if is_finished:
+            self._told.clear()
         if is_finished:
             self._goes_on()
-        kinds = {fact.condition_kind for fact in self._found.facts.values()}
-        has_ended = not kinds.isdisjoint(_ENDS)
+        has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
+            named = self._found.ranks_named(told.line.text)
+            if not {"": True, A_HANG: has_ended, A_NAME: named}[told.needs]:
+                continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)
             after = self._after.get(told.line.file)
@@ -553,6 +585,12 @@ class HearsayLines:
                 quoted = f'the log goes on after "{text}"'
                 condition = Condition(conditions.HINT, quoted)
             self._found.add(rank, condition, told.line, own=False)
+
+
+@lru_cache(1 << 9)
+def _has_words(shape: str) -> bool:
+    words = WORDS if shape.isascii() else WORDS + IN_CHINESE
+    return any(word in shape for word in words)
 
 
 def is_no_event(text: str, before: str) -> bool:
@@ -573,13 +611,16 @@ def is_no_log_line(text: str) -> bool:
 
 
 def _is_no_report(text: str, before: str) -> bool:
-    lower = text.lower()
     return bool(
-        is_no_log_line(text)
-        or _OF_OTHERS_LOWER.search(lower)
-        or _SEEN_TO_LOWER.search(lower)
+        _is_of_others(text.translate(ANY_DIGIT))
+        or _SEEN_TO_LOWER.search(text.lower())
         or _is_entry(text, before)
     )
+
+
+@lru_cache(1 << 9)
+def _is_of_others(shape: str) -> bool:
+    return is_no_log_line(shape) or _OF_OTHERS_LOWER.search(shape.lower()) is not None
 
 
 def _is_entry(text: str, before: str) -> bool:
@@ -595,7 +636,7 @@ def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
     if listed := _in_lists(text, size):
         yield listed, TOLD_ABSENT
         return
-    for start, clause in _clauses(text):
+    for clause in _SENTENCES.split(text):
         for kind, pattern in _RULES if text.isascii() else _RULES_BEYOND_ASCII:
             if (told := pattern.search(clause)) and _is_told_of_now(clause, told):
                 yield _ranks_of(told.groupdict(), text, size), kind
@@ -608,10 +649,6 @@ def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
             return
         if not line.has_prefix and (kind := _told_anywhere(clause, text)):
             yield ranks_in(_ONE_RANK.findall(clause)[0][1]), kind
-            return
-        label = _LABEL.search(text, 0, start + 1) if start else None
-        if label and (of_label := _after_label(text[label.end() :], label["rank"])):
-            yield [int(label["rank"])], of_label
             return
 
 
@@ -640,29 +677,11 @@ def _with_error(found: re.Match[str], text: str, size: int) -> list[int]:
     return [] if is_other else _ranks_of(told, text, size)
 
 
-def _after_label(message: str, rank: str) -> str:
-    """What is told of the rank of a monitor's label: "[RankMonitor:5] did not get a heartbeat"."""
-    if re.match(r"(?i)(?:did not|didn't|has not) (?:get|receive|see|hear)\b", message):
-        return TOLD_ABSENT
-    for kind, pattern in _RULES[:2]:
-        if pattern.match(f"rank {rank} {message[:1].lower()}{message[1:]}"):
-            return kind
-    return ""
-
-
 def _state_of(cell: str) -> str:
     """The condition that a cell of a table names."""
     if re.fullmatch(_DIED, cell.lower()):
         return TOLD_DEAD
     return TOLD_ABSENT if re.fullmatch(f"{_ABSENT}|lost", cell.lower()) else ""
-
-
-def _clauses(text: str) -> Iterator[tuple[int, str]]:
-    """A line's sentences, and where each begins. What follows a comma is of the same."""
-    start = 0
-    for end in re.finditer(r"[.!?;]\s+(?=\S)|$", text):
-        yield start, text[start : end.start() + 1]
-        start = end.end()
 
 
 def _is_told_of_now(clause: str, told: re.Match[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD, Condition, Evidence
@@ -17,14 +17,20 @@ from nemo_patches.tools.diagnose.sources.hearsay_lines import (
     is_no_event,
 )
 from nemo_patches.tools.diagnose.sources.launcher_lines import LauncherLines
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in, shown
+from nemo_patches.tools.diagnose.sources.lines import (
+    ANY_DIGIT,
+    MOST_KEPT,
+    Line,
+    ranks_in,
+    shown,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.place_lines import PlaceLines
 from nemo_patches.tools.diagnose.sources.ras_lines import RasLines
 from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
-from nemo_patches.tools.diagnose.sources.straggler_lines import StragglerLines
 
+_MOST_SHAPES = 1 << 9  # of lines
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -38,12 +44,11 @@ class Launch:
         self._c10d = C10dLines(self.found)
         self._stalls = StallLines(self.found)
         self._ras = RasLines(self.found)
-        self._stragglers = StragglerLines()
         self._gpus = GpuLines(self.found)
         self._prints = EncoderPrints()
         self._by_file: list[set[int]] = []  # for each file, the ranks of its lines
         self._hearsay = HearsayLines(self.found)
-        self._places = PlaceLines(self.found)
+        self._places = PlaceLines(self.found, self._hearsay.tables)
         self._text_before = ""
         self._first: Line | None = None
         self._last: Line | None = None
@@ -51,7 +56,8 @@ class Launch:
 
     def _reader_of(self, row: Row) -> Callable[[re.Match[str], Line], None]:
         """The method that its row names, of whichever class has it."""
-        owners = (self, self._c10d, self.ends, self._ras, self._stragglers, self._gpus)
+        tables = self._hearsay.tables
+        owners = (self, self._c10d, self.ends, self._ras, tables, self._gpus)
         name = f"take_{row.reader}"
         reader = next(getattr(one, name) for one in owners if hasattr(one, name))
         return partial(reader, row) if row.reader in _OF_ROWS else reader
@@ -60,8 +66,7 @@ class Launch:
         """Whether it was ended from outside before its ranks said much. few: lines."""
         if self._first is None or self._last is None:
             return True
-        kinds = {fact.condition_kind for fact in self.found.facts.values()} - {""}
-        is_from_outside = kinds <= {conditions.TERMINATED, conditions.HINT}
+        is_from_outside = self.found.kinds <= {conditions.TERMINATED, conditions.HINT}
         return is_from_outside and self._last.number - self._first.number < few
 
     def begin_file(self) -> None:
@@ -92,17 +97,15 @@ class Launch:
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
         text, is_end = line.text, False
-        for row, read in self._rows:
+        for number in _rows_with_words_in(text.translate(ANY_DIGIT)):
+            row, read = self._rows[number]
             if (row.is_end and is_end) or (
                 row.of_rank and not row.is_end and line.rank < 0
             ):
                 continue
-            for word in row.words:
-                if word in text:
-                    if found := row.pattern.search(text):
-                        read(found, line)
-                        is_end |= row.is_end
-                    break
+            if found := row.pattern.search(text):
+                read(found, line)
+                is_end |= row.is_end
         return is_end
 
     def take_condition(self, row: Row, found: re.Match[str], line: Line) -> None:
@@ -152,6 +155,7 @@ class Launch:
         self.ends.leave_out_woken()
         self.found.leave_out_lines_of_ranks()
         self.found.tell_who_closed()
+        self.found.tell_ranks_of_named()
         self._gpus.finish()
         evidence.printed |= self._prints.printed
         self._c10d.finish(evidence, self._by_file)
@@ -159,5 +163,15 @@ class Launch:
         for ranks in evidence.groups.values():
             ranks -= not_told
         if not self.ends.is_finished:
-            more = (self._prints.finding(), self._stragglers.finding())
+            more = (self._prints.finding(), self._hearsay.tables.finding())
             evidence.findings += filter(None, more)
+
+
+@lru_cache(_MOST_SHAPES)
+def _rows_with_words_in(shape: str) -> tuple[int, ...]:
+    """shape: a line without its digits, as lines of many ranks have it in common."""
+    return tuple(
+        number
+        for number, row in enumerate(ROWS)
+        if any(word.translate(ANY_DIGIT) in shape for word in row.words)
+    )

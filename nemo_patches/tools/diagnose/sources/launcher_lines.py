@@ -117,9 +117,11 @@ class LauncherLines:
         self._out_of_memory |= dict.fromkeys(ranks_in(told["tasks"]), line)
 
     def take_label(self, found: re.Match[str], line: Line) -> None:
+        self.note_task(int(found["task"] or line.local_rank), int(found["rank"]))
+
+    def note_task(self, task: int, rank: int) -> None:
         """Of a line of srun -l: whether its task is the rank that the line tells."""
-        task = int(found["task"] or line.local_rank)
-        if 0 <= task == int(found["rank"]) and len(self._tasks_of_ranks) < MOST_KEPT:
+        if 0 <= task == rank and len(self._tasks_of_ranks) < MOST_KEPT:
             self._tasks_of_ranks.add(task)
         elif task >= 0:
             self._has_other_tasks = True
@@ -211,6 +213,7 @@ class LauncherLines:
             self._found.several_hosts |= found["rank"] != found["local"]
         if found["code"] and "rank" in told and len(self._table) < MOST_KEPT:
             self.ended.add(int(told["rank"]))
+            self._found.note_pid(int(told["pid"]), int(told["rank"]))
             self._table.append((told, line))
             self._entry = {}
 
@@ -233,6 +236,8 @@ class LauncherLines:
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
         fact = Fact(rank, condition, line.cite, at, clock if at else "", own=False)
+        if rank == NOT_TOLD:
+            self._found.note_text(line)
         self._found.keep(fact, line.local_rank)
 
     def take_ray_death(self, found: re.Match[str], line: Line) -> None:
@@ -322,10 +327,9 @@ class LauncherLines:
 
     def _finish_out_of_memory(self) -> None:
         """Where srun has started the ranks themselves, its tasks are the ranks."""
-        size = self._found.world_size
-        if self._saw_torchrun or not size > 1 or not self._out_of_memory:
-            return
-        if max(self._out_of_memory) >= size:
+        last = max(self._out_of_memory, default=self._found.world_size)
+        is_one = not self._saw_torchrun and last < self._found.world_size
+        if not self._out_of_memory or not (is_one or self._tasks_are_ranks):
             return
         for rank, line in self._out_of_memory.items():
             text = f"{conditions.FOR_MEMORY}: {shown(line.text)}"

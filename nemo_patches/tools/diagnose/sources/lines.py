@@ -16,6 +16,7 @@ from nemo_patches.text import safe
 from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 
 MOST_KEPT = 4096  # ranks, and the like, of one launch
+ANY_DIGIT = str.maketrans("123456789", "000000000")
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _LONGEST_TEXT = 300
@@ -76,6 +77,19 @@ _LABEL = re.compile(
 _CLOCK = r"(?:\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?Z?\]?\s{1,2}(?:[|-] )?)?"
 _BEHIND_CLOCK = re.compile(_CLOCK)
 _LEVEL = r"(?:\[?(?:DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\]?[:|]?(?: |$))?"
+# What a logger writes before a message: its time, the level, who writes
+BEFORE_MESSAGE = re.compile(
+    rf"(?:[A-Z][a-z]{{2}} {{1,2}}\d{{1,2}} )?{_CLOCK}{_LEVEL}"
+    r"(?:(?![Rr][Aa][Nn][Kk])[A-Za-z][\w ./-]{0,40}(?:\[\d{1,9}\])?: |\[[A-Za-z][\w .-]{0,40}\] )?"
+)
+# A rank in a command, or in its environment
+RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND = (
+    re.compile(rf"(?<![\w-])(?:{words})[= ]['\"]?(\d{{1,6}})\b")
+    for words in (
+        "--(?:global[-_])?rank|RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK|PMI_RANK",
+        "--local[-_]rank|(?:OMPI_COMM_WORLD_)?LOCAL_RANK|SLURM_LOCALID",
+    )
+)
 _OF_RANKS = re.compile(
     r"(?<![A-Za-z])(?:global_?|world_?|mpi_?|dist_?)?rank|worker|proc|task|replica|trainer|learner|进程",
     re.IGNORECASE,
@@ -89,17 +103,36 @@ _OF_OTHERS = re.compile(
 _SIZE = re.compile(
     rb"Starting with (\d{1,7}) processes|world_?[ -]?size\W{1,3}(\d{1,7})\b|\[rank(\d{1,7})\]"
 )
-# A line that tells both: torchrun's table, what people print at the start
-_BOTH = re.compile(r"(?<![a-z_])rank {0,8}[=:] ?(\d{1,7})\W{1,3}local_rank")
+# The rank that a line's own words tell
+_OWN = re.compile(
+    r"(?<![A-Za-z_-])(?<!ocal )(?<!ode )(?<!for )(?<!rom )(?<!ing )"
+    r"(?:(?:GLOBAL_|SLURM_)?(?:RANK|PROCID)[ =:]{1,3}|(?:global_|world_)?[Rr]ank {0,8}[=:] ?|"
+    r"(?:(?:as|am|is|got|launched|started|joined|initiali[sz]ed) )(?:global )?rank |\[rank)"
+    r"(\d{1,6})\b(?!\.\d)"
+)
+# A pod's or a host's name: before the line, or behind such a word
+_NAME = r"[a-z](?=[a-z.-]*\d|[a-z]*-)[a-z0-9]*(?:[-.][a-z0-9]+){0,20}"
+_NAMED = re.compile(
+    rf"^{_CLOCK}\W{{0,2}}(?:pod/)?(?P<label>{_NAME})(?:/[\w.-]{{1,60}}){{0,2}}\s{{0,8}}[\]|:]{{1,2}}\s+|"
+    r"\b(?i:host(?:_?name)?|node(?:_?name)?|pod(?:_?name)?|on|at)[ =:]{1,2}(?:(?:node|host|pod) )?"
+    rf"['\"]?(?P<name>{_NAME})|\((?P<inside>{_NAME})[,)]"
+)
+# Above the lines of one rank: "---- Begin global rank 5 STDERR ----", "==> rank_5.log <=="; another
+# heading ends them.
+_SECTION = re.compile(
+    r"(?:[=#*-]{2,}>? ?(?:(?i:begin (?:of )?)?(?:[\w.-]{1,80}/)*(?i:global[ _]|worker )?)"
+    r"[Rr]ank[ _:#=-]{0,2}(?P<rank>\d{1,6})(?:[ .](?:STDOUT|STDERR|log|out|err|stdout|stderr)){0,2}"
+    r" ?<?[=#*-]{2,}$)|[=#*-]{3,} ?\S.{0,200}[=#*-]{2,}$|==> \S+ <==$"
+)
 # What launchers write before each line: torchrun --tee the local rank, mpirun --tag-output and srun
 # -l the job's.
 _TEE = re.compile(
     r"\[default(\d{1,6})\]: ?|"
     r"\[\d{1,9},(?:mpirank:)?(\d{1,6})(?:,[\w-]{1,80})?\]<std(?:err|out)>: ?"
 )
-_SRUN_LABEL = re.compile(r"(\d{1,6}): ")
+_SRUN_LABEL = re.compile(r" {0,5}(\d{1,6}): ")
 # From such a line on.
-_LABELLED = re.compile(r"\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
+_LABELLED = re.compile(r" {0,5}\d{1,6}: (?:Traceback \(most recent|\[rank\d)")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NEW_MESSAGE = re.compile(
     r"^\W{0,3}(?:\d+: )?\[(?:rank\d|default\d|E |E\d|W |W\d|I |I\d|F"
@@ -111,6 +144,7 @@ _NEW_MESSAGE = re.compile(
     r" raised)|nemo_patches (?:INFO|WARNING|ERROR) \["
 )
 _CPP_FRAME = re.compile(r"frame #\d{1,4}: ")
+_RULES = ("==", "##", "**", "--")
 _SEVERAL = re.compile(
     r"(?=\[rank\d{1,7}\]:\[[EFWI])|(?<=[^:])(?=\[[EFWI] ProcessGroupNCCL)"
 )  # processes' in a line
@@ -169,13 +203,19 @@ class Prefixes:
     """
 
     def __init__(self, head: bytes, local: int) -> None:
-        self._label = _learned(head)
+        # Of pods and hosts, their ranks; of what stands before lines, its one.
+        self.names: dict[str, set[int]] = defaultdict(set)
+        self._labels: dict[str, int] = {}
+        self._label = self._learned(head)
         self._local = local
         self._launchers = _TEE
+        self._section = NOT_TOLD
 
     def strip(self, text: str) -> Prefixed:
         if _LABELLED.match(text):
             self._launchers = _SRUN_LABEL
+        if text[:2] in _RULES and (found := _SECTION.match(text)):
+            self._section = int(found["rank"] or NOT_TOLD)
         told, local = NOT_TOLD, self._local
         for _ in range(_MOST_PREFIXES):
             found = next((one for p in _PREFIXES if (one := p.match(text))), None)
@@ -186,13 +226,73 @@ class Prefixes:
         if self._label is not None and (found := self._label.match(text)):
             text = text[found.end() :]
             told = int(found["number"]) if told < 0 else told
+        elif told < 0 and self._labels and (found := _NAMED.match(text)):
+            told = self._labels.get(found["label"], NOT_TOLD)
+            text = text[found.end() :] if told >= 0 else text
         rank = rank_in(text)
         if label := self._launchers.match(text):
             local = int(label[label.lastindex or 1])
             text = text[label.end() :]
-        elif rank is None and told >= 0:
-            rank = told
+        elif rank is None and max(told, self._section) >= 0:
+            rank = told if told >= 0 else self._section
         return Prefixed(text, rank, local)
+
+    def _learned(self, head: bytes) -> re.Pattern[str] | None:
+        """The label that begins lines and takes the numbers of ranks."""
+        numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
+        agree: dict[tuple[str, str], int] = defaultdict(int)
+        lines = head.split(b"\n", _MOST_LOOKED_AT)[:_MOST_LOOKED_AT]
+        for raw in lines:
+            text = said(raw[:2000].decode("utf-8", "replace").rstrip("\r"))
+            self._note_names(text)
+            clock = _BEHIND_CLOCK.match(text)
+            text = text[clock.end() :] if clock else text
+            if (found := _LABEL.match(text)) is None:
+                continue
+            rest, number = text[found.end() :], int(found["number"])
+            key = found["before"], found["after"].strip()
+            numbers[key].append(number)
+            if own := _OWN.search(rest):
+                agree[key] += 1 if int(own[1]) == number else -1
+        self._keep_labels()
+        sizes = [0]
+        for processes, world, rank in _SIZE.findall(head):
+            sizes += [int(processes or world or 0), int(rank) + 1 if rank else 0]
+        size = max(sizes)
+        known = [
+            (len(seen), before, after)
+            for (before, after), seen in numbers.items()
+            if agree[before, after] >= 0 and _is_of_ranks(before, after, seen, size)
+        ]
+        if not known:
+            return None
+        _, before, after = max(known)
+        end = rf"\s{{0,4}}{re.escape(after)}(?:\s{{1,2}}|$)" if after else r"(?:\s|$)"
+        label = rf"{re.escape(before)}(?P<number>\d{{1,5}}){end}"
+        return re.compile(_CLOCK + label + _LEVEL)
+
+    def _note_names(self, text: str) -> None:
+        if "ank" not in text and "RANK" not in text:
+            return
+        ranks = set(map(int, _OWN.findall(text)))
+        # NCCL's may be a group's.
+        if len(ranks) != 1 or len(self.names) >= MOST_KEPT or "NCCL INFO" in text:
+            return
+        for found in _NAMED.finditer(text):
+            name = found[found.lastgroup or 0]
+            self.names[name] |= ranks
+            if found["label"]:
+                self._labels[name] = min(ranks)
+
+    def _keep_labels(self) -> None:
+        """Those before lines of one rank, if each is another's."""
+        labels = {
+            name: rank
+            for name, rank in self._labels.items()
+            if len(self.names[name]) == 1
+        }
+        is_each = 1 < len(labels) == len(set(labels.values()))
+        self._labels = labels if is_each else {}
 
 
 def said(line: str) -> str:
@@ -331,43 +431,11 @@ def ranks_in(text: str) -> list[int]:
     return ranks[:MOST_KEPT]
 
 
-def _learned(head: bytes) -> re.Pattern[str] | None:
-    """The label that begins lines and takes the numbers of ranks."""
-    numbers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    lines = head.split(b"\n", _MOST_LOOKED_AT)[:_MOST_LOOKED_AT]
-    for raw in lines:
-        text = said(raw[:2000].decode("utf-8", "replace").rstrip("\r"))
-        clock = _BEHIND_CLOCK.match(text)
-        text = text[clock.end() :] if clock else text
-        if (found := _LABEL.match(text)) is None:
-            continue
-        rest, number = text[found.end() :], int(found["number"])
-        both = _BOTH.search(rest)
-        own = int(both[1]) if both else rank_in(rest)
-        key = found["before"], found["after"].strip()
-        numbers[key].append(number if own in (None, number) else NOT_TOLD)
-    sizes = [0]
-    for processes, world, rank in _SIZE.findall(head):
-        sizes += [int(processes or world or 0), int(rank) + 1 if rank else 0]
-    size = max(sizes)
-    known = [
-        (len(seen), before, after)
-        for (before, after), seen in numbers.items()
-        if _is_of_ranks(before, after, seen, size)
-    ]
-    if not known:
-        return None
-    _, before, after = max(known)
-    end = rf"\s{{0,4}}{re.escape(after)}(?:\s{{1,2}}|$)" if after else r"(?:\s|$)"
-    label = rf"{re.escape(before)}(?P<number>\d{{1,5}}){end}"
-    return re.compile(_CLOCK + label + _LEVEL)
-
-
 def _is_of_ranks(before: str, after: str, seen: Sequence[int], size: int) -> bool:
     """size: of the job, as far as lines tell; 0: not known."""
     ranks = set(seen)
     count = max(ranks) + 1
-    if min(ranks) < 0 or len(ranks) < 2 or not before + after:
+    if len(ranks) < 2 or not before + after:
         return False
     is_named = _OF_RANKS.search(before) is not None
     if is_named and (after or "=" in before):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from nemo_patches.tools.diagnose import conditions
 from nemo_patches.tools.diagnose.entries import Entry
@@ -24,6 +26,10 @@ _PROCESS = re.compile(r"(?:Killed process |\(pid )(\d{1,9})[ )]")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
+_NAME = re.compile(r"[a-z][a-z0-9]*(?:[-.][a-z0-9]+){0,20}")
+_OF_EVENTS = conditions.CAUSES | {
+    *(conditions.FAILED, conditions.TOLD_DEAD, conditions.TOLD_ABSENT)
+}
 
 
 @dataclass
@@ -41,7 +47,8 @@ class LaunchFacts:
     a file was not read to its end. not_told: conditions so far of which the log does not tell the
     rank. reports_made: lines of others so far, that a rank had not come. reports: folders with
     stall reports that lines name. several_hosts: local ranks are not the job's. cure: as
-    Evidence has it. by_local_rank: keys of the facts whose rank is one.
+    Evidence has it. ranks_of_name: of pods and hosts. texts: by citation, of lines that tell a
+    condition and no rank. by_local_rank: keys of the facts whose rank is one.
     """
 
     facts: dict[tuple[object, ...], Fact] = field(default_factory=dict)
@@ -56,6 +63,8 @@ class LaunchFacts:
     reports: dict[str, None] = field(default_factory=dict)
     several_hosts: bool = False
     cure: str = ""
+    ranks_of_name: dict[str, set[int]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     # In order, as a set is not.
     by_local_rank: dict[tuple[object, ...], None] = field(default_factory=dict)
 
@@ -63,6 +72,8 @@ class LaunchFacts:
         self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""
     ) -> None:
         at = 0.0 if host else float(line.number)
+        if rank == NOT_TOLD:
+            self.note_text(line)
         self.keep(
             Fact(rank, value, line.cite, at, host or line.file, own), line.local_rank
         )
@@ -137,7 +148,7 @@ class LaunchFacts:
 
     def leave_out_reports(self) -> None:
         """Of others, of who had not come: the job has gone on, and no rank gave up waiting."""
-        kinds = {fact.condition_kind for fact in self.facts.values()}
+        kinds = self.kinds
         for key, fact in [*self.facts.items()]:
             is_report = fact.condition_kind == conditions.MISSING and not fact.own
             if is_report and conditions.WAITED not in kinds:
@@ -145,19 +156,55 @@ class LaunchFacts:
 
     def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
-        start.
+        start. Containers may have one for several ranks.
         """
         if len(self.rank_of_pid) < MOST_KEPT:
-            self.rank_of_pid[pid] = rank
+            is_one = self.rank_of_pid.setdefault(pid, rank) == rank
+            self.rank_of_pid[pid] = rank if is_one else NOT_TOLD
 
     def tell_ranks_of_killed(self) -> None:
         """The kernel names a process that it kills by its id; another file may have the rank."""
         for key, fact in [*self.facts.items()]:
             is_killed = fact.condition_kind == conditions.KILLED
             pid = _PROCESS.search(fact.condition_text) if is_killed else None
-            rank = self.rank_of_pid.get(int(pid[1])) if pid else None
-            if fact.rank == NOT_TOLD and rank is not None:
+            rank = self.rank_of_pid.get(int(pid[1]), NOT_TOLD) if pid else NOT_TOLD
+            if fact.rank == NOT_TOLD != rank:
                 del self.facts[key]
+                self.keep(replace(fact, rank=rank))
+
+    def note_text(self, line: Line) -> None:
+        if self.not_told <= _MOST_NOT_TOLD:
+            self.texts[line.cite] = line.text
+
+    def note_names(self, names: Mapping[str, set[int]]) -> None:
+        for name, ranks in names.items():
+            self.ranks_of_name.setdefault(name, set()).update(ranks)
+
+    def ranks_named(self, text: str) -> set[int]:
+        """Of the pod or the host that a text names: the one with the fewest, and not the half of
+        the job.
+        """
+        names = (
+            part for name in _NAME.findall(text) for part in (name, *name.split("."))
+        )
+        ranks = [
+            self.ranks_of_name[name] for name in names if name in self.ranks_of_name
+        ]
+        fewest = min(ranks, key=len, default=set())
+        size = max(self.world_size, len({*chain(*self.ranks_of_name.values())}))
+        return fewest if 2 * len(fewest) < size else set()
+
+    def tell_ranks_of_named(self) -> None:
+        """An event of a pod or a host is its ranks', unless they say that they waited."""
+        for key, fact in [*self.facts.items()]:
+            if fact.rank != NOT_TOLD or fact.condition_kind not in _OF_EVENTS:
+                continue
+            ranks = self.ranks_named(self.texts.get(fact.cite, ""))
+            if any(self.has(rank, conditions.WAITED) for rank in ranks):
+                continue
+            if ranks:
+                del self.facts[key]
+            for rank in ranks:
                 self.keep(replace(fact, rank=rank))
 
     def note_address(self, address: str, rank: int) -> None:
@@ -189,6 +236,11 @@ class LaunchFacts:
 
     def has(self, rank: int, condition: str) -> bool:
         return (rank, Condition, condition, "") in self.facts
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of conditions that are told, of any rank."""
+        return {fact.condition_kind for fact in self.facts.values()} - {""}
 
     def ranks(self) -> set[int]:
         """Ranks of which more is known than that they belong to the job."""

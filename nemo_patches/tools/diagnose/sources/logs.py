@@ -39,7 +39,7 @@ LOOKED_FOR = (
     "the NCCL watchdog's time-outs and heartbeat, desync reports, fr_trace's output,"
     " Gloo's errors, the store's time-outs at start-up, tables and lines of torchrun,"
     " DeepSpeed, Ray, Slurm, mpirun and kubectl, exceptions and CUDA errors that ended a rank,"
-    " kills for want of memory, nemo_patches' own lines"
+    " kills for want of memory, tables with a row for each rank, nemo_patches' own lines"
 )
 KIND = "logs"
 STANDARD_INPUT = Path("-")
@@ -168,6 +168,8 @@ class _Reading:
                         self._launches = max(self._launches, 1)
                         self._begin_launch()
                     line_rank = local_rank if prefixed is None else prefixed
+                    if prefixed is not None:
+                        self._launch.ends.note_task(local_rank, prefixed)
                     # The same file's other lines may have no rank but the local one.
                     self._launch.found.several_hosts |= (
                         local_rank >= 0 and line_rank != local_rank
@@ -175,6 +177,7 @@ class _Reading:
                     self._launch.take(
                         Line(text, name, number, line_rank, prefixed is not None)
                     )
+                self._launch.found.note_names(prefixes.names)
                 if self._has_no_end and goes_on(message, is_whole):
                     text = f"{name}: it is cut: line {number} has no end"
                     self._evidence.problems.append(text)
@@ -225,6 +228,7 @@ class _Reading:
         evidence.findings += told.findings
         evidence.printed |= told.printed
         evidence.cure = evidence.cure or found.cure
+        evidence.rank_of_pid.update(found.rank_of_pid)
         evidence.partly_known |= told.partly_known
         evidence.patched = evidence.patched or found.patched
         evidence.world_size = max(evidence.world_size, found.world_size)

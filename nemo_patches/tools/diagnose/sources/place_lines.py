@@ -11,6 +11,7 @@ from nemo_patches.tools.diagnose.rank_facts import Place
 from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps, is_no_log_line
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.sources.table_lines import TableLines
 
 _RANKS = (
     r"[Rr]anks?[ :=]{1,2}\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b(?![.\d])\]?"
@@ -28,18 +29,15 @@ _FORMS = (
 _COLLECTIVE = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|broadcast|barrier|all_?to_?all|\bnccl\w|backward"
 )
-_OF_A_HANG = re.compile(  # in small letters
-    r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
-)
 _NEAR = 8  # lines: a report says in its first one what it is of
 
 
 class PlaceLines:
     """One launch's lines."""
 
-    def __init__(self, found: LaunchFacts) -> None:
+    def __init__(self, found: LaunchFacts, tables: TableLines) -> None:
         self._found = found
-        self._hang_at = -_NEAR  # number of the last line that speaks of one
+        self._is_of_a_hang = tables.is_of_a_hang
         self._steps = Steps()  # since the report
         self._told: dict[int, tuple[str, Line]] = {}  # by rank, in the last report
         self._at = -_NEAR  # number of its last line
@@ -48,10 +46,7 @@ class PlaceLines:
         text = line.text
         if self._told and self._steps.go_on(text):
             self._told.clear()
-        if _OF_A_HANG.search(text.lower()):
-            self._hang_at = line.number
-        is_near = line.number - self._hang_at < _NEAR
-        if not is_near or "ank" not in text or line.has_prefix:
+        if "ank" not in text or line.has_prefix or not self._is_of_a_hang(line):
             return
         found = [one for form in _FORMS for one in form.finditer(text)]
         if not found or "?" in text or is_no_log_line(text.lstrip()):

@@ -28,11 +28,16 @@ from nemo_patches.tools.diagnose.conditions import (
     RAISED,
     STUCK,
     TERMINATED,
+    THREAD,
     TOLD_DEAD,
     UNRESOLVED,
     WAITED,
 )
-from nemo_patches.tools.diagnose.sources import encoder_prints, hearsay_lines
+from nemo_patches.tools.diagnose.sources import (
+    encoder_prints,
+    hearsay_lines,
+    table_lines,
+)
 
 
 class Row(NamedTuple):
@@ -57,9 +62,13 @@ class Row(NamedTuple):
     follows: bool = False
 
 
+_BY_OTHERS = (HINT, MISSING, TERMINATED, TOLD_DEAD)  # who tells such conditions
+
+
 def _row(
     words: str, pattern: str, kind: str = "", text: str = "", **more: object
 ) -> Row:
+    more.setdefault("own", kind not in _BY_OTHERS)
     return Row(tuple(words.split("|")), re.compile(pattern), kind, text, **more)  # type: ignore[arg-type]  # flags
 
 
@@ -87,6 +96,13 @@ _GONE = (
     r"remote process exited or there was a network error)"
 )
 _CLOSED = "remote process exited, or a network error"
+# In one line, of a thread that reads ahead; not where it tries again
+_THREAD_DIED = (
+    r"(?!.*\b(?i:retr|re-?start|skipp|ignor))(?i:\b(?:thread|prefetch\w*|producer|loader|fetcher)\b"
+    r".{0,60}?\b(?:died|dead|crash\w*|failed|exception|exited|aborted|stopped|raised)\b|"
+    r"\bexception in (?:\w+ ){0,2}(?:thread|prefetch\w*|producer|loader)\b)"
+    r".{0,80}?(?P<error>\b[A-Z]\w*(?:Error|Exception)\b.{0,200})"
+)
 _OF_MPIRUN = (
     r"process rank (?P<rank>\d{1,7}) with PID \d{1,9} on node (?P<node>\S{1,80}) "
 )
@@ -118,7 +134,7 @@ ROWS = (
         r" pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
         r" )?(\d{1,7}))?|"
-        r"\b[Rr]ank[ =:]?(\d{1,7}) ?\(pid[ =:]{1,2}(\d{1,9})\)",
+        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b",
         reader="pid",
         follows=True,
     ),
@@ -135,7 +151,7 @@ ROWS = (
     ),
     _row(
         "ank",
-        r"^(?:(?P<task>\d{1,6}): )?.{0,40}?(?<![a-z_])[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b",
+        r"^ {0,5}(?:(?P<task>\d{1,6}): )?.{0,40}?(?<![a-z_])[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b",
         reader="label",
         follows=True,
     ),
@@ -357,6 +373,23 @@ ROWS = (
         "its NCCL watchdog got stuck",
         of_rank=True,
         is_whole=True,
+    ),
+    *(
+        _row(
+            "hread|refetch|roducer|oader",
+            begin + _THREAD_DIED,
+            THREAD,
+            "{error}, in a thread",
+            of_rank=not begin,
+        )
+        for begin in ("", r"\b[Rr]ank[ =:#]?(?P<rank>\d{1,6})\b.{0,80}?")
+    ),
+    _row(
+        "EI000",
+        r"EI000[26]: .{0,200}?\btimes? ?out",
+        WAITED,
+        "an operation of HCCL timed out",
+        of_rank=True,
     ),
     _row(
         "Observed flight|timeout from another",
@@ -596,28 +629,24 @@ ROWS = (
         r".{0,200}tag\[(?P<tag>\w{1,80})",
         MISSING,
         "to {tag}, by HCCL",
-        own=False,
     ),
     _row(
         "Notify record",
         r"has not received the Notify record from remote rank:? ?\[(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a collective, by HCCL",
-        own=False,
     ),
     _row(
         "Worker proc",
         r"(?P<what>Worker proc \w{1,40}-(?P<ranks>\d{1,6}) died unexpectedly.{0,80})",
         TOLD_DEAD,
         "{what}",
-        own=False,
     ),
     _row(
         "remoteRank[",
         r"\[RunFailed\].{0,200}\bremoteRank\[(?P<ranks>\d{1,7})\]",
         MISSING,
         "to a connection, by HCCL",
-        own=False,
     ),
     _row(
         "mpirun|horovodrun|mpiexec",
@@ -638,7 +667,6 @@ ROWS = (
         r"\b(?:terminating|killing) rank (?P<ranks>\d{1,7})\b",
         TERMINATED,
         conditions.BY_MONITOR + " killed it",
-        own=False,
     ),
     _row("Missing ranks:", "^Missing ranks:$", reader="horovod"),
     _row(
@@ -666,6 +694,17 @@ ROWS = (
         reader="gpu",
     ),
     _row(
+        "rank_id|device_id|device_ip|server_id",
+        r"\b(?:rank_id|device_id|device_ip|server_id)\b",
+        reader="device",
+    ),
+    _row(
+        "ECC|HBM|rror code|EE9999|RUNTIME(",
+        r"(?i)(?=.*(?:multi.?bit|uncorrect|error code|fault|ProcessCoreError)).*?"
+        r"\bdev(?:ice)?[_ ]?(?:phy_?|logic_?)?id[ =:\[]{1,3}(?P<device>\d{1,3})\b",
+        reader="device_error",
+    ),
+    _row(
         "MxEtpt/Rnk",
         r"MnEtpt/Rnk: ([\d.]{1,12})TF/(\d{1,7}) .{0,40}MxEtpt/Rnk: ([\d.]{1,12})TF/(\d{1,7})",
         reader="throughput",
@@ -677,7 +716,6 @@ ROWS = (
         r"(?:is )?(?:[Aa]ctive|detected).{0,80})",
         HINT,
         "a GPU: {what}",
-        own=False,
     ),
     _row(
         "NVRM|NVLink|nvlink",
@@ -685,7 +723,6 @@ ROWS = (
         r"(?=.*(?:rror|atal|down))(?P<link>NVLink.{1,200})",
         HINT,
         "the kernel: {what}{link}",
-        own=False,
     ),
     _row(
         "blocked for|not responding|mlx5|EDAC|Machine check|amdgpu",
@@ -696,35 +733,30 @@ ROWS = (
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",
-        own=False,
     ),
     _row(
         "Culprit rank",
         r"(?P<what>Culprit rank \d{1,7}; Error type: .{1,2000})",
         HINT,
         "fr_trace: {what}",
-        own=False,
     ),
     _row(
         "NCCL WARN",
         r"NCCL WARN (?P<what>.{1,200})",
         HINT,
         "NCCL: {what}",
-        own=False,
     ),
     _row(
         "SIGSEGV|SIGBUS|SIGILL|SIGFPE",
         r"^\W{0,20}(?P<what>SIG(?:SEGV|BUS|ILL|FPE)) received",
         HINT,
         "{what} received",
-        own=False,
     ),
     _row(
         "@",
         r"^.{0,60}?@ +0x[0-9a-f]+ +(?:\(?\w+\)? +)?(?P<what>nccl\w{1,80})\(",
         HINT,
         "its native stack is in {what}",
-        own=False,
         follows=True,
     ),
 )
@@ -748,6 +780,7 @@ def _filter() -> tuple[bytes, ...]:
         *encoder_prints.WORDS_OF_AN_END,
         *(word for row in ROWS if not row.follows for word in row.words),
         *hearsay_lines.WORDS,
+        *table_lines.WORDS_OF_A_HEAD,
     }
     shortest = [one for one in words if not any(two in one for two in words - {one})]
     return tuple(word.encode() for word in sorted(shortest))

@@ -175,6 +175,13 @@ class RankTrace:
     def is_whole(self) -> bool:
         return not self.bad and not self.goes_on
 
+    def is_cut(self, came: int) -> bool:
+        """Whether it lacks a round that came on another rank, and so was over on all: this rank had
+        no time to write it. Where it is since is not known.
+        """
+        has_ended = self.end or self.raised or self.outcome == records.ENDED
+        return self.round < came and not has_ended
+
     def take(self, line: bytes) -> None:
         try:
             record = _DECODERS[line[6 : line.index(b'"', 6)]].decode(line)
@@ -248,6 +255,8 @@ class RankTrace:
             return
         if self.round and number not in (self.round, self.round + 1, 1):
             self.bad += 1
+        if number < self.round:  # of another process group
+            self.rounds.clear()
         self.round = number
         if self.in_vain:
             self.gave_up.append(record.t)
@@ -334,16 +343,17 @@ def read(files: list[Path], evidence: Evidence) -> None:
         evidence.problems.append(f"there is no trace of {named(absent)}")
     ends = {one.rank: _end(one) for one in traces}
     _without_end(traces, ends)
+    came = max(max(one.rounds, default=0) for one in traces)
     for one in traces:
         end = ends[one.rank]
-        evidence.facts += _of_rank(one, end)
+        evidence.facts += _of_rank(one, end, came)
         for rank in sorted(one.gone & by_rank.keys()):
             if by_rank[rank].end is None:
                 gone = Condition(conditions.GONE)
                 evidence.facts.append(_fact(one, gone, one.last, of=rank))
         if end is None or end.kind != conditions.ENDED:
             evidence.facts += _of_reports(one, by_rank)
-    _add_entries(traces, evidence)
+    _add_entries(traces, evidence, came)
     if any(one.gave_up for one in traces) and not any(one.rounds for one in traces):
         unseen = Condition(conditions.UNSEEN)
         evidence.facts += [
@@ -377,13 +387,13 @@ def _fact(trace: RankTrace, value: Value, t: float, of: int | None = None) -> Fa
     return Fact(rank, value, cite, at, safe(header.host), own=of is None)
 
 
-def _of_rank(trace: RankTrace, end: Condition | None) -> Iterator[Fact]:
+def _of_rank(trace: RankTrace, end: Condition | None, came: int) -> Iterator[Fact]:
     member = ProcessRank(trace.header.world_size, trace.header.pid)
     yield _fact(trace, member, trace.last)
     if end is not None:
         ended = trace.raised or trace.end
         yield _fact(trace, end, ended.t if ended is not None else trace.last)
-    if trace.is_whole:
+    if trace.is_whole and not trace.is_cut(came):
         call = EncoderCall(trace.title, trace.position, trace.phase, trace.in_vain)
         yield _fact(trace, call, trace.last)
 
@@ -516,12 +526,15 @@ def _went_on(other: RankTrace | None, by: RankTrace, t: float) -> bool:
     return moved - other.rounds[last][0] > t - by.rounds[last][0]
 
 
-def _add_entries(traces: list[RankTrace], evidence: Evidence) -> None:
+def _add_entries(traces: list[RankTrace], evidence: Evidence, came: int) -> None:
     """The last rounds, if a rank has given up the latest one, or reports a stall in it. Rounds pair
-    by number. A trace that lacks one which came on another rank is not whole.
+    by number. came: the latest that came on any rank.
     """
-    came = max((max(one.rounds, default=0) for one in traces), default=0)
-    known = [one for one in traces if one.is_whole and one.came_to >= came]
+    known = [
+        one
+        for one in traces
+        if one.is_whole and one.came_to >= came and not one.is_cut(came)
+    ]
     latest = max((one.came_to for one in known), default=0)
     if not any(
         one.came_to == latest and (one.in_vain or (one.phase and one.stalled))

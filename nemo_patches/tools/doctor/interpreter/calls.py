@@ -6,11 +6,12 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.members import OPERATIONS, applied
 from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
-from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
+from nemo_patches.tools.doctor.interpreter.source_file import SourceFile
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
@@ -45,17 +46,19 @@ class Call:
     subjects: frozenset[str]
     in_module: bool
 
-    @property
+    @cached_property
     def last(self) -> str:
         return last_part(self.name)
 
 
 def called(call: Call) -> Abstract:
     """By what is known of the function, and else by its name and what it is given."""
-    for known in (_of_ranks(call), _known(call), _of_items(call)):
-        if known is not None:
-            return known
-    return _by_name(call)
+    kinds = (_of_ranks, _known, _of_items)
+    value = next((each for kind in kinds if (each := kind(call)) is not None), None)
+    value = _by_name(call) if value is None else value
+    if "disable" in call.given and _of_rank(call):  # a bar counts where it is shown
+        value = value.with_entry("n", tagged("rank", level=VARIES))
+    return value
 
 
 def _of_ranks(call: Call) -> Abstract | None:
@@ -80,13 +83,8 @@ def _of_ranks(call: Call) -> Abstract | None:
 
 def _known(call: Call) -> Abstract | None:
     node = call.node
-    ref = call.function.ref
-    if isinstance(ref, Definition):
-        return replace(tagged("instance"), ref=ref)
     if last_part(call.origin) == "partial" and call.args:
         return Abstract(ref=call.args[0].ref)
-    if call.last == "get" and call.owner.entries and node.args:
-        return call.owner.entry(constant(node.args[0])) or Abstract(call.owner.level)
     if last_part(call.origin) in knowledge.DEALING or (
         last_part(call.origin) == "islice" and _of_rank(call)
     ):
@@ -94,13 +92,15 @@ def _known(call: Call) -> Abstract | None:
     if re.match(knowledge.METRICS, call.origin):
         without = [each.arg for each in node.keywords if constant(each.value) is False]
         return tagged("one device" if "sync_on_compute" in without else "metric")
+    if call.origin == "logging.getLogger":
+        return Abstract(ref=text_of(node))
     made = knowledge.MAKERS.get(last_part(call.origin))
     if made and call.last != "Trainer":
         return tagged(made)
     if call.last == "Trainer":
         numbers = {each.arg: constant(each.value) for each in node.keywords}
         alone = numbers.get("devices") == 1 and numbers.get("num_nodes", 1) == 1
-        return tagged("one device") if alone else tagged("=trainer")
+        return tagged("one device") if alone else tagged("@trainer")
     kind = dotted(node.args[1]) if len(node.args) > 1 else ""
     if call.name == "isinstance" and kind.endswith("SingleDeviceStrategy"):
         return call.file.constant(False)
@@ -118,8 +118,6 @@ def _known(call: Call) -> Abstract | None:
         return replace(drawn, count=size.level if size else None)
     if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
         return tagged("lock")
-    if call.last == "acquire" and call.owner.has("lock"):
-        return call.owner
     if call.last in knowledge.FILES:
         return tagged("file", level=VARIES)
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
@@ -157,6 +155,8 @@ def _by_name(call: Call) -> Abstract:
     if call.last in knowledge.SIZES and call.owner.has("any size"):
         return Abstract(UNKNOWN)
     value = _mixed(call)
+    if call.last in knowledge.COUNTING and value.level == UNKNOWN:
+        value = replace(value, level=DATA)
     if "norm" in parts_of(call.last) and value.has(
         "gradient"
     ):  # they have been reduced
@@ -169,12 +169,10 @@ def _by_name(call: Call) -> Abstract:
         )
         level = VARIES if varies else SAME
         return replace(value, level=level, count=first.count).without("gradient")
-    if call.last in knowledge.EMPTINESS and call.owner.count == VARIES:
-        return Abstract(VARIES, count=VARIES)
     by_function = isinstance(node.func, ast.Name) or call.last == "tolist"
     enough = DATA if by_function else UNKNOWN
     if call.last in knowledge.READ_OFF and value.level >= enough:
-        value = replace(value, level=VARIES).without("gradient")
+        value = replace(value, level=VARIES).without("gradient", "next")
     if call.origin in knowledge.NEW_TENSORS and all(
         isinstance(each, (ast.Constant, ast.List)) for each in node.args
     ):
@@ -184,8 +182,6 @@ def _by_name(call: Call) -> Abstract:
         value = replace(value, entries=tuple(call.given.items())).tagged("object")
         if call.name != "dict":  # what an object decides is in what it is asked
             value = replace(value, level=min(value.level, DATA))
-        words = {each.lower() for each in re.findall("[A-Z][a-z]+", call.last)}
-        value = value.tagged("holds") if words & knowledge.HOLDING else value
     if call.name in ("frozenset", "set") or (
         call.owner.has("set") and call.last in knowledge.OF_SETS
     ):
@@ -197,7 +193,8 @@ def _by_name(call: Call) -> Abstract:
         return replace(value, count=count).tagged("next")
     if call.last in knowledge.SELECTING and len(call.args) > 1:
         return replace(value, count=call.args[1].turns)
-    if call.last == "DataLoader" and call.args and call.args[0].count == VARIES:
+    given = [*call.args, *call.given.values()]
+    if call.last == "DataLoader" and any(each.count == VARIES for each in given):
         return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
 
@@ -236,19 +233,22 @@ def _of_items(call: Call) -> Abstract | None:
             item = Abstract(parts=(Abstract(), item))
         if call.args[0].has("set") and call.last != "sorted":
             value = value.tagged("set")
-        return replace(value, count=call.args[0].count, item=item)
+        value = replace(value, count=call.args[0].count, item=item)
+        lazy = call.last in ("enumerate", "iter", "tqdm")
+        return _as_generator(value, call.args[0]) if lazy else value
     return None
+
+
+def _as_generator(value: Abstract, first: Abstract) -> Abstract:
+    """What takes its items one by one from another one."""
+    kinds = first.tags & {"generator", "instance"}
+    return replace(value.tagged(*kinds), ref=first.ref) if kinds else value
 
 
 def _entries(call: Call, value: Abstract) -> Abstract:
     of_dict = call.last in ("items", "keys", "values")
     count = VARIES if of_dict and call.owner.turns == VARIES else SAME
     item = Abstract() if call.last == "keys" else None
-    if call.last in ("items", "named_parameters"):
-        entry = replace(value, level=min(value.level, DATA))
-        is_text = call.last != "items" or "state_dict" in text_of(call.node)
-        key = tagged("text") if is_text else Abstract()
-        item = Abstract(parts=(key, entry))
     return replace(value, count=count, item=item)
 
 

@@ -36,15 +36,18 @@ def collective_of(call: Call) -> Collective | None:
         if any(_owns(each, call.origin, subjects) for each in row.owners):
             if _of_unwrapped(call):
                 return None
-            if "gathers sharded" not in row.why and _of_a_group(call):
+            grouped = "gathers sharded" not in row.why and _of_a_group(call)
+            if grouped and re.search(knowledge.ALONE_OR_ALIKE, text_of(call.node)):
                 return None
             whole = text_of(call.node.func) if name.startswith("()") else name
+            kind = row.pairs_with or last
             return Collective(
                 name=whole,
-                pairs_with=row.pairs_with or last,
+                pairs_with=f"{kind} in a group" if grouped else kind,
                 line=call.node.lineno,
                 why=row.why,
-                guess=row.guess,
+                guess=knowledge.IN_A_GROUP if grouped else row.guess,
+                grouped=grouped,
             )
     return _of_wrapped(call)
 

@@ -97,6 +97,12 @@ _SENTENCES = {
         " process: ranks make unlike ones",
         "sorted(..)",
     ),
+    Kind.SIZES: Sentence(
+        "NP413",
+        "{names} takes as much from each rank as this rank's own data say, of which the others"
+        " know nothing: they send what theirs say",
+        "the sizes exchanged before, by an all_to_all_single of their own",
+    ),
     Kind.ALARM: Sentence(
         "NP411",
         "the alarm of line {line} does not end {names}: Python runs the handler of a signal"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -34,13 +33,13 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     LOG,
     RECEIVED,
     UNUSED,
-    BlockEnd,
     Collective,
     Decision,
+    PeerMessage,
+    Tried,
     conditions_in,
-    messages_in,
+    of_kind,
     served_in,
-    tries_in,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
 from nemo_patches.tools.doctor.interpreter.values import VARIES, Abstract
@@ -75,7 +74,7 @@ _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # What is found under a guess, and not only left open by it.
-_TOLD = ("the module is sharded", "a rank whose")
+_TOLD = ("the module is sharded", "a rank whose", knowledge.IN_A_GROUP)
 _MOST_MEMBERS = 16
 _MOST_TESTS = 100  # of one function on its data; NeMo's largest has 20
 # Each knows what the one before has seen of attributes and wrapped modules.
@@ -99,10 +98,11 @@ class Kind(Enum):
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
     SET = "the order of a set"
+    SIZES = "how much it takes of each rank"
 
 
 # What may be wrong with a collective that something else is wrong with.
-_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET)
+_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET, Kind.SIZES)
 _KINDS = {
     "for": Kind.LOOP,
     "filter": Kind.LOOP,
@@ -204,10 +204,7 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
     """Messages of functions that the file does not call for some ranks alone."""
     found: list[tuple[Interpreter, Correspondence]] = []
     for each in read:
-        if (
-            any(messages_in(each.items))
-            and each.definition.node not in file.called_apart
-        ):
+        if any(of_kind(each.items, PeerMessage)):
             every = range(file.members.job)
             ways = [Way(on_member(number, len(file.members))) for number in every]
             for way in ways:
@@ -252,11 +249,7 @@ class WaysCompared:
         self.name = reader.definition.name
         self.items = reader.items
         self.job = reader.file.members.job
-        by_key: dict[str, Decision] = {}
-        for each in conditions_in(self.items):
-            # What is on one rank alone behind a reduce is asked for before it as what it was.
-            if each.key not in by_key or not each.value.has("alone"):
-                by_key[each.key] = each
+        by_key = {each.key: each for each in conditions_in(self.items)}
         self.conditions = list(by_key.values())
 
     def divergences(self, said: set[object]) -> Iterator[Divergence]:
@@ -286,27 +279,19 @@ class WaysCompared:
         if not self._usual.events:
             return
         alone = functions.one_rank(self.reader, self.reader.definition)
-        if alone:
+        of_all = [each for each in self._usual.events if not each.made.grouped]
+        if self.reader.in_hook and not alone:
+            of_all = [each for each in of_all if not _of_all(each)]
+        if of_all and (alone or self.reader.in_hook):
             yield Divergence(
                 function=self.name,
-                kind=Kind.FIRST_RANK,
-                collectives=_made(self._usual.events),
-                cause=alone,
+                kind=Kind.FIRST_RANK if alone else Kind.HOOK,
+                collectives=_made(of_all),
+                cause=alone or last_part(self.name),
                 line=self.reader.definition.node.lineno,
-                by_rank=True,
+                by_rank=bool(alone),
             )
             return
-        if self.reader.in_hook:
-            own = [each for each in self._usual.events if not _of_all(each)]
-            if own:
-                yield Divergence(
-                    function=self.name,
-                    kind=Kind.HOOK,
-                    collectives=_made(own),
-                    cause=last_part(self.name),
-                    line=self.reader.definition.node.lineno,
-                )
-                return
         yield from self._by_rank()
         yield from self._by_data()
 
@@ -324,13 +309,14 @@ class WaysCompared:
         """Whether it is a step, or runs the backward pass itself."""
         return self.name.endswith("_step") or "backward" in self._attributes
 
-    def _follow(self, decide: Decide, caught: Caught | None = None) -> Way:
+    def _follow(
+        self, decide: Decide, caught: Caught | None = None, by_rank: bool = False
+    ) -> Way:
         way = Way(decide, caught)
         way.follow(self.items)
+        if by_rank:  # a rank that is in no group has to make nothing there
+            way.events = [each for each in way.events if not each.made.grouped]
         return way
-
-    def _follow_both(self, key: str) -> tuple[Way, Way]:
-        return self._follow(either(key, True)), self._follow(either(key, False))
 
     def _by_rank(self) -> Iterator[Divergence]:
         members = self.file.members
@@ -347,7 +333,7 @@ class WaysCompared:
         for number in range(self.job):
             unlike.setdefault(tuple(column[number] for column in columns), number)
         ways = [
-            self._follow(on_member(number, len(members)))
+            self._follow(on_member(number, len(members)), by_rank=True)
             for number in list(unlike.values())[:_MOST_MEMBERS]
         ]
         for other in ways[1:]:
@@ -355,15 +341,23 @@ class WaysCompared:
         # Those that a rank's number does not decide, such as rank == source.
         for each in self.conditions:
             if each.value.has("rank") and each not in ranked:
-                ways_of = self._follow_both(each.key)
-                yield from self._compared(*ways_of, [each], by_rank=True)
+                yield from self._by_test(each, by_rank=True)
 
     def _by_data(self) -> Iterator[Divergence]:
         for each in self.conditions[:_MOST_TESTS]:
             guess = self._guess_of_batches(each)
             if guess or (each.value.level == VARIES and not each.value.has("rank")):
-                ways_of = self._follow_both(each.key)
-                yield from self._compared(*ways_of, [each], guess=guess)
+                yield from self._by_test(each, guess=guess)
+
+    def _by_test(
+        self, condition: Decision, *, by_rank: bool = False, guess: str = ""
+    ) -> Iterator[Divergence]:
+        """Of the ways on which it holds and does not."""
+        one, other = (
+            self._follow(either(condition.key, holds), by_rank=by_rank)
+            for holds in (True, False)
+        )
+        yield from self._compared(one, other, [condition], by_rank=by_rank, guess=guess)
 
     def _guess_of_batches(self, condition: Decision) -> str:
         """What must hold for ranks to differ in a test that they mostly agree in, which counts
@@ -392,17 +386,15 @@ class WaysCompared:
         )
 
     def _by_error(self) -> Iterator[Divergence]:
-        for tried in tries_in(self.items):
+        # A helper's are found in the helper.
+        for tried in of_kind(self.items, Tried, helpers=False):
             for number, (condition, _) in enumerate(tried.handlers):
                 if condition.value.level != VARIES or tried.harmless:
                     continue
                 missing: list[Event] = []
                 for early in (False, True):
                     way = self._follow(undecided, (tried, number, early))
-                    if way.raised:
-                        missing = self._alone(way)
-                    else:
-                        missing = missing or difference(self._usual, way)
+                    missing = missing or difference(self._usual, way)
                 if missing:
                     yield Divergence(
                         function=self.name,
@@ -411,21 +403,6 @@ class WaysCompared:
                         cause=condition.text,
                         line=condition.line,
                     )
-
-    def _alone(self, way: Way) -> list[Event]:
-        """What a handler makes before it raises, if the others come to something else then."""
-        before = Counter(each.key for each in way.events) - Counter(
-            each.key for each in way.handled
-        )
-        rest = []
-        for each in self._usual.events:
-            if before[each.key]:
-                before[each.key] -= 1
-            else:
-                rest.append(each.made.pairs_with)
-        rest += [each.made.pairs_with for each in self._usual.events]  # of a next turn
-        paired = [each.made.pairs_with for each in way.handled[:1]] == rest[:1]
-        return [] if paired else way.handled
 
     def _compared(
         self,
@@ -437,11 +414,7 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
-        missing = [
-            each
-            for each in difference(way, other)
-            if each.made.name not in self.reader.settled
-        ]
+        missing = difference(way, other)
         if by_rank:
             missing = _not_served(way, other, missing)
         else:
@@ -479,9 +452,7 @@ class WaysCompared:
         exits = {*way.exits} ^ {*other.exits}
         for each in sorted(exits, key=lambda one: (one.sets, one.line)):
             around = next((one for one in conditions if one.around(each.line)), None)
-            # That a loop breaks is the matter of the test that does it.
-            breaks = each.text == BlockEnd.BREAK.value
-            if around is not None and not (breaks and around.kind == "for"):
+            if around is not None:
                 made = self._guessed(missing, by_rank, "")
                 parted = self._parted(Kind.EXIT, made, around, by_rank)
                 yield replace(parted, exit=each.text, exit_line=each.line)

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -79,12 +80,16 @@ def visit_NamedExpr(reader: Interpreter, node: ast.NamedExpr) -> Abstract:
     return reader.env.get(node.target.id, value)
 
 
-def visit_Yield(reader: Interpreter, node: ast.Yield) -> Abstract:
-    reader.yields.append((reader.chosen, reader.turns))
+def visit_Yield(reader: Interpreter, node: ast.Yield | ast.YieldFrom) -> Abstract:
     value = reader.of(node.value) if node.value else Abstract()
-    if reader.run_managed is not None:
-        reader.items.append(Managed(reader.run_managed(value)))
+    often = value.turns if isinstance(node, ast.YieldFrom) else SAME
+    reader.yields.append((reader.chosen, max(reader.turns, often)))
+    run = reader.run_managed
+    reader.items.append(Managed(run(value) if run is not None else []))
     return value
+
+
+visit_YieldFrom = visit_Yield
 
 
 def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:
@@ -114,7 +119,7 @@ def visit_Attribute(reader: Interpreter, node: ast.Attribute) -> Abstract:
         return _named(reader, name, reader.env[name])
     method = reader.file.method(reader.owner, node.attr) if owner == "self" else None
     if method and is_property(method):
-        return call_helper(reader, method, None, node, name)
+        return call_helper(reader, method, None, node)
     if owner in ("trainer", "self.trainer") and node.attr in knowledge.PROPERTIES:
         pairs_with, why, guess = knowledge.PROPERTIES[node.attr]
         reader.emit(Collective(name, pairs_with, node.lineno, why, guess))
@@ -134,7 +139,7 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
             reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
         )
         if method and is_property(method):
-            return call_helper(reader, method, None, node, name)
+            return call_helper(reader, method, None, node)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
             return known[f"self.{node.attr}"]
@@ -150,13 +155,9 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
         return Abstract(ref=method)
     if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
         return tagged("gradient") if node.attr == "grad" else Abstract()
-    if node.attr == "shape" and parts_of(dotted(node.value)) & knowledge.PARAMETER:
-        return Abstract()
     if node.attr == "shape" and inner.level:
         return tagged("shape", level=VARIES)
     wrapped = reader.file.wrapped.get(node.attr, frozenset[str]())
-    if node.attr == "module":
-        wrapped = frozenset()
     tags = wrapped | inner.tags & {"@engine", "alone", "file", "object"}
     level = inner.level
     count = UNKNOWN if parts_of(node.attr) & knowledge.LOADERS else None
@@ -252,7 +253,8 @@ def visit_List(reader: Interpreter, node: ast.List | ast.Tuple | ast.Set) -> Abs
     values = tuple(map(reader.of, node.elts))
     columns = [each.at for each in values]
     at = applied(lambda *parts: parts, columns, text_of(node))
-    return replace(mixed(values), at=at, count=SAME, parts=values)
+    item = next((each for each in values if isinstance(each.ref, Definition)), None)
+    return replace(mixed(values), at=at, count=SAME, item=item, parts=values)
 
 
 visit_Tuple = visit_List
@@ -302,8 +304,6 @@ def visit_ListComp(reader: Interpreter, node: Any) -> Abstract:
     reader.turns, reader.chosen = before
     agreed = {key: each for key, each in reader.env.items() if each.has("agreed")}
     reader.env = {**outer, **agreed}
-    if isinstance(node, ast.DictComp) and value.count != VARIES:
-        return replace(value, level=SAME, count=SAME)  # its keys are the data set's
     return value.tagged("set") if isinstance(node, ast.SetComp) else value
 
 
@@ -312,25 +312,25 @@ visit_SetComp = visit_GeneratorExp = visit_DictComp = visit_ListComp
 
 def visit_BoolOp(reader: Interpreter, node: ast.BoolOp) -> Abstract:
     ends = isinstance(node.op, ast.Or)
-    members = len(reader.file.members)
     first = node.values[0]
-    value = reader.truth(first)
-    at: Sequence[Any] = truths(value.at, text_of(first), members)
-    known = [value]
+    known = [reader.truth(first)]
     for each in node.values[1:]:
-        if value.decided is ends:
+        if known[-1].decided is ends:
             break
         with reader.inside() as items:
-            value = reader.truth(each)
+            known.append(reader.truth(each))
         if items:
             condition = reader.decided_by(first, known[0], node)
             sides = ([], items) if ends else (items, [])
             reader.items.append(Branch(condition, *sides))
-        known.append(value)
-        at = both(at, truths(value.at, text_of(each), members), ends)
     left = mixed([each for each in known if each.decided is None])
-    decided = any(each.at for each in known)
-    return replace(left, at=tuple(at) if decided else None)
+    if not any(each.at for each in known):
+        return left
+    columns = (
+        truths(value.at, text_of(each), len(reader.file.members))
+        for each, value in zip(node.values, known, strict=False)
+    )
+    return replace(left, at=tuple(reduce(partial(both, ends=ends), columns)))
 
 
 def visit_UnaryOp(reader: Interpreter, node: ast.UnaryOp) -> Abstract:
@@ -406,13 +406,13 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     itself = text_of(sides[0]) == text_of(sides[1])  # loss != loss
     if value.level == DATA and (
         itself
-        or any(each.at and isinstance(each.at[0], str) for each in values)
+        or any(each.at and isinstance(each.at[0], (str, tuple)) for each in values)
         or any(isinstance(each, _COMPARING) for each in node.ops)
     ):
         value = replace(value, level=VARIES)
     # Whether it is empty, or as long as another.
     own = any(each.count == VARIES and not each.has("file") for each in values)
-    return replace(value, count=VARIES if own else None).without("gradient")
+    return replace(value, count=VARIES if own else None).without("gradient", "next")
 
 
 def _compared(

@@ -12,12 +12,12 @@ from nemo_patches.tools.doctor.interpreter import calls, collectives, knowledge
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     Branch,
+    Collective,
     Inlined,
     Items,
-    collectives_in,
-    inner_blocks,
+    inside,
+    of_kind,
     own_collectives,
-    size_of,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -45,26 +45,24 @@ _SOME_COLLECTIVE = "torch.distributed.barrier"  # for what a decorator is given
 def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
     """The function of this file that a call leads to."""
     name = dotted(node.func)
-    first, _, rest = name.partition(".")
-    if first in ("super()", "self", "cls") and reader.owner and "." not in rest:
-        beyond = first == "super()"
-        found = reader.file.method(reader.owner, rest or "forward", beyond=beyond)
-        if found or first == "super()":
+    holder_name, _, last = name.rpartition(".")
+    holder = reader.env.get(holder_name, Abstract())
+    if holder_name in ("super()", "self", "cls") or name == "self":
+        beyond = holder_name == "super()"
+        own = last if holder_name else "forward"
+        found = reader.file.method(reader.owner, own, beyond=beyond)
+        if found or beyond:
             return None if found and is_property(found) else found
-    known = reader.env.get(name, Abstract())
-    owner = reader.env.get(name.rpartition(".")[0], Abstract())
-    if owner.has("metric") and last_part(name) == "compute":
+    if holder.has("metric") and last == "compute":
         return None  # torchmetrics runs it between two of its own collectives
-    holder = owner.ref
-    if isinstance(holder, Definition) and holder.methods:
-        return reader.file.method(holder, last_part(name))
-    ref = known.ref
+    if isinstance(holder.ref, Definition) and holder.ref.methods:
+        return reader.file.method(holder.ref, last)
+    known = reader.env.get(name, Abstract())
     if known.has("instance"):
-        wrapped = known.has("ddp", "fsdp")
-        if wrapped:
-            return None
-        called = reader.file.method(ref, "__call__")
-        return called or reader.file.method(ref, "forward")
+        called = reader.file.method(known.ref, "__call__")
+        called = called or reader.file.method(known.ref, "forward")
+        return None if known.has("ddp", "fsdp") else called
+    ref = known.ref
     is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
     return ref if is_function else None
 
@@ -74,7 +72,6 @@ def call_helper(
     called: Definition,
     call: calls.Call | None,
     node: ast.Call | ast.Attribute,
-    name: str,
 ) -> Abstract:
     """A helper of this file, read with what it is given. call: None of a property."""
     if called in reader.file.being_read or manages(called):
@@ -84,27 +81,20 @@ def call_helper(
         seen = reader.file.given.setdefault(called, {})
         seen.setdefault(parameter, []).append(value)
     reader.file.calls_joined.setdefault(called.node, set()).add(reader.joined)
-    if reader.apart:
-        reader.file.called_apart.add(called.node)
     of_self = reader.owner is not None and called.owner is reader.owner
     own = attributes_in(reader.env) if of_self else {}
-    key = called, tuple(given.items()), tuple(own.items())
-    if key not in reader.file.summaries:
-        reader.file.summaries[key] = reader.read(called, given, own)
-    inner: Interpreter = reader.file.summaries[key]
+    inner = _summary(reader, called, given, own)
     if one_rank(reader, called):
         return inner.returned
     if inner.items and not inner.yields:
         guess = collectives.guess_of_helper(called, call, reader.file)
         items = inner.items
-        size = size_of(items)
-        if size > _MOST_OF_A_HELPER:  # its collectives are one
-            items = list(islice(collectives_in(items), 1))
-            size = 1
-        name = name if call is None else f"{name}()"
-        inlined = Inlined(name, node.lineno, items, guess, size=size)
+        if any(islice(inside(items), _MOST_OF_A_HELPER, None)):  # they are one
+            items = list(islice(of_kind(items, Collective), 1))
+        name = text_of(node) if call is None else f"{text_of(call.node.func)}()"
+        inlined = Inlined(name, node.lineno, items, guess)
         kept = _is_cached(called) and any(each.level >= DATA for each in given.values())
-        if kept and any(collectives_in(items)):
+        if kept and any(of_kind(items, Collective)):
             text = f"what the cache of {called.name} has"
             asked = reader.decided_by(node, Abstract(VARIES), node, key=text)
             reader.items.append(Branch(asked, [], [inlined]))
@@ -124,14 +114,25 @@ def call_helper(
     return inner.returned
 
 
-def makes_collectives(reader: Interpreter, own: Definition) -> bool:
-    """Whether a function of this file makes any, whatever it is given."""
+def items_of(reader: Interpreter, own: Definition) -> Items:
+    """What a function of this file makes, whatever it is given."""
     if own in reader.file.being_read or reader.depth >= MOST_DEEP:
-        return False
-    key = own, (), ()
+        return []
+    return _summary(reader, own, {}, {}).items
+
+
+def _summary(
+    reader: Interpreter,
+    called: Definition,
+    given: Mapping[str, Abstract],
+    own: Mapping[str, Abstract],
+) -> Interpreter:
+    """Each is read once for what it is given."""
+    key = called, tuple(given.items()), tuple(own.items())
     if key not in reader.file.summaries:
-        reader.file.summaries[key] = reader.read(own, {}, {})
-    return any(collectives_in(reader.file.summaries[key].items))
+        reader.file.summaries[key] = reader.read(called, given, own)
+    inner: Interpreter = reader.file.summaries[key]
+    return inner
 
 
 def one_rank(reader: Interpreter, definition: Definition) -> str:
@@ -160,8 +161,8 @@ def _is_alarmed(made: Interpreter) -> bool:
     return any(kind == "ALARM" for kind, _, _ in made.found)
 
 
-def decorated(reader: Interpreter, function: Definition) -> Definition:
-    """What is called by a function's name: what a decorator of this file puts in its place."""
+def decorate(reader: Interpreter, function: Definition) -> None:
+    """Read what a decorator of this file does with a function: add it to a table, or run it."""
     for node in reversed(getattr(function.node, "decorator_list", ())):
         made = _wrapper(reader, node)
         if made and (_is_alarmed(made) or _parts_ranks(reader, made.items)):
@@ -171,18 +172,10 @@ def decorated(reader: Interpreter, function: Definition) -> Definition:
         if args is None or not args.args or own in reader.file.being_read:
             continue
         inner = reader.read(own, {args.args[0].arg: Abstract(ref=function)}, {})
-        for (
-            name,
-            kept,
-        ) in inner.env.items():  # a table of functions, to which it is added
-            if kept.entries and "." not in name and name in reader.env:
+        for name, kept in inner.env.items():
+            fills = (kept.entries or kept.item) and "." not in name
+            if fills and name in reader.env:
                 reader.env[name] = kept
-        runs = inner.returned.ref
-        if isinstance(runs, Definition) and runs in reader.file.definitions:
-            place = reader.file.definitions.index(runs)
-            function = replace(runs, name=function.name, owner=function.owner)
-            reader.file.definitions[place] = function
-    return function
 
 
 def _wrapper(reader: Interpreter, decorator: ast.expr) -> Interpreter | None:
@@ -232,13 +225,9 @@ def _returned(
 def _parts_ranks(reader: Interpreter, items: Items) -> bool:
     """Whether a collective is made on one side of a test on the rank only."""
     return any(
-        any(_parts_ranks(reader, block) for block in inner_blocks(each))
-        or (
-            isinstance(each, Branch)
-            and reader.by_rank(each.condition.value)
-            and any(collectives_in(each.yes)) != any(collectives_in(each.no))
-        )
-        for each in items
+        reader.by_rank(each.condition.value)
+        and any(of_kind(each.yes, Collective)) != any(of_kind(each.no, Collective))
+        for each in of_kind(items, Branch)
     )
 
 

@@ -78,9 +78,9 @@ class Interpreter:
         self.depth = depth
         self.items: Items = []
         self.set_here = set[str]()
-        self.settled = set[str]()
         self.yields: list[tuple[int, int]] = []
         self.chosen = SAME
+        self.parted = SAME  # the same, with ranks that are not here any more
         self.turns = SAME
         self.branches = 0
         self.loops = 0
@@ -90,16 +90,15 @@ class Interpreter:
         self.joined = definition.node in file.joined
         self.sized = False  # where a test asks what is left over by the number of ranks
         self.apart = False  # where a test of the rank lets some ranks come
-        self.caught_as = ""  # the name of the error in its handler; () without one
+        self.handles = False  # an error
         # The line of an alarm that is set; 0 where it was cleared, None where nothing was done.
         self.alarm: int | None = None
         self.held = 0  # the line of a lock of several processes
         # By Kind's names, what no comparison of ways shows, and the line of what is wrong with it.
         self.found: list[tuple[str, Collective, int]] = []
         self.ranges: dict[str, tuple[str, Column]] = {}  # of peer_messages.py
-        # Of a context manager: what runs the block of the with statement, and its statements.
+        # Of a context manager: what runs the block of the with statement.
         self.run_managed: Callable[[Abstract], Items] | None = None
-        self.managed: Sequence[ast.stmt] = ()
         self.subjects = _subjects(file, self.owner)
         automatic = env.get("self.automatic_optimization", Abstract())
         self.runs_backward = (
@@ -119,7 +118,8 @@ class Interpreter:
                 chosen >= DATA or turns > DATA for chosen, turns in self.yields
             )
             count = VARIES if varies else UNKNOWN
-            return Abstract(DATA, count=count, tags=frozenset({"loader"}))
+            tags = frozenset({"loader", "generator"})
+            return Abstract(DATA, count=count, tags=tags, ref=self.definition)
         return self.env.get("return") or self.file.constant(None)
 
     def block(self, body: Sequence[ast.stmt]) -> BlockEnd | None:
@@ -158,27 +158,29 @@ class Interpreter:
             target = target.value
         name = dotted(target)
         last = last_part(name)
-        if name.startswith(("()", "super")):
-            return
         drawn = value.has("drawn") and name in knowledge.BATCHES
         if drawn or (value.has("next") and sounds_like_data(name)):
             value = replace(value, level=DATA).tagged("batch")
-        of_loader = parts_of(name) & knowledge.LOADERS
-        if value.level == DATA and value.count is None and of_loader:
-            value = replace(value, count=UNKNOWN)
         is_loss = parts_of(name) & knowledge.LOSSES and sounds_like_data(name)
         if value.level == UNKNOWN and last == name and is_loss:
             value = replace(value, level=DATA)
         by_signal = last_part(self.definition.name) in self.file.signalled
         if by_signal and value.has("const"):  # which comes to each rank at another step
             value = replace(value, level=VARIES, at=None).tagged("signal", "chosen")
-        if isinstance(target, ast.Attribute) or name in self.file.changed:
+        # Ranks that have left the function keep what an object has from before.
+        outlives = isinstance(target, ast.Attribute)
+        if outlives:
+            value = value.tagged(*self.file.wrapped.get(last, ()))
+        if outlives or name in self.file.changed:
             self.file.set_to.setdefault(last, []).append(value)
-        if self.chosen == VARIES and value.has("const") and not value.has("agreed"):
+        chosen = self.parted if outlives else self.chosen
+        if chosen == VARIES and value.has("const") and not value.has("agreed"):
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
-        if value.has("agreed"):
-            self.settled.add(name)
-        elif last in knowledge.SHARED_SETTINGS and last != name:
+        if (
+            not value.has("agreed")
+            and last in knowledge.SHARED_SETTINGS
+            and last != name
+        ):
             why = knowledge.SHARED_SETTINGS[last]
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)
@@ -196,7 +198,8 @@ class Interpreter:
 
     def set(self, name: str, value: Abstract) -> None:
         if name != "self":  # the attributes of what it was before
-            for each in [key for key in self.env if key.startswith(f"{name}.")]:
+            attributes = f"{name}."
+            for each in [key for key in self.env if key.startswith(attributes)]:
                 del self.env[each]
         self.env[name] = value
         self.set_here.add(name)
@@ -248,7 +251,7 @@ class Interpreter:
         value = joined(one, other)
         if one == other:
             return value
-        if one.ref != other.ref and (_callable(one.ref) or _callable(other.ref)):
+        if one.ref != other.ref and (_callable(one) or _callable(other)):
             value = replace(value, ref=Choice(condition, one.ref, other.ref))
         if name == "return" and condition.value.level == VARIES:
             of_files = condition.value.tags & {"file", "random"}
@@ -358,14 +361,17 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
         methods & knowledge.LIGHTNING_METHODS
     ):
         subjects.add("lightning")
+    if any(last_part(each).endswith("ModelCheckpoint") for each in bases):
+        subjects.add("saves")
     if any(each.startswith("nemo.") and last_part(each) != "ModelPT" for each in bases):
         subjects.add("nemo")
     return frozenset(subjects)
 
 
-def _callable(ref: object) -> bool:
+def _callable(value: Abstract) -> bool:
+    ref = value.ref
     if isinstance(ref, Definition):
-        return isinstance(ref.node, ast.FunctionDef)
+        return not value.has("instance", "generator")
     if isinstance(ref, Choice):  # not those of turn after turn
         return not isinstance(ref.yes, Choice) or not isinstance(ref.no, Choice)
     return isinstance(ref, (str, ast.Lambda))

@@ -11,7 +11,7 @@ from nemo_patches.tools.doctor.interpreter.expressions import attribute
 from nemo_patches.tools.doctor.interpreter.functions import (
     MOST_DEEP,
     call_helper,
-    makes_collectives,
+    items_of,
     own_function,
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
@@ -30,6 +30,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Inlined,
     Loop,
     Unseen,
+    of_kind,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
@@ -80,7 +81,7 @@ def visit_Call(reader: Interpreter, node: ast.Call) -> Abstract:
     last = last_part(call.origin)
     kind, package = knowledge.WRAPPERS.get(last, ("", ""))
     if kind and package in call.origin:
-        return _wrap(reader, node, kind, last)
+        return _wrap(reader, call, kind, last)
     if call.owner.has("one device"):
         return Abstract()
     return _lead_to(reader, own_function(reader, node) or call.function.ref, call)
@@ -104,7 +105,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     own = target if isinstance(target, Definition) else None
     if own and goes_on:
         if isinstance(own.node, ast.FunctionDef):
-            return call_helper(reader, own, call, node, call.name)
+            return call_helper(reader, own, call, node)
         if not call.function.has("instance"):
             return _make(reader, own, call)
     if isinstance(target, ast.Lambda) and goes_on:
@@ -117,6 +118,8 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         named = collectives.name_by_batch(call)
         if named is not None:
             reader.items.append(Branch(named, [made], []))
+        if made.pairs_with == "all_to_all_single" and _own_sizes(call):
+            reader.found.append(("SIZES", made, made.line))
         if made.pairs_with == BACKWARD:
             taken = [call.owner, *call.args]
             made = replace(made, modules=modules_in(mixed(taken).tags))
@@ -124,6 +127,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         if made.pairs_with == FORWARD:
             return value.tagged(*modules_in(call.function.tags))
         return value
+    _handle(reader, call)
     message = message_of(call, reader.ranges)
     if message is not None:
         reader.items.append(message)
@@ -134,10 +138,6 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
         return _add(reader, dotted(node.func.value), call)
     if call.name in ("filter", "map") and len(call.args) == 2:
         return _mapped(reader, call)
-    if call.last == "setattr" and len(node.args) == 3:
-        name = getattr(node.args[1], "value", "")
-        reader.assign(ast.Attribute(node.args[0], str(name), ast.Store()), call.args[2])
-        return Abstract()
     _set_alarm(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
@@ -147,6 +147,14 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     return value
 
 
+def _own_sizes(call: calls.Call) -> bool:
+    """Whether this rank's data say how much the others send, which they do not know of."""
+    given = {**dict(zip(knowledge.SIZES_OF, call.args, strict=False)), **call.given}
+    sent = given.get("input_split_sizes", Abstract())
+    sizes = given.get("output_split_sizes", sent)
+    return sizes.level == VARIES and not sizes.has("shape")
+
+
 def _pass_on(reader: Interpreter, call: calls.Call) -> None:
     """What is given a function of this file may call it, and make its collectives."""
     for each in (*call.args, *call.given.values()):
@@ -154,9 +162,24 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
         if (
             isinstance(own, Definition)
             and isinstance(own.node, ast.FunctionDef)
-            and makes_collectives(reader, own)
+            and any(of_kind(items_of(reader, own), Collective))
         ):
             reader.items.append(Unseen(own.name))
+
+
+def _handle(reader: Interpreter, call: calls.Call) -> None:
+    """Add a handler of this file to a logger, or run those that a record comes to."""
+    logger = str(call.owner.ref)
+    method = knowledge.HANDLERS.get(call.last, "")
+    given = [*call.args, *(each for one in call.given.values() for each in one.parts)]
+    for each in given if method else ():
+        handler = reader.file.method(each.ref, method) if each.has("instance") else None
+        if handler is not None:
+            where = logger.rstrip("'\")")
+            reader.file.handlers[handler.node] = handler, where
+    for handler, where in list(reader.file.handlers.values()):
+        if call.last in knowledge.RECORDS and logger.startswith(where):
+            call_helper(reader, handler, call, call.node)
 
 
 def _keep(reader: Interpreter, call: calls.Call) -> None:
@@ -211,7 +234,7 @@ def _make(reader: Interpreter, of_class: Definition, call: calls.Call) -> Abstra
         ]
         given = {**dict(zip(fields, call.args, strict=False)), **call.given}
         return replace(made, entries=tuple(given.items()))
-    call_helper(reader, begin, call, call.node, call.name)
+    call_helper(reader, begin, call, call.node)
     iterates = reader.file.method(of_class, "__iter__")
     counts = reader.file.method(of_class, "__len__")
     if iterates is None and counts is not None and counts not in reader.file.being_read:
@@ -253,6 +276,8 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     owner = call.owner
     chosen = reader.chosen >= DATA
     added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
+    if call.args and isinstance(call.args[-1].ref, Definition):
+        added = replace(added, item=call.args[-1])
     # A list of this function is as long as the turns in which it is added to.
     unknown = owner.count is None and "." in name
     count = None if unknown else max(owner.count or SAME, reader.turns)
@@ -281,10 +306,27 @@ def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
     return replace(iterated, level=max(value.level, iterated.level), count=count)
 
 
-def _wrap(reader: Interpreter, node: ast.Call, kind: str, last: str) -> Abstract:
+def _wrap_layers(reader: Interpreter, of_class: object, tags: frozenset[str]) -> None:
+    """What FSDP wraps by itself of a module: the items of its ModuleLists, and of its parts'."""
+    classes = [of_class]
+    for each in classes:
+        for node in (
+            nodes(each.node, ast.Assign) if isinstance(each, Definition) else ()
+        ):
+            made = [dotted(call.func) for call in nodes(node.value, ast.Call)]
+            if "ModuleList" in map(last_part, made):
+                reader.file.wrapped[last_part(dotted(node.targets[0]))] = tags
+            parts = (reader.file.env.get(name, Abstract()).ref for name in made)
+            classes += [part for part in parts if part not in classes]
+
+
+def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstract:
+    node = call.node
     perhaps = ["perhaps"] if reader.branches and kind == "fsdp" else []
     engine = ["@engine"] if last == "initialize" else []
     value = tagged(kind, *perhaps, *engine, f"{WRAPPED_AT}{node.lineno}")
+    if call.args and "auto_wrap_policy" in call.given:
+        _wrap_layers(reader, call.args[0].ref, value.tags)
     if last != "fully_shard" or not node.args:
         return value
     # In place; and what a loop takes it from: for layer in model.layers.
@@ -317,11 +359,6 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
     every += [
         each.value for each in node.keywords if each.arg not in knowledge.SETTINGS
     ]
-    of_torch = reader.origin(made.name).startswith(("torch.distributed", "dist."))
-    if last in knowledge.TO_ONE and of_torch:
-        if last == "reduce":  # one rank alone has the result
-            reader.agree_on(every[0], tagged("alone", level=VARIES))
-        return Abstract()
     if last in knowledge.READING:
         into_first = last.startswith("all_") and len(every) > 1
         every = every[:1] if into_first else []

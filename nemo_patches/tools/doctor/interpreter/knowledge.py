@@ -45,11 +45,14 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
 @pl_module,=self+lightning | all_gather | | |
 @strategy,@training_type_plugin | all_gather barrier broadcast reduce reduce_boolean_decision
     | | |
-=trainer+trains,=self.trainer+trains | fit predict save_checkpoint test validate
+@trainer+trains | fit predict save_checkpoint test validate
     | which waits for all ranks | |
-=trainer+transformers | evaluate | which waits for all ranks | |
+@trainer+transformers | evaluate | which waits for all ranks | |
 @engine+parallel | save_16bit_model save_checkpoint save_fp16_model
     | which all ranks of DeepSpeed save in | |
+=self+saves,@callback+lightning,@checkpoint+lightning |
+    _save_checkpoint _save_last_checkpoint _save_monitor_checkpoint
+    _save_none_monitor_checkpoint _save_topk_checkpoint | which waits for all ranks | |
 fsdp | clip_grad_norm_ | which reduces the norm of sharded gradients | |
 metric | compute | which gathers the metric from all ranks | |
 @acc+measures,@accuracy+measures,@auroc+measures,@bleu+measures,@cer+measures,@f1+measures,
@@ -70,6 +73,7 @@ fsdp,@engine+zero,=engine.module+zero | generate
 lightning,parallel | backward | which reduces the gradients | | backward
 =self+sharded,=self+ours | encoder perception pre_encoder | | | encoder
 """
+IN_A_GROUP = "the ranks of its group have batches of their own"
 # A call of a wrapped module: why it is a collective, and what must hold where that is not sure.
 ON_FSDP = (
     "which gathers sharded parameters",
@@ -97,14 +101,15 @@ _OF_LOGS = (
     "which reduces what was logged",
     "a metric in it was logged with sync_dist, and has not been reduced yet",
 )
+# all_to_all_single's arguments by their places: the last two are how much each rank sends.
+SIZES_OF = ("output", "input", "output_split_sizes", "input_split_sizes")
 # Properties of a trainer: what each pairs with, why, and what must hold.
 PROPERTIES = {
     "log_dir": ("broadcast", "which broadcasts rank 0's folder", ""),
     "callback_metrics": _OF_LOGS,
     "logged_metrics": _OF_LOGS,
 }
-# Those that leave their result on one rank, and those that read what they are given.
-TO_ONE = words("reduce gather gather_object")
+# Those that read what they are given, or leave their result on one rank.
 READING = words("""
     all_gather all_gather_into_tensor all_gather_object gather gather_for_metrics gather_object
     reduce
@@ -129,7 +134,7 @@ WRAPPERS = {
     "initialize": ("ddp", "deepspeed"),
 }
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
-MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "=trainer"}
+MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 # Files in which the backward pass reduces the gradients: those that name one of these, or make a
 # group of ranks and reduce no gradient themselves.
@@ -158,6 +163,11 @@ ONE_RANK = words("""
     """)
 GROUPS = words("new_group new_subgroups new_subgroups_by_enumeration")
 GROUP_NAME = r"group|mesh|\bpg\b|_pg\b"
+# In the call of a collective: some ranks alone make it, or those of its group have one batch.
+ALONE_OR_ALIKE = (
+    r"(?<![a-z])(context|cp|mesh|model|mp|pipeline|pp|sequence|sp|tensor|tp)(?![a-z])"
+    r"|new_\w*group|no_dist|use_local_synchronization"
+)
 LOGS = words("self.log self.log_dict pl_module.log pl_module.log_dict")
 
 # What a name says on a member, by its last part; source_file.py has what each line says.
@@ -216,6 +226,9 @@ OTHER_NAMES = words("""
 # What takes tensors, and what moves one.
 FED = words("criterion encoder model module net network")
 MOVING = words("cuda to")
+# What a logger runs at each record, by what it is added by, and what makes records.
+HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
+RECORDS = words("critical debug error exception info log warn warning")
 # What deals something out to ranks, in shares that differ by one.
 DEALING = words("array_split shard split_between_processes split_dataset_by_node")
 # Objects that decide by what they have been given.
@@ -236,6 +249,8 @@ READ_OFF = words("""
     all any count_nonzero isfinite isinf isnan item len max mean min nelement nonzero norm numel
     size sum tolist
     """)
+# What is asked of tensors of data alone.
+COUNTING = words("bincount histc")
 # What takes items by their numbers, which come second.
 SELECTING = words("Subset select")
 SIZES = words("nelement numel size")
@@ -270,7 +285,6 @@ SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split va
 TEXTS = words("key name")
 OF_SETS = words("copy difference intersection symmetric_difference union")
 ADDING = words("append extend add put put_nowait")
-EMPTINESS = words("empty qsize")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
 # Errors that all ranks have, if one has them.

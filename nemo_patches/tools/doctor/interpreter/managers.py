@@ -103,7 +103,6 @@ def _managed(
         return items
 
     within.run_managed = run
-    within.managed = node.body
     reader.file.being_read.append(manager)
     within.block(manager.node.body)
     reader.file.being_read.pop()

@@ -201,6 +201,11 @@ def _test(subject: ast.expr, pattern: ast.pattern) -> ast.expr:
         if len(parts) == len(pattern.patterns):
             pairs = zip(parts, pattern.patterns, strict=True)
             return ast.BoolOp(ast.And(), [_test(*pair) for pair in pairs])
+        values = [
+            each.value for each in pattern.patterns if isinstance(each, ast.MatchValue)
+        ]
+        if len(values) == len(pattern.patterns):
+            return ast.Compare(subject, [ast.Eq()], [ast.List(values, ast.Load())])
     if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
         return ast.Constant(True)
     if isinstance(pattern, ast.MatchValue):

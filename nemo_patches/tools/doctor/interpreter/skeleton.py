@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice
+from typing import TypeVar
 
 from nemo_patches.tools.doctor.interpreter.members import Column
 from nemo_patches.tools.doctor.interpreter.values import Abstract
@@ -34,8 +35,9 @@ class BlockEnd(Enum):
 class Collective:
     """A call that every rank must make. pairs_with: its kind; why: what makes it one; guess: what
     must hold for that. of: the name that is used in it. on_step: of a log, whether it is reduced at
-    once, where it says so. modules: of a backward pass, those it is known to reduce. place: its own
-    line and name, also where a helper makes it.
+    once, where it says so. grouped: whether only the ranks of a group make it. modules: of a
+    backward pass, those it is known to reduce. place: its own line and name, also where a helper
+    makes it.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Collective:
     guess: str = ""
     of: str = ""
     on_step: object = None
+    grouped: bool = False
     modules: frozenset[str] = frozenset()
     place: tuple[int, str] | None = None
 
@@ -136,12 +139,11 @@ class Inlined:
     body: Items
     guess: str = ""
     manages: bool = False
-    size: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Managed:
-    """The block of a with statement, in the context manager that runs it."""
+    """The block of a with statement, in its context manager; empty at a generator's yield."""
 
     body: Items
 
@@ -189,6 +191,7 @@ Item = (
     | Unseen
 )
 Items = list[Item]
+Kind = TypeVar("Kind")
 
 
 def inner_blocks(item: Item) -> list[Items]:
@@ -202,75 +205,79 @@ def inner_blocks(item: Item) -> list[Items]:
     return [item.body] if isinstance(item, (Inlined, Managed)) else []
 
 
+def inside(items: Iterable[Item], *, helpers: bool = True) -> Iterator[Item]:
+    """All of them, with those in others. helpers: also what helpers make."""
+    for each in items:
+        yield each
+        if helpers or not isinstance(each, Inlined) or each.manages:
+            for block in inner_blocks(each):
+                yield from inside(block, helpers=helpers)
+
+
+def of_kind(
+    items: Iterable[Item], kind: type[Kind], *, helpers: bool = True
+) -> Iterator[Kind]:
+    return (each for each in inside(items, helpers=helpers) if isinstance(each, kind))
+
+
 def conditions_in(items: Iterable[Item]) -> Iterator[Decision]:
+    around = (each for each in inside(items) if isinstance(each, (Branch, Loop)))
+    return (each.condition for each in around)
+
+
+def around_yields(items: Items) -> tuple[Items, Items]:
+    """What a generator makes before its first yield, and what only if it is asked for more."""
+    for number, each in enumerate(items):
+        before, behind = items[:number], items[number + 1 :]
+        if _yields(each):
+            if isinstance(each, Tried):  # its finally is run in any case
+                first, last = around_yields(each.body)
+                return [*before, *first], [*last, *behind]
+            return before, [each, *behind]
+    return items, []
+
+
+def _yields(item: Item) -> bool:
+    return any(not each.body for each in of_kind([item], Managed))
+
+
+def leaving(items: Items, by: Decision | None = None) -> Iterator[Decision]:
+    """What decides whether a loop goes on behind these."""
     for each in items:
-        if isinstance(each, (Branch, Loop)):
-            yield each.condition
-        for block in inner_blocks(each):
-            yield from conditions_in(block)
-
-
-def messages_in(items: Iterable[Item]) -> Iterator[PeerMessage]:
-    for each in items:
-        if isinstance(each, PeerMessage):
-            yield each
-        for block in inner_blocks(each):
-            yield from messages_in(block)
-
-
-def tries_in(items: Iterable[Item]) -> Iterator[Tried]:
-    """Those of a function itself: a helper's are found in the helper."""
-    for each in items:
-        if isinstance(each, Tried):
-            yield each
-        helper = isinstance(each, Inlined) and not each.manages
-        for block in () if helper else inner_blocks(each):
-            yield from tries_in(block)
+        if isinstance(each, Branch):
+            yield from leaving([*each.yes, *each.no], each.condition)
+        elif isinstance(each, (Managed, Tried)):
+            for block in inner_blocks(each):
+                yield from leaving(block, by)
+        elif isinstance(each, Exit) and each.end in (BlockEnd.BREAK, BlockEnd.RETURN):
+            yield from [by] if by else []
 
 
 def served_in(items: Iterable[Item]) -> Iterator[str]:
     """What is made in an endless loop that begins with what another rank sends."""
-    for each in items:
-        if isinstance(each, Loop) and each.endless:
-            kinds = [made.pairs_with for made in collectives_in(each.body)]
-            first = next(iter(each.body), None)
-            waits = isinstance(first, (Collective, Inlined))
-            if kinds and waits and kinds[0].startswith(RECEIVED):
-                yield from kinds
-        for block in inner_blocks(each):
-            yield from served_in(block)
+    for each in of_kind(items, Loop):
+        kinds = [made.pairs_with for made in of_kind(each.body, Collective)]
+        waits = each.body and isinstance(each.body[0], (Collective, Inlined))
+        if each.endless and waits and kinds and kinds[0].startswith(RECEIVED):
+            yield from kinds
 
 
-def size_of(items: Iterable[Item]) -> int:
-    """How many items there are, with those of helpers."""
-    return sum(
-        each.size
-        if isinstance(each, Inlined) and each.size
-        else 1 + sum(map(size_of, inner_blocks(each)))
-        for each in items
+def as_called(made: Collective, call: Inlined) -> Collective:
+    """A collective of a helper, where the helper is called."""
+    return replace(
+        made,
+        name=call.name,
+        line=call.line,
+        why=made.why or f"which makes {made.name}",
+        guess=made.guess or call.guess,
     )
 
 
 def own_collectives(items: Iterable[Item]) -> Iterator[Collective]:
     """With a helper's first one in place of all of the helper's, where it is called."""
-    for each in items:
+    for each in inside(items, helpers=False):
         if isinstance(each, Collective):
             yield each
-        elif isinstance(each, Inlined):
-            for made in islice(collectives_in(each.body), 1):
-                why = made.why or f"which makes {made.name}"
-                guess = made.guess or each.guess
-                yield replace(
-                    made, name=each.name, line=each.line, why=why, guess=guess
-                )
-        else:
-            for block in inner_blocks(each):
-                yield from own_collectives(block)
-
-
-def collectives_in(items: Iterable[Item]) -> Iterator[Collective]:
-    for each in items:
-        if isinstance(each, Collective):
-            yield each
-        for block in inner_blocks(each):
-            yield from collectives_in(block)
+        elif isinstance(each, Inlined) and not each.manages:
+            for made in islice(of_kind(each.body, Collective), 1):
+                yield as_called(made, each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from nemo_patches.tools.doctor.interpreter.values import (
     DATA,
     SAME,
     UNKNOWN,
+    VARIES,
     Abstract,
     joined,
 )
@@ -93,6 +95,11 @@ class SourceFile:
             for part in text.split(".")
         }
         self.changed = {name for each in nodes(tree, ast.Global) for name in each.names}
+        # By what an argument may be called that is one: meter, a Meter.
+        self.classes = {
+            re.sub(r"(?<=[a-z])(?=[A-Z])", "_", each.name).lower(): each.name
+            for each in nodes(tree, ast.ClassDef)
+        }
         self.loaded = {
             each.id
             for each in nodes(tree, ast.Name)
@@ -136,9 +143,10 @@ class SourceFile:
         self.summaries: dict[Any, Any] = {}
         self.seeded_by_rank = False
         self.calls_joined: dict[ast.AST, set[bool]] = {}
-        self.called_apart = set[ast.AST]()  # and those that some ranks alone call
         self.joined = set[ast.AST]()  # functions that are called within join() alone
         self.signalled = set[str]()  # names of functions that signals run
+        # What handles records, and of which loggers: how their text begins.
+        self.handlers: dict[ast.AST, tuple[Definition, str]] = {}
         self.handles_alarm = False  # by one of them
         for each in nodes(tree, ast.Call):
             if self.origin(dotted(each.func)) == "signal.signal" and len(each.args) > 1:
@@ -163,7 +171,9 @@ class SourceFile:
             values = [value for known in given.values() for value in known]
             if definition.owner and any(each.has("agreed") for each in values):
                 # They were set from what the arguments are called.
-                self.attributes.pop(definition.owner.name, None)
+                of_class = self.attributes.get(definition.owner.name, {})
+                for name in [key for key in of_class if of_class[key].level]:
+                    del of_class[name]
         self.given = {}
         self.joined = {
             node for node, seen in self.calls_joined.items() if False not in seen
@@ -264,7 +274,7 @@ class SourceFile:
             value.level == DATA
         ):  # what a name says counts less than what all ranks agreed on
             return called if called.has("agreed") else value
-        if parts_of(name) & knowledge.OTHER_NAMES:
+        if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value
         fed = called.level < DATA and name in _fed(definition.node)
         return replace(value, level=DATA) if fed else called
@@ -289,11 +299,9 @@ class SourceFile:
             knowledge.WRAPPERS[each][0] for each in types & knowledge.WRAPPERS.keys()
         }
         tags = {*self.wrapped.get(name, ()), *wrapped}
-        of = (
-            self.env.get(dotted(argument.annotation), Abstract()).ref
-            if argument.annotation
-            else None
-        )
+        annotated = argument.annotation is not None
+        named = dotted(argument.annotation) if annotated else self.classes.get(name)
+        of = self.env.get(named or "", Abstract()).ref
         if isinstance(of, Definition) and isinstance(of.node, ast.ClassDef):
             return Abstract(level, tags=frozenset({*tags, "instance"}), ref=of)
         if tensor and not sounds_like_data(name):

@@ -27,9 +27,14 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Collective,
     Decision,
     Exit,
+    Inlined,
+    Item,
     Items,
     Loop,
     Tried,
+    around_yields,
+    leaving,
+    of_kind,
     own_collectives,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
@@ -59,7 +64,6 @@ _ENDS: dict[type[ast.stmt], BlockEnd] = {
     ast.Break: BlockEnd.BREAK,
     ast.Continue: BlockEnd.CONTINUE,
 }
-_DENYING = (ast.NotIn, ast.NotEq)
 _ASKED = (ast.Attribute, ast.BoolOp, ast.Call, ast.Compare, ast.UnaryOp)
 
 
@@ -76,7 +80,7 @@ def statement(reader: Interpreter, node: ast.stmt) -> BlockEnd | None:
         if getattr(last, "name", "") == text_of(called.func):
             _unused(reader, first)
         if dotted(called.func) in knowledge.PROCESS_ENDS:
-            in_order = not reader.depth and not reader.caught_as and _in_order(called)
+            in_order = not reader.depth and not reader.handles and _in_order(called)
             end = BlockEnd.RETURN if in_order else BlockEnd.RAISE
             text = text_of(called)
     if end is not None:
@@ -95,7 +99,8 @@ def _unused(reader: Interpreter, first: int) -> None:
 def visit_FunctionDef(reader: Interpreter, node: ast.FunctionDef) -> None:
     in_module = reader.definition.node is reader.file.tree
     made = Definition(node.name, node, outer=None if in_module else reader.env)
-    reader.env[node.name] = Abstract(ref=functions.decorated(reader, made))
+    functions.decorate(reader, made)
+    reader.env[node.name] = Abstract(ref=made)
     reader.file.definitions.append(made)
 
 
@@ -111,7 +116,9 @@ def _of_class(reader: Interpreter, of_class: ast.ClassDef, node: ast.Assign) -> 
             if several or (of_enum and not value.at):
                 member = reader.file.constant(whole)
             reader.env[whole] = member
-            own = {f"self.{dotted(each)}": replace(member, ref=None)}
+            # rank: int = 0 is a default, and no object's own.
+            of_object = reader.file.source(dotted(each)) or member
+            own = {f"self.{dotted(each)}": replace(of_object, ref=None)}
             reader.file.of_classes.append((of_class.name, own))
 
 
@@ -130,8 +137,8 @@ def visit_ClassDef(reader: Interpreter, node: ast.ClassDef) -> None:
                 # It may call a method that is another one here.
                 inherited = replace(method, name=f"{node.name}.{name}", owner=made)
                 made.methods[name] = inherited
-    for name, method in made.methods.items():
-        made.methods[name] = functions.decorated(reader, method)
+    for method in made.methods.values():
+        functions.decorate(reader, method)
         reader.file.definitions.append(method)
 
 
@@ -140,8 +147,6 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
     value = reader.of(node.value)
     if isinstance(getattr(node.value, "right", None), ast.Constant):  # count += 1
         value = value.tagged("const")
-    if reader.sized:  # filled up, or cut
-        value = value.tagged("even")
     for target in node.targets:
         with reader.inside() as items:
             reader.assign(target, value)
@@ -166,8 +171,6 @@ def visit_Assign(reader: Interpreter, node: ast.Assign) -> None:
 def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     condition = reader.condition(node.test, node)
     decided = condition.value.decided
-    if decided is None and reader.caught_as and reader.caught_as in names_in(node.test):
-        decided = not _denies(node.test)  # it is the error that is looked for
     if decided is not None:
         return reader.block(node.body if decided else node.orelse)
     before = reader.env
@@ -179,14 +182,10 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     reader.sized |= condition.value.has("sized")
     reader.apart |= reader.by_rank(condition.value)
     meanings = reader.meanings
-    yes, left, taken = _side(
-        reader, node.body, before, SAME if _ends(node.orelse) else chosen
-    )
+    yes, left, taken = _side(reader, node.body, before, chosen, _ends(node.orelse))
     of_yes = reader.meanings
     reader.meanings = meanings
-    no, left_too, other = _side(
-        reader, node.orelse, before, SAME if _ends(node.body) else chosen
-    )
+    no, left_too, other = _side(reader, node.orelse, before, chosen, _ends(node.body))
     common = of_yes.items() & reader.meanings.items()
     reader.meanings = dict(common)
     reader.sized, reader.apart = sized, apart
@@ -203,18 +202,23 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
 
 
 def _side(
-    reader: Interpreter, body: Sequence[ast.stmt], before: Environment, chosen: int
+    reader: Interpreter,
+    body: Sequence[ast.stmt],
+    before: Environment,
+    chosen: int,
+    alone: bool,
 ) -> tuple[Items, BlockEnd | None, Environment]:
-    """chosen: how surely data decide that it is this one, and others go on behind the other: DATA
-    of what ranks mostly agree in.
+    """chosen: how surely data decide that it is this one: DATA of what ranks mostly agree in.
+    alone: whether nobody goes on behind the other one.
     """
     reader.env = dict(before)
     reader.meanings = dict(reader.meanings)
-    outer = reader.chosen
-    reader.chosen = max(outer, chosen)
+    outer = reader.chosen, reader.parted
+    reader.parted = max(reader.parted, chosen)
+    reader.chosen = max(reader.chosen, SAME if alone else chosen)
     with reader.inside() as items:
         end = reader.block(body)
-    reader.chosen = outer
+    reader.chosen, reader.parted = outer
     return items, end, reader.env
 
 
@@ -229,24 +233,24 @@ def _merged(
     are no others.
     """
     nothing = Abstract()
+    merged = {**other, **env}
+    unlike = [name for name in merged if env.get(name) is not other.get(name)]
     agree = {
         side
+        for name in unlike
         for side, here in enumerate((env, other))
-        for name, each in here.items()
-        if each is not before.get(name) and each.has("agreed")
+        if (each := here.get(name, nothing)) is not before.get(name)
+        and each.has("agreed")
     }
     agreeing = (
         len(agree) == 1 and condition.value.level != VARIES and "%" not in condition.key
     )
     side = min(agree, default=0)
-    merged = {}
-    for name in {**env, **other}:
+    for name in unlike:
         pair = env.get(name, nothing), other.get(name, nothing)
         mine, theirs = pair[side], pair[1 - side]
         if agreeing and (mine.has("agreed") or mine.level < theirs.level):
             merged[name] = mine
-        elif pair[0] is pair[1]:
-            merged[name] = pair[0]
         else:
             merged[name] = reader.either(condition, *pair, name)
     return merged
@@ -254,24 +258,20 @@ def _merged(
 
 def visit_While(reader: Interpreter, node: ast.While) -> None:
     endless = isinstance(node.test, ast.Constant)
-    reader.loops += 1
-    for _ in range(_readings(reader)):
-        condition = reader.condition(node.test, node)
-        sized = reader.sized
-        reader.sized |= condition.value.has("sized")
-        items = _turn(reader, node.body, endless)
-        reader.sized = sized
-    condition = max(
-        condition,
-        reader.condition(node.test, node),
-        key=lambda each: each.value.level,
-    )
-    reader.loops -= 1
-    _loop(reader, condition, items, node, endless)
+    asked = [reader.condition(node.test, node)]
+    sized = reader.sized
+    reader.sized |= asked[0].value.has("sized")
+    items = _turns(reader, node, endless=endless)
+    reader.sized = sized
+    asked.append(reader.condition(node.test, node))
+    condition = max(asked, key=lambda each: each.value.level)
+    _loop(reader, condition, items, node, endless=endless)
 
 
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
+    before, behind = _generated(reader, iterated, node)
+    reader.items += before
     whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
     loads = "batch" in names_in(node.target) or "data" in map(dotted, whole)
     if iterated.turns == DATA and loads:
@@ -281,16 +281,10 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     condition = reader.decided_by(node.iter, value, node, "for", text_of(node.iter))
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
-    turns = reader.turns
-    reader.turns = max(turns, iterated.turns)
-    reader.loops += 1
-    for _ in range(_readings(reader)):
-        drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
-        items = _turn(reader, node.body, endless=False, target=node.target, drawn=drawn)
-    reader.loops -= 1
-    reader.turns = turns
+    drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+    items = _turns(reader, node, iterated.turns, drawn)
     reader.ranges.pop(getattr(node.target, "id", ""), None)
-    _loop(reader, condition, items, node, endless=False)
+    _loop(reader, condition, items, node, behind=behind)
     if iterated.has("set"):
         named = parts_of(text_of(node.target)) & knowledge.TEXTS
         is_text = named or iterated.has("text")
@@ -300,38 +294,64 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
             reader.found.append(("SET", made, node.lineno))
 
 
+def _generated(
+    reader: Interpreter, iterated: Abstract, node: ast.For
+) -> list[list[Inlined]]:
+    """What a generator of this file makes before a loop over it, and with the next turns."""
+    made = iterated.ref
+    if iterated.has("instance"):
+        made = reader.file.method(made, "__iter__")
+    if not iterated.has("generator", "instance") or not isinstance(made, Definition):
+        return [[], []]
+    name = f"{last_part(made.name)}()"
+    parts = around_yields(functions.items_of(reader, made))
+    called = [Inlined(name, node.lineno, each) for each in parts]
+    return [[each] if any(of_kind(each.body, Collective)) else [] for each in called]
+
+
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
     """The collectives of a loop's body that are given its item, or what is made of it."""
     names = names_in(node.target)
-    for each in nodes(node, ast.Assign):
-        if names & names_in(each.value):
-            names |= {dotted(target) for target in each.targets}
     calls_of = nodes(node, ast.Call)
     given = {each.lineno for each in calls_of if names & names_in(each)}
     return [each for each in own_collectives(items) if each.line in given]
 
 
-def _readings(reader: Interpreter) -> int:
-    """A body is read twice, as what a turn sets may be asked for in the next one."""
-    return 2 if reader.loops <= _MOST_TURNED else 1
-
-
-def _turn(
+def _turns(
     reader: Interpreter,
-    body: Sequence[ast.stmt],
-    endless: bool,
-    target: ast.expr | None = None,
+    node: ast.For | ast.While,
+    often: int = SAME,
     drawn: Abstract | None = None,
+    *,
+    endless: bool = False,
 ) -> Items:
-    before = dict(reader.env)
-    with reader.inside() as items:
-        if target is not None and drawn is not None:
-            reader.assign(target, drawn)
-        reader.block(body)
-    for name, value in before.items() if not endless else ():
-        now = reader.env.get(name, value)
-        if now is not value and not now.has("agreed"):
-            reader.env[name] = joined(value, now)
+    """What a turn makes. often: how surely ranks differ in how many there are."""
+    turns = reader.turns
+    reader.turns = max(turns, often)
+    reader.loops += 1
+    # What a turn sets may be asked for in the next one.
+    for _ in range(2 if reader.loops <= _MOST_TURNED else 1):
+        before = dict(reader.env)
+        changed = False
+        with reader.inside() as items:
+            if drawn is not None and isinstance(node, ast.For):
+                reader.assign(node.target, drawn)
+            reader.block(node.body)
+        left = [each.value for each in leaving(items)]
+        if any(each.level == VARIES and not each.has("next") for each in left):
+            changed = reader.turns != VARIES
+            reader.turns = VARIES
+        for name, value in before.items():
+            now = reader.env.get(name, value)
+            if now == value:
+                continue
+            changed = True
+            if not endless and not now.has("agreed"):
+                reader.env[name] = joined(value, now)
+        if not changed:
+            break
+    reader.loops -= 1
+    reader.turns = turns
     return items
 
 
@@ -340,9 +360,12 @@ def _loop(
     condition: Decision,
     items: Items,
     node: ast.For | ast.While,
-    endless: bool,
+    *,
+    endless: bool = False,
+    behind: Sequence[Item] = (),
 ) -> None:
     with reader.inside() as last:
+        reader.items += behind
         reader.block(node.orelse)
     if node.orelse:  # which is not in the loop
         condition = replace(condition, end=node.orelse[0].lineno - 1)
@@ -378,17 +401,14 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
     reader.env = after
     with reader.inside() as final:
         last = reader.block(node.finalbody)
-    body_of = node.body
-    if any(nodes(each, ast.Yield) for each in node.body) and reader.managed:
-        body_of = list(reader.managed)
     reader.items.append(
         Tried(
             body=body,
             handlers=handlers,
             orelse=orelse,
             final=final,
-            first=_first_call(body_of),
-            harmless=_harmless(reader, body_of),
+            first=_first_call(node.body),
+            harmless=_harmless(reader, node.body),
         )
     )
     return last or (None if node.handlers else end)
@@ -397,13 +417,14 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
 def _handler(
     reader: Interpreter, node: ast.ExceptHandler, level: int, env: Environment
 ) -> tuple[Items, BlockEnd | None]:
-    outer = reader.chosen, reader.caught_as
+    outer = reader.chosen, reader.parted, reader.handles
     reader.env = env
     reader.chosen = max(reader.chosen, level)
-    reader.caught_as = node.name or "()"
+    reader.parted = max(reader.parted, level)
+    reader.handles = True
     with reader.inside() as items:
         end = reader.block(node.body)
-    reader.chosen, reader.caught_as = outer
+    reader.chosen, reader.parted, reader.handles = outer
     return items, end
 
 
@@ -469,13 +490,6 @@ def _in_order(leaving: ast.Call) -> bool:
     code = leaving.args[0] if leaving.args else ast.Constant(0)
     said = isinstance(code, ast.Constant) and code.value in (0, None)
     return said and dotted(leaving.func).endswith("exit")
-
-
-def _denies(test: ast.expr) -> bool:
-    """Whether a test holds where what it names is not there."""
-    if isinstance(test, ast.UnaryOp):
-        return not _denies(test.operand)
-    return isinstance(test, ast.Compare) and isinstance(test.ops[0], _DENYING)
 
 
 def _of_handler(node: ast.ExceptHandler, tried: ast.Try, apart: bool) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -48,10 +49,13 @@ class Abstract:
         return not self.tags.isdisjoint(tags)
 
     def tagged(self, *tags: str) -> Abstract:
-        return replace(self, tags=self.tags.union(tags))
+        union = self.tags.union(tags)
+        return self if union == self.tags else replace(self, tags=union)
 
     def without(self, *tags: str) -> Abstract:
-        return replace(self, tags=self.tags.difference(tags))
+        return (
+            replace(self, tags=self.tags.difference(tags)) if self.has(*tags) else self
+        )
 
     @property
     def decided(self) -> bool | None:
@@ -73,6 +77,7 @@ def tagged(*tags: str, level: int = SAME) -> Abstract:
 # What holds of a value of two paths only if it holds of both, or is of one path alone.
 _OF_BOTH = {"agreed", "const", "new", "nothing"}
 AGREED = tagged("agreed")
+_NO_TAGS = frozenset[str]()
 WRAPPED_AT = "wrapped at "  # a tag: and the line
 
 
@@ -81,15 +86,16 @@ def modules_in(tags: frozenset[str]) -> frozenset[str]:
     return frozenset(each for each in tags if each.startswith(WRAPPED_AT))
 
 
+@lru_cache(maxsize=1000)
 def carried(tags: frozenset[str]) -> frozenset[str]:
     return tags & knowledge.CARRIED | modules_in(tags)
 
 
 def mixed(values: Sequence[Abstract]) -> Abstract:
     """Of something that is made of these."""
-    tags = frozenset[str]().union(*(each.tags for each in values))
-    level = max((each.level for each in values), default=SAME)
-    agreed = tags & AGREED.tags if level == SAME else frozenset[str]()
+    tags = _NO_TAGS.union(*[each.tags for each in values])
+    level = max([each.level for each in values], default=SAME)
+    agreed = tags & AGREED.tags if level == SAME else _NO_TAGS
     return Abstract(level, tags=carried(tags) | agreed)
 
 

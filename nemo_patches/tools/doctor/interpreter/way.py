@@ -26,7 +26,8 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     PeerMessage,
     Tried,
     Unseen,
-    collectives_in,
+    as_called,
+    of_kind,
 )
 
 _LOOPS = ("for ", "while ")  # how their guards begin
@@ -78,7 +79,6 @@ class Way:
     caught: Caught | None = None
     events: list[Event] = field(default_factory=list)
     exits: list[WayOut] = field(default_factory=list)
-    handled: list[Event] = field(default_factory=list)  # in the handler of `caught`
     unseen: set[str] = field(default_factory=set)
     # Whether it comes to each of them, and only once.
     messages: list[tuple[PeerMessage, bool, bool]] = field(default_factory=list)
@@ -127,14 +127,10 @@ class Way:
         if made.of in self._nothing:
             return
         call = self._call
+        if call and made.grouped:  # which group it is given is not told here
+            return
         if call:
-            made = replace(
-                made,
-                name=call.name,
-                line=call.line,
-                why=made.why or f"which makes {made.name}",
-                guess=made.guess or call.guess,
-            )
+            made = as_called(made, call)
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
 
@@ -163,11 +159,6 @@ class Way:
 
     def _branch(self, item: Branch) -> BlockEnd | None:
         decided = self.decide(item.condition)
-        if isinstance(decided, Open):  # it may be asked again in its own branch
-            if decided in self._guards:
-                decided = True
-            elif negated(decided) in self._guards:
-                decided = False
         if not isinstance(decided, Open):
             before = self._left
             end = self.follow(item.yes if decided else item.no)
@@ -209,20 +200,21 @@ class Way:
             self.endless.append(condition)
         first = len(self.events)
         outer = self._left
-        self._left = {**outer, BlockEnd.CONTINUE: (), BlockEnd.BREAK: ()}
         with self._under(f"{condition.kind} {condition.key}"):
             end = self.follow(item.body)
-            returned = self._left.get(BlockEnd.RETURN, ())
-            already = len(outer.get(BlockEnd.RETURN, ()))
-            ways_out = {*self._left[BlockEnd.BREAK], *returned[already:]}
+            broken, returned = (
+                self._left.get(each, ())[len(outer.get(each, ())) :]
+                for each in (BlockEnd.BREAK, BlockEnd.RETURN)
+            )
+            ways_out = {*broken, *returned}
             if end in (BlockEnd.BREAK, BlockEnd.RETURN):
                 ways_out.add(_ONCE)
             # The next turn is not come to, either.
             self.events[first:] = [
                 each.behind(ways_out) for each in self.events[first:]
             ]
-            broken = self._left[BlockEnd.BREAK]
-            self._left = {**outer, BlockEnd.RETURN: returned}
+            already = outer.get(BlockEnd.RETURN, ())
+            self._left = {**outer, BlockEnd.RETURN: (*already, *returned)}
             if end is BlockEnd.RETURN:
                 self._leave(end)
         return self._otherwise(item, end, broken)
@@ -263,9 +255,7 @@ class Way:
             each for each in tried.events if _comes_before(each.made, item, early)
         ]
         before = self._left
-        done = len(self.events)
         end = self.follow(item.handlers[number][1])
-        self.handled = self.events[done:]
         self.raised = self.raised or (end is BlockEnd.RAISE and self._left == before)
         return end
 
@@ -284,6 +274,8 @@ class Way:
         return end if end is BlockEnd.RAISE else None
 
     def _managed(self, item: Managed) -> BlockEnd | None:
+        if not item.body:
+            return None
         call = self._call
         self._call = self._outside[-1]
         end = self.follow(item.body)
@@ -294,7 +286,7 @@ class Way:
 def _only_raises(items: Items) -> bool:
     last = items[-1] if items else None
     raises = isinstance(last, Exit) and last.end is BlockEnd.RAISE
-    return raises and not any(collectives_in(items))
+    return raises and not any(of_kind(items, Collective))
 
 
 def _comes_before(made: Collective, item: Tried, early: bool) -> bool:
@@ -326,7 +318,9 @@ def difference(way: Way, other: Way) -> list[Event]:
         if another.unseen - one.unseen or another.raised:
             continue
         for each in _surplus(one.events, another.events, too_many):
-            left[each.made.name, each.made.line] = each
+            place = each.made.name, each.made.line
+            if not each.made.guess or place not in left:
+                left[place] = each
     return sorted(left.values(), key=lambda each: each.made.line)
 
 

@@ -1,4 +1,6 @@
-"""A send that no rank receives, a recv that no rank sends, or a ring in which all receive first.
+"""A send that no rank receives, a recv that no rank sends, a ring in which all receive first.
+
+So, too, all_to_all_single with sizes that only this rank knows: it takes more than the others send.
 
 A recv returns only when the message has come, and a send may wait for its recv as well, which
 depends on the backend and on the message's size. Where the other end is not made, or only after the

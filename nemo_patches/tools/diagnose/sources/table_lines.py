@@ -1,0 +1,387 @@
+"""Tables with a row for each rank, as ps, monitors and profilers print them.
+
+They are read by the words of their heads, or of their rows ("rank 3: step 811, age 2 s"). One rank
+that is apart from all others, which are alike, is told: by its state, behind in steps, long
+unheard, or slow. Where several differ, or values are close, nobody is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import TypeAlias
+
+from nemo_patches.tools.diagnose import findings as ids
+from nemo_patches.tools.diagnose.conditions import TOLD_APART, TOLD_DEAD
+from nemo_patches.tools.diagnose.findings import Finding
+from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
+from nemo_patches.tools.diagnose.sources.lines import (
+    ANY_DIGIT,
+    BEFORE_MESSAGE,
+    LOCAL_RANK_OF_COMMAND,
+    MOST_KEPT,
+    RANK_OF_COMMAND,
+    Line,
+)
+from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
+from nemo_patches.tools.diagnose.verdicts import finding
+
+# Of the best rank's throughput: ranks on one kind of GPU differ by some %
+_LEAST_SHARE = 0.5
+_MOST_UNLIKE = 1.5  # the most by the least of values that are alike
+_LEAST_AGE_S, _LEAST_AGE = 30.0, 5  # of a heartbeat that is old, and by the others'
+_LEAST_RANKS = 3  # of which one is apart by a number
+_NEAR = 8  # lines: what a table is of stands before it
+
+# What a column has, by its name in small letters with "_" between its words. A part of a step
+# counts beside its phases.
+_ROLES = re.compile(
+    r"(?P<rank>(?:global_|world_|mpi_|dist_|slurm_)?(?:rank|procid)(?:_id)?s?)|"
+    r"(?P<number>(?:worker|task|process|proc|replica|trainer|learner)(?:_id)?)|"
+    r"(?P<pid>pid)|(?P<command>command|cmd|args)|(?P<state>stat|s|state|status|health)|"
+    r"(?P<rate>.*throughput.*|.*tflops?.*|.*(?:tok\w*|samples?|it|steps?|utts?)_s(?:ec)?)|"
+    r"(?P<age>(?:.*_)?(?:age|silent|heartbeat|beat|hb|last_seen)(?:_.*)?)|"
+    r"(?P<wait>(?=.*(?:ms|sec|time|us|s)$).*(?:wait|comm|sync|nccl|reduce|idle).*)|"
+    r"(?P<time>(?:.*_)?(?:ms|sec|us|latency)(?:_.*)?|(?:step|iter|batch|data|load)_(?:time|s))|"
+    r"(?P<phase>fwd|forward|bwd|backward|compute)|(?P<part>data|total|load|loading)|"
+    r"(?P<step>(?:(?:last|global|train|current)_)?(?:step|iter|iteration|seqnum|update)|"
+    r"last_(?:batch|seq)|batch_idx|(?:step|iter|batch)_(?:no|num|done))"
+)
+_OF_RANK = {"rank", "number", "command", "pid"}
+_OF_HANGS = {"state", "step", "age"}
+_OF_SLOWNESS = {"wait", "time", "rate", "phase"}
+_NUMBERS = {"step", "age", "wait", "time", "rate"}
+_MAY_BE_HEAD = re.compile(
+    r"(?i)(?:rank|procid|\b(?:pid|worker|task|process|replica|trainer))(?:_id)?s?\b(?! ?[=:#]? ?\d)"
+)
+WORDS_OF_A_HEAD = (
+    "rank  ",
+    "rank\t",
+    "rank |",
+    "rank │",
+    "rank,",
+    "RANK",
+    "PROCID",
+    "STAT",
+)
+_RULE = re.compile(r"[\s|│+=:─┌┬┐├┼┤└┴┘╞╪╡-]*")
+_SPLITS = (r"\s*[|│]\s*", r"\s*,\s*", r"\s{2,}|\t", r"\s+")
+_VALUE = re.compile(
+    r"(?:\d{4}-\d\d-\d\d[T ])?(?P<hours>\d\d):(?P<minutes>\d\d):(?P<seconds>\d\d(?:\.\d{1,9})?)Z?|"
+    r"(?P<number>\d{1,15}(?:\.\d{1,9})?)\s?(?P<unit>ms|s|sec\w*|m|min\w*|h|hours?)?(?: ago)?"
+)
+_UNITS = {"ms": 1e-3, "m": 60.0, "mi": 60.0, "h": 3600.0, "ho": 3600.0}
+_NUMBER = re.compile(r"[A-Za-z_ -]{0,12}(\d{1,6})(?:/\d{1,6})?")
+# Rows that name what they have
+_KEYED_RANK = re.compile(r"\b[Rr]ank['\"]?[ =:#]{1,2}(\d{1,6})\b")
+_KEYED = re.compile(
+    r"\b(?P<key>(?:last )?[A-Za-z_]{2,30}|ms)['\"]?[ =:]{1,3}['\"]?(?P<value>\d\d:\d\d:\d\d|"
+    r"\d[\d.]*(?: ?(?:ms|s|sec\w*|min\w*|m|h)\b)?)|"
+    r"\b(?P<state>stat(?:e|us)?)['\"]?[ =:]{1,3}['\"]?(?P<word>[A-Za-z]+)"
+)
+# One line: "step time by rank (ms): 0: 355, 1: 351, 2: 1553"
+_LISTED = re.compile(
+    r"(?<![\w:.-])(?:r(?:ank)?[ _-]?)?(\d{1,5})\s?[:=]\s?(\d[\d.]*(?: ?(?:ms|s)\b)?)"
+    r"(?=[,;})\]\s]|$)"
+)
+_OF_SLOW_RANKS = re.compile(r"(?i)straggl|profil|slow|\bavg|mean|median|p50")
+# A process's state, as the kernel names it
+_STATES = re.compile(
+    r"(?P<runs>[RSI][sl+<NLn]{0,5}|(?i:running|sleeping))|"
+    r"(?P<asleep>D[sl+<NLn]{0,5}|(?i:disk[ -]sleep))|"
+    r"(?P<stopped>[Tt][sl+<NLn]{0,5}|(?i:stopped))|"
+    r"(?P<ended>[ZX][sl+<NLn]{0,5}|(?i:zombie|defunct))"
+)
+_FILE_SYSTEMS = re.compile("nfs|rpc|fuse|lustre|cl_sync|ceph|gpfs|cifs")
+_OF_A_HANG = re.compile(  # in small letters
+    r"\bhang|\bhung|stall|stuck|deadlock|no step|without a step|timed? ?out|no progress"
+)
+
+
+# Whom a table shows apart: the rank, the condition, what that needs to count, and what is told;
+# empty: the row.
+_Apart: TypeAlias = tuple[int, str, str, str]
+A_HANG = "a hang"
+
+
+@dataclass
+class _Table:
+    """names: of its columns; split: what is between them, a pattern; empty: its rows have them.
+    rows: by rank, by the columns' names.
+    """
+
+    names: Sequence[str] = ()
+    split: str = ""
+    is_of_a_hang: bool = False
+    rows: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    lines: dict[int, Line] = field(default_factory=dict)
+
+    def columns(self, *roles: str) -> dict[str, dict[int, str]]:
+        """By name, their cells by rank."""
+        return {
+            name: {rank: row[name] for rank, row in self.rows.items()}
+            for name in self.names
+            if _role_of(name) in roles
+        }
+
+    def add(self, rank: int, row: Mapping[str, str], line: Line) -> None:
+        if rank != NOT_TOLD and len(self.rows) < MOST_KEPT:
+            told = ", ".join(f"{name} {cell}" for name, cell in row.items())
+            told = told if self.split else f"rank {rank}, {told}"
+            self.rows[rank] = row
+            self.lines[rank] = line._replace(text=told)
+
+
+class TableLines:
+    """One launch's lines. state_of: the condition that a cell's words tell. tell: of whom is apart
+    in a table that has ended; is_there: of others.
+    """
+
+    def __init__(
+        self,
+        found: LaunchFacts,
+        state_of: Callable[[str], str],
+        tell: Callable[[list[int], str, Line, str], None],
+        is_there: Callable[[int], None],
+    ) -> None:
+        self._found = found
+        self._state_of = state_of
+        self._tell = tell
+        self._is_there = is_there
+        self._table = _Table()
+        self._hang_at = -_NEAR  # number of the last line that speaks of one
+        self._slow: Finding | None = None
+
+    def take_throughput(self, found: re.Match[str], line: Line) -> None:
+        """Megatron's: the least throughput and its rank, the most and its rank."""
+        least, slow, most, best = found.groups()
+        self._slow = None
+        if float(least) < _LEAST_SHARE * float(most):
+            text = f"{least} TFLOP/s, and rank {best} has {most}"
+            self._note_slow(int(slow), text, line)
+
+    def _note_slow(self, rank: int, text: str, line: Line) -> None:
+        text = (
+            f"Rank {rank} is slow: {text}, by the job's straggler report [{line.cite}]."
+        )
+        self._slow = finding(ids.STRAGGLER, text, [rank])
+
+    def finding(self) -> Finding | None:
+        return self._slow
+
+    def take(self, line: Line) -> bool:
+        """Whether it is a row beneath a head."""
+        text = line.text
+        if self._table.split:
+            if _RULE.fullmatch(text):
+                return bool(text)
+            if self._take_row(line):
+                return True
+        is_of_a_hang, may_be_row, may_begin = _looks_of(text.translate(ANY_DIGIT))
+        if may_be_row and self._take_keyed(line):
+            return False
+        self.end()
+        if is_of_a_hang:
+            self._hang_at = line.number
+        if may_begin and not self._take_list(line):
+            self._begin(line)
+        return False
+
+    def _begin(self, line: Line) -> None:
+        for split in _SPLITS:
+            names = re.split(split, _message(line))
+            roles = set(map(_role_of, names))
+            if roles & _OF_RANK and roles & (_OF_HANGS | _OF_SLOWNESS):
+                self._table = _Table(names, split, self.is_of_a_hang(line))
+                return
+
+    def is_of_a_hang(self, line: Line) -> bool:
+        """Whether a line near before it speaks of one, or it does."""
+        return line.number - self._hang_at < _NEAR
+
+    def _take_row(self, line: Line) -> bool:
+        table, text = self._table, _message(line)
+        most = len(table.names) - 1
+        cells = re.split(table.split, text, maxsplit=most)
+        if len(cells) <= most:
+            cells = text.split(maxsplit=most)
+        if len(cells) <= most:
+            return False
+        row = dict(zip(table.names, cells, strict=True))
+        rank = self._rank_of(row)
+        if rank not in table.rows:  # workers have their rank's command
+            table.add(rank, row, line)
+        return rank != NOT_TOLD
+
+    def _rank_of(self, row: dict[str, str]) -> int:
+        """By the first of its columns that tells it."""
+        by_role = {_role_of(name): cell for name, cell in reversed(row.items())}
+        for role in ("rank", "number"):
+            if told := _NUMBER.fullmatch(by_role.get(role, "")):
+                return int(told[1])
+        command, pid = by_role.get("command", ""), by_role.get("pid", "")[:9]
+        for pattern in (RANK_OF_COMMAND, LOCAL_RANK_OF_COMMAND):
+            if found := pattern.search(command):
+                if pid.isdecimal() and pattern is RANK_OF_COMMAND:
+                    self._found.note_pid(int(pid), int(found[1]))
+                return int(found[1])
+        return (
+            self._found.rank_of_pid.get(int(pid), NOT_TOLD)
+            if pid.isdecimal()
+            else NOT_TOLD
+        )
+
+    def _take_keyed(self, line: Line) -> bool:
+        rank = _KEYED_RANK.findall(line.text)
+        row = {}
+        roles = _OF_HANGS
+        if _OF_SLOW_RANKS.search(line.text):
+            roles = roles | _OF_SLOWNESS | {"part"}
+        for one in _KEYED.finditer(line.text) if len(rank) == 1 else ():
+            if _role_of(name := one["key"] or one["state"]) in roles:
+                row[name] = one["value"] or one["word"]
+        # Each rank's own lines have its label, and no heartbeats.
+        if not row or (line.has_prefix and "age" not in map(_role_of, row)):
+            return False
+        table = self._table
+        if table.split or row.keys() != set(table.names) or int(rank[0]) in table.rows:
+            self.end()
+            self._table = _Table([*row], is_of_a_hang=self.is_of_a_hang(line))
+        self._table.add(int(rank[0]), row, line)
+        return True
+
+    def _take_list(self, line: Line) -> bool:
+        cells = _LISTED.findall(line.text)
+        if len(cells) < _LEAST_RANKS:
+            return False
+        words = re.findall("[A-Za-z]+", line.text.partition(cells[0][1])[0])
+        names = [*map("_".join, pairwise(words)), *words]
+        name = next((one for one in names if _role_of(one) in _NUMBERS), "")
+        self._table = _Table([name], is_of_a_hang=self.is_of_a_hang(line))
+        for rank, cell in cells if name else ():
+            self._table.add(int(rank), {name: cell}, line)
+        return True
+
+    def end(self) -> None:
+        """Judge the table that was read."""
+        table, self._table = self._table, _Table()
+        if len(table.rows) < 2 or not _are_ranks(table.rows.keys()):
+            return
+        told = [*self._by_state(table)]
+        for rank, text, is_close in _outliers(table, "step", "age"):
+            told.append((rank, TOLD_APART, A_HANG if is_close else "", text))
+        for rank in table.rows.keys() - {one[0] for one in told}:
+            self._is_there(rank)
+        for rank, kind, needs, text in told:
+            line = table.lines[rank]
+            needs = "" if table.is_of_a_hang else needs
+            self._tell([rank], kind, line._replace(text=text or line.text), needs)
+        self._take_slow(table)
+
+    def _by_state(self, table: _Table) -> Iterator[_Apart]:
+        for cells in table.columns("state").values():
+            kinds = {rank: self._state_of(cell) for rank, cell in cells.items()}
+            others = {cell for rank, cell in cells.items() if not kinds[rank]}
+            for rank, kind in kinds.items() if len(others) == 1 else ():
+                if kind:
+                    yield rank, kind, "", ""
+            states = {rank: _group(_STATES, cell) for rank, cell in cells.items()}
+            odd = [rank for rank, state in states.items() if state != "runs"]
+            if len(odd) != 1:
+                continue
+            [rank] = odd
+            if states[rank] == "ended":
+                yield rank, TOLD_DEAD, "", ""
+            elif states[rank] == "stopped":
+                yield rank, TOLD_APART, "", ""
+            elif states[rank] == "asleep":
+                at = _FILE_SYSTEMS.search(table.lines[rank].text)
+                yield rank, TOLD_APART, "" if at else A_HANG, ""
+
+    def _take_slow(self, table: _Table) -> None:
+        roles = _OF_SLOWNESS | ({"part"} if table.columns("phase") else set())
+        slow = {rank: text for rank, text, _ in _outliers(table, *roles)}
+        if table.columns(*roles):
+            self._slow = None  # the last table counts
+        if len(slow) == 1:
+            [(rank, text)] = slow.items()
+            self._note_slow(rank, text, table.lines[rank])
+
+
+def _are_ranks(numbers: Collection[int]) -> bool:
+    """Not of models (4, 8, 16), nor of a list of the best (1, 2, 3)."""
+    first = min(numbers)
+    return first == 0 or (first > 1 and max(numbers) - first < len(numbers))
+
+
+def _outliers(table: _Table, *roles: str) -> Iterator[tuple[int, str, bool]]:
+    """Of each column the one rank that is apart from the others, which are alike, in words, and
+    whether it is close: one step.
+    """
+    for name, cells in table.columns(*roles).items():
+        role, values = _role_of(name), _values(cells)
+        if len(values) < _LEAST_RANKS:
+            continue
+        is_of_most = role not in ("step", "wait", "rate")
+        one, *others = sorted(values, key=values.__getitem__, reverse=is_of_most)
+        value, near, far = (values[rank] for rank in (one, others[0], others[-1]))
+        is_alike = max(near, far) <= _MOST_UNLIKE * min(near, far)
+        is_near = _LEAST_SHARE * near <= value <= near / _LEAST_SHARE
+        is_apart = is_alike and not is_near
+        if role == "step":
+            is_apart = value < near == far
+        elif role == "age":
+            is_apart = value > max(_LEAST_AGE_S, _LEAST_AGE * near)
+        if is_apart:
+            between = " to ".join(dict.fromkeys((cells[others[-1]], cells[others[0]])))
+            text = f"{name} {cells[one]}, and the others {between}"
+            yield one, text, role == "step" and value + 1 == near
+
+
+def _values(cells: Mapping[int, str]) -> dict[int, float]:
+    """None where a cell has no number. Of times of the day, how long ago by the last of them."""
+    values = {}
+    for rank, cell in cells.items():
+        if (told := _VALUE.fullmatch(cell)) is None:
+            return {}
+        clock = [float(told[part] or 0) for part in ("hours", "minutes", "seconds")]
+        values[rank] = -3600 * clock[0] - 60 * clock[1] - clock[2]
+        if told["number"]:
+            values[rank] = float(told["number"]) * _UNITS.get(
+                (told["unit"] or "")[:2], 1.0
+            )
+    last = min(*values.values(), 0.0)
+    return {rank: value - last for rank, value in values.items()}
+
+
+@lru_cache(1 << 9)
+def _looks_of(shape: str) -> tuple[bool, bool, bool]:
+    """Of lines that differ in digits alone: whether they speak of a hang, may be a row that names
+    what it has, may begin a table.
+    """
+    of_ranks = "ank" in shape
+    keys = (one["key"] or "state" for one in _KEYED.finditer(shape))
+    may_be_row = of_ranks and any(map(_role_of, keys))
+    is_list = of_ranks and len(_LISTED.findall(shape)) >= _LEAST_RANKS
+    may_begin = is_list or _MAY_BE_HEAD.search(shape) is not None
+    return _OF_A_HANG.search(shape.lower()) is not None, may_be_row, may_begin
+
+
+@cache
+def _role_of(name: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return _group(_ROLES, words)
+
+
+def _group(pattern: re.Pattern[str], text: str) -> str:
+    """The group of the pattern that is all of the text."""
+    found = pattern.fullmatch(text)
+    return (found and found.lastgroup) or ""
+
+
+def _message(line: Line) -> str:
+    before = BEFORE_MESSAGE.match(line.text)
+    return line.text[before.end() if before else 0 :].strip(" \t|│")
