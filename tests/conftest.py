@@ -81,6 +81,7 @@ LONGEST = (
     "demo",
     "examples",
     "logs_of_real_jobs",
+    "stall_decisions",
     "private_growth",
     "hydra_exceptions",
     "as_stock",
