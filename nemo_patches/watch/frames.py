@@ -36,6 +36,8 @@ def stack(thread: int) -> list[tuple[CodeType, int | None]]:
     3.13 that would write into the user's locals().
     """
     innermost = _uncollected(sys._current_frames).get(thread)
+    if innermost is None:
+        return []
     callers = accumulate(repeat("f_back"), getattr, initial=innermost)
     frames = takewhile(partial(is_not, None), callers)
     return _uncollected(partial(list, map(_kept, frames)))
@@ -45,6 +47,7 @@ def _uncollected(function: Callable[[], _Result]) -> _Result:
     """function: all that it calls is written in C."""
     if not gc.isenabled():
         return function()
+    result: _Result
     try:
         _, result, _ = map(_call, (gc.disable, function, gc.enable))
     except BaseException:
