@@ -63,3 +63,56 @@ def test_numbers_that_are_none_or_too_long_end_no_reader(tmp_path: Path) -> None
         NOT_ENOUGH,
         MISSING_RANK,
     }
+
+
+WAITED_FOR_0 = (
+    "[rank{0}]: torch.distributed.DistBackendError: [{0}] is setting up NCCL communicator and"
+    " retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0')"
+    " got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0\n"
+)
+LOGIN = "wait (threading.py:331)\n    login (tracker/run.py:41)"
+STACK_OF_0 = """\
+# py-spy dump --pid 601   (RANK=0)
+Process 601: python3 -u train.py
+Python v3.11.9 (/usr/bin/python3.11)
+
+Thread 601 (idle): "MainThread"
+    {}
+    main (train.py:176)
+    <module> (train.py:388)
+"""
+
+
+def test_whom_others_waited_for_is_where_its_own_stack_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(WAITED_FOR_0.format(1) + WAITED_FOR_0.format(2))
+    (tmp_path / "stack.txt").write_text(STACK_OF_0.format(LOGIN))
+    found = report_of(tmp_path)
+    assert found.verdict.startswith("Rank 0: it waits for a lock"), found.verdict
+    assert "Ranks 1-2 waited until a time limit." in found.verdict
+    first = found.findings[0]
+    assert first.ranks == (0,)
+    evidence = "\n".join(first.evidence)
+    assert "it had not come to the set-up of the first NCCL communicator" in evidence
+    assert "main (train.py:176) > login (run.py:41) > wait" in evidence
+
+
+def test_whom_others_waited_for_may_wait_itself(tmp_path: Path) -> None:
+    """In another collective by its own stack: nobody is accused by the others' words."""
+    (tmp_path / "job.log").write_text(WAITED_FOR_0.format(1) + WAITED_FOR_0.format(2))
+    barrier = "barrier (torch/distributed/distributed_c10d.py:4159)"
+    (tmp_path / "stack.txt").write_text(STACK_OF_0.format(barrier))
+    assert not [one.ranks for one in report_of(tmp_path).findings if one.ranks]
+
+
+def test_the_host_of_a_kernels_log_is_in_its_files_name(tmp_path: Path) -> None:
+    gpu = "NCCL INFO comm 0x7a rank {} nranks 4 cudaDev 1 nvmlDev 1 busId c1000 commId 0x7\n"
+    (tmp_path / "job.log").write_text(
+        f"n1:1:1 [0] {gpu.format(1)}n12:1:1 [0] {gpu.format(3)}"
+        "[rank3]:[E609 03:13:01.2 ProcessGroupNCCL.cpp:1896] [PG ID 0 PG GUID 0(default_pg) Rank 3]"
+        " Process group watchdog thread terminated with exception: CUDA error: unknown error\n"
+    )
+    xid = "NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n"
+    (tmp_path / "dmesg_n12.txt").write_text(xid)
+    assert "by the kernel: Xid" in report_of(tmp_path).verdict
+    (tmp_path / "dmesg_n12.txt").rename(tmp_path / "dmesg.txt")  # of which, is not told
+    assert "its GPU's error" not in report_of(tmp_path).verdict

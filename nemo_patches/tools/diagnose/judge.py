@@ -494,6 +494,10 @@ def told_missing(hearing: Hearing) -> list[Finding]:
         return all_absent(hearing.having(conditions.MISSING), None)
     kinds = (*_NOT_COME, conditions.UNSEEN, conditions.ENDED) if waited else _NOT_COME
     suspects = [one for one in hearing.having(*kinds) if one.waits is None]
+    # It is there, and its stack shows it elsewhere.
+    there = hearing.having(conditions.RUNS) if waited else []
+    elsewhere = [one for one in there if _is_elsewhere(one)]
+    suspects += elsewhere
     # By others it had left before they were cut off; by itself, or of several that had left, it may
     # have been cut off as well.
     left = hearing.having(conditions.ENDED)
@@ -506,8 +510,16 @@ def told_missing(hearing: Hearing) -> list[Finding]:
     more = _were_cut(cut)
     if waited:
         more = f"{verdicts.others(waited)} waited until a time limit."
-    found = all_absent(_first_to_leave(suspects, hearing), None)
+    lines = [line for one in elsewhere for line in sentences.reported_elsewhere(one)]
+    found = all_absent(_first_to_leave(suspects, hearing), None, lines)
     return [replace(one, text=f"{one.text} {more}") for one in found]
+
+
+def _is_elsewhere(one: Account) -> bool:
+    """Whether others say that it had not come, and its own stack shows it in no collective."""
+    is_seen = one.place_fact is not None and one.place_fact.own
+    is_told = one.reported and one.reported.condition_kind == conditions.MISSING
+    return bool(is_told and is_seen) and one.waits is None and not one.moved
 
 
 def mispaired(hearing: Hearing) -> list[Finding]:

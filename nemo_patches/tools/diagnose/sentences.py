@@ -43,13 +43,15 @@ from nemo_patches.tools.diagnose.verdicts import (
 )
 
 ARE_NUMBERED = "Nothing tells the stacks' ranks: they are numbered in their order."
+_MOST_OF_WAY = 12  # frames
 _MOST_PRINTED = 2  # lines of ranks that are not seen
 # Words of an error that decide what to do.
+_LOOK_AT_THE_GPU = (
+    "Look at that GPU (`dmesg` of its host), and leave the node out if it comes again."
+)
 _CURES = (
-    (
-        "HW Exception by GPU",
-        "Look at that GPU (`dmesg` of its host), and leave the node out if it comes again.",
-    ),
+    ("HW Exception by GPU", _LOOK_AT_THE_GPU),
+    ("a consequence of its GPU's error", _LOOK_AT_THE_GPU),
     (
         "shared memory",
         (
@@ -695,6 +697,18 @@ def ended_by_others(facts: Sequence[Fact], hearing: Hearing) -> Finding:
             " program or another host's launcher sent it."
         )
     return finding(ids.FIRST_FAILURE, text, next_step=step)
+
+
+def reported_elsewhere(one: Account) -> list[str]:
+    """What others say of the rank, and how it came to its place: that may be in a library."""
+    lines = []
+    if one.reported is not None:
+        text = one.reported.condition_text
+        lines.append(cited(one.reported, f"others say that it had not come {text}"))
+    if one.place_fact is not None and one.place.way:
+        way = " > ".join(one.place.way[-_MOST_OF_WAY:])
+        lines.append(cited(one.place_fact, f"its calls: {way}"))
+    return lines
 
 
 def by_words(kind: str, facts: Sequence[Fact], hearing: Hearing) -> Finding:

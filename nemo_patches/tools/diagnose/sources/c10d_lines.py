@@ -20,6 +20,7 @@ from nemo_patches.tools.diagnose.rank_facts import (
     Evidence,
     Place,
 )
+from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps, ranks_named_in
 from nemo_patches.tools.diagnose.sources.lines import (
     DEFAULT_GROUPS,
     MOST_KEPT,
@@ -71,6 +72,9 @@ class C10dLines:
         self._enqueued: dict[tuple[str, int], tuple[int, int, Line]] = {}
         self._joined: dict[int, Line] = {}  # ranks that had come, by torch's reports
         self._lagging: dict[int, tuple[str, Line]] = {}
+        # Since the last report, by rank; and those that have made several
+        self._steps: dict[int, Steps] = defaultdict(Steps)
+        self._gone_on: set[int] = set()
         self._missing: set[int] = set()  # of fr_trace's report so far
         self._barriers: dict[str, _Barrier] = {}  # by key
         self._stack_of: Line | None = None  # whose stack is being written
@@ -84,6 +88,8 @@ class C10dLines:
 
     def take_report(self, row: Row, found: re.Match[str], line: Line) -> None:
         told, title = found.groupdict(""), row.text
+        self._steps.clear()
+        self._gone_on.clear()
         missing = ranks_in(told.get("missing", ""))
         for rank in missing:
             self._lagging.setdefault(rank, (title, line))
@@ -91,6 +97,26 @@ class C10dLines:
             self._missing = set(missing)
         for rank in {*ranks_in(told.get("joined", ""))} - self._missing:
             self._joined.setdefault(rank, line)
+
+    def take_step(self, line: Line) -> None:
+        """All ranks that a report is about go on after it: they came late, and nobody is missing.
+
+        Who goes on alone may still be where the others wait for it.
+        """
+        told = self._joined.keys() | self._lagging.keys()
+        if not (self._joined and self._lagging):
+            return
+        named = {line.rank} if line.has_prefix else ranks_named_in(line.text)
+        for rank in named & told if len(named) == 1 else ():
+            if self._steps[rank].go_on(line.text):
+                self._gone_on.add(rank)
+        if told <= self._gone_on:
+            self._end_report()
+            self._found.leave_out_waits(line)
+
+    def _end_report(self) -> None:
+        for of_report in (self._joined, self._lagging, self._steps, self._gone_on):
+            of_report.clear()
 
     def take_timeout(self, found: re.Match[str], line: Line) -> None:
         if line.rank < 0:

@@ -65,20 +65,52 @@ class GpuLines:
         if len(self._failed) < MOST_KEPT:
             self._failed.append((number, at, text, line))
 
-    def finish(self) -> None:
-        """Where others waited in vain, and the rank itself says nothing."""
-        if self._found.kinds.isdisjoint({conditions.WAITED, conditions.CUT}):
-            return
+    def name_hosts(self) -> None:
+        """Call before anything is told of a host or a pod by its name."""
+        for host, _, rank in self._of_job():
+            self._found.note_names({host: {rank}})
+
+    def _of_job(self) -> list[tuple[str, int, int]]:
+        """Hosts, their GPUs' numbers, and the ranks."""
         job = max((size for _, size in self._ranks.values()), default=0)
-        for number, at, text, line in self._failed:
+        return [
+            (host, number, rank)
+            for (host, number), (rank, size) in self._ranks.items()
+            if size == job
+        ]
+
+    def finish(self) -> None:
+        """A rank whose CUDA error the kernel explains; or, where others waited in vain, one that
+        says nothing itself.
+        """
+        of_job = self._of_job()
+        waited = not self._found.kinds.isdisjoint({conditions.WAITED, conditions.CUT})
+        why: dict[int, str] = {}
+        for number, told_at, text, line in self._failed:
+            at = told_at or {host for host, *_ in of_job if _is_named(host, line.file)}
             ranks = {
                 rank
-                for (host, its), (rank, size) in self._ranks.items()
-                if its == number and (not at or host in at) and size == job
+                for host, its, rank in of_job
+                if its == number and (not at or host in at)
             }
-            if len(ranks) == 1 and ranks.isdisjoint(self._found.ranks()):
+            if len(ranks) != 1:
+                continue
+            [rank] = ranks
+            if self._found.has_cuda_error(rank):
+                # The last one: a kernel's log goes back for months.
+                why[rank] = f"a consequence of its GPU's error, by {text} [{line.cite}]"
+            elif waited and rank not in self._found.ranks():
                 condition = Condition(conditions.TOLD_ABSENT, text)
-                self._found.add(ranks.pop(), condition, line, own=False)
+                self._found.add(rank, condition, line, own=False)
+        for rank, text in why.items():
+            self._found.explain_exception(rank, text)
+
+
+def _is_named(host: str, file: str) -> bool:
+    return (
+        re.search(rf"(?<![A-Za-z0-9]){re.escape(host)}(?![A-Za-z0-9])", file)
+        is not None
+    )
 
 
 def _short(host: str) -> str:

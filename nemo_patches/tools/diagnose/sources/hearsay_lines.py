@@ -652,6 +652,10 @@ def _told_in(line: Line, size: int) -> Iterator[tuple[list[int], str]]:
             return
 
 
+def ranks_named_in(text: str) -> set[int]:
+    return {int(ranks) for _, ranks in _ONE_RANK.findall(text)}
+
+
 def _told_anywhere(clause: str, text: str) -> str:
     """What a written line's clause tells of the one rank that it names."""
     is_written = _IS_WRITTEN.search(text) or _WRITER.match(text)

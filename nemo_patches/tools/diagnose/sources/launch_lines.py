@@ -86,6 +86,7 @@ class Launch:
         if is_no_event(line.text, text_before):
             return
         self._prints.take(line)
+        self._c10d.take_step(line)
         before = len(self.found.facts)
         is_end = self._apply_rows(line)
         self.tracebacks.take(line)
@@ -149,6 +150,7 @@ class Launch:
         self.ends.finish()
         self.tracebacks.finish()
         self._ras.finish()
+        self._gpus.name_hosts()
         self._hearsay.finish(self.ends.is_finished)
         if not self.ends.is_finished:
             self._places.finish()

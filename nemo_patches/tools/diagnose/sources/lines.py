@@ -375,6 +375,8 @@ def messages(
     begun, parts, begun_at, before = "", 0, 0, 0
     for number, line in lines:
         is_next = line and number <= before + 1 and not _NEW_MESSAGE.search(line)
+        # srun -l has put its label before both: they were two lines.
+        is_next = is_next and not _has_label_of(begun, line)
         before = number
         if begun and parts < _MOST_JOINED and is_next:
             begun += line.lstrip() if begun.endswith(" ") else line
@@ -391,6 +393,11 @@ def messages(
             begun += " "
     if begun:
         yield begun_at, begun
+
+
+def _has_label_of(begun: str, line: str) -> bool:
+    label = _SRUN_LABEL.match(begun)
+    return label is not None and line.startswith(label[0])
 
 
 def goes_on(text: str, is_whole: Callable[[str], bool]) -> bool:

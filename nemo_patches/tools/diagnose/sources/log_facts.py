@@ -22,7 +22,8 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
-_PROCESS = re.compile(r"(?:Killed process |\(pid )(\d{1,9})[ )]")
+_PROCESS = re.compile(r"(?:Killed process |\(pid |\bpid=)(\d{1,9})[ ,)]")
+_ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
@@ -154,6 +155,15 @@ class LaunchFacts:
             if is_report and conditions.WAITED not in kinds:
                 del self.facts[key]
 
+    def leave_out_waits(self, line: Line) -> None:
+        """Of time-outs whose rank is not told: after them all ranks have gone on in that file."""
+        for key, fact in [*self.facts.items()]:
+            is_wait = (
+                fact.condition_kind == conditions.WAITED and fact.host == line.file
+            )
+            if fact.rank == NOT_TOLD and is_wait:
+                del self.facts[key]
+
     def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
         start. Containers may have one for several ranks.
@@ -171,6 +181,18 @@ class LaunchFacts:
             if fact.rank == NOT_TOLD != rank:
                 del self.facts[key]
                 self.keep(replace(fact, rank=rank))
+                if fact.condition_text.startswith(conditions.FOR_MEMORY):
+                    self._leave_out_kills_of_nobody()
+
+    def _leave_out_kills_of_nobody(self) -> None:
+        """Ray counts the workers that it kills for memory, and then names each."""
+        self.facts = {
+            key: fact
+            for key, fact in self.facts.items()
+            if fact.rank != NOT_TOLD
+            or not fact.condition_text.startswith(conditions.FOR_MEMORY)
+            or _PROCESS.search(fact.condition_text)
+        }
 
     def note_text(self, line: Line) -> None:
         if self.not_told <= _MOST_NOT_TOLD:
@@ -201,6 +223,9 @@ class LaunchFacts:
                 continue
             ranks = self.ranks_named(self.texts.get(fact.cite, ""))
             if any(self.has(rank, conditions.WAITED) for rank in ranks):
+                continue
+            # Which of a host's ranks that process is, its name does not tell.
+            if len(ranks) > 1 and _ONE_OF_HOST.search(self.texts.get(fact.cite, "")):
                 continue
             if ranks:
                 del self.facts[key]
@@ -233,6 +258,17 @@ class LaunchFacts:
     def note_reports(self, folder: str) -> None:
         if len(self.reports) < _MOST_REPORTS:
             self.reports[folder] = None
+
+    def has_cuda_error(self, rank: int) -> bool:
+        fact = self.facts.get((rank, Condition, conditions.RAISED, ""))
+        return fact is not None and "CUDA error" in fact.condition_text
+
+    def explain_exception(self, rank: int, why: str) -> None:
+        key = (rank, Condition, conditions.RAISED, "")
+        raised = self.facts[key]
+        text = f"{raised.condition_text.rstrip('.')}, {why}"
+        value = replace(raised.condition, text=text)
+        self.facts[key] = replace(raised, value=value)
 
     def has(self, rank: int, condition: str) -> bool:
         return (rank, Condition, condition, "") in self.facts

@@ -130,8 +130,8 @@ ROWS = (
     _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
     _row(
         "pid",
-        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=).){0,200}?(?:\[rank|world_rank=)(\d{1,7})\b|\[rank=(\d{1,7})\]"
-        r" pid=(\d{1,9})|"
+        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=|ProcessGroup).){0,200}?"
+        r"(?:\[[Rr]ank ?|world_rank=)(\d{1,7})\b|\[rank=(\d{1,7})\] pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
         r" )?(\d{1,7}))?|"
         r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b",
@@ -467,11 +467,12 @@ ROWS = (
     ),
     _end(
         "oom_kill|oom-kill|Out Of Memory|ut of memory|memory limit|memory pressure|low on memory|"
-        "TERM_MEMLIMIT|e: memory|OOMKilled",
+        "TERM_MEMLIMIT|e: memory|OOMKilled|memory usage",
         r"oom[_-]kill event|srun: error: \S{1,80}: tasks? [\d,\-\[\]]{1,200}: Out Of Memory|"
         r"(?:Out of|cgroup out of) memory: Killed process|exceeded (?:job )?memory limit|"
         r"killed due to memory pressure|"
         r"worker was killed due to the node running low on memory|"
+        r"\bpid=\d{1,9}, memory used=.{0,200}\bexceeds the memory usage threshold\b|"
         r"^TERM_MEMLIMIT|low on resource: memory|OOMKilled",
         KILLED,
         conditions.FOR_MEMORY + ": {line}",
@@ -687,7 +688,7 @@ ROWS = (
     ),
     _row(
         "busId|Xid (PCI",
-        r"(?P<of>\S{1,200}):\d{1,9}:\d{1,9} \[\d{1,3}\] NCCL INFO comm \S{1,40} rank"
+        r"(?P<of>\S{1,200}):\d{1,9}:\d{1,9} \[\d{1,3}\] NCCL INFO (?:\w{1,40} )?comm \S{1,40} rank"
         r" (?P<rank>\d{1,7}) nranks (?P<size>\d{1,7}) .{0,80}\bbusId (?P<bus>[0-9a-f]{1,12})\b|"
         r"(?:(?P<on>\S{1,200}) kernel: .{0,40})?NVRM: (?P<what>Xid"
         r" \(PCI:(?P<pci>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}).{1,200})",
