@@ -155,8 +155,8 @@ def _by_name(call: Call) -> Abstract:
     if call.last in knowledge.SIZES and call.owner.has("any size"):
         return Abstract(UNKNOWN)
     value = _mixed(call)
-    if call.last in knowledge.COUNTING and value.level == UNKNOWN:
-        value = replace(value, level=DATA)
+    if call.last in knowledge.COUNTING and value.level in (UNKNOWN, DATA):
+        value = replace(value, level=DATA).tagged("counted")
     if "norm" in parts_of(call.last) and value.has(
         "gradient"
     ):  # they have been reduced

@@ -201,7 +201,6 @@ def _read(file: SourceFile) -> list[Interpreter]:
 
 
 def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Divergence]:
-    """Messages of functions that the file does not call for some ranks alone."""
     found: list[tuple[Interpreter, Correspondence]] = []
     for each in read:
         if any(of_kind(each.items, PeerMessage)):

@@ -152,7 +152,7 @@ def _own_sizes(call: calls.Call) -> bool:
     given = {**dict(zip(knowledge.SIZES_OF, call.args, strict=False)), **call.given}
     sent = given.get("input_split_sizes", Abstract())
     sizes = given.get("output_split_sizes", sent)
-    return sizes.level == VARIES and not sizes.has("shape")
+    return sizes.level == VARIES and sizes.has("counted")
 
 
 def _pass_on(reader: Interpreter, call: calls.Call) -> None:
@@ -195,9 +195,7 @@ def _keep(reader: Interpreter, call: calls.Call) -> None:
     name = held or call.name
     given = mixed([*call.args, *call.given.values()])
     known = reader.env.get(name)
-    holds = known is not None and (
-        known.has("holds") or parts_of(last_part(name)) & knowledge.HOLDING
-    )
+    holds = parts_of(last_part(name)) & knowledge.HOLDING
     if known is not None and given.level >= DATA and holds:
         reader.set(name, replace(known, level=DATA))
 

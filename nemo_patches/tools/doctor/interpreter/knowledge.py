@@ -223,9 +223,6 @@ OTHER_NAMES = words("""
     by cfg config dataloader dim dir dtype fn func id idx index key kind limit loader max min mode
     name nb num only path rate scale size step type weight weights use with is has return no
     """)
-# What takes tensors, and what moves one.
-FED = words("criterion encoder model module net network")
-MOVING = words("cuda to")
 # What a logger runs at each record, by what it is added by, and what makes records.
 HANDLERS = {"addFilter": "filter", "addHandler": "emit", "basicConfig": "emit"}
 RECORDS = words("critical debug error exception info log warn warning")
@@ -363,9 +360,10 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 # A class that gathers from all ranks in compute().
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
-CARRIED = words(
-    "alone ddp even file fsdp gradient lacks loader metric next perhaps random rank sized text"
-)
+CARRIED = words("""
+    alone counted ddp even file fsdp gradient lacks loader metric next perhaps random rank sized
+    text
+    """)
 
 
 def _rows() -> dict[str, list[CollectiveKind]]:

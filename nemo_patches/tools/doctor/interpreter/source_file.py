@@ -260,9 +260,7 @@ class SourceFile:
     def _as_called(
         self, definition: Definition, name: str, value: Abstract
     ) -> Abstract:
-        """What an argument is that its name says nothing of: as the file's calls give it, or by
-        what the function does with it.
-        """
+        """What an argument is that its name says nothing of: as the file's calls give it."""
         given = self.given_before.get(definition.node, {}).get(name, [])
         for each in given:
             if self.members.differ(each.at):
@@ -276,8 +274,7 @@ class SourceFile:
             return called if called.has("agreed") else value
         if parts_of(name) & knowledge.OTHER_NAMES and called.count != VARIES:
             return value
-        fed = called.level < DATA and name in _fed(definition.node)
-        return replace(value, level=DATA) if fed else called
+        return called
 
     def _argument(self, argument: ast.arg, default: ast.expr | None) -> Abstract:
         name = argument.arg
@@ -379,19 +376,6 @@ def _prepared_in_place(function: ast.AST) -> set[str]:
 
 def prepares(call: ast.Call) -> bool:
     return bool(parts_of(last_part(dotted(call.func))) & knowledge.PREPARING)
-
-
-@lru_cache(maxsize=1000)
-def _fed(function: ast.AST) -> set[str]:
-    """The names that a function feeds to a model or moves to a GPU: tensors."""
-    found = set[str]()
-    for call in nodes(function, ast.Call):
-        name = dotted(call.func)
-        if last_part(name).rpartition("_")[2] in knowledge.FED:
-            found |= {each.id for each in call.args if isinstance(each, ast.Name)}
-        elif last_part(name) in knowledge.MOVING and name.count(".") == 1:
-            found.add(name.partition(".")[0])
-    return found
 
 
 def is_property(definition: Definition) -> bool:

@@ -178,8 +178,7 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     if condition.value.level == VARIES and not condition.value.has("file"):
         chosen = DATA if condition.value.has("gradient") else VARIES
     reader.branches += 1
-    sized, apart = reader.sized, reader.apart
-    reader.sized |= condition.value.has("sized")
+    apart = reader.apart
     reader.apart |= reader.by_rank(condition.value)
     meanings = reader.meanings
     yes, left, taken = _side(reader, node.body, before, chosen, _ends(node.orelse))
@@ -188,7 +187,7 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     no, left_too, other = _side(reader, node.orelse, before, chosen, _ends(node.body))
     common = of_yes.items() & reader.meanings.items()
     reader.meanings = dict(common)
-    reader.sized, reader.apart = sized, apart
+    reader.apart = apart
     reader.branches -= 1
     reader.items.append(Branch(condition, yes, no))
     if left is None and left_too is None:
