@@ -389,6 +389,7 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     first = dotted(getattr(sides[0], "target", sides[0]))
     if None in constants and _may_lack(values[0], first):
         lacks = mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
+        lacks = lacks.tagged("rank") if values[0].has("alone") else lacks
         return replace(lacks, count=values[0].count)
     at = _compared(reader, node, values)
     if at is not None:
