@@ -413,7 +413,11 @@ class WaysCompared:
         guess: str = "",
     ) -> Iterator[Divergence]:
         """What two ways through it differ in. conditions: those that make them."""
-        missing = difference(way, other)
+        missing = [
+            each
+            for each in difference(way, other)
+            if each.made.name not in self.reader.settled
+        ]
         if by_rank:
             missing = _not_served(way, other, missing)
         else:

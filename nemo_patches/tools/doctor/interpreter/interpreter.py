@@ -78,6 +78,7 @@ class Interpreter:
         self.depth = depth
         self.items: Items = []
         self.set_here = set[str]()
+        self.settled = set[str]()  # what ranks have agreed on after all
         self.yields: list[tuple[int, int]] = []
         self.chosen = SAME
         self.parted = SAME  # the same, with ranks that are not here any more
@@ -176,11 +177,9 @@ class Interpreter:
         chosen = self.parted if outlives else self.chosen
         if chosen == VARIES and value.has("const") and not value.has("agreed"):
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
-        if (
-            not value.has("agreed")
-            and last in knowledge.SHARED_SETTINGS
-            and last != name
-        ):
+        if value.has("agreed"):
+            self.settled.add(name)
+        elif last in knowledge.SHARED_SETTINGS and last != name:
             why = knowledge.SHARED_SETTINGS[last]
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)
