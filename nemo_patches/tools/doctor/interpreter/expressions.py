@@ -93,6 +93,8 @@ visit_YieldFrom = visit_Yield
 
 
 def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:
+    if node.id == "__name__":  # of a program
+        return reader.file.constant("__main__")
     wrapped = reader.file.wrapped.get(node.id, frozenset())
     ref = reader.file.reference(node.id)
     return _named(reader, node.id, Abstract(tags=wrapped, ref=ref))
