@@ -258,7 +258,7 @@ def _all_told(read: Sequence[Interpreter], found: int) -> bool:
     """Whether no message of the file may have another end, or be given up after an error."""
     made = [each.items for each in read if any(of_kind(each.items, PeerMessage))]
     every = [each for items in made for each in of_kind(items, PeerMessage)]
-    blocks = [block for items in made for block in of_kind(items, Tried)]
+    blocks = [each for items in made for each in of_kind(items, Tried) if each.handlers]
     is_tried = any(of_kind(blocks, PeerMessage))
     is_other = any(each.kind is MessageKind.OTHER for each in every)
     return len(made) == found and not is_tried and not is_other
