@@ -119,7 +119,9 @@ def _known(call: Call) -> Abstract | None:
     if re.search(knowledge.LOCKS, call.origin) and not _of_rank(call):
         return tagged("lock")
     if call.last in knowledge.FILES:
-        return tagged("file", level=VARIES)
+        own = any(each.level == DATA for each in (call.owner, *call.args))
+        # Of a file that this rank's data name, no two ranks ask.
+        return Abstract(VARIES) if own else tagged("file", level=VARIES)
     return AGREED if parts_of(call.last) & knowledge.AGREEING else None
 
 

@@ -25,7 +25,10 @@ from nemo_patches.tools.doctor.interpreter import (
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter, Visitors
 from nemo_patches.tools.doctor.interpreter.members import truths
 from nemo_patches.tools.doctor.interpreter.names import is_loader
-from nemo_patches.tools.doctor.interpreter.peer_messages import Correspondence
+from nemo_patches.tools.doctor.interpreter.peer_messages import (
+    Correspondence,
+    one_sided,
+)
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
     FORWARD,
@@ -35,6 +38,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     UNUSED,
     Collective,
     Decision,
+    MessageKind,
     PeerMessage,
     Tried,
     conditions_in,
@@ -158,7 +162,8 @@ def divergences(tree: ast.Module) -> tuple[Divergence, ...]:
             break
         known = file.attributes
     said: dict[ast.AST, set[object]] = {}  # an inherited method is read again
-    unpaired = _unpaired(read, file)
+    # The module last: what it calls is said in the functions.
+    unpaired = _unpaired([*read[1:], read[0]], file)
     served = frozenset(kind for each in read for kind in served_in(each.items))
     return *unpaired, *(
         one
@@ -217,12 +222,23 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
         if reader.definition.node not in file.calls_joined
         for message in messages.loose
     }
+    posted = [
+        each
+        for _, messages in found
+        for own in messages.posted.values()
+        for each in own
+    ]
+    told = _all_told(read, len(found))
     said = set[int]()
     for reader, messages in found:
         others = {each.kind for each in loose if each.own_line not in messages.lines}
-        for one in messages.wrong[:1]:  # mostly one fault, seen from both ends
+        wrong = messages.wrong[:1]  # mostly one fault, seen from both ends
+        wrong = [each for each in wrong if not others - {each.message.kind}]
+        if told:
+            wrong += one_sided(reader.items, posted)
+        for one in wrong:
             made = one.message
-            if others - {made.kind} or made.own_line in said:
+            if made.own_line in said:
                 continue
             said.add(made.own_line)
             is_program = "__main__" in file.mentioned
@@ -236,6 +252,16 @@ def _unpaired(read: Sequence[Interpreter], file: SourceFile) -> Iterator[Diverge
                 cause=one.text,
                 line=made.line,
             )
+
+
+def _all_told(read: Sequence[Interpreter], found: int) -> bool:
+    """Whether no message of the file may have another end, or be given up after an error."""
+    made = [each.items for each in read if any(of_kind(each.items, PeerMessage))]
+    every = [each for items in made for each in of_kind(items, PeerMessage)]
+    blocks = [each for items in made for each in of_kind(items, Tried) if each.handlers]
+    is_tried = any(of_kind(blocks, PeerMessage))
+    is_other = any(each.kind is MessageKind.OTHER for each in every)
+    return len(made) == found and not is_tried and not is_other
 
 
 class WaysCompared:

@@ -93,6 +93,8 @@ visit_YieldFrom = visit_Yield
 
 
 def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:
+    if node.id == "__name__":  # of a program
+        return reader.file.constant("__main__")
     wrapped = reader.file.wrapped.get(node.id, frozenset())
     ref = reader.file.reference(node.id)
     return _named(reader, node.id, Abstract(tags=wrapped, ref=ref))
@@ -389,6 +391,7 @@ def visit_Compare(reader: Interpreter, node: ast.Compare) -> Abstract:
     first = dotted(getattr(sides[0], "target", sides[0]))
     if None in constants and _may_lack(values[0], first):
         lacks = mixed([Abstract(VARIES), replace(values[0], level=VARIES)])
+        lacks = lacks.tagged("rank") if values[0].has("alone") else lacks
         return replace(lacks, count=values[0].count)
     at = _compared(reader, node, values)
     if at is not None:

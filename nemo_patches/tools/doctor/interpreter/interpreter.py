@@ -179,7 +179,7 @@ class Interpreter:
             value = replace(value, level=VARIES, at=None, count=SAME).tagged("chosen")
         if value.has("agreed"):
             self.settled.add(name)
-        elif last in knowledge.SHARED_SETTINGS and last != name:
+        elif last in knowledge.SHARED_SETTINGS and name not in (last, f"self.{last}"):
             why = knowledge.SHARED_SETTINGS[last]
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)

@@ -88,7 +88,10 @@ LOG_SYNCED = "which reduces over all ranks by sync_dist"
 LOG_OF_METRIC = "which gathers a metric from all ranks"
 _OF_ALL = "which every rank must set, or none"
 SHARED_SETTINGS = dict.fromkeys(
-    words("should_epoch_stop should_evaluate should_stop should_training_stop"), _OF_ALL
+    words("""
+        should_epoch_stop should_evaluate should_stop should_training_stop stop_training
+        """),
+    _OF_ALL,
 )
 # What a hook of Lightning returns to leave the rest of the epoch out.
 ENDS_EPOCH = (
@@ -251,7 +254,8 @@ COUNTING = words("bincount histc")
 # What takes items by their numbers, which come second.
 SELECTING = words("Subset select")
 SIZES = words("nelement numel size")
-# Arguments of a callback of transformers, which its trainer has reduced.
+# Arguments of a callback of transformers or a hook of MMEngine, which its trainer has reduced.
+GIVEN_REDUCED = words("Hook TrainerCallback")
 REDUCED = words("logs metrics")
 SEEDING = words("manual_seed manual_seed_all seed seed_all seed_everything set_seed")
 FILES = words("glob rglob iterdir scandir exists is_dir is_file isdir isfile listdir")

@@ -132,14 +132,21 @@ def applied(
     if not columns or len(known) < len(columns) or operation is None:
         return None
     try:
-        return tuple(
-            Open(text)
-            if any(isinstance(each, Open) for each in parts)
-            else operation(*parts)
-            for parts in zip(*known, strict=True)
+        at = tuple(
+            _on_member(operation, parts, text) for parts in zip(*known, strict=True)
         )
-    except (ArithmeticError, LookupError, TypeError, ValueError):
+    except (ArithmeticError, TypeError, ValueError):
         return None
+    return at if any(not isinstance(each, Open) for each in at) else None
+
+
+def _on_member(operation: Callable[..., Any], parts: Sequence[Any], text: str) -> Any:
+    if any(isinstance(each, Open) for each in parts):
+        return Open(text)
+    try:
+        return operation(*parts)
+    except LookupError:  # a table has no such rank: it is of a smaller job
+        return Open(text)
 
 
 def negated(text: str) -> Open:

@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from nemo_patches.tools.doctor.interpreter import knowledge
 from nemo_patches.tools.doctor.interpreter.calls import Call
 from nemo_patches.tools.doctor.interpreter.members import Column, Members
-from nemo_patches.tools.doctor.interpreter.skeleton import MessageKind, PeerMessage
-from nemo_patches.tools.doctor.interpreter.way import Way
+from nemo_patches.tools.doctor.interpreter.skeleton import (
+    Decision,
+    Items,
+    MessageKind,
+    PeerMessage,
+    conditions_in,
+)
+from nemo_patches.tools.doctor.interpreter.values import VARIES
+from nemo_patches.tools.doctor.interpreter.way import Guards, Way, either
 from nemo_patches.tools.doctor.syntax import last_part
 
 # By the name of a loop's variable: the loop, and what it goes over on each member.
@@ -28,13 +35,13 @@ _RINGS = {
 @dataclass(frozen=True)
 class Posted:
     """What one rank does. peers: who may be at the other end; None: anybody. certain: whether it
-    comes to it; once: and not several times.
+    comes to it; loops: those around it.
     """
 
     message: PeerMessage
     peers: frozenset[int] | None
     certain: bool
-    once: bool
+    loops: Guards
 
     def may_be(self, kind: MessageKind, peer: int) -> bool:
         named = self.peers is None or peer in self.peers
@@ -82,8 +89,8 @@ class Correspondence:
     def __init__(self, ways: Sequence[Way], members: Members) -> None:
         self.posted = {
             members.every[number].rank: [
-                Posted(message, _peers(message, number), certain, once)
-                for message, certain, once in way.messages
+                Posted(message, _peers(message, number), certain, loops)
+                for message, certain, loops in way.messages
             ]
             for number, way in enumerate(ways)
         }
@@ -147,7 +154,7 @@ class Correspondence:
             kind = posted.message.kind
             here = [each for each in self.posted[rank] if each.may_be(kind, peer)]
             there = [each for each in self.posted[peer] if each.may_be(opposite, rank)]
-            counted = all(each.once and each.certain for each in (*here, *there))
+            counted = all(each.certain and not each.loops for each in (*here, *there))
             said = f"{self._named(rank)} {verbs[0]} {self._named(peer)}"
             alike = {each.message for each in here}
             if not there:
@@ -159,6 +166,42 @@ class Correspondence:
 
     def _named(self, rank: int) -> str:
         return "the last rank" if rank == max(self.posted) else f"rank {rank}"
+
+
+def one_sided(items: Items, every: Sequence[Posted]) -> Iterator[Unpaired]:
+    """Of one function, what this rank's data decide, and whose other end asks for nothing: it is
+    in the same loops, and nothing else is sent that way. every: those of the file.
+    """
+    for each in conditions_in(items):
+        value = each.value
+        if each.kind != "if" or value.level != VARIES or value.has("file", "rank"):
+            continue
+        for message, loops in _decided(items, each):
+            same = [one for one in every if one.message.kind is message.kind]
+            others = [one for one in every if one not in same]
+            alone = len({one.message.own_line for one in same}) == 1
+            whiles = any(one.startswith("while ") for one in loops)
+            alike = [one for one in others if one.loops == loops]
+            certain = all(one.certain for one in others)
+            if alone and certain and alike and not whiles:
+                other_end = f"its other end in line {alike[0].message.own_line}"
+                text = f"`{each.text}` decides on it, and {other_end} waits in any case"
+                yield Unpaired(message, text)
+
+
+def _decided(items: Items, condition: Decision) -> Iterator[tuple[PeerMessage, Guards]]:
+    """The messages that it decides on, with the loops around them, if no other is made instead."""
+    ways = [Way(either(condition.key, holds)) for holds in (True, False)]
+    for way in ways:
+        way.follow(items)
+    for way, other in (ways, ways[::-1]):
+        theirs = [message for message, _, _ in other.messages]
+        kinds = [each.kind for each in theirs]
+        for message, _, loops in way.messages:
+            own = [each.kind for each, _, _ in way.messages]
+            fewer = kinds.count(message.kind) < own.count(message.kind)
+            if fewer and message not in theirs:
+                yield message, loops
 
 
 def _peers(message: PeerMessage, number: int) -> frozenset[int] | None:

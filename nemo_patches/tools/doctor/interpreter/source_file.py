@@ -228,7 +228,7 @@ class SourceFile:
             env.update(self.attributes.get(each.name, {}))
         reduced = frozenset[str]()  # what a trainer's callback is given
         if any(
-            last_part(each) == "TrainerCallback"
+            last_part(each) in knowledge.GIVEN_REDUCED
             for each in self.bases(definition.owner)[1]
         ):
             reduced = knowledge.REDUCED

@@ -80,8 +80,8 @@ class Way:
     events: list[Event] = field(default_factory=list)
     exits: list[WayOut] = field(default_factory=list)
     unseen: set[str] = field(default_factory=set)
-    # Whether it comes to each of them, and only once.
-    messages: list[tuple[PeerMessage, bool, bool]] = field(default_factory=list)
+    # Whether it comes to each of them, and in which loops.
+    messages: list[tuple[PeerMessage, bool, Guards]] = field(default_factory=list)
     endless: list[Decision] = field(default_factory=list)
     raised: bool = False
     _guards: Guards = ()
@@ -137,11 +137,11 @@ class Way:
     def _message(self, item: PeerMessage) -> None:
         """The loop over the ranks that it goes to makes one for each."""
         guards = [each for each in self._guards if each != f"for {item.loop}"]
-        is_open = any(not each.startswith(_LOOPS) for each in guards)
-        certain = not is_open and not any(self._left.values())
+        loops = tuple(each for each in guards if each.startswith(_LOOPS))
+        certain = len(loops) == len(guards) and not any(self._left.values())
         if self._call:
             item = replace(item, name=self._call.name, line=self._call.line)
-        self.messages.append((item, certain, not guards))
+        self.messages.append((item, certain, loops))
 
     def _exit(self, item: Exit) -> BlockEnd | None:
         if not self._call and item.end is not BlockEnd.RAISE:
