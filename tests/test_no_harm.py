@@ -232,10 +232,16 @@ for look in range(400):
 assert training.is_alive()
 over.set()
 training.join()
+gc.collect()
+gc.disable()
+stacks.where(threading.get_ident())
+TrainingThread(TrainingNotes()).look(0.0, 0)
+TrainingThread(TrainingNotes()).known()
+assert gc.collect() == 0  # else functions' variables are kept until then
 '''
 
 
-def test_a_look_at_a_thread_that_runs_ends_no_process() -> None:
+def test_a_look_at_a_thread_that_runs_ends_no_process_and_keeps_nothing() -> None:
     """Python 3.11 makes the frames' objects then, and a garbage collection lets the thread go on."""
     done = python("-c", LOOKED_AT)
     assert (done.returncode, done.stderr) == (0, "")

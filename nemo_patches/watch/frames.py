@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate, repeat, takewhile
+from itertools import accumulate, chain, repeat, takewhile
 from operator import attrgetter, is_not, methodcaller
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TypeVar
 
 _Result = TypeVar("_Result")
@@ -25,7 +25,7 @@ _kept = attrgetter("f_code", "f_lineno")
 
 def threads() -> list[int]:
     """Their identifiers."""
-    return list(_uncollected(sys._current_frames))
+    return _uncollected(partial(list, chain.from_iterable(_current_frames())))
 
 
 def stack(thread: int) -> list[tuple[CodeType, int | None]]:
@@ -35,12 +35,17 @@ def stack(thread: int) -> list[tuple[CodeType, int | None]]:
     The frames' objects would keep the functions' variables. Of these none is read: before Python
     3.13 that would write into the user's locals().
     """
-    innermost = _uncollected(sys._current_frames).get(thread)
-    if innermost is None:
-        return []
-    callers = accumulate(repeat("f_back"), getattr, initial=innermost)
+    innermost = map(methodcaller("get", thread), _current_frames())
+    callers = accumulate(chain(innermost, repeat("f_back")), getattr)
     frames = takewhile(partial(is_not, None), callers)
     return _uncollected(partial(list, map(_kept, frames)))
+
+
+def _current_frames() -> Iterator[dict[int, FrameType]]:
+    """Once, when it is asked for. Kept in a variable, it would keep the frame of that, and so
+    itself.
+    """
+    return map(_call, (sys._current_frames,))
 
 
 def _uncollected(function: Callable[[], _Result]) -> _Result:
