@@ -42,8 +42,8 @@ def stack(thread: int) -> list[tuple[CodeType, int | None]]:
 
 
 def _current_frames() -> Iterator[dict[int, FrameType]]:
-    """Once, when it is asked for. Kept in a variable, it would keep the frame of that, and so
-    itself.
+    """One dict, made when it is taken. No variable may hold it: that one's frame is in it, so it
+    would hold itself, and all threads' variables, until the next collection.
     """
     return map(_call, (sys._current_frames,))
 

@@ -114,5 +114,5 @@ def _is_named(host: str, file: str) -> bool:
 
 
 def _short(host: str) -> str:
-    """Without its domain."""
+    """A host's name without its domain; an address as it is."""
     return host if host[:1].isdecimal() else host.partition(".")[0]

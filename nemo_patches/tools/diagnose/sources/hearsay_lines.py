@@ -571,7 +571,6 @@ class HearsayLines:
         self.tables.end()
         if is_finished:
             self._told.clear()
-        if is_finished:
             self._goes_on()
         has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():

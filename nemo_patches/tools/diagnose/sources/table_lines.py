@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -370,7 +370,7 @@ def _looks_of(shape: str) -> tuple[bool, bool, bool]:
     return _OF_A_HANG.search(shape.lower()) is not None, may_be_row, may_begin
 
 
-@cache
+@lru_cache(1 << 12)  # a log has ever new words
 def _role_of(name: str) -> str:
     words = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return _group(_ROLES, words)

@@ -191,7 +191,7 @@ Item = (
     | Unseen
 )
 Items = list[Item]
-Kind = TypeVar("Kind")
+_Item = TypeVar("_Item")
 
 
 def inner_blocks(item: Item) -> list[Items]:
@@ -215,8 +215,8 @@ def inside(items: Iterable[Item], *, helpers: bool = True) -> Iterator[Item]:
 
 
 def of_kind(
-    items: Iterable[Item], kind: type[Kind], *, helpers: bool = True
-) -> Iterator[Kind]:
+    items: Iterable[Item], kind: type[_Item], *, helpers: bool = True
+) -> Iterator[_Item]:
     return (each for each in inside(items, helpers=helpers) if isinstance(each, kind))
 
 
