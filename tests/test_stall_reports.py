@@ -96,7 +96,10 @@ def read_audio(go_on: Path) -> int:
 
 def first_batch(go_on: Path, workers: int) -> None:
     audio, context = SlowAudio(go_on), CONTEXT[workers]
-    next(iter(DataLoader(audio, num_workers=workers, multiprocessing_context=context)))
+    loader = DataLoader(audio, num_workers=workers, multiprocessing_context=context)
+    batches = iter(loader)  # starts the workers, which a busy machine takes seconds for
+    go_on.with_suffix(".waits").touch()
+    next(batches)
 
 
 def endless_loop(go_on: Path) -> None:
@@ -173,6 +176,8 @@ def one_way(
         return None
     send = stopper(go_on) if way is be_stopped and rank == 0 else lambda number: None
     send(signal.SIGSTOP)
+    if way is WAYS["loader"]:
+        wait_until(go_on.with_suffix(".waits").exists)
     wait_for_others(f"{go_on} begins", size - 1)
     report = reported(encoder, 200)
     wait_for_others(str(go_on), size - 1)
