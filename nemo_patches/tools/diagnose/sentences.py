@@ -276,7 +276,6 @@ def by_number(
             f"The records were not made at one time: {title} was completed, and"
             f" {named(one.absent)} came to it after the record."
         )
-        step = "Take the dumps of all ranks while the job hangs."
     return [finding(kind, text, evidence=evidence, next_step=step)]
 
 
@@ -343,10 +342,8 @@ def by_two_sources(
         f" {named(one.waiting)} in {title_of(one.entry)} [{there[0].cite}]: different"
         " collectives, or one of these was recorded before the other."
     )
-    step = "Take all ranks' stacks and their dumps at one time, while the job hangs."
-    return finding(
-        ids.OUT_OF_STEP, text, next_step=f"{step} {ids.NEXT_STEPS[ids.OUT_OF_STEP]}"
-    )
+    step = f"{ids.NEXT_STEPS[ids.NOT_ENOUGH]} {ids.NEXT_STEPS[ids.OUT_OF_STEP]}"
+    return finding(ids.OUT_OF_STEP, text, next_step=step)
 
 
 def nothing_known(unseen: Sequence[int]) -> Finding:
@@ -371,8 +368,7 @@ def seen_before(early: Sequence[Account]) -> Finding:
         f"{names(early)} {was(early)} seen before the others began to wait, and may have"
         " moved."
     )
-    step = "Collect the stacks of all hosts at one time, while the job hangs."
-    return finding(ids.NOT_ENOUGH, text, next_step=step)
+    return finding(ids.NOT_ENOUGH, text)
 
 
 def two_threads(both: Sequence[Account]) -> Finding:
@@ -500,7 +496,7 @@ def mispaired(found: list[Account], hearing: Hearing) -> Finding:
 
 def _remedy(places: Iterable[tuple[int, str]]) -> str:
     """Of uneven batches, by ranks and where each waits."""
-    told = remedy(([rank], where.replace(" < ", ", in ")) for rank, where in places)
+    told = remedy(([rank], where.split(" < ")[::-1], "") for rank, where in places)
     return f"{capital(told)}."
 
 
@@ -583,8 +579,7 @@ def _why(waited: list[Account], hearing: Hearing) -> str:
         " this does not tell"
     )
     if heard := hearing.having(conditions.HEARD):
-        was = "was" if len(heard) == 1 else "were"
-        text += f"; {names(heard)} {was} told of it, and had no time-out"
+        text += f"; {names(heard)} {was(heard)} told of it, and had no time-out"
     return text
 
 
