@@ -465,24 +465,25 @@ def _of_group(group: list[Account]) -> Iterable[str]:
         )
         yield f"{ranks} [{fact.cite}{others}]: {how}{text}"
     if first.place_fact is not None:
-        where = _where(first.place, "waits" if len(group) == 1 else "wait")
-        yield f"{ranks} [{first.place_fact.cite}{others}]: {where}{_when(first)}"
-        yield from _details(group)
+        told_of = where(first.place, "waits" if len(group) == 1 else "wait")
+        yield f"{ranks} [{first.place_fact.cite}{others}]: {told_of}{_when(first)}"
+        details = (
+            (detail, account.rank)
+            for account in group[:_MOST_DETAILED]
+            for detail in account.place.details
+        )
+        yield from (f"  {text}" for text in of_ranks(details, len(group)))
 
 
-def _details(group: Sequence[Account]) -> Iterable[str]:
-    """What explains the ranks' place; with the ranks, where it is not told of all of them."""
-    of_detail = [
-        (detail, account.rank)
-        for account in group[:_MOST_DETAILED]
-        for detail in account.place.details
+def of_ranks(told: Iterable[tuple[str, int]], count: int) -> list[str]:
+    """Each text; with the ranks, where it is not told of all of so many."""
+    return [
+        text if len(ranks) == count else f"{who(ranks)}: {text}"
+        for text, ranks in parties(told).items()
     ]
-    for detail, ranks in parties(of_detail).items():
-        whose = "" if len(ranks) == len(group) else f"{who(ranks)}: "
-        yield f"  {whose}{detail}"
 
 
-def _where(place: Place, waits: str) -> str:
+def where(place: Place, waits: str) -> str:
     if is_guess(place.collective):
         return f"{waits}, perhaps for {place.wait.removeprefix(PERHAPS)}"
     if place.collective:
