@@ -239,8 +239,8 @@ def by_number(
             step = _SIZES_OF_BUFFERS
     elif one.id == entries.DRIFTED:
         kind = ids.SKIPPED
-        last = [_last(hearing[rank], one.entry.group) for rank in one.absent]
-        earlier = [fact for fact in last if fact]
+        last = (_last(hearing[rank], one.entry.group) for rank in one.absent)
+        earlier = [*filter(None, last)]
         lines = [cited(fact, title_of(fact.entered)) for fact in earlier]
         evidence = [*lines, *evidence]
         text = (
