@@ -346,10 +346,7 @@ class C10dLines:
         came = "it had come, by torch's report"
         for rank, line in self._joined.items():
             self._waited(rank, came, line, own=False)
-        waits = any(
-            one.condition_kind == conditions.WAITED
-            for one in self._found.facts.values()
-        )
+        waits = conditions.WAITED in self._found.kinds
         for rank, (title, line) in self._lagging.items():
             if not waits:  # who does, the report does not say
                 self._waited(NOT_TOLD, came, line, own=False)
@@ -362,19 +359,17 @@ class C10dLines:
         for key, barrier in self._barriers.items():
             size, came, line = barrier.size, barrier.came, barrier.line
             for rank in barrier.waiting:
-                if not self._found.has(
-                    rank, conditions.WAITED
-                ):  # it still waits at the log's end
+                # It still waits at the log's end.
+                if not self._found.has(rank, conditions.WAITED):
                     self._found.add(rank, waits, line, own=False)
             # Other groups' ranks are not known; if more have come than wait, some are of an earlier
             # job.
             is_whole = len(barrier.waiting) == came < size <= MOST_KEPT
             if key.endswith(_DEFAULT_BARRIERS) and is_whole:
                 text = f"to the store based barrier of the start: {came} of {size} had"
+                missing = Condition(conditions.MISSING, text)
                 for rank in set(range(size)) - barrier.waiting:
-                    self._found.add(
-                        rank, Condition(conditions.MISSING, text), line, own=False
-                    )
+                    self._found.add(rank, missing, line, own=False)
 
 
 def _size(shape: str | None, numel: str | None) -> str:

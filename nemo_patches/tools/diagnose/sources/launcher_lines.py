@@ -334,7 +334,7 @@ class LauncherLines:
         for rank, line in self._out_of_memory.items():
             text = f"{conditions.FOR_MEMORY}: {shown(line.text)}"
             self._tell(Condition(conditions.KILLED, text), line, rank)
-        self._found.leave_out_not_told(conditions.FOR_MEMORY)
+        self._found.leave_out_kills_for_memory()
 
     def leave_out_woken(self) -> None:
         """Slurm wakes a stopped rank to end it: that rank then meets closed connections, of ranks
