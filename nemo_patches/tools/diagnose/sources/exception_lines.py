@@ -212,7 +212,6 @@ class ExceptionLines:
         key = line.rank if line.rank >= 0 else _STRAY
         text = self._without_label(line.text)
         before, self._before = self._before, text
-        ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
         if fatal := _FATAL.search(text):
             self._end(key)
             pid, spawned = int(fatal["pid"] or 0), fatal["spawned"]
@@ -234,7 +233,7 @@ class ExceptionLines:
             self._skips -= 1
             if text and not text[0].isspace() and not _BEGINS.search(text):
                 self._skips = 0
-        elif ray is not None:
+        elif ray := _RAY_TASK.search(text):
             self._end(key)
             self._fatal[key] = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
             self._anew(key).in_traceback = True

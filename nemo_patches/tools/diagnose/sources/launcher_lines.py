@@ -44,6 +44,9 @@ _REASONS = (
     ("PREEMPT", conditions.PREEMPTED),
     ("JOB REQUEUE", conditions.REQUEUED),
 )
+_KILLED_BY_LAUNCHER = Condition(
+    conditions.TERMINATED, "SIGKILL by its launcher, as others had failed"
+)
 _RAY_LINES = 16  # in which the process id and the reason of a death follow
 # Of a table's times: torchrun looks at its processes one after the other.
 _PATIENCE_S = 5.0
@@ -235,10 +238,8 @@ class LauncherLines:
         if done is not None and done.file == line.file and not self._found.is_over:
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
-        fact = Fact(rank, condition, line.cite, at, clock if at else "", own=False)
-        if rank == NOT_TOLD:
-            self._found.note_text(line)
-        self._found.keep(fact, line.local_rank)
+        clock = clock if at else ""
+        self._found.note(Fact(rank, condition, line.cite, at, clock, own=False), line)
 
     def take_ray_death(self, found: re.Match[str], line: Line) -> None:
         self._end_ray("")
@@ -286,20 +287,16 @@ class LauncherLines:
 
     def _leave_out_killed_by_mpirun(self) -> None:
         """It ends the others by SIGKILL, and tells of them alike."""
-        facts = [
-            (key, fact)
-            for key, fact in self._found.facts.items()
+        told = [
+            fact
+            for fact in self._found.facts.values()
             if fact.condition_text.endswith(", says mpirun")
         ]
-        others = [
-            fact for _, fact in facts if not fact.condition_text.startswith("SIGKILL")
-        ]
-        text = "SIGKILL by its launcher, as others had failed"
-        ended = Condition(conditions.TERMINATED, text)
-        for key, fact in facts if others else ():
-            if fact not in others:
-                del self._found.facts[key]
-                self._found.keep(replace(fact, value=ended))
+        killed = [fact for fact in told if fact.condition_text.startswith("SIGKILL")]
+        if len(killed) < len(told):
+            self._found.leave_out(killed.__contains__)
+            for fact in killed:
+                self._found.keep(replace(fact, value=_KILLED_BY_LAUNCHER))
 
     def _finish_table(self) -> None:
         times = {line: _seconds(told.get("time", "")) for told, line in self._table}
@@ -319,8 +316,7 @@ class LauncherLines:
             of_others = {one for file, one in self._sent if file == line.file}
             end = _condition_of(code, "torchrun")
             if code == -9 and (pid in of_others or at > first + _PATIENCE_S):
-                text = "SIGKILL by its launcher, as others had failed"
-                end = Condition(conditions.TERMINATED, text)
+                end = _KILLED_BY_LAUNCHER
             elif code == -15 and of_others and pid not in of_others:
                 end = Condition(conditions.TERMINATED, conditions.FROM_OUTSIDE)
             self._tell(end, line, rank, at)

@@ -375,16 +375,15 @@ def messages(
     begun, parts, begun_at, before = "", 0, 0, 0
     for number, line in lines:
         is_next = line and number <= before + 1 and not _NEW_MESSAGE.search(line)
-        # srun -l has put its label before both: they were two lines.
-        is_next = is_next and not _has_label_of(begun, line)
         before = number
-        if begun and parts < _MOST_JOINED and is_next:
+        # srun -l has put its label before both: they were two lines.
+        has_label = _has_label_of(begun, line)
+        if begun and parts < _MOST_JOINED and is_next and not has_label:
             begun += line.lstrip() if begun.endswith(" ") else line
             parts += 1
-        elif begun:
-            yield begun_at, begun
-            begun = ""
-        if not begun:
+        else:
+            if begun:
+                yield begun_at, begun
             begun, begun_at, parts = line, number, 0
         if not goes_on(begun, is_whole):
             yield begun_at, begun

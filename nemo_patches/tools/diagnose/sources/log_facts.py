@@ -73,11 +73,12 @@ class LaunchFacts:
         self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""
     ) -> None:
         at = 0.0 if host else float(line.number)
-        if rank == NOT_TOLD:
-            self.note_text(line)
-        self.keep(
-            Fact(rank, value, line.cite, at, host or line.file, own), line.local_rank
-        )
+        self.note(Fact(rank, value, line.cite, at, host or line.file, own), line)
+
+    def note(self, fact: Fact, line: Line) -> None:
+        if fact.rank == NOT_TOLD and self.not_told <= _MOST_NOT_TOLD:
+            self.texts[line.cite] = line.text
+        self.keep(fact, line.local_rank)
 
     def keep(self, fact: Fact, local_rank: int = NOT_TOLD) -> None:
         """local_rank: of the line, if it has no other rank."""
@@ -179,10 +180,6 @@ class LaunchFacts:
                 if fact.condition_text.startswith(conditions.FOR_MEMORY):
                     # Ray counts the workers that it kills, and then names each.
                     self.leave_out(_is_kill_of_nobody)
-
-    def note_text(self, line: Line) -> None:
-        if self.not_told <= _MOST_NOT_TOLD:
-            self.texts[line.cite] = line.text
 
     def note_names(self, names: Mapping[str, set[int]]) -> None:
         for name, ranks in names.items():

@@ -266,11 +266,7 @@ def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> li
         and (keeper := _keeps_gil(samples)) is not None
         and (share or 0) < _IDLE_SHARE
     ):
-        who = (
-            "it"
-            if keeper.tid == last.pid
-            else f"its thread {safe(keeper.name or str(keeper.tid), 60)!r}"
-        )
+        who = "it" if keeper.tid == last.pid else dumps.thread_title(keeper)
         details.append(f"{who} holds Python's lock (GIL) in a C call")
     if last.file and not found.collective:
         details.append(f"its system call is at {safe(last.file, 200)}")
