@@ -17,7 +17,6 @@ from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
-_STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
 _CONTINUES = re.compile(
     r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)"
@@ -209,7 +208,7 @@ class ExceptionLines:
         if prefix is not None:
             self._take(line.rank, line, line.text[prefix.end() :])
             return
-        key = line.rank if line.rank >= 0 else _STRAY
+        key = line.rank  # NOT_TOLD: lines without a prefix in a file of many ranks
         text = self._without_label(line.text)
         before, self._before = self._before, text
         if fatal := _FATAL.search(text):
@@ -359,7 +358,7 @@ class ExceptionLines:
         if writing.thread:
             text = f"{writing.root.text}, in its thread {writing.thread}"
             self._found.add(
-                max(key, NOT_TOLD),
+                key,
                 Condition(conditions.THREAD, text, writing.root.where),
                 writing.root.line,
             )
@@ -427,11 +426,10 @@ class ExceptionLines:
             if not self._found.has(rank, conditions.RAISED):
                 raised = Condition(conditions.RAISED, what, error.where)
                 self._found.keep(Fact(rank, raised, error.line.cite, own=False))
-        for key, writing in self._stray.items():
+        for rank, writing in self._stray.items():
             root = writing.root
             if root is None:
                 continue
-            rank = max(key, NOT_TOLD)
             if self._may_have_ended(rank) or root.as_error.is_of_a_collective:
                 self._tell(rank, writing)
             else:

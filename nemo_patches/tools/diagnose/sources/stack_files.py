@@ -162,15 +162,10 @@ def _ranks_of_host(job: HostJob) -> range:
     say.
     """
     sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
-    if len(sizes) != 1:
-        return range(0)
-    [(local_size, world_size)] = sizes
-    hosts = (
-        {one.rank.rank // local_size for one in job.ranks}
-        if 0 < local_size <= _MOST_RANKS_OF_HOST
-        else set()
-    )
-    if len(hosts) != 1:
+    local_size, world_size = min(sizes, default=(0, 0))
+    hosts = {one.rank.rank // max(local_size, 1) for one in job.ranks}
+    is_known = len(sizes) == len(hosts) == 1
+    if not is_known or not 0 < local_size <= _MOST_RANKS_OF_HOST:
         return range(0)
     first = hosts.pop() * local_size
     return range(first, min(first + local_size, world_size, _MOST_RANK))
@@ -400,16 +395,9 @@ def _share_of_core(samples: Sequence[Sample]) -> float | None:
 
 def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
     """The thread that had Python's lock in all samples, at one line."""
-    holders = [
-        next((thread for thread in sample.threads if thread.has_gil), None)
-        for sample in samples
-    ]
-    known = [
-        (holder.tid, holder.frames[:1]) for holder in holders if holder is not None
-    ]
-    return (
-        holders[-1] if len(known) == len(samples) > 1 and len(set(known)) == 1 else None
-    )
+    holders = [one for sample in samples for one in sample.threads if one.has_gil]
+    is_one = len({(one.tid, one.frames[:1]) for one in holders}) == 1
+    return holders[-1] if is_one and len(holders) == len(samples) > 1 else None
 
 
 def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
