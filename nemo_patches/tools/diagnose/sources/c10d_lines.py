@@ -119,8 +119,6 @@ class C10dLines:
             of_report.clear()
 
     def take_timeout(self, found: re.Match[str], line: Line) -> None:
-        if line.rank < 0:
-            return
         number, size = int(found[1] or NOT_TOLD), _size(found[3], found[4])
         one = Entry(line.rank, "", number, safe(found[2]), size)
         self._timed_out(one, line)
@@ -134,9 +132,8 @@ class C10dLines:
 
     def take_status(self, found: re.Match[str], line: Line) -> None:
         number, enqueued, completed = map(int, found.groups())
-        if line.rank >= 0:
-            self._note_enqueued(line, enqueued, completed)
-            self._note_number(line, number)
+        self._note_enqueued(line, enqueued, completed)
+        self._note_number(line, number)
 
     def _note_number(self, line: Line, number: int) -> None:
         one = Entry(line.rank, "", number)

@@ -181,8 +181,7 @@ def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
         values.append(_condition(samples))
         if last.main is not None:
             values.append(_place(samples, motion))
-            main = _training(last) or last.main
-            values += dumps.threads_in_collectives(main, last.threads)
+            values += dumps.threads_in_collectives(_training(last), last.threads)
         if motion is not None:
             values.append(motion)
     cite = f"{safe(job.host, 100)}, pid {rank.pid}"
@@ -218,7 +217,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     file.
     """
     last = samples[-1]
-    main = _training(last) or Thread()
+    main = _training(last)
     is_in_futex = last.wait_channel.startswith("futex")
     found = place(main.frames, main.calls, is_in_futex, last.has_gpu)
     if found.activity == LOCK and not found.collective:
@@ -242,13 +241,9 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     return replace(found, worker=worker, details=tuple(details[:MOST_DETAILS]))
 
 
-def _training(sample: Sample) -> Thread | None:
-    main = sample.main
-    if main is None:
-        return None
-    return dumps.training(
-        main, [one for one in sample.threads if one.tid != sample.pid]
-    )
+def _training(sample: Sample) -> Thread:
+    others = [one for one in sample.threads if one.tid != sample.pid]
+    return dumps.training(sample.main or Thread(), others)
 
 
 def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> list[str]:
@@ -343,11 +338,7 @@ def _has_idle_pool(samples: Sequence[Sample]) -> bool:
 
 def _is_idle_in_pool(sample: Sample) -> bool:
     of_children = [_own_frames(each) for each in sample.workers]
-    if (
-        sample.main is None
-        or not _is_pools(sample.main.frames)
-        or _other_threads(sample)
-    ):
+    if not _is_pools(sample.frames) or _other_threads(sample):
         return False
     if not all(of_children) or len(of_children) >= MOST_CHILDREN:
         return False
@@ -430,7 +421,7 @@ def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
 
 
 def _own_frames(sample: Sample) -> Sequence[Frame]:
-    return dumps.own_frames(sample.main.frames) if sample.main is not None else ()
+    return dumps.own_frames(sample.frames)
 
 
 def _other_threads(last: Sample) -> list[str]:
@@ -450,24 +441,18 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
         return Motion(False, still_s=last.uptime_s - first.uptime_s)
     if first.main is None or last.main is None:
         return _motion_by_kernel(first, last)
-    before, now = _training(first), _training(last)
-    if before is not None and now is not None and (by := went_on(before, now)):
+    if by := went_on(_training(first), _training(last)):
         return Motion(True, by)
     wrote = last.written - first.written
-    if wrote >= _MUCH_WRITTEN and place(last.main.frames).activity == CHECKPOINT:
+    if wrote >= _MUCH_WRITTEN and place(last.frames).activity == CHECKPOINT:
         return Motion(True, f"it wrote {wrote / 1e6:.1f} MB")
     ran = _ran(samples)
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
     # It polls its workers.
-    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)
-    if (
-        ran
-        and is_idle
-        and first.main.frames[:1] != last.main.frames[:1]
-        and not in_loader
-    ):
+    in_loader = any("utils/data/" in frame.file for frame in first.frames)
+    if ran and is_idle and first.frames[:1] != last.frames[:1] and not in_loader:
         return Motion(True, "it has run meanwhile")
     between = last.uptime_s - first.uptime_s
     still_s = between if ran else between + (first.slept_s or 0.0)
