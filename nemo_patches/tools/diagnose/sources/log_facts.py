@@ -271,9 +271,7 @@ class LaunchFacts:
 
     @property
     def tells_anything(self) -> bool:
-        return any(
-            not isinstance(fact.value, ProcessRank) for fact in self.facts.values()
-        )
+        return bool(self.ranks())
 
 
 def _is_kill_for_memory(fact: Fact) -> bool:
