@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
     MOST_KEPT,
+    RANK_LIST,
     TEXTS,
     Line,
     ranks_in,
@@ -47,7 +48,7 @@ _WHO = (
 )
 _NUMBER = (
     r"(?: ?[#:=_-] ?| (?:id|no\.?|number|index)[ :=]{1,2}| )?\[?"
-    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
+    rf"(?P<ranks>{RANK_LIST})\b\]?(?![\d.:]*\d)"
 )
 _BETWEEN = (
     r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|pid[ =:]\d{1,9}|of \d{1,6}\b|"
@@ -99,7 +100,8 @@ _STATE = (
     "[Ll]agging|[Ll]ost"
 )
 _LIST = (
-    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b"
+    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?"
+    rf"{RANK_LIST})\b"
     r"(?P<closed>[\])}])?"
 )
 _WHO_IN_CHINESE = f"(?P<who>)(?:{_NAMES}|进程|节点)"
@@ -228,7 +230,7 @@ _HEADER = re.compile(
 )
 _OF_HEADER = re.compile(
     rf"^\W{{0,8}}(?:\S{{0,80}}/)?(?:(?:{_NAMES})s?[ :#=_-]{{0,2}})?"
-    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?=[^\w.]|$)"
+    rf"(?P<ranks>{RANK_LIST})(?=[^\w.]|$)"
 )
 
 # An event of a cluster's pod or node

@@ -71,7 +71,7 @@ class LauncherLines:
         self._ray: Line | None = None  # a death whose process id may follow
         self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
-        self._terminated: list[tuple[Condition, Line]] = []
+        self._terminated: list[tuple[str, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
         self._has_stalled = False  # by stall_exit
@@ -183,15 +183,14 @@ class LauncherLines:
         if found[3] and self._has_stalled:
             # With --kill-on-bad-exit, after KillWait: a stopped task, or one that handles SIGTERM.
             text = f"SIGKILL, says Slurm, of {task}, after stall_exit"
-            self._terminated.append((Condition(conditions.TERMINATED, text), line))
+            self._terminated.append((text, line))
         elif found[3]:
             text = f"Slurm's {task}: {found[3]}"
             ranks = ranks_in(found[2]) if self._tasks_are_ranks else [NOT_TOLD]
             for rank in ranks:
                 self._tell(Condition(conditions.KILLED, text), line, rank)
         elif found[5] == "Terminated":
-            text = f"SIGTERM, says Slurm, of {task}"
-            self._terminated.append((Condition(conditions.TERMINATED, text), line))
+            self._terminated.append((f"SIGTERM, says Slurm, of {task}", line))
         else:
             code = -6 if found[5] else _signed(found[4])
             self._has_stalled |= code == STALL_EXIT
@@ -274,9 +273,9 @@ class LauncherLines:
                 self._found.note_pid(pid, rank)
         self._found.tell_ranks_of_killed()
         self._leave_out_killed_by_mpirun()
-        for condition, line in self._terminated:
+        for text, line in self._terminated:
             if line.file not in self._cancelled:
-                self._tell(condition, line)
+                self._tell(Condition(conditions.TERMINATED, text), line)
         self._finish_table()
         known = {told["pid"] for told, _ in self._table}
         for failed, line in self._failed:

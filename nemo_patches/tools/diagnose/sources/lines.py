@@ -17,6 +17,7 @@ from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 
 MOST_KEPT = 4096  # ranks, and the like, of one launch
 ANY_DIGIT = str.maketrans("123456789", "000000000")
+RANK_LIST = r"\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400}"  # a pattern; ranks_in() reads it
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _LONGEST_TEXT = 300
