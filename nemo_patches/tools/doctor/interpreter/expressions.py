@@ -119,9 +119,6 @@ def visit_Attribute(reader: Interpreter, node: ast.Attribute) -> Abstract:
     owner = name.rpartition(".")[0]
     if name in reader.env:
         return _named(reader, name, reader.env[name])
-    method = reader.file.method(reader.owner, node.attr) if owner == "self" else None
-    if method and is_property(method):
-        return call_helper(reader, method, None, node)
     if owner in ("trainer", "self.trainer") and node.attr in knowledge.PROPERTIES:
         pairs_with, why, guess = knowledge.PROPERTIES[node.attr]
         reader.emit(Collective(name, pairs_with, node.lineno, why, guess))
@@ -136,24 +133,19 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     entry = inner.entry(node.attr)
     if entry is not None:
         return entry
+    owner = reader.owner if name == f"self.{node.attr}" else None
+    owner = inner.ref if inner.has("instance") else owner
+    method = reader.file.method(owner, node.attr)
+    if method and is_property(method):
+        return call_helper(reader, method, None, node)
     if isinstance(inner.ref, Definition):
-        method = (
-            reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
-        )
-        if method and is_property(method):
-            return call_helper(reader, method, None, node)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
             return known[f"self.{node.attr}"]
     said = reader.file.source(name) or reader.file.by_rank.get(node.attr)
     if said is not None:
         return replace(said, ref=said.ref or reader.file.reference(name))
-    method = (
-        reader.file.method(reader.owner, node.attr)
-        if name == f"self.{node.attr}"
-        else None
-    )
-    if method is not None and not is_property(method):
+    if method is not None:
         return Abstract(ref=method)
     if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
         return tagged("gradient") if node.attr == "grad" else Abstract()

@@ -308,7 +308,6 @@ LOCKS = r"(FileLock|InterProcessLock)$|^portalocker\.\w*Lock$"
 FILE_LOCKS = words("fcntl.flock fcntl.lockf portalocker.lock portalocker.unlock")
 # Of what ranks make in a loop of another function that serves a rank.
 NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
-CACHES = words("cache lru_cache")
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 SOUNDS_COLLECTIVE = (
