@@ -272,11 +272,11 @@ _LAST_BATCH = _SAMPLES + r" *[<>!=]=? *[\w.]*(batch_?size|\bbsz?\b)"
 STRUCTURE = words("""
     callable dim getattr hasattr id is_floating_point isinstance issubclass type
     """)
-STRUCTURE_ATTRIBUTES = words("""
-    device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim requires_grad
-    training
+# Attributes that have one form on all ranks, and parameters.
+OF_FORM = words("""
+    bias device dtype grad is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim
+    requires_grad training weight
     """)
-PARAMETER = words("bias grad weight")
 # Of a method that is asked of data: its answer may differ.
 PLAUSIBLE = GRADIENTS | words("""
     bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
