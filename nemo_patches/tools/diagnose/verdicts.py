@@ -354,9 +354,10 @@ def _told(
     rank: int, place: Place, title: str, *, is_out: bool
 ) -> tuple[list[int], list[str], str]:
     """What remedy() reads. title: where no place is known."""
+    caller, _, hook = place.caller.partition(", in ")  # so does a line of ours end
     hooks = [place.hook] if place.hook else place.way[::-1]
     out = ["train_end"] * (is_out and not place.hook)
-    names = [*hooks, *out, place.collective or title, place.caller]
+    names = [*hooks, *out, hook, place.collective or title, caller]
     batch = place.counters.get(_LIGHTNINGS_BATCH)
     told = next(filter(_LAST_BATCH.match, place.details), "")
     told = told.removeprefix("last batch ") if batch is None else f"{batch} of epoch"
