@@ -92,8 +92,25 @@ def _start_server_once() -> None:
 
 def share_server() -> None:
     """Of this process's, with the pytest processes that it starts: NeMo is imported once for all."""
-    _start_server()
+    with _without_output():
+        _start_server()
     os.environ[SERVER] = forkserver._forkserver._forkserver_address
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """What is started here prints nothing: a rank's progress bar would stand among the results."""
+    before = {number: os.dup(number) for number in (1, 2)}
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in before:
+        os.dup2(nowhere, number)
+    try:
+        yield
+    finally:
+        for number, file in before.items():
+            os.dup2(file, number)
+            os.close(file)
+        os.close(nowhere)
 
 
 def rank_process(target: Callable[..., None], args: tuple[Any, ...]) -> Any:
