@@ -21,8 +21,10 @@ series = $(word 1,$(subst ., ,$1)).$(word 2,$(subst ., ,$1))
 
 # Each test starts processes, and each would compile the tests and all of ours anew.
 unexport PYTHONDONTWRITEBYTECODE
+# No: pip would compile all 310 MB of NeMo's environment, for two minutes of CPU; an import compiles what it needs.
+export PIP_COMPILE = 0
 
-.PHONY: help demo demo-picture check test test-hosts test-% test-others test-wheel test-pythons test-nemo-pythons test-torch test-lightning test-wrapt build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
+.PHONY: help demo demo-picture check test beside test-hosts test-% test-wheel test-pythons test-nemo-pythons test-torch test-lightning test-wrapt build-wheel test-matrix $(MATRIX:%=matrix-%) test-vendored $(MATRIX:%=vendored-%)
 .PHONY: benchmark benchmark-start-up patches $(PATCHES:%=patch-%) check-patches patches-table
 .PHONY: lint lint-with-torch golden clean
 .PRECIOUS: .venv/nemo-python-%/ready .venv/with-%/ready .venv/nemo-%/ready .venv/unpacked/nemo-%/ready
@@ -61,20 +63,20 @@ demo-picture: .venv/nemo-$(DEMO_NEMO)/ready
 	mkdir -p docs/pictures
 	.venv/nemo-$(DEMO_NEMO)/bin/nemo-patches demo --record docs/pictures/demo.svg
 
-# First what is needed most; then what does not wait, beside the checks and the rest of the installation; then the tests
-# that wait (marker "alone"), three files at a time, beside those of the wheel and of the other NeMo.
+# The installation; then the tests on the first NeMo, three files at a time, beside all else, one after the other.
 FIRST = $(firstword $(NEMO_VERSIONS))
 OTHERS = $(filter-out $(FIRST),$(NEMO_VERSIONS))
+BESIDE = lint-with-torch check-patches docs test-wheel $(OLDEST_AND_NEWEST:%=test-on-python-%) $(OTHERS:%=test-%)
 STAGES = .venv/stages
 test:
 	$(MAKE) .venv/dev/ready
 	$(MAKE) -j2 .venv/nemo-$(FIRST)/ready .venv/docs/ready $(OTHERS:%=.venv/nemo-%/nemo)
 	$(MAKE) $(ENVIRONMENTS)
 	@rm -f $(STAGES)
-	@code=0; \
-	$(MAKE) -k -j2 stage-test-together-$(FIRST) stage-lint-with-torch stage-check-patches stage-docs || code=$$?; \
-	$(MAKE) -k -j2 stage-test-alone-$(FIRST) test-others || code=$$?; \
-	echo "== make test ran"; cat $(STAGES); exit $$code
+	@code=0; $(MAKE) -k -j2 stage-test-$(FIRST) beside || code=$$?; echo "== make test ran"; cat $(STAGES); exit $$code
+
+beside:
+	@code=0; for each in $(BESIDE); do $(MAKE) stage-$$each || code=$$?; done; exit $$code
 
 # A target as a stage of `make test`: when it has ended, one line. What failed in it tests/conftest.py adds there.
 stage-%:
@@ -88,28 +90,14 @@ check: lint
 	@echo "== tests that need neither torch nor NeMo"
 	.venv/dev/bin/python -m pytest -q -n 2 --dist loadfile -m "wheel and not (alone or installed)" $(WITHOUT_TORCH)
 
-# One after the other, beside the tests that wait.
-test-others:
-	@code=0; for each in test-wheel $(OLDEST_AND_NEWEST:%=test-on-python-%) $(OTHERS:%=test-together-%); do \
-	$(MAKE) stage-$$each || code=$$?; done; exit $$code
-
-test-%: .venv/nemo-%/ready
-	$(MAKE) test-together-$* $(if $(filter $*,$(FIRST)),test-alone-$*)
-
 # What needs neither torch nor NeMo is run once, from the wheel. On another NeMo what `matrix` marks is run, but for what waits.
-TOGETHER = not (hosts or alone or weekly) and (installed or not wheel)
-OF_EACH_NEMO = $$(grep -l mark.matrix tests/test_*.py tests/*/test_*.py)
+OF_THE_FIRST = -n 3 -m "not (hosts or weekly) and (installed or not wheel)"
+OF_ANOTHER = -n 0 -m "matrix and not (alone or weekly)" $$(grep -l mark.matrix tests/test_*.py tests/*/test_*.py)
 # In the order of tests/conftest.py: xdist's own puts files of few tests last, also the longest.
-PYTEST = -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder
-test-together-%: .venv/nemo-%/ready
+test-%: .venv/nemo-%/ready
 	@echo "== tests on NeMo $*"
-	.venv/nemo-$*/bin/python $(PYTEST) $(if $(filter $*,$(FIRST)),-n 3 -m "$(TOGETHER)",-n 0 -m "matrix and not (alone or weekly)" $(OF_EACH_NEMO))
-
-# Only these files are imported: others import NeMo, which each of the processes would do for nothing.
-WAIT = $$(grep -l mark.alone tests/test_*.py tests/*/test_*.py)
-test-alone-%: .venv/nemo-%/ready
-	@echo "== tests on NeMo $*, those that wait, three files at a time"
-	.venv/nemo-$*/bin/python $(PYTEST) -n 3 -m "alone and not (hosts or weekly)" $(WAIT)
+	.venv/nemo-$*/bin/python -m pytest -q --durations 15 --dist loadfile --no-loadscope-reorder \
+		$(if $(filter $*,$(FIRST)),$(OF_THE_FIRST),$(OF_ANOTHER))
 
 # Hosts made of namespaces, real NeMo on them: needs root, iproute2 and iptables, and skips by name what it may not do.
 test-hosts: .venv/nemo-$(FIRST)/ready
@@ -122,12 +110,13 @@ test-wheel: build-wheel
 	@echo "== the wheel, its tests where neither NeMo nor torch is"
 	$(call test_the_wheel,$(PYTHON),.venv/wheel/python,-c constraints.txt,$(WITHOUT_TORCH))
 
-# Of the wheel that test-wheel has built: what depends on Python. All Pythons and all of the wheel's tests: test-pythons.
+# Of the wheel that test-wheel has built: what depends on Python, without changes of code by chance, which take longer than all of
+# it (test-wheel has them). All Pythons and all of the wheel's tests: test-pythons.
 OLDEST_AND_NEWEST = $(firstword $(PYTHONS)) $(lastword $(PYTHONS))
 DEPENDS_ON_PYTHON = stored start_up settings command_line launch golden laptop stacks_collect packaging packages
 test-on-python-%:
 	@echo "== the wheel, what depends on Python in its tests, on Python $*"
-	$(if $(call python_of,$*),$(call test_the_wheel,$(call python_of,$*),.venv/wheel/python-$*,,$(DEPENDS_ON_PYTHON:%=tests/test_%.py) tests/doctor/test_code_in_other_words.py),\
+	$(if $(call python_of,$*),$(call test_the_wheel,$(call python_of,$*),.venv/wheel/python-$*,,$(DEPENDS_ON_PYTHON:%=tests/test_%.py) tests/doctor/test_code_in_other_words.py -k "not keeps_what"),\
 		@echo "   not run: no python$* is here" | tee -a $${STAGE_LOG:-/dev/null})
 
 # python3.13 where that runs, else one of pyenv's.
@@ -271,6 +260,7 @@ define install_nemo
 	$(PYTHON) -m venv .venv/nemo-$1
 	.venv/nemo-$1/bin/python -m pip install -q -c constraints.txt torch
 	.venv/nemo-$1/bin/python -m pip install -q -c constraints.txt "nemo_toolkit[asr]==$1"
+	.venv/nemo-$1/bin/python -c "import nemo.collections.asr"  # compiled once, not by each process that comes first
 endef
 
 # What needs neither torch nor NeMo: the commands, their tests, lint, and a wheel's build.
@@ -318,7 +308,7 @@ check-patches: $(PATCHES:%=.venv/unpacked/nemo-%/ready)
 	@.venv/nemo-$(DEMO_NEMO)/bin/python tests/every_release.py $(PATCHES)
 	@$(foreach release,$(filter-out 2.1.0,$(MATRIX)),($(call try_upstream,$(release))) &&) true
 
-# Ranks of a NeMo that has its diff, without nemo_patches; `make test` runs twelve of the scenarios on its first NeMo alone.
+# Ranks of a NeMo that has its diff, without nemo_patches; `make test` runs eleven of the scenarios on its first NeMo alone.
 test-vendored: $(MATRIX:%=vendored-%)
 
 $(MATRIX:%=vendored-%): vendored-%: .venv/unpacked/nemo-%/ready .venv/unpacked/needs/ready

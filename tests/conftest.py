@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -96,6 +97,14 @@ LONGEST = (
     "apply",
 )
 PLACES = {f"test_{name}": place for place, name in enumerate(LONGEST)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What ranks are forked from imports NeMo, for some seconds: once for all of xdist's processes."""
+    if config.getoption("numprocesses", None) and find_spec("nemo"):
+        from ranks import share_server
+
+        share_server()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

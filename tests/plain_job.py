@@ -56,30 +56,6 @@ def takes_a_core() -> None:
         sum(range(10_000))
 
 
-def computes(folder: Path) -> None:
-    """In one place of its code."""
-    says_when(folder)
-    number = 0
-    while True:
-        number = 3 * number % 7 + 1
-
-
-def opens_a_fifo(folder: Path) -> None:
-    """In its data loader's worker: nobody writes to it."""
-    import torch
-
-    class Audio(torch.utils.data.Dataset[bytes]):
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> bytes:
-            says_when(folder)
-            return (folder / "audio").read_bytes()
-
-    os.mkfifo(folder / "audio")
-    next(iter(torch.utils.data.DataLoader(Audio(), num_workers=1)))
-
-
 def skips_a_collective(folder: Path) -> None:
     """All ranks come here."""
     import torch
@@ -98,8 +74,6 @@ WAYS: dict[str, Callable[[Path], None]] = {
         sleeps,
         fetches_ahead,
         makes_no_group,
-        computes,
-        opens_a_fifo,
         skips_a_collective,
     )
 }

@@ -22,8 +22,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["nemo_once"])
 _server_lock = threading.Lock()
+SERVER = "RANKS_FORK_SERVER"  # its address
 
 # What a busy machine may add.
 # To a call: less than the shortest timeout that is waited for, so that a second wait is seen
@@ -71,15 +72,45 @@ def _start_server() -> None:
 @functools.cache
 def _start_server_once() -> None:
     """What ranks are forked from, which finds nemo_once.py only on PYTHONPATH."""
+    if address := os.environ.get(SERVER):
+        server = forkserver._forkserver
+        # As after its own ensure_running: where it is, and a file for the ranks to hold.
+        server._forkserver_address = address
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = resource_tracker.ensure_running
+        return
     before = os.environ.get("PYTHONPATH")
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, before)))
     try:
-        ensure_running()
+        forkserver.ensure_running()
     finally:
         del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
+
+
+def share_server() -> None:
+    """Of this process's, with the pytest processes that it starts: NeMo is imported once for all."""
+    with _without_output():
+        _start_server()
+    os.environ[SERVER] = forkserver._forkserver._forkserver_address
+
+
+@contextlib.contextmanager
+def _without_output() -> Iterator[None]:
+    """What is started here prints nothing: a rank's progress bar would stand among the results."""
+    before = {number: os.dup(number) for number in (1, 2)}
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in before:
+        os.dup2(nowhere, number)
+    try:
+        yield
+    finally:
+        for number, file in before.items():
+            os.dup2(file, number)
+            os.close(file)
+        os.close(nowhere)
 
 
 def rank_process(target: Callable[..., None], args: tuple[Any, ...]) -> Any:

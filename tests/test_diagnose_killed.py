@@ -115,8 +115,12 @@ def job_of(moment: str, size: int, heeds: bool) -> Job:
 @beside_others(
     *(
         job_of(moment, size, heeds)
-        for moment in MOMENTS
-        for size, heeds in ((2, False), (3, False), (3, True))
+        for moment, size, heeds in (
+            *((moment, 3, False) for moment in MOMENTS),
+            ("length sync", 2, False),
+            ("backward", 3, True),
+            ("any", 3, True),
+        )
     )
 )
 @pytest.mark.usefixtures("results")

@@ -5,17 +5,16 @@ and no abort.
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from forked_programs import Ended, Server, forking
 from ranks import free_port
 
 # Seconds, for a program: on a vendored NeMo it imports all of NeMo, on a busy machine for minutes
@@ -28,83 +27,11 @@ pytestmark = [
     pytest.mark.timeout(4 * LIMIT + 60),
 ]
 
-# Forks interpreters that have torch, and import ours by themselves; each ends as any does. A request:
-# a program's file, its arguments by rank, and what to make when the first rank has ended.
-NEST = """
-import json, os, signal, sys, time
-import torch, torch.distributed
-
-for line in sys.stdin:
-    path, arguments, done = json.loads(line)
-    ranks = []
-    for number, own in enumerate(arguments):
-        if (rank := os.fork()) == 0:
-            break
-        ranks.append(rank)
-    else:
-        ends = []
-        for rank in ranks:
-            ends.append((os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]), time.time()))
-            open(done, "w").close()
-        print(json.dumps(ends), flush=True)
-        continue
-    signal.alarm(LIMIT_S)
-    for descriptor, name in ((0, "/dev/null"), (1, f"{path}.out{number}"), (2, f"{path}.err{number}")):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), descriptor)
-    __file__, sys.argv = path, [path, *own]  # for what multiprocessing spawns
-    exec(compile(open(path).read(), path, "exec"))
-    break
-"""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """at: time.time() when the process was gone."""
-
-    code: int
-    at: float
-    out: str
-    error: str
-
-
-class Nest:
-    def __init__(self) -> None:
-        program = NEST.replace("LIMIT_S", str(int(LIMIT)))
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=-1, stdout=-1, text=True
-        )
-
-    def run(self, program: str, folder: Path, *arguments: list[str]) -> list[Ended]:
-        """One process for each list of arguments; the last of them is a file that is there once the
-        first process has ended.
-        """
-        path = folder / "program.py"
-        path.write_text(program)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        request = json.dumps([str(path), arguments, arguments[0][-1]])
-        print(request, file=self._process.stdin, flush=True)
-        return [
-            Ended(
-                code,
-                at,
-                Path(f"{path}.out{number}").read_text(),
-                Path(f"{path}.err{number}").read_text(),
-            )
-            for number, (code, at) in enumerate(
-                json.loads(self._process.stdout.readline())
-            )
-        ]
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=LIMIT)
-
 
 @pytest.fixture(scope="module")
-def nest() -> Iterator[Nest]:
-    made = Nest()
-    yield made
-    made.end()
+def server() -> Iterator[Server]:
+    with forking(int(LIMIT)) as server:
+        yield server
 
 
 PROGRAM = """
@@ -147,27 +74,31 @@ ENDINGS = (
 )
 
 
-def seconds_to_exit(nest: Nest, ending: str, folder: Path) -> tuple[float, int, str]:
+def seconds_to_exit(
+    server: Server, ending: str, folder: Path
+) -> tuple[float, int, str]:
     """From the program's last line to the end of its process; its exit code and its stderr."""
     port, done = str(free_port()), str(folder / "done")
     arguments = ([str(rank), port, ending, done] for rank in (0, 1))
-    first, _ = nest.run(PROGRAM, folder, *arguments)
+    first, _ = server.run(PROGRAM, folder, *arguments)
     assert first.out, first.error
     return first.at - float(first.out), first.code, first.error
 
 
 @pytest.fixture(scope="module")
-def stock(nest: Nest, tmp_path_factory: pytest.TempPathFactory) -> float:
-    seconds, code, _ = seconds_to_exit(nest, "stock", tmp_path_factory.mktemp("stock"))
+def stock(server: Server, tmp_path_factory: pytest.TempPathFactory) -> float:
+    seconds, code, _ = seconds_to_exit(
+        server, "stock", tmp_path_factory.mktemp("stock")
+    )
     assert code == 7
     return seconds
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_exit_with_a_pending_round_is_as_fast_as_stocks(
-    ending: str, nest: Nest, stock: float, tmp_path: Path
+    ending: str, server: Server, stock: float, tmp_path: Path
 ) -> None:
-    ours, code, error = seconds_to_exit(nest, ending, tmp_path)
+    ours, code, error = seconds_to_exit(server, ending, tmp_path)
     # A hang lasts for minutes; on a vendored NeMo most of it is its own end.
     assert ours < 2 * stock + 15
     assert code == (1 if ending == "exception" else 7), error
@@ -326,7 +257,7 @@ EXIT_CODES = {"exception": 1, "sys.exit": 3, "fork": 1, "spawn": 1, "healthy": 0
 
 @pytest.fixture(scope="module")
 def killed(
-    nest: Nest, tmp_path_factory: pytest.TempPathFactory
+    server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Ended]]:
     """By how the others end: the three ranks of a job. All jobs are beside each other."""
     folder = tmp_path_factory.mktemp("killed")
@@ -336,7 +267,7 @@ def killed(
         arguments += [
             [str(rank), port, ending, str(folder / "done")] for rank in range(3)
         ]
-    ended = nest.run(KILLED, folder, *arguments)
+    ended = server.run(KILLED, folder, *arguments)
     jobs = [ended[first : first + 3] for first in range(0, len(ended), 3)]
     return dict(zip(EXIT_CODES, jobs, strict=True))
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import encoders
 import pytest
+from forked_programs import Server, forking
 from hosts.cluster import CARD, Host, made_hosts
 from ranks import (
     REPORT_S,
@@ -125,7 +124,9 @@ def test_a_host_without_power_is_named_and_no_living_rank_with_it(
 PROGRAM = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
-rank, store = int(sys.argv[1]), sys.argv[2]
+from hosts.cluster import Host
+rank, killed, store, host, first_process = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+Host(host, int(first_process), "").move_here()
 os.environ.update(RANK=str(rank), WORLD_SIZE="3", GLOO_SOCKET_IFNAME="eth0")
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=3)
 from nemo_patches.watch import subscriber
@@ -135,42 +136,37 @@ while not (subscriber.monitor() and subscriber.monitor().exchange.is_whole):
     time.sleep(0.01)
 for step in range(100):
     dist.all_reduce(torch.ones(1))
-    if step == 50 and rank == KILLED:
+    if step == 50 and rank == killed:
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with forking(LIMIT_S) as server:
+        yield server
+
+
 @pytest.mark.parametrize("killed", [1, 0])
 def test_a_killed_rank_is_named_before_the_error_that_follows_ends_the_others(
-    killed: int, hosts: list[Host], tmp_path: Path
+    killed: int, hosts: list[Host], server: Server, tmp_path: Path
 ) -> None:
     store = f"tcp://{hosts[0].address}:{free_port()}"
-    logs = [tmp_path / f"{rank}.log" for rank in range(3)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            program = PROGRAM.replace("KILLED", str(killed))
-            command = [sys.executable, "-c", program, str(rank), store]
-            with log.open("w") as stderr:
-                processes.append(
-                    subprocess.Popen(
-                        command, stderr=stderr, preexec_fn=hosts[rank].move_here
-                    )
-                )
-        codes = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes[killed] == -signal.SIGKILL
+    arguments = (
+        [str(rank), str(killed), store, host.name, str(host.pid)]
+        for rank, host in enumerate(hosts)
+    )
+    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    ranks = server.run(path + PROGRAM, tmp_path, *arguments)
+    assert ranks[killed].code == -signal.SIGKILL
     for rank in {0, 1, 2} - {killed}:
-        stderr = logs[rank].read_text()
-        assert codes[rank] == 1, stderr  # Gloo's error
+        stderr = ranks[rank].error
+        assert ranks[rank].code == 1, stderr  # Gloo's error
         (line,) = [
             line for line in stderr.splitlines() if " nemo_patches WARNING " in line
         ]
         who = re.escape(
             f"rank {killed} of 3 | rank {killed} ({hosts[killed].name}, pid"
-            f" {processes[killed].pid})"
+            f" {ranks[killed].pid})"
         )
         assert re.search(rf"this job: gone: {who}: its process has gone$", line), line

@@ -4,11 +4,11 @@ nothing for us.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_programs import Server, forking
 from ranks import free_port
 
 LIMIT_S = 200
@@ -52,30 +52,18 @@ wait_until(lambda: all(os.path.exists(f"{folder}/said-{other}") for other in (1,
 """
 
 
-def stderr_of_others(ending: str, folder: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with forking(LIMIT_S) as server:
+        yield server
+
+
+def stderr_of_others(server: Server, ending: str, folder: Path) -> list[str]:
     port = str(free_port())
-    logs = [folder / f"{rank}.log" for rank in range(3)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [
-                sys.executable,
-                "-c",
-                PROGRAM,
-                str(rank),
-                port,
-                ending,
-                str(folder),
-            ]
-            with log.open("w") as stderr:
-                processes.append(subprocess.Popen(command, stderr=stderr))
-        codes = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes[1:] == [0, 0], [log.read_text()[-2000:] for log in logs]
-    return [log.read_text() for log in logs[1:]]
+    arguments = ([str(rank), port, ending, str(folder)] for rank in range(3))
+    _, *others = server.run(PROGRAM, folder, *arguments)
+    assert [one.code for one in others] == [0, 0], [one.error for one in others]
+    return [one.error for one in others]
 
 
 def ended_and_gone(lines: list[str]) -> list[str]:
@@ -86,8 +74,10 @@ def ended_and_gone(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "ending", ["end of the program", "group destroyed", "exception"]
 )
-def test_the_others_say_that_rank_0_has_left(ending: str, tmp_path: Path) -> None:
-    for stderr in stderr_of_others(ending, tmp_path):
+def test_the_others_say_that_rank_0_has_left(
+    ending: str, server: Server, tmp_path: Path
+) -> None:
+    for stderr in stderr_of_others(server, ending, tmp_path):
         ended, gone = ended_and_gone(stderr.splitlines())
         assert ended.endswith(
             ": rank 0 has left: it ended, or destroyed its process group"
@@ -97,8 +87,8 @@ def test_the_others_say_that_rank_0_has_left(ending: str, tmp_path: Path) -> Non
         assert "its process has gone" not in gone
 
 
-def test_a_rank_0_that_is_killed_has_not_left(tmp_path: Path) -> None:
-    for stderr in stderr_of_others("killed", tmp_path):
+def test_a_rank_0_that_is_killed_has_not_left(server: Server, tmp_path: Path) -> None:
+    for stderr in stderr_of_others(server, "killed", tmp_path):
         # c10d may log its frames: who is killed in the middle of an answer resets the connection of
         # whoever asks
         own = [line for line in stderr.splitlines() if " nemo_patches " in line]

@@ -41,11 +41,11 @@ IN_MAKE_TEST = (
     "healthy",
     "watch",
     "fifo",
-    "compiled",
     "forked",
 )
 SCENARIOS = (
     *IN_MAKE_TEST,
+    "compiled",
     "extra",
     "stopped server",
     "uneven",
@@ -337,6 +337,7 @@ def test_a_long_evaluation_is_no_training(found: dict[str, list[Rank]]) -> None:
         assert [call["max"] for call in value["then"]] == [301, 401]
 
 
+@pytest.mark.weekly
 def test_one_graph_takes_part_and_has_a_length_of_its_own(
     found: dict[str, list[Rank]],
 ) -> None:
