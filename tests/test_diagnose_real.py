@@ -14,6 +14,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +213,8 @@ def hang_is_recorded(place: Place) -> bool:
 def copy_of_hang(place: Place) -> None:
     try:
         judge_the_hang(place)
+    except BaseException:  # of a thread: the test shows it
+        place.folder.with_suffix(".failed").write_text(traceback.format_exc())
     finally:  # else all wait for the one that is missing
         place.go_on.touch()
 
@@ -298,6 +301,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_verdict_while_it_hangs(
     folder: Path, name: str, finding: str, said: str
 ) -> None:
+    failed = folder / f"{name}.failed"
+    assert not failed.exists(), failed.read_text()
     report = report_of(folder / f"{name}.hang")
     first = report.findings[0]
     assert (first.id, first.ranks) == (finding, (1,)), report

@@ -127,7 +127,7 @@ def test_what_differs_and_who_is_absent_is_found_and_only_rank_0_has_an_exit_cod
     (tmp_path / "nemo").mkdir()
     (tmp_path / "nemo" / "__init__.py").write_text("")
     (tmp_path / "nemo" / "package_info.py").write_text("__shortversion__ = '9.9.0'\n")
-    short = {"NEMO_PATCHES_TIMEOUT": "5"}
+    short = {"NEMO_PATCHES_TIMEOUT": "10"}  # seconds by which two starts may part
     other = {
         **short,
         "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{tmp_path}",
