@@ -20,9 +20,11 @@ _MOST_LINES = 6  # of an exception's message
 _STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
 _CONTINUES = re.compile(
-    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU)"
+    r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU|E[A-Z]\d{4}: )"
 )  # a message, for sure
-_LAST_ERROR = "Last error:"
+# torch_npu's, with its rank, right beneath an exception that has none
+_OF_NPU = re.compile(r"ERR\d{5} ")
+_REASON = re.compile(r"(?<=Last error:\n).+|^E[A-Z]\d{4}: .+", re.MULTILINE)
 # Rich draws a frame.
 _BEGINS = re.compile(r"(?:Original )?Traceback \(most recent call last\)(?::$| ?[─-])")
 # torch.distributed.checkpoint: what follows, another rank has raised; all ranks pass it on.
@@ -137,9 +139,9 @@ class _Error:
     @property
     def text(self) -> str:
         kind, message = self.type.rpartition(".")[2], self.message.strip()
-        # NCCL's first line is its kind, the line after this one what happened.
-        if _LAST_ERROR in self.lines[:-1]:
-            message = f"{message}: {self.lines[self.lines.index(_LAST_ERROR) + 1]}"
+        # NCCL's and HCCL's first line is its kind, another one what happened.
+        if reason := _REASON.search(self.words):
+            message = f"{message}: {reason[0]}"
         return shown(f"{kind}: {message}" if message else kind)
 
     @property
@@ -212,6 +214,11 @@ class ExceptionLines:
         key = line.rank if line.rank >= 0 else _STRAY
         text = self._without_label(line.text)
         before, self._before = self._before, text
+        stray = self._writing.get(_STRAY)
+        if stray and stray.last and _OF_NPU.match(text):
+            if line.rank >= 0 and line.number == stray.last.line.number + 1:
+                self._fatal[_STRAY] = line.rank
+            return
         ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
         if fatal := _FATAL.search(text):
             self._end(key)
@@ -378,6 +385,8 @@ class ExceptionLines:
 
     def _tell(self, rank: int, writing: _Writing) -> None:
         error = writing.root
+        if error and writing.last and not error.words.strip():
+            error = writing.last  # "queue.Empty" alone says nothing
         if error is not None and error.type.endswith(_PASSED_ON):
             self._pass_on(rank, error)
             return

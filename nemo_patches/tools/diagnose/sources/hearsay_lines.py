@@ -250,7 +250,8 @@ _OF_HEADER = re.compile(
 # An event of a cluster's pod or node
 _OF_CLUSTER = re.compile(
     r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
-    r"Node(?:NotReady|Lost|Failure)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed))\b"
+    r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed)|"
+    r"\w*Spot\w*(?:Termination|Interruption)|instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
 )
 # A monitor's event of a rank, in JSON
 _EVENT = re.compile(
@@ -376,7 +377,7 @@ WORDS = (
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
     *("no step", "stall", " hang"),
-    *("Evict", "Preempt", "NotReady", "NodeLost", "OOMKilled", "drained", "is down"),
+    *("Spot", "reclaimed", "Evict", "Preempt", "NotReady", "NodeLost", "NodeShut", "OOMKilled", "drained", "is down"),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
@@ -478,17 +479,20 @@ class HearsayLines:
         if line.has_prefix and (event := _EVENT.match(text)):
             self._tell([line.rank], _state_of(event[1]), line)
             return True
-        if not _has_words(text.translate(ANY_DIGIT)) or _is_no_report(text, before):
+        if not _has_words(text.translate(ANY_DIGIT)):
             return False
-        if text.endswith(":") and _WHOSE_LISTS.search(text):
-            header = _HEADER.search(text)
-            if header and not _MOOD_LOWER.search(text.lower(), 0, header.start()):
-                self._header = line
-        for ranks, kind in _told_in(line, self._found.world_size):
-            self._tell(ranks, kind, line)
-            return True
-        if _OF_CLUSTER.search(text):
-            self._tell([NOT_TOLD], TOLD_DEAD, line, A_NAME)
+        if not _is_no_report(text, before):
+            if text.endswith(":") and _WHOSE_LISTS.search(text):
+                header = _HEADER.search(text)
+                if header and not _MOOD_LOWER.search(text.lower(), 0, header.start()):
+                    self._header = line
+            for ranks, kind in _told_in(line, self._found.world_size):
+                self._tell(ranks, kind, line)
+                return True
+        # Also a cell of a table; who took its place is no news.
+        event = text.strip("| ").partition(" by ")[0]
+        if _OF_CLUSTER.search(event) and not _is_no_report(event, before):
+            self._tell([NOT_TOLD], TOLD_DEAD, line._replace(text=event), A_NAME)
             return True
         return False
 
@@ -575,10 +579,12 @@ class HearsayLines:
         has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
             named = self._found.ranks_named(told.line.text)
-            if not {"": True, A_HANG: has_ended, A_NAME: named}[told.needs]:
+            if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[told.needs]:
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)
+            if told.needs == A_NAME and not named:
+                condition = Condition(conditions.HINT, text)
             after = self._after.get(told.line.file)
             if not has_ended and after and after.leaves_in_doubt(told.at):
                 quoted = f'the log goes on after "{text}"'

@@ -27,7 +27,9 @@ _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
 _MOST_REPORTS = 4  # folders
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-.][a-z0-9]+){0,20}")
+_REPORTS = (conditions.MISSING, conditions.NODE)  # of others
 _OF_EVENTS = conditions.CAUSES | {
     *(conditions.FAILED, conditions.TOLD_DEAD, conditions.TOLD_ABSENT)
 }
@@ -100,7 +102,7 @@ class LaunchFacts:
             if self.not_told > _MOST_NOT_TOLD:
                 return
         self.facts[key] = fact
-        self.reports_made += fact.condition_kind == conditions.MISSING
+        self.reports_made += fact.condition_kind in _REPORTS
 
     def without_local_ranks(self) -> set[int]:
         """On several hosts a local rank is not the job's: move such facts to NOT_TOLD. Returns the
@@ -151,7 +153,7 @@ class LaunchFacts:
         """Of others, of who had not come: the job has gone on, and no rank gave up waiting."""
         kinds = self.kinds
         for key, fact in [*self.facts.items()]:
-            is_report = fact.condition_kind == conditions.MISSING and not fact.own
+            is_report = fact.condition_kind in _REPORTS and not fact.own
             if is_report and conditions.WAITED not in kinds:
                 del self.facts[key]
 
@@ -206,15 +208,17 @@ class LaunchFacts:
         """Of the pod or the host that a text names: the one with the fewest, and not the half of
         the job.
         """
+        known = self.ranks_of_name | self.ranks_at
         names = (
             part for name in _NAME.findall(text) for part in (name, *name.split("."))
         )
-        ranks = [
-            self.ranks_of_name[name] for name in names if name in self.ranks_of_name
-        ]
+        if not _ONE_OF_HOST.search(text):
+            names = chain(names, _ADDRESS.findall(text))
+        ranks = [known[name] for name in names if name in known]
         fewest = min(ranks, key=len, default=set())
-        size = max(self.world_size, len({*chain(*self.ranks_of_name.values())}))
-        return fewest if 2 * len(fewest) < size else set()
+        size = max(self.world_size, len({*chain(*known.values())}))
+        is_one_of_two = len(fewest) == 1 and self.world_size == 2
+        return fewest if is_one_of_two or 2 * len(fewest) < size else set()
 
     def tell_ranks_of_named(self) -> None:
         """An event of a pod or a host is its ranks', unless they say that they waited."""

@@ -130,11 +130,12 @@ ROWS = (
     _row("Starting with", r"Starting with (\d{1,7}) processes", reader="size"),
     _row(
         "pid",
-        r"\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=|ProcessGroup).){0,200}?"
-        r"(?:\[[Rr]ank ?|world_rank=)(\d{1,7})\b|\[rank=(\d{1,7})\] pid=(\d{1,9})|"
-        r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b(?: ?(?:/|of) ?(?:size"
-        r" )?(\d{1,7}))?|"
-        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b",
+        r"(?:\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=|ProcessGroup).){0,200}?"
+        r"(?:\[[Rr]ank[ =]?|world_rank=|\b(?:[Rr]unning on|as) rank )(\d{1,7})\b|"
+        r"\[rank=(\d{1,7})\] pid=(\d{1,9})|"
+        r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b|"
+        r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b)"
+        r"(?:(?: ?/| of|, world_size=) ?(?:size )?(\d{1,7}))?",
         reader="pid",
         follows=True,
     ),
@@ -602,7 +603,8 @@ ROWS = (
     ),
     _end(
         "marked dead",
-        r"The node with node id: .{1,200}address: (?P<node>\S{1,80}).{0,200} has been marked dead",
+        r"The node with node id: .{1,200}(?:address|ip): (?P<node>\S{1,80}).{0,200}"
+        r" has been marked dead",
         NODE,
         "Ray: node {node} was marked dead",
     ),
