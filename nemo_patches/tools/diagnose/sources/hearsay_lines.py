@@ -224,10 +224,12 @@ _ANYWHERE = (
 )
 # Who has come and who has not, as barriers and monitors list them.
 _NOT_COME = re.compile(
-    rf"\b(?i:(?:{_STATE}|not (?:arrived|joined|ready|responding|reported|present)|never arrived|"
+    rf"\b(?i:(?:{_STATE}|"
+    r"(?:not|never) (?:arrived?|join(?:ed)?|ready|respond(?:ed|ing)?|report(?:ed)?|present|come)|"
     r"outstanding|offline|timed[ -]out|waiting (?:for|on)))"
-    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
+    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?(?: names| ids)?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
 )
+_TASK = re.compile(r"(?:/[\w.-]{1,40}:[\w.-]{1,40}){0,4}/[a-z]{1,20}:(?=\d)")
 _HAS_COME = re.compile(
     r"\b(?i:arrived|present|joined|ready|reached|responded|checked[ -]in|received(?: from)?|seen|"
     rf"alive|entered)(?:[ _-](?:{_NAMES})s?)?['\"]?\s?[:=]\s?{_LIST}"
@@ -463,15 +465,19 @@ class HearsayLines:
         text, before = line.text, self._before
         self._before = text
         self._take_back(text)
-        if (
-            is_known
-            or is_row
-            or self._take_listed(line)
-            or self._take_words(line, before)
-        ):
-            return
-        if self._told:
+        is_told = is_known or is_row or self._take_listed(line)
+        is_told = is_told or self._take_words(line, before)
+        self._header = self._header if is_told and not is_known else None
+        if text.endswith(":") and _WHOSE_LISTS.search(text):
+            self._note_header(line, before)
+        if self._told and not is_told:
             self._weigh(line)
+
+    def _note_header(self, line: Line, before: str) -> None:
+        header = _HEADER.search(line.text)
+        mood = header and _MOOD_LOWER.search(line.text.lower(), 0, header.start())
+        if header and not mood and not _is_no_report(line.text, before):
+            self._header = line
 
     def _take_words(self, line: Line, before: str) -> bool:
         """Whether they tell of a rank."""
@@ -482,10 +488,6 @@ class HearsayLines:
         if not _has_words(text.translate(ANY_DIGIT)):
             return False
         if not _is_no_report(text, before):
-            if text.endswith(":") and _WHOSE_LISTS.search(text):
-                header = _HEADER.search(text)
-                if header and not _MOOD_LOWER.search(text.lower(), 0, header.start()):
-                    self._header = line
             for ranks, kind in _told_in(line, self._found.world_size):
                 self._tell(ranks, kind, line)
                 return True
@@ -715,6 +717,7 @@ def _in_lists(text: str, size: int) -> list[int]:
     """Who has not come, by lists of a line; a number alone is a count, unless a list of who has
     come stands beside it.
     """
+    text = _TASK.sub("", text)
     absent = _NOT_COME.search(text)
     if absent is None:
         return []

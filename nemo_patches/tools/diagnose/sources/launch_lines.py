@@ -161,6 +161,7 @@ class Launch:
         self._stalls.finish()
         self.ends.finish()
         self.tracebacks.finish()
+        self.found.tell_ranks_of_faults()
         self._ras.finish()
         self._gpus.name_hosts()
         self._hearsay.finish(self.ends.is_finished)
@@ -177,7 +178,8 @@ class Launch:
         for ranks in evidence.groups.values():
             ranks -= not_told
         if not self.ends.is_finished:
-            more = (self._prints.finding(), self._hearsay.tables.finding())
+            told = self._prints.finding(), self._hearsay.tables.finding()
+            more = (*told, self._ras.ahead)
             evidence.findings += filter(None, more)
 
 

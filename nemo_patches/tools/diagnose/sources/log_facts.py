@@ -22,7 +22,8 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
-_PROCESS = re.compile(r"(?:Killed process |\(pid |\bpid=)(\d{1,9})[ ,)]")
+_PROCESS = re.compile(r"(?:Killed process |\bpid[ =])(\d{1,9})[ ,)]")
+_FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b")
 _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
@@ -185,6 +186,26 @@ class LaunchFacts:
                 self.keep(replace(fact, rank=rank))
                 if fact.condition_text.startswith(conditions.FOR_MEMORY):
                     self._leave_out_kills_of_nobody()
+
+    def tell_ranks_of_faults(self) -> None:
+        """A GPU's fault ends its process by SIGABRT: the kernel names that, or one ended so."""
+        aborted = {
+            fact.rank: fact.cite.rpartition(":")[0]
+            for fact in self.facts.values()
+            if fact.condition_kind == conditions.ABORTED
+            and not self.has(fact.rank, conditions.WAITED)
+        }
+        for key, fact in [*self.facts.items()]:
+            if fact.rank != NOT_TOLD or not _FAULT.search(fact.condition_text):
+                continue
+            pid = _PROCESS.search(fact.condition_text)
+            ranks = {rank for rank, file in aborted.items() if file == fact.host}
+            if pid is not None:
+                ranks = {self.rank_of_pid.get(int(pid[1]), NOT_TOLD)} & aborted.keys()
+            if len(ranks - {NOT_TOLD}) == 1:
+                del self.facts[key]
+                value = replace(fact.condition, kind=conditions.RAISED)
+                self.keep(replace(fact, rank=max(ranks), value=value))
 
     def _leave_out_kills_of_nobody(self) -> None:
         """Ray counts the workers that it kills for memory, and then names each."""
