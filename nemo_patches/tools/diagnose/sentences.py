@@ -50,7 +50,7 @@ _LOOK_AT_THE_GPU = (
     "Look at that GPU (`dmesg` of its host), and leave the node out if it comes again."
 )
 _CURES = (
-    ("HW Exception by GPU", _LOOK_AT_THE_GPU),
+    (" by GPU", _LOOK_AT_THE_GPU),
     ("a consequence of its GPU's error", _LOOK_AT_THE_GPU),
     (
         "shared memory",
