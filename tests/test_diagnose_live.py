@@ -226,7 +226,7 @@ def test_what_is_no_job_is_said(folders: Path) -> None:
     }.items():
         given = folders / name
         with pytest.raises(UnreadableError, match=re.escape(str(given)) + ".*" + said):
-            live.diagnose_job(given)
+            live.ask_job(given)
 
 
 def test_a_socket_that_a_killed_process_has_left_is_not_its_successors(
@@ -238,10 +238,10 @@ def test_a_socket_that_a_killed_process_has_left_is_not_its_successors(
     left.parent.mkdir(parents=True)
     left.touch()
     with pytest.raises(UnreadableError, match="no rank of the job answers"):
-        live.diagnose_job(folders)
+        live.ask_job(folders)
     os.utime(left, (1e9, 1e9))
     with pytest.raises(live.NoSocketError):
-        live.diagnose_job(folders)
+        live.ask_job(folders)
 
 
 @contextlib.contextmanager
@@ -316,9 +316,9 @@ def test_what_answers_nonsense_or_nothing_is_left_out(
         with pytest.raises(
             UnreadableError, match=f"no rank of the job answers here: rank_0.{own}"
         ):
-            live.diagnose_job(folders)
+            live.ask_job(folders)
         with answering(folders, f"rank_1.{own}{ENDING}", json.dumps(GOOD).encode()):
-            report = live.diagnose_job(folders)
+            report = live.ask_job(folders)[0]
     assert report.verdict.endswith("all is well") and len(report.problems) == 1
 
 
@@ -329,7 +329,7 @@ def told(folder: Path, level: str, *groups: dict[str, Any]) -> Diagnosis:
         {"world_size": size, "level": level, "text": "the job's line", "groups": groups}
     ).encode()
     with answering(folder, f"rank_0.{os.getpid()}{ENDING}", answer):
-        return live.diagnose_job(folder)
+        return live.ask_job(folder)[0]
 
 
 def test_ranks_that_called_lately_and_wait_now_are_judged_later(folders: Path) -> None:
@@ -430,8 +430,8 @@ def test_several_jobs_in_one_folder_are_named(
         with pytest.raises(
             UnreadableError, match=f"several jobs; give one of {jobs[0]}, {jobs[1]}"
         ):
-            live.diagnose_job(folders)
-        assert live.diagnose_job(jobs[1]).verdict.endswith("all is well")
+            live.ask_job(folders)
+        assert live.ask_job(jobs[1])[0].verdict.endswith("all is well")
         page = folders / "report.html"
         asked = ["diagnose", "--job", str(jobs[1]), "--html", str(page)]
         assert CliRunner().invoke(app, asked).exit_code == 0
@@ -449,10 +449,10 @@ def test_jobs_of_one_run_id_are_told_apart_by_the_stores_address(
             there = answering(private_folder(port), name, json.dumps(GOOD).encode())
             stack.enter_context(there)
             if port == 1:  # the only one that has this name, as far as it is known
-                report = live.diagnose_job(Path("RUN"))
+                report = live.ask_job(Path("RUN"))[0]
                 assert report.verdict.endswith("all is well")
         with pytest.raises(UnreadableError, match="--job=RUN: several jobs; give one"):
-            live.diagnose_job(Path("RUN"))
+            live.ask_job(Path("RUN"))
 
 
 def test_the_command_takes_one_thing_to_look_at(tmp_path: Path) -> None:

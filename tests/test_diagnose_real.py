@@ -221,7 +221,7 @@ def judge_the_hang(place: Place) -> None:
     shutil.copytree(place.folder, place.folder.with_suffix(".hang"))
     if place.folder.name in ASKED:
         port = meeting.port_of(dist.distributed_c10d._get_default_store())
-        told = live.diagnose_job(private_folder(port))
+        told = live.ask_job(private_folder(port))[0]
         assert told.findings, told
         asked = told.findings[0]
         place.folder.with_suffix(".asked").write_text(

@@ -40,11 +40,6 @@ class NoSocketError(UnreadableError):
     """No job with nemo_patches is found there; there may be one without it."""
 
 
-def diagnose_job(folder: Path) -> Diagnosis:
-    """The report of ask_job()."""
-    return ask_job(folder)[0]
-
-
 def ask_job(folder: Path) -> tuple[Diagnosis, Evidence]:
     """The report, and what it is from. folder: the job's own, or one that its processes work in.
     Raises UnreadableError.

@@ -188,10 +188,7 @@ def has_settled(job: HostJob) -> bool:
 def _has_settled(first: Sample, last: Sample) -> bool:
     if first.main is None or last.main is None:
         return True
-    if (
-        first.main.counters != last.main.counters
-        or first.main.frames != last.main.frames
-    ):
+    if first.main.counters != last.main.counters or first.frames != last.frames:
         return True
     return last.uptime_s - first.uptime_s + (first.slept_s or 0.0) >= STUCK_AFTER_S
 

@@ -189,20 +189,15 @@ def _lightnings(
         return None
     given = started[0] if is_first else process.variables
     size = len({variables["LOCAL_RANK"] for variables in started}) + 1
-    node, local_rank = (
-        given.get("NODE_RANK", "0"),
-        "0" if is_first else given["LOCAL_RANK"],
-    )
+    node = given.get("NODE_RANK", "0")
+    local_rank = "0" if is_first else given["LOCAL_RANK"]
     if not (node.isdecimal() and local_rank.isdecimal()):
         return None
     world_size = given.get("WORLD_SIZE", "")
-    whole = (
-        int(world_size) if world_size.isdecimal() and int(world_size) >= size else size
-    )
     return HostRank(
         int(node) * size + int(local_rank),
         process.pid,
-        whole,
+        max(size, int(world_size) if world_size.isdecimal() else 0),
         size,
         _job(given),
         LIGHTNING,

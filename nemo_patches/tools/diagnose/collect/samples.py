@@ -160,6 +160,11 @@ class Sample:
         only = self.threads if len(self.threads) == 1 else ()
         return next(iter((*by_id, *by_name, *only)), None)
 
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """The main thread's."""
+        return self.main.frames if self.main is not None else ()
+
 
 def take(
     ranks: Sequence[HostRank], before: Mapping[int, Sample] | None = None
@@ -191,10 +196,7 @@ def _of_rank(rank: HostRank, offset: float | None, last: Sample | None) -> Sampl
     taken = _process(rank.pid, offset)
     if last is not None and last.threads:  # py-spy stopped it, which woke its threads
         taken = replace(taken, undisturbed_s=taken.uptime_s - last.ended_s)
-    main = taken.main
-    if main is None or not any(
-        "utils/data/dataloader.py" in frame.file for frame in main.frames
-    ):
+    if not any("utils/data/dataloader.py" in frame.file for frame in taken.frames):
         return _with_children(taken, offset)
     workers = (
         _with_children(_process(pid, offset), offset)
@@ -207,9 +209,9 @@ def _with_children(taken: Sample, offset: float | None) -> Sample:
     """Add samples of the child processes that it waits for; for a shell, of the shell's
     children.
     """
-    frames = taken.main.frames[:6] if taken.main is not None else ()
+    innermost = taken.frames[:6]
     if not taken.waits_for and not any(
-        _OF_CHILDREN.search(frame.file) for frame in frames
+        _OF_CHILDREN.search(frame.file) for frame in innermost
     ):
         return taken
     rest = [taken.waits_for] if taken.waits_for > 0 else children(taken.pid)

@@ -119,8 +119,6 @@ class C10dLines:
             of_report.clear()
 
     def take_timeout(self, found: re.Match[str], line: Line) -> None:
-        if line.rank < 0:
-            return
         number, size = int(found[1] or NOT_TOLD), _size(found[3], found[4])
         one = Entry(line.rank, "", number, safe(found[2]), size)
         self._timed_out(one, line)
@@ -134,9 +132,8 @@ class C10dLines:
 
     def take_status(self, found: re.Match[str], line: Line) -> None:
         number, enqueued, completed = map(int, found.groups())
-        if line.rank >= 0:
-            self._note_enqueued(line, enqueued, completed)
-            self._note_number(line, number)
+        self._note_enqueued(line, enqueued, completed)
+        self._note_number(line, number)
 
     def _note_number(self, line: Line, number: int) -> None:
         one = Entry(line.rank, "", number)
@@ -346,10 +343,7 @@ class C10dLines:
         came = "it had come, by torch's report"
         for rank, line in self._joined.items():
             self._waited(rank, came, line, own=False)
-        waits = any(
-            one.condition_kind == conditions.WAITED
-            for one in self._found.facts.values()
-        )
+        waits = conditions.WAITED in self._found.kinds
         for rank, (title, line) in self._lagging.items():
             if not waits:  # who does, the report does not say
                 self._waited(NOT_TOLD, came, line, own=False)
@@ -362,19 +356,17 @@ class C10dLines:
         for key, barrier in self._barriers.items():
             size, came, line = barrier.size, barrier.came, barrier.line
             for rank in barrier.waiting:
-                if not self._found.has(
-                    rank, conditions.WAITED
-                ):  # it still waits at the log's end
+                # It still waits at the log's end.
+                if not self._found.has(rank, conditions.WAITED):
                     self._found.add(rank, waits, line, own=False)
             # Other groups' ranks are not known; if more have come than wait, some are of an earlier
             # job.
             is_whole = len(barrier.waiting) == came < size <= MOST_KEPT
             if key.endswith(_DEFAULT_BARRIERS) and is_whole:
                 text = f"to the store based barrier of the start: {came} of {size} had"
+                missing = Condition(conditions.MISSING, text)
                 for rank in set(range(size)) - barrier.waiting:
-                    self._found.add(
-                        rank, Condition(conditions.MISSING, text), line, own=False
-                    )
+                    self._found.add(rank, missing, line, own=False)
 
 
 def _size(shape: str | None, numel: str | None) -> str:

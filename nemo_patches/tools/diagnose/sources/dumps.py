@@ -237,10 +237,14 @@ def is_loaders(frames: Sequence[Frame]) -> bool:
     return any(frame.name.rpartition(".")[2] == "_worker_loop" for frame in frames)
 
 
+def thread_title(thread: Thread) -> str:
+    return f"its thread {safe(thread.name or str(thread.tid), 60)!r}"
+
+
 def other_threads(main: Thread, threads: Sequence[Thread]) -> list[str]:
     """Where the threads are that stand in the user's code."""
     return [
-        f"its thread {safe(one.name or str(one.tid), 60)!r} is in {place(one.frames).where}"
+        f"{thread_title(one)} is in {place(one.frames).where}"
         for one in threads
         if one.tid != main.tid
         and one.name != MAIN_THREAD

@@ -12,13 +12,9 @@ from dataclasses import dataclass, field
 
 from nemo_patches.judging.kinds import OF_TRAINING
 from nemo_patches.text import named
-from nemo_patches.tools.diagnose.findings import (
-    NEXT_STEPS,
-    NOT_ENOUGH,
-    SEVERITIES,
-    Finding,
-)
+from nemo_patches.tools.diagnose.findings import NOT_ENOUGH, Finding
 from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, shown
+from nemo_patches.tools.diagnose.verdicts import finding
 
 _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
 # A line of a rank's own: "rank 2: no data", "[rank 2/8] no data"; not "lora rank 8"
@@ -65,7 +61,6 @@ WORDS_OF_AN_END = ("o more ", "o further ", "ut of ", "xhausted", " loop", "weit
 _MOST_AFTER = 4  # lines of a rank that has run out: where it waits
 # One of these is in each line that begins such prints.
 WORDS = ("ncoder", "reduce", "gather", "arrier")
-_BEGIN = "A guess, by the job's own prints: "
 
 
 @dataclass
@@ -146,8 +141,7 @@ def _quoted(line: Line) -> str:
 
 
 def _guess(text: str) -> Finding:
-    step = NEXT_STEPS[NOT_ENOUGH]
-    return Finding(NOT_ENOUGH, SEVERITIES[NOT_ENOUGH], (), _BEGIN + text, step)
+    return finding(NOT_ENOUGH, f"A guess, by the job's own prints: {text}")
 
 
 class EncoderPrints:

@@ -17,7 +17,6 @@ from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 
 _MOST_FRAMES = 64  # of a traceback, the innermost
 _MOST_LINES = 6  # of an exception's message
-_STRAY = -2  # in place of a rank: lines without a prefix in a file of many ranks
 _PREFIX = re.compile(r"(?:\[rank\d{1,7}\]: ?){1,4}")  # launchers may write it once more
 _CONTINUES = re.compile(
     r"^(?:nccl\w{1,40}: |Last error:|socketProgress|NET/|Duplicate GPU|E[A-Z]\d{4}: )"
@@ -211,15 +210,14 @@ class ExceptionLines:
         if prefix is not None:
             self._take(line.rank, line, line.text[prefix.end() :])
             return
-        key = line.rank if line.rank >= 0 else _STRAY
+        key = line.rank  # NOT_TOLD: lines without a prefix in a file of many ranks
         text = self._without_label(line.text)
         before, self._before = self._before, text
-        stray = self._writing.get(_STRAY)
-        if stray and stray.last and _OF_NPU.match(text):
-            if line.rank >= 0 and line.number == stray.last.line.number + 1:
-                self._fatal[_STRAY] = line.rank
+        stray = self._writing.get(NOT_TOLD)
+        if line.has_prefix and stray and stray.last and _OF_NPU.match(text):
+            if line.number == stray.last.line.number + 1:
+                self._fatal[NOT_TOLD] = line.rank
             return
-        ray = _RAY_TASK.search(text) if "RayTaskError" in text else None
         if fatal := _FATAL.search(text):
             self._end(key)
             pid, spawned = int(fatal["pid"] or 0), fatal["spawned"]
@@ -233,19 +231,18 @@ class ExceptionLines:
         elif text == _IN_TABLE:
             self._end(key)
             self._fatal[key] = self._table_rank
-            if (writing := self._anew(key)) is not None:
-                writing.of = self._table_rank
-                writing.in_traceback = True
-                writing.was_over = False
+            writing = self._anew(key)
+            writing.of = self._table_rank
+            writing.in_traceback = True
+            writing.was_over = False
         elif self._skips and key not in self._writing:
             self._skips -= 1
             if text and not text[0].isspace() and not _BEGINS.search(text):
                 self._skips = 0
-        elif ray is not None:
+        elif ray := _RAY_TASK.search(text):
             self._end(key)
             self._fatal[key] = self._found.rank_of_pid.get(int(ray[2]), NOT_TOLD)
-            if (writing := self._anew(key)) is not None:
-                writing.in_traceback = True
+            self._anew(key).in_traceback = True
         else:
             whose = _WHOSE.match(before) if _BEGINS.match(text) else None
             if whose and not self._is_inner(key):
@@ -279,10 +276,10 @@ class ExceptionLines:
         thread, of_rank = _IN_THREAD.search(text), _OF_RANK.search(text)
         if thread or of_rank:
             self._end(key)
-            if (begun := self._anew(key)) is not None:
-                begun.thread = shown(thread[1]) if thread else ""
-                begun.of = int(of_rank[1]) if of_rank else NOT_TOLD
-                begun.in_traceback = not line.has_prefix
+            begun = self._anew(key)
+            begun.thread = shown(thread[1]) if thread else ""
+            begun.of = int(of_rank[1]) if of_rank else NOT_TOLD
+            begun.in_traceback = not line.has_prefix
         # Another thread's line, such as the watchdog's: no part of a message.
         elif _OF_LOGGER.match(text):
             self._end(key)
@@ -294,17 +291,16 @@ class ExceptionLines:
             key >= 0
             and line.has_prefix
             and (error := _ERROR.match(_FATAL_LEVEL.sub("", text, count=1)))
+            and _ERROR_NAME.search(error[1])
         ):
-            is_name = _ERROR_NAME.search(error[1]) is not None
-            if is_name and (begun := self._anew(key)) is not None:
-                self._raise(begun, error, line)
+            self._raise(self._anew(key), error, line)
 
-    def _anew(self, key: int) -> _Writing | None:
-        """None where there are too many already."""
-        if len(self._writing) >= MOST_KEPT:
-            return None
-        self._writing[key] = _Writing(was_over=self._found.is_over)
-        return self._writing[key]
+    def _anew(self, key: int) -> _Writing:
+        """Not kept where there are too many already."""
+        begun = _Writing(was_over=self._found.is_over)
+        if len(self._writing) < MOST_KEPT:
+            self._writing[key] = begun
+        return begun
 
     def _begin(self, key: int, line: Line, text: str) -> None:
         writing = self._writing.get(key)
@@ -314,11 +310,11 @@ class ExceptionLines:
         if writing and writing.last and not is_inner and not writing.was_caused:
             self._end(key)  # of another exception
             writing = None
-        if (writing := writing or self._anew(key)) is not None:
-            writing.in_traceback = not line.has_prefix
-            writing.is_open = True
-            if not is_inner:
-                writing.frames.clear()
+        writing = writing or self._anew(key)
+        writing.in_traceback = not line.has_prefix
+        writing.is_open = True
+        if not is_inner:
+            writing.frames.clear()
 
     def _go_on(self, writing: _Writing, line: Line, text: str) -> None:
         awaits = writing.last is None or writing.last.is_group
@@ -369,7 +365,7 @@ class ExceptionLines:
         if writing.thread:
             text = f"{writing.root.text}, in its thread {writing.thread}"
             self._found.add(
-                max(key, NOT_TOLD),
+                key,
                 Condition(conditions.THREAD, text, writing.root.where),
                 writing.root.line,
             )
@@ -402,9 +398,8 @@ class ExceptionLines:
         if kind == conditions.RAISED and writing.was_over:
             kind = conditions.FAILED
             if not error.line.has_prefix and writing.of == NOT_TOLD:
-                kind = (
-                    conditions.LOGGED
-                )  # by another stream: which was first is not known
+                # By another stream: which was first is not known
+                kind = conditions.LOGGED
             text += ", after a time-out or an end of others"
         elif kind == conditions.RAISED:
             text += self._spawned
@@ -440,11 +435,10 @@ class ExceptionLines:
             if not self._found.has(rank, conditions.RAISED):
                 raised = Condition(conditions.RAISED, what, error.where)
                 self._found.keep(Fact(rank, raised, error.line.cite, own=False))
-        for key, writing in self._stray.items():
+        for rank, writing in self._stray.items():
             root = writing.root
             if root is None:
                 continue
-            rank = max(key, NOT_TOLD)
             if self._may_have_ended(rank) or root.as_error.is_of_a_collective:
                 self._tell(rank, writing)
             else:

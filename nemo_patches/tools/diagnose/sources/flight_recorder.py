@@ -21,6 +21,7 @@ from nemo_patches.tools.diagnose import plain_pickle
 from nemo_patches.tools.diagnose.entries import Entry
 from nemo_patches.tools.diagnose.frame_text import is_library, shown
 from nemo_patches.tools.diagnose.rank_facts import Evidence, Fact, ProcessRank
+from nemo_patches.tools.diagnose.sources.lines import DEFAULT_GROUPS
 
 _RANK_IN_NAME = re.compile(
     r"rank[-_.]?(\d{1,7})(?!\d)|(\d{1,7})(?:\.\w{1,10})?$", re.IGNORECASE
@@ -29,7 +30,6 @@ _MOST_ENTRIES, _MOST_FRAMES, _MOST_GROUPS = 1_000_000, 64, 4096
 _OWN_FRAMES = 3
 # How the names of its collectives begin; its recorder never tells that one is completed
 _GLOO = "gloo:"
-_DEFAULT_GROUPS = ("0", "")
 _KEYS = (b'"entries"', b'"pg_config"', b'"comm_lib_version"')
 _WITHIN = b'"flight_recorder"'  # in a stall report, which has one within
 
@@ -106,7 +106,7 @@ def read(files: list[Path], evidence: Evidence) -> None:
     of_all = (
         len(dump.groups.get(name, ()))
         for dump in dumps.values()
-        for name in _DEFAULT_GROUPS
+        for name in DEFAULT_GROUPS
     )
     evidence.world_size = max(evidence.world_size, *of_all, 0)
     for dump in dumps.values():
@@ -143,7 +143,7 @@ def _groups(dumps: dict[int, _Dump]) -> list[tuple[str, list[int]]]:
             rank
             for rank, dump in dumps.items()
             if not any(rank in ranks for ranks in told)
-            and (name == _DEFAULT_GROUPS[0] or name in dump.entries)
+            and (name == "0" or name in dump.entries)
         ]
         groups += [
             (name, sorted(ranks & dumps.keys())) for ranks in sorted(told, key=sorted)

@@ -22,6 +22,7 @@ from nemo_patches.tools.diagnose.sources.exception_lines import kind_of
 from nemo_patches.tools.diagnose.sources.lines import (
     ANY_DIGIT,
     MOST_KEPT,
+    RANK_LIST,
     TEXTS,
     Line,
     ranks_in,
@@ -47,7 +48,7 @@ _WHO = (
 )
 _NUMBER = (
     r"(?: ?[#:=_-] ?| (?:id|no\.?|number|index)[ :=]{1,2}| )?\[?"
-    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b\]?(?![\d.:]*\d)"
+    rf"(?P<ranks>{RANK_LIST})\b\]?(?![\d.:]*\d)"
 )
 _BETWEEN = (
     r"(?:'s)?(?:[\s,:;=-]{0,4}(?:[(\[][^()\[\]]{0,80}[)\]]|/ ?\d{1,6}|pid[ =:]\d{1,9}|of \d{1,6}\b|"
@@ -99,10 +100,12 @@ _STATE = (
     "[Ll]agging|[Ll]ost"
 )
 _LIST = (
-    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b"
+    r"[\[({]{0,2}(?P<ranks>(?P<r>r(?:ank)?[ _-]?)?"
+    rf"{RANK_LIST})\b"
     r"(?P<closed>[\])}])?"
 )
-_NAMES_IN_CHINESE = "进程|节点"
+_WHO_IN_CHINESE = f"(?P<who>)(?:{_NAMES}|进程|节点)"
+_SAME_CLAUSE = r"[^\uff0c\u3002\uff1b,;]"
 _DIED_IN_CHINESE = "崩溃|异常退出|已退出|被杀|被终止|挂掉|死亡"
 _ABSENT_IN_CHINESE = (
     "未到|未响应|未加入|无响应|没有到|没有响应|没有心跳|没有加入|"
@@ -127,21 +130,14 @@ _GENERAL = (
         r"[Nn]othing (?:heard |received )?|[Tt]imed? ?out (?:while )?waiting |"
         r"(?:[Gg]ave|[Gg]iving) up (?:waiting )?|"
         r"[Ll]ost (?:the )?(?:connection|contact|heartbeat) )"
-        rf"(?:from|of|by|for|on|to|with) (?:the )?{_WHO}{_NUMBER}",
+        r"(?:from|of|by|for|on|to|with) "
+        rf"(?:the |(?<=waiting for )(?:[^\s(]{{1,20}} ){{0,3}}\(?)?{_WHO}{_NUMBER}",
     ),
     (
         TOLD_ABSENT,
-        rf"\b[Tt]ime(?:d )?out (?:while )?waiting for (?:[^\s(]{{1,20}} ){{0,3}}\(?{_WHO}{_NUMBER}",
-    ),
-    (
-        TOLD_ABSENT,
-        rf"\b[Cc]onnection (?:to|with|from) {_WHO}{_NUMBER}{_BETWEEN}"
-        r"\b(?:lost|closed|reset|broken|dropped)\b",
-    ),
-    (
-        TOLD_ABSENT,
-        rf"\b[Hh]eartbeats? (?:from|of|for) {_WHO}{_NUMBER}{_BETWEEN}"
-        r"\b(?:lost|missed|missing|expired|timed out|overdue|stopped)\b",
+        rf"\b(?:[Cc]onnection|[Hh]eartbeats?) (?:to|with|from|of|for) {_WHO}{_NUMBER}{_BETWEEN}"
+        r"\b(?:lost|closed|reset|broken|dropped|missed|missing|expired|timed out|overdue|"
+        r"stopped)\b",
     ),
     (
         TOLD_ABSENT,
@@ -162,25 +158,15 @@ _GENERAL = (
         TOLD_ABSENT,
         r"\b[Nn]o heartbeats? (?:from|for|of) (?P<who>\w[^.]{0,80})(?P<ranks>)",
     ),
-    (
-        TOLD_DEAD,
-        rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
-        f"(?:{_DIED_IN_CHINESE})",
-    ),
-    (
-        TOLD_ABSENT,
-        rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>){_NUMBER}[^\uff0c\u3002\uff1b,;]{{0,12}}?"
-        f"(?:{_ABSENT_IN_CHINESE})",
-    ),
     *(
-        (
-            kind,
-            rf"(?:{words})[^\uff0c\u3002\uff1b,;]{{0,8}}?[:\uff1a]?\s?"
-            rf"(?:{_NAMES}|{_NAMES_IN_CHINESE})(?P<who>)s?{_NUMBER}",
-        )
+        (kind, pattern)
         for kind, words in (
             (TOLD_DEAD, _DIED_IN_CHINESE),
             (TOLD_ABSENT, _ABSENT_IN_CHINESE),
+        )
+        for pattern in (
+            rf"{_WHO_IN_CHINESE}{_NUMBER}{_SAME_CLAUSE}{{0,12}}?(?:{words})",
+            rf"(?:{words}){_SAME_CLAUSE}{{0,8}}?[:\uff1a]?\s?{_WHO_IN_CHINESE}s?{_NUMBER}",
         )
     ),
 )
@@ -246,7 +232,7 @@ _HEADER = re.compile(
 )
 _OF_HEADER = re.compile(
     rf"^\W{{0,8}}(?:\S{{0,80}}/)?(?:(?:{_NAMES})s?[ :#=_-]{{0,2}})?"
-    r"(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})(?=[^\w.]|$)"
+    rf"(?P<ranks>{RANK_LIST})(?=[^\w.]|$)"
 )
 
 # An event of a cluster's pod or node

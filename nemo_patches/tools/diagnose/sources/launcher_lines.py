@@ -44,6 +44,9 @@ _REASONS = (
     ("PREEMPT", conditions.PREEMPTED),
     ("JOB REQUEUE", conditions.REQUEUED),
 )
+_KILLED_BY_LAUNCHER = Condition(
+    conditions.TERMINATED, "SIGKILL by its launcher, as others had failed"
+)
 _RAY_LINES = 16  # in which the process id and the reason of a death follow
 # Of a table's times: torchrun looks at its processes one after the other.
 _PATIENCE_S = 5.0
@@ -68,7 +71,7 @@ class LauncherLines:
         self._ray: Line | None = None  # a death whose process id may follow
         self._mpi_rank: int | None = None  # whose exit code may follow
         # By SIGTERM, says srun; Slurm's reason may follow.
-        self._terminated: list[tuple[Condition, Line]] = []
+        self._terminated: list[tuple[str, Line]] = []
         self._is_requeued = False
         self._saw_srun = False  # srun has told of a task's end
         self._has_stalled = False  # by stall_exit
@@ -180,15 +183,14 @@ class LauncherLines:
         if found[3] and self._has_stalled:
             # With --kill-on-bad-exit, after KillWait: a stopped task, or one that handles SIGTERM.
             text = f"SIGKILL, says Slurm, of {task}, after stall_exit"
-            self._terminated.append((Condition(conditions.TERMINATED, text), line))
+            self._terminated.append((text, line))
         elif found[3]:
             text = f"Slurm's {task}: {found[3]}"
             ranks = ranks_in(found[2]) if self._tasks_are_ranks else [NOT_TOLD]
             for rank in ranks:
                 self._tell(Condition(conditions.KILLED, text), line, rank)
         elif found[5] == "Terminated":
-            text = f"SIGTERM, says Slurm, of {task}"
-            self._terminated.append((Condition(conditions.TERMINATED, text), line))
+            self._terminated.append((f"SIGTERM, says Slurm, of {task}", line))
         else:
             code = -6 if found[5] else _signed(found[4])
             self._has_stalled |= code == STALL_EXIT
@@ -235,10 +237,8 @@ class LauncherLines:
         if done is not None and done.file == line.file and not self._found.is_over:
             text = f"{condition.text}, after training had come to its end [{done.cite}]"
             condition = Condition(conditions.FAILED, text)
-        fact = Fact(rank, condition, line.cite, at, clock if at else "", own=False)
-        if rank == NOT_TOLD:
-            self._found.note_text(line)
-        self._found.keep(fact, line.local_rank)
+        clock = clock if at else ""
+        self._found.note(Fact(rank, condition, line.cite, at, clock, own=False), line)
 
     def take_ray_death(self, found: re.Match[str], line: Line) -> None:
         self._end_ray("")
@@ -273,9 +273,9 @@ class LauncherLines:
                 self._found.note_pid(pid, rank)
         self._found.tell_ranks_of_killed()
         self._leave_out_killed_by_mpirun()
-        for condition, line in self._terminated:
+        for text, line in self._terminated:
             if line.file not in self._cancelled:
-                self._tell(condition, line)
+                self._tell(Condition(conditions.TERMINATED, text), line)
         self._finish_table()
         known = {told["pid"] for told, _ in self._table}
         for failed, line in self._failed:
@@ -286,20 +286,16 @@ class LauncherLines:
 
     def _leave_out_killed_by_mpirun(self) -> None:
         """It ends the others by SIGKILL, and tells of them alike."""
-        facts = [
-            (key, fact)
-            for key, fact in self._found.facts.items()
+        told = [
+            fact
+            for fact in self._found.facts.values()
             if fact.condition_text.endswith(", says mpirun")
         ]
-        others = [
-            fact for _, fact in facts if not fact.condition_text.startswith("SIGKILL")
-        ]
-        text = "SIGKILL by its launcher, as others had failed"
-        ended = Condition(conditions.TERMINATED, text)
-        for key, fact in facts if others else ():
-            if fact not in others:
-                del self._found.facts[key]
-                self._found.keep(replace(fact, value=ended))
+        killed = [fact for fact in told if fact.condition_text.startswith("SIGKILL")]
+        if len(killed) < len(told):
+            self._found.leave_out(killed.__contains__)
+            for fact in killed:
+                self._found.keep(replace(fact, value=_KILLED_BY_LAUNCHER))
 
     def _finish_table(self) -> None:
         times = {line: _seconds(told.get("time", "")) for told, line in self._table}
@@ -319,8 +315,7 @@ class LauncherLines:
             of_others = {one for file, one in self._sent if file == line.file}
             end = _condition_of(code, "torchrun")
             if code == -9 and (pid in of_others or at > first + _PATIENCE_S):
-                text = "SIGKILL by its launcher, as others had failed"
-                end = Condition(conditions.TERMINATED, text)
+                end = _KILLED_BY_LAUNCHER
             elif code == -15 and of_others and pid not in of_others:
                 end = Condition(conditions.TERMINATED, conditions.FROM_OUTSIDE)
             self._tell(end, line, rank, at)
@@ -334,7 +329,7 @@ class LauncherLines:
         for rank, line in self._out_of_memory.items():
             text = f"{conditions.FOR_MEMORY}: {shown(line.text)}"
             self._tell(Condition(conditions.KILLED, text), line, rank)
-        self._found.leave_out_not_told(conditions.FOR_MEMORY)
+        self._found.leave_out_kills_for_memory()
 
     def leave_out_woken(self) -> None:
         """Slurm wakes a stopped rank to end it: that rank then meets closed connections, of ranks

@@ -17,6 +17,7 @@ from nemo_patches.tools.diagnose.rank_facts import NOT_TOLD
 
 MOST_KEPT = 4096  # ranks, and the like, of one launch
 ANY_DIGIT = str.maketrans("123456789", "000000000")
+RANK_LIST = r"\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400}"  # a pattern; ranks_in() reads it
 DEFAULT_GROUPS = ("", "0")  # "": a group that the log does not name
 _LONGEST_LINE = 1 << 14  # characters that are looked at
 _LONGEST_TEXT = 300
@@ -375,16 +376,15 @@ def messages(
     begun, parts, begun_at, before = "", 0, 0, 0
     for number, line in lines:
         is_next = line and number <= before + 1 and not _NEW_MESSAGE.search(line)
-        # srun -l has put its label before both: they were two lines.
-        is_next = is_next and not _has_label_of(begun, line)
         before = number
-        if begun and parts < _MOST_JOINED and is_next:
+        # srun -l has put its label before both: they were two lines.
+        has_label = _has_label_of(begun, line)
+        if begun and parts < _MOST_JOINED and is_next and not has_label:
             begun += line.lstrip() if begun.endswith(" ") else line
             parts += 1
-        elif begun:
-            yield begun_at, begun
-            begun = ""
-        if not begun:
+        else:
+            if begun:
+                yield begun_at, begun
             begun, begun_at, parts = line, number, 0
         if not goes_on(begun, is_whole):
             yield begun_at, begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -76,11 +76,12 @@ class LaunchFacts:
         self, rank: int, value: Value, line: Line, own: bool = True, host: str = ""
     ) -> None:
         at = 0.0 if host else float(line.number)
-        if rank == NOT_TOLD:
-            self.note_text(line)
-        self.keep(
-            Fact(rank, value, line.cite, at, host or line.file, own), line.local_rank
-        )
+        self.note(Fact(rank, value, line.cite, at, host or line.file, own), line)
+
+    def note(self, fact: Fact, line: Line) -> None:
+        if fact.rank == NOT_TOLD and self.not_told <= _MOST_NOT_TOLD:
+            self.texts[line.cite] = line.text
+        self.keep(fact, line.local_rank)
 
     def keep(self, fact: Fact, local_rank: int = NOT_TOLD) -> None:
         """local_rank: of the line, if it has no other rank."""
@@ -136,36 +137,31 @@ class LaunchFacts:
             for fact in self.facts.values()
             if fact.rank != NOT_TOLD and isinstance(fact.value, Condition)
         }
-        self.facts = {
-            key: fact
-            for key, fact in self.facts.items()
-            if fact.rank != NOT_TOLD or fact.cite not in told
-        }
+        self.leave_out(lambda fact: fact.rank == NOT_TOLD and fact.cite in told)
 
-    def leave_out_not_told(self, begin: str) -> None:
-        """Conditions without a rank whose text begins so, where others tell the rank."""
-        self.facts = {
-            key: fact
-            for key, fact in self.facts.items()
-            if fact.rank != NOT_TOLD or not fact.condition_text.startswith(begin)
-        }
+    def leave_out(self, which: Callable[[Fact], bool]) -> None:
+        self.facts = {key: one for key, one in self.facts.items() if not which(one)}
+
+    def leave_out_kills_for_memory(self) -> None:
+        """Of nobody, where others tell the rank."""
+        self.leave_out(_is_kill_for_memory)
 
     def leave_out_reports(self) -> None:
         """Of others, of who had not come: the job has gone on, and no rank gave up waiting."""
-        kinds = self.kinds
-        for key, fact in [*self.facts.items()]:
-            is_report = fact.condition_kind in _REPORTS and not fact.own
-            if is_report and conditions.WAITED not in kinds:
-                del self.facts[key]
+        if conditions.WAITED not in self.kinds:
+            self.leave_out(
+                lambda fact: fact.condition_kind in _REPORTS and not fact.own
+            )
 
     def leave_out_waits(self, line: Line) -> None:
         """Of time-outs whose rank is not told: after them all ranks have gone on in that file."""
-        for key, fact in [*self.facts.items()]:
-            is_wait = (
-                fact.condition_kind == conditions.WAITED and fact.host == line.file
+        self.leave_out(
+            lambda fact: (
+                fact.rank == NOT_TOLD
+                and fact.condition_kind == conditions.WAITED
+                and fact.host == line.file
             )
-            if fact.rank == NOT_TOLD and is_wait:
-                del self.facts[key]
+        )
 
     def note_pid(self, pid: int, rank: int) -> None:
         """Ray writes a worker's process id before each of its lines; a job may log it at its
@@ -185,7 +181,8 @@ class LaunchFacts:
                 del self.facts[key]
                 self.keep(replace(fact, rank=rank))
                 if fact.condition_text.startswith(conditions.FOR_MEMORY):
-                    self._leave_out_kills_of_nobody()
+                    # Ray counts the workers that it kills, and then names each.
+                    self.leave_out(_is_kill_of_nobody)
 
     def tell_ranks_of_faults(self) -> None:
         """A GPU's fault ends its process by SIGABRT: the kernel names that, or one ended so."""
@@ -202,24 +199,10 @@ class LaunchFacts:
             ranks = {rank for rank, file in aborted.items() if file == fact.host}
             if pid is not None:
                 ranks = {self.rank_of_pid.get(int(pid[1]), NOT_TOLD)} & aborted.keys()
-            if len(ranks - {NOT_TOLD}) == 1:
+            if len(ranks) == 1 and max(ranks) >= 0:
                 del self.facts[key]
                 value = replace(fact.condition, kind=conditions.RAISED)
                 self.keep(replace(fact, rank=max(ranks), value=value))
-
-    def _leave_out_kills_of_nobody(self) -> None:
-        """Ray counts the workers that it kills for memory, and then names each."""
-        self.facts = {
-            key: fact
-            for key, fact in self.facts.items()
-            if fact.rank != NOT_TOLD
-            or not fact.condition_text.startswith(conditions.FOR_MEMORY)
-            or _PROCESS.search(fact.condition_text)
-        }
-
-    def note_text(self, line: Line) -> None:
-        if self.not_told <= _MOST_NOT_TOLD:
-            self.texts[line.cite] = line.text
 
     def note_names(self, names: Mapping[str, set[int]]) -> None:
         for name, ranks in names.items():
@@ -313,22 +296,26 @@ class LaunchFacts:
 
     @property
     def tells_anything(self) -> bool:
-        return any(
-            not isinstance(fact.value, ProcessRank) for fact in self.facts.values()
-        )
+        return bool(self.ranks())
+
+
+def _is_kill_for_memory(fact: Fact) -> bool:
+    """Of nobody."""
+    text = fact.condition_text
+    return fact.rank == NOT_TOLD and text.startswith(conditions.FOR_MEMORY)
+
+
+def _is_kill_of_nobody(fact: Fact) -> bool:
+    """Nor does it name the process."""
+    return _is_kill_for_memory(fact) and not _PROCESS.search(fact.condition_text)
 
 
 def _with_place(before: Fact, fact: Fact) -> Fact:
     """The earlier condition, with the place of the later one of its kind."""
-    if (
-        not (isinstance(before.value, Condition) and isinstance(fact.value, Condition))
-        or before.value.where
-    ):
+    old, new = before.value, fact.value
+    if not (isinstance(old, Condition) and isinstance(new, Condition)) or old.where:
         return before
-    return replace(
-        before,
-        value=replace(before.value, where=fact.value.where, details=fact.value.details),
-    )
+    return replace(before, value=replace(old, where=new.where, details=new.details))
 
 
 def _key(rank: int, value: Value) -> tuple[object, ...]:

@@ -68,10 +68,10 @@ _PART_BYTES = 1 << 13
 _FEW_LINES = 32  # of a launch that did not come to its first step
 # Before a rank's lines: no word of interest by itself
 _RANKS_LABEL = re.compile(rb"^\[rank[ _-]?\d{1,7}\]", re.MULTILINE)
-_RESTARTS = "will restart worker group"  # torchrun's
 _PROCESSES = re.compile(r"Starting with \d{1,7} processes")
-# What somebody typed behind a shell's prompt, to start the job anew
-_COMMAND = re.compile(
+# A launch follows another one: torchrun's, or what somebody typed behind a shell's prompt
+_FOLLOWS = re.compile(
+    r"will restart worker group|"
     r"^\S{0,80} ?[$#%\u276f] (?:\w+=\S* )*"
     r"(?:torchrun|accelerate launch|deepspeed|python\S* |srun|mpirun|bash |sh |\./)"
 )
@@ -152,21 +152,9 @@ class _Reading:
                 blocks = chain([head], iter(lambda: file.read(_BLOCK_BYTES), b""))
                 message = ""
                 for number, message in messages(self._lines(blocks), is_whole):
-                    if alone and self._is_next_attempt(message):
-                        self._launches = max(self._launches, 1)
-                        self._begin_launch()
-                        self._before = None  # a requeue is not the job's end
-                    elif alone and _PROCESSES.search(message):
-                        self._begin_launch()
-                    elif alone and _COMMAND.match(message):
-                        self._launches = max(self._launches, 1)
-                        self._begin_launch()
                     text, prefixed, local_rank = prefixes.strip(message)
-                    if alone and (
-                        _RESTARTS in text or prefixed in self._launch.ends.ended
-                    ):
-                        self._launches = max(self._launches, 1)
-                        self._begin_launch()
+                    if alone:
+                        self._begin_if_told(message, prefixed)
                     line_rank = local_rank if prefixed is None else prefixed
                     if prefixed is not None:
                         self._launch.ends.note_task(local_rank, prefixed)
@@ -198,15 +186,22 @@ class _Reading:
         is_slurms = message.startswith(("srun", "slurmstepd"))
         return self._launch.ends.is_requeued and bool(message.strip()) and not is_slurms
 
-    def _begin_launch(self) -> None:
+    def _begin_if_told(self, message: str, rank: int | None) -> None:
         """For launches that write into one log, such as Slurm's requeued ones."""
-        self._launches += 1
+        ends = self._launch.ends
+        is_next = self._is_next_attempt(message)
+        follows = is_next or rank in ends.ended or _FOLLOWS.search(message) is not None
+        if not follows and not _PROCESSES.search(message):
+            return
+        self._launches = max(self._launches, follows) + 1
         if self._launches > 1:
             self._put_aside()
             patched = self._launch.found.patched
             self._launch = Launch()
             self._launch.found.patched = patched
             self._launch.begin_file()
+        if is_next:
+            self._before = None  # a requeue is not the job's end
 
     def _put_aside(self) -> None:
         told = Evidence()
@@ -222,16 +217,16 @@ class _Reading:
         found, told = self._before or (self._launch.found, Evidence())
         evidence = self._evidence
         evidence.facts += found.facts.values()
-        for group, ranks in told.groups.items():
-            evidence.groups.setdefault(group, set()).update(ranks)
-        evidence.begins.update(told.begins)
+        evidence.groups |= told.groups
+        evidence.partly_known |= told.partly_known
+        evidence.begins |= told.begins
         evidence.findings += told.findings
         evidence.printed |= told.printed
-        evidence.cure = evidence.cure or found.cure
+        evidence.cure = found.cure
+        # Of all readers
         evidence.rank_of_pid.update(found.rank_of_pid)
-        evidence.partly_known |= told.partly_known
-        evidence.patched = evidence.patched or found.patched
-        evidence.world_size = max(evidence.world_size, found.world_size)
+        evidence.patched = found.patched
+        evidence.world_size = found.world_size
         evidence.looked_for.append(LOOKED_FOR)
         evidence.summary += [
             f"stall reports of the ranks on one host: nemo-patches diagnose {folder}"

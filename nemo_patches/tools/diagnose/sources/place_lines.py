@@ -9,13 +9,16 @@ import re
 
 from nemo_patches.tools.diagnose.rank_facts import Place
 from nemo_patches.tools.diagnose.sources.hearsay_lines import Steps, is_no_log_line
-from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line, ranks_in
+from nemo_patches.tools.diagnose.sources.lines import (
+    MOST_KEPT,
+    RANK_LIST,
+    Line,
+    ranks_in,
+)
 from nemo_patches.tools.diagnose.sources.log_facts import LaunchFacts
 from nemo_patches.tools.diagnose.sources.table_lines import TableLines
 
-_RANKS = (
-    r"[Rr]anks?[ :=]{1,2}\[?(?P<ranks>\d{1,6}(?:(?:, ?|-)\d{1,6}){0,400})\b(?![.\d])\]?"
-)
+_RANKS = rf"[Rr]anks?[ :=]{{1,2}}\[?(?P<ranks>{RANK_LIST})\b(?![.\d])\]?"
 _PLACE = (
     r"(?P<place>[A-Za-z_][\w.]{2,80}(?:\(\))?(?: \([\w./ -]{1,80}(?::\d{1,7})?\))?)"
 )

@@ -178,8 +178,11 @@ class RankReport(msgspec.Struct):
     @property
     def clock(self) -> str:
         """The machine, or the host, by whose clock `time` is."""
-        if self.process is not None:
-            return self.process.machine
+        return self.process.machine if self.process is not None else self.host
+
+    @property
+    def host(self) -> str:
+        """The reporter's; empty where its group does not tell it."""
         return next((one.host for one in self.groups if self.rank in one.ranks[:1]), "")
 
     @property
@@ -377,8 +380,7 @@ def _not_yet(answer: RankReport, unsettled: Sequence[ReportedGroup]) -> Finding:
 
 
 def facts_of(answer: RankReport) -> Iterator[Fact]:
-    of_reporter = [group for group in answer.groups if answer.rank in group.ranks[:1]]
-    clock = safe(of_reporter[0].host) if of_reporter else ""
+    clock = safe(answer.host)
     for rank, group in answer.by_rank:
         is_first = rank == group.ranks[0] and group.pid
         cite = (

@@ -176,11 +176,13 @@ ROWS = (
         r"(?:aught ?collective ?operation ?timeout:|\] Work) ?WorkNCCL\((?:SeqNum=(\d{1,18}), ?)?"
         r"OpType=(\w{1,40})(?:, ?TensorShape=\[([\d, ]{0,200})\])?(?:, ?NumelIn=(\d{1,18}))?",
         reader="timeout",
+        of_rank=True,
     ),
     _row(
         "enqueued",
         r"(?:at ?work|NCCL ?work|work ?sequence ?id): ?(\d{1,18}).{0,40}?" + _LAST_WORK,
         reader="status",
+        of_rank=True,
     ),
     _row(
         "enqueued",

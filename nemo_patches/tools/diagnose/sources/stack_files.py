@@ -162,15 +162,10 @@ def _ranks_of_host(job: HostJob) -> range:
     say.
     """
     sizes = {(one.rank.local_world_size, one.rank.world_size) for one in job.ranks}
-    if len(sizes) != 1:
-        return range(0)
-    [(local_size, world_size)] = sizes
-    hosts = (
-        {one.rank.rank // local_size for one in job.ranks}
-        if 0 < local_size <= _MOST_RANKS_OF_HOST
-        else set()
-    )
-    if len(hosts) != 1:
+    local_size, world_size = min(sizes, default=(0, 0))
+    hosts = {one.rank.rank // max(local_size, 1) for one in job.ranks}
+    is_known = len(sizes) == len(hosts) == 1
+    if not is_known or not 0 < local_size <= _MOST_RANKS_OF_HOST:
         return range(0)
     first = hosts.pop() * local_size
     return range(first, min(first + local_size, world_size, _MOST_RANK))
@@ -186,8 +181,7 @@ def _of_rank(sampled: SampledRank, job: HostJob) -> list[Fact]:
         values.append(_condition(samples))
         if last.main is not None:
             values.append(_place(samples, motion))
-            main = _training(last) or last.main
-            values += dumps.threads_in_collectives(main, last.threads)
+            values += dumps.threads_in_collectives(_training(last), last.threads)
         if motion is not None:
             values.append(motion)
     cite = f"{safe(job.host, 100)}, pid {rank.pid}"
@@ -223,7 +217,7 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     file.
     """
     last = samples[-1]
-    main = _training(last) or Thread()
+    main = _training(last)
     is_in_futex = last.wait_channel.startswith("futex")
     found = place(main.frames, main.calls, is_in_futex, last.has_gpu)
     if found.activity == LOCK and not found.collective:
@@ -247,13 +241,9 @@ def _place(samples: Sequence[Sample], motion: Motion | None) -> Place:
     return replace(found, worker=worker, details=tuple(details[:MOST_DETAILS]))
 
 
-def _training(sample: Sample) -> Thread | None:
-    main = sample.main
-    if main is None:
-        return None
-    return dumps.training(
-        main, [one for one in sample.threads if one.tid != sample.pid]
-    )
+def _training(sample: Sample) -> Thread:
+    others = [one for one in sample.threads if one.tid != sample.pid]
+    return dumps.training(sample.main or Thread(), others)
 
 
 def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> list[str]:
@@ -266,11 +256,7 @@ def _holds(samples: Sequence[Sample], found: Place, motion: Motion | None) -> li
         and (keeper := _keeps_gil(samples)) is not None
         and (share or 0) < _IDLE_SHARE
     ):
-        who = (
-            "it"
-            if keeper.tid == last.pid
-            else f"its thread {safe(keeper.name or str(keeper.tid), 60)!r}"
-        )
+        who = "it" if keeper.tid == last.pid else dumps.thread_title(keeper)
         details.append(f"{who} holds Python's lock (GIL) in a C call")
     if last.file and not found.collective:
         details.append(f"its system call is at {safe(last.file, 200)}")
@@ -352,11 +338,7 @@ def _has_idle_pool(samples: Sequence[Sample]) -> bool:
 
 def _is_idle_in_pool(sample: Sample) -> bool:
     of_children = [_own_frames(each) for each in sample.workers]
-    if (
-        sample.main is None
-        or not _is_pools(sample.main.frames)
-        or _other_threads(sample)
-    ):
+    if not _is_pools(sample.frames) or _other_threads(sample):
         return False
     if not all(of_children) or len(of_children) >= MOST_CHILDREN:
         return False
@@ -404,16 +386,9 @@ def _share_of_core(samples: Sequence[Sample]) -> float | None:
 
 def _keeps_gil(samples: Sequence[Sample]) -> Thread | None:
     """The thread that had Python's lock in all samples, at one line."""
-    holders = [
-        next((thread for thread in sample.threads if thread.has_gil), None)
-        for sample in samples
-    ]
-    known = [
-        (holder.tid, holder.frames[:1]) for holder in holders if holder is not None
-    ]
-    return (
-        holders[-1] if len(known) == len(samples) > 1 and len(set(known)) == 1 else None
-    )
+    holders = [one for sample in samples for one in sample.threads if one.has_gil]
+    is_one = len({(one.tid, one.frames[:1]) for one in holders}) == 1
+    return holders[-1] if is_one and len(holders) == len(samples) > 1 else None
 
 
 def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
@@ -446,7 +421,7 @@ def _workers(samples: Sequence[Sample]) -> tuple[str, list[str]]:
 
 
 def _own_frames(sample: Sample) -> Sequence[Frame]:
-    return dumps.own_frames(sample.main.frames) if sample.main is not None else ()
+    return dumps.own_frames(sample.frames)
 
 
 def _other_threads(last: Sample) -> list[str]:
@@ -466,24 +441,18 @@ def _motion(samples: Sequence[Sample]) -> Motion | None:
         return Motion(False, still_s=last.uptime_s - first.uptime_s)
     if first.main is None or last.main is None:
         return _motion_by_kernel(first, last)
-    before, now = _training(first), _training(last)
-    if before is not None and now is not None and (by := went_on(before, now)):
+    if by := went_on(_training(first), _training(last)):
         return Motion(True, by)
     wrote = last.written - first.written
-    if wrote >= _MUCH_WRITTEN and place(last.main.frames).activity == CHECKPOINT:
+    if wrote >= _MUCH_WRITTEN and place(last.frames).activity == CHECKPOINT:
         return Motion(True, f"it wrote {wrote / 1e6:.1f} MB")
     ran = _ran(samples)
     if ran and any(sample.waits_untimed for sample in samples):
         return Motion(True, "what it waited for has come, and it waits again")
     is_idle = (_share_of_core(samples) or 0.0) < _BUSY_SHARE
     # It polls its workers.
-    in_loader = any("utils/data/" in frame.file for frame in first.main.frames)
-    if (
-        ran
-        and is_idle
-        and first.main.frames[:1] != last.main.frames[:1]
-        and not in_loader
-    ):
+    in_loader = any("utils/data/" in frame.file for frame in first.frames)
+    if ran and is_idle and first.frames[:1] != last.frames[:1] and not in_loader:
         return Motion(True, "it has run meanwhile")
     between = last.uptime_s - first.uptime_s
     still_s = between if ran else between + (first.slept_s or 0.0)

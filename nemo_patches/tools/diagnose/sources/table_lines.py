@@ -320,13 +320,12 @@ class TableLines:
             if len(odd) != 1:
                 continue
             [rank] = odd
-            if states[rank] == "ended":
-                yield rank, TOLD_DEAD, "", ""
-            elif states[rank] == "stopped":
-                yield rank, TOLD_APART, "", ""
-            elif states[rank] == "asleep":
-                at = _FILE_SYSTEMS.search(table.lines[rank].text)
-                yield rank, TOLD_APART, "" if at else A_HANG, ""
+            if state := states[rank]:
+                kind = TOLD_DEAD if state == "ended" else TOLD_APART
+                is_known = state != "asleep" or _FILE_SYSTEMS.search(
+                    table.lines[rank].text
+                )
+                yield rank, kind, "" if is_known else A_HANG, ""
 
     def _take_slow(self, table: _Table) -> None:
         roles = _OF_SLOWNESS | ({"part"} if table.columns("phase") else set())

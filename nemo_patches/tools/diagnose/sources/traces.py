@@ -58,7 +58,7 @@ from nemo_patches.tools.diagnose.sources.report_files import (
     facts_of,
 )
 from nemo_patches.tools.diagnose.sources.stall_lines import HAS_LEFT, told_in
-from nemo_patches.tools.diagnose.verdicts import finding, parties
+from nemo_patches.tools.diagnose.verdicts import capital, finding, parties
 from nemo_patches.tracing import records
 
 KIND = "traces"
@@ -609,9 +609,9 @@ def _parting(traces: list[RankTrace]) -> tuple[str, str]:
         if not 0 < len(evaluates) < len(whole):
             return text, _OTHER_ENCODER
         if before.startswith("an evaluation"):
-            return text, f"{OF_EVALUATION[0].upper()}{OF_EVALUATION[1:]}."
-        ran_out = f"{named(evaluates)} ran out of training batches"
-        return text, f"{ran_out[0].upper()}{ran_out[1:]}: {OF_TRAINING}."
+            return text, capital(f"{OF_EVALUATION}.")
+        ran_out = f"{named(evaluates)} ran out of training batches: {OF_TRAINING}."
+        return text, capital(ran_out)
     return "", ""
 
 
