@@ -365,7 +365,18 @@ WORDS = (
     *("frozen", "disconnected", "imed out", "othing ", "evicted", "preempted"),
     *("imeout waiting", "with status", "signal ", " D state", "left the "),
     *("no step", "stall", " hang"),
-    *("Spot", "reclaimed", "Evict", "Preempt", "NotReady", "NodeLost", "NodeShut", "OOMKilled", "drained", "is down"),
+    *(
+        "Spot",
+        "reclaimed",
+        "Evict",
+        "Preempt",
+        "NotReady",
+        "NodeLost",
+        "NodeShut",
+        "OOMKilled",
+        "drained",
+        "is down",
+    ),
     *("iving up", "gave up", "Error", "rror on", "xception on", "stale", "state T"),
 )
 IN_CHINESE = (
@@ -567,7 +578,9 @@ class HearsayLines:
         has_ended = not self._found.kinds.isdisjoint(_ENDS)
         for (rank, _), told in self._told.items():
             named = self._found.ranks_named(told.line.text)
-            if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[told.needs]:
+            if not {"": True, A_HANG: has_ended, A_NAME: named or has_ended}[
+                told.needs
+            ]:
                 continue
             text = told.line.text.strip()[:200]
             condition = Condition(told.kind, text)

@@ -101,7 +101,9 @@ class Launch:
     def _with_rank_of_pid(self, line: Line) -> Line:
         """Ray and others write the process before its lines, and its rank once."""
         writer = None if line.has_prefix else _WRITER.match(line.text)
-        rank = self.found.rank_of_pid.get(int(writer[1]), NOT_TOLD) if writer else NOT_TOLD
+        rank = (
+            self.found.rank_of_pid.get(int(writer[1]), NOT_TOLD) if writer else NOT_TOLD
+        )
         if writer is None or rank < 0:
             return line
         return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)

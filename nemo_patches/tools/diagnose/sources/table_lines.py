@@ -84,8 +84,12 @@ _KEYED = re.compile(
     r"\b(?P<state>stat(?:e|us)?)['\"]?[ =:]{1,3}['\"]?(?P<word>[A-Za-z]+)"
 )
 # "rank   2 =        nan": one value, beneath an error that says that ranks differ
-_CELL = re.compile(r"\W{0,4}[Rr]ank[\s:#]{0,4}(\d{1,6})\]?\s?[=:]\s{0,12}([-+\w.]{1,40})")
-_OF_UNLIKE = re.compile(r"inconsisten|\bdiffer|mismatch|diverge|\bunlike|not (?:equal|identical)")
+_CELL = re.compile(
+    r"\W{0,4}[Rr]ank[\s:#]{0,4}(\d{1,6})\]?\s?[=:]\s{0,12}([-+\w.]{1,40})"
+)
+_OF_UNLIKE = re.compile(
+    r"inconsisten|\bdiffer|mismatch|diverge|\bunlike|not (?:equal|identical)"
+)
 # One line: "step time by rank (ms): 0: 355, 1: 351, 2: 1553"
 _LISTED = re.compile(
     r"(?<![\w:.-])(?:r(?:ank)?[ _-]?)?(\d{1,5})\s?[:=]\s?(\d[\d.]*(?: ?(?:ms|s)\b)?)"
