@@ -27,10 +27,10 @@ _RANK = re.compile(r"\b(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})\b")
 _OWN = re.compile(
     r"\W{0,3}(?:global_?)?[Rr]ank[ =:_#-]{0,2}(\d{1,6})(?:(?:/| of )\d{1,6})?\s?[:|\])]"
 )
-# "before validation, rank 2"
+# "before validation, rank 2"; not "rank 8 on GPU 2"
 _AT_THE_END = re.compile(
-    r"(?<!for )(?<!rom )(?<! to )(?<! of )(?<!ith )\b(?:[Rr]ank|RANK|[Dd]evice|GPU|[Gg]pu|[Ww]orker)"
-    r"[ =:#_-]{0,2}(\d{1,6})\W{0,2}$"
+    r"(?!.*(?i:rank)\W{0,2}\d+\b.+\d$).*(?<!for )(?<!rom )(?<! to )(?<! of )(?<!ith )"
+    r"\b(?i:rank|device|gpu|worker)[ =:#_-]{0,2}(\d{1,6})$"
 )
 _NUMBERS = re.compile(r"\d+(?:\.\d+)?")
 _CLOCK = re.compile(r"\b(\d\d):(\d\d):(\d\d)\b")
@@ -180,9 +180,9 @@ class EncoderPrints:
 
     def take(self, line: Line) -> None:
         rank, text = line.rank, line.text
-        own = None if line.has_prefix else _OWN.match(text) or _AT_THE_END.search(text)
+        own = _OWN.match(text) or (text[-1:].isdecimal() and _AT_THE_END.match(text))
         if line.has_prefix or own:
-            self._see(int(own[1]) if own else rank, line)
+            self._see(int(own[1]) if own and not line.has_prefix else rank, line)
         elif self._seen:
             self._is_silent |= self._pauses(text)
             self._is_silent &= not self._steps.go_on(text)

@@ -211,9 +211,11 @@ _ANYWHERE = (
 # Who has come and who has not, as barriers and monitors list them.
 _NOT_COME = re.compile(
     rf"\b(?i:(?:{_STATE}|"
-    r"(?:not|never) (?:arrived?|join(?:ed)?|ready|respond(?:ed|ing)?|report(?:ed)?|present|come)|"
+    r"(?:(?:did |do |have |has )?not|never) (?:arrived?|join(?:ed)?|ready|come|present|"
+    r"respond(?:ed|ing)?|report(?:ed)?)|"
     r"outstanding|offline|timed[ -]out|waiting (?:for|on)))"
-    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?(?: names| ids)?)?(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
+    rf"(?P<names>['\"]?[ _-](?:{_NAMES})s?(?: names| ids)?)?"
+    rf"(?: at [\w'.-]{{1,40}})?['\"]?\s?[:=]\s?{_LIST}"
 )
 _TASK = re.compile(r"(?:/[\w.-]{1,40}:[\w.-]{1,40}){0,4}/[a-z]{1,20}:(?=\d)")
 _HAS_COME = re.compile(
@@ -239,7 +241,8 @@ _OF_HEADER = re.compile(
 _OF_CLUSTER = re.compile(
     r"\b(?:Evict(?:ed|ing|ion)|Preempt(?:ed|ing)|OOMKilled|TaintManagerEviction|NotReady|"
     r"Node(?:NotReady|Lost|Failure|Shutdown)|[Nn]ode \S{1,80} (?:is |was )?(?:down|drained|failed)|"
-    r"\w*Spot\w*(?:Termination|Interruption)|instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
+    r"\w*Spot\w*(?:Termination|Interruption)|"
+    r"instances?\W(?:was |is |were )?(?:preempted|reclaimed))\b"
 )
 # A monitor's event of a rank, in JSON
 _EVENT = re.compile(
@@ -489,9 +492,9 @@ class HearsayLines:
                 self._tell(ranks, kind, line)
                 return True
         # Also a cell of a table; who took its place is no news.
-        event = text.strip("| ").partition(" by ")[0]
-        if _OF_CLUSTER.search(event) and not _is_no_report(event, before):
-            self._tell([NOT_TOLD], TOLD_DEAD, line._replace(text=event), A_NAME)
+        what = text.strip("| ").partition(" by ")[0]
+        if _OF_CLUSTER.search(what) and not _is_no_report(what, before):
+            self._tell([NOT_TOLD], TOLD_DEAD, line._replace(text=what), A_NAME)
             return True
         return False
 

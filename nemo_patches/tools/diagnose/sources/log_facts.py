@@ -213,12 +213,12 @@ class LaunchFacts:
         the job.
         """
         known = self.ranks_of_name | self.ranks_at
-        names = (
+        parts = [
             part for name in _NAME.findall(text) for part in (name, *name.split("."))
-        )
-        if not _ONE_OF_HOST.search(text):
-            names = chain(names, _ADDRESS.findall(text))
-        ranks = [known[name] for name in names if name in known]
+        ]
+        # Which process of a host, its address does not tell.
+        at = [] if _ONE_OF_HOST.search(text) else _ADDRESS.findall(text)
+        ranks = [known[name] for name in (*parts, *at) if name in known]
         fewest = min(ranks, key=len, default=set())
         size = max(self.world_size, len({*chain(*known.values())}))
         is_one_of_two = len(fewest) == 1 and self.world_size == 2

@@ -18,7 +18,8 @@ from nemo_patches.tools.diagnose.verdicts import finding
 @dataclass
 class _Communicator:
     """RAS lists the ranks of a state where they are few. last: operation that any rank has
-    launched. most: ranks of one state; usual: their operation. state: of the next ranks, with its operation and count.
+    launched. most: ranks of one state; usual: their operation. state: of the next ranks, with its
+    operation and count.
     """
 
     last: int = NOT_TOLD

@@ -735,7 +735,8 @@ ROWS = (
         r"(?P<what>INFO: task \S{1,80} blocked for more than \d{1,9} seconds|"
         r"nfs: server \S{1,200} not responding.{0,40}|"
         r"mlx5_\S{1,20}(?:: | \S{1,40} ).{0,80}(?:[Ll]ink down|health|[Ff]atal).{0,80}|"
-        r"amdgpu: (?:ring \S{1,40} timeout|GPU reset begin|.{0,80}(?:[Hh]ang|fatal|\bpid \d)).{0,80}|"
+        r"amdgpu: (?:ring \S{1,40} timeout|GPU reset begin|.{0,80}(?:[Hh]ang|fatal|\bpid \d))"
+        r".{0,80}|"
         r"EDAC .{0,80}UE .{0,80}|Machine check events logged)",
         HINT,
         "the kernel: {what}",
