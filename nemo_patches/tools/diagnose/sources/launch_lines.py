@@ -155,8 +155,9 @@ class Launch:
         pid = both[1] or both[4] or both[5] or both[8]
         rank = both[2] or both[3] or both[6] or both[7]
         self.found.note_pid(int(pid), int(rank))
-        for address in _IP.findall(line.text)[-1:]:
-            self.found.note_address(address, int(rank))
+        if len(self.found.ranks_of_name) < MOST_KEPT:
+            *_, address = "", *_IP.findall(line.text)
+            self.found.note_names({address: {int(rank)}})
         self.found.has_size(both[9] or 0)
 
     def finish(self, evidence: Evidence) -> None:

@@ -23,7 +23,7 @@ from nemo_patches.tools.diagnose.sources.lines import MOST_KEPT, Line
 MOST_RANKS = 1 << 20
 _CLOSED_BY = re.compile(r"by ?peer \[?(\d{1,3}(?:\.\d{1,3}){3})\b")
 _PROCESS = re.compile(r"(?:Killed process |\bpid[ =])(\d{1,9})[ ,)]")
-_FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b")
+_FAULT = re.compile(r"\bby GPU\b|\bamdgpu\b.*\bpid \d")
 _ONE_OF_HOST = re.compile(r"\btask \d|\blocal[ _]rank\b|\bpid\b|Killed process")
 _MOST_FACTS = 8 * MOST_KEPT
 _MOST_NOT_TOLD = 8  # conditions of which the log does not tell the rank
@@ -212,7 +212,7 @@ class LaunchFacts:
         """Of the pod or the host that a text names: the one with the fewest, and not the half of
         the job.
         """
-        known = self.ranks_of_name | self.ranks_at
+        known = self.ranks_of_name
         parts = [
             part for name in _NAME.findall(text) for part in (name, *name.split("."))
         ]
@@ -220,8 +220,9 @@ class LaunchFacts:
         at = [] if _ONE_OF_HOST.search(text) else _ADDRESS.findall(text)
         ranks = [known[name] for name in (*parts, *at) if name in known]
         fewest = min(ranks, key=len, default=set())
-        size = max(self.world_size, len({*chain(*known.values())}))
-        is_one_of_two = len(fewest) == 1 and self.world_size == 2
+        named = len({*chain(*known.values())})
+        size = max(self.world_size, named)
+        is_one_of_two = len(fewest) == 1 and named == size == 2
         return fewest if is_one_of_two or 2 * len(fewest) < size else set()
 
     def tell_ranks_of_named(self) -> None:

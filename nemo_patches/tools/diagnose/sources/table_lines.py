@@ -212,8 +212,10 @@ class TableLines:
     def _end_cells(self) -> None:
         """One value apart from all others, which are equal, is told beside the verdict."""
         cells, self._cells = self._cells, {}
+        if len(cells) < _LEAST_RANKS:
+            return
         by_value = parties((value, rank) for rank, value in cells.items())
-        if len(by_value) != 2 or len(cells) < _LEAST_RANKS or self._head is None:
+        if len(by_value) != 2 or self._head is None:
             return
         (odd, ranks), (usual, _) = by_value.items()
         if len(ranks) == 1 and self._head.number - self._unlike_at < _NEAR:
