@@ -65,7 +65,7 @@ _FATAL = re.compile(
 )
 # The line before a traceback that says whose it is: "ERROR .. raised on rank 3"
 _WHOSE = re.compile(
-    r"(?i)^(?=.*(?:error|exception|fail|fatal|crash|raise|critical))"
+    r"(?i)^(?=.*(?:error|exception|fail|fatal|crash|raise|critical|\[rank \d{1,6}\]$))"
     r".*(?<![a-z])(?<!local_)(?<!local )(?<!node_)(?<!node )rank(?: ?id)?[\s:=#_-]{0,3}(\d{1,6})\b"
 )
 _RAY_TASK = re.compile(r"RayTaskError(?:\((\w{1,80})\))?: .{0,200}?\(pid=(\d{1,9})")

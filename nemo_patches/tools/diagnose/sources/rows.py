@@ -131,7 +131,7 @@ ROWS = (
     _row(
         "pid",
         r"(?:\bpid=(\d{1,9})\b[^)]{0,80}\)\s(?:(?!pid=|ProcessGroup).){0,200}?"
-        r"(?:\[[Rr]ank[ =]?|world_rank=|\b(?:[Rr]unning on|as) rank )(\d{1,7})\b|"
+        r"(?:\[[Rr]ank[ =]?|world_rank=|\b(?:[Rr]unning on|as) rank )(\d{1,7})\b(?!\]$)|"
         r"\[rank=(\d{1,7})\] pid=(\d{1,9})|"
         r"\bpid:? (\d{1,9}), (?:global )?rank:? (\d{1,7})\b|"
         r"(?<!ocal )\b[Rr]ank[ =:]{0,2}(\d{1,7}),? \(?pid[ =:]{1,2}(\d{1,9})\b)"
