@@ -31,6 +31,8 @@ from nemo_patches.tools.diagnose.sources.rows import OURS, ROWS, Row
 from nemo_patches.tools.diagnose.sources.stall_lines import StallLines
 
 _MOST_SHAPES = 1 << 9  # of lines
+_WRITER = re.compile(r"\(\w[\w.:-]{0,80} pid=(\d{1,9})(?:, ip=[\d.]{7,15})?\) ")
+_IP = re.compile(r"\bip=([\d.]{7,15})\b")
 _OF_ROWS = ("condition", "end", "report")  # readers of several rows
 
 
@@ -82,6 +84,7 @@ class Launch:
         if "nemo_patches " in line.text and (ours := OURS.search(line.text)):
             self._stalls.take(ours, line)
             return
+        line = self._with_rank_of_pid(line)
         text_before, self._text_before = self._text_before, line.text
         if is_no_event(line.text, text_before):
             return
@@ -94,6 +97,16 @@ class Launch:
         self._hearsay.take(line, is_known or self.tracebacks.is_reading)
         if not is_known and not self.tracebacks.is_reading:
             self._places.take(line)
+
+    def _with_rank_of_pid(self, line: Line) -> Line:
+        """Ray and others write the process before its lines, and its rank once."""
+        writer = None if line.has_prefix else _WRITER.match(line.text)
+        rank = (
+            self.found.rank_of_pid.get(int(writer[1]), NOT_TOLD) if writer else NOT_TOLD
+        )
+        if writer is None or rank < 0:
+            return line
+        return line._replace(text=line.text[writer.end() :], rank=rank, has_prefix=True)
 
     def _apply_rows(self, line: Line) -> bool:
         """Whether a row of an end knows the line."""
@@ -139,16 +152,19 @@ class Launch:
         self.found.is_over = True
 
     def take_pid(self, both: re.Match[str], line: Line) -> None:
-        pid = both[1] or both[4] or both[5] or both[9]
-        rank = both[2] or both[3] or both[6] or both[8]
+        pid = both[1] or both[4] or both[5] or both[8]
+        rank = both[2] or both[3] or both[6] or both[7]
         self.found.note_pid(int(pid), int(rank))
-        if both[7]:
-            self.found.has_size(both[7])
+        if len(self.found.ranks_of_name) < MOST_KEPT:
+            *_, address = "", *_IP.findall(line.text)
+            self.found.note_names({address: {int(rank)}})
+        self.found.has_size(both[9] or 0)
 
     def finish(self, evidence: Evidence) -> None:
         self._stalls.finish()
         self.ends.finish()
         self.tracebacks.finish()
+        self.found.tell_ranks_of_faults()
         self._ras.finish()
         self._gpus.name_hosts()
         self._hearsay.finish(self.ends.is_finished)
@@ -165,7 +181,8 @@ class Launch:
         for ranks in evidence.groups.values():
             ranks -= not_told
         if not self.ends.is_finished:
-            more = (self._prints.finding(), self._hearsay.tables.finding())
+            told = self._prints.finding(), self._hearsay.tables.finding()
+            more = (*told, self._ras.ahead)
             evidence.findings += filter(None, more)
 
 
