@@ -14,7 +14,12 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Decision,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
-from nemo_patches.tools.doctor.interpreter.values import DATA, VARIES, Abstract
+from nemo_patches.tools.doctor.interpreter.values import (
+    DATA,
+    VARIES,
+    Abstract,
+    modules_in,
+)
 from nemo_patches.tools.doctor.syntax import (
     dotted,
     last_part,
@@ -90,6 +95,7 @@ def _of_wrapped(call: Call) -> Collective | None:
         line=call.node.lineno,
         why=why,
         guess="" if sure else guess,
+        modules=modules_in(call.function.tags),
     )
 
 

@@ -304,7 +304,7 @@ class WaysCompared:
         if not self._usual.events:
             return
         alone = functions.one_rank(self.reader, self.reader.definition)
-        of_all = [each for each in self._usual.events if not each.made.grouped]
+        of_all = [each for each in self._usual.events if not each.made.of_some]
         if self.reader.in_hook and not alone:
             of_all = [each for each in of_all if not _of_all(each)]
         if of_all and (alone or self.reader.in_hook):
@@ -340,7 +340,7 @@ class WaysCompared:
         way = Way(decide, caught)
         way.follow(self.items)
         if by_rank:  # a rank that is in no group has to make nothing there
-            way.events = [each for each in way.events if not each.made.grouped]
+            way.events = [each for each in way.events if not each.made.of_some]
         return way
 
     def _by_rank(self) -> Iterator[Divergence]:

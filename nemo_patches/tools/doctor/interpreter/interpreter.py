@@ -183,7 +183,7 @@ class Interpreter:
             why = knowledge.SHARED_SETTINGS[last]
             self.emit(Collective(name, last, target.lineno, why))
         self.set(name, value)
-        if value.has("ddp", "fsdp"):
+        if value.has("ddp", "fsdp") and last != "module":  # model.module is none
             self.file.wrapped[last] = carried(value.tags)
 
     def _unpack(self, target: ast.Tuple | ast.List, value: Abstract) -> None:

@@ -39,6 +39,7 @@ from nemo_patches.tools.doctor.interpreter.source_file import (
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    IN_A_GROUP,
     SAME,
     UNKNOWN,
     VARIES,
@@ -322,7 +323,10 @@ def _wrap(reader: Interpreter, call: calls.Call, kind: str, last: str) -> Abstra
     node = call.node
     perhaps = ["perhaps"] if reader.branches and kind == "fsdp" else []
     engine = ["@engine"] if last == "initialize" else []
-    value = tagged(kind, *perhaps, *engine, f"{WRAPPED_AT}{node.lineno}")
+    groups = map(call.given.get, knowledge.GROUP_OF_A_WRAPPER)
+    grouped = any(each and not (each.parts or each.has("nothing")) for each in groups)
+    place = f"{WRAPPED_AT}{node.lineno}{IN_A_GROUP if grouped else ''}"
+    value = tagged(kind, *perhaps, *engine, place)
     if call.args and "auto_wrap_policy" in call.given:
         _wrap_layers(reader, call.args[0].ref, value.tags)
     if last != "fully_shard" or not node.args:

@@ -138,6 +138,7 @@ WRAPPERS = {
 }
 # What a class makes, whatever it is called: as COLLECTIVES has its owner.
 MAKERS = {"Accelerator": "@accelerator", "Fabric": "@fabric", "Trainer": "@trainer"}
+GROUP_OF_A_WRAPPER = ("process_group", "pg_collection")
 SHARDING = words("FullyShardedDataParallel FSDP fully_shard")
 # Files in which the backward pass reduces the gradients: those that name one of these, or make a
 # group of ranks and reduce no gradient themselves.

@@ -240,7 +240,7 @@ class SourceFile:
             value = given.get(argument.arg) or self._argument(argument, default)
             if definition.name.endswith(".__init__") and "optional" not in value.tags:
                 value = replace(value, level=min(value.level, UNKNOWN))
-            if not given and value.level and value.at is None:
+            if not given:
                 value = self._as_called(definition, argument.arg, value)
             if (
                 given
@@ -262,6 +262,10 @@ class SourceFile:
     ) -> Abstract:
         """What an argument is that its name says nothing of: as the file's calls give it."""
         given = self.given_before.get(definition.node, {}).get(name, [])
+        if given and not any(each.has("ddp", "fsdp") for each in given):
+            value = value.without("ddp", "fsdp")
+        if not value.level or value.at is not None:
+            return value
         for each in given:
             if self.members.differ(each.at):
                 return each

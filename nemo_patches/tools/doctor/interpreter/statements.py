@@ -263,12 +263,26 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
     items = _turns(reader, node, endless=endless)
     reader.sized = sized
     asked.append(reader.condition(node.test, node))
+    _filled_up(reader, node.test)
     condition = max(asked, key=lambda each: each.value.level)
     _loop(reader, condition, items, node, endless=endless)
 
 
+def _filled_up(reader: Interpreter, test: ast.expr) -> None:
+    """Behind `while len(items) < number`, the list has a number of items that all know."""
+    match test:
+        case ast.Compare(
+            left=ast.Call(func=ast.Name(id="len"), args=[items]),
+            ops=[ast.Lt() | ast.NotEq()],
+            comparators=[number],
+        ) if reader.of(number).level == SAME:
+            reader.set(dotted(items), replace(reader.of(items), count=SAME))
+
+
 def visit_For(reader: Interpreter, node: ast.For) -> None:
     iterated = reader.of(node.iter)
+    if iterated.has("object") and iterated.has("rank"):  # a loader that shares out
+        iterated = replace(iterated, level=SAME).without("rank")
     before, behind = _generated(reader, iterated, node)
     reader.items += before
     whole = [node.iter, *getattr(node.iter, "args", [])]  # enumerate(data)
