@@ -42,7 +42,7 @@ def collective_of(call: Call) -> Collective | None:
             if _of_unwrapped(call):
                 return None
             grouped = "gathers sharded" not in row.why and _of_a_group(call)
-            if grouped and re.search(knowledge.ALONE_OR_ALIKE, text_of(call.node)):
+            if grouped and re.search(knowledge.ALONE_OR_ALIKE, _text_of_group(call)):
                 return None
             whole = text_of(call.node.func) if name.startswith("()") else name
             kind = row.pairs_with or last
@@ -55,6 +55,16 @@ def collective_of(call: Call) -> Collective | None:
                 grouped=grouped,
             )
     return _of_wrapped(call)
+
+
+def _text_of_group(call: Call) -> str:
+    """What says which ranks a call is made by; not what it is given to send."""
+    args = [
+        each
+        for each, value in zip(call.node.args, call.args, strict=True)
+        if value.has("group") or re.search(knowledge.GROUP_NAME, text_of(each).lower())
+    ]
+    return " ".join(map(ast.unparse, (call.node.func, *args, *call.node.keywords)))
 
 
 def _subjects(call: Call) -> frozenset[str]:

@@ -136,10 +136,13 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     if sounds and last not in reader.file.env:
         reader.items.append(Unseen(call.name))
     if call.last in knowledge.ADDING and isinstance(node.func, ast.Attribute):
-        return _add(reader, dotted(node.func.value), call)
+        added = _add(reader, dotted(node.func.value), call)
+        _add_to_item(reader, node.func.value)
+        return added
     if call.name in ("filter", "map") and len(call.args) == 2:
         return _mapped(reader, call)
     _set_alarm(reader, call)
+    _update(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
     value = calls.called(call)
@@ -275,7 +278,8 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     owner = call.owner
     chosen = reader.chosen >= DATA
     added = replace(joined(owner, mixed(call.args)), at=None, item=None, parts=())
-    if call.args and isinstance(call.args[-1].ref, Definition):
+    last = call.args[-1] if call.args else Abstract()
+    if isinstance(last.ref, Definition) or last.count == VARIES:
         added = replace(added, item=call.args[-1])
     # A list of this function is as long as the turns in which it is added to.
     unknown = owner.count is None and "." in name
@@ -285,6 +289,33 @@ def _add(reader: Interpreter, name: str, call: calls.Call) -> Abstract:
     added = replace(added, level=VARIES if chosen else added.level, count=count)
     reader.set(name, added.tagged("even") if reader.sized else added)
     return Abstract()
+
+
+def _add_to_item(reader: Interpreter, node: ast.expr) -> None:
+    """Of a dict: `lists[key].append(..)`, `lists.setdefault(key, []).append(..)`."""
+    match node:
+        case (
+            ast.Subscript(value=whole, slice=key)
+            | ast.Call(
+                func=ast.Attribute(value=whole, attr="setdefault"), args=[key, _]
+            )
+        ):
+            reader.set(dotted(whole), reader.filled(reader.of(whole), reader.of(key)))
+
+
+def _update(reader: Interpreter, call: calls.Call) -> None:
+    """A tensor that is changed in place by this rank's data: `self.count.mul_(0.9).add_(new)`."""
+    given = mixed([*call.args, *call.given.values()])
+    if not call.last.endswith("_") or given.level < DATA:
+        return
+    node: ast.expr = call.node
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    name = dotted(node).removesuffix(".data")
+    if "()" not in name:
+        known = reader.env.get(name, Abstract())
+        updated = replace(joined(known, given), count=known.count, item=None)
+        reader.set(name, updated.tagged("updated"))
 
 
 def _mapped(reader: Interpreter, call: calls.Call) -> Abstract:
@@ -362,11 +393,25 @@ def _agree(reader: Interpreter, node: ast.Call, made: Collective) -> Abstract:
         each.value for each in node.keywords if each.arg not in knowledge.SETTINGS
     ]
     if last in knowledge.READING:
+        _note_gathered(reader, node, last)
         into_first = last.startswith("all_") and len(every) > 1
         every = every[:1] if into_first else []
     for each in every:
         reader.agree_on(each)
     return AGREED.tagged("group") if last in knowledge.GROUPS else AGREED
+
+
+def _note_gathered(reader: Interpreter, node: ast.Call, last: str) -> None:
+    """An object that may be another one on each rank, or that of which a length is gathered."""
+    for each in node.args[1:2] if last.startswith("all_") else node.args[:1]:
+        text = reader.meaning(each)
+        lengths = re.findall(
+            r"len\(([\w.]+)\)|([\w.]+)\.(?:shape\[0\]|size\(0\))", text
+        )
+        names = [name for pair in lengths for name in pair]
+        if last.endswith("_object"):
+            names += map(dotted, nodes(each, ast.Name, ast.Attribute))
+        reader.gathered.update(dict.fromkeys(names, node.lineno))
 
 
 def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:

@@ -38,6 +38,8 @@ megatron. | load_checkpoint save_checkpoint | in which all ranks take part | |
     scatter_full_optim_state_dict sharded_optim_state_dict summon_full_params unshard
     | which gathers sharded parameters | |
 * | optim_state_dict_to_load | | the state is sharded, or on rank 0 alone |
+accelerate.utils. | broadcast broadcast_object_list gather gather_object pad_across_processes
+    reduce | | |
 @accelerator | gather gather_for_metrics reduce wait_for_everyone | | |
 @accelerator | get_state_dict save_model save_state
     | | the model is sharded, by FSDP or DeepSpeed |
@@ -286,6 +288,7 @@ PASSED_ON = words("deque enumerate iter list reversed sorted tqdm tuple")
 SAME_COUNT = words("chunk items keys named_parameters parameters tensor_split values")
 TEXTS = words("key name")
 OF_SETS = words("copy difference intersection symmetric_difference union")
+DICTS = words("Counter OrderedDict defaultdict dict")
 ADDING = words("append extend add put put_nowait")
 QUEUES = words("q queue")
 TAKING = words("get get_nowait pop popleft remove")
@@ -366,7 +369,7 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient lacks loader metric next perhaps random rank sized
+    alone counted ddp even file fsdp gradient keyed lacks loader metric next perhaps random rank sized
     text
     """)
 

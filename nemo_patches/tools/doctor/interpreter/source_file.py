@@ -20,6 +20,7 @@ from nemo_patches.tools.doctor.interpreter.names import parts_of, sounds_like_da
 from nemo_patches.tools.doctor.interpreter.values import (
     AGREED,
     DATA,
+    FILLED,
     SAME,
     UNKNOWN,
     VARIES,
@@ -127,6 +128,10 @@ class SourceFile:
             last_part(dotted(each)).endswith("Sampler")
             for of_class in nodes(tree, ast.ClassDef)
             for each in of_class.bases
+        )
+        # DDP gives all ranks rank 0's buffers at the next step, if it is not told otherwise.
+        self.shares_buffers = all(
+            each.arg != "broadcast_buffers" for each in nodes(tree, ast.keyword)
         )
         self.wrapped = dict(_deepspeed_engines(tree))
         self.attributes: dict[str, dict[str, Abstract]] = {}
@@ -264,8 +269,13 @@ class SourceFile:
         given = self.given_before.get(definition.node, {}).get(name, [])
         if given and not any(each.has("ddp", "fsdp") for each in given):
             value = value.without("ddp", "fsdp")
-        if not value.level or value.at is not None:
+        if value.at is not None:
             return value
+        if (
+            not value.level
+        ):  # by its type: a length of this rank's batch is a number, too
+            own = any(each.level == VARIES and each.count is None for each in given)
+            return replace(value, level=VARIES if own else SAME)
         for each in given:
             if self.members.differ(each.at):
                 return each
@@ -344,6 +354,10 @@ class SourceFile:
         """What a method has set, joined with what others have."""
         kept = self.attributes.setdefault(of_class, {})
         for key, value in known.items():
+            if self.shares_buffers and value.has("updated"):
+                continue
+            tags = [each for each in value.tags if not each.startswith(FILLED)]
+            value = replace(value, tags=frozenset(tags))
             kept[key] = joined(kept[key], value) if key in kept else value
 
 

@@ -14,7 +14,7 @@ from nemo_patches.tools.doctor.interpreter import (
 )
 from nemo_patches.tools.doctor.interpreter.interpreter import Interpreter
 from nemo_patches.tools.doctor.interpreter.invocations import call_of
-from nemo_patches.tools.doctor.interpreter.names import parts_of
+from nemo_patches.tools.doctor.interpreter.names import is_loader, parts_of
 from nemo_patches.tools.doctor.interpreter.plain_python import leaves
 from nemo_patches.tools.doctor.interpreter.skeleton import (
     BACKWARD,
@@ -295,7 +295,10 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+    of_items = iterated.level >= DATA and not is_loader(text_of(node.iter))
+    reader.of_items += of_items
     items = _turns(reader, node, iterated.turns, drawn)
+    reader.of_items -= of_items
     reader.ranges.pop(getattr(node.target, "id", ""), None)
     _loop(reader, condition, items, node, behind=behind)
     if iterated.has("set"):
@@ -303,7 +306,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
         is_text = named or iterated.has("text")
         guess = "" if is_text else "its items are no numbers"
         for each in _made_with(node, items):
-            made = replace(each, guess=each.guess or guess)
+            own = "" if each.grouped else each.guess
+            made = replace(each, guess=own or guess)
             reader.found.append(("SET", made, node.lineno))
 
 
@@ -325,6 +329,9 @@ def _generated(
 def _made_with(node: ast.For, items: Items) -> list[Collective]:
     """The collectives of a loop's body that are given its item, or what is made of it."""
     names = names_in(node.target)
+    for each in nodes(node, ast.Assign):
+        if names & names_in(each.value):
+            names = names.union(*map(names_in, each.targets))
     calls_of = nodes(node, ast.Call)
     given = {each.lineno for each in calls_of if names & names_in(each)}
     return [each for each in own_collectives(items) if each.line in given]
@@ -380,8 +387,9 @@ def _loop(
     with reader.inside() as last:
         reader.items += behind
         reader.block(node.orelse)
-    if node.orelse:  # which is not in the loop
-        condition = replace(condition, end=node.orelse[0].lineno - 1)
+    first = node.orelse[0].lineno if node.orelse else 0
+    if first > node.body[-1].lineno:  # which is not in the loop
+        condition = replace(condition, end=first - 1)
     reader.items.append(Loop(condition, items, last, endless))
 
 
