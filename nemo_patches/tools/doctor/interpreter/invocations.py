@@ -411,7 +411,9 @@ def _note_gathered(reader: Interpreter, node: ast.Call, last: str) -> None:
         names = [name for pair in lengths for name in pair]
         if last.endswith("_object"):
             names += map(dotted, nodes(each, ast.Name, ast.Attribute))
-        reader.gathered.update(dict.fromkeys(names, node.lineno))
+        for name in names:
+            if not reader.env.get(name, Abstract()).has("agreed"):
+                reader.gathered[name] = node.lineno
 
 
 def _generate(reader: Interpreter, node: ast.Call, made: Collective) -> None:

@@ -369,8 +369,8 @@ MESSAGE_OWNERS = ("torch.distributed.", "dist.")
 METRICS = r"(torchmetrics\.(?!functional)|nemo\.collections\.\w+\.metrics\.)"
 # Of what something is made of, what it has, too.
 CARRIED = words("""
-    alone counted ddp even file fsdp gradient keyed lacks loader metric next perhaps random rank sized
-    text
+    alone counted ddp even file fsdp gradient keyed lacks loader metric next perhaps random rank
+    sized text
     """)
 
 

@@ -268,6 +268,12 @@ def visit_While(reader: Interpreter, node: ast.While) -> None:
     _loop(reader, condition, items, node, endless=endless)
 
 
+def _draws_keys(node: ast.For, iterated: Sequence[ast.AST]) -> bool:
+    """Whether a loop takes keys, by which it asks the same dict: the fields of a batch."""
+    asked = {f"{text_of(each)}[{text_of(node.target)}]" for each in iterated}
+    return any(text_of(each) in asked for each in nodes(node, ast.Subscript))
+
+
 def _filled_up(reader: Interpreter, test: ast.expr) -> None:
     """Behind `while len(items) < number`, the list has a number of items that all know."""
     match test:
@@ -295,6 +301,8 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     if iterated.at is not None and isinstance(node.target, ast.Name):
         reader.ranges[node.target.id] = condition.key, iterated.at
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
+    if not iterated.has("keyed") and _draws_keys(node, whole):
+        drawn = Abstract()
     of_items = iterated.level >= DATA and not is_loader(text_of(node.iter))
     reader.of_items += of_items
     items = _turns(reader, node, iterated.turns, drawn)
