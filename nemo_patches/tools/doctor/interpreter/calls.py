@@ -148,7 +148,7 @@ def _by_name(call: Call) -> Abstract:
         and (call.args[0].has("shape") or isinstance(node.args[0], ast.UnaryOp))
     )
     of_form = (
-        (call.last in knowledge.STRUCTURE and not call.name.endswith(".type"))
+        (call.last in knowledge.STRUCTURE and not _converts(call))
         or parts_of(call.last) & knowledge.GRADIENTS
         or parts_of(call.name) & knowledge.GROUP_WORDS
     )
@@ -201,6 +201,11 @@ def _by_name(call: Call) -> Abstract:
     if call.last == "DataLoader" and any(each.count == VARIES for each in given):
         return replace(value, count=VARIES)
     return replace(value, count=UNKNOWN) if is_loader(text_of(node)) else value
+
+
+def _converts(call: Call) -> bool:
+    """`x.type(torch.half)`, which is none of Python's type(x)."""
+    return call.name.endswith(".type") and bool(call.args)
 
 
 def _mixed(call: Call) -> Abstract:

@@ -97,6 +97,12 @@ _SENTENCES = {
         " process: ranks make unlike ones",
         "sorted(..)",
     ),
+    Kind.THREAD: Sentence(
+        "NP401",
+        "{names} {are} handed to another thread: it comes between this one's collectives of"
+        " the same group, on each rank at another place",
+        "a group of its own for the thread (process_group=), or async_save",
+    ),
     Kind.SIZES: Sentence(
         "NP413",
         "{names} takes as much from each rank as this rank's own data say, of which the others"

@@ -76,7 +76,7 @@ _AGREEMENTS = ("all_gather", "all_reduce", "broadcast", "reduce")
 # Collectives of a mesh, whose ranks may have the same batch; and a test for those of a group.
 _OF_A_MESH = words("distribute_module distribute_tensor full_tensor redistribute")
 _IN_GROUP = re.compile(r"\bin [\w.]*group")
-_ANY_OF = re.compile(r"(?:not \()?(?:len\()?([\w.]+)\)?(?: [=!<>]=? [01])?\)?")
+_ANY_OF = re.compile(r"(?:not \()?(?:len\()?([\w.]+)(?:\)(?: [=!<>]=? 0)?)?\)?")
 _WITHOUT_GRADIENTS = words("eval inference_mode no_grad")
 # What is found under a guess, and not only left open by it.
 _TOLD = ("the module is sharded", "a rank whose", knowledge.IN_A_GROUP)
@@ -103,11 +103,12 @@ class Kind(Enum):
     ALARM = "an alarm that cannot end it"
     LOCK = "a lock that one process alone holds at a time"
     SET = "the order of a set"
+    THREAD = "a thread that makes collectives beside this one's"
     SIZES = "how much it takes of each rank"
 
 
 # What may be wrong with a collective that something else is wrong with.
-_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET, Kind.SIZES)
+_BESIDE_OTHERS = (Kind.LOOP, Kind.ALARM, Kind.LOCK, Kind.SET, Kind.SIZES, Kind.THREAD)
 _KINDS = {
     "for": Kind.LOOP,
     "filter": Kind.LOOP,

@@ -266,6 +266,7 @@ class Interpreter:
         if one == other:
             return value
         own = condition.value.level >= DATA or condition.value.has("lacks")
+        own = own and not re.search(knowledge.FORM_OF_ITEM, condition.key)
         if own and self.of_items and _keys_in(one) != _keys_in(other):
             value = _of_own_keys(value)
         if one.ref != other.ref and (_callable(one) or _callable(other)):

@@ -145,6 +145,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     _update(reader, call)
     _keep(reader, call)
     _pass_on(reader, call)
+    _hand_over(reader, call)
     value = calls.called(call)
     if node.args and re.search(knowledge.AGREES_IN_PLACE, call.last):
         reader.agree_on(node.args[0])
@@ -169,6 +170,33 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
             and any(of_kind(items_of(reader, own), Collective))
         ):
             reader.items.append(Unseen(own.name))
+
+
+def _hand_over(reader: Interpreter, call: calls.Call) -> None:
+    """A collective of all ranks that a thread makes, which nothing here waits for."""
+    waits = any(
+        each.attr in knowledge.WAITS and each.lineno >= call.node.lineno
+        for each in nodes(reader.definition.node, ast.Attribute)
+    )
+    in_thread = (
+        call.last in knowledge.THREADS and "submitit" not in reader.file.imported
+    )
+    grouped = collectives.of_a_group(call)
+    if waits or not in_thread or grouped or "parallel" not in reader.file.subjects:
+        return
+    for each in (*call.args, *call.given.values()):
+        made = collectives.named_collective(each.ref, call.node.lineno)
+        inner: list[Collective] = [] if made is None else [made]
+        if isinstance(each.ref, Definition) and isinstance(
+            each.ref.node, ast.FunctionDef
+        ):
+            inner = [
+                replace(one, name=each.ref.name, line=call.node.lineno)
+                for one in of_kind(items_of(reader, each.ref), Collective)
+                if "torch.distributed.checkpoint" in reader.file.origin(one.name)
+            ]
+        for one in inner[:1]:
+            reader.found.append(("THREAD", one, one.line))
 
 
 def _handle(reader: Interpreter, call: calls.Call) -> None:
@@ -312,7 +340,7 @@ def _update(reader: Interpreter, call: calls.Call) -> None:
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         node = node.func.value
     name = dotted(node).removesuffix(".data")
-    if "()" not in name:
+    if "()" not in name and reader.file.reference(name) is None:
         known = reader.env.get(name, Abstract())
         updated = replace(joined(known, given), count=known.count, item=None)
         reader.set(name, updated.tagged("updated"))

@@ -312,6 +312,9 @@ LOCKS = r"(FileLock|InterProcessLock)$|^portalocker\.\w*Lock$"
 FILE_LOCKS = words("fcntl.flock fcntl.lockf portalocker.lock portalocker.unlock")
 # Of what ranks make in a loop of another function that serves a rank.
 NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
+# What runs a function in a thread, and what waits for it.
+THREADS = words("Thread run_in_executor submit to_thread")
+WAITS = words("join result wait")
 CACHES = words("cache lru_cache")
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
@@ -325,6 +328,8 @@ AGREES_IN_PLACE = r"^_?(all_?reduce|broadcast)(_object_list|_tensors?)?_?$"
 NEW_TENSORS = words("torch.tensor torch.zeros torch.as_tensor")
 # A test of what word a batch has.
 WORD_OF_BATCH = r"\b(batch|batches|data|samples?)(\[[^\]]*\])+ (==|!=|in|not in) [^\d-]"
+# A test of which fields an item has, which are mostly those of all.
+FORM_OF_ITEM = r"'\w+' (not )?in |^(not \()?[\w.]+(\[[^\]]*\])* is (not )?None|\.get\("
 # What must hold for ranks to differ in a test that they mostly agree in, by what the test says.
 NO_GRADIENT = r"\bgrads\b|\bgrad\w*\b.{0,12} is (not )?None"
 NO_BATCH = r"\b(batch(es)?|data|samples?) is (not )?None\b"

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 from nemo_patches.tools.doctor.interpreter import knowledge
@@ -274,8 +274,10 @@ class SourceFile:
         if (
             not value.level
         ):  # by its type: a length of this rank's batch is a number, too
-            own = any(each.level == VARIES and each.count is None for each in given)
-            return replace(value, level=VARIES if own else SAME)
+            own = (
+                each for each in given if each.level == VARIES and each.count is None
+            )
+            return reduce(joined, own, value)
         for each in given:
             if self.members.differ(each.at):
                 return each

@@ -303,7 +303,9 @@ def visit_For(reader: Interpreter, node: ast.For) -> None:
     drawn = calls.item_of(iterated, text_of(node.iter)).tagged("drawn")
     if not iterated.has("keyed") and _draws_keys(node, whole):
         drawn = Abstract()
-    of_items = iterated.level >= DATA and not is_loader(text_of(node.iter))
+    keys = last_part(dotted(getattr(node.iter, "func", node))) in ("items", "keys")
+    of_items = iterated.level >= DATA and drawn.level >= DATA and not keys
+    of_items = of_items and not is_loader(text_of(node.iter))
     reader.of_items += of_items
     items = _turns(reader, node, iterated.turns, drawn)
     reader.of_items -= of_items
