@@ -95,20 +95,15 @@ def _known(call: Call) -> Abstract | None:
     if call.origin == "logging.getLogger":
         return Abstract(ref=text_of(node))
     made = knowledge.MAKERS.get(last_part(call.origin))
-    if made and call.last != "Trainer":
-        return tagged(made)
-    if call.last == "Trainer":
+    if made:
         numbers = {each.arg: constant(each.value) for each in node.keywords}
         alone = numbers.get("devices") == 1 and numbers.get("num_nodes", 1) == 1
-        return tagged("one device") if alone else tagged("@trainer")
-    kind = dotted(node.args[1]) if len(node.args) > 1 else ""
-    if call.name == "isinstance" and kind.endswith("SingleDeviceStrategy"):
+        return tagged("one device" if alone else made)
+    second = node.args[1] if len(node.args) > 1 else node
+    single = dotted(second).endswith("SingleDeviceStrategy")
+    if call.name == "isinstance" and single:
         return call.file.constant(False)
-    if (
-        call.name == "getattr"
-        and len(node.args) > 1
-        and constant(node.args[1]) == "grad"
-    ):
+    if call.name == "getattr" and constant(second) == "grad":
         return tagged("gradient")
     if call.last in knowledge.SEEDING and _of_rank(call):
         call.file.seeded_by_rank = True

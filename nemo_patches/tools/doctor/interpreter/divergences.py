@@ -46,7 +46,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     served_in,
 )
 from nemo_patches.tools.doctor.interpreter.source_file import Definition, SourceFile
-from nemo_patches.tools.doctor.interpreter.values import VARIES, Abstract
+from nemo_patches.tools.doctor.interpreter.values import VARIES
 from nemo_patches.tools.doctor.interpreter.way import (
     Caught,
     Decide,
@@ -184,7 +184,6 @@ def _read(file: SourceFile) -> list[Interpreter]:
         name: each for name, each in module.env.items() if name not in file.changed
     }
     read = [module]
-    set_by_methods: list[tuple[str, dict[str, Abstract]]] = []
     for definition in file.definitions:
         reader = Interpreter(_VISITORS, file, definition, file.start(definition, {}))
         reader.alarm = functions.decorated_alarm(reader)
@@ -200,9 +199,9 @@ def _read(file: SourceFile) -> list[Interpreter]:
                 for key in reader.set_here & reader.env.keys()
                 if key.startswith("self.")
             }
-            set_by_methods.append((definition.owner.name, here))
+            file.of_classes.append((definition.owner.name, here))
     file.attributes = {}
-    for of_class, known in [*file.of_classes, *set_by_methods]:
+    for of_class, known in file.of_classes:
         file.keep_attributes(of_class, known)
     return read
 

@@ -54,6 +54,7 @@ from nemo_patches.tools.doctor.syntax import (
 )
 
 _COMPARING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_BLANK = Abstract()
 _BELONGING = (ast.Is, ast.IsNot, ast.In, ast.NotIn)
 
 
@@ -95,20 +96,18 @@ visit_YieldFrom = visit_Yield
 def visit_Name(reader: Interpreter, node: ast.Name) -> Abstract:
     if node.id == "__name__":  # of a program
         return reader.file.constant("__main__")
-    wrapped = reader.file.wrapped.get(node.id, frozenset())
-    ref = reader.file.reference(node.id)
-    return _named(reader, node.id, Abstract(tags=wrapped, ref=ref))
+    return _named(reader, node.id)
 
 
-def _named(reader: Interpreter, name: str, otherwise: Abstract) -> Abstract:
+def _named(reader: Interpreter, name: str) -> Abstract:
     """What is known of a name: what it was set to here, or what it says."""
     known = reader.env.get(name)
-    blank = known == Abstract()
+    # What the rank of a matrix is set to is no rank.
+    blank = known == _BLANK and knowledge.SAID_BY.get(last_part(name)) == "ranks"
     if known is not None and not blank:
         return known
-    # What the rank of a matrix is set to is no rank.
-    if blank and knowledge.SAID_BY.get(last_part(name)) != "ranks":
-        return Abstract()
+    wrapped = reader.file.wrapped.get(name, frozenset())
+    otherwise = Abstract(tags=wrapped, ref=reader.file.reference(name))
     if name in reader.file.changed:
         return reader.file.by_rank.get(name, otherwise)
     return reader.file.source(name) or otherwise
@@ -118,10 +117,7 @@ def visit_Attribute(reader: Interpreter, node: ast.Attribute) -> Abstract:
     name = dotted(node)
     owner = name.rpartition(".")[0]
     if name in reader.env:
-        return _named(reader, name, reader.env[name])
-    method = reader.file.method(reader.owner, node.attr) if owner == "self" else None
-    if method and is_property(method):
-        return call_helper(reader, method, None, node)
+        return _named(reader, name)
     if owner in ("trainer", "self.trainer") and node.attr in knowledge.PROPERTIES:
         pairs_with, why, guess = knowledge.PROPERTIES[node.attr]
         reader.emit(Collective(name, pairs_with, node.lineno, why, guess))
@@ -132,30 +128,25 @@ def attribute(reader: Interpreter, node: ast.Attribute, inner: Abstract) -> Abst
     """An attribute of something that is known already."""
     name = dotted(node)
     if name in reader.env:
-        return _named(reader, name, reader.env[name])
+        return _named(reader, name)
     entry = inner.entry(node.attr)
     if entry is not None:
         return entry
+    owner = reader.owner if name == f"self.{node.attr}" else None
+    owner = inner.ref if inner.has("instance") else owner
+    method = reader.file.method(owner, node.attr)
+    if method and is_property(method):
+        return call_helper(reader, method, None, node)
     if isinstance(inner.ref, Definition):
-        method = (
-            reader.file.method(inner.ref, node.attr) if inner.has("instance") else None
-        )
-        if method and is_property(method):
-            return call_helper(reader, method, None, node)
         known = reader.file.attributes.get(inner.ref.name, {})
         if f"self.{node.attr}" in known:
             return known[f"self.{node.attr}"]
     said = reader.file.source(name) or reader.file.by_rank.get(node.attr)
     if said is not None:
         return replace(said, ref=said.ref or reader.file.reference(name))
-    method = (
-        reader.file.method(reader.owner, node.attr)
-        if name == f"self.{node.attr}"
-        else None
-    )
-    if method is not None and not is_property(method):
+    if method is not None:
         return Abstract(ref=method)
-    if node.attr in knowledge.PARAMETER | knowledge.STRUCTURE_ATTRIBUTES:
+    if node.attr in knowledge.OF_FORM:
         return tagged("gradient") if node.attr == "grad" else Abstract()
     if node.attr == "shape" and inner.level:
         return tagged("shape", level=VARIES)

@@ -21,6 +21,8 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
+    function_of,
+    is_decorated,
     is_property,
 )
 from nemo_patches.tools.doctor.interpreter.values import (
@@ -62,9 +64,7 @@ def own_function(reader: Interpreter, node: ast.Call) -> Definition | None:
         called = reader.file.method(known.ref, "__call__")
         called = called or reader.file.method(known.ref, "forward")
         return None if known.has("ddp", "fsdp") else called
-    ref = known.ref
-    is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
-    return ref if is_function else None
+    return function_of(known.ref)
 
 
 def call_helper(
@@ -93,7 +93,9 @@ def call_helper(
             items = list(islice(of_kind(items, Collective), 1))
         name = text_of(node) if call is None else f"{text_of(call.node.func)}()"
         inlined = Inlined(name, node.lineno, items, guess)
-        kept = _is_cached(called) and any(each.level >= DATA for each in given.values())
+        kept = is_decorated(called, "cache") and any(
+            each.level >= DATA for each in given.values()
+        )
         if kept and any(of_kind(items, Collective)):
             text = f"what the cache of {called.name} has"
             asked = reader.decided_by(node, Abstract(VARIES), node, key=text)
@@ -222,11 +224,9 @@ def _returned(
     reader: Interpreter, called: Any, given: Mapping[str, Abstract]
 ) -> Definition | None:
     """The function that a function of this file returns."""
-    if not isinstance(called.node, ast.FunctionDef) or called in reader.file.being_read:
+    if not function_of(called) or called in reader.file.being_read:
         return None
-    ref = reader.read(called, given, {}).returned.ref
-    is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
-    return ref if is_function else None
+    return function_of(reader.read(called, given, {}).returned.ref)
 
 
 def _parts_ranks(reader: Interpreter, items: Items) -> bool:
@@ -254,14 +254,8 @@ def given_by(called: Definition, call: calls.Call) -> dict[str, Abstract]:
     return given
 
 
-def _is_cached(definition: Definition) -> bool:
-    named = (getattr(each, "func", each) for each in definition.node.decorator_list)
-    return any(last_part(dotted(each)) in knowledge.CACHES for each in named)
-
-
 def manages(definition: Definition) -> bool:
-    decorators = map(text_of, definition.node.decorator_list)
-    return any(each.endswith("contextmanager") for each in decorators)
+    return is_decorated(definition, "contextmanager")
 
 
 def _passed(
@@ -277,7 +271,7 @@ def _parameters(definition: Definition) -> list[str]:
     """The names of a function's parameters by place, without self."""
     args = definition.node.args
     names = [each.arg for each in (*args.posonlyargs, *args.args)]
-    static = "staticmethod" in map(text_of, definition.node.decorator_list)
+    static = is_decorated(definition, "staticmethod")
     return names[1:] if definition.owner and not static else names
 
 

@@ -276,18 +276,10 @@ class Interpreter:
             value = replace(value, level=VARIES).tagged("chosen", *of_files)
         if not self.by_rank(condition.value):
             return value
-        at = None
-        if condition.value.at and one.at and other.at:
-            at = tuple(
-                Open(condition.text)
-                if isinstance(holds, Open)
-                else yes
-                if holds
-                else no
-                for holds, yes, no in zip(
-                    condition.value.at, one.at, other.at, strict=True
-                )
-            )
+        columns = condition.value.at, one.at, other.at
+        at = applied(
+            lambda holds, yes, no: yes if holds else no, columns, condition.text
+        )
         known = at and not any(isinstance(each, Open) for each in at)
         level = value.level if known else VARIES
         return replace(value, at=at, level=level, count=value.count or SAME).tagged(
@@ -381,7 +373,7 @@ def _subjects(file: SourceFile, owner: Definition | None) -> frozenset[str]:
         methods & knowledge.LIGHTNING_METHODS
     ):
         subjects.add("lightning")
-    if any(last_part(each).endswith("ModelCheckpoint") for each in bases):
+    if any(each.endswith("ModelCheckpoint") for each in bases):
         subjects.add("saves")
     if any(each.startswith("nemo.") and last_part(each) != "ModelPT" for each in bases):
         subjects.add("nemo")

@@ -34,6 +34,7 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
 )
 from nemo_patches.tools.doctor.interpreter.source_file import (
     Definition,
+    function_of,
     prepares,
 )
 from nemo_patches.tools.doctor.interpreter.values import (
@@ -105,7 +106,7 @@ def _lead_to(reader: Interpreter, target: object, call: calls.Call) -> Abstract:
     goes_on = reader.depth < MOST_DEEP and reader.file.work < _MOST_WORK
     own = target if isinstance(target, Definition) else None
     if own and goes_on:
-        if isinstance(own.node, ast.FunctionDef):
+        if function_of(own):
             return call_helper(reader, own, call, node)
         if not call.function.has("instance"):
             return _make(reader, own, call)
@@ -163,12 +164,8 @@ def _own_sizes(call: calls.Call) -> bool:
 def _pass_on(reader: Interpreter, call: calls.Call) -> None:
     """What is given a function of this file may call it, and make its collectives."""
     for each in (*call.args, *call.given.values()):
-        own = each.ref
-        if (
-            isinstance(own, Definition)
-            and isinstance(own.node, ast.FunctionDef)
-            and any(of_kind(items_of(reader, own), Collective))
-        ):
+        own = function_of(each.ref)
+        if own and any(of_kind(items_of(reader, own), Collective)):
             reader.items.append(Unseen(own.name))
 
 

@@ -275,11 +275,11 @@ _LAST_BATCH = _SAMPLES + r" *[<>!=]=? *[\w.]*(batch_?size|\bbsz?\b)"
 STRUCTURE = words("""
     callable dim getattr hasattr id is_floating_point isinstance issubclass type
     """)
-STRUCTURE_ATTRIBUTES = words("""
-    device dtype is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim requires_grad
-    training
+# Attributes that have one form on all ranks, and parameters.
+OF_FORM = words("""
+    bias device dtype grad is_complex is_cuda is_leaf is_meta is_sparse itemsize layout ndim
+    requires_grad training weight
     """)
-PARAMETER = words("bias grad weight")
 # Of a method that is asked of data: its answer may differ.
 PLAUSIBLE = GRADIENTS | words("""
     bad corrupt empty finite inf invalid nan stop stopped stopper stopping valid
@@ -315,7 +315,6 @@ NOT_SERVED = "no rank waits for it in the loop of this file that serves it"
 # What runs a function in a thread, and what waits for it.
 THREADS = words("Thread run_in_executor submit to_thread")
 WAITS = words("join result wait")
-CACHES = words("cache lru_cache")
 PROCESS_ENDS = words("sys.exit exit quit os._exit os.abort")
 # A method in which all ranks take part, or the others of a rank; not torch's own.
 SOUNDS_COLLECTIVE = (

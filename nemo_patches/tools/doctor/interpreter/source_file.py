@@ -125,7 +125,7 @@ class SourceFile:
         ):
             self.subjects.add("ours")
         self.samples = any(  # has a sampler of its own
-            last_part(dotted(each)).endswith("Sampler")
+            dotted(each).endswith("Sampler")
             for of_class in nodes(tree, ast.ClassDef)
             for each in of_class.bases
         )
@@ -255,8 +255,6 @@ class SourceFile:
                 value = self.constant(default.value)
             if argument.arg in _prepared(definition.node):
                 value = value.without("ddp", "fsdp").tagged("unwrapped")
-            elif argument.arg in _prepared_in_place(definition.node):
-                value = value.tagged("unwrapped")
             env[argument.arg] = value
         for each in filter(None, (args.vararg, args.kwarg)):
             env[each.arg] = given.get(each.arg) or Abstract(UNKNOWN)
@@ -323,11 +321,11 @@ class SourceFile:
             tags.add("optional")
         elif level == DATA and name in knowledge.BATCHES:
             tags.add("batch")
+        count = None
         if len(name) == 1:  # a list of anything; a tensor, if its length is asked for
-            return Abstract(
-                level, tags=frozenset({*tags, "letter"}), count=min(level, UNKNOWN)
-            )
-        return Abstract(level, tags=frozenset(tags))
+            tags.add("letter")
+            count = min(level, UNKNOWN)
+        return Abstract(level, tags=frozenset(tags), count=count)
 
     def bases(self, definition: Definition | None) -> tuple[list[Definition], set[str]]:
         """A class and its bases in this file, the nearest first, and the names of the others."""
@@ -373,24 +371,14 @@ def methods_of(node: ast.ClassDef) -> Definition:
 
 @lru_cache(maxsize=1000)
 def _prepared(function: ast.AST) -> set[str]:
-    """The arguments that a function has wrapped itself: `model = self.prepare_model(model)`."""
-    return {
-        dotted(node.targets[0])
-        for node in nodes(function, ast.Assign)
-        if isinstance(node.value, ast.Call)
-        and prepares(node.value)
-        and dotted(node.targets[0]) in map(dotted, node.value.args)
-    }
-
-
-@lru_cache(maxsize=1000)
-def _prepared_in_place(function: ast.AST) -> set[str]:
-    """Those that it has wrapped by a call alone: `fully_shard(model)`."""
+    """The arguments that a function has wrapped itself: `model = self.prepare_model(model)`, or
+    `fully_shard(model)`.
+    """
     return {
         dotted(argument)
-        for node in nodes(function, ast.Expr)
-        if isinstance(node.value, ast.Call) and prepares(node.value)
-        for argument in node.value.args
+        for call in nodes(function, ast.Call)
+        if prepares(call)
+        for argument in call.args
     }
 
 
@@ -398,10 +386,20 @@ def prepares(call: ast.Call) -> bool:
     return bool(parts_of(last_part(dotted(call.func))) & knowledge.PREPARING)
 
 
+def function_of(ref: Any) -> Definition | None:
+    """What a value refers to, if that is a function of the file."""
+    is_function = isinstance(ref, Definition) and isinstance(ref.node, ast.FunctionDef)
+    return ref if is_function else None
+
+
+def is_decorated(definition: Definition, by: str) -> bool:
+    """Whether it has a decorator whose name ends so."""
+    every = definition.node.decorator_list
+    return any(dotted(getattr(each, "func", each)).endswith(by) for each in every)
+
+
 def is_property(definition: Definition) -> bool:
-    return any(
-        "property" in ast.unparse(each) for each in definition.node.decorator_list
-    )
+    return is_decorated(definition, "property")
 
 
 def _arguments(args: ast.arguments) -> Iterator[tuple[ast.arg, ast.expr | None]]:

@@ -190,14 +190,11 @@ def visit_If(reader: Interpreter, node: ast.If) -> BlockEnd | None:
     reader.apart = apart
     reader.branches -= 1
     reader.items.append(Branch(condition, yes, no))
-    if left is None and left_too is None:
-        reader.env = _merged(reader, condition, before, taken, other)
-    elif left is not None and left_too is not None:
-        reader.env = _merged(reader, condition, before, taken, other)
-        return left_too if left is BlockEnd.RAISE else left
-    else:
+    if (left is None) != (left_too is None):
         reader.env = taken if left is None else other
-    return None
+        return None
+    reader.env = _merged(reader, condition, before, taken, other)
+    return left_too if left is BlockEnd.RAISE else left
 
 
 def _side(
@@ -205,7 +202,7 @@ def _side(
     body: Sequence[ast.stmt],
     before: Environment,
     chosen: int,
-    alone: bool,
+    alone: bool = False,
 ) -> tuple[Items, BlockEnd | None, Environment]:
     """chosen: how surely data decide that it is this one: DATA of what ranks mostly agree in.
     alone: whether nobody goes on behind the other one.
@@ -418,7 +415,11 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
             for name, value in before.items()
             if name in after
         }
-        items, left = _handler(reader, each, condition.value.level, {**after, **old})
+        handles = reader.handles
+        reader.handles = True
+        level = condition.value.level
+        items, left, _ = _side(reader, each.body, {**after, **old}, level)
+        reader.handles = handles
         handlers.append((condition, items))
         if left is None:
             known = {
@@ -445,20 +446,6 @@ def visit_Try(reader: Interpreter, node: ast.Try) -> BlockEnd | None:
     return last or (None if node.handlers else end)
 
 
-def _handler(
-    reader: Interpreter, node: ast.ExceptHandler, level: int, env: Environment
-) -> tuple[Items, BlockEnd | None]:
-    outer = reader.chosen, reader.parted, reader.handles
-    reader.env = env
-    reader.chosen = max(reader.chosen, level)
-    reader.parted = max(reader.parted, level)
-    reader.handles = True
-    with reader.inside() as items:
-        end = reader.block(node.body)
-    reader.chosen, reader.parted, reader.handles = outer
-    return items, end
-
-
 def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
     """Whether nothing is tried but collectives and what torch makes for them: their errors are
     all ranks'.
@@ -468,12 +455,8 @@ def _harmless(reader: Interpreter, body: Sequence[ast.stmt]) -> bool:
         with reader.inside():
             call = call_of(reader, each)
         made = collectives.collective_of(call)
-        runs_more = made is not None and made.pairs_with in knowledge.RUNNING
-        if (
-            made is not None
-            and made.pairs_with not in WITHOUT_AGREEMENT
-            and not runs_more
-        ):
+        others = {*WITHOUT_AGREEMENT, *knowledge.RUNNING}
+        if made is not None and made.pairs_with not in others:
             agreements += 1
             continue
         origin = call.origin

@@ -19,7 +19,6 @@ from nemo_patches.tools.doctor.interpreter.skeleton import (
     Decision,
     Exit,
     Inlined,
-    Item,
     Items,
     Loop,
     Managed,
@@ -95,33 +94,14 @@ class Way:
     def follow(self, items: Items) -> BlockEnd | None:
         """Returns how they end; None where it goes on behind them."""
         for each in items:
-            end = self._one(each)
+            follow = getattr(self, f"_{type(each).__name__.lower()}")
+            end: BlockEnd | None = follow(each)
             if end is not None:
                 return end
         return None
 
-    def _one(self, item: Item) -> BlockEnd | None:
-        if isinstance(item, Branch):
-            return self._branch(item)
-        if isinstance(item, Loop):
-            return self._loop(item)
-        if isinstance(item, Tried):
-            return self._tried(item)
-        if isinstance(item, Inlined):
-            return self._inlined(item)
-        if isinstance(item, Managed):
-            return self._managed(item)
-        if isinstance(item, Exit):
-            return self._exit(item)
-        if isinstance(item, Assigned):
-            self._assigned(item)
-        elif isinstance(item, Unseen):
-            self.unseen.add(item.name)
-        elif isinstance(item, PeerMessage):
-            self._message(item)
-        else:
-            self._collective(item)
-        return None
+    def _unseen(self, item: Unseen) -> None:
+        self.unseen.add(item.name)
 
     def _collective(self, made: Collective) -> None:
         if made.of in self._nothing:
@@ -134,7 +114,7 @@ class Way:
         left = (guards for each in self._left.values() for guards in each)
         self.events.append(Event(made, self._guards).behind(left))
 
-    def _message(self, item: PeerMessage) -> None:
+    def _peermessage(self, item: PeerMessage) -> None:
         """The loop over the ranks that it goes to makes one for each."""
         guards = [each for each in self._guards if each != f"for {item.loop}"]
         loops = tuple(each for each in guards if each.startswith(_LOOPS))

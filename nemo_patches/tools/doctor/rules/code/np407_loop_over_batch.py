@@ -6,10 +6,9 @@ of gradients.
 Link: https://github.com/NVIDIA-NeMo/Speech/pull/16192
 """
 
-from __future__ import annotations
-
-from nemo_patches.tools.doctor.code import Code
-from nemo_patches.tools.doctor.finding import Findings
+# No check: the interpreter finds it, not where the ranks have agreed on something before. It is a
+# note where only gradients are reduced, which no_sync may have put off, and at the end of an
+# evaluation, where the turns are its batches.
 
 BAD = """\
 class Long:
@@ -17,10 +16,3 @@ class Long:
         return [self.encoder(part) for part in audio.split(1600, dim=1)]
 """
 GOOD = BAD.replace("split(1600", "chunk(8")
-
-
-def check(code: Code) -> Findings:
-    """Not where the ranks have agreed on something before; a note where only gradients are reduced,
-    which no_sync may have put off, and at the end of an evaluation, where the turns are its
-    batches."""
-    return code.found("NP407")
