@@ -171,15 +171,13 @@ def _pass_on(reader: Interpreter, call: calls.Call) -> None:
 
 def _hand_over(reader: Interpreter, call: calls.Call) -> None:
     """A collective of all ranks that a thread makes, which nothing here waits for."""
+    if call.last not in knowledge.THREADS or "submitit" in reader.file.imported:
+        return
     waits = any(
         each.attr in knowledge.WAITS and each.lineno >= call.node.lineno
         for each in nodes(reader.definition.node, ast.Attribute)
     )
-    in_thread = (
-        call.last in knowledge.THREADS and "submitit" not in reader.file.imported
-    )
-    grouped = collectives.of_a_group(call)
-    if waits or not in_thread or grouped or "parallel" not in reader.file.subjects:
+    if waits or collectives.of_a_group(call) or "parallel" not in reader.file.subjects:
         return
     for each in (*call.args, *call.given.values()):
         made = collectives.named_collective(each.ref, call.node.lineno)
